@@ -124,6 +124,9 @@ class ModelConfig:
     mtp_depth: int = 1
     # whether the output projection is the transposed embedding matrix
     tie_word_embeddings: bool = False
+    # the output logits l become c · tanh(l / c) with this c, such as 30 (Gemma 2, 2408.00118); 0:
+    # they stay as they are
+    logit_softcap: float = 0.0
 
     # Ablations. The released model has all of these parts. A model without one of them cannot be
     # exported to the Hugging Face format qwen3_next.
@@ -186,7 +189,7 @@ class ModelConfig:
                 # Deeper models have not been trained, and every layer is listed and traced.
                 "1 … 4096": "num_hidden_layers",
                 "0 or more": "num_experts mtp_depth shared_expert_intermediate_size "
-                "full_attention_interval",
+                "full_attention_interval logit_softcap",
                 "at least 1": "yarn_factor",
                 "at least 2": "rope_theta",
                 "0 … 1": "partial_rotary_factor",

@@ -237,6 +237,9 @@ class TrainConfig:
     mtp_loss_weight: float = 0.1
     # weight of the router z-loss
     router_z_loss_weight: float = 0.0
+    # weight of the z-loss of the next token's logits, the mean of their squared logsumexp (PaLM,
+    # 2204.02311, has 1e-4)
+    output_z_loss_weight: float = 0.0
     # how the indexers of sparse attention (the mixer qsa) are trained. "frozen": not at all.
     # "dense": attention sees all keys, and the indexers learn its probabilities over all blocks of
     # keys, as a warm-up. "sparse": attention sees the selected blocks, and the indexers learn its
@@ -281,6 +284,7 @@ class TrainConfig:
                 "0 or more, less than 1": "ema",
                 "0 … 2^32 - 1": "seed",
                 "0 or more": "balance_loss_weight mtp_loss_weight router_z_loss_weight "
+                "output_z_loss_weight "
                 "indexer_loss_weight "
                 "router_bias_rate step_timeout compile_timeout",
             },

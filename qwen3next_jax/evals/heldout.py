@@ -107,13 +107,13 @@ def make_heldout_step(
               token at t + `offset`; guess [B, T], the most likely token.
             """
             is_target_BT = target_positions(batch, offset)
-            nll, _, guess_BT, _ = model.cross_entropy(
+            found = model.cross_entropy(
                 hidden_BTD,
                 later_tokens(batch, offset),
                 is_target_BT.astype(jnp.float32),
                 mesh,
             )
-            return nll, is_target_BT, guess_BT
+            return found.loss, is_target_BT, found.best
 
         nll, is_target_BT, trunk_guess_BT = predict(features.hidden, 1)
         next_token_BT = later_tokens(batch, 1)

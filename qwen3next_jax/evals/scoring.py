@@ -45,10 +45,8 @@ def make_score_step(
         check_scoring(model.config)
         hidden_BTD = model.features(tokens_BT, segment_ids_BT, mesh=mesh).hidden
         weights_BT = jnp.ones(tokens_BT.shape, jnp.float32)
-        _, _, guess_BT, nll_BT = model.cross_entropy(
-            hidden_BTD, jnp.roll(tokens_BT, -1, axis=1), weights_BT, mesh
-        )
-        return nll_BT, guess_BT
+        found = model.cross_entropy(hidden_BTD, jnp.roll(tokens_BT, -1, axis=1), weights_BT, mesh)
+        return found.nll, found.best
 
     return jax.jit(step, out_shardings=replicated(mesh))
 

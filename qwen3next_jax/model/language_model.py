@@ -102,6 +102,24 @@ class Output(NamedTuple):
     router_logits: tuple[jax.Array, ...] | None = None
 
 
+class CrossEntropy(NamedTuple):
+    """The loss of the output head. Only `loss` has gradients.
+
+    Attributes:
+      loss: [] float32, the weighted sum over targets.
+      is_best: [B, T] bool, whether the target has the largest logit.
+      best: [B, T] int32, the token with the largest logit.
+      nll: [B, T] float32, the cross-entropy of each target.
+      logsumexp: [B, T] float32, of the logits.
+    """
+
+    loss: jax.Array
+    is_best: jax.Array
+    best: jax.Array
+    nll: jax.Array
+    logsumexp: jax.Array
+
+
 class Qwen3Next(nnx.Module):
     """A Qwen3-Next language model. Its parameters are stored in the argument `dtype`. The operands
     of matrix products are cast to `config.dtype`.
@@ -381,9 +399,15 @@ class Qwen3Next(nnx.Module):
         )
 
     def cross_entropy(
-        self, hidden: jax.Array, targets: jax.Array, weights: jax.Array, mesh: Mesh | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Computes Σ weights · cross-entropy of the output head, without an array of all logits.
+        self,
+        hidden: jax.Array,
+        targets: jax.Array,
+        weights: jax.Array,
+        mesh: Mesh | None = None,
+        z_weight: float = 0.0,
+    ) -> "CrossEntropy":
+        """Computes Σ weights · (cross-entropy + z_weight · logsumexp²) of the output head, without
+        an array of all logits.
 
         Args:
           hidden: [B, T, D].
@@ -391,11 +415,7 @@ class Qwen3Next(nnx.Module):
           weights: [B, T] float32, 0 where there is no target.
           mesh: the devices, which share the tokens; None: one device. The tokens are also split
             along `tensor`, if the product of the sizes of `context` and `tensor` divides T.
-
-        Returns:
-          (the sum [], whether the target has the largest logit [B, T] bool, the token with the
-          largest logit [B, T] int32, each target's cross-entropy [B, T] float32 without a
-          gradient).
+          z_weight: the weight of the z-loss.
         """
         tied = self.config.tie_word_embeddings
         parameter = self.embedding if tied else self.head
@@ -412,12 +432,13 @@ class Qwen3Next(nnx.Module):
                 head_DV,
                 targets_BT.reshape(-1),
                 weights_BT.reshape(-1),
+                z_weight=z_weight,
+                softcap=self.config.logit_softcap,
             )
             if mesh is not None:
                 loss = jax.lax.psum(loss, axes_in_program(mesh, axes))
-            return loss, *(
-                x.reshape(targets_BT.shape) for x in (rows.correct, rows.argmax, rows.nll)
-            )
+            of_rows = (rows.correct, rows.argmax, rows.nll, rows.logsumexp)
+            return CrossEntropy(loss, *(x.reshape(targets_BT.shape) for x in of_rows))
 
         # Unlike the layers, the loss can also split time over `tensor`.
         hidden = constrain(hidden, mesh, "batch", "time", None)
@@ -429,18 +450,20 @@ class Qwen3Next(nnx.Module):
             sum_up,
             mesh,
             (activation_spec("batch", time, None), stored, tokens, tokens),
-            (P(), tokens, tokens, tokens),
+            CrossEntropy(P(), tokens, tokens, tokens, tokens),
         )(hidden, table, targets, weights)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Computes the logits [..., V], float32, of states [..., D] after the final norm."""
         head_DV = self.embedding[...].T if self.config.tie_word_embeddings else self.head[...]
-        return jnp.einsum(
+        logits = jnp.einsum(
             "...d,dv->...v",
             hidden,
             head_DV.astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
+        cap = self.config.logit_softcap
+        return cap * jnp.tanh(logits / cap) if cap else logits
 
     def _enter(self, embedded: jax.Array, positions: jax.Array) -> jax.Array:
         """Returns the residual stream before the first layer, computed from the embeddings."""

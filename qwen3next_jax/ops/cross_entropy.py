@@ -35,10 +35,17 @@ class Rows(NamedTuple):
 
 
 def linear_cross_entropy(
-    x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, *, chunk: int | None = None
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    z_weight: float = 0.0,
+    softcap: float = 0.0,
+    chunk: int | None = None,
 ) -> tuple[jax.Array, Rows]:
-    """Returns the loss Σ_r weights_r · (logsumexp(x_r w) − x_r w[:, targets_r]), computed one chunk
-    of rows after another, and results for each row.
+    """Returns the loss Σ_r weights_r · (logsumexp(l_r) − l_r[targets_r] + z · logsumexp(l_r)²) of
+    the logits l_r = x_r w, computed one chunk of rows after another, and results for each row.
 
     If the call is differentiated, the forward pass also computes the gradients of each chunk from
     the chunk's logits. The backward pass only multiplies them by the gradient of the loss, a
@@ -53,7 +60,10 @@ def linear_cross_entropy(
         [V, D] transposed; XLA folds the transpose into the product.
       targets: [R] integers in [0, V). The target of a row of weight 0 may be any integer.
       weights: [R] float32, the weight of each row in the loss. The gradient of a weight is the
-        row's nll.
+        row's term of the loss.
+      z_weight: z, the weight of the z-loss (PaLM, 2204.02311, section 5), which keeps logsumexp
+        near 0.
+      softcap: c; the logits are c · tanh(x_r w / c) (Gemma 2, 2408.00118). 0: they are x_r w.
       chunk: number of rows in a chunk, at least 1; None means a number that suits the platform.
 
     Returns:
@@ -78,7 +88,20 @@ def linear_cross_entropy(
         if target.platform != "cpu":
             # All chunks get about the same size; otherwise the last one could be mostly padding.
             chunk = -(-rows // -(-rows // chunk))
-    return _operator(min(chunk, rows), x, w, targets, weights)
+    settings = _Settings(min(chunk, rows), z_weight, softcap)
+    return _operator(settings, x, w, targets, weights)
+
+
+class _Settings(NamedTuple):
+    """The arguments `chunk`, `z_weight` and `softcap` of `linear_cross_entropy`."""
+
+    chunk: int
+    z_weight: float
+    softcap: float
+
+    def row_losses(self, rows: Rows) -> jax.Array:
+        """Returns the loss of each row, [R], before its weight."""
+        return rows.nll + self.z_weight * rows.logsumexp**2 if self.z_weight else rows.nll
 
 
 def _check(x, w, targets, weights, chunk):
@@ -89,33 +112,33 @@ def _check(x, w, targets, weights, chunk):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _operator(chunk, x, w, targets, weights):
-    loss, rows, _ = _scan_chunks(chunk, x, w, targets, weights, gradients=False)
+def _operator(settings, x, w, targets, weights):
+    loss, rows, _ = _scan_chunks(settings, x, w, targets, weights, gradients=False)
     return loss, rows
 
 
-def _forward(chunk, x, w, targets, weights):
-    loss, rows, (dx, dw) = _scan_chunks(chunk, x, w, targets, weights, gradients=True)
+def _forward(settings, x, w, targets, weights):
+    loss, rows, (dx, dw) = _scan_chunks(settings, x, w, targets, weights, gradients=True)
     # dw is cast to w's dtype only after it has been multiplied by the cotangent. The empty slice of
     # w tells the backward pass that dtype.
-    return (loss, rows), (dx, dw, rows.nll, w[:0], weights[:0])
+    return (loss, rows), (dx, dw, settings.row_losses(rows), w[:0], weights[:0])
 
 
-def _backward(chunk, residuals, cotangents):
-    dx, dw, nll, w_empty, weights_empty = residuals
+def _backward(settings, residuals, cotangents):
+    dx, dw, row_losses, w_empty, weights_empty = residuals
     scale = cotangents[0]
     return (
         (scale * dx).astype(dx.dtype),
         (scale * dw).astype(w_empty.dtype),
         None,
-        (scale * nll).astype(weights_empty.dtype),
+        (scale * row_losses).astype(weights_empty.dtype),
     )
 
 
 _operator.defvjp(_forward, _backward)
 
 
-def _scan_chunks(chunk, x, w, targets, weights, *, gradients):
+def _scan_chunks(settings: _Settings, x, w, targets, weights, *, gradients):
     """Returns (loss, rows, (dx, dw)). dw has the dtype of accumulation, at least float32. If
     `gradients` is False, dx and dw are None.
     """
@@ -125,18 +148,22 @@ def _scan_chunks(chunk, x, w, targets, weights, *, gradients):
     def step(carry, inputs):
         loss, dw_DV = carry
         x_CD, target_C, weight_C = inputs
-        figures, dx_CD, dw_chunk_DV = _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients)
-        loss = loss + jnp.sum(weight_C * figures.nll)
+        figures, dx_CD, dw_chunk_DV = _chunk(
+            settings, x_CD, w_DV, target_C, weight_C, wide, gradients
+        )
+        loss = loss + jnp.sum(weight_C * settings.row_losses(figures))
         return (loss, dw_DV + dw_chunk_DV if gradients else None), (figures, dx_CD)
 
     zero = (jnp.zeros((), wide), jnp.zeros(w.shape, wide) if gradients else None)
-    chunks = blocks.to_chunks((x, targets.astype(jnp.int32), weights.astype(wide)), 0, chunk)
+    chunks = blocks.to_chunks(
+        (x, targets.astype(jnp.int32), weights.astype(wide)), 0, settings.chunk
+    )
     (loss, dw), by_chunk = blocks.scan(step, zero, chunks)
     figures, dx = blocks.from_chunks(by_chunk, 0, x.shape[0])
     return loss, figures, (dx, dw)
 
 
-def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
+def _chunk(settings: _Settings, x_CD, w_DV, target_C, weight_C, wide, gradients):
     """Returns the `Rows` of a chunk and, if `gradients`, the gradients dx [C, D] and dw [D, V] that
     the chunk contributes; else None for both.
     """
@@ -145,9 +172,11 @@ def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
         """Computes the logits. In a call with other arrays `after`, XLA computes the logits again,
         and does so only after these arrays are known.
         """
-        return jnp.dot(
+        logits_CV = jnp.dot(
             jax.lax.optimization_barrier((x_CD, *after))[0], w_DV, preferred_element_type=wide
         )
+        cap = settings.softcap
+        return cap * jnp.tanh(logits_CV / cap) if cap else logits_CV
 
     logits_CV, chip = product(), compile_target().tpu
     # XLA fuses the reductions over the logits with the product that computes the logits, so that
@@ -173,9 +202,17 @@ def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
     if not gradients:
         return figures, None, None
     # The gradient of a logit is weight · softmax, minus the weight at the target. As exp · (weight
-    # / total) it takes one division per row, not one per logit.
-    exp_CV = jnp.exp(logits(total_C) - largest_C[:, None])
-    dlogits_CV = exp_CV * (weight_C / total_C)[:, None] - jnp.where(hit_CV, weight_C[:, None], 0)
+    # / total) it takes one division per row, not one per logit. The z-loss adds 2 z logsumexp
+    # times as much of the softmax.
+    logits_CV = logits(total_C)
+    exp_CV = jnp.exp(logits_CV - largest_C[:, None])
+    of_softmax_C = weight_C
+    if settings.z_weight:
+        of_softmax_C = weight_C * (1 + 2 * settings.z_weight * logsumexp_C)
+    dlogits_CV = exp_CV * (of_softmax_C / total_C)[:, None]
+    dlogits_CV = dlogits_CV - jnp.where(hit_CV, weight_C[:, None], 0)
+    if settings.softcap:
+        dlogits_CV = dlogits_CV * (1 - jnp.square(logits_CV / settings.softcap))
     dlogits_CV = dlogits_CV.astype(x_CD.dtype)
     dx_CD = jnp.dot(dlogits_CV, w_DV.T, preferred_element_type=wide).astype(x_CD.dtype)
     dw_DV = jnp.dot(x_CD.T, dlogits_CV, preferred_element_type=wide)

@@ -161,6 +161,8 @@ def total_loss(
         loss: the next-token cross-entropy, in nats.
         top1: the (weighted) share of targets to which the model gives the highest probability.
         mtp_loss/d, mtp_top1/d: the same for each MTP depth d.
+        output_z: the (weighted) mean of the squared logsumexp of the next token's logits, only if
+          `train.output_z_loss_weight` is above 0.
         router_z, and [L, E] expert_load and router_probability, from whose sums over the batch
           `balance_loss` computes the balance loss: only if a layer has experts.
         required_bias [L, E, BINS]: the counts of `router.count_required_bias`, only if
@@ -181,25 +183,31 @@ def total_loss(
         expert_ids=batch.get("expert_ids"),
     )
 
-    def cross_entropy(hidden_BTD, offset, targets):
-        """Returns (cross-entropy, top-1 accuracy), each this batch's share of the whole batch's
-        mean. The target of a token is the token `offset` positions later in the same document.
-        `targets`: the sum of the weights of the targets in the whole batch.
+    def cross_entropy(hidden_BTD, offset, targets, z_weight=0.0):
+        """Returns (loss, top-1 accuracy, mean of logsumexp²), each this batch's share of the whole
+        batch's mean. The loss is the cross-entropy and the z-loss. The target of a token is the
+        token `offset` positions later in the same document. `targets`: the sum of the weights of
+        the targets in the whole batch.
         """
         weight_BT = target_weights(batch, offset) / targets
-        total, correct_BT, *_ = model.cross_entropy(
-            hidden_BTD, later_tokens(batch, offset), weight_BT, mesh
+        found = model.cross_entropy(
+            hidden_BTD, later_tokens(batch, offset), weight_BT, mesh, z_weight
         )
-        return total, jnp.sum(correct_BT * weight_BT)
+        top1, z = (jnp.sum(x * weight_BT) for x in (found.is_best, jnp.square(found.logsumexp)))
+        return found.loss, top1, z
 
-    loss, top1 = cross_entropy(features.hidden, 1, counts.targets)
-    parts = {"loss": loss, "top1": top1}
+    total, top1, output_z = cross_entropy(
+        features.hidden, 1, counts.targets, train.output_z_loss_weight
+    )
+    parts = {"loss": total, "top1": top1}
+    if train.output_z_loss_weight:
+        parts |= {"loss": total - train.output_z_loss_weight * output_z, "output_z": output_z}
     mtp_losses = []
     for d, hidden_BTD in enumerate(features.mtp_hidden):
-        mtp_loss, mtp_top1 = cross_entropy(hidden_BTD, 2 + d, counts.mtp_targets[d])
+        mtp_loss, mtp_top1, _ = cross_entropy(hidden_BTD, 2 + d, counts.mtp_targets[d])
         mtp_losses.append(mtp_loss)
         parts |= {f"mtp_loss/{d}": mtp_loss, f"mtp_top1/{d}": mtp_top1}
-    total = loss + train.mtp_loss_weight * sum(mtp_losses) / max(len(mtp_losses), 1)
+    total = total + train.mtp_loss_weight * sum(mtp_losses) / max(len(mtp_losses), 1)
     if features.router or features.mtp_router:
         own_load = expert_load(features, model.config, counts)
         load = sum_over_slices(own_load, mesh) if load is None else load

@@ -70,6 +70,39 @@ def test_value_gradients_and_rows(chunk, chip, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("chip", [None, "v6e"])
+@pytest.mark.parametrize(("z_weight", "softcap"), [(0.3, 0.0), (0.0, 2.0), (0.3, 2.0)])
+def test_z_loss_and_softcap_are_those_of_autodiff(z_weight, softcap, chip, monkeypatch):
+    if chip:
+        described = types.SimpleNamespace(
+            platform="tpu",
+            tpu=types.SimpleNamespace(mem_bw_bytes_per_second=1.64e12, bf16_ops_per_second=9.2e14),
+        )
+        monkeypatch.setattr("qwen3next_jax.ops.cross_entropy.compile_target", lambda: described)
+    x, w, targets, weights = problem()
+
+    def plain(x, w, weights):
+        logits = x @ w
+        if softcap:
+            logits = softcap * jnp.tanh(logits / softcap)
+        logsumexp = jax.scipy.special.logsumexp(logits, axis=1)
+        nll = logsumexp - jnp.take_along_axis(logits, targets[:, None], 1)[:, 0]
+        return jnp.sum(weights * (nll + z_weight * logsumexp**2))
+
+    def chunked(x, w, weights):
+        return linear_cross_entropy(
+            x, w, targets, weights, z_weight=z_weight, softcap=softcap, chunk=32
+        )[0]
+
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a), jnp.float64) for a in (x, w, weights)]
+        loss, gradients = jax.value_and_grad(plain, (0, 1, 2))(*wide)
+    got, got_gradients = jax.jit(jax.value_and_grad(chunked, (0, 1, 2)))(x, w, weights)
+    np.testing.assert_allclose(got, loss, rtol=1e-5)
+    for a, b in zip(got_gradients, gradients, strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
 @pytest.mark.parametrize("w_dtype", [jnp.float32, jnp.bfloat16])
 def test_bfloat16_rows(w_dtype):
     x, w, targets, weights = problem(300, 64, 200, jnp.bfloat16, w_dtype)
