@@ -1,6 +1,7 @@
 """Every slow test is run by night, and the table keeps what each piece of a night found."""
 
 import ast
+import json
 import pathlib
 import re
 
@@ -42,6 +43,13 @@ def test_shards_of_a_night_have_all_slow_files(slow_files):
     assert sorted(file for part in nightly.parts(tests, {}, number) for file in part) == sorted(
         slow_files
     )
+
+
+def test_faults_of_a_night_have_all_rows():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())["jobs"]["faults"]
+    rows = [int(row) for part in jobs["strategy"]["matrix"]["rows"] for row in part.split(",")]
+    table = json.loads((ROOT / "docs" / "fault_table.json").read_text())
+    assert sorted(rows) == sorted({record["row"] for record in table})
 
 
 def row(test, date, **changes):
