@@ -1,58 +1,54 @@
-"""How much of the house a reader meets: what three steps of configs/tiny.py load, how long lines
-of code are, circles of files, and how many functions take the whole configuration.
+"""How much of the house a reader meets, for one checkout or several side by side.
 
-    python benchmarks/house.py            # prints a table
+    python benchmarks/house.py                            this checkout
+    python benchmarks/house.py --root=BEFORE --root=.     a column for each
+
+Three steps of configs/tiny.py say which files a run loads, and how many calls of functions hand on
+the whole `Config`. Tests are counted by pytest's collection; words are those of Markdown files.
+Lines are all lines of a file. A figure that a checkout cannot give is "–": the reason goes to
+standard error.
 """
 
-import argparse
 import ast
-import io
+import os
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
-import tokenize
+from collections import Counter
 from collections.abc import Container
 
-ROOT = pathlib.Path(__file__).parents[1]
-PACKAGE = ROOT / "qwen3next_jax"
-NOT_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
+from benchmarks import harness
+
+PACKAGE = "qwen3next_jax"
+LONG = 100  # lines of a function
 RUN = """
-import sys, pathlib
-sys.argv = ["train.py", "--config=configs/tiny.py", "--workdir={folder}/run",
-            "--config.train.steps=3", "--config.eval.sample_tokens=0"]
-from qwen3next_jax.__main__ import run
+import pathlib, sys
+from {package}.config import Config
+handed = []
+
+def on_call(code, offset):
+    if not code.co_filename.startswith({folder!r}):
+        return sys.monitoring.DISABLE
+    values = sys._getframe(1).f_locals
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if any(isinstance(values.get(name), Config) for name in names):
+        handed.append(code.co_filename)
+
+sys.monitoring.use_tool_id(3, "house")
+sys.monitoring.register_callback(3, sys.monitoring.events.PY_START, on_call)
+sys.monitoring.set_events(3, sys.monitoring.events.PY_START)
+from {package}.__main__ import run
 try:
-    run("train", sys.argv[1:])
+    run("train", ["--config=configs/tiny.py", "--workdir={out}/run", "--config.train.steps=3",
+                  "--config.eval.sample_tokens=0", "--config.data.prepared_dir={out}/prepared"])
 finally:
-    names = sorted(n for n in sys.modules if n.split(".")[0] == "qwen3next_jax")
-    pathlib.Path("{folder}/modules").write_text("\\n".join(names))
+    sys.monitoring.set_events(3, 0)
+    names = sorted(n for n in sys.modules if n.split(".")[0] == "{package}")
+    pathlib.Path("{out}/modules").write_text("\\n".join(names))
+    pathlib.Path("{out}/handed").write_text("\\n".join(handed))
 """
-
-
-def code(path: pathlib.Path) -> tuple[int, int]:
-    """(tokens of code, lines that hold any) of a file; comments and docstrings do not count."""
-    source = path.read_text()
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
-            docstrings.add((node.body[0].lineno, node.body[0].col_offset))
-    tokens = [
-        token
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type not in NOT_CODE and token.start not in docstrings
-    ]
-    return len(tokens), len({token.start[0] for token in tokens})
 
 
 def imports(path: pathlib.Path, modules: Container[str]) -> set[str]:
@@ -68,79 +64,192 @@ def imports(path: pathlib.Path, modules: Container[str]) -> set[str]:
     return {name for name in found if name in modules}
 
 
-def module_name(path: pathlib.Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+class House:
+    """One checkout."""
 
+    def __init__(self, root: pathlib.Path):
+        self.root = root.resolve()
+        self.files = {
+            self.module_name(path): path for path in sorted((self.root / PACKAGE).rglob("*.py"))
+        }
 
-def circles() -> list[list[str]]:
-    """Files that import each other in a circle (Tarjan's strongly connected components)."""
-    files = {module_name(path): path for path in PACKAGE.rglob("*.py")}
-    graph = {
-        name: sorted(imports(path, files) - {name})
-        for name, path in files.items()
-        if path.name != "__main__.py"
-    }
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
+    def module_name(self, path: pathlib.Path) -> str:
+        parts = path.relative_to(self.root).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in graph.get(name, ()):
-            if other not in index:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
-        if low[name] == index[name]:
-            group = stack[stack.index(name) :]
-            del stack[stack.index(name) :]
-            if len(group) > 1:
-                found.append(sorted(group))
+    def room(self, path: pathlib.Path) -> str:
+        parts = path.relative_to(self.root / PACKAGE).parts
+        return parts[0] if len(parts) > 1 else "(top)"
 
-    for name in graph:
-        if name not in index:
-            visit(name)
-    return found
-
-
-def loaded_modules() -> list[pathlib.Path]:
-    """The files of the package that three steps of the tiny configuration load."""
-    with tempfile.TemporaryDirectory() as folder:
+    def python(self, *words: str) -> str:
+        """What Python prints in this checkout; "" if it fails, whose reason is printed here."""
         done = subprocess.run(
-            [sys.executable, "-c", RUN.format(folder=folder)],
-            cwd=ROOT,
+            [sys.executable, *words],
+            cwd=self.root,
+            env=os.environ | {"PYTHONPATH": str(self.root), "JAX_PLATFORMS": "cpu"},
             capture_output=True,
             text=True,
         )
         if done.returncode:
-            sys.exit(done.stderr[-2000:])
-        names = pathlib.Path(folder, "modules").read_text().split()
-    files = {module_name(path): path for path in PACKAGE.rglob("*.py")}
-    return [files[name] for name in names if name in files]
+            said = (done.stderr or done.stdout).strip()
+            print(f"{self.root}: {said[-1000:]}", file=sys.stderr)
+        return "" if done.returncode else done.stdout
+
+    def figures(self) -> dict[str, str]:
+        """Name → figure, in the order of the table."""
+        return (
+            self.of_a_run()
+            | self.of_the_package()
+            | self.of_tests()
+            | self.of_documents_and_bytes()
+        )
+
+    def of_a_run(self) -> dict[str, str]:
+        with tempfile.TemporaryDirectory() as out:
+            program = RUN.format(package=PACKAGE, folder=f"{self.root}/{PACKAGE}", out=out)
+            self.python("-c", program)
+            try:
+                names = pathlib.Path(out, "modules").read_text().split()
+                handed = pathlib.Path(out, "handed").read_text().splitlines()
+            except OSError:
+                return {}
+        loaded = [self.files[name] for name in names if name in self.files]
+        by_room: Counter[str] = Counter()
+        for path in loaded:
+            by_room[self.room(path)] += lines(path)
+        return {
+            "files loaded by three tiny steps": f"{len(loaded):,}",
+            "lines in them": f"{by_room.total():,}",
+            **{f"… of {room}": f"{count:,}" for room, count in by_room.most_common()},
+            "calls that hand on the whole Config": f"{len(handed):,}",
+            "… in files": f"{len(set(handed)):,}",
+        }
+
+    def of_the_package(self) -> dict[str, str]:
+        by_room: Counter[str] = Counter()
+        for path in self.files.values():
+            by_room[self.room(path)] += lines(path)
+        texts = [path.read_text() for path in self.files.values()]
+        whole = sum(len(re.findall(r"\bconfig: Config\b", text)) for text in texts)
+        found = self.circles()
+        for group in found:
+            print(f"{self.root}: a circle:", *group, file=sys.stderr)
+        return {
+            "files of the package": f"{len(self.files):,}",
+            "lines of the package": f"{by_room.total():,}",
+            **{f"lines of {room}": f"{by_room[room]:,}" for room in sorted(by_room)},
+            "`config: Config` in the package": f"{whole:,}",
+            "circles of files": f"{len(found):,}",
+            **{
+                f"functions above {LONG} lines in {folder}": f"{len(self.long_functions(folder)):,}"
+                for folder in (PACKAGE, "benchmarks", "tests", "examples")
+            },
+        }
+
+    def long_functions(self, folder: str) -> list[str]:
+        return [
+            f"{path.relative_to(self.root)}: {node.name}"
+            for path in sorted((self.root / folder).rglob("*.py"))
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.end_lineno - node.lineno + 1 > LONG
+        ]
+
+    def of_tests(self) -> dict[str, str]:
+        """How many tests pytest collects, by marks."""
+        marks = {"tests of the default suite": "not slow", "slow tests": "slow"}
+        collect = ("-m", "pytest", "tests", "--collect-only", "-p", "no:cacheprovider")
+        found = {}
+        for name, mark in marks.items():
+            match = re.search(r"(\d+)(?:/\d+)? tests collected", self.python(*collect, "-m", mark))
+            found[name] = f"{int(match[1]):,}" if match else "–"
+        found["lines of tests"] = f"{sum(map(lines, (self.root / 'tests').rglob('*.py'))):,}"
+        return found
+
+    def of_documents_and_bytes(self) -> dict[str, str]:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=self.root, capture_output=True, text=True, check=True
+        ).stdout
+        tracked = [self.root / name for name in listed.split("\0") if name]
+        tracked = [path for path in tracked if path.is_file()]
+        pages = [path for path in tracked if path.suffix == ".md"]
+        inside = lambda paths, *parts: [
+            path for path in paths if path.is_relative_to(self.root.joinpath(*parts))
+        ]
+        size = lambda paths: f"{sum(path.stat().st_size for path in paths):,}"
+        docs, notes = inside(pages, "docs"), inside(pages, "docs", "notes")
+        benchmarks = [path for path in inside(tracked, "benchmarks") if path.suffix == ".py"]
+        return {
+            "words of README.md": f"{words(self.root / 'README.md'):,}",
+            "words of docs, without notes": f"{sum(map(words, set(docs) - set(notes))):,}",
+            "words of docs/notes": f"{sum(map(words, notes)):,}",
+            "notes": f"{len(notes):,}",
+            "files of benchmarks": f"{len(benchmarks):,}",
+            "lines of benchmarks": f"{sum(map(lines, benchmarks)):,}",
+            "tracked files": f"{len(tracked):,}",
+            "tracked bytes": size(tracked),
+            "… of tests/fixtures": size(inside(tracked, "tests", "fixtures")),
+            "… of docs": size(inside(tracked, "docs")),
+        }
+
+    def circles(self) -> list[list[str]]:
+        """Files that import each other in a circle (Tarjan's strongly connected components)."""
+        graph = {
+            name: sorted(imports(path, self.files) - {name})
+            for name, path in self.files.items()
+            if path.name != "__main__.py"
+        }
+        index: dict[str, int] = {}
+        low: dict[str, int] = {}
+        stack: list[str] = []
+        found: list[list[str]] = []
+
+        def visit(name: str) -> None:
+            index[name] = low[name] = len(index)
+            stack.append(name)
+            for other in graph.get(name, ()):
+                if other not in index:
+                    visit(other)
+                    low[name] = min(low[name], low[other])
+                elif other in stack:
+                    low[name] = min(low[name], index[other])
+            if low[name] == index[name]:
+                group = stack[stack.index(name) :]
+                del stack[stack.index(name) :]
+                if len(group) > 1:
+                    found.append(sorted(group))
+
+        for name in graph:
+            if name not in index:
+                visit(name)
+        return found
+
+
+def lines(path: pathlib.Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def words(path: pathlib.Path) -> int:
+    return len(path.read_text().split())
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    loaded = loaded_modules()
-    everything = sorted(PACKAGE.rglob("*.py"))
-    tokens_loaded = sum(code(path)[0] for path in loaded)
-    tokens, lines = (sum(counts) for counts in zip(*map(code, everything), strict=True))
-    whole = sum(len(re.findall(r"\bconfig: Config\b", path.read_text())) for path in everything)
-    found = circles()
-    print(f"modules loaded by three tiny steps   {len(loaded):,}")
-    print(f"tokens of code in them               {tokens_loaded:,}")
-    print(f"tokens of code in the package        {tokens:,}")
-    print(f"tokens per line of code              {tokens / lines:.1f}")
-    print(f"`config: Config` in the package      {whole}")
-    print(f"circles of files                     {len(found)}")
-    for group in found:
-        print("   ", " ".join(group))
+    parser = harness.arguments(__doc__)
+    parser.add_argument(
+        "--root", action="append", type=pathlib.Path, help="a checkout; default: this one"
+    )
+    parser.add_argument("--long", action="store_true", help="name the long functions instead")
+    args = parser.parse_args()
+    houses = [House(root) for root in args.root or [harness.ROOT]]
+    if args.long:
+        for house in houses:
+            for folder in (PACKAGE, "benchmarks", "tests", "examples"):
+                print(*house.long_functions(folder), sep="\n")
+        return
+    columns = [house.figures() for house in houses]
+    harness.print_header("", *(str(house.root.name) for house in houses))
+    for name in dict.fromkeys(name for column in columns for name in column):
+        harness.print_row(name, *(column.get(name, "–") for column in columns))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ values by their keys. The task makes its rows on the fly; 0.1 million parameters
     uv run train.py --config=configs/mqar.py
 
 Time: about 2 minutes on a 2-core AMD EPYC without accelerator.
-Result: an accuracy of 1.0 on 8 pairs, in all of three seeds (docs/notes/2026-11-23-sweeps.md).
+Result: an accuracy of 1.0 on 8 pairs, in all of three seeds (docs/notes/studies.md).
 
 The order of the layers decides: with a recurrent layer first and attention second, the model learns
 8 and 16 pairs (--config.data.synthetic.pairs=16) within about 350 steps; with any other order it
@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
     model.intermediate_size = 128
     model.mtp_depth = 0
     # the released model's 10 million, made for 262k tokens, hardly turns in 64:
-    # see docs/notes/2026-11-23-sweeps.md
+    # see docs/notes/studies.md
     model.rope_theta = 10_000.0
     model.dtype = "float32"
 

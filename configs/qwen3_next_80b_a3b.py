@@ -6,7 +6,7 @@
 
 Settings to begin with on a TPU slice, each with --config.parallel.mesh.expert=8. The planner's
 `--search --rows=…` ranks them high by its arithmetic, and they have been compiled, but not run;
-docs/notes/2026-11-23-planner.md has the expected speed.
+docs/notes/planner.md has the expected speed.
 
     slice         --config.train.batch_size   --config.train.remat   tokens a step   a device
     v5p:8x8x8     2048                        dots                   8M              16,384

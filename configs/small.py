@@ -7,7 +7,7 @@ accelerator.
 Without data.path it trains on the source code of the Python standard library, byte by byte.
 
 Time: a step of 65,536 tokens took 0.206 s on one H200 with the kernels
-(docs/notes/2026-11-27-h200.md) and 0.395 s without (docs/notes/2026-11-26-gpu.md), so 5,000 steps
+(docs/notes/gpu.md) and 0.395 s without (docs/notes/gpu.md), so 5,000 steps
 take 17 to 33 minutes.
 """
 

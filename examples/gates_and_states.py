@@ -13,7 +13,7 @@ from flax import nnx
 
 import qwen3next_jax as qwen3next
 from qwen3next_jax import Qwen3Next
-from qwen3next_jax.runs.load import load_model
+from qwen3next_jax.trained.load import load_model
 
 if len(sys.argv) > 1:
     model = load_model(sys.argv[1]).model

@@ -49,7 +49,7 @@ PACKAGE = TESTS.parent / "qwen3next_jax"
 PLUGINS = {
     "kernels": (
         "qwen3next_jax.kernels",
-        "benchmarks.experts_precision",
+        "benchmarks.kernels.experts_precision",
         "from test_delta_rule import",
     ),
     "zoo": ("qwen3next_jax.zoo", "from test_block import", "import channel_delta_rule"),

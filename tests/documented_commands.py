@@ -24,8 +24,8 @@ from absl import flags
 
 import qwen3next_jax
 from qwen3next_jax.__main__ import VERBS
-from qwen3next_jax.config.files import find_file, load_config_file
-from qwen3next_jax.runs import unread
+from qwen3next_jax.config.files import apply_overrides, default_of, find_file, load_config_file
+from qwen3next_jax.training import unused_settings
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Programs that a reader has, or gets from a command on the same page.
@@ -185,13 +185,13 @@ def _mistakes_of_verb(verb: str, commands: list[Command]) -> list[str]:
     if verb not in VERBS:
         return [f"{command.page}: qwen3next {verb}: no such verb" for command in commands]
     found = []
-    with _module_of_verb(verb) as (module, cli):
+    with _module_of_verb(verb) as (module, config_flags):
         for command in commands:
             for flag in flags.FLAGS:
                 flags.FLAGS[flag].unparse()
-            cli._overrides.clear()
+            config_flags._overrides.clear()
             try:
-                _check_verb(module, cli, command.words)
+                _check_verb(module, config_flags, command.words)
             except (ValueError, flags.Error) as error:
                 words = shlex.join(command.words)
                 found.append(f"{command.page}: qwen3next {verb} {words}: {error}")
@@ -200,7 +200,7 @@ def _mistakes_of_verb(verb: str, commands: list[Command]) -> list[str]:
 
 @contextlib.contextmanager
 def _module_of_verb(verb: str) -> Iterator[tuple[Any, Any]]:
-    """Imports (the module of a verb, `cli`) anew, for as long as the context lasts, and with the
+    """Imports (the module of a verb, `config_flags`) anew, as long as the context lasts, with the
     flags of this verb alone: verbs define flags of the same names.
     """
     prefix = "qwen3next_jax.commands"
@@ -215,7 +215,7 @@ def _module_of_verb(verb: str) -> Iterator[tuple[Any, Any]]:
     try:
         module = importlib.import_module(f"{prefix}.{verb}")
         flags.DEFINE_list("trust", [], "")
-        yield module, importlib.import_module(f"{prefix}.cli")
+        yield module, importlib.import_module(f"{prefix}.config_flags")
     finally:
         for name in set(flags.FLAGS) - of_absl:
             delattr(flags.FLAGS, name)
@@ -229,9 +229,9 @@ def _module_of_verb(verb: str) -> Iterator[tuple[Any, Any]]:
             qwen3next_jax.commands = modules[prefix]
 
 
-def _check_verb(module, cli, words: list[str]) -> None:
+def _check_verb(module, config_flags, words: list[str]) -> None:
     words = ["--config=configs/tiny.py" if word == "--config=…" else word for word in words]
-    others = flags.FLAGS(cli._take_overrides(["", *words]))[1:]
+    others = flags.FLAGS(config_flags.take_overrides(["", *words]))[1:]
     others = [word for word in others if word != "…"]
     if others and not hasattr(module, "ARGUMENTS"):
         raise ValueError(f"{others[0]}: expected flags alone")
@@ -240,22 +240,22 @@ def _check_verb(module, cli, words: list[str]) -> None:
             raise ValueError(f"{path}: no such file")
     if module.__name__.endswith(".sweep"):
         for setting in module._changes(flags.FLAGS["set"].value or []):
-            cli.default_of(setting)
+            default_of(setting)
     file = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
-    if file is None and cli._overrides:
+    if file is None and config_flags._overrides:
         raise ValueError("settings without a config")
     if file is not None:
-        cli._file_values.clear()
-        cli._file_values.update(load_config_file(find_file(file)))
+        config_flags._file_values.clear()
+        config_flags._file_values.update(load_config_file(find_file(file)))
         values = load_config_file(find_file(file))
-        cli.apply_overrides(values, cli._overrides)
-        for given in (values, cli._file_values):
+        apply_overrides(values, config_flags._overrides)
+        for given in (values, config_flags._file_values):
             if not given["model"]["vocab_size"]:  # a tokenizer of the reader's
                 given["model"]["vocab_size"] = 1000
-        config = cli.validate_settings(values)
+        config = config_flags.validate_settings(values)
         # A run that begins with another one has settings that only that other one explains.
         if module.__name__.endswith(".train") and not config.train.init_from:
-            unread.check(config, cli.given_settings())
+            unused_settings.check(config, config_flags.given_settings())
 
 
 def check(paths: list[pathlib.Path]) -> tuple[int, list[str]]:

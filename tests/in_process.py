@@ -12,6 +12,7 @@ import jax
 from qwen3next_jax.config import MESH_AXES, Config
 from qwen3next_jax.runs import dry_run as runs_dry_run
 from qwen3next_jax.runs import train as runs_train
+from qwen3next_jax.runs.start import prepare_start
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training import loop
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
@@ -47,12 +48,13 @@ def train(config: Config, workdir, restart: bool = False, **options):
     """Calls `runs.train.train` with as many devices as the mesh of `config` has."""
     num_devices = math.prod(max(getattr(config.parallel.mesh, axis), 1) for axis in MESH_AXES)
     options = {"devices": jax.devices()[:num_devices], "make_step": shared_step} | options
-    return runs_train.train(config, workdir, restart, **options)
+    return runs_train.train(prepare_start(config, workdir, restart), **options)
 
 
 def dry_run(config: Config, workdir, restart: bool = False):
     """Calls `runs.dry_run.dry_run` with one device."""
-    return runs_dry_run.dry_run(config, workdir, restart, devices=jax.devices()[:1])
+    start = prepare_start(config, workdir, restart)
+    return runs_dry_run.dry_run(start, devices=jax.devices()[:1])
 
 
 def resolved(config: Config, mesh=None) -> ResolvedRun:

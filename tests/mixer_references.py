@@ -33,7 +33,7 @@ def gated_deltanet(c, p, x):
     q, key, value = jnp.split(jax.nn.silu(convolved), (k, 2 * k), axis=-1)
     q, key = (jnp.repeat(unit(y), r, axis=1) for y in (q, key))
     ba = jnp.einsum("td,dgr->tgr", x, p["in_proj_ba"])
-    beta = jax.nn.sigmoid(ba[..., :r]).reshape(len(x), h)
+    beta = c.beta_range * jax.nn.sigmoid(ba[..., :r]).reshape(len(x), h)
     step = jax.nn.softplus(ba[..., r:].reshape(len(x), h) + p["dt_bias"])
     decay = jnp.exp(-jnp.exp(p["a_log"]) * step)
 

@@ -72,7 +72,7 @@ def test_commands_parse():
         ("uv run --extra gpus eval.py --workdir=runs/tiny", "gpus"),
         ("ls runs && qwen3next eval --workdir=runs/a --suites=mqar  # needs a run", "suites"),
         ("qwen3next evaluate --workdir=runs/a", "no such verb"),
-        ("python benchmarks/mixers.py --lairs", "lairs"),
+        ("python benchmarks/model/mixers.py --lairs", "lairs"),
         ("python -m tests.fault --record", "no such file"),
         ("sbatch deploy/slurm.sh", "what it needs"),
     ],

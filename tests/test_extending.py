@@ -33,7 +33,7 @@ from qwen3next_jax.model import declared
 from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.runs.load import load_model
+from qwen3next_jax.trained.load import load_model
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from tests.in_process import train
 from tests.models import HYBRID

@@ -1,10 +1,10 @@
 """The table of training steps that benchmarks/gpu measures, and how it sorts kernels."""
 
 import pathlib
-import sys
 
 import pytest
 
+from benchmarks.gpu import measuring, shapes, step
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import load_config_file
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
@@ -12,21 +12,9 @@ from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-@pytest.fixture(autouse=True)
-def beside_each_other(monkeypatch):
-    """The scripts import each other from their own folder."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "gpu")
-    yield
-    for name in ("measuring", "shapes", "step"):
-        sys.modules.pop(name, None)
-
-
 @pytest.mark.parametrize("name", ["small", "qwen3_5_0p8b"])
 def test_a_step_has_its_configs_model(name):
     """Without multi-token prediction, which the peer does not have."""
-    import shapes
-    import step
-
     values = load_config_file(ROOT / "configs" / f"{name}.py")
     values["model"]["mtp_depth"] = 0
     shape = shapes.SHAPES[name]
@@ -36,9 +24,6 @@ def test_a_step_has_its_configs_model(name):
 
 
 def test_documents_fill_their_rows():
-    import shapes
-    import step
-
     for shape in shapes.SHAPES.values():
         for each in (shape, shapes.tiny(shape)):
             assert sum(each.document_lengths) == each.length
@@ -52,9 +37,6 @@ def test_separate_documents_cost_less_than_one():
     """A query reads its own document, so `packed` has fewer FLOPs than `period`, by attention
     alone: the same parameters, and 12 N H T / 2 for every token.
     """
-    import shapes
-    import step
-
     one, packed = shapes.SHAPES["period"], shapes.SHAPES["packed"]
     read = lambda shape: sum(t * (t + 1) / 2 for t in shape.document_lengths) * shape.rows
     a_pair = 12 * 16 * 256
@@ -84,6 +66,4 @@ def test_separate_documents_cost_less_than_one():
     ],
 )
 def test_kernels_are_sorted_by_what_they_do(kernel, group):
-    import measuring
-
     assert list(measuring.by_group({kernel: 1.0})) == [group]

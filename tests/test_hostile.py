@@ -40,11 +40,12 @@ from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.model.multi_token_prediction import target_weights
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.runs import manifest
-from qwen3next_jax.runs.lease import Lease
+from qwen3next_jax.runs.store.lease import Lease
 from qwen3next_jax.sweeps.points import load_sweep
 from qwen3next_jax.sweeps.results import is_done
 from tests.core.test_data_token_files import BYTES, write_levanter_offsets
 from tests.core.test_data_token_files import FORMATS as TOKEN_FORMATS
+from tests.references import checkpoint
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 FAMILIES = (
@@ -53,6 +54,7 @@ FAMILIES = (
     "qwen3_5_moe_tiny",
     "qwen3_5_wrapper_tiny",
     "kimi_linear_tiny",
+    "olmo_hybrid_tiny",
 )
 TEXTS = st.sampled_from(
     [
@@ -136,7 +138,7 @@ def checkpoints(tmp_path_factory):
     for family in FAMILIES:
         (root / family).mkdir()
         for name in ("config.json", "model.safetensors"):
-            shutil.copy(FIXTURES / family / name, root / family)
+            shutil.copy(checkpoint(family) / name, root / family)
     ByteTokenizer().save(root / FAMILIES[0])
     return root
 
@@ -536,11 +538,11 @@ def test_any_routing_file_is_refused_or_right(tmp_path_factory, shapes, dtypes, 
     text = value.encode(errors="replace").decode()
     named = dict(zip(("tokens", "routed_experts"), arrays))
     safetensors.numpy.save_file(named, path, {key: text})
-    record = result_or_refusal(lambda: recorded.read_record(path))
+    record = result_or_refusal(lambda: recorded.read_recorded(path))
     if record is not None:
         assert record.routed_experts.shape == (len(record.tokens), *shapes[1][1:])
         assert 1 <= record.prompt_tokens <= len(record.tokens)
-        result_or_refusal(lambda: recorded.check_record(path, record, SETTINGS.model))
+        result_or_refusal(lambda: recorded.check_recorded(path, record, SETTINGS.model))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""The house rules that a reader relies on: which room may import which, and no circles."""
+"""The rules that a reader relies on: which subpackage may import which, and no circles."""
 
 import ast
 import pathlib
+import re
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "qwen3next_jax"
 
-# room → the other rooms that its files may import, at their top or inside a function. Commands,
+# subpackage → the others that its files may import, at their top or inside a function. Commands,
 # and the package's own __main__, may import everything.
 ARROWS = {
     "common": "",
@@ -29,11 +30,15 @@ ARROWS = {
     "runs": "training evals inference interop processes reporting model data sharding config "
     "common",
     "planner": "training model ops sharding config common",
-    "sweeps": "runs evals reporting data config common",
+    "trained": "runs training interop processes data model sharding config common",
+    "sweeps": "runs training evals inference reporting data model config common",
     "commands": None,
     "__main__": None,
     "__init__": "",
 }
+# The rooms that the core trains without, and what else no run needs: a run imports them inside a
+# function, where a setting asks for them, or not at all.
+ROOMS = "evals inference interop kernels planner reporting sweeps trained zoo".split()
 LIBRARIES_OF_OPS = {"jax", "numpy"}
 # Present on every machine that trains, but not on every one that only loads a model.
 ONLY_IN = {
@@ -54,12 +59,13 @@ def _module(path: pathlib.Path) -> str:
 MODULES = {_module(path): path for path in FILES}
 
 
-def _imports(path: pathlib.Path) -> set[str]:
-    """Full names of the modules that a file imports, at its top or inside a function; of a name
-    that is no module, the module that it comes from.
+def _imports(path: pathlib.Path, at_top: bool = False) -> set[str]:
+    """Full names of the modules that a file imports, at its top or inside a function, or only
+    `at_top`; of a name that is no module, the module that it comes from.
     """
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_top else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -73,16 +79,32 @@ def _imports(path: pathlib.Path) -> set[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=_module)
 def test_imports_follow_the_arrows(path):
-    room, relative = _module(path).split(".")[0], str(path.relative_to(PACKAGE))
-    assert room in ARROWS, f"{room} is no room"
-    allowed = ARROWS[room]
+    subpackage, relative = _module(path).split(".")[0], str(path.relative_to(PACKAGE))
+    assert subpackage in ARROWS, f"{subpackage} has no line in ARROWS"
+    allowed = ARROWS[subpackage]
     for name in _imports(path):
         top, _, rest = name.partition(".")
         if top == "qwen3next_jax" and allowed is not None:
-            assert rest.split(".")[0] in {room, *allowed.split()}, f"{relative} imports {name}"
-        if room == "ops" and top not in LIBRARIES_OF_OPS | {"qwen3next_jax"}:
+            assert rest.split(".")[0] in {subpackage, *allowed.split()}, (
+                f"{relative} imports {name}"
+            )
+        if subpackage == "ops" and top not in LIBRARIES_OF_OPS | {"qwen3next_jax"}:
             assert top in sys.stdlib_module_names, f"{relative} imports {name}"
         assert relative in ONLY_IN.get(top, {relative}), f"{relative} imports {name}"
+
+
+def test_the_core_imports_no_room():
+    """Importing a file of the core, or the command that trains, loads no room."""
+    graph = {
+        name: {i.removeprefix("qwen3next_jax.") for i in _imports(path, at_top=True)}
+        & MODULES.keys()
+        for name, path in MODULES.items()
+    }
+    outside = {*ROOMS, "commands", "__main__"}
+    core = [name for name in graph if name.split(".")[0] not in outside]
+    for name in (*core, "commands.train"):
+        loaded = {other for other in _reachable(graph, name) if other.split(".")[0] in ROOMS}
+        assert not loaded, name
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -111,12 +133,23 @@ def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 def test_one_file_of_the_library_knows_the_kernels():
     """And no layer names a chip."""
     for path in FILES:
-        room, text = path.relative_to(PACKAGE).parts[0], path.read_text()
-        if room != "kernels" and path != PACKAGE / "ops" / "implementations.py":
+        subpackage, text = path.relative_to(PACKAGE).parts[0], path.read_text()
+        if subpackage != "kernels" and path != PACKAGE / "ops" / "implementations.py":
             assert "qwen3next_jax.kernels" not in text, path
-        if room == "model":
+        if subpackage == "model":
             for name in ("default_backend", "platform_dependent", "tpu(", ".platform"):
                 assert name not in text, (path, name)
+
+
+def test_one_file_of_a_run_asks_where_its_folder_is():
+    """It makes the `RunStore`; everything else takes a disk and a bucket alike."""
+    asking = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if re.search(r"isinstance\([^)]*BucketPath", path.read_text())
+        and path.relative_to(PACKAGE).parts[0] in ("runs", "processes", "training", "commands")
+    }
+    assert asking == {"runs/store/__init__.py"}
 
 
 def test_configs_import_only_the_defaults_and_each_other():

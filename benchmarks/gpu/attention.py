@@ -12,18 +12,16 @@ documents, one document, or documents of lengths as in text (of 20 tokens to a w
 with 1 if a difference is more than the kernels' tolerance.
 """
 
-import argparse
 import functools
-import json
+import pathlib
 import platform
 import sys
 
 import jax
 import jax.numpy as jnp
-import measuring
 import numpy as np
-import step  # noqa: F401 (finds the package)
 
+from benchmarks import harness
 from qwen3next_jax.kernels.gpu import attention as cudnn_attention
 from qwen3next_jax.kernels.gpu import cudnn
 from qwen3next_jax.ops import attention
@@ -116,17 +114,15 @@ def milliseconds(f, *arguments) -> float:
             result = f(*arguments)
         jax.block_until_ready(result)
 
-    with measuring.alone():
-        seconds, _ = measuring.median_seconds(calls, 7)
+    with harness.alone():
+        seconds, _ = harness.median_seconds(calls, 7)
     return 1e3 * seconds / CALLS
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.arguments(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small arrays, on a CPU")
-    parser.add_argument("--json", help="file to which the figures are written")
+    parser.add_argument("--json", type=pathlib.Path, help="file to which the figures are written")
     options = parser.parse_args()
     if options.tiny:
         jax.config.update("jax_platforms", "cpu")
@@ -146,10 +142,10 @@ def main() -> int:
         found["packed = separate"][width] = apart
         worst = max(worst, *apart.values())
         print(f"packed = separate, heads of {width}: {text(apart)}", flush=True)
-    print(
-        "\n| rows, tokens, heads, width, documents | XLA forward / both, ms | cuDNN | difference |"
+    print()
+    harness.print_header(
+        "rows, tokens, heads, width, documents", "XLA forward / both, ms", "cuDNN", "difference"
     )
-    print("|---|---|---|---|")
     found["shapes"] = []
     for shape in TINY if options.tiny else SHAPES:
         arguments = problem(*shape)
@@ -162,13 +158,9 @@ def main() -> int:
         found["shapes"].append(dict(shape=shape, ms=times, apart=apart))
         b, t, n, m, d, documents = shape
         ms = ["{:.2f} / {:.2f}".format(*times[name]) for name in ("xla", "cudnn")]
-        print(
-            f"| {b}, {t}, {n}/{m}, {d}, {documents} | {' | '.join(ms)} | {text(apart)} |",
-            flush=True,
-        )
+        harness.print_row(f"{b}, {t}, {n}/{m}, {d}, {documents}", *ms, text(apart))
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=1)
+        harness.write_json(options.json, found)
     if not worst <= bar:
         print(f"error: a difference of {worst:.2g}: expected at most {bar:.2g}", file=sys.stderr)
     return int(not worst <= bar)

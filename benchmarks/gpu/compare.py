@@ -16,7 +16,8 @@ What is measured is written to --json after every process. With --resume, what t
 has is not measured again. What fails, or takes more than --minutes, costs itself alone, and has
 its reason in the table.
 
-`--store` also writes docs/results/gpu.json, from which `benchmarks/results.py` makes the page.
+`--store` also writes docs/results/gpu.json, from which `benchmarks/reporting/results.py` makes the
+page.
 """
 
 import argparse
@@ -32,11 +33,10 @@ import subprocess
 import sys
 import tempfile
 
-import measuring
-import shapes
+from benchmarks import harness
+from benchmarks.gpu import measuring, shapes
 
 HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
 SIDES = {"ours": "this project", "eager": "transformers and fla", "compile": "the same, compiled"}
 COLUMNS = (
     "step",
@@ -73,7 +73,9 @@ def run(words: list[str], home: str, minutes: float) -> dict:
     """Runs one process; returns what it wrote, or why it wrote nothing."""
     file = pathlib.Path(home) / "result.json"
     file.unlink(missing_ok=True)
+    search = [str(harness.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(search),
         "HOME": home,
         "XDG_CACHE_HOME": f"{home}/.cache",
         "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor",
@@ -115,7 +117,7 @@ def add_flops(results: dict, tiny: bool) -> None:
     (`step.flops_of`).
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # this process leaves the GPU alone
-    import step
+    from benchmarks.gpu import step
 
     for name, sides in results.items():
         flops = step.flops_of(shape_of(name, tiny))
@@ -175,8 +177,7 @@ def profiles(results: dict) -> list[list[str]]:
 
 def markdown(columns, table: list[list[str]]) -> str:
     """The table in Markdown."""
-    lines = [columns, ["---"] * len(columns), *table]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([harness.table_header(columns), *map(harness.table_row, table)])
 
 
 def machine(results: dict) -> str:
@@ -209,9 +210,8 @@ def headline(results: dict) -> str:
 
 
 def store(results: dict, words: list[str]) -> None:
-    """Writes docs/results/gpu.json (benchmarks/results.py says what the fields are)."""
-    sys.path.insert(0, str(HERE.parent))
-    import results as page
+    """Writes docs/results/gpu.json (benchmarks/reporting/results.py says what the fields are)."""
+    from benchmarks.reporting import results as page
 
     words = ["--peer_python=PYTHON" if "peer_python" in word else word for word in words]
     times = profiles(results)
@@ -234,13 +234,11 @@ def store(results: dict, words: list[str]) -> None:
             PUBLIC,
         ],
     }
-    measuring.write(ROOT / "docs" / "results" / "gpu.json", record)
+    harness.write_json(harness.ROOT / "docs" / "results" / "gpu.json", record)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.arguments(__doc__)
     parser.add_argument("--peer_python", default="", help="interpreter with torch")
     parser.add_argument("--peer_weights", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--shapes", default=",".join(shapes.SHAPES), help="by commas")
@@ -284,9 +282,9 @@ def main() -> int:
                 continue
             if side == "ours" or shapes.SHAPES[shape].family:
                 done[side] = measure(side, shape, options)
-                measuring.write(options.json, results)
+                harness.write_json(options.json, results)
     add_flops(results, options.tiny)
-    measuring.write(options.json, results)
+    harness.write_json(options.json, results)
     print("\n" + markdown(COLUMNS, rows(results, options.tiny)))
     times = profiles(results)
     print("\n" + markdown(times[0], times[1:]))

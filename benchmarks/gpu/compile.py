@@ -44,12 +44,12 @@ import pathlib
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
-import experts_passes
-import operators
-import step
-from shapes import SHAPES
+from benchmarks import harness
+from benchmarks.gpu import experts_passes, operators, step
+from benchmarks.gpu.shapes import SHAPES
 
 NAMES = (
     "all-gather",
@@ -293,43 +293,42 @@ def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, split)
     }
 
 
-def show_kernels(options, place):
-    """Forward with residuals, and backward: the delta rule's, those of convolution, norm and
-    gate beside it, and tokamax's for products of two rows a token with the experts of
-    configs/small.py.
+class Program(NamedTuple):
+    """A kernel, or kernels, to be compiled.
+
+    Attributes:
+      function: what calls them.
+      shapes: its arguments.
+      count: for the line that is printed: bytes and FLOPs by hand, "" if nobody counted them.
     """
+
+    function: Callable
+    shapes: tuple
+    count: str = ""
+
+
+def delta_rule_programs(options, shaped) -> dict[str, Program]:
+    """The delta rule's kernels: forward with residuals, and backward."""
     import jax
     import jax.numpy as jnp
 
-    from qwen3next_jax.kernels.gpu import causal_conv1d as convolution
     from qwen3next_jax.kernels.gpu import delta_rule as pallas_gpu
-    from qwen3next_jax.kernels.gpu import gated_norm as norm
-    from qwen3next_jax.kernels.gpu import grouped_matmul as products
     from qwen3next_jax.kernels.gpu.delta_rule_problem import Split
     from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
     t, g, h, k, v = (
         getattr(options, name) for name in ("tokens", "key_heads", "value_heads", "key", "value")
     )
-    shaped = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype, sharding=place)
-    keys, values, numbers = (
-        shaped(1, t, g, k),
-        shaped(1, t, h, v),
-        shaped(1, t, h, dtype=jnp.float32),
-    )
-    x, state = (
-        Inputs(keys, keys, values, numbers, numbers, shaped(1, t, dtype=jnp.int32)),
-        shaped(1, h, k, v, dtype=jnp.float32),
-    )
+    keys, values = shaped(1, t, g, k), shaped(1, t, h, v)
+    numbers, ids = shaped(1, t, h, dtype=jnp.float32), shaped(1, t, dtype=jnp.int32)
+    x = Inputs(keys, keys, values, numbers, numbers, ids)
+    state = shaped(1, h, k, v, dtype=jnp.float32)
     settings = Settings(64, normalize_qk=True, erase=True)
     split = Split(options.pieces, options.warpgroups) if options.pieces else None
     split = pallas_gpu.Problem.of(x, settings, split).split
     common = dict(settings=settings, interpret=False, split=split)
     forward = functools.partial(pallas_gpu.forward, inverses=None, save=True, **common)
-    saved = [
-        jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=place)
-        for y in jax.eval_shape(forward, x, state)[2:]
-    ]
+    saved = [shaped(*y.shape, dtype=y.dtype) for y in jax.eval_shape(forward, x, state)[2:]]
     backward = functools.partial(pallas_gpu.backward, **common)
     if options.only in "delta rule":
         print(
@@ -337,80 +336,108 @@ def show_kernels(options, place):
             f", {split.warpgroups} tile(s) a block of whole rows"
         )
     counts = kernel_counts(g, h, k, v, split)
+
+    def text(name: str, more: str = "") -> str:
+        moved, multiplied = counts[name]
+        flops = multiplied * 2 * 64**3 / 64
+        return f", {moved:,.0f} bytes a token{more}, {flops:,.0f} FLOP a token and value head"
+
+    alone = f" ({counts['forward alone'][0]:,.0f} where no gradient is asked for)"
+    return {
+        "delta rule, forward": Program(forward, (x, state), text("forward", alone)),
+        "delta rule, backward": Program(backward, (x, *saved, values, state), text("backward")),
+    }
+
+
+def other_programs(options, shaped) -> dict[str, Program]:
+    """The kernels beside the delta rule, and tokamax's for products of two rows a token with the
+    experts of configs/small.py.
+    """
+    import jax.numpy as jnp
+
+    from qwen3next_jax.kernels.gpu import causal_conv1d as convolution
+    from qwen3next_jax.kernels.gpu import gated_norm as norm
+    from qwen3next_jax.kernels.gpu import grouped_matmul as products
+
+    t, values = options.tokens, options.value_heads * options.value
+    channels = 2 * options.key_heads * options.key + values
     of_experts = shaped(2 * t, 512), shaped(16, 512, 256), shaped(16, dtype=jnp.int32)
-    d = 2 * g * k + h * v
-    convolved = shaped(1, 3, d), shaped(1, t, d), shaped(4, d), shaped(1, t + 3, dtype=jnp.int32)
-    normed = shaped(1, t, h * v), shaped(1, t, h * v), shaped(v)
-    for name, function, shapes in (
-        ("forward", forward, (x, state)),
-        ("backward", backward, (x, *saved, values, state)),
-        ("convolution, forward", functools.partial(convolution.forward, "silu"), convolved),
-        (
-            "convolution, backward",
-            functools.partial(convolution.backward, "silu"),
-            (*convolved, convolved[1]),
+    convolved = (
+        shaped(1, 3, channels),
+        shaped(1, t, channels),
+        shaped(4, channels),
+        shaped(1, t + 3, dtype=jnp.int32),
+    )
+    normed = shaped(1, t, values), shaped(1, t, values), shaped(options.value)
+    return {
+        "convolution, forward": Program(functools.partial(convolution.forward, "silu"), convolved),
+        "convolution, backward": Program(
+            functools.partial(convolution.backward, "silu"), (*convolved, convolved[1])
         ),
-        ("norm and gate, forward", functools.partial(norm.forward, 1e-6), normed),
-        ("norm and gate, backward", functools.partial(norm.backward, 1e-6), (*normed, normed[0])),
-        ("grouped products, forward", products.matmul, of_experts),
-        ("grouped products, backward", products.gradients, (*of_experts, shaped(2 * t, 256))),
-    ):
-        if options.only not in (f"delta rule, {name}" if name in counts else name):
-            continue
-        resources = io.StringIO()
-        with contextlib.redirect_stdout(resources):
-            lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
-        shared = re.findall(r"smem_scratch_bytes=(\d+)", resources.getvalue())
-        begun, said = time.time(), tempfile.TemporaryFile(mode="w+")
-        before = [os.dup(1), os.dup(2)]
-        for stream in (1, 2):
-            os.dup2(said.fileno(), stream)
-        try:
-            compiled = lowered.compile()
-        finally:
-            for stream, file in zip((1, 2), before):
-                os.dup2(file, stream)
-        temporaries, count = compiled.memory_analysis().temp_size_in_bytes / 2**20, ""
-        if name in counts:
-            moved, multiplied = counts[name]
-            alone = (
-                f" ({counts['forward alone'][0]:,.0f} where no gradient is asked for)"
-                if name == "forward"
-                else ""
-            )
-            count = (
-                f", {moved:,.0f} bytes a token{alone}, {multiplied * 2 * 64**3 / 64:,.0f} FLOP a "
-                "token and value head"
-            )
+        "norm and gate, forward": Program(functools.partial(norm.forward, 1e-6), normed),
+        "norm and gate, backward": Program(
+            functools.partial(norm.backward, 1e-6), (*normed, normed[0])
+        ),
+        "grouped products, forward": Program(products.matmul, of_experts),
+        "grouped products, backward": Program(
+            products.gradients, (*of_experts, shaped(2 * t, 256))
+        ),
+    }
+
+
+def show_kernels(options, place) -> None:
+    """Compiles the kernels for a row of the sizes of `options`, and prints what the compilers say
+    of each.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def shaped(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=place)
+
+    programs = delta_rule_programs(options, shaped) | other_programs(options, shaped)
+    for name, program in programs.items():
+        if options.only in name:
+            show_kernel(name.removeprefix("delta rule, "), program)
+
+
+def show_kernel(name: str, program: Program) -> None:
+    import jax
+
+    resources = io.StringIO()
+    with contextlib.redirect_stdout(resources):
+        traced = jax.jit(program.function).trace(*program.shapes)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    shared = re.findall(r"smem_scratch_bytes=(\d+)", resources.getvalue())
+    begun = time.time()
+    with harness.captured_output() as said:
+        compiled = lowered.compile()
+    temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**20
+    print(
+        f"{name}: compiled in {time.time() - begun:.0f} s, temporaries {temporaries:.0f} "
+        f"MiB{program.count}",
+        flush=True,
+    )
+    account = (
+        r"((?:ptxas info +: \(C\d+\) Potential Performance Loss: [^\n]*\n)*)"
+        r"(?:ptxas warning[^\n]*\n)?(?:ptxas info +: 0 bytes gmem\n)?"
+        r"ptxas info +: Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?"
+        r"(\d+) bytes spill stores.*?Used (\d+) registers"
+    )
+    accounts = re.findall(account, said(), re.S)
+    if len(shared) != len(accounts):  # a kernel that was compiled before has no account
+        shared = ["unknown"] * len(accounts)
+    for (losses, kernel, spilled, registers), size in zip(accounts, shared):
         print(
-            f"{name}: compiled in {time.time() - begun:.0f} s, temporaries {temporaries:.0f} "
-            f"MiB{count}",
-            flush=True,
+            f"  {kernel}: {registers} registers, {spilled} bytes spilled, {size} bytes of "
+            "shared memory"
         )
-        said.seek(0)
-        text = said.read()
-        account = (
-            r"((?:ptxas info +: \(C\d+\) Potential Performance Loss: [^\n]*\n)*)"
-            r"(?:ptxas warning[^\n]*\n)?(?:ptxas info +: 0 bytes gmem\n)?"
-            r"ptxas info +: Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?"
-            r"(\d+) bytes spill stores.*?Used (\d+) registers"
-        )
-        accounts = re.findall(account, text, re.S)
-        if len(shared) != len(accounts):  # a kernel that was compiled before has no account
-            shared = ["unknown"] * len(accounts)
-        for (losses, kernel, spilled, registers), size in zip(accounts, shared):
-            print(
-                f"  {kernel}: {registers} registers, {spilled} bytes spilled, {size} bytes of "
-                "shared memory"
-            )
-            for loss in re.findall(r"Loss: (.*)", losses):
-                print(f"    {loss}")
+        for loss in re.findall(r"Loss: (.*)", losses):
+            print(f"    {loss}")
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.arguments(__doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--shape", choices=SHAPES, help="a step of SHAPES")
     what.add_argument("--config", default="configs/small.py", help="the step of a config")

@@ -8,7 +8,6 @@ The first compares heads of 128, --widths those of 64, 128 and 256 for keys and 
 a call is wrong or fails.
 """
 
-import argparse
 import concurrent.futures
 import functools
 import os
@@ -16,8 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 
-import measuring
-import step  # noqa: F401 (finds the package)
+from benchmarks import harness
 
 # XLA interprets kernels in threads that wait for each other: one a device of the CPU at least.
 INTERPRETER = {
@@ -131,9 +129,7 @@ def judge(errors: Errors) -> tuple[bool, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.arguments(__doc__)
     parser.add_argument("--widths", action="store_true", help="all widths of heads")
     parser.add_argument("--interpret", action="store_true", help="on a CPU")
     options = parser.parse_args()
@@ -159,7 +155,7 @@ def main() -> int:
             try:
                 right, said = judge(result.result())
             except Exception as error:
-                right, said = False, f"failed: {measuring.one_line(error)}"
+                right, said = False, f"failed: {harness.one_line(error)}"
             all_right &= right
             seconds = time.perf_counter() - begun
             print(f"{results[result]}: {said}; after {seconds:.0f} s", flush=True)

@@ -1,5 +1,6 @@
 """The delta rule's kernels on this GPU, by the way in which the passes of the state split the work:
 milliseconds of a forward pass and of a forward and a backward pass, and how far the results are
+from benchmarks import harness
 from the XLA form.
 
     uv run --extra gpu python benchmarks/gpu/delta_rule.py [--only "1 x 32768"] [--rounds 10]
@@ -17,7 +18,6 @@ it: with usual ones, wrong maps of pieces would not show.
 The programs of a shape are compiled side by side.
 """
 
-import argparse
 import collections
 import concurrent.futures
 import datetime
@@ -36,9 +36,9 @@ if TINY:
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import measuring  # noqa: E402
-import step  # noqa: E402
 
+from benchmarks import harness  # noqa: E402
+from benchmarks.gpu import step  # noqa: E402
 from qwen3next_jax.kernels import self_test  # noqa: E402
 from qwen3next_jax.kernels.gpu import delta_rule_passes  # noqa: E402
 from qwen3next_jax.kernels.gpu.delta_rule_problem import Problem, Split  # noqa: E402
@@ -99,7 +99,7 @@ def clock_milliseconds(run, rounds: int) -> float:
             result = run()
         jax.block_until_ready(result)
 
-    seconds, _ = measuring.median_seconds(calls, rounds)
+    seconds, _ = harness.median_seconds(calls, rounds)
     return 1e3 * seconds / CALLS
 
 
@@ -131,7 +131,7 @@ def time_line(label: str, run, rounds: int):
     """Prints the times of a program in one line."""
     if TINY:
         return print(f"  {label}: interpreted, not timed", flush=True)
-    with measuring.alone():
+    with harness.alone():
         clock = clock_milliseconds(run, rounds)
         kernels = kernel_milliseconds(run)
     by_name = ", ".join(f"{name} {ms:.3f}" for name, ms in kernels.most_common())
@@ -170,9 +170,7 @@ def measure(shape: tuple, splits: tuple, rounds: int):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.arguments(__doc__)
     parser.add_argument("--only", default="", help="of the shapes, those whose line begins so")
     parser.add_argument("--rounds", type=int, default=10, help=f"rounds of {CALLS} calls")
     parser.add_argument("--tiny", action="store_true", help="a small shape, interpreted on a CPU")

@@ -23,8 +23,9 @@ write (an operand that a gather reads counts as much as the gather returns), tho
 time is measured.
 """
 
-import argparse
 import os
+
+from benchmarks import harness
 
 BANDWIDTH = 3.35e12  # bytes a second, an H100's data sheet
 KERNELS = {"mosaic_gpu_v2": "Mosaic kernel", "triton_kernel_call_ffi": "Triton kernel"}
@@ -109,9 +110,7 @@ def describe_chip():
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.arguments(__doc__)
     for name, size in (
         ("tokens", 32768),
         ("width", 2048),

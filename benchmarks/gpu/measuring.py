@@ -1,21 +1,12 @@
-"""What both sides of the comparison do in the same way: time steps, take a profile apart by kind
-of kernel, and write what they found. Imports nothing but the standard library.
+"""What both sides of the comparison do in the same way: take a profile apart by kind of kernel, and
+print what they found. Imports nothing but the standard library.
 """
 
-import contextlib
-import fcntl
-import json
-import os
-import pathlib
 import re
-import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
 STARTED = time.time()  # of this process, if it imports this file first
-WARM_UP = 3
-LOCK = pathlib.Path(tempfile.gettempdir()) / "qwen3next_gpu_timing.lock"
 OTHERS = "passes over memory"
 # Kind of kernel → names of kernels of XLA, Triton, CUDA's libraries and torch; the first that
 # matches counts. What nothing matches are the loops that pass over arrays in memory.
@@ -33,34 +24,6 @@ GROUPS = {
     "copies": r"memcpy|memset|copy|transpose",
     "reductions": r"reduce|softmax|_red_|_per_|logsumexp|(^|::)sum",
 }
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Only one process of this machine is inside at a time, whatever it computes."""
-    with LOCK.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def median_seconds(step: Callable[[], None], rounds: int) -> tuple[float, list[float]]:
-    """Times steps, each of which waits for the device.
-
-    Args:
-      step: does one step and waits until the device has ended it.
-      rounds: steps that are timed, after `WARM_UP` others.
-
-    Returns:
-      (the median, the seconds of every step).
-    """
-    for _ in range(WARM_UP):
-        step()
-    seconds = []
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds), seconds
 
 
 def by_group(kernels: Mapping[str, float]) -> dict[str, float]:
@@ -86,19 +49,6 @@ def report(kernels: Mapping[str, tuple[float, float]], longest: int = 12) -> dic
         "groups": by_group({name: ms for name, (ms, _) in kernels.items()}),
         "longest": [[name[:120], ms, calls] for name, (ms, calls) in ordered[:longest]],
     }
-
-
-def write(file: pathlib.Path, results: dict) -> None:
-    """Writes the results, whole or not at all."""
-    beside = file.with_name(file.name + ".tmp")
-    beside.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    os.replace(beside, file)
-
-
-def one_line(error: BaseException) -> str:
-    """An error in one line of at most 300 characters."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {' '.join(lines[0].split())[:300]}"
 
 
 def summary(result: dict) -> str:

@@ -7,14 +7,12 @@ forms: milliseconds by the clock and by kernel.
 `compile.py --operators` compiles them for a described GPU.
 """
 
-import argparse
 import dataclasses
 import pathlib
-import runpy
 import sys
 
-import measuring
-import step
+from benchmarks import harness
+from benchmarks.gpu import step
 
 CALLS = 5  # one behind the other, so that what the host does to start one is not waited for
 
@@ -147,34 +145,31 @@ def measure(name: str, config, rounds: int) -> str:
             result = program(*given)
         jax.block_until_ready(result)
 
-    with measuring.alone():
-        seconds, _ = measuring.median_seconds(lambda: calls(CALLS), rounds)
+    with harness.alone():
+        seconds, _ = harness.median_seconds(lambda: calls(CALLS), rounds)
         kernels = step.profile(lambda: calls(1))
     alone = sum(milliseconds for milliseconds, _ in kernels.values())
     return f"{1e3 * seconds / CALLS:.3f} ms, kernels {alone:.3f}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", default=str(step.ROOT / "configs" / "small.py"))
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--config", default=str(harness.ROOT / "configs" / "small.py"))
     parser.add_argument("--length", type=int, default=0, help="instead of the config's")
     parser.add_argument("--only", default="", help="operators whose name contains this")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     import jax
 
-    from qwen3next_jax.config import Config, from_dict
     from qwen3next_jax.kernels import self_test
 
-    config = from_dict(Config, runpy.run_path(options.config)["get_config"]().to_dict())
+    config = harness.load_config(options.config)
     length = options.length or config.train.sequence_length
     train = dataclasses.replace(config.train, sequence_length=length)
     config = dataclasses.replace(config, train=train)
     is_enabled = self_test.is_enabled
     title = f"{pathlib.Path(options.config).name}, {train.batch_size} x {length}"
-    print(f"| {title} | with kernels | XLA's forms |\n|---|---|---|", flush=True)
+    harness.print_header(title, "with kernels", "XLA's forms")
     for name in operators(config, None):
         if options.only not in name:
             continue
@@ -185,8 +180,8 @@ def main() -> int:
             try:
                 cells.append(measure(name, config, options.rounds))
             except Exception as error:
-                cells.append(f"failed: {measuring.one_line(error)}")
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+                cells.append(f"failed: {harness.one_line(error)}")
+        harness.print_row(name, *cells)
     return 0
 
 

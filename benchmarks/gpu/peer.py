@@ -13,7 +13,8 @@ this project does. `--compile` puts the model through torch.compile.
 Packed rows are one row of all tokens with `cu_seq_lens_q`, which flash-linear-attention reads; for
 attention they need the package flash-attn, or `--attention=flex_attention`, the default then.
 
-Imports nothing of this project but the files beside it, so that its interpreter needs no JAX.
+Imports nothing of this project but `shapes`, `measuring` and `harness`, so that its interpreter
+needs no JAX.
 Prints and writes what `step.py` does.
 """
 
@@ -27,8 +28,11 @@ import sys
 import time
 import traceback
 
-import measuring
-import shapes
+# The interpreter with torch does not have this project.
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from benchmarks import harness
+from benchmarks.gpu import measuring, shapes
 
 
 def config_of(transformers, shape: shapes.Shape, attention: str):
@@ -213,8 +217,8 @@ def measure(shape: shapes.Shape, options: argparse.Namespace) -> dict:
     }
     if options.first_step_alone:
         return result
-    with measuring.alone():
-        median, seconds = measuring.median_seconds(one, options.rounds)
+    with harness.alone():
+        median, seconds = harness.median_seconds(one, options.rounds)
         peak = torch.cuda.max_memory_allocated() if on_gpu else None
         kernels = profile(torch, one, on_gpu)
     return result | {
@@ -232,9 +236,7 @@ def side(options: argparse.Namespace) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.arguments(__doc__)
     with_peer = [name for name, shape in shapes.SHAPES.items() if shape.family]
     parser.add_argument("--shape", required=True, choices=with_peer)
     parser.add_argument("--json", type=pathlib.Path, help="the file to write")
@@ -253,10 +255,10 @@ def main() -> int:
         result = measure(shape, options)
     except Exception as error:
         traceback.print_exc()
-        result = {"side": side(options), "failed": measuring.one_line(error)}
+        result = {"side": side(options), "failed": harness.one_line(error)}
     result = {"shape": options.shape, "tokens": shape.tokens} | result
     if options.json:
-        measuring.write(options.json, result)
+        harness.write_json(options.json, result)
     print(measuring.summary(result), flush=True)
     return int("failed" in result)
 

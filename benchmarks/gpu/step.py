@@ -27,11 +27,9 @@ import time
 import traceback
 from collections.abc import Sequence
 
-import measuring
-import shapes
+from benchmarks import harness
+from benchmarks.gpu import measuring, shapes
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
 # Sets of XLA's flags beside its own choice, which with jax 0.12 has CUDA graphs ("command buffers")
 # of everything but loops, autotuning at level 4 and Triton beside cuBLAS. NVIDIA's images for JAX
 # and MaxText's scripts set the scheduler and the products, marin no command buffers.
@@ -153,13 +151,13 @@ def measure(shape: shapes.Shape, options: argparse.Namespace) -> dict:
     """Compiles and times the step; returns what is written."""
     import jax
 
-    from qwen3next_jax.commands import cli
+    from qwen3next_jax.commands import process_setup
     from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.loop import make_train_step
     from qwen3next_jax.training.resolve import resolve_run
 
-    cli.keep_freed_memory()
-    cli.enable_compilation_cache()  # as train.py does
+    process_setup.keep_freed_memory()
+    process_setup.enable_compilation_cache()  # as train.py does
     config = config_of(shape, options.set)
     run = resolve_run(config, single_device_mesh())
     state = run.init_state()
@@ -182,8 +180,8 @@ def measure(shape: shapes.Shape, options: argparse.Namespace) -> dict:
     }
     if options.first_step_alone:
         return result
-    with measuring.alone():
-        median, seconds = measuring.median_seconds(one, options.rounds)
+    with harness.alone():
+        median, seconds = harness.median_seconds(one, options.rounds)
         stats = device.memory_stats() or {}
         kernels = profile(one)
     flops, peak = flops_of(shape), peak_flops(device.device_kind)
@@ -213,23 +211,20 @@ def with_flags(options: argparse.Namespace) -> int:
             found = json.loads(file.read_text()) if file.exists() else {}
             failed = found.get("failed", f"code {code}" if "seconds" not in found else "")
             rows.append((name, flags, found, failed))
-    print("\n| | flags | s a step | first step, s | GiB |\n|---|---|---|---|---|")
+    print()
+    harness.print_header("", "flags", "s a step", "first step, s", "GiB")
     for name, flags, found, failed in rows:
         if failed:
-            print(f"| {name} | `{flags}` | failed: {failed} | | |")
+            harness.print_row(name, f"`{flags}`", f"failed: {failed}", "", "")
             continue
         memory = f"{found['peak_bytes'] / 2**30:.1f}" if found["peak_bytes"] else ""
-        print(
-            f"| {name} | `{flags}` | {found['seconds']:.4f} | "
-            f"{found['first_step_seconds']:.0f} | {memory} |"
-        )
+        first = f"{found['first_step_seconds']:.0f}"
+        harness.print_row(name, f"`{flags}`", f"{found['seconds']:.4f}", first, memory)
     return int(any(failed for *_, failed in rows))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.arguments(__doc__)
     parser.add_argument("--shape", required=True, choices=shapes.SHAPES)
     parser.add_argument("--json", type=pathlib.Path, help="the file to write")
     parser.add_argument("--rounds", type=int, default=12, help="steps that are timed")
@@ -253,10 +248,10 @@ def main() -> int:
         result = measure(shape, options)
     except Exception as error:
         traceback.print_exc()
-        result = {"side": "this project", "failed": measuring.one_line(error)}
+        result = {"side": "this project", "failed": harness.one_line(error)}
     result = {"shape": options.shape, "tokens": shape.tokens} | result
     if options.json:
-        measuring.write(options.json, result)
+        harness.write_json(options.json, result)
     print(measuring.summary(result), flush=True)
     return int("failed" in result)
 

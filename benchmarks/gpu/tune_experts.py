@@ -21,7 +21,6 @@ shared memory. --published prints what tokamax ships of its authors' measurement
 folder of tokamax/data/autotuning.
 """
 
-import argparse
 import functools
 import importlib.util
 import json
@@ -30,12 +29,11 @@ import pathlib
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from typing import NamedTuple
 
-import measuring
+from benchmarks import harness
 
 
 class Problem(NamedTuple):
@@ -285,7 +283,7 @@ def measure(problem: Problem, which: str, rounds: int):
             reason = " ".join(f"{type(failure).__name__}: {failure}".split())[:120]
             print(f"  {name:10} {text}: {reason}")
             continue
-        with measuring.alone():
+        with harness.alone():
             ms = milliseconds(run, given, rounds)
         if wrong < 0.02:
             found.append((ms, name, settings))
@@ -326,10 +324,11 @@ def compile_all():
     """Prints registers, spills and shared memory of the kernels for an H100, each once: they depend
     on the tiles, hardly on the sizes.
     """
-    import experts_passes
     import jax
     import jax.numpy as jnp
     import numpy as np
+
+    from benchmarks.gpu import experts_passes
 
     jax.config.update("jax_platforms", "cpu")
     from qwen3next_jax.planner.topology import describe_topology
@@ -353,10 +352,7 @@ def compile_all():
             if which == "dx" and name != "pallas":  # the kernel of y
                 continue
             text = " ".join(f"{key}={value}" for key, value in settings.items())
-            with tempfile.TemporaryFile(mode="w+") as said:
-                before = [os.dup(1), os.dup(2)]
-                for stream in (1, 2):
-                    os.dup2(said.fileno(), stream)
+            with harness.captured_output() as said:
                 try:
                     # A new function: an outer cache would keep the compiled one.
                     traced = jax.jit(lambda *a: function(*a)).trace(x, w, sizes, dy)
@@ -364,12 +360,7 @@ def compile_all():
                     failure = ""
                 except Exception as reason:
                     failure = " ".join(f"{type(reason).__name__}: {reason}".split())[:120]
-                finally:
-                    sys.stdout.flush()
-                    for stream, file in zip((1, 2), before):
-                        os.dup2(file, stream)
-                said.seek(0)
-                log = said.read()
+            log = said()
             shared = ""
             while assemblies:
                 assembly = assemblies.pop()
@@ -415,9 +406,7 @@ def published(chip: str):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.arguments(__doc__)
     parser.add_argument("--only", default="", help="of the problems, those whose name begins so")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true")
@@ -437,7 +426,7 @@ def main():
 
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        import experts_passes
+        from benchmarks.gpu import experts_passes
 
         experts_passes.describe_chip()
     print(f"{device.device_kind}, jax {jax.__version__}")

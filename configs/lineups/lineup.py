@@ -1,6 +1,6 @@
 """What the line-ups share: a published model as settings of this project. Each file names what
-the published model has and this one lacks; `benchmarks/lineups.py` prints the parameters of all
-beside the published numbers.
+the published model has and this one lacks; `benchmarks/model/lineups.py` prints the parameters of
+all beside the published numbers.
 """
 
 from ml_collections import ConfigDict

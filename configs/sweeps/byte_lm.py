@@ -6,7 +6,7 @@ tokens and parameters. 4 ratios × 3 seeds; 4 layers of width 128, dense, 0.82 m
 
 Time: 31 minutes on a 2-core AMD EPYC without accelerator.
 Result: 3:1 and 1:0 have the lowest loss and cannot be told apart; attention alone has the highest
-(docs/notes/2026-11-23-sweeps.md).
+(docs/notes/studies.md).
 """
 
 

@@ -7,7 +7,7 @@ to 8 million bytes of Python; 15 points.
 
 Time: 23 minutes on 2 cores of a CPU machine that others used too.
 Result: the largest run is predicted from the other 14 with an error of -1.5 %, the five runs of the
-highest budget from the lower ones with -1.7 to -3.9 % (docs/notes/2026-11-26-scaling.md).
+highest budget from the lower ones with -1.7 to -3.9 % (docs/notes/studies.md).
 """
 
 WIDTHS = (16, 24, 32, 48, 64)

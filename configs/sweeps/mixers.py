@@ -5,7 +5,7 @@
 
 Time: 61 minutes on a 2-core AMD EPYC without accelerator.
 Result: Gated DeltaNet and Mamba-2 have the lowest loss on text, KDA has the best recall
-(docs/notes/2026-11-23-sweeps.md).
+(docs/notes/studies.md).
 
 Five mixers are forms of the same recurrence. Their decay is constant (retnet), per head (mamba2,
 gated_deltanet) or per key channel (gla, kda). Their update adds to the state (retnet, mamba2, gla)

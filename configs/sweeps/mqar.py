@@ -5,7 +5,7 @@ configs/mqar.py.
 
 Time: 42 minutes on a 2-core AMD EPYC without accelerator.
 Result: only a recurrent layer followed by attention learns the task
-(docs/notes/2026-11-23-sweeps.md).
+(docs/notes/studies.md).
 """
 
 LINEAR, FULL = "linear_attention", "full_attention"

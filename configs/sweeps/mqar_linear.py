@@ -6,7 +6,7 @@ is the pattern linear→linear of configs/sweeps/mqar.py.
 
 Time: 24 minutes on a 2-core AMD EPYC without accelerator.
 Result: "log_uniform" learns part of the task, "ones" none of it; the seeds differ widely
-(docs/notes/2026-11-23-sweeps.md).
+(docs/notes/studies.md).
 """
 
 WIDE = {"model.linear_key_head_dim": 32, "model.linear_value_head_dim": 32}

@@ -5,7 +5,7 @@ bigram-backcopy task, 2 × 3 seeds.
 
 Time: 14 minutes on a 2-core AMD EPYC without accelerator.
 Result: with the gate, less attention goes to the first token, and activations are smaller
-(docs/notes/2026-11-23-sweeps.md).
+(docs/notes/studies.md).
 
 The weights start with a standard deviation of 0.1, near 1 / sqrt(width): with the usual 0.02, no
 sink grows in a model this narrow.

@@ -5,7 +5,7 @@
 
 Time: 18 minutes on a 2-core AMD EPYC without accelerator.
 Result: recurrent layers alone have the lowest loss on text; recall needs attention in at least one
-of four layers (docs/notes/2026-11-23-sweeps.md).
+of four layers (docs/notes/studies.md).
 
 The text is the corpus of configs/tiny.py. Recall is measured on a model with as many parameters
 that is trained on multi-query associative recall, because a model that has read one megabyte of

@@ -7,7 +7,8 @@ Result: the best rate moves by -6.7 steps of √2 without and by -2.2 with muP. 
 the highest that was tried, and nearly as good at a quarter of it: one seed does not tell steps.
 
 The section "Learning rate" of its report says how far the best rate moves from width 32 to 128. At
-width 32, the base, both are the same run. Three seeds and three widths: benchmarks/widths.py.
+width 32, the base, both are the same run. Three seeds and three widths:
+benchmarks/training/widths.py.
 """
 
 HEAD = 16

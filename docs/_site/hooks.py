@@ -10,14 +10,11 @@ from mkdocs.structure.files import File
 
 
 def on_config(config):
-    """Lists the notes in the navigation, by date, the newest first."""
-    notes = sorted((pathlib.Path(config["docs_dir"]) / "notes").glob("*.md"))
-    by_date: dict[str, list[dict[str, str]]] = {}
-    for note in notes:
+    """Lists the notes in the navigation, by what stands before the colon of their headings."""
+    listed = []
+    for note in sorted((pathlib.Path(config["docs_dir"]) / "notes").glob("*.md")):
         heading = note.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        title = re.sub(r", \d+ \w+ \d{4}$", "", heading)  # the date is above it
-        by_date.setdefault(note.name[:10], []).append({title: f"notes/{note.name}"})
-    listed = [{date: by_date[date]} for date in sorted(by_date, reverse=True)]
+        listed.append({heading.partition(":")[0]: f"notes/{note.name}"})
     config["nav"].append({"Notes": listed})
     return config
 

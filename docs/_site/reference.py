@@ -68,7 +68,7 @@ def commands() -> str:
         "a run names ([extending](../extending.md)).",
     ]
     shared = {}
-    for module in ("commands.cli", "processes.supervisor"):
+    for module in ("commands.config_flags", "commands.run_flags", "processes.supervisor"):
         for node in _parsed(module).body:
             if isinstance(node, ast.FunctionDef):
                 shared[node.name] = node

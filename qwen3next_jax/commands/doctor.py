@@ -22,7 +22,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import process_setup
 from qwen3next_jax.common.errors import ExitCode, one_line, out_of_memory
 from qwen3next_jax.common.installation import CUDA_PLUGINS, nvidia_driver, unused_gpu
 
@@ -46,7 +46,7 @@ def main() -> int:
     say(f"libraries  {', '.join(_versions())}")
     if driver := nvidia_driver():
         say(f"driver     {driver} (NVIDIA)")
-    cli.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter if JAX_PLATFORMS names none it has
@@ -113,30 +113,50 @@ def parts(rows: int, length: int) -> list[Part]:
     """Returns the operators, with the released model's widths, 64 of its 512 experts, and `rows`
     rows of `length` tokens in bfloat16.
     """
+    return [
+        _experts(rows * length),
+        _attention(rows, length),
+        _delta_rule(rows, length),
+        _convolution(rows, length),
+        _norm_and_gate(rows, length),
+    ]
+
+
+def _bfloat16(*shape: int) -> Any:
     import jax
     import jax.numpy as jnp
 
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def _float32(*shape: int) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that returns the gradients of the sum of the outputs' squares."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(*arguments):
+        return jnp.sum(jnp.square(function(*arguments).astype(jnp.float32)))
+
+    return lambda *arguments: jax.grad(loss, tuple(range(len(arguments))))(*arguments)
+
+
+def _attention(rows: int, length: int) -> Part:
+    """Grouped heads of 256, in rows of several documents, as in training. A causal query reads half
+    of the keys of its document; the backward pass has five products, the forward pass two.
+    """
+    import jax.numpy as jnp
+
     from qwen3next_jax import ops
-    from qwen3next_jax.ops.gated_norm import gated_norm
-    from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients
 
-    tokens = rows * length
-    wide = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    exact = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    def with_gradients(function):
-        """Returns a function that returns the gradients of the sum of the outputs' squares."""
-
-        def loss(*arguments):
-            return jnp.sum(jnp.square(function(*arguments).astype(jnp.float32)))
-
-        return lambda *arguments: jax.grad(loss, tuple(range(len(arguments))))(*arguments)
-
-    # Attention: grouped heads of 256, in rows of several documents, as in training. A causal query
-    # reads half of the keys of its document; the backward pass has five products, the forward pass
-    # two.
     queries, keys, head = 16, 2, 256
-    q, kv = wide(rows, length, queries, head), wide(rows, length, keys, head)
+    q, kv = _bfloat16(rows, length, queries, head), _bfloat16(rows, length, keys, head)
     ends = length // 2, 3 * length // 4, 7 * length // 8, length
     pairs = sum((end - begin) ** 2 for begin, end in zip((0, *ends[:-1]), ends, strict=True))
 
@@ -145,80 +165,102 @@ def parts(rows: int, length: int) -> list[Part]:
         ids = jnp.broadcast_to(documents.astype(jnp.int32), (rows, length))
         return ops.attention(q, k, v, segment_ids=ids)
 
-    attention = Part(
+    return Part(
         "attention",
         ("attention",),
-        with_gradients(attention_of_documents),
+        _with_gradients(attention_of_documents),
         (q, kv, kv),
         7 * rows * pairs * queries * head,
-        2 * tokens * head * (6 * queries + 8 * keys),
+        2 * rows * length * head * (6 * queries + 8 * keys),
     )
 
-    # The gated delta rule: per token and value head the recurrence decays a state of 128 x 128,
-    # reads it twice and writes it once.
-    keys, values, head = 16, 32, 128
-    q, v, gate = (
-        wide(rows, length, keys, head),
-        wide(rows, length, values, head),
-        exact(rows, length, values),
-    )
-    delta_rule = Part(
+
+# Key heads, value heads and width of a head of the gated delta rule.
+_KEYS, _VALUES, _HEAD = 16, 32, 128
+
+
+def _delta_rule(rows: int, length: int) -> Part:
+    """Per token and value head the recurrence decays a state of 128 x 128, reads it twice and
+    writes it once.
+    """
+    import jax
+
+    from qwen3next_jax import ops
+
+    def rule(q, k, v, g, beta):
+        o, _ = ops.gated_delta_rule(q, k, v, g=-jax.nn.softplus(g), beta=jax.nn.sigmoid(beta))
+        return o
+
+    q, v = _bfloat16(rows, length, _KEYS, _HEAD), _bfloat16(rows, length, _VALUES, _HEAD)
+    gate = _float32(rows, length, _VALUES)
+    return Part(
         "gated delta rule",
         ("gated_delta_rule",),
-        with_gradients(
-            lambda q, k, v, g, beta: ops.gated_delta_rule(
-                q, k, v, g=-jax.nn.softplus(g), beta=jax.nn.sigmoid(beta)
-            )[0]
-        ),
+        _with_gradients(rule),
         (q, q, v, gate, gate),
-        21 * tokens * values * head**2,
-        2 * tokens * head * (6 * keys + 5 * values),
+        21 * rows * length * _VALUES * _HEAD**2,
+        2 * rows * length * _HEAD * (6 * _KEYS + 5 * _VALUES),
     )
 
-    # The convolution and its activation, and the norm and gate after the delta rule, only pass
-    # over memory.
-    channels = (2 * keys + values) * head
-    convolution = Part(
+
+def _convolution(rows: int, length: int) -> Part:
+    """The convolution before the delta rule, with its activation. It only passes over memory."""
+    from qwen3next_jax import ops
+
+    channels = (2 * _KEYS + _VALUES) * _HEAD
+    return Part(
         "convolution",
         ("causal_conv1d",),
-        with_gradients(lambda x, kernel: ops.causal_conv1d(x, kernel, activation="silu")[0]),
-        (wide(rows, length, channels), wide(4, channels)),
+        _with_gradients(lambda x, kernel: ops.causal_conv1d(x, kernel, activation="silu")[0]),
+        (_bfloat16(rows, length, channels), _bfloat16(4, channels)),
         0,
-        2 * 5 * tokens * channels,
+        2 * 5 * rows * length * channels,
     )
-    width = values * head
-    norm = Part(
+
+
+def _norm_and_gate(rows: int, length: int) -> Part:
+    """The norm and gate after the delta rule. They only pass over memory."""
+    from qwen3next_jax.ops.gated_norm import gated_norm
+
+    width = _VALUES * _HEAD
+    o = _bfloat16(rows, length, width)
+    return Part(
         "norm and gate",
         ("gated_norm",),
-        with_gradients(lambda o, z, w: gated_norm(o, z, w, eps=1e-6)),
-        (wide(rows, length, width), wide(rows, length, width), exact(head)),
+        _with_gradients(lambda o, z, w: gated_norm(o, z, w, eps=1e-6)),
+        (o, o, _float32(_HEAD)),
         0,
-        2 * 8 * tokens * width,
+        2 * 8 * rows * length * width,
     )
 
-    # The experts: three products forward, six backward.
+
+def _experts(tokens: int) -> Part:
+    """Routed experts: three products forward, six backward."""
+    import jax.numpy as jnp
+
+    from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients
+
     d, experts, chosen, inner = 2048, 64, 10, 512
 
-    def experts_step(x, weight, gate_up, down):
+    def step(x, weight, gate_up, down):
         number = jnp.arange(tokens)[:, None] * 7 + jnp.arange(chosen) * 5
         inputs = x, weight, number % experts, gate_up, down
         y, kept = routed_experts(*inputs, capacity=tokens * chosen, keep_hidden=True)
         return routed_experts_gradients(*inputs, y, capacity=tokens * chosen, kept=kept)
 
-    routed = Part(
+    return Part(
         "experts",
         ("routed_experts", "grouped_matmul"),
-        experts_step,
+        step,
         (
-            wide(tokens, d),
-            exact(tokens, chosen),
-            wide(experts, d, 2, inner),
-            wide(experts, inner, d),
+            _bfloat16(tokens, d),
+            _float32(tokens, chosen),
+            _bfloat16(experts, d, 2, inner),
+            _bfloat16(experts, inner, d),
         ),
         18 * tokens * chosen * d * inner,
         2 * (9 * experts * d * inner + 4 * tokens * d),
     )
-    return [routed, attention, delta_rule, convolution, norm]
 
 
 @dataclasses.dataclass(frozen=True)

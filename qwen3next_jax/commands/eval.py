@@ -9,13 +9,14 @@ import sys
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import checks, config_flags, process_setup, run_flags
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
-from qwen3next_jax.runs import unread
+from qwen3next_jax.runs.record import recorded_config
+from qwen3next_jax.training import unused_settings
 
-get_config = cli.define_config_flag()
-get_workdir = cli.define_workdir_flag(default_from_config=True)
-get_loading = cli.define_loading_flags()
+get_config = config_flags.define_config_flag()
+get_workdir = run_flags.define_workdir_flag(default_from_config=True)
+get_loading = run_flags.define_loading_flags()
 _suite = flags.DEFINE_list(
     "suite", ["heldout"], f"evaluations, comma-separated: {', '.join(EVALUATIONS)}"
 )
@@ -37,23 +38,26 @@ def main() -> int:
     workdir = get_workdir(config.name if config else None)
     for name in _suite.value:
         check_name(EVALUATIONS, name, "--suite")
-    cli.check_writable("json", _json.value)
-    cli.check_model("workdir", workdir)
-    given = cli.given_settings(may_resume=True)
+    checks.check_writable("json", _json.value)
+    checks.check_model("workdir", workdir)
+    given = config_flags.given_settings(may_resume=True)
     if config:
-        unread.check(config, given, workdir)
+        resumed = recorded_config(workdir)
+        unused_settings.check(config, given, resumed)
     loading = get_loading()
-    lengths, pairs = (cli.positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs))
+    lengths, pairs = (
+        checks.positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs)
+    )
     print(f"{workdir}: loading and compiling", file=sys.stderr, flush=True)
-    cli.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.commands.evaluate import evaluate
     from qwen3next_jax.evals.evaluation import EvalOptions
-    from qwen3next_jax.runs.load import join_processes
+    from qwen3next_jax.trained.load import join_processes
 
     with join_processes(loading.launch, workdir):
         if config:
-            unread.check(config, given, workdir, find=unread.unread_by_layers)
+            unused_settings.check(config, given, resumed, unused_settings.find_unused_in_layers)
         return evaluate(
             config,
             workdir,

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from flax import nnx
 from rich.table import Table
 
-from qwen3next_jax.commands import cli
-from qwen3next_jax.commands.waiting import waiting
+from qwen3next_jax.commands.console import make_console, waiting
 from qwen3next_jax.common.errors import UserError, escape_lines
 from qwen3next_jax.common.metrics import Metric, MetricValue, to_metric_values
 from qwen3next_jax.common.storage import to_path
@@ -26,9 +25,9 @@ from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.tokens import Tokenizer, same_tokens
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.processes.distributed import is_process_0, process_0_first
-from qwen3next_jax.runs.folder import read_config
-from qwen3next_jax.runs.load import describe_parameters, load_model
-from qwen3next_jax.runs.preflight import tokenizer_of_model
+from qwen3next_jax.runs.facts import tokenizer_of_model
+from qwen3next_jax.runs.record import read_config
+from qwen3next_jax.trained.load import describe_parameters, load_model
 from qwen3next_jax.training.stages import resolve_stages, stage_at
 from qwen3next_jax.training.state import abstract_model
 
@@ -85,7 +84,8 @@ def evaluate(
         _print(result.title, to_metric_values(result.values, result.metrics))
         results[result.name] = {"step": result.step} | result.values
         if result.belongs_to_run:
-            _write(path / "eval" / f"{result.name}{'_average' * ema}.json", results[result.name])
+            name = f"{result.name}_average" if ema else result.name
+            _write(path / "eval" / f"{name}.json", results[result.name])
             wrote = True
     if wrote:
         print(f"The same as JSON: {path / 'eval'}")
@@ -247,7 +247,7 @@ def _print(title: str, values: list[MetricValue]) -> None:
         table = Table("", "", show_header=False)
         for value in values:
             table.add_row(value.label, str(value))
-    console = cli.make_console()
+    console = make_console()
     console.print(escape_lines(title), markup=False)
     console.print(table)
 

@@ -22,8 +22,8 @@ import typing
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
-from qwen3next_jax.commands.waiting import waiting
+from qwen3next_jax.commands import checks, interrupts, process_setup, run_flags
+from qwen3next_jax.commands.console import waiting
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.common.storage import to_path
@@ -36,22 +36,22 @@ def main() -> int:
     if not _out.value:
         raise UserError("--out is missing: expected the folder to write, such as --out=exported")
     out = to_path(_out.value, "--out=")
-    cli.check_model("workdir", workdir)
+    checks.check_model("workdir", workdir)
     loading = get_loading()
     require_new(out)
     # SIGTERM acts like Ctrl-C: the folder --out does not appear, and complete files are kept in a
     # folder beside it.
-    cli.interrupt_at_sigterm()
-    cli.enable_compilation_cache()
+    interrupts.interrupt_at_sigterm()
+    process_setup.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.interop.huggingface import save_hf
     from qwen3next_jax.interop.source import config_for_export
-    from qwen3next_jax.runs.load import join_processes, load_model
+    from qwen3next_jax.trained.load import join_processes, load_model
 
     if _adapter.value:
         return _export_adapter(workdir, out, loading.step, loading.ema)
     with join_processes(loading.launch, workdir):
-        source, form = _origin_of(workdir)
+        source, form = _base_model(workdir)
         with waiting(f"reading {workdir}"):
             model, tokenizer, step, _, identity = load_model(
                 workdir, loading.step, loading.mesh, loading.dtype, ema=loading.ema
@@ -84,8 +84,8 @@ def main() -> int:
 
 def _averaged(workdir: str, ema: bool) -> str:
     """Says for a run with `train.ema` which parameters are exported; "" for others."""
-    from qwen3next_jax.runs.folder import read_config
-    from qwen3next_jax.runs.load import describe_parameters
+    from qwen3next_jax.runs.record import read_config
+    from qwen3next_jax.trained.load import describe_parameters
 
     return f", {describe_parameters(ema)}" if read_config(to_path(workdir)).train.ema else ""
 
@@ -96,11 +96,11 @@ def _export_adapter(workdir: str, out: pathlib.Path, step: int | None, ema: bool
     """
     from qwen3next_jax.interop.peft import save_adapter
     from qwen3next_jax.runs.checkpoint import load_adapters
-    from qwen3next_jax.runs.origin import find_base
+    from qwen3next_jax.trained.base_model import find_adapted_model
 
-    base = to_path(_source.value, "--source=") if _source.value else find_base(workdir)
+    base = to_path(_source.value, "--source=") if _source.value else find_adapted_model(workdir)
     found = load_adapters(to_path(workdir), step, ema)
-    _, form = _origin_of(workdir)
+    _, form = _base_model(workdir)
     config = dataclasses.replace(found.config, hf_form=_form.value or form or found.config.hf_form)
     modules = save_adapter(config, found.adapters, out, str(base or ""), found.base_digest)
     described = base or "an export of the model with which the run began"
@@ -112,21 +112,22 @@ def _export_adapter(workdir: str, out: pathlib.Path, step: int | None, ema: bool
     return 0
 
 
-def _origin_of(workdir: str) -> tuple[pathlib.Path | None, str]:
+def _base_model(workdir: str) -> tuple[pathlib.Path | None, str]:
     """Returns the Hugging Face directory with which the run began, and the format of that
     directory, a value of `model.hf_form`. The directory is None if the run began with random
     weights. The format is "" if --source names the directory.
     """
-    from qwen3next_jax.runs.origin import find_origin
+    from qwen3next_jax.trained.base_model import find_base_model
 
     if _source.value:
         return to_path(_source.value, "--source="), ""
-    return find_origin(workdir)
+    base = find_base_model(workdir)
+    return (to_path(base.path), base.form) if base else (None, "")
 
 
-_workdir = cli.define_workdir_flag(default_from_config=False)
+_workdir = run_flags.define_workdir_flag(default_from_config=False)
 _out = flags.DEFINE_string("out", None, "new folder to write")
-get_loading = cli.define_loading_flags()
+get_loading = run_flags.define_loading_flags()
 _form = flags.DEFINE_enum(
     "form",
     None,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import checks, process_setup, run_flags
 from qwen3next_jax.common.errors import UserError, require_path
 from qwen3next_jax.common.metrics import mtp_target
 from qwen3next_jax.common.storage import to_path
@@ -31,7 +31,7 @@ def main() -> int:
             "--model is missing: expected the folder of a run or a Hugging Face directory"
         )
     _check_flags()
-    config = cli.check_model("model", _model.value)
+    config = checks.check_model("model", _model.value)
     if _max_new_tokens.value >= (context := config.context_length):
         raise UserError(
             f"--max_new_tokens={_max_new_tokens.value}: expected less than the model's context, "
@@ -60,15 +60,15 @@ def main() -> int:
     )
     ends = end_tokens(folder, config.vocab_size)
     loading = get_loading()
-    cli.enable_compilation_cache()
-    from qwen3next_jax.runs.load import join_processes
+    process_setup.enable_compilation_cache()
+    from qwen3next_jax.trained.load import join_processes
 
     with join_processes(loading.launch, _model.value):
         return _continue(text, loading, template, ends)
 
 
-def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
-    from qwen3next_jax.runs.load import load_model
+def _continue(text: str, loading: run_flags.Loading, template, ends: set[int]) -> int:
+    from qwen3next_jax.trained.load import load_model
 
     model, tokenizer, _, places, _ = load_model(
         _model.value, loading.step, loading.mesh, loading.dtype or "float32", ema=loading.ema
@@ -334,13 +334,13 @@ def _write_routing(model, prompt, new: list[list[int]], stream) -> None:
     """With --record_routing, writes a file for each continuation of `prompt`."""
     if _record_routing.value is None:
         return
-    from qwen3next_jax.data.recorded import write_record
+    from qwen3next_jax.data.recorded import write_recorded
 
     folder = pathlib.Path(_record_routing.value)
     # The experts are there only if the stream has ended. Texts without new tokens teach nothing.
     texts = [(row, experts) for row, experts in zip(new, stream.routed_experts) if row]
     for row, experts in texts:
-        write_record(folder, model.config, [*prompt, *row], experts, len(prompt))
+        write_recorded(folder, model.config, [*prompt, *row], experts, len(prompt))
     print(f"{folder}: wrote the experts of {len(texts)} of {len(new)} texts", file=sys.stderr)
 
 
@@ -384,7 +384,7 @@ def _bytes(count: int) -> str:
 
 
 _model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
-get_loading = cli.define_loading_flags()
+get_loading = run_flags.define_loading_flags()
 _prompt = flags.DEFINE_string("prompt", None, "text to continue")
 _prompt_file = flags.DEFINE_string(
     "prompt_file", None, "file of the text to continue; - for standard input"

@@ -13,7 +13,7 @@ import pathlib
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import checks, process_setup, run_flags
 from qwen3next_jax.common.errors import ExitCode, UserError, as_user_error
 from qwen3next_jax.common.installation import how_to_install
 
@@ -23,8 +23,8 @@ def main() -> int:
         raise UserError(
             "--model and --tasks are needed: a run or a Hugging Face directory, and names of tasks"
         )
-    cli.check_model("model", _model.value)
-    cli.check_writable("json", _json.value)
+    checks.check_model("model", _model.value)
+    checks.check_writable("json", _json.value)
     loading = get_loading()
     try:
         import lm_eval
@@ -34,13 +34,13 @@ def main() -> int:
         raise UserError(
             f"lm-evaluation-harness is not installed ({error}): {how_to_install('evals')}"
         ) from error
-    cli.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     from qwen3next_jax.data.contamination import find_units
     from qwen3next_jax.data.store import Store
     from qwen3next_jax.evals.contamination import contamination_of_tasks
     from qwen3next_jax.evals.harness import HarnessModel
     from qwen3next_jax.processes.distributed import is_process_0
-    from qwen3next_jax.runs.load import join_processes, load_model
+    from qwen3next_jax.trained.load import join_processes, load_model
 
     manager = TaskManager(include_path=_task_dir.value)
     if unknown := [name for name in _tasks.value if not manager.match_tasks([name])]:
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 _model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
-get_loading = cli.define_loading_flags()
+get_loading = run_flags.define_loading_flags()
 _tasks = flags.DEFINE_list("tasks", [], "tasks, comma-separated")
 _task_dir = flags.DEFINE_string("task_dir", None, "folder of task files of your own")
 _fewshot = flags.DEFINE_integer(

@@ -20,7 +20,7 @@ import shlex
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import process_setup, run_flags
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, escape_control
 from qwen3next_jax.common.installation import shell_command
@@ -38,15 +38,15 @@ def main(names: list[str]) -> int:
         raise UserError("--out is missing: expected the folder to write, such as --out=runs/merged")
     if _dtype.value and not _export.value:
         raise UserError("--dtype: the parameters of a run stay float32: add --export, or omit it")
-    out, sizes = to_path(_out.value, "--out="), cli.read_mesh(_mesh.value)
+    out, sizes = to_path(_out.value, "--out="), run_flags.read_mesh(_mesh.value)
     launch = get_launch()
     if _export.value:
         require_new(out)
-    cli.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
-    from qwen3next_jax.runs import merging
-    from qwen3next_jax.runs.load import join_processes, mesh_of_params
     from qwen3next_jax.sharding.mesh import single_device_mesh
+    from qwen3next_jax.trained import merging
+    from qwen3next_jax.trained.load import join_processes, mesh_of_params
 
     if not _export.value:
         merging.require_new_run(out)
@@ -83,27 +83,27 @@ def _write_export(sources, weights, mesh, out) -> None:
 
     from qwen3next_jax.interop.huggingface import save_hf
     from qwen3next_jax.interop.source import config_for_export
-    from qwen3next_jax.runs import merging
-    from qwen3next_jax.runs.load import tokenizer_of_run
-    from qwen3next_jax.runs.origin import find_origin
+    from qwen3next_jax.trained import merging
+    from qwen3next_jax.trained.load import tokenizer_of_run
     from qwen3next_jax.training.state import abstract_model
 
     last = sources[-1]
-    origin = find_origin(last.folder)
+    base = last.record.source
+    directory = base and to_path(base.path)
     tokenizer = tokenizer_of_run(last.folder, last.record)
     state = merging.merged_state(sources, weights, mesh, whole=False)
     graphdef, _ = abstract_model(last.config.model)
     model = nnx.merge(graphdef, state["params"])
     model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
-    model.config = config_for_export(model.config, None, origin.directory, origin.form)
-    has_source = origin.directory is not None and origin.directory.is_dir()
+    model.config = config_for_export(model.config, None, directory, base.form if base else "")
+    has_source = directory is not None and directory.is_dir()
     save_hf(
         model,
         out,
         tokenizer,
         dtype=_dtype.value,
         identity=digests.sha256_json([[s.digest for s in sources], [float(w) for w in weights]]),
-        source=origin.directory if has_source else None,
+        source=directory if has_source else None,
     )
 
 
@@ -118,5 +118,5 @@ _export = flags.DEFINE_bool("export", False, "write a Hugging Face directory ins
 _dtype = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16"], "of the weights of an export, as for qwen3next export"
 )
-_mesh = cli.define_mesh_flag()
-get_launch = cli.define_launch_flags()
+_mesh = run_flags.define_mesh_flag()
+get_launch = run_flags.define_launch_flags()

@@ -27,12 +27,12 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from qwen3next_jax.commands import cli
-from qwen3next_jax.commands.waiting import waiting
+from qwen3next_jax.commands import config_flags, interrupts, run_flags
+from qwen3next_jax.commands.console import make_console, waiting
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.config import Config, MeshConfig, ParallelConfig
-from qwen3next_jax.runs import unread
+from qwen3next_jax.training import unused_settings
 from qwen3next_jax.training.stages import ResolvedStage, resolve_stages
 
 COMPILED = 5  # number of candidates that a search compiles
@@ -41,28 +41,28 @@ DOES_NOT_FIT = 1  # the exit code if no plan fits
 
 
 def main() -> int:
-    mesh = cli.read_mesh(_mesh.value)
-    whole, given = _config(), cli.given_settings()
-    unread.check(whole, given)
+    mesh = run_flags.read_mesh(_mesh.value)
+    whole, given = _config(), config_flags.given_settings()
+    unused_settings.check(whole, given)
     config = _largest_stage(resolve_stages(whole)).as_single_stage(whole)
     if _mesh.value is not None:
         config = dataclasses.replace(config, parallel=with_mesh(config.parallel, mesh))
     _check_flags(config)
-    cli.interrupt_at_sigterm()  # the compiler runs in another process
+    interrupts.interrupt_at_sigterm()  # the compiler runs in another process
     out = pathlib.Path(_json.value) if _json.value else None
     if out:
         _check_out(out)
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # plans use no accelerator of this machine
-    unread.check(whole, given, find=unread.unread_by_layers)
+    unused_settings.check(whole, given, find=unused_settings.find_unused_in_layers)
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
     from qwen3next_jax.planner.topology import describe_topology
 
     level = "O1" if _quick.value else ""
     # Only "calibrated" counts an uneven load.
     cost_model = _cost_model.value or ("calibrated" if _skew.value else "schedule")
-    topology, console = describe_topology(_topology.value, _slices.value), cli.make_console()
+    topology, console = describe_topology(_topology.value, _slices.value), make_console()
     if out:
         _check_writable(out)
     if _skew.value and not topology.chip.torus:
@@ -533,14 +533,14 @@ def _title(plan) -> str:
     )
 
 
-_config = cli.define_config_flag()
+_config = config_flags.define_config_flag()
 _topology = flags.DEFINE_string(
     "topology", None, "TPU slice, such as v5p:8x8x8, or hosts x GPUs: h100:16x8"
 )
 _slices = flags.DEFINE_integer(
     "slices", 1, "number of TPU slices of this shape, joined by the data center network", 1
 )
-_mesh = cli.define_mesh_flag()
+_mesh = run_flags.define_mesh_flag()
 _search = flags.DEFINE_bool(
     "search", False, "rank meshes, remat policies and micro-batches, compile the best five"
 )

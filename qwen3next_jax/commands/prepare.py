@@ -10,14 +10,13 @@ it worked are missing; then run the command again, with any number of hosts.
 """
 
 import dataclasses
-import pathlib
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import config_flags
 from qwen3next_jax.common.errors import ExitCode, UserError, escape_control
 
-get_config = cli.define_config_flag()
+get_config = config_flags.define_config_flag()
 _workers = flags.DEFINE_integer(
     "workers", None, "processes of this host that work at once (default: its cores)", lower_bound=1
 )
@@ -34,7 +33,7 @@ def main() -> int:
         prepare,
     )
     from qwen3next_jax.data.progress import PreparationProgress
-    from qwen3next_jax.runs import preflight
+    from qwen3next_jax.runs.facts import with_tokenizer
     from qwen3next_jax.training.stages import resolve_stages
 
     if _rank.value >= _of.value:
@@ -42,9 +41,7 @@ def main() -> int:
             f"--rank={_rank.value} --of={_of.value}: expected a rank from 0 to {_of.value - 1}"
         )
     config = get_config()
-    data = preflight.with_tokenizer(
-        config.data, config.train.init_from, pathlib.Path(), restart=True
-    )
+    data = with_tokenizer(config.data, config.train.init_from)
     config = dataclasses.replace(config, data=data)
     share = Share(_rank.value, _of.value)
     # Stages that differ only in other settings share their rows.
@@ -72,7 +69,7 @@ def main() -> int:
                 )
         except Unfinished as error:
             print(
-                f"the share of rank {share.rank} is done; {error.missing} of {error.units} units, "
+                f"the share of rank {share.rank} is done; {error.missing} of {error.parts} parts, "
                 "of other ranks, are missing: the last rank to end packs the rows, or this command "
                 "once more, with all ranks together"
             )

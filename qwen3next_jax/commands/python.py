@@ -77,13 +77,12 @@ def train(config: Config, workdir: str | pathlib.Path, restart: bool = False) ->
     Raises:
       UserError: the run cannot start, or it ended before its last step; metrics.jsonl says why.
     """
-    from qwen3next_jax.runs import preflight
     from qwen3next_jax.runs import train as runs_train
+    from qwen3next_jax.runs.start import prepare_start
 
     _require_config(config)
     workdir = with_patience(to_path(workdir, "workdir = "), config.checkpoint.patience)
-    preflight.check(config, workdir, restart)
-    code = runs_train.train(config, workdir, restart)
+    code = runs_train.train(prepare_start(config, workdir, restart))
     if code != ExitCode.DONE:
         raise UserError(
             f"{workdir}: the run ended before its last step (exit code {int(code)}, "
@@ -138,7 +137,7 @@ def generate(
     path: str | pathlib.Path, prompts: str | Sequence[str], step: int | None = None, **options: Any
 ) -> str | list[str]:
     """Continues prompts with a trained model. To continue many prompts one after another, load the
-    model once with `runs.load.load_model` and call `inference.decode.complete`.
+    model once with `trained.load.load_model` and call `inference.decode.complete`.
 
     Args:
       path: the folder of a run, or a Hugging Face directory.
@@ -155,7 +154,7 @@ def generate(
     """
     from qwen3next_jax.inference.decode import complete
     from qwen3next_jax.inference.end_tokens import end_tokens
-    from qwen3next_jax.runs.load import load_model
+    from qwen3next_jax.trained.load import load_model
 
     texts = [prompts] if isinstance(prompts, str) else prompts
     require(

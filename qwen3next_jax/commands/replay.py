@@ -9,7 +9,8 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Column, Table
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import process_setup
+from qwen3next_jax.commands.console import make_console
 from qwen3next_jax.common.errors import UserError, escape_control
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.common.trees import path_string
@@ -26,11 +27,11 @@ def main(arguments: list[str]) -> int:
             f"{arguments[0]}: not a dump of a step (it has no dump.json): expected a folder such "
             "as WORKDIR/dumps/STEP"
         )
-    cli.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     import jax
 
-    from qwen3next_jax.runs.incidents import read_dump
+    from qwen3next_jax.runs.guard_flags import read_dump
     from qwen3next_jax.training.gradients import make_gradients
     from qwen3next_jax.training.loop import make_train_step
     from qwen3next_jax.training.stages import stage_at
@@ -43,11 +44,9 @@ def main(arguments: list[str]) -> int:
 
     stage = stage_at(dump.run.stages, dump.step)
     # what is frozen has no gradient, and lazy AdamW's tables have none of their shape
-    params = dump.run.assignment.main(dump.state["params"])
-    gradients = jax.device_get(
-        jax.jit(make_gradients(dump.run, stage))(dump.state["params"], dump.batch)[0]
-    )
-    cli.make_console().print(norms_table(jax.device_get(params), gradients))
+    params = dump.run.groups.main(dump.state["params"])
+    gradients, *_ = jax.jit(make_gradients(dump.run, stage))(dump.state["params"], dump.batch)
+    make_console().print(norms_table(jax.device_get(params), jax.device_get(gradients.main)))
 
     _, values = make_train_step(dump.run, stage)(dump.state, dump.batch)
     scalars = {

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import checks, config_flags
+from qwen3next_jax.commands.console import make_console
 from qwen3next_jax.common.errors import (
     ExitCode,
     UserError,
@@ -37,12 +38,12 @@ def main(paths: list[str]) -> int:
         raise UserError(
             f"expected one or two config files, not {len(paths)}: qwen3next show configs/tiny.py"
         )
-    devices = cli.positive_integers("devices", _devices.value)
-    lengths = cli.positive_integers("context", _context.value)
-    cli.check_writable("svg", _svg.value)
+    devices = checks.positive_integers("devices", _devices.value)
+    lengths = checks.positive_integers("context", _context.value)
+    checks.check_writable("svg", _svg.value)
     if _svg.value and pathlib.Path(_svg.value).exists():
         raise UserError(f"--svg={_svg.value}: the file exists: choose another name, or remove it")
-    console = cli.make_console()
+    console = make_console()
     configs = [_load(path, console) for path in paths]
     for config in configs:
         print_model(config, devices, lengths, console)
@@ -62,9 +63,9 @@ def _load(path: str, console: Console) -> Config:
     Raises:
       UserError: the file cannot be read, or a setting is not valid.
     """
-    values = cli.load_settings(path)
+    values = config_flags.load_settings(path)
     try:
-        return cli.validate_settings(values)
+        return config_flags.validate_settings(values)
     except UserError:
         from qwen3next_jax.config import default_config
 
@@ -96,12 +97,13 @@ def print_model(
     model = config.model
     counts, kinds = parameter_counts(model), layer_kinds(model)
     console.print(f"[bold]{escape(config.name)}[/]: {_millions(counts.total)} parameters")
-    console.print(
-        f"  {_millions(counts.active)} that a token uses in the layers, "
-        f"{_millions(counts.embeddings)} in embedding and head"
-        + f", {_millions(counts.mtp)} in multi-token prediction"
-        * (counts.mtp > 0)
-    )
+    parts = [
+        f"{_millions(counts.active)} that a token uses in the layers",
+        f"{_millions(counts.embeddings)} in embedding and head",
+    ]
+    if counts.mtp:
+        parts.append(f"{_millions(counts.mtp)} in multi-token prediction")
+    console.print(f"  {', '.join(parts)}")
     console.print(
         f"  {model.num_hidden_layers} layers of width {model.hidden_size:,}, vocabulary "
         f"{model.vocab_size:,}"
@@ -110,7 +112,7 @@ def print_model(
     for name in ("parameters of a layer", "that a token uses"):
         table.add_column(name, justify="right")
     for kind in kinds:
-        mixer = kind.mixer + " + n-gram embedding" * kind.embedding
+        mixer = f"{kind.mixer} + n-gram embedding" if kind.embedding else kind.mixer
         table.add_row(
             layers_text(kind.layers),
             mixer,
@@ -158,11 +160,13 @@ def layers_text(layers: Sequence[int]) -> str:
 def _mlp(model: ModelConfig, kind: str) -> str:
     if kind == "dense":
         return f"dense, width {model.intermediate_size:,}"
-    shared = f", shared {model.shared_expert_intermediate_size:,}"
-    return (
+    text = (
         f"{model.num_experts_per_tok} of {model.num_experts} experts, width "
-        f"{model.moe_intermediate_size:,}" + shared * (model.shared_expert_intermediate_size > 0)
+        f"{model.moe_intermediate_size:,}"
     )
+    if model.shared_expert_intermediate_size:
+        text += f", shared {model.shared_expert_intermediate_size:,}"
+    return text
 
 
 def _parameters_table(kind: Any) -> Table:
@@ -215,20 +219,21 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
     they are split evenly over the devices.
     """
     from qwen3next_jax.sharding.mesh import single_device_mesh
-    from qwen3next_jax.training.assignment import assign
+    from qwen3next_jax.training.parameter_groups import make_parameter_groups
+    from qwen3next_jax.training.resolve import make_update_rules
     from qwen3next_jax.training.state import abstract_train_state
 
-    assignment = assign(config.model, config.train.freeze, config.optimizer)
+    groups = make_parameter_groups(config.model, config.train.freeze, config.optimizer)
     state = abstract_train_state(
         config.model,
         config.optimizer,
-        assignment,
+        groups,
+        make_update_rules(config, groups),
         config.guards,
         single_device_mesh(),
-        has_average=config.train.ema > 0,
     )
     parameters, optimizer = _size(state["params"]), _size(state["opt_state"])
-    frozen = _size(assignment.frozen(state["params"]))
+    frozen = _size(groups.frozen(state["params"]))
     table = Table("training on", box=SIMPLE)
     of_state = {
         "parameters": parameters,
@@ -241,9 +246,8 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
         table.add_column(name, justify="right")
     for number in devices:
         sizes = [size / number for size in of_state.values()]
-        table.add_row(
-            f"{number:,} device" + "s, each" * (number > 1), *map(_bytes, sizes), _bytes(sum(sizes))
-        )
+        name = "1 device" if number == 1 else f"{number:,} devices, each"
+        table.add_row(name, *map(_bytes, sizes), _bytes(sum(sizes)))
     return table
 
 
@@ -313,7 +317,7 @@ def draw_config(config: Config) -> str:
     return draw_model(config.name, subtitle, boxes)
 
 
-cli.accept_settings()
+config_flags.accept_settings()
 _devices = flags.DEFINE_list(
     "devices", ["1", "8", "64"], "numbers of devices for the memory of training"
 )

@@ -22,7 +22,7 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands.console import make_console
 from qwen3next_jax.common.errors import (
     ExitCode,
     OlderVersion,
@@ -53,7 +53,7 @@ Finding = tuple[str, str | None]
 def main(arguments: list[str]) -> int:
     if not arguments:
         raise UserError("expected a folder: qwen3next verify runs/tiny")
-    console, damaged, checked = cli.make_console(), 0, 0
+    console, damaged, checked = make_console(), 0, 0
     table = Table("", "what", "state", box=SIMPLE)
     for path in map(to_path, arguments):
         for name, damage in verify(path):
@@ -64,7 +64,9 @@ def main(arguments: list[str]) -> int:
                 if damage is None
                 else f"[bold red]damaged[/]: {escape(escape_control(damage))}",
             )
-            checked, damaged = checked + 1, damaged + (damage is not None)
+            checked += 1
+            if damage is not None:
+                damaged += 1
     console.print(table)
     print(f"{checked} checked, {damaged} damaged")
     if _evaluation.value:
@@ -141,22 +143,23 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
 def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
     from qwen3next_jax.data.tokens import load_tokenizer
     from qwen3next_jax.runs import manifest
-    from qwen3next_jax.runs.folder import is_step_name, read_run
+    from qwen3next_jax.runs.folder import is_step_name
+    from qwen3next_jax.runs.record import read_record
 
     try:
-        record = read_run(workdir)
+        record = read_record(workdir)
         yield "run.json", None
     except UserError as error:
         record = None
         yield "run.json", str(error)
     if record and (workdir / "tokenizer").exists():
         try:
-            same = load_tokenizer(str(workdir / "tokenizer")).fingerprint == record.get("tokenizer")
+            same = load_tokenizer(str(workdir / "tokenizer")).fingerprint == record.tokenizer
             yield "tokenizer", None if same else "its fingerprint is not the one in run.json"
         except UserError as error:
             yield "tokenizer", str(error)
     frozen, expected = workdir / "frozen", set()
-    for kind, run in (("checkpoints", record and record["id"]), ("dumps", None)):
+    for kind, run in (("checkpoints", record and record.id), ("dumps", None)):
         folders = [p for p in (workdir / kind).glob("*") if is_step_name(p.name)]
         for folder in sorted(folders, key=lambda p: int(p.name)):
             damage = manifest.find_damage(folder, run=run)
@@ -167,7 +170,7 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
                     damage = str(error)
             yield f"{kind}/{folder.name}", damage
     if frozen.is_dir() or expected:
-        damage = manifest.find_damage(frozen, run=record and record["id"])
+        damage = manifest.find_damage(frozen, run=record and record.id)
         if not frozen.is_dir():
             damage = "it is missing: without the frozen parameters no checkpoint can be read"
         elif damage is None and expected - {manifest.digest(frozen)}:
@@ -199,11 +202,11 @@ def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
-    from qwen3next_jax.data.preparation import read_corpus_units
+    from qwen3next_jax.data.preparation import read_corpus_parts
     from qwen3next_jax.data.prepared import open_index
     from qwen3next_jax.data.row_groups import METADATA
     from qwen3next_jax.data.store import Store
-    from qwen3next_jax.data.units import find_unit, open_unit, open_weights, unit_names
+    from qwen3next_jax.data.tokenized_parts import find_part, open_part, open_weights, part_names
 
     older = "of an older version, not used: it may be deleted"
 
@@ -219,9 +222,9 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
         return name, None
 
     def check_unit(key: str) -> None:
-        unit = find_unit(store, key)
-        open_unit(store, unit)
-        open_weights(store, unit)
+        part = find_part(store, key)
+        open_part(store, part)
+        open_weights(store, part)
 
     def check_index(name: str) -> None:
         _, arrays = open_index(store, name)
@@ -231,14 +234,14 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
                 require(store.exists(rows), f"{rows}, which it names, is missing: prepare it again")
 
     store = Store(path)
-    finished, unfinished = unit_names(store)
+    finished, unfinished = part_names(store)
     for key in finished:
         yield check(f"tokens/{key[:2]}/{key}.json", lambda: check_unit(key))
     for key in unfinished:
         what = "its manifest is missing: it is being prepared, or prepare it again"
         yield f"tokens/{key[:2]}/{key}.tokens", what
     for name in store.names("corpora/*.json"):
-        yield check(name, lambda: read_corpus_units(store, name))
+        yield check(name, lambda: read_corpus_parts(store, name))
     for name in store.names("indexes/*"):
         if name.endswith(".npz"):
             yield f"{name} ({older})", None

@@ -173,6 +173,12 @@ def short_repr(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
+def join_first(texts: Iterable[str], most: int, separator: str = ", ") -> str:
+    """Joins the first `most` texts. If there are more, an ellipsis stands for them."""
+    texts = list(texts)
+    return separator.join([*texts[:most], "…"] if len(texts) > most else texts)
+
+
 def similar_folder(path: os.PathLike) -> str:
     """Returns a hint as `did_you_mean` does, with the folder beside `path` whose name is closest;
     "" if `path` exists.

@@ -1,17 +1,16 @@
 """Reads metrics.jsonl, the record of a run. Each line is one JSON object, an event.
 
 In a bucket, where nothing can be appended to an object, the lines are in numbered pieces
-(`runs.metrics_pieces`): WORKDIR/metrics/000000.jsonl, …
+(`runs.store.bucket_events`): WORKDIR/metrics/000000.jsonl, …
 
 docs/reference/metrics.md lists the events and their fields.
 """
 
 import concurrent.futures
 import contextlib
-import io
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import IO, Any
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import ExitCode
@@ -42,43 +41,46 @@ def iterate_events(path: pathlib.Path | BucketPath) -> Iterator[tuple[str, dict[
 
 
 def _lines(path: pathlib.Path | BucketPath) -> Iterator[str]:
-    if isinstance(path, BucketPath):
-        yield from _lines_of_pieces(path)
-    elif path.exists():
-        json_files.check_regular(path)
-        with path.open(errors="replace") as file:
-            yield from file
-
-
-def _lines_of_pieces(path: BucketPath) -> Iterator[str]:
-    """Yields the lines of all pieces. Several threads read ahead."""
+    """Yields the lines of all pieces. Several threads open them ahead: to open an object of a
+    bucket is to read it.
+    """
     paths = piece_paths(path)
     with (
         concurrent.futures.ThreadPoolExecutor(_PIECES_AT_ONCE) as pool,
         contextlib.ExitStack() as s,
     ):
         s.callback(pool.shutdown, wait=False, cancel_futures=True)
-        waiting = [pool.submit(p.read_text, errors="replace") for p in paths[:_PIECES_AT_ONCE]]
+        waiting = [pool.submit(_open, piece) for piece in paths[:_PIECES_AT_ONCE]]
         for i in range(len(paths)):
-            text = waiting.pop(0).result()
+            piece = waiting.pop(0).result()
             if i + _PIECES_AT_ONCE < len(paths):
-                waiting.append(pool.submit(paths[i + _PIECES_AT_ONCE].read_text, errors="replace"))
-            yield from io.StringIO(text)
+                waiting.append(pool.submit(_open, paths[i + _PIECES_AT_ONCE]))
+            with piece:
+                yield from piece
 
 
-def piece_paths(path: BucketPath) -> list[BucketPath]:
-    """Returns the pieces of `path`, WORKDIR/metrics.jsonl in a bucket, in their order. If the
+def _open(path: pathlib.Path | BucketPath) -> IO[str]:
+    json_files.check_regular(path)
+    return path.open(errors="replace")
+
+
+def piece_paths(path: pathlib.Path | BucketPath) -> list[Any]:
+    """Returns the files with the lines of `path`, WORKDIR/metrics.jsonl, in their order. On a file
+    system that is `path` itself, if it exists. In a bucket these are the numbered pieces; if the
     object `path` exists, because the run was copied from a file system, it comes first.
     """
+    if not isinstance(path, BucketPath):
+        return [path] if path.exists() else []
     pieces = [
         p for p in path.with_suffix("").iterdir() if p.suffix == ".jsonl" and p.stem.isdigit()
     ]
-    return [path] * path.is_file() + sorted(pieces, key=lambda p: int(p.stem))
+    first = [path] if path.is_file() else []
+    return first + sorted(pieces, key=lambda p: int(p.stem))
 
 
 def has_events_file(path: pathlib.Path | BucketPath) -> bool:
     """Whether there is a record of a run."""
-    return bool(piece_paths(path)) if isinstance(path, BucketPath) else path.exists()
+    return bool(piece_paths(path))
 
 
 def read_events(path: pathlib.Path) -> list[dict[str, Any]]:

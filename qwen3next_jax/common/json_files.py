@@ -5,6 +5,7 @@ of this module describe what is wrong with a file in one line.
 """
 
 import errno
+import itertools
 import json
 import os
 import stat
@@ -51,12 +52,9 @@ def parse(text: str | bytes, kind: type = dict) -> Any:
         return value
     level = [value]
     for _ in range(DEPTH):
-        level = [
-            child
-            for inner in level
-            for child in (inner.values() if isinstance(inner, dict) else inner)
-            if isinstance(child, (dict, list))
-        ]
+        inside = (inner.values() if isinstance(inner, dict) else inner for inner in level)
+        children = itertools.chain.from_iterable(inside)
+        level = [child for child in children if isinstance(child, (dict, list))]
         if not level:
             return value
     raise ValueError(f"nested more than {DEPTH} levels deep")
@@ -94,12 +92,12 @@ def check_regular(path: str | os.PathLike) -> None:
     if "://" in os.fspath(path):
         return
     mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode):
-        what = (
-            "a folder"
-            if stat.S_ISDIR(mode)
-            else "a FIFO"
-            if stat.S_ISFIFO(mode)
-            else "a socket or a device"
-        )
-        raise OSError(errno.EINVAL, f"{what}, not a regular file", os.fspath(path))
+    if stat.S_ISREG(mode):
+        return
+    if stat.S_ISDIR(mode):
+        what = "a folder"
+    elif stat.S_ISFIFO(mode):
+        what = "a FIFO"
+    else:
+        what = "a socket or a device"
+    raise OSError(errno.EINVAL, f"{what}, not a regular file", os.fspath(path))

@@ -1,23 +1,30 @@
 """Folders in a bucket, gs://BUCKET/… or s3://BUCKET/…, beside those of a file system.
 
 `to_path` returns a `pathlib.Path`, or a `BucketPath` with the same methods as far as a bucket has
-them. A bucket has no folders, only objects whose names hold "/". It has no rename, no append and no
-locks; the code that needs those on a file system does something else in a bucket, and asks for the
-type of the path.
+them. A bucket has no folders, only objects whose names hold "/". The functions of this module take
+either kind of path, so their callers need not know which one they have.
+
+A bucket has no rename, no append and no locks. What a run does with those on a file system, and
+what it does in a bucket instead, is in `runs.store`.
 """
 
 import contextlib
 import dataclasses
 import errno
 import fnmatch
+import hashlib
 import io
 import os
 import pathlib
 import posixpath
+import shutil
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
+from qwen3next_jax.common import digests
+from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import ExitCode, UserError, require, require_path, short_repr
 from qwen3next_jax.common.object_stores import (
     ABSENT,
@@ -304,12 +311,15 @@ def stat_of(entry: Entry) -> Any:
     )
 
 
-def check_bucket(where: str, path: BucketPath) -> None:
-    """Checks, by one request, that the bucket exists and that this process may list it.
+def check_bucket(where: str, path: pathlib.Path | BucketPath) -> None:
+    """Checks, by one request, that the bucket of `path` exists and that this process may list it.
+    Does nothing for a path of a file system.
 
     Raises:
       UserError: begins with `where`.
     """
+    if not isinstance(path, BucketPath):
+        return
     name = f"{path.scheme}://{path.bucket}"
     prefix = path.key + "/" if path.key else ""
     try:
@@ -337,7 +347,60 @@ def write_whole(path: pathlib.Path | BucketPath, text: str, errors: str = "stric
         return
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text, encoding="utf-8", errors=errors)
+    fsync(temporary)  # without this, a power failure may leave an empty file
     os.replace(temporary, path)
+
+
+def remove_tree(folder: pathlib.Path | BucketPath) -> None:
+    """Deletes a folder with all that is in it, as far as possible. There need not be one."""
+    if isinstance(folder, BucketPath):
+        folder.remove_tree()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def files_in(folder: pathlib.Path | BucketPath) -> dict[str, Entry]:
+    """Returns the files in a folder and in the folders in it, sorted: path relative to `folder` →
+    `Entry`. In a bucket one listing gives them. The version of a local file is its inode and its
+    modification time.
+    """
+    if isinstance(folder, BucketPath):
+        entries = sorted(folder.entries().items())
+    else:
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        entries = [(path, _entry_of_file(path)) for path in paths]
+    return {str(path.relative_to(folder)): entry for path, entry in entries}
+
+
+def folders_with(folder: pathlib.Path | BucketPath, name: str) -> list[Any]:
+    """Returns the folders in `folder` that hold a file `name`; in a bucket, by one listing."""
+    if isinstance(folder, BucketPath):
+        return [path.parent for path in folder.glob(f"*/{name}")]
+    # `pathlib.Path.glob` passes over a folder that this process may not read.
+    folders = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in folders if (path / name).exists()]
+
+
+def _entry_of_file(path: pathlib.Path) -> Entry:
+    stat = path.stat()
+    version = f"{stat.st_ino}-{stat.st_mtime_ns}"
+    return Entry(str(path), stat.st_size, version, "", stat.st_mtime)
+
+
+def sha256_of(path: pathlib.Path | BucketPath, start: int = 0, stop: int | None = None) -> str:
+    """Returns the SHA-256 of the bytes of a file from number `start` up to, but not including,
+    number `stop`; to the end if `stop` is None.
+    """
+    if isinstance(path, BucketPath):
+        return digests.sha256(path.read_bytes(start, stop))
+    return digests.sha256_file(path, start, sys.maxsize if stop is None else stop - start)
+
+
+def md5_of(path: pathlib.Path | BucketPath) -> str:
+    """Returns the MD5 of a file, the checksum that object stores keep, in hexadecimal digits."""
+    if isinstance(path, BucketPath):
+        return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    return digests.md5_file(path)
 
 
 @contextlib.contextmanager
@@ -363,9 +426,15 @@ __all__ = [
     "StoreError",
     "Unavailable",
     "check_bucket",
+    "files_in",
+    "folders_with",
     "is_bucket",
     "local_copy",
+    "md5_of",
+    "remove_tree",
+    "sha256_of",
     "stat_of",
     "to_path",
     "with_patience",
+    "write_whole",
 ]

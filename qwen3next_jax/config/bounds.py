@@ -15,6 +15,7 @@ BOUNDS = {
     "at least 1": lambda x: x >= 1,
     "at least 2": lambda x: x >= 2,
     "at least 4": lambda x: x >= 4,
+    "1 or 2": lambda x: x in (1, 2),
     "0 … 1": lambda x: 0 <= x <= 1,
     "0 or more, less than 1": lambda x: 0 <= x < 1,
     "between 0 and 1": lambda x: 0 < x < 1,

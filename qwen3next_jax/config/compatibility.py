@@ -52,7 +52,7 @@ def _same_weights_per_layer(model: Any, trained: Any) -> bool:
     """
 
     def weights(config):
-        names = (*config.mixers, *(config.full_mixer,) * (config.mtp_depth > 0))
+        names = (*config.mixers, config.full_mixer) if config.mtp_depth else config.mixers
         classes = [resolve(MIXERS, name, "mixer") for name in names]
         return [cls.weights_of or cls for cls in classes], config.stacks
 

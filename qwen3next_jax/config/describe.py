@@ -99,7 +99,10 @@ def _comments(cls: type) -> dict[str, str]:
             else:
                 comments_above.append(comment)
         elif token.type == tokenize.OP:
-            depth += (text in "([{") - (text in ")]}")
+            if text in "([{":
+                depth += 1
+            elif text in ")]}":
+                depth -= 1
             if text == ":" and depth == 0 and level == 1 and candidate and not field:
                 field = candidate
                 comments[field] = " ".join(comments_above)
@@ -108,7 +111,10 @@ def _comments(cls: type) -> dict[str, str]:
             comments_above = []
         elif token.type == previous == tokenize.NL:  # a blank line: the comment was a heading
             comments_above = []
-        level += (token.type == tokenize.INDENT) - (token.type == tokenize.DEDENT)
+        if token.type == tokenize.INDENT:
+            level += 1
+        elif token.type == tokenize.DEDENT:
+            level -= 1
         candidate = text if token.type == tokenize.NAME and depth == 0 else ""
         previous = token.type
     return comments

@@ -95,6 +95,10 @@ class ModelConfig:
     # is 3e-5 at the start. "log_uniform" (as in fla, OLMo-Hybrid): A ~ U(0, 16), dt log-uniform in
     # [1e-3, 0.1]; the median decay factor is 0.94 at the start
     decay_init: Literal["ones", "log_uniform"] = "ones"
+    # the write strength is β = beta_range · σ(w x), between 0 and beta_range. With 2, a write may
+    # reverse the part of the state that the key reads (β = 2 gives the factor 1 − β = −1), so that
+    # the state can count modulo 2 (2411.12537); with 1, the factor is never negative
+    beta_range: int = 1
     # implementation of the delta rule (docs/delta_rule.md); "auto": the best one for the platform
     delta_rule: Literal[
         "auto", "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu"
@@ -166,7 +170,13 @@ class ModelConfig:
     # the Hugging Face format in which the model is exported (docs/families.md); it does not change
     # what the model computes
     hf_form: Literal[
-        "qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear", "qwen4_exp_text", "qwen4_exp"
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5",
+        "kimi_linear",
+        "olmo_hybrid",
+        "qwen4_exp_text",
+        "qwen4_exp",
     ] = "qwen3_next"
     # the parts of the model in which the exported files store all experts of a layer as one tensor,
     # not one tensor per expert: "trunk" (all layers), "mtp" (the multi-token prediction module)
@@ -188,6 +198,7 @@ class ModelConfig:
                 "max_position_embeddings rms_norm_eps initializer_range",
                 # Deeper models have not been trained, and every layer is listed and traced.
                 "1 … 4096": "num_hidden_layers",
+                "1 or 2": "beta_range",
                 "0 or more": "num_experts mtp_depth shared_expert_intermediate_size "
                 "full_attention_interval logit_softcap",
                 "at least 1": "yarn_factor",
@@ -244,10 +255,10 @@ class ModelConfig:
             1 <= k <= e or not self.has_experts,
             f"model.num_experts_per_tok = {k}: expected 1 … model.num_experts = {e}",
         )
-        widths = (
-            "moe_intermediate_size " * self.has_experts + "intermediate_size" * self.has_dense_mlps
-        )
-        check_bounds(self, "model", {"a positive number": widths})
+        if self.has_experts:
+            check_bounds(self, "model", {"a positive number": "moe_intermediate_size"})
+        if self.has_dense_mlps:
+            check_bounds(self, "model", {"a positive number": "intermediate_size"})
         self.moe.check(self)
 
     def settings_of(self, mixer: str) -> Any:
@@ -320,7 +331,9 @@ class ModelConfig:
         of the multi-token prediction module, if there is one, is last.
         """
         trunk = tuple((mixer, self.is_sparse(i)) for i, mixer in enumerate(self.mixers))
-        return trunk + ((self.full_mixer, self.num_experts > 0),) * (self.mtp_depth > 0)
+        if not self.mtp_depth:
+            return trunk
+        return (*trunk, (self.full_mixer, self.num_experts > 0))
 
     @property
     def has_experts(self) -> bool:

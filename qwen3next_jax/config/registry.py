@@ -42,6 +42,7 @@ MIXERS = {
     "mamba": "qwen3next_jax.zoo.state_space:Mamba",
     "rwkv4": "qwen3next_jax.zoo.rwkv:RWKV4",
     "gdn2": "qwen3next_jax.zoo.kda:GDN2",
+    "gated_deltaproduct": "qwen3next_jax.zoo.gated_deltaproduct:GatedDeltaProduct",
     "s4d": "qwen3next_jax.zoo.state_space:S4D",
     "ttt": "qwen3next_jax.zoo.test_time_training:TTT",
     "titans": "qwen3next_jax.zoo.test_time_training:Titans",
@@ -69,6 +70,8 @@ PLACEMENTS = {
     "pre": "qwen3next_jax.model.block:Block",  # x + f(N(x))
     "post": "qwen3next_jax.zoo.block_parts:Post",  # N(x + f(x))
     "olmo2": "qwen3next_jax.zoo.block_parts:Olmo2",  # x + N(f(x))
+    # recurrent layers x + f(N(x)), layers with attention x + N(f(x))
+    "olmo_hybrid": "qwen3next_jax.zoo.block_parts:OlmoHybrid",
     "sandwich": "qwen3next_jax.zoo.block_parts:Sandwich",  # x + N'(f(N(x)))
     "deep": "qwen3next_jax.zoo.block_parts:Deep",  # N(α x + f(x))
     # several streams: f reads a mixture of them, and gates add its output to each (model.streams)
@@ -161,6 +164,7 @@ SETTINGS = {
     "model.block.rope_scaling": ROPE_SCALINGS,
     "model.ple.embedding": LAYER_EMBEDDINGS,
     "optimizer.name": OPTIMIZERS,
+    "train.update_rules": {},  # import strings alone: other settings choose this package's rules
     "eval.suites": EVALUATIONS,
     "data.source": DATA_SOURCES,
 }

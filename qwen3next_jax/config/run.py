@@ -256,6 +256,9 @@ class TrainConfig:
     # decay rate, per step, of an exponential moving average of the parameters, which is evaluated
     # and saved beside them (docs/adapting.md); 0: no average
     ema: float = 0.0
+    # update rules of your own, each as 'my_package.module:function', which the run calls with its
+    # Config and its ParameterGroups (docs/extending.md)
+    update_rules: tuple[str, ...] = ()
     # number of steps between two lines of metrics
     log_every: int = 10
     # functions of your own, each as 'my_package.module:function': the run calls each of them with
@@ -289,13 +292,15 @@ class TrainConfig:
                 "router_bias_rate step_timeout compile_timeout",
             },
         )
+        object.__setattr__(self, "update_rules", tuple(self.update_rules))
         object.__setattr__(self, "hooks", tuple(self.hooks))
         object.__setattr__(self, "freeze", tuple(self.freeze))
-        for name in self.hooks:
-            require(
-                is_import_string(name),
-                f"train.hooks: {name!r}: expected 'my_package.module:function'",
-            )
+        for setting in ("update_rules", "hooks"):
+            for name in getattr(self, setting):
+                require(
+                    is_import_string(name),
+                    f"train.{setting}: {name!r}: expected 'my_package.module:function'",
+                )
         parse_remat(self.remat)
         require_path(f"train.init_from = {self.init_from!r}", self.init_from)
         require(

@@ -22,8 +22,8 @@ import numpy as np
 from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.data import fast_bpe
 from qwen3next_jax.data.store import Store
+from qwen3next_jax.data.tokenized_parts import FORMAT, TokenizedPart, find_part, open_part
 from qwen3next_jax.data.tokens import Tokenizer, same_tokens
-from qwen3next_jax.data.units import FORMAT, Unit, find_unit, open_unit
 from qwen3next_jax.data.workers import run_all, usable_cores
 
 NGRAM = 13  # tokens
@@ -96,29 +96,29 @@ def find_contamination(
       UserError: the folder holds no tokens of this tokenizer, or damaged ones.
     """
     store = Store(prepared_dir)
-    units = find_units(store, tokenizer)
+    parts = find_parts(store, tokenizer)
     try:
         documents = tokenizer.encode_documents(texts)
     except fast_bpe.Differs:
         documents = tokenizer.fallback.encode_documents(texts)
     index = NgramIndex([ids[:-1] for ids in documents])  # without the end token
     found = np.zeros(len(index.ngrams), bool)
-    read = [0] * len(units)
+    read = [0] * len(parts)
 
     def show(item: int, tokens: int) -> None:
         read[item] = tokens
         size = 4 if tokenizer.vocab_size > 1 << 16 else 2
-        progress(prepared_dir, size * sum(read), size * sum(unit.tokens for unit in units))
+        progress(prepared_dir, size * sum(read), size * sum(part.tokens for part in parts))
 
     scan = functools.partial(_scan, index=index, store=store)
-    for item, numbers in run_all(scan, units, workers or usable_cores(), show):
+    for item, numbers in run_all(scan, parts, workers or usable_cores(), show):
         found[numbers] = True
-        show(item, units[item].tokens)
-    return Contamination(index.shares(found), sum(unit.tokens for unit in units))
+        show(item, parts[item].tokens)
+    return Contamination(index.shares(found), sum(part.tokens for part in parts))
 
 
-def find_units(store: Store, tokenizer: Tokenizer) -> list[Unit]:
-    """Returns the units of all sources that were prepared with this tokenizer, each once.
+def find_parts(store: Store, tokenizer: Tokenizer) -> list[TokenizedPart]:
+    """Returns the parts of all sources that were prepared with this tokenizer, each once.
 
     Raises:
       UserError: there are none, or one is missing.
@@ -126,7 +126,7 @@ def find_units(store: Store, tokenizer: Tokenizer) -> list[Unit]:
     keys: dict[str, None] = {}
     older = 0
     for name in store.names("corpora/*.json"):
-        content = store.read_record(name)
+        content = store.read_json(name)
         if content.get("format") != FORMAT:
             older += 1
         elif same_tokens(content["tokenizer"], tokenizer.fingerprint):
@@ -137,20 +137,20 @@ def find_units(store: Store, tokenizer: Tokenizer) -> list[Unit]:
             "some texts other tokens, and are left out: run qwen3next prepare once more on them"
         )
     require(bool(keys), f"{store.root}: it holds no tokens that this tokenizer made")
-    units = [find_unit(store, key) for key in keys]
-    if None in units:
+    parts = [find_part(store, key) for key in keys]
+    if None in parts:
         raise UserError(
-            f"{store.root}: the unit {list(keys)[units.index(None)]} is missing: run qwen3next "
+            f"{store.root}: the part {list(keys)[parts.index(None)]} is missing: run qwen3next "
             "prepare again"
         )
-    return units
+    return parts
 
 
 def _scan(
-    unit: Unit, progress: Callable[[int], None], index: "NgramIndex", store: Store
+    part: TokenizedPart, progress: Callable[[int], None], index: "NgramIndex", store: Store
 ) -> np.ndarray:
-    """Returns the numbers of the n-grams of `index` that a unit contains, int64 [found]."""
-    tokens, _ = open_unit(store, unit)
+    """Returns the numbers of the n-grams of `index` that a part contains, int64 [found]."""
+    tokens, _ = open_part(store, part)
     found = np.zeros(len(index.ngrams), bool)
     for start in range(0, len(tokens), _READ_AT_ONCE):
         index.mark(tokens[start : start + _READ_AT_ONCE + NGRAM - 1], found)

@@ -8,7 +8,7 @@
 
 To datatrove, a step is any callable, so nothing here imports datatrove. `LocalPipelineExecutor`
 and `RayPipelineExecutor` run this step as well. When a task failed and datatrove runs it again, the
-task takes the units that are finished and makes only the missing ones, even if the number of tasks
+task takes the parts that are finished and makes only the missing ones, even if the number of tasks
 has changed.
 """
 
@@ -24,8 +24,8 @@ from qwen3next_jax.data.preparation import Recipe, Share, Unfinished, prepare
 class PrepareShare:
     """A datatrove step that prepares the data of `config`.
 
-    Task `rank` of `world_size` tasks makes every world_size-th unit, from unit `rank` on, with one
-    core. A task that finds all units finished packs the rows.
+    Task `rank` of `world_size` tasks makes every world_size-th part, from part `rank` on, with one
+    core. A task that finds all parts finished packs the rows.
 
     Attributes:
       config: settings of the data.
@@ -55,4 +55,4 @@ class PrepareShare:
                 share=Share(rank, world_size),
             )
         except Unfinished:
-            pass  # a task that finds all units packs
+            pass  # a task that finds all parts packs

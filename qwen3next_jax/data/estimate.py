@@ -10,8 +10,8 @@ from qwen3next_jax.data.packing import Documents
 from qwen3next_jax.data.readers import BadRecords
 from qwen3next_jax.data.row_groups import describe_fit, fit_conversations, with_weights
 from qwen3next_jax.data.sources import Source
+from qwen3next_jax.data.tokenized_parts import Job, encoded_documents
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.data.units import Job, encoded_documents
 
 _SAMPLE_BYTES = 1 << 20  # of files
 

@@ -17,13 +17,13 @@ _BUFFERED_TOKENS = 1 << 24
 
 
 class Documents(NamedTuple):
-    """Consecutive documents of one unit: D documents with N tokens."""
+    """Consecutive documents of one part: D documents with N tokens."""
 
     # [N], one document after the other, each with its end token; of any dtype (`rows.token_dtype`)
     tokens: np.ndarray
     ends: np.ndarray  # int64 [D], number of tokens up to the end of each document, inclusive
-    unit: int  # index of the unit from which they come
-    records: np.ndarray  # int64 [D], number of each document's record in its unit
+    part: int  # index of the part from which they come
+    records: np.ndarray  # int64 [D], number of each document's record in its part
 
 
 class Rows(NamedTuple):
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     ends: np.ndarray  # int64 [R], number of pieces up to the end of each row, inclusive
     starts: np.ndarray  # int64 [P], index in `tokens` of each piece's first token
     lengths: np.ndarray  # int64 [P], number of tokens of each piece, 1 … T
-    units: np.ndarray  # int64 [P], `Documents.unit` of each piece's document
+    parts: np.ndarray  # int64 [P], `Documents.part` of each piece's document
     records: np.ndarray  # int64 [P], `Documents.records` of each piece's document
 
 
@@ -44,7 +44,7 @@ class _Pieces(NamedTuple):
 
     starts: np.ndarray
     lengths: np.ndarray
-    units: np.ndarray
+    parts: np.ndarray
     records: np.ndarray
     whole: np.ndarray  # bool [P], whether the piece is a whole document
 
@@ -94,7 +94,7 @@ class Packer:
                 Documents(
                     documents.tokens[start:end],
                     documents.ends[first:stop] - start,
-                    documents.unit,
+                    documents.part,
                     documents.records[first:stop],
                 )
             )
@@ -119,7 +119,7 @@ class Packer:
             _Pieces(
                 starts=self._buffered + np.repeat(documents.ends - sizes, counts) + before,
                 lengths=np.minimum(np.repeat(sizes, counts) - before, self._row_length),
-                units=np.full(len(number), documents.unit),
+                parts=np.full(len(number), documents.part),
                 records=np.repeat(documents.records, counts),
                 whole=np.repeat(whole, counts),
             )
@@ -208,7 +208,7 @@ class Packer:
         packed = _Pieces(
             starts=np.array(starts, np.int64)[at],
             lengths=np.array(lengths, np.int64)[at],
-            units=pieces.units[parent],
+            parts=pieces.parts[parent],
             records=pieces.records[parent],
             whole=np.array(whole, bool)[at],
         )

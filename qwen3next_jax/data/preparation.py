@@ -3,13 +3,13 @@
 `pipeline` and the command `qwen3next prepare` call `prepare`. Finished data are in
 `data.prepared_dir` (see `store`):
 
-    tokens/            units: the tokens of a file, or of a part of a large one (`units`)
-    corpora/<id>.json  the list of a source's units; with it, the text is no longer needed
-    rows/<key>/        packed rows of a group of units (`row_groups`)
+    tokens/            the tokens of each file, or of each part of a large one (`tokenized_parts`)
+    corpora/<id>.json  the list of a source's parts; with it, the text is no longer needed
+    rows/<key>/        packed rows of a group of parts (`row_groups`)
     indexes/           where all rows of a run are, so that a run opens in seconds (`prepared`)
     digests/           digests of large files, so that they are not read at every start
 
-A unit or group of units that exists is used, whichever process made it. So a preparation that was
+A part or group of parts that exists is used, whichever process made it. So a preparation that was
 killed continues where it stopped, rows of all lengths are packed from the same tokens, and several
 hosts may prepare at once.
 """
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import OlderVersion, UserError, require, warn
 from qwen3next_jax.common.installation import how_to_install
-from qwen3next_jax.data import readers, row_groups, sources, units
+from qwen3next_jax.data import readers, row_groups, sources, tokenized_parts
 from qwen3next_jax.data.digest_cache import DigestCache
 from qwen3next_jax.data.prepared import Prepared, index_name, read_index, write_index
 from qwen3next_jax.data.readers import Part
@@ -33,8 +33,8 @@ from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Divided, Recipe, Stati
 from qwen3next_jax.data.rows import RowReader, RowTable
 from qwen3next_jax.data.sources import Source, SourceFile
 from qwen3next_jax.data.store import Store
+from qwen3next_jax.data.tokenized_parts import Job, TokenizedPart
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.data.units import Job, Unit
 from qwen3next_jax.data.workers import run_all, usable_cores
 
 # There is one worker for each so many bytes of text (or tokens to pack), because starting a worker
@@ -49,61 +49,63 @@ Progress = Callable[[str, int, int], None]  # (what is prepared, bytes done, byt
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A source whose units are all finished."""
+    """A source whose parts are all tokenized."""
 
     source: Source
     parts: tuple[tuple[int, Part], ...]  # (index of the file in the source, part), in order
-    units: tuple[Unit, ...]  # the unit of each part
+    tokenized: tuple[TokenizedPart, ...]  # the tokens of each part
 
     @property
     def digest(self) -> str:
-        """Digest of all tokens and all `units.DOCUMENT` entries, in their order."""
-        return digests.sha256_json([unit.identity for unit in self.units])
+        """Digest of all tokens and all `tokenized_parts.DOCUMENT` entries, in their order."""
+        return digests.sha256_json([part.identity for part in self.tokenized])
 
     @property
-    def filled(self) -> list[Unit]:
-        """The units that hold at least one document."""
-        return [unit for unit in self.units if unit.documents]
+    def filled(self) -> list[TokenizedPart]:
+        """The parts that hold at least one document."""
+        return [part for part in self.tokenized if part.documents]
 
     @property
     def origins(self) -> list[tuple[int, int]]:
-        """(index of the file, number of the file's records before the unit), for each unit."""
+        """(index of the file, number of the file's records before the part), for each part."""
         found, records, last = [], 0, -1
-        for (file, _), unit in zip(self.parts, self.units, strict=True):
+        for (file, _), part in zip(self.parts, self.tokenized, strict=True):
             records = records if file == last else 0
             found.append((file, records))
-            records, last = records + unit.records, file
+            records, last = records + part.records, file
         return found
 
     @property
     def bad(self) -> dict[str, int]:
         """Kind of fault → number of records with it, see `readers.BadRecords`."""
-        return dict(sum((collections.Counter(unit.bad) for unit in self.units if unit.bad), _NONE))
+        return dict(
+            sum((collections.Counter(part.bad) for part in self.tokenized if part.bad), _NONE)
+        )
 
     @property
     def bad_places(self) -> list[str]:
         """Where the first five bad records are, such as "part.jsonl:17"."""
         found = (
             readers.describe(self.source, file, records + number)
-            for (file, records), unit in zip(self.origins, self.units, strict=True)
-            for number, _ in unit.bad_first
+            for (file, records), part in zip(self.origins, self.tokenized, strict=True)
+            for number, _ in part.bad_first
         )
         return list(itertools.islice(found, 5))
 
     @property
     def miscounted_bytes(self) -> int:
         """By how many bytes the tokens of the documents differ from the texts."""
-        return sum(unit.miscounted_bytes for unit in self.units)
+        return sum(part.miscounted_bytes for part in self.tokenized)
 
     @property
     def records(self) -> int:
         """The number of records, including empty and bad ones."""
-        return sum(unit.records for unit in self.units)
+        return sum(part.records for part in self.tokenized)
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The units that one of several processes makes; the processes may be on several hosts.
+    """The parts that one of several processes tokenizes; the processes may be on several hosts.
 
     Attributes:
       rank: number of the process, from 0.
@@ -115,16 +117,16 @@ class Share:
 
 
 class Unfinished(Exception):
-    """This process has made its share of the units, but units of other shares are missing.
+    """This process has tokenized its share of the parts, but parts of other shares are missing.
 
     Attributes:
-      missing: number of units that are missing.
-      units: number of all units.
+      missing: number of parts that are missing.
+      parts: number of all parts.
     """
 
-    def __init__(self, missing: int, units: int):
-        super().__init__(f"{missing} of {units} units are not there yet")
-        self.missing, self.units = missing, units
+    def __init__(self, missing: int, parts: int):
+        super().__init__(f"{missing} of {parts} parts are not there yet")
+        self.missing, self.parts = missing, parts
 
 
 def prepare(
@@ -146,17 +148,17 @@ def prepare(
         be on a local or fast disk.
       progress: called now and then while something is prepared.
       workers: number of processes that tokenize and pack at once; None: one per usable core.
-      share: the units that this process makes.
+      share: the parts that this process tokenizes.
 
     Raises:
       UserError: unreadable input, too little text, or prepared data that are damaged.
-      Unfinished: units of other shares are missing.
+      Unfinished: parts of other shares are missing.
     """
     progress = progress or (lambda *_: None)
     store = Store(prepared_dir)
     store.remove_leftovers()
     gone = {
-        i: _read_corpus_record(store, _corpus_name(source, tokenizer))["tokens"]
+        i: _read_corpus_list(store, _corpus_name(source, tokenizer))["tokens"]
         for i, source in enumerate(all_sources)
         if source.text_is_gone
     }
@@ -230,9 +232,9 @@ def _prepare_all(
         try:
             corpora[i] = tokenize(source, tokenizer, store, progress, workers, share)
         except Unfinished as error:
-            missing, in_all = missing + error.missing, in_all + error.units
+            missing, in_all = missing + error.missing, in_all + error.parts
         else:
-            in_all += len(corpora[i].units)
+            in_all += len(corpora[i].tokenized)
     if missing:
         raise Unfinished(missing, in_all)
     divided = _divided(corpora, tokenizer, recipe, store)
@@ -253,14 +255,14 @@ def tokenize(
     workers: int | None = None,
     share: Share = Share(),
 ) -> Corpus:
-    """Makes those units of `source` that do not exist yet and belong to `share`.
+    """Tokenizes those parts of `source` that belong to `share` and are not tokenized yet.
 
     Returns:
-      The source with all of its units.
+      The source with all of its parts.
 
     Raises:
-      UserError: unreadable input, no text, or a damaged manifest of a unit.
-      Unfinished: units of other shares are missing.
+      UserError: unreadable input, no text, or a damaged manifest of a part.
+      Unfinished: parts of other shares are missing.
     """
     if source.text_is_gone:
         return _read_corpus(source, tokenizer, store)
@@ -302,20 +304,20 @@ def tokenize(
         read[todo[item]] = done
         progress(source.name, sum(read.values()) if len(read) < 1000 else done, total)
 
-    make = functools.partial(_make_unit, tokenizer=tokenizer, store=store)
+    make = functools.partial(_tokenize_part, tokenizer=tokenizer, store=store)
     count = min(workers or usable_cores(), -(-total // _BYTES_PER_WORKER))
     try:
-        for item, (digest, unit) in run_all(make, [jobs[n] for n in todo], count, show):
+        for item, (digest, part) in run_all(make, [jobs[n] for n in todo], count, show):
             job = jobs[todo[item]]
             cache.add(job.file, job.part, digest)
-            found[todo[item]] = unit
+            found[todo[item]] = part
             show(item, job.size)
-    except units.Changed:
+    except tokenized_parts.Changed:
         cache.forget_all()  # a file may change and keep its size and modification time
         raise
     if len(found) < len(jobs):
-        # Other processes have made units in the meantime. Each process looks again after its own
-        # share, so the one that ends last finds all units, and packs them.
+        # Other processes have made parts in the meantime. Each process looks again after its own
+        # share, so the one that ends last finds all parts, and packs them.
         missing = [n for n in range(len(jobs)) if n not in found]
         cache = DigestCache(store, source)
         found |= _finished_units(missing, jobs, cache, tokenizer, store)
@@ -333,8 +335,8 @@ def _finished_units(
     cache: DigestCache,
     tokenizer: Tokenizer,
     store: Store,
-) -> dict[int, Unit]:
-    """Returns number of a job → its unit, for those of `numbers` whose units are finished.
+) -> dict[int, TokenizedPart]:
+    """Returns number of a job → its part, for those of `numbers` whose parts are finished.
 
     A job's digest is filled in where it is known or cheap: a large local file is not read for it.
     """
@@ -345,24 +347,24 @@ def _finished_units(
         if not digest and (not cache.in_use or sources.is_remote(os.fspath(job.file.path))):
             digest = readers.part_digest(job.file, job.part, job.text_field)
         jobs[number] = job = dataclasses.replace(job, digest=digest)
-        if digest and (unit := units.find_unit_of(store, job, tokenizer)):
-            found[number] = unit
+        if digest and (part := tokenized_parts.find_part_of(store, job, tokenizer)):
+            found[number] = part
     return found
 
 
-def _make_unit(job: Job, progress: Callable[[int], None], tokenizer: Tokenizer, store: Store):
-    return units.make_unit(job, tokenizer, store, progress)
+def _tokenize_part(job: Job, progress: Callable[[int], None], tokenizer: Tokenizer, store: Store):
+    return tokenized_parts.tokenize_part(job, tokenizer, store, progress)
 
 
 def _check_records(corpus: Corpus) -> None:
     """Warns of bad records.
 
     Raises:
-      UserError: the share of bad records is larger than `data.bad_records_limit`, or no unit holds
+      UserError: the share of bad records is larger than `data.bad_records_limit`, or no part holds
         a document.
     """
     _check_bad_records(corpus.source, corpus.bad, corpus.bad_places, corpus.records)
-    if not any(unit.documents for unit in corpus.units):
+    if not any(part.documents for part in corpus.tokenized):
         raise readers.no_text(corpus.source, corpus.bad)
 
 
@@ -392,7 +394,7 @@ def _check_bad_records(
     warn(f"{source.name}: {summary}")
 
 
-# ---- the list of a source's units
+# ---- the list of a source's parts
 
 
 def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Source:
@@ -408,15 +410,15 @@ def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Sour
     except sources.NothingFound:
         store = Store(prepared_dir)
         if not store.exists(_corpus_name(source, tokenizer)):
-            records = map(store.read_record, store.names("corpora/*.json"))
+            lists = map(store.read_json, store.names("corpora/*.json"))
             require(
-                all(record.get("source") != source.name for record in records),
+                all(content.get("source") != source.name for content in lists),
                 f"data.path {source.name!r}: the text is not there, and what was prepared of it in "
                 f"{store.root} is of another tokenizer, of other settings or of an older version, "
                 "which gave some texts other tokens: give its files back",
             )
             raise
-    files = _files_of(_read_corpus_record(store, _corpus_name(source, tokenizer)))
+    files = _files_of(_read_corpus_list(store, _corpus_name(source, tokenizer)))
     warn(
         f"data.path {source.name!r}: the text is not there; taking the tokens of {len(files)} "
         f"files that were prepared in {store.root}"
@@ -424,17 +426,16 @@ def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Sour
     return dataclasses.replace(source, files=files, text_is_gone=True)
 
 
-def _files_of(corpus_record: Mapping) -> tuple[SourceFile, ...]:
+def _files_of(content: Mapping) -> tuple[SourceFile, ...]:
     return tuple(
-        SourceFile(sources.epath.Path(label), label, size, "")
-        for label, size in corpus_record["files"]
+        SourceFile(sources.epath.Path(label), label, size, "") for label, size in content["files"]
     )
 
 
 def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
     where = source.name if sources.is_remote(source.name) else os.path.abspath(source.name)
     key = [
-        units.FORMAT,
+        tokenized_parts.FORMAT,
         where,
         source.text_field,
         source.on_bad_text,
@@ -449,33 +450,34 @@ def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
 def _write_corpus(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
     name = _corpus_name(corpus.source, tokenizer)
     content = {
-        "format": units.FORMAT,
+        "format": tokenized_parts.FORMAT,
         "name": name,
         "source": corpus.source.name,
         "tokenizer": tokenizer.fingerprint,
         "files": [[file.label, file.size] for file in corpus.source.files],
         "parts": [
-            [i, *part, unit.key] for (i, part), unit in zip(corpus.parts, corpus.units, strict=True)
+            [i, *part, tokenized.key]
+            for (i, part), tokenized in zip(corpus.parts, corpus.tokenized, strict=True)
         ],
         "tokens": corpus.digest,
     }
     try:
-        if store.read_record(name) == content:
+        if store.read_json(name) == content:
             return
     except (FileNotFoundError, UserError):
         pass
-    store.write_record(name, content)
+    store.write_json(name, content)
 
 
-def _read_corpus_record(store: Store, name: str) -> dict:
-    """Returns the list of units that `_write_corpus` wrote under `name`.
+def _read_corpus_list(store: Store, name: str) -> dict:
+    """Returns the list of parts that `_write_corpus` wrote under `name`.
 
     Raises:
       UserError: it is missing or damaged, or is the list of another source.
     """
     path = store.path(name)
     try:
-        content = store.read_record(name)
+        content = store.read_json(name)
     except FileNotFoundError as error:
         raise UserError(f"{path}: it is missing") from error
     if "name" not in content:
@@ -501,32 +503,32 @@ def _is_row(row: object, kinds: Sequence[type]) -> bool:
     return is_list and all(isinstance(value, kind) for value, kind in zip(row, kinds))
 
 
-def read_corpus_units(store: Store, name: str) -> tuple[dict, list[Unit]]:
-    """Returns the content of the list of units `name`, and the units that it names.
+def read_corpus_parts(store: Store, name: str) -> tuple[dict, list[TokenizedPart]]:
+    """Returns the content of the list of parts `name`, and the parts that it names.
 
     Raises:
-      UserError: the list is damaged, or a unit is missing or another than when it was written.
+      UserError: the list is damaged, or a part is missing or another than when it was written.
     """
-    path, content = store.path(name), _read_corpus_record(store, name)
+    path, content = store.path(name), _read_corpus_list(store, name)
     advice = f"give data.path = {content['source']!r} its files back"
     found = []
     for *_, key in content["parts"]:
-        unit = units.find_unit(store, key)
+        part = tokenized_parts.find_part(store, key)
         require(
-            unit is not None,
-            f"{path}: its unit {key} is missing; it is made anew from the text that it was made "
+            part is not None,
+            f"{path}: its part {key} is missing; it is made anew from the text that it was made "
             f"of: {advice}",
         )
-        found.append(unit)
+        found.append(part)
     require(
-        digests.sha256_json([unit.identity for unit in found]) == content["tokens"],
-        f"{path}: its units hold other tokens than it says: {advice}, and delete this file",
+        digests.sha256_json([part.identity for part in found]) == content["tokens"],
+        f"{path}: its parts hold other tokens than it says: {advice}, and delete this file",
     )
     return content, found
 
 
 def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
-    content, found = read_corpus_units(store, _corpus_name(source, tokenizer))
+    content, found = read_corpus_parts(store, _corpus_name(source, tokenizer))
     parts = tuple((i, Part(start, stop)) for i, start, stop, _ in content["parts"])
     return Corpus(dataclasses.replace(source, files=_files_of(content)), parts, tuple(found))
 
@@ -544,7 +546,7 @@ def pack(
     workers: int | None = None,
     share: Share = Share(),
 ) -> Prepared:
-    """Packs the units of `corpus` into rows, where this has not been done before, and opens the
+    """Packs the parts of `corpus` into rows, where this has not been done before, and opens the
     rows.
 
     Every process that calls this function packs all groups that are missing, and begins with the
@@ -552,12 +554,12 @@ def pack(
     and no process waits for another.
 
     Args:
-      corpus: the source with its units.
+      corpus: the source with its parts.
       divided: the document of the source that is divided between the two splits; None: there is
         none, and each document is trained on or held out by its hash.
-      tokenizer: the tokenizer of the units.
+      tokenizer: the tokenizer of the parts.
       recipe: the recipe of the rows.
-      store: where the units are, and where the rows are written.
+      store: where the parts are, and where the rows are written.
       progress: called with (what is packed, bytes of the tokens packed, bytes of all tokens).
       workers: the most processes that pack; None: as many as there are cores to use.
       share: the share of the groups with which this process begins.
@@ -624,8 +626,8 @@ def _divided(
     def share_of_hash(hash_: int) -> float:
         return hash_ / 2**64
 
-    smallest = {i: min(unit.smallest[0] for unit in c.filled) for i, c in corpora.items()}
-    largest = {i: max(unit.largest_hash for unit in c.filled) for i, c in corpora.items()}
+    smallest = {i: min(part.smallest[0] for part in c.filled) for i, c in corpora.items()}
+    largest = {i: max(part.largest_hash for part in c.filled) for i, c in corpora.items()}
     without_heldout = [i for i in corpora if share_of_hash(smallest[i]) >= recipe.heldout_fraction]
     without_train = [i for i in corpora if share_of_hash(largest[i]) < recipe.heldout_fraction]
     chosen = {i: _divide(corpora[i], True, tokenizer, recipe, store) for i in without_train}
@@ -645,22 +647,22 @@ def _divide(
     it is held out as a whole. The only document of a corpus is cut in two in both cases.
 
     Args:
-      corpus: a source with its units.
+      corpus: a source with its parts.
       all_heldout: True if by their hashes all documents are held out; False if none is.
-      tokenizer: the tokenizer of the units.
+      tokenizer: the tokenizer of the parts.
       recipe: the recipe of the rows.
-      store: where the units are.
+      store: where the parts are.
     """
     filled = corpus.filled
-    documents = sum(unit.documents for unit in filled)
+    documents = sum(part.documents for part in filled)
     number = min(range(len(filled)), key=lambda i: filled[i].smallest[0])
     document = filled[number].smallest[1]
-    tokens, table = units.open_unit(store, filled[number])
+    tokens, table = tokenized_parts.open_part(store, filled[number])
     start = int(table["end"][document - 1]) if document else 0
     own = tokens[start : int(table["end"][document]) - 1]  # without the end token
     if all_heldout and documents > 1:
         return Divided(number, document, len(own), int(table["bytes"][document]))
-    in_all = sum(unit.tokens for unit in filled) - documents
+    in_all = sum(part.tokens for part in filled) - documents
     heldout = max(round(recipe.heldout_fraction * in_all), 1)
     if documents > 1 and heldout >= len(own):
         return Divided(number, document, 0, 0)
@@ -680,17 +682,19 @@ def _open_rows(
     corpus: Corpus, found: Sequence[row_groups.Group], recipe: Recipe, store: Store
 ) -> Prepared:
     origins = [
-        origin for origin, unit in zip(corpus.origins, corpus.units, strict=True) if unit.documents
+        origin
+        for origin, part in zip(corpus.origins, corpus.tokenized, strict=True)
+        if part.documents
     ]
     keys = [row_groups.group_key(group, recipe) for group in found]
     directories = [store.path(row_groups.folder_name(key)) for key in keys]
     metadata = [row_groups.read_metadata(directory) for directory in directories]
-    unit_ends = [group.first + len(group.units) for group in found]
+    part_ends = [group.first + len(group.parts) for group in found]
     statistics, rows = {}, {}
     for side in (TRAIN, HELDOUT):
         counts = (Statistics(**content["statistics"][side]) for content in metadata)
         statistics[side] = sum(counts, Statistics())
-        table = RowTable.of(side, directories, metadata, unit_ends, origins)
+        table = RowTable.of(side, directories, metadata, part_ends, origins)
         table.check()
         rows[side] = RowReader(table, recipe.row_length)
     return Prepared(
@@ -701,6 +705,6 @@ def _open_rows(
         corpus.bad,
         corpus.bad_places,
         corpus.records,
-        sum(unit.empty for unit in corpus.units),
+        sum(part.empty for part in corpus.tokenized),
         corpus.miscounted_bytes,
     )

@@ -1,7 +1,7 @@
 """The finished rows of a source, and the index from which they are opened.
 
 To find the rows of a corpus of 15 T tokens without an index, a process would read a manifest for
-each of some 450,000 units and 56,000 folders of rows. The index is one file of some tens of bytes
+each of some 450,000 parts and 56,000 folders of rows. The index is one file of some tens of bytes
 per shard. It holds what these manifests say, and the size and modification time of every file that
 holds rows. An index is used only if it begins with a digest of its name and content, and all of
 these files still have this size and time; otherwise `preparation` reads the manifests, reports what
@@ -22,14 +22,14 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.storage import BucketPath
-from qwen3next_jax.data import digest_cache, row_groups, units
+from qwen3next_jax.data import digest_cache, row_groups, tokenized_parts
 from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, Recipe, Statistics
 from qwen3next_jax.data.rows import RowReader, RowTable
 from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer
 
-_FORMAT = 2  # of the index
+_FORMAT = 3  # of the index
 # Share of the bytes by which tokens may differ from the texts: some tokenizers compose accents
 # (NFC), which changes a few bytes.
 _MISCOUNTED = 1e-3
@@ -107,7 +107,7 @@ def index_name(
 
     Args:
       sources: the sources.
-      tokenizer: the tokenizer of their units.
+      tokenizer: the tokenizer of their parts.
       recipe: the recipe of their rows.
       corpora: index of each source whose text is gone → digest of its tokens.
 
@@ -132,7 +132,7 @@ def index_name(
         )
     key = {
         "format": _FORMAT,
-        "units": units.FORMAT,
+        "parts": tokenized_parts.FORMAT,
         "sources": parts,
         "tokenizer": tokenizer.fingerprint,
         "parse_tokens": sorted(tokenizer.parse_tokens),
@@ -163,8 +163,8 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
             return
         arrays[f"{i}.metadata"] = found
         arrays[f"{i}.folders"] = table.folders
-        arrays[f"{i}.rows_per_record"] = table.rows_per_record
-        arrays[f"{i}.unit_ends"], arrays[f"{i}.origins"] = table.unit_ends, table.origins
+        arrays[f"{i}.rows_per_chunk"] = table.rows_per_chunk
+        arrays[f"{i}.part_ends"], arrays[f"{i}.origins"] = table.part_ends, table.origins
         headers.append(
             {
                 "fingerprint": one.fingerprint,
@@ -237,7 +237,7 @@ def _read_source(
     listed: Listing,
 ) -> Prepared | None:
     shared = {
-        key: arrays[f"{i}.{key}"] for key in ("folders", "rows_per_record", "unit_ends", "origins")
+        key: arrays[f"{i}.{key}"] for key in ("folders", "rows_per_chunk", "part_ends", "origins")
     }
     rows = {}
     for side in (TRAIN, HELDOUT):

@@ -1,8 +1,11 @@
 """Reads documents from files of text, JSON, Parquet and Arrow.
 
-`parts` cuts a file into parts; each part is tokenized as one unit. `read_part` streams the records
-of a part. Any fault in a file (bytes that are not UTF-8, JSON without the field, …) is reported as
-a `UserError` that names the file and the place in it, unless the settings say to leave out or mend
+`parts` cuts a file into parts, which are tokenized one by one (`tokenized_parts`). `read_part`
+streams the records of a part. A record is an entry of a file: a line of JSON, a row of Parquet, or
+a whole file of text; it holds a document or a conversation.
+
+Any fault in a file (bytes that are not UTF-8, JSON without the field, …) is reported as a
+`UserError` that names the file and the place in it, unless the settings say to leave out or mend
 such records.
 """
 
@@ -105,9 +108,11 @@ def bad_summary(counts: Mapping[str, int], first: Sequence[str] = ()) -> str:
       first: places of the first bad records.
     """
     what = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
-    return f"{sum(counts.values()):,} bad records ({what})" + (
-        f": {', '.join(first)}{', …' * (sum(counts.values()) > len(first))}" if first else ""
-    )
+    summary = f"{sum(counts.values()):,} bad records ({what})"
+    if not first:
+        return summary
+    places = [*first, "…"] if sum(counts.values()) > len(first) else first
+    return f"{summary}: {', '.join(places)}"
 
 
 def no_text(source: Source, bad: Mapping[str, int]) -> UserError:
@@ -499,7 +504,9 @@ def has_no_checksum(file: SourceFile) -> bool:
 
 def _ending(file: SourceFile) -> str:
     name = file.path.name.lower()
-    return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else ""
+    if name.endswith(".gz"):
+        return "gzip"
+    return "zstd" if name.endswith(".zst") else ""
 
 
 def _read_json(

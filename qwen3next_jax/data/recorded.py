@@ -55,7 +55,7 @@ _READ_ERRORS = (
 )
 
 
-class Record(NamedTuple):
+class RecordedText(NamedTuple):
     """A text, and the experts that its tokens used.
 
     Attributes:
@@ -71,7 +71,7 @@ class Record(NamedTuple):
     model: dict[str, Any]
 
 
-def write_record(
+def write_recorded(
     folder: pathlib.Path,
     model: ModelConfig,
     tokens: np.ndarray,
@@ -111,7 +111,7 @@ def write_record(
     return path
 
 
-def read_record(path: os.PathLike) -> Record:
+def read_recorded(path: os.PathLike) -> RecordedText:
     """Reads a file.
 
     Raises:
@@ -167,12 +167,12 @@ def read_record(path: os.PathLike) -> Record:
     )
     padded = np.full((n, *experts.shape[1:]), -1, np.int16)
     padded[: len(experts)] = experts
-    return Record(tokens.astype(np.int64), padded, max(prompt_tokens, 1), model)
+    return RecordedText(tokens.astype(np.int64), padded, max(prompt_tokens, 1), model)
 
 
-def check_record(path: os.PathLike, record: Record, model: ModelConfig) -> None:
-    """Raises UserError if the experts of a record cannot be those of `model`."""
-    for name, value in record.model.items():
+def check_recorded(path: os.PathLike, text: RecordedText, model: ModelConfig) -> None:
+    """Raises UserError if the experts of a text cannot be those of `model`."""
+    for name, value in text.model.items():
         own = getattr(model, name) if name in _IDENTITY else None
         require(
             value == own,
@@ -180,7 +180,7 @@ def check_record(path: os.PathLike, record: Record, model: ModelConfig) -> None:
             f"model.{name[:80]} = {short_repr(own)}: "
             "expected the routing of the model that is trained",
         )
-    layers, chosen = record.routed_experts.shape[1:]
+    layers, chosen = text.routed_experts.shape[1:]
     expected = (model.num_hidden_layers, model.num_experts_per_tok)
     require(
         (layers, chosen) == expected,
@@ -190,7 +190,7 @@ def check_record(path: os.PathLike, record: Record, model: ModelConfig) -> None:
     )
     kinds = model.layer_kinds[:layers]  # without the layer of multi-token prediction
     sparse = [layer for layer, (_, experts) in enumerate(kinds) if experts]
-    ids_NLA = np.sort(record.routed_experts[:, sparse], axis=-1)
+    ids_NLA = np.sort(text.routed_experts[:, sparse], axis=-1)
     left_NL = np.all(ids_NLA == -1, axis=-1)
     valid_NL = (ids_NLA[..., 0] >= 0) & (ids_NLA[..., -1] < model.num_experts)
     valid_NL &= np.all(np.diff(ids_NLA, axis=-1) > 0, axis=-1)
@@ -199,13 +199,13 @@ def check_record(path: os.PathLike, record: Record, model: ModelConfig) -> None:
         token, layer = wrong[0].tolist()
         raise UserError(
             f"{path}: token {token} uses the experts "
-            f"{record.routed_experts[token, sparse[layer]].tolist()} in layer {sparse[layer]}: "
+            f"{text.routed_experts[token, sparse[layer]].tolist()} in layer {sparse[layer]}: "
             f"expected different numbers 0 … {model.num_experts - 1}, or -1 for all of them"
         )
-    highest = record.tokens.max()
+    highest = text.tokens.max()
     require(
-        0 <= record.tokens.min() and highest < model.vocab_size,
-        f"{path}: tokens {record.tokens.min()} … {highest}: expected 0 … {model.vocab_size - 1} "
+        0 <= text.tokens.min() and highest < model.vocab_size,
+        f"{path}: tokens {text.tokens.min()} … {highest}: expected 0 … {model.vocab_size - 1} "
         "(model.vocab_size)",
     )
 
@@ -232,13 +232,13 @@ class RecordedData(Data):
         self.tokenizer = self.tokenizer_of(config, vocab_size)
         self.batch_size, self.sequence_length = batch_size, sequence_length
         self._seed = config.seed
-        self._labels, self._records, contents = [], [], []
+        self._labels, self._texts, contents = [], [], []
         for label, path in _find_files(config):
-            record = read_record(path)
-            _check_length(path, record, sequence_length)
+            text = read_recorded(path)
+            _check_length(path, text, sequence_length)
             self._labels.append(label)
-            self._records.append(record)
-            shapes = [r.routed_experts.shape[1:] for r in (record, self._records[0])]
+            self._texts.append(text)
+            shapes = [r.routed_experts.shape[1:] for r in (text, self._texts[0])]
             require(
                 shapes[0] == shapes[1],
                 f"{path}: routed_experts of {shapes[0][0]} layers and {shapes[0][1]} experts per "
@@ -246,7 +246,7 @@ class RecordedData(Data):
                 "one model",
             )
             contents.append(digests.sha256_file(path))
-        count = len(self._records)
+        count = len(self._texts)
         self.heldout_rows = max(1, round(config.heldout_fraction * count))
         require(
             count > self.heldout_rows,
@@ -257,7 +257,7 @@ class RecordedData(Data):
         self._heldout, self._train = order[: self.heldout_rows], order[self.heldout_rows :]
         identity = [sorted(contents), config.seed, config.heldout_fraction, sequence_length]
         self.fingerprint = digests.sha256_json(identity)[:20]
-        tokens = sum(len(self._records[i].tokens) for i in self._train)
+        tokens = sum(len(self._texts[i].tokens) for i in self._train)
         count = len(self._train)
         self.epochs = {self.fingerprint: Epoch("recorded texts", count, tokens, count)}
 
@@ -272,18 +272,18 @@ class RecordedData(Data):
     @staticmethod
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
         for _, path in _find_files(config):
-            _check_length(path, read_record(path), sequence_length)
+            _check_length(path, read_recorded(path), sequence_length)
 
     @staticmethod
     def check_model(config: DataConfig, model: ModelConfig) -> None:
         for _, path in _find_files(config):
-            check_record(path, read_record(path), model)
+            check_recorded(path, read_recorded(path), model)
 
     def row(self, index: int) -> Batch:
-        return self._row(self._records[self._number(index)])
+        return self._row(self._texts[self._number(index)])
 
     def heldout_row(self, index: int) -> Batch:
-        return self._row(self._records[self._heldout[index]])
+        return self._row(self._texts[self._heldout[index]])
 
     def _heldout_indices(self, rows: int, source: str | None) -> Sequence[int]:
         return range(min(rows, self.heldout_rows))
@@ -292,10 +292,10 @@ class RecordedData(Data):
         return [self._labels[self._number(index)]]
 
     def describe(self) -> dict[str, Any]:
-        tokens = sum(len(record.tokens) for record in self._records)
-        size = sum(int(self.tokenizer.token_bytes[r.tokens].sum()) for r in self._records)
+        tokens = sum(len(text.tokens) for text in self._texts)
+        size = sum(int(self.tokenizer.token_bytes[r.tokens].sum()) for r in self._texts)
         return {
-            "title": f"{len(self._records):,} recorded texts, {tokens:,} tokens",
+            "title": f"{len(self._texts):,} recorded texts, {tokens:,} tokens",
             "bits_per_nat": tokens / size / math.log(2) if size else None,
         }
 
@@ -306,20 +306,20 @@ class RecordedData(Data):
             np.random.default_rng([self._seed, epoch]).permutation(self._train.size)[place]
         ]
 
-    def _row(self, record: Record) -> Batch:
-        n, rest = len(record.tokens), self.sequence_length - len(record.tokens)
+    def _row(self, text: RecordedText) -> Batch:
+        n, rest = len(text.tokens), self.sequence_length - len(text.tokens)
         t = np.arange(self.sequence_length)
         return {
-            "tokens": np.pad(record.tokens, (0, rest)).astype(np.int32),
+            "tokens": np.pad(text.tokens, (0, rest)).astype(np.int32),
             "segment_ids": (t < n).astype(np.int32),
-            "target_mask": (t >= record.prompt_tokens) & (t < n),
+            "target_mask": (t >= text.prompt_tokens) & (t < n),
             "expert_ids": np.pad(
-                record.routed_experts, ((0, rest), (0, 0), (0, 0)), constant_values=-1
+                text.routed_experts, ((0, rest), (0, 0), (0, 0)), constant_values=-1
             ),
         }
 
     def _stack(self, rows: Sequence[Batch], count: int) -> Batch:
-        shape = (count, self.sequence_length, *self._records[0].routed_experts.shape[1:])
+        shape = (count, self.sequence_length, *self._texts[0].routed_experts.shape[1:])
         experts = np.full(shape, -1, np.int16)
         for b, row in enumerate(rows):
             experts[b] = row["expert_ids"]
@@ -327,10 +327,10 @@ class RecordedData(Data):
         return super()._stack(plain, count) | {"expert_ids": experts}
 
 
-def _check_length(path: os.PathLike, record: Record, sequence_length: int) -> None:
+def _check_length(path: os.PathLike, text: RecordedText, sequence_length: int) -> None:
     require(
-        len(record.tokens) <= sequence_length,
-        f"{path}: {len(record.tokens)} tokens: expected at most train.sequence_length = "
+        len(text.tokens) <= sequence_length,
+        f"{path}: {len(text.tokens)} tokens: expected at most train.sequence_length = "
         f"{sequence_length}",
     )
 

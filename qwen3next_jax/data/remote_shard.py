@@ -1,11 +1,11 @@
-"""Reads rows of a shard that is in a bucket: only the bytes of each row, never the whole shard.
+"""Reads chunks of rows of a shard that is in a bucket: only their bytes, never the whole shard.
 
 ArrayRecord's own reader needs a local file, and it is what verifies the hash of every chunk. So a
-shard gets a local file of its size that is all hole (it takes no space). Before a row is read, its
-bytes are downloaded and written into their place; after that they are cut out again. The index at
-the end of the shard says where each row is.
+shard gets a local file of its size that is all hole (it takes no space). Before a chunk is read,
+its bytes are downloaded and written into their place; after that they are cut out again. The index
+at the end of the shard says where each chunk is.
 
-An ArrayRecord file is a Riegeli file of one chunk per row, as `rows` writes it, and at its end a
+An ArrayRecord file is a Riegeli file of one chunk per record, as `rows` writes it, and at its end a
 chunk with the places of all chunks (https://github.com/google/riegeli, riegeli_format.md;
 https://github.com/google/array_record, array_record_writer.cc):
 
@@ -29,10 +29,10 @@ from qwen3next_jax.common.storage import BucketPath
 _BLOCK, _BLOCK_HEADER = 1 << 16, 24
 _CHUNK_HEADER = struct.Struct("<QQQQQ")
 _MAGIC = 0x71930E704FDAE05E  # of ArrayRecord's last chunk
-_TAIL = 1 << 20  # bytes of a shard that are read first; they hold the index of some 100,000 rows
+_TAIL = 1 << 20  # bytes of a shard that are read first; they hold the index of some 100,000 chunks
 _PAGE = 4096
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-_CACHE_BYTES = 1 << 28  # of records in the memory of this process
+_CACHE_BYTES = 1 << 28  # of chunks in the memory of this process
 
 
 class RemoteShard:
@@ -67,7 +67,7 @@ class RemoteShard:
             os.pwrite(self._file, tail[index - start :], index)
             self._reader = open_reader(local)
             self._index = index
-            self._rows = self._reader.num_records()
+            self._chunks = self._reader.num_records()
         finally:
             folder.cleanup()  # the open file stays
 
@@ -76,30 +76,30 @@ class RemoteShard:
             os.close(self._file)
 
     def num_records(self) -> int:
-        return self._rows
+        return self._chunks
 
     def read(self, positions: list[int]) -> list[bytes]:
-        """Returns the records at these positions.
+        """Returns the chunks at these positions.
 
         Raises:
-          IndexError, RuntimeError: a record is damaged or does not exist.
+          IndexError, RuntimeError: a chunk is damaged or does not exist.
           StoreError: the bucket does not answer.
         """
         return [self._read(position) for position in positions]
 
     def _read(self, position: int) -> bytes:
-        if (record := _cache.get((self._path, position))) is not None:
-            return record
+        if (chunk := _cache.get((self._path, position))) is not None:
+            return chunk
         start, stop = self._places[position], self._places[position + 1]
         data = self._path.read_bytes(start, stop)
         with self._lock:
             os.pwrite(self._file, data, start)
             try:
-                (record,) = self._reader.read([position])
+                (chunk,) = self._reader.read([position])
             finally:
                 self._cut_out(start, stop)
-        _cache.put((self._path, position), record)
-        return record
+        _cache.put((self._path, position), chunk)
+        return chunk
 
     def _cut_out(self, start: int, stop: int) -> None:
         """Frees the pages of these bytes, except those that the index is in."""
@@ -120,28 +120,28 @@ _libc = ctypes.CDLL(None)
 
 
 class _Cache:
-    """Records that were read last, of all shards of this process: held-out rows, above all, are
+    """Chunks that were read last, of all shards of this process: held-out rows, above all, are
     read again at every evaluation.
     """
 
     def __init__(self, size: int):
         self._size, self._used = size, 0
-        self._records: collections.OrderedDict[tuple, bytes] = collections.OrderedDict()
+        self._kept: collections.OrderedDict[tuple, bytes] = collections.OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: tuple) -> bytes | None:
         with self._lock:
-            if key in self._records:
-                self._records.move_to_end(key)
-            return self._records.get(key)
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
 
-    def put(self, key: tuple, record: bytes) -> None:
+    def put(self, key: tuple, chunk: bytes) -> None:
         with self._lock:
-            if key not in self._records:
-                self._used += len(record)
-                self._records[key] = record
+            if key not in self._kept:
+                self._used += len(chunk)
+                self._kept[key] = chunk
             while self._used > self._size:
-                self._used -= len(self._records.popitem(last=False)[1])
+                self._used -= len(self._kept.popitem(last=False)[1])
 
 
 _cache = _Cache(_CACHE_BYTES)

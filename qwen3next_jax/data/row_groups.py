@@ -1,8 +1,8 @@
-"""Packs units into rows: a folder of shards for each group of consecutive units.
+"""Packs tokenized parts into rows: a folder of shards for each group of consecutive parts.
 
 The folder `rows/<key>/` holds the file `metadata.json` and ArrayRecord shards of training and
-held-out rows; the shards have checksums. The key is a digest of the units' contents and of the
-recipe, so a group is packed again only if its units or the recipe change.
+held-out rows; the shards have checksums. The key is a digest of the parts' contents and of the
+recipe, so a group is packed again only if its parts or the recipe change.
 """
 
 import dataclasses
@@ -17,17 +17,17 @@ from qwen3next_jax.data import store as stores
 from qwen3next_jax.data.packing import Documents, Packer, Rows
 from qwen3next_jax.data.rows import RowWriter, shard_name, token_dtype
 from qwen3next_jax.data.store import Store
+from qwen3next_jax.data.tokenized_parts import TokenizedPart, open_part, open_weights
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.data.units import Unit, open_unit, open_weights
 
-_FORMAT = 2  # raise it when the same units no longer give the same rows
-_WHOLE_FORMAT = 2  # the same for units whose documents are kept whole
+_FORMAT = 2  # raise it when the same parts no longer give the same rows
+_WHOLE_FORMAT = 2  # the same for parts whose documents are kept whole
 METADATA = "metadata.json"
 TRAIN, HELDOUT = "train", "heldout"
-# A group ends with the unit at which it reaches this number of tokens. Several workers can pack
+# A group ends with the part at which it reaches this number of tokens. Several workers can pack
 # groups at once, and a file that is added at the end of a source changes only the last group.
 _GROUP_TOKENS = 1 << 28
-_TOKENS_AT_ONCE = 1 << 20  # tokens of a unit that are handed to the packers at once
+_TOKENS_AT_ONCE = 1 << 20  # tokens of a part that are handed to the packers at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +75,15 @@ class Divided:
     says, so that neither split is empty.
 
     Attributes:
-      unit: index of the document's unit, among the units of the source that hold documents or, for
+      part: index of the document's part, among the parts of the source that hold documents or, for
         the attribute of a `Group`, in the group.
-      document: index of the document in its unit.
+      document: index of the document in its part.
       train_tokens: number of the document's first tokens, without the end token, that are trained
         on; the tokens after them are held out. Either part may be empty.
       train_bytes: number of bytes of UTF-8 text that the first `train_tokens` tokens stand for.
     """
 
-    unit: int
+    part: int
     document: int
     train_tokens: int
     train_bytes: int
@@ -91,44 +91,46 @@ class Divided:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Consecutive units of a source that are packed together."""
+    """Consecutive tokenized parts of a source that are packed together."""
 
-    first: int  # index of the first unit, among the units of the source that hold documents
-    units: tuple[Unit, ...]
-    divided: Divided | None  # its `unit` is the index in the group
+    first: int  # index of the first part, among the parts of the source that hold documents
+    parts: tuple[TokenizedPart, ...]
+    divided: Divided | None  # its `part` is the index in the group
     # whether no document is divided between rows: a long one loses its end
     keep_whole: bool = False
 
     @property
     def tokens(self) -> int:
-        return sum(unit.tokens for unit in self.units)
+        return sum(part.tokens for part in self.parts)
 
     @property
     def token_bytes(self) -> int:
         """The number of bytes of one token."""
-        return np.dtype(self.units[0].dtype).itemsize
+        return np.dtype(self.parts[0].dtype).itemsize
 
     @property
     def weighted(self) -> bool:
-        """Whether a unit has loss weights."""
-        return any(unit.weights for unit in self.units)
+        """Whether a part has loss weights."""
+        return any(part.weights for part in self.parts)
 
 
-def groups(units: Sequence[Unit], divided: Divided | None, keep_whole: bool = False) -> list[Group]:
-    """Returns the groups of a source's units, in the order of the units.
+def groups(
+    parts: Sequence[TokenizedPart], divided: Divided | None, keep_whole: bool = False
+) -> list[Group]:
+    """Returns the groups of a source's parts, in the order of the parts.
 
     Args:
-      units: the units of the source that hold documents.
+      parts: the parts of the source that hold documents.
       divided: the divided document of the source; None if there is none.
       keep_whole: as in `Group`.
     """
     found, first, tokens = [], 0, 0
-    for i, unit in enumerate(units):
-        tokens += unit.tokens
-        if tokens >= _GROUP_TOKENS or i + 1 == len(units):
-            inside = divided is not None and first <= divided.unit <= i
-            own = dataclasses.replace(divided, unit=divided.unit - first) if inside else None
-            found.append(Group(first, tuple(units[first : i + 1]), own, keep_whole))
+    for i, part in enumerate(parts):
+        tokens += part.tokens
+        if tokens >= _GROUP_TOKENS or i + 1 == len(parts):
+            inside = divided is not None and first <= divided.part <= i
+            own = dataclasses.replace(divided, part=divided.part - first) if inside else None
+            found.append(Group(first, tuple(parts[first : i + 1]), own, keep_whole))
             first, tokens = i + 1, 0
     return found
 
@@ -137,7 +139,7 @@ def group_key(group: Group, recipe: Recipe) -> str:
     """Returns a digest (20 hexadecimal digits) of everything that determines a group's rows."""
     parts = {
         "format": _FORMAT,
-        "units": [unit.identity for unit in group.units],
+        "units": [part.identity for part in group.parts],
         "divided": group.divided and dataclasses.astuple(group.divided),
         **dataclasses.asdict(recipe),
         **({"keep_whole": _WHOLE_FORMAT} if group.keep_whole else {}),
@@ -159,14 +161,14 @@ def pack_group(
     """Writes the rows of a group, unless they exist already.
 
     Args:
-      group: the units.
+      group: the parts.
       recipe: the recipe of the rows.
-      store: where the units are, and where the rows are written.
-      tokenizer: the tokenizer of the units.
+      store: where the parts are, and where the rows are written.
+      tokenizer: the tokenizer of the parts.
       progress: called with the number of tokens packed so far.
 
     Raises:
-      UserError: a unit is damaged, or the folder cannot be written to.
+      UserError: a part is damaged, or the folder cannot be written to.
     """
     key = group_key(group, recipe)
     if store.exists(folder_name(key)):
@@ -174,7 +176,7 @@ def pack_group(
     store.path("rows").mkdir(parents=True, exist_ok=True)
     with store.new_folder(folder_name(key)) as directory:
         length = recipe.row_length
-        dtype = np.dtype(group.units[0].dtype)
+        dtype = np.dtype(group.parts[0].dtype)
         stored = token_dtype(dtype.name, group.weighted)
         writers = {side: RowWriter(directory, side, stored, length) for side in (TRAIN, HELDOUT)}
         packers = {
@@ -214,10 +216,10 @@ def pack_group(
         content = {
             "format": _FORMAT,
             "fingerprint": key,
-            "units": [unit.key for unit in group.units],
+            "units": [part.key for part in group.parts],
             "dtype": dtype.name,
             **({"weighted": True} if group.weighted else {}),
-            "rows_per_record": writers[TRAIN].rows_per_record,
+            "rows_per_record": writers[TRAIN].rows_per_chunk,
             **dataclasses.asdict(recipe),
             "statistics": {side: dataclasses.asdict(found) for side, found in counts.items()},
             "shards": shards,
@@ -232,10 +234,10 @@ _Split = tuple[str, Documents, int, bool]
 
 def _documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Split]:
     """Yields the documents of a group, several at a time, in their order within each split."""
-    for number, unit in enumerate(group.units):
-        tokens, table = open_unit(store, unit)
-        weights = open_weights(store, unit)
-        divided = group.divided if group.divided and group.divided.unit == number else None
+    for number, part in enumerate(group.parts):
+        tokens, table = open_part(store, part)
+        weights = open_weights(store, part)
+        divided = group.divided if group.divided and group.divided.part == number else None
         ends = table["end"].astype(np.int64)
         edges = [0]
         while edges[-1] < len(table):
@@ -266,7 +268,7 @@ def fit_conversations(
     Args:
       documents: the conversations; their tokens have weights.
       row_length: T, number of tokens of a row.
-      tokenizer: the tokenizer of the units.
+      tokenizer: the tokenizer of the parts.
 
     Returns:
       (the conversations, counts over them).
@@ -288,7 +290,7 @@ def fit_conversations(
     stays = fits & has_target[owner]
     lengths = np.minimum(sizes, row_length)[has_target]
     found = Documents(
-        tokens[stays], np.cumsum(lengths), documents.unit, documents.records[has_target]
+        tokens[stays], np.cumsum(lengths), documents.part, documents.records[has_target]
     )
     ends = holders(counts & (tokens["token"] == tokenizer.eos_id))
     return found, Statistics(
@@ -327,15 +329,15 @@ def with_weights(tokens: np.ndarray, weights: np.ndarray | int) -> np.ndarray:
 
 
 def _by_split(
-    tokens: np.ndarray, table: np.ndarray, start: int, unit: int, heldout_fraction: float
+    tokens: np.ndarray, table: np.ndarray, start: int, part: int, heldout_fraction: float
 ) -> Iterator[_Split]:
-    """Yields consecutive documents of a unit, those of each split together.
+    """Yields consecutive documents of a part, those of each split together.
 
     Args:
       tokens: their tokens.
-      table: their `units.DOCUMENT` entries.
-      start: number of the unit's tokens before them.
-      unit: index of the unit in its group.
+      table: their `tokenized_parts.DOCUMENT` entries.
+      start: number of the part's tokens before them.
+      part: index of the part in its group.
       heldout_fraction: as in `Recipe`.
     """
     ends = table["end"].astype(np.int64) - start
@@ -351,27 +353,34 @@ def _by_split(
             documents = Documents(
                 np.concatenate(runs[first::2]),
                 np.cumsum(sizes[chosen]),
-                unit,
+                part,
                 table["record"][chosen].astype(np.int64),
             )
             yield split, documents, int(table["bytes"][chosen].sum()), False
 
 
 def _both_sides(
-    tokens: np.ndarray, entry: np.void, unit: int, divided: Divided
+    tokens: np.ndarray, entry: np.void, part: int, divided: Divided
 ) -> Iterator[_Split]:
-    """Yields the two parts of a divided document. `entry` is its `units.DOCUMENT` entry."""
+    """Yields the two pieces of a divided document.
+
+    Args:
+      tokens: its tokens, with the end token.
+      entry: its `tokenized_parts.DOCUMENT` entry.
+      part: index of its part in the group.
+      divided: where it is divided.
+    """
     train, heldout = np.split(tokens[:-1], [divided.train_tokens])
     heldout_bytes = int(entry["bytes"]) - divided.train_bytes
-    for split, part, text_bytes in (
+    for split, piece, text_bytes in (
         (TRAIN, train, divided.train_bytes),
         (HELDOUT, heldout, heldout_bytes),
     ):
-        if len(part):
-            with_end = np.append(part, tokens[-1:])
+        if len(piece):
+            with_end = np.append(piece, tokens[-1:])
             records = np.array([entry["record"]], np.int64)
             ends = np.array([len(with_end)], np.int64)
-            yield split, Documents(with_end, ends, unit, records), text_bytes, True
+            yield split, Documents(with_end, ends, part, records), text_bytes, True
 
 
 def read_metadata(directory: pathlib.Path) -> dict:
@@ -381,7 +390,7 @@ def read_metadata(directory: pathlib.Path) -> dict:
       UserError: the file is damaged, or was written for a folder with another name.
     """
     try:
-        content = Store(directory).read_record(METADATA)
+        content = Store(directory).read_json(METADATA)
     except (FileNotFoundError, UserError):
         raise UserError(
             f"{directory / METADATA} is damaged: delete {directory} to have it prepared again"

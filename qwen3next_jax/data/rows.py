@@ -5,15 +5,15 @@ A row consists of, in little-endian order:
 
     n                             uint32, number of pieces of documents in the row
     lengths of the pieces         uint32 [n], in tokens
-    indices of the pieces' units  uint32 [n]
+    indices of the pieces' parts  uint32 [n]
     numbers of their records      uint32 [n], see `readers.Record`
     tokens                        uint16 or uint32, as the metadata says; padding is not stored
 
 In folders whose metadata say `weighted`, each token is followed by its loss weight, a float32
 (`token_dtype`); in all others every token has the weight 1.
 
-A record of a shard holds `rows_per_record` rows, one after the other, and the last record of a
-shard may hold fewer.
+A chunk of a shard, which ArrayRecord calls a record, holds `rows_per_record` rows, one after the
+other; the folder's metadata have this number. The last chunk of a shard may hold fewer.
 
 ArrayRecord stores a hash of every chunk and verifies it at every read, so a damaged byte is an
 error and never a different token.
@@ -35,15 +35,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, as_user_error, error_message
-from qwen3next_jax.common.storage import BucketPath, StoreError
+from qwen3next_jax.common.storage import BucketPath, StoreError, files_in
 from qwen3next_jax.data.packing import Rows
 
 _SHARD_BYTES = 1 << 28  # uncompressed
 _MOST_OPEN = 256  # shards; an open shard takes some 200 KB of memory
 _INTEGER = np.dtype("<u4")
-# Number of tokens in a record of short rows. With one row in each record, writing would take twice
-# the CPU time; with larger records, reading one row would take longer.
-_RECORD_TOKENS = 1 << 12
+# Number of tokens in a chunk of short rows. With one row in each chunk, writing would take twice
+# the CPU time; with larger chunks, reading one row would take longer.
+_CHUNK_TOKENS = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,21 +84,21 @@ class RowWriter:
       row_length: T, number of tokens of a row.
 
     Attributes:
-      rows_per_record: number of rows of every record but the last of a shard.
+      rows_per_chunk: number of rows of every chunk but the last of a shard.
     """
 
     def __init__(self, directory: pathlib.Path, split: str, dtype: np.dtype, row_length: int):
         self._directory, self._split = directory, split
         self._dtype = dtype
         most = max(1, _SHARD_BYTES // (dtype.itemsize * row_length))
-        self.rows_per_record = min(max(1, _RECORD_TOKENS // row_length), most)
-        self._rows_per_shard = most - most % self.rows_per_record
+        self.rows_per_chunk = min(max(1, _CHUNK_TOKENS // row_length), most)
+        self._rows_per_shard = most - most % self.rows_per_chunk
         self._writer = None
         self._shards: list[Shard] = []
         self._in_shard = 0
-        # Parts of the bytes of the record that is not complete yet, and the number of its rows.
+        # Pieces of the bytes of the chunk that is not complete yet, and the number of its rows.
         self._waiting: list[memoryview] = []
-        self._in_record = 0
+        self._in_chunk = 0
 
     def write(self, rows: Rows) -> None:
         """Writes rows, in their order.
@@ -108,20 +108,20 @@ class RowWriter:
         """
         for row in _encoded(rows, self._dtype):
             self._waiting += row
-            self._in_record += 1
+            self._in_chunk += 1
             self._in_shard += 1
-            if self._in_record == self.rows_per_record:
-                self._write_record()
+            if self._in_chunk == self.rows_per_chunk:
+                self._write_chunk()
             if self._in_shard == self._rows_per_shard:
                 self._finish_shard()
 
-    def _write_record(self) -> None:
+    def _write_chunk(self) -> None:
         if self._writer is None:
             self._path = self._directory / shard_name(self._split, len(self._shards))
             self._writer = _array_record().ArrayRecordWriter(str(self._path), "group_size:1,zstd:1")
         with as_user_error(f"{self._path}: cannot be written", RuntimeError):
             self._writer.write(b"".join(self._waiting))
-        self._waiting, self._in_record = [], 0
+        self._waiting, self._in_chunk = [], 0
 
     def close(self) -> list[Shard]:
         """Finishes the last shard and returns all shards."""
@@ -131,13 +131,13 @@ class RowWriter:
 
     def _finish_shard(self) -> None:
         if self._waiting:
-            self._write_record()
+            self._write_chunk()
         with as_user_error(f"{self._path}: cannot be written", RuntimeError):
             self._writer.close()
         self._writer = None
         shard = Shard(self._path.name, self._in_shard, self._path.stat().st_size)
         # Opening the shard as a reader does checks that it holds all rows.
-        _open_shard(self._path, shard, self.rows_per_record).close()
+        _open_shard(self._path, shard, self.rows_per_chunk).close()
         self._shards.append(shard)
         self._in_shard = 0
 
@@ -151,7 +151,7 @@ def _encoded(rows: Rows, dtype: np.dtype) -> Iterator[list[memoryview]]:
     headers[header_starts] = counts
     # index in `headers` of each piece's length
     at = 1 + np.arange(len(rows.lengths)) + np.repeat(header_starts - rows.ends + counts, counts)
-    for i, column in enumerate((rows.lengths, rows.units, rows.records)):
+    for i, column in enumerate((rows.lengths, rows.parts, rows.records)):
         headers[at + i * np.repeat(counts, counts)] = column
     tokens = np.ascontiguousarray(rows.tokens, dtype).view(np.uint8).data
     starts = (rows.starts * dtype.itemsize).tolist()
@@ -174,20 +174,20 @@ class RowTable:
     """The shards of one split of a source, which may lie in several folders.
 
     The table consists of arrays, because a source may have several hundred thousand shards: S
-    shards in F folders, packed from U units.
+    shards in F folders, packed from U parts.
 
     Attributes:
       root: the folder that holds the folders.
       split: the split; the names of its shards begin with it.
       dtype: name of the dtype of the tokens' ids.
       folders: bytes [F], names of the folders, in the order of the rows.
-      rows_per_record: int64 [F], number of rows of each record in the folder's shards.
+      rows_per_chunk: int64 [F], number of rows of each chunk in the folder's shards.
       shard_ends: int64 [F], number of shards in the folders up to each folder, inclusive.
       rows: int64 [S], number of rows of each shard.
       sizes: int64 [S], number of bytes of each shard.
-      unit_ends: int64 [F], number of units in the folders up to each folder, inclusive.
-      origins: int64 [U, 2], for each unit: the index of its file, and the number of the file's
-        records before the unit. [0, 2] if nobody asks where a row is from.
+      part_ends: int64 [F], number of parts in the folders up to each folder, inclusive.
+      origins: int64 [U, 2], for each part: the index of its file, and the number of the file's
+        records before the part. [0, 2] if nobody asks where a row is from.
       weighted: whether each token has a loss weight.
     """
 
@@ -195,11 +195,11 @@ class RowTable:
     split: str
     dtype: str
     folders: np.ndarray
-    rows_per_record: np.ndarray
+    rows_per_chunk: np.ndarray
     shard_ends: np.ndarray
     rows: np.ndarray
     sizes: np.ndarray
-    unit_ends: np.ndarray
+    part_ends: np.ndarray
     origins: np.ndarray
     weighted: bool = False
 
@@ -209,7 +209,7 @@ class RowTable:
         split: str,
         directories: Sequence[pathlib.Path],
         metadata: Sequence[Mapping[str, Any]],
-        unit_ends: Sequence[int],
+        part_ends: Sequence[int],
         origins: Sequence[tuple[int, int]],
     ) -> "RowTable":
         """Returns the table of folders that have the same parent.
@@ -218,7 +218,7 @@ class RowTable:
           split: the split.
           directories: the folders, at least one.
           metadata: the content of each folder's metadata.json.
-          unit_ends: as the attribute.
+          part_ends: as the attribute.
           origins: as the attribute.
         """
         shards = [[Shard(**shard) for shard in content["shards"][split]] for content in metadata]
@@ -237,7 +237,7 @@ class RowTable:
             np.cumsum([len(of_folder) for of_folder in shards], dtype=np.int64),
             np.array([shard.rows for shard in flat], np.int64),
             np.array([shard.size for shard in flat], np.int64),
-            np.array(unit_ends, np.int64),
+            np.array(part_ends, np.int64),
             np.array(origins, np.int64).reshape(-1, 2),
             metadata[0].get("weighted", False),
         )
@@ -266,21 +266,17 @@ class RowTable:
             first = end
 
     def check(self) -> None:
-        """Raises a UserError if a shard is missing or has the wrong size. In a bucket, one listing
-        of each folder tells the sizes.
-        """
-        sizes: dict[str, int] | None = None
-        if isinstance(self.root, BucketPath):
-            entries = [self.directory(i).entries() for i in range(len(self.folders))]
-            sizes = {str(path): entry.size for found in entries for path, entry in found.items()}
+        """Raises a UserError if a shard is missing or has the wrong size."""
+        sizes: dict[str, int] = {}
+        for i in range(len(self.folders)):
+            folder = self.directory(i)
+            sizes |= {str(folder / name): entry.size for name, entry in files_in(folder).items()}
         for number in range(len(self.rows)):
             path, shard = self.shard(number)
-            if sizes is None:
-                _check_size(path, shard)
-            elif str(path) not in sizes:
+            if (size := sizes.get(str(path))) is None:
                 raise _damaged(path, "it is missing")
-            elif sizes[str(path)] != shard.size:
-                raise _damaged(path, f"it has {sizes[str(path)]} bytes instead of {shard.size}")
+            if size != shard.size:
+                raise _damaged(path, f"it has {size} bytes instead of {shard.size}")
 
 
 def shard_name(split: str, number: int) -> str:
@@ -318,11 +314,11 @@ class RowReader:
         number = int(np.searchsorted(self._ends, index, "right"))
         position = int(index - (self._ends[number - 1] if number else 0))
         path, shard = self.table.shard(number)
-        per_record = int(self.table.rows_per_record[self.table.folder_of(number)])
-        reader = _opened((self._number, number), lambda: _open_shard(path, shard, per_record))
+        per_chunk = int(self.table.rows_per_chunk[self.table.folder_of(number)])
+        reader = _opened((self._number, number), lambda: _open_shard(path, shard, per_chunk))
         try:
-            (record,) = reader.read([position // per_record])
-            return self._decode(record, number, path, position, position % per_record)
+            (chunk,) = reader.read([position // per_chunk])
+            return self._decode(chunk, number, path, position, position % per_chunk)
         except StoreError as error:
             raise UserError(
                 f"shard {path}: row {position} cannot be read: {error_message(error)}",
@@ -334,21 +330,21 @@ class RowReader:
             ) from error
 
     def _decode(
-        self, record: bytes, number: int, path: pathlib.Path, position: int, in_record: int
+        self, chunk: bytes, number: int, path: pathlib.Path, position: int, in_chunk: int
     ) -> PackedRow:
         dtype = token_dtype(self.table.dtype, self.table.weighted)
         offset = 0
-        for _ in range(in_record):  # skips the rows that stand before this one
-            pieces = int.from_bytes(record[offset : offset + 4], "little")
-            length = int(np.frombuffer(record, _INTEGER, pieces, offset + 4).sum())
+        for _ in range(in_chunk):  # skips the rows that stand before this one
+            pieces = int.from_bytes(chunk[offset : offset + 4], "little")
+            length = int(np.frombuffer(chunk, _INTEGER, pieces, offset + 4).sum())
             offset += 4 + 12 * pieces + dtype.itemsize * length
-        pieces = int(np.frombuffer(record, _INTEGER, 1, offset)[0])
-        lengths, units, records = (
-            np.frombuffer(record, _INTEGER, 3 * pieces, offset + 4)
+        pieces = int(np.frombuffer(chunk, _INTEGER, 1, offset)[0])
+        lengths, parts, records = (
+            np.frombuffer(chunk, _INTEGER, 3 * pieces, offset + 4)
             .reshape(3, pieces)
             .astype(np.int64)
         )
-        stored = np.frombuffer(record, dtype, int(lengths.sum()), offset + 4 + 12 * pieces)
+        stored = np.frombuffer(chunk, dtype, int(lengths.sum()), offset + 4 + 12 * pieces)
         if len(stored) > self.row_length:
             raise _damaged(
                 path, f"row {position} holds {len(stored)} tokens, more than {self.row_length}"
@@ -362,11 +358,11 @@ class RowReader:
             stored = stored["token"]
         tokens_T[: len(stored)] = stored
         segment_ids_T[: len(stored)] = np.repeat(np.arange(1, pieces + 1, dtype=np.int32), lengths)
-        files = units
+        files = parts
         if len(self.table.origins):
             folder = self.table.folder_of(number)
-            first_unit = int(self.table.unit_ends[folder - 1]) if folder else 0
-            files, before = self.table.origins[first_unit + units].T
+            first_part = int(self.table.part_ends[folder - 1]) if folder else 0
+            files, before = self.table.origins[first_part + parts].T
             records = before + records
         origins = list(zip(files.tolist(), records.tolist(), strict=True))
         return PackedRow(tokens_T, segment_ids_T, origins, weights_T)
@@ -431,8 +427,8 @@ def _check_size(path: pathlib.Path, shard: Shard) -> None:
         raise _damaged(path, f"it has {size} bytes instead of {shard.size}")
 
 
-def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_record: int) -> Any:
-    expected = -(-shard.rows // rows_per_record)
+def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_chunk: int) -> Any:
+    expected = -(-shard.rows // rows_per_chunk)
     if isinstance(path, BucketPath):
         from qwen3next_jax.data.remote_shard import RemoteShard
 
@@ -440,13 +436,13 @@ def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_record: 
             reader = RemoteShard(path, shard.size, open_array_record)
         except ValueError as error:
             raise _damaged(path, str(error)) from error
-        if (records := reader.num_records()) != expected:
-            raise _damaged(path, f"it has {records} records instead of {expected}")
+        if (chunks := reader.num_records()) != expected:
+            raise _damaged(path, f"it has {chunks} chunks instead of {expected}")
         return reader
     _check_size(path, shard)
     reader = open_array_record(path)
-    records = reader.num_records()
-    if records != expected:
+    chunks = reader.num_records()
+    if chunks != expected:
         # ArrayRecord finds no records in a file that it could not open.
         try:
             path.open("rb").close()
@@ -456,7 +452,7 @@ def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_record: 
                 f"shard {path} cannot be opened ({error_message(error)}); this process may open "
                 f"{limit} files: raise the limit with ulimit -n"
             ) from error
-        raise _damaged(path, f"it has {records} readable records instead of {expected}")
+        raise _damaged(path, f"it has {chunks} readable chunks instead of {expected}")
     return reader
 
 

@@ -17,7 +17,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from etils import epath
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, error_message, warn
+from qwen3next_jax.common.errors import (
+    UserError,
+    as_user_error,
+    did_you_mean,
+    error_message,
+    join_first,
+    warn,
+)
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.data.conversations import Chat
 
@@ -212,10 +219,10 @@ def _warn_of_others(path: str, every: Sequence[SourceFile], read: Sequence[Sourc
         if file.label not in labels
     )
     if others:
-        kinds = ", ".join(f"{count} {ending}" for ending, count in others.most_common(5))
+        kinds = join_first((f"{count} {ending}" for ending, count in others.most_common()), 5)
         warn(
             f"data.path {path!r}: {sum(others.values())} of {len(every)} files are not read "
-            f"({kinds}{', …' * (len(others) > 5)}): a pattern such as {path.rstrip('/')}/**/* "
+            f"({kinds}): a pattern such as {path.rstrip('/')}/**/* "
             "takes every file"
         )
 

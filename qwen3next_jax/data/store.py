@@ -53,8 +53,8 @@ class Store:
         """Yields a local path of the file `name`, downloaded if the store is in a bucket."""
         return local_copy(self.path(name))
 
-    def read_record(self, name: str) -> dict[str, Any]:
-        """Returns the content that `write_record` wrote under `name`.
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Returns the content that `write_json` wrote under `name`.
 
         Raises:
           FileNotFoundError: there is no such file.
@@ -74,7 +74,7 @@ class Store:
             raise UserError(f"{path} is damaged: delete it to have it prepared again")
         return content
 
-    def write_record(self, name: str, content: dict[str, Any]) -> None:
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Writes `content` and a digest of it as a JSON file."""
         with self.new_file(name) as path:
             write_json(path, content)

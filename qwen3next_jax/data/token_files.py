@@ -61,8 +61,9 @@ def companion_files(path: pathlib.Path) -> list[pathlib.Path]:
     other = companion(path)
     if other is None:
         return []
-    inside = sorted(file for file in other.rglob("*") if file.is_file())
-    return inside if other.is_dir() else [other] * other.exists()
+    if other.is_dir():
+        return sorted(file for file in other.rglob("*") if file.is_file())
+    return [other] if other.exists() else []
 
 
 def read(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:

@@ -8,9 +8,11 @@ tokens, which one pass of the trunk verifies.
 Letters: B batch, T time, X = T + lookahead.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,13 +128,8 @@ def generate(
     chunk = _CHAT_CHUNK if is_chat else PREFILL_CHUNK
     prompts = check_request(model.config, prompts, max_new_tokens, temperature, chunk)
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    sampling.check()
     stop_ids = np.asarray(stop_ids, np.int64).reshape(-1)
-    _check_token_ids(model.config, stop_ids, "stop_ids")
-    if speculative:
-        drafting.check_drafts(model.config, speculative)
-    if record_routing:
-        _check_recording(model.config, speculative)
+    _check_options(model.config, sampling, stop_ids, speculative, record_routing)
     num_prompts = len(prompts)
     if mesh is not None:  # the mesh divides the rows evenly
         prompts = prompts + [prompts[-1]] * (-num_prompts % num_shards(mesh, *ROWS))
@@ -154,14 +151,14 @@ def generate(
     arguments = stop_ids.astype(np.int32), sampling_arrays, np.uint32(seed)
 
     def compile_prefill(begin: int, tokens_BX: np.ndarray) -> Callable:
-        """Returns a function (params, state) → state that writes this chunk of the prompts to the
+        """Returns a function state → state that writes this chunk of the prompts to the
         caches.
         """
         chunk = tokens_BX, np.int32(begin)
         prefill = programs.compiled("prefill", on_compile, params, initial_state, *chunk)
-        return lambda params, state: prefill(params, state, *chunk)
+        return lambda state: prefill(params, state, *chunk)
 
-    lookahead = int(speculative > 0)
+    lookahead = 1 if speculative else 0
     chunks = prompt_chunks(prompts, lookahead, is_chat=is_chat)
     prefills = [compile_prefill(begin, tokens_BX) for begin, tokens_BX in chunks]
     if is_chat:  # compiles the programs that longer prompts of this chat will need
@@ -172,30 +169,77 @@ def generate(
         "advance", on_compile, params, initial_state, np.int32(1), *arguments
     )
 
-    def pieces(stream: TokenStream) -> Iterator[list[np.ndarray]]:
-        state = initial_state
-        for prefill in prefills:
-            state = prefill(params, state)
+    decoding = _Decoding(
+        initial_state,
+        prefills,
+        lambda state, steps: advance(params, state, np.int32(steps), *arguments),
+        num_prompts,
+        programs.max_steps,
+        record_routing,
+    )
+    return TokenStream(decoding.pieces, speculative)
+
+
+def _check_options(
+    config: ModelConfig,
+    sampling: Sampling,
+    stop_ids: np.ndarray,
+    speculative: int,
+    record_routing: bool,
+) -> None:
+    """Raises UserError if an option of `generate` is not valid for the model."""
+    sampling.check()
+    _check_token_ids(config, stop_ids, "stop_ids")
+    if speculative:
+        drafting.check_drafts(config, speculative)
+    if record_routing:
+        _check_recording(config, speculative)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decoding:
+    """A call of `generate` whose programs are compiled.
+
+    Attributes:
+      initial_state: the state before the prompts.
+      prefills: functions state → state, which write the chunks of the prompts to the caches.
+      advance: function (state, number of steps) → (state, what the steps emitted, the number of
+        tokens that remain of each row).
+      num_prompts: number of prompts; the rows after them only fill the mesh.
+      max_steps: the most steps of one call of `advance`.
+      record_routing: as in `generate`.
+    """
+
+    initial_state: Any
+    prefills: Sequence[Callable]
+    advance: Callable
+    num_prompts: int
+    max_steps: int
+    record_routing: bool
+
+    def pieces(self, stream: "TokenStream") -> Iterator[list[np.ndarray]]:
+        """Yields the new tokens of all prompts, several steps at a time."""
+        state, num_prompts = self.initial_state, self.num_prompts
+        for prefill in self.prefills:
+            state = prefill(state)
         # The first call takes one step, so that the first token appears at once.
         steps, is_active = 1, True
         while is_active:
             started = time.perf_counter()
-            state, *results = advance(params, state, np.int32(steps), *arguments)
+            state, *results = self.advance(state, steps)
             emitted, remaining_B = jax.device_get(results)
             is_active = bool(np.any(remaining_B[:num_prompts] > 0))
             rows = zip(emitted.tokens[:num_prompts], emitted.count[:num_prompts])
             piece = [tokens[:count] for tokens, count in rows]
             stream.count(piece, emitted)
-            steps = _next_step_count(steps, time.perf_counter() - started, programs.max_steps)
+            steps = _next_step_count(steps, time.perf_counter() - started, self.max_steps)
             if any(map(len, piece)):
                 yield piece
-        if record_routing:
+        if self.record_routing:
             routing, fed_B = jax.device_get((state.routing, state.position))
             stream.routed_experts = [
                 row[:fed] for row, fed in zip(routing[:num_prompts], fed_B[:num_prompts])
             ]
-
-    return TokenStream(pieces, speculative)
 
 
 def complete(model: Qwen3Next, prompts: Sequence[np.ndarray], **options) -> list[np.ndarray]:

@@ -19,15 +19,15 @@ A rejected draft has already changed the caches:
 - Recurrent layers: a state cannot be taken back. The pass therefore returns the state after each of
   its K+1 tokens (`Mixer.each_token`), and the next round continues from the state after the last
   accepted token. The alternative is to process the accepted tokens again from the state before the
-  round. It needs no memory for the states, but passes of 2K+1 tokens; `benchmarks/decoding.py
-  --part=replay` measures both.
+  round. It needs no memory for the states, but passes of 2K+1 tokens;
+  `benchmarks/inference/decoding.py --part=replay` measures both.
 - The MTP module: while it drafts, it computes the cache entries of drafts from its own states. For
   the accepted tokens, the next round overwrites these entries with entries that are computed from
   the trunk's states. So the module makes the first draft of a round under the same conditions as at
   depth 0 in training. The later drafts attend to these entries and to the entries of the same
   round; in training, a depth attends only to its own entries. To do the same here would take a
   cache for each depth, and more time than it saves by more accepted drafts
-  (docs/notes/2026-11-23-decoding.md).
+  (docs/notes/cpu.md).
 
 Letters: B batch, T time, X = T + 1, D model, V vocabulary, K drafts, J = K + 1 positions from the
 pending token on, N the most tokens that one call generates per row.

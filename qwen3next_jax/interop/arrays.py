@@ -270,9 +270,8 @@ def _gather_slice(
     gathered.
     """
     spec = (*sharding.spec, *(None,) * (len(sizes) - len(sharding.spec)))
-    split_dims = {
-        dim: (axes,) if isinstance(axes, str) else axes for dim, axes in enumerate(spec) if axes
-    }
+    tuples = [(axes,) if isinstance(axes, str) else axes for axes in spec]
+    split_dims = {dim: axes for dim, axes in enumerate(tuples) if axes}
     mesh_axes = tuple(axis for axes in split_dims.values() for axis in axes)
 
     def replicated_slice(x, start):

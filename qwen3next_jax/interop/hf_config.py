@@ -172,12 +172,8 @@ def _fused_experts(names: Collection[str]) -> list[str]:
     """Returns the parts of the model ("mtp", "trunk") in which a single tensor holds `gate_up_proj`
     of all experts of a layer.
     """
-    fused = {
-        "mtp" if name.startswith("mtp.") else "trunk"
-        for name in names
-        if name.endswith(".experts.gate_up_proj")
-    }
-    return sorted(fused)
+    fused = [name for name in names if name.endswith(".experts.gate_up_proj")]
+    return sorted({"mtp" if name.startswith("mtp.") else "trunk" for name in fused})
 
 
 def check_sizes(

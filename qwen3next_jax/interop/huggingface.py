@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError, as_user_error
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
@@ -37,7 +37,7 @@ from qwen3next_jax.interop.hf_config import (
 from qwen3next_jax.interop.layout import Parameter, check_hf_form, constants, parameters
 from qwen3next_jax.interop.shard_slices import ShardSlice
 from qwen3next_jax.interop.source import read_source
-from qwen3next_jax.interop.weights import Weights, count_and_names, weight_files
+from qwen3next_jax.interop.weights import Weights, count_and_names
 from qwen3next_jax.interop.writing import PartialExport, Tensor, files_of, write_json
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.parameters import Declared
@@ -118,21 +118,6 @@ def check_hf(path: str | os.PathLike) -> ModelConfig:
     with checkpoint.weights:
         _check_tensors(checkpoint, parameters(checkpoint.config))
     return checkpoint.config
-
-
-def stamp_hf(path: str | os.PathLike) -> str:
-    """Returns a digest that changes when a file of the model in a Hugging Face directory is
-    replaced. It is computed from the names, sizes and modification times of config.json and the
-    files of weights; the files are not read.
-
-    Raises:
-      UserError: one of these files does not exist.
-    """
-    directory = to_path(path)
-    files = [directory / "config.json", *weight_files(directory)]
-    with as_user_error(f"{directory}: its files cannot be looked at", OSError):
-        found = [(file.name, file.stat()) for file in files]
-    return digests.sha256_json([(name, stat.st_size, stat.st_mtime_ns) for name, stat in found])
 
 
 def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None = None) -> Qwen3Next:
@@ -321,7 +306,7 @@ def _check_tensors(checkpoint: Checkpoint, stored: Iterable[Parameter]) -> None:
         if weights.shape(name) != shape:
             raise UserError(
                 f"{directory}: tensor {name} has shape {list(weights.shape(name))}: "
-                f"expected {list(shape)} by config.json"
+                f"expected {list(shape)} by config.json{checkpoint.form.shape_advice(name)}"
             )
 
 
@@ -409,7 +394,9 @@ def save_hf(
         stored = [[tensor.name, tensor.dtype.name, tensor.shape] for tensor in tensors]
         identity = digests.sha256_json([identity, fields, stored])
     spans_processes = any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
-    on_first_process = broadcast_from_process_0 if spans_processes else lambda work: work()
+
+    def on_first_process(work: Callable[[], Any]) -> Any:
+        return broadcast_from_process_0(work) if spans_processes else work()
 
     def write_other_files(directory: pathlib.Path) -> None:
         tokens = {name: text_group(fields)[name] for name in ("bos_token_id", "eos_token_id")}

@@ -122,7 +122,7 @@ def _layer(form: Form, config: ModelConfig, mixer: str, sparse: bool) -> Iterato
     """Yields the entries of a layer with the mixer named `mixer`, and with experts if `sparse`,
     otherwise with a dense MLP.
     """
-    yield from form.layer_norms(config)
+    yield from form.layer_norms(config, mixer)
     yield from under_module("mixer", _mixer_entries(form, mixer)(config))
     if sparse:
         yield from under_module("mlp", form.experts(config))

@@ -33,7 +33,7 @@ from qwen3next_jax.model import declared
 from qwen3next_jax.model.adapter_names import SUFFIX, is_adapter, without_adapters
 
 # The forms whose models transformers builds of modules that PEFT can adapt.
-FORMS_WITH_MODULES = ("qwen3_next", "qwen3_5_text", "qwen3_5")
+FORMS_WITH_MODULES = ("qwen3_next", "qwen3_5_text", "qwen3_5", "olmo_hybrid")
 Pair = tuple[np.ndarray, np.ndarray]
 
 

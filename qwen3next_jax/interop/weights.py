@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from qwen3next_jax.common import json_files
+from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.errors import UserError, as_user_error, short_repr
-from qwen3next_jax.common.storage import BucketPath
+from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.interop.families.fields import note_once
 from qwen3next_jax.interop.writing import INDEX, SINGLE
 
@@ -404,3 +404,18 @@ def count_and_names(names: Iterable[str], limit: int = 3) -> str:
     names = [name if len(name) <= 200 else f"{name[:199]}…" for name in names]
     count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
     return f"{count}: {', '.join(names[:limit])}{', …' if len(names) > limit else ''}"
+
+
+def stamp_hf(path: str | os.PathLike) -> str:
+    """Returns a digest that changes when a file of the model in a Hugging Face directory is
+    replaced. It is computed from the names, sizes and modification times of config.json and the
+    files of weights; the files are not read.
+
+    Raises:
+      UserError: one of these files does not exist.
+    """
+    directory = to_path(path)
+    files = [directory / "config.json", *weight_files(directory)]
+    with as_user_error(f"{directory}: its files cannot be looked at", OSError):
+        found = [(file.name, file.stat()) for file in files]
+    return digests.sha256_json([(name, stat.st_size, stat.st_mtime_ns) for name, stat in found])

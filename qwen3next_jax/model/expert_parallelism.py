@@ -2,7 +2,7 @@
 back. Every token is computed, however unevenly the experts are chosen; no token is dropped.
 
 If the experts are split over the mesh axis `expert`, the tokens travel by one of two exchanges. The
-number of shards along the axis decides which one (docs/notes/2026-11-26-many-devices.md has the
+number of shards along the axis decides which one (docs/notes/many_devices.md has the
 arithmetic):
 
 - The gathered exchange, for up to `GATHERED_SHARDS` shards: every shard gathers the tokens of all

@@ -4,15 +4,18 @@ Letters: B batch, T time, D model, G key heads, H value heads, R = H/G value hea
 head, K/V widths of a key and of a value, C channels of one key head.
 """
 
+import dataclasses
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.parameters import Make, Part
+from qwen3next_jax.model.recurrent import Inputs, Recurrent, write_strength
 from qwen3next_jax.ops.gated_norm import GATES
 from qwen3next_jax.sharding.rules import constrain
 
@@ -22,16 +25,21 @@ class GatedDeltaNet(Recurrent):
     output projection. `Recurrent` explains the diagnostics.
 
     For each token, with σ the sigmoid: q, k and v are projections of x after the convolution and
-    SiLU, and z = W_z x. For each value head, β = σ(w_b x) and g = -e^{A_log} softplus(w_a x +
-    dt_bias). `ops.gated_delta_rule` computes o from them, with q and k scaled to length 1. The
-    output is y = W_out (RMSNorm(o) SiLU(z)), with σ(z) in place of SiLU(z) if
-    `model.output_gate_type` says so.
+    SiLU, and z = W_z x. For each value head, β = σ(w_b x), times `model.beta_range`, and
+    g = -e^{A_log} softplus(w_a x + dt_bias). `ops.gated_delta_rule` computes o from them, with q
+    and k scaled to length 1. The output is y = W_out (RMSNorm(o) SiLU(z)), with σ(z) in place of
+    SiLU(z) if `model.output_gate_type` says so.
 
     The input projections are grouped as in the released checkpoint: each key head has one matrix [q
     | k | v | z] and one matrix [b | a]. So every value head stays on the device of its key head
     when the key heads are split over devices. A part that an ablation switch of `ModelConfig` turns
     off has no parameters.
     """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # epsilon of the norm of the heads' outputs; 0: rms_norm_eps
+        output_norm_eps: Annotated[float, "0 or more"] = 0.0
 
     names_kept = True
     switches = (
@@ -40,6 +48,7 @@ class GatedDeltaNet(Recurrent):
         "decay_init",
         "erase",
         "beta_gate",
+        "beta_range",
         "linear_output_gate",
         "output_gate_type",
     )
@@ -47,11 +56,11 @@ class GatedDeltaNet(Recurrent):
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
         self.config = c = config
         d, g, h = c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads
-        k, v = c.linear_key_head_dim, c.linear_value_head_dim
         r = h // g
-        qkvz = (("q", k), ("k", k), ("v", r * v, r)) + (("z", r * v, r),) * c.linear_output_gate
+        z = Part("z", r * c.linear_value_head_dim, r)
+        qkvz = self.qkv_parts(c) + (z,) * c.linear_output_gate
         self.in_proj_qkvz = make.matrix(
-            (d, g, sum(width for _, width, *_ in qkvz)), "embed -> key_heads .", parts=qkvz
+            (d, g, sum(part.width for part in qkvz)), "embed -> key_heads .", parts=qkvz
         )
         if c.beta_gate or c.decay_gate:
             gates = (("b", r, r),) * c.beta_gate + (("a", r, r),) * c.decay_gate
@@ -84,16 +93,14 @@ class GatedDeltaNet(Recurrent):
         """Returns (qkv, z) as the fields `qkv` and `gate` of `Inputs` have them: in the fused
         layout if the mixer uses it and there is no cache.
         """
-        c = self.config
-        k = c.linear_key_head_dim
-        v = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim
+        q, k, v = self.channels(self.config)
         weight_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)
         if context.time and self.uses_fused_layout():  # with a cache, context.time is None
             # Each of q, k, v and z is computed by a product of its own, so that the kernels read
             # the results as they are. Slices of a single product's result would be copied first.
             parts = (
                 x_BTD @ part_DGC.reshape(part_DGC.shape[0], -1)
-                for part_DGC in jnp.split(weight_DGC, (k, 2 * k, 2 * k + v), axis=-1)
+                for part_DGC in jnp.split(weight_DGC, (q, q + k, q + k + v), axis=-1)
             )
             *qkv, z = (
                 constrain(part, context.mesh, "batch", context.time, "heads") for part in parts
@@ -107,7 +114,7 @@ class GatedDeltaNet(Recurrent):
             "heads",
             None,
         )
-        return jnp.split(qkvz_BTGC, (2 * k + v,), axis=-1)
+        return jnp.split(qkvz_BTGC, (q + k + v,), axis=-1)
 
     def _decay_and_beta(self, x_BTD: jax.Array):
         """Returns (log decay, write strength), each float32 [B, T, H], or None if its gate is
@@ -125,7 +132,8 @@ class GatedDeltaNet(Recurrent):
                 preferred_element_type=jnp.float32,
             )
         if c.beta_gate:
-            beta_BTH = jax.nn.sigmoid(ba_BTGC[..., :r]).reshape(shape)
+            b_BTGC = ba_BTGC[..., :-r] if c.decay_gate else ba_BTGC
+            beta_BTH = write_strength(b_BTGC, c).reshape(*x_BTD.shape[:2], -1)
         if c.decay_gate:
             decay_rate_H = jnp.exp(self.a_log[...].astype(jnp.float32))
             g_BTH = -decay_rate_H * jax.nn.softplus(
@@ -135,6 +143,18 @@ class GatedDeltaNet(Recurrent):
 
     def activation(self, gate: jax.Array) -> jax.Array:
         return GATES[self.config.output_gate_type](gate)
+
+    @property
+    def output_norm_eps(self) -> float:
+        return self.settings(self.config).output_norm_eps or super().output_norm_eps
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        require(
+            config.beta_gate or config.beta_range == 1,
+            f"model.beta_range = {config.beta_range} with model.beta_gate = False: β is 1, and "
+            "beta_range has no effect: expected 1",
+        )
 
     @classmethod
     def uses_delta_term(cls, config: ModelConfig) -> bool:

@@ -33,7 +33,7 @@ def check_mixers(config: ModelConfig) -> None:
     for mixer in used.values():
         mixer.check(config)
     read = {setting for mixer in used.values() for setting in mixer.switches} | set(BLOCK_SWITCHES)
-    others = ("output_gate_type", "delta_rule", "yarn_factor", "block.rope_scaling")
+    others = ("output_gate_type", "beta_range", "delta_rule", "yarn_factor", "block.rope_scaling")
     for setting in (*ABLATIONS, *others):
         value, default = map(operator.attrgetter(setting), (config, ModelConfig()))
         require(
@@ -44,12 +44,12 @@ def check_mixers(config: ModelConfig) -> None:
 
 
 # {setting: the switch that turns off the part of a mixer that reads the setting}. If no mixer of
-# the model reads such a setting, `runs.unread` refuses it where the user of a run gives it. A
-# model's own config file may contain it.
+# the model reads such a setting, `training.unused_settings` refuses it where the user of a run
+# gives it. A model's own config file may contain it.
 READ_BY_PART = {"decay_init": "decay_gate", "linear_conv_kernel_dim": "short_convolution"}
 
 
-def unread_by_mixers(config: ModelConfig) -> dict[str, str]:
+def unused_by_mixers(config: ModelConfig) -> dict[str, str]:
     """Returns {setting of `READ_BY_PART` that no layer of the model reads: the reason, as text}."""
     used = {name: mixer_class(name) for name, _ in config.layer_kinds}
     return {

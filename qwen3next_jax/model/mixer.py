@@ -21,6 +21,7 @@ Switch = Literal[
     "decay_gate",
     "erase",
     "beta_gate",
+    "beta_range",
     "linear_output_gate",
     "output_gate_type",
     "attention_output_gate",

@@ -2,9 +2,9 @@
 gate of the output, and the cache. Subclasses add the input projections.
 
 Letters: B batch, T time, D model, G key heads, H value heads, R = H/G value heads of one key head,
-K/V widths of a key and of a value, C = 2K + RV channels of one key head that pass through the
-convolution, W convolution width. The fused layout has all heads side by side in the last axis: [B,
-T, GK] in place of [B, T, G, K].
+K/V widths of a key and of a value, C channels of one key head that pass through the convolution
+(2K + RV in most mixers), W convolution width. The fused layout has all heads side by side in the
+last axis: [B, T, GK] in place of [B, T, G, K].
 """
 
 import functools
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm_plain, token_mean
 from qwen3next_jax.model.mixer import Mixer
-from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.model.parameters import Make, Part
 from qwen3next_jax.ops import causal_conv1d, gated_delta_rule
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.gated_norm import gated_norm
@@ -32,8 +32,8 @@ FEW_TOKENS = 8
 class Inputs(NamedTuple):
     """The results of a mixer's input projections, before convolution and recurrence.
 
-    qkv: [B, T, G, 2K + RV], query, key and values of each key head. In the fused layout it is a
-      list [q [B, T, GK], k [B, T, GK], v [B, T, HV]] instead.
+    qkv: [B, T, G, C], query, key and values of each key head (`Recurrent.channels`). In the fused
+      layout it is a list [q [B, T, GK], k [B, T, GK], v [B, T, HV]] instead.
     gate: the gate of the output before its activation, [B, T, G, RV] ([B, T, HV] in the fused
       layout); None: there is no gate.
     g: the logarithm of the decay, ≤ 0, float32 [B, T, H], or [B, T, H, K] if every key channel has
@@ -78,10 +78,12 @@ class Recurrent(Mixer):
     A subclass makes its input projections in `__init__`, where it also calls `make_convolution` and
     `make_output`, and implements `inputs`. It may override
 
+      channels: the widths of q, k and v that pass through the convolution;
       uses_delta_term: whether a write replaces the value that the state holds for the key;
       recurrence: the operator, by default `ops.gated_delta_rule`;
       head_weights: the parameters that `recurrence` reads;
       finish: the norm and the gate of the output;
+      output_norm_eps: the epsilon of that norm;
       convolved: whether there are a convolution and a SiLU after it;
       normalize_qk: whether q and k are scaled to length 1;
       activation: the activation of the output gate.
@@ -106,6 +108,15 @@ class Recurrent(Mixer):
     def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
         """Computes the inputs of convolution and recurrence from the mixer's input [B, T, D]."""
         raise NotImplementedError
+
+    @classmethod
+    def channels(cls, config: ModelConfig) -> tuple[int, int, int]:
+        """Returns the numbers of channels of one key head: of its query, of its key, and of the
+        values of all its value heads.
+        """
+        r = config.linear_num_value_heads // config.linear_num_key_heads
+        key = config.linear_key_head_dim
+        return key, key, r * config.linear_value_head_dim
 
     @classmethod
     def uses_delta_term(cls, config: ModelConfig) -> bool:
@@ -152,6 +163,11 @@ class Recurrent(Mixer):
         """
         return ()
 
+    @property
+    def output_norm_eps(self) -> float:
+        """The number that the norm of the output adds to the mean square."""
+        return self.config.rms_norm_eps
+
     def finish(self, o_BTHV: jax.Array, norm: jax.Array, gate_BTGRV: jax.Array | None) -> jax.Array:
         """Applies the norm and the gate to the output of the recurrence.
 
@@ -164,7 +180,7 @@ class Recurrent(Mixer):
           [B, T, H, V].
         """
         dtype = o_BTHV.dtype
-        o_BTHV = rms_norm_plain(o_BTHV, norm, self.config.rms_norm_eps)
+        o_BTHV = rms_norm_plain(o_BTHV, norm, self.output_norm_eps)
         if gate_BTGRV is None:
             return o_BTHV
         gate_BTHV = self.activation(gate_BTGRV.reshape(o_BTHV.shape).astype(jnp.float32))
@@ -172,36 +188,42 @@ class Recurrent(Mixer):
 
     # ---- parameters
 
+    @classmethod
+    def qkv_parts(cls, config: ModelConfig) -> tuple[Part, Part, Part]:
+        """Returns the declarations of q, k and v side by side, for a matrix of one key head."""
+        q, k, v = cls.channels(config)
+        return (
+            Part("q", q),
+            Part("k", k, k // config.linear_key_head_dim),
+            Part("v", v, v // config.linear_value_head_dim),
+        )
+
     def make_projection(self, make: Make, gate: bool = True) -> None:
         """Makes one matrix [q | k | v | gate] for each key head, so that every value head stays on
         the device of its key head when G is split over devices. `gate`: whether the matrix has the
         columns of the gate.
         """
         c = make.config
-        k, v = _widths(c)
         r = c.linear_num_value_heads // c.linear_num_key_heads
-        parts = (("q", k), ("k", k), ("v", v, r)) + (("gate", v, r),) * gate
-        shape = (c.hidden_size, c.linear_num_key_heads, sum(width for _, width, *_ in parts))
+        parts = self.qkv_parts(c) + (Part("gate", r * c.linear_value_head_dim, r),) * gate
+        shape = (c.hidden_size, c.linear_num_key_heads, sum(part.width for part in parts))
         self.in_proj = make.matrix(shape, "embed -> key_heads .", parts=parts)
 
     def project(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """Computes the fields `qkv` and `gate` of `Inputs` with the matrix of `make_projection`."""
-        k, v = _widths(self.config)
         x_BTGC = jnp.einsum("btd,dgc->btgc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
         x_BTGC = constrain(x_BTGC, context.mesh, "batch", context.time, "heads", None)
-        return tuple(jnp.split(x_BTGC, (2 * k + v,), axis=-1))
+        return tuple(jnp.split(x_BTGC, (sum(self.channels(self.config)),), axis=-1))
 
     def make_convolution(self, make: Make) -> None:
         """Makes the kernel of the short convolution, unless `model.short_convolution` is off."""
         c = make.config
-        k, v = _widths(c)
-        r = c.linear_num_value_heads // c.linear_num_key_heads
         if c.short_convolution:
             self.conv_kernel = make.matrix(
-                (c.linear_conv_kernel_dim, c.linear_num_key_heads, 2 * k + v),
+                (c.linear_conv_kernel_dim, c.linear_num_key_heads, sum(self.channels(c))),
                 ". key_heads channels",
                 kind="convolution",
-                parts=(("q", k), ("k", k), ("v", v, r)),
+                parts=self.qkv_parts(c),
             )
 
     def make_output(self, make: Make, per_head: bool = False) -> None:
@@ -353,10 +375,9 @@ class Recurrent(Mixer):
 
     def _split_qkv(self, qkv_BTGC: jax.Array, heads: int):
         """Splits [B, T, G, C] into q [B, T, G, K], k [B, T, G, K] and v [B, T, H, V]."""
-        k = self.config.linear_key_head_dim
-        q_BTGK, k_BTGK, v_BTGRV = jnp.split(qkv_BTGC, (k, 2 * k), axis=-1)
-        v_BTHV = v_BTGRV.reshape(*v_BTGRV.shape[:2], heads, self.config.linear_value_head_dim)
-        return q_BTGK, k_BTGK, v_BTHV
+        q, k, _ = self.channels(self.config)
+        q_BTGK, k_BTGK, v_BTGRV = jnp.split(qkv_BTGC, (q, q + k), axis=-1)
+        return q_BTGK, k_BTGK, v_BTGRV.reshape(*v_BTGRV.shape[:2], heads, -1)
 
     def _output(self, o_BTHV: jax.Array, gate_BTGRV: jax.Array | None, context: Context):
         """Applies the norm, the gate and the projection back to the model's width: [B, T, D]."""
@@ -425,7 +446,7 @@ class Recurrent(Mixer):
                 axis_name=context.time_axis,
             )
             o_BTC = gated_norm(
-                o_BTHV.reshape(gate.shape), gate, norm_V, c.rms_norm_eps, c.output_gate_type
+                o_BTHV.reshape(gate.shape), gate, norm_V, self.output_norm_eps, c.output_gate_type
             )
             return save_for_backward(o_BTC, "gated"), final_state
 
@@ -475,11 +496,12 @@ class Recurrent(Mixer):
     def init_cache(cls, config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
         """Returns the cache before the first token. Its size does not depend on `length`."""
         c = config
-        k, v = _widths(c)
         window = c.linear_conv_kernel_dim - 1 if cls.convolves(c) else 0
         state = (batch, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
         return {
-            "conv": jnp.zeros((batch, window, c.linear_num_key_heads, 2 * k + v), c.dtype),
+            "conv": jnp.zeros(
+                (batch, window, c.linear_num_key_heads, sum(cls.channels(c))), c.dtype
+            ),
             "state": jnp.zeros(state, jnp.float32),
         }
 
@@ -507,6 +529,11 @@ class Recurrent(Mixer):
         return config.linear_conv_kernel_dim - 1 if cls.convolves(config) else 0
 
 
+def write_strength(logit: jax.Array, config: ModelConfig) -> jax.Array:
+    """Returns the write strength β between 0 and `model.beta_range`."""
+    return config.beta_range * jax.nn.sigmoid(logit)
+
+
 def _diagnostics(
     inputs: Inputs, has_decay: bool, state_BHKV: jax.Array, context: Context
 ) -> dict[str, Any]:
@@ -526,9 +553,3 @@ def _diagnostics(
         mean_decay_H = jnp.minimum(mean_over_tokens(inputs.g), -1e-12)
         diagnostics["half_life"] = -math.log(2) / mean_decay_H
     return diagnostics
-
-
-def _widths(config: ModelConfig) -> tuple[int, int]:
-    """Returns (the width of a key head's query or key, the width of all values of a key head)."""
-    r = config.linear_num_value_heads // config.linear_num_key_heads
-    return config.linear_key_head_dim, r * config.linear_value_head_dim

@@ -2,7 +2,7 @@
 group passes through the mixer, the norms and the shared expert on its own. Only the routed experts
 process all groups together. While the tokens of one group travel along the mesh axis `expert`, the
 devices compute the mixer, the norms and the shared expert of another group
-(docs/notes/2026-11-23-pod-step.md).
+(docs/notes/planner.md).
 
 Every group has rows of every device.
 

@@ -30,10 +30,8 @@ def shapes(**arrays) -> dict:
                 str(axis) if axis == want else f"{axis} = {want}"
                 for axis, want in zip(axes, wanted)
             )
-            raise ValueError(
-                f"{name} has shape {x.shape}: expected [{known}]"
-                + ", nothing empty" * (0 in x.shape)
-            )
+            not_empty = ", nothing empty" if 0 in x.shape else ""
+            raise ValueError(f"{name} has shape {x.shape}: expected [{known}]{not_empty}")
         sizes |= zip(axes, x.shape)
     return sizes
 

@@ -183,7 +183,10 @@ def _chunk(settings: _Settings, x_CD, w_DV, target_C, weight_C, wide, gradients)
     # the logits need not be written to HBM. Two more such products may take less time than writing
     # the logits once and reading them three times.
     recompute = chip and x_CD.shape[1] * chip.mem_bw_bytes_per_second < 3 * chip.bf16_ops_per_second
-    logits = product if recompute else lambda *_: logits_CV
+
+    def logits(*after):
+        return product(*after) if recompute else logits_CV
+
     index_1V = jnp.arange(w_DV.shape[1], dtype=jnp.int32)[None]
     hit_CV = index_1V == target_C[:, None]
     largest_C = jnp.max(logits_CV, axis=1)

@@ -42,7 +42,7 @@ class BlockSizes(NamedTuple):
 
 
 # The fastest of several sizes for 8 to 64 groups and 8192 to 16384 rows, by
-# benchmarks/grouped_matmul.py. With these sizes the copied weights stay in the cache.
+# benchmarks/ops/grouped_matmul.py. With these sizes the copied weights stay in the cache.
 _CPU = BlockSizes(largest=128, per_group=1, batch=2**20)
 # These sizes have not been timed. With long blocks, the weights are copied less often. A batch of
 # blocks is one batched product: few and large ones occupy the chip, and 2**28 elements are 0.5 GiB

@@ -143,7 +143,9 @@ class Chosen(NamedTuple):
         if isinstance(self.implementation, Form):
             return self.implementation.functions[name]
         function = getattr(self.implementation.load(), name)
-        return functools.partial(function, interpret=True) if self.interpret else function
+        if self.interpret:
+            return functools.partial(function, interpret=True)
+        return function
 
     def constant(self, name: str, default):
         """Returns the constant called `name` of the kernels' module. Returns `default` if the

@@ -150,7 +150,7 @@ _TPU7X_HBM = Curve(
 _VECTOR_WIDTH = 1024  # elements that the vector unit of a core computes with in a cycle
 _BYTES = 2  # of an element of rows and matrices in a grouped product
 # Seconds of a step of a kernel's grid beyond its products, which fit best to the times of tokamax's
-# grouped products (benchmarks/kernel_validation.py)
+# grouped products (benchmarks/planner/kernel_validation.py)
 _STEP_STARTS = {"v5p": 0.27e-6, "tpu7x": 0.7e-6}
 _STEPS = "openxla/tokamax data/autotuning, pallas_mosaic_tpu_ragged_dot"
 _V6E_PRODUCTS = Curve(_START, ((2.0 * 8192**3, 1.3288e-3),))

@@ -369,7 +369,8 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
     if splash and mask:
         queries, keys = _attention_operands(computation, instruction)[:2]
         # The backward pass in one kernel is "dkv" with three results: dq, dk and dv.
-        products = {"fwd": 2, "dkv": 4 + (len(instruction.shapes) == 3), "dq": 3}[splash.group(1)]
+        dkv = 5 if len(instruction.shapes) == 3 else 4
+        products = {"fwd": 2, "dkv": dkv, "dq": 3}[splash.group(1)]
         visited = 0.5 if mask.group(1) == "causal" else 1.0
         return products * 2.0 * math.prod(queries.dims) * keys.dims[-2] * visited
     if rule := delta_rule_call(computation, instruction):
@@ -547,9 +548,11 @@ def delta_rule_call(computation: Computation, instruction: Instruction) -> Delta
     )
     chunk = time // chunks
     inverses = chunks, batch, heads // 2, chunk, 2 * chunk
-    known = kernel.group(1) == "forward" and any(a.dims == inverses for a in arrays)
+    name = kernel.group(1)
+    if name == "forward" and any(a.dims == inverses for a in arrays):
+        name = "forward with known inverses"
     return DeltaRuleCall(
-        kernel.group(1) + " with known inverses" * known,
+        name,
         tokens=batch * time,
         heads=heads,
         key=key,
@@ -659,14 +662,14 @@ def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) ->
             _written(inner, inner[name], (result,)) for name, result in zip(root.operands, results)
         )
     if root.opcode == "dynamic-update-slice":
-        return inner[root.operands[1]].bytes * all(r.in_hbm for r in results)
+        return inner[root.operands[1]].bytes if all(r.in_hbm for r in results) else 0
     if root.opcode == "scatter":
         target = inner[root.operands[0]]
         while target.opcode == "bitcast":
             target = inner[target.operands[0]]
         # An array that the fusion makes is written whole.
         if target.opcode == "parameter":
-            return _updates(inner, root) * all(r.in_hbm for r in results)
+            return _updates(inner, root) if all(r.in_hbm for r in results) else 0
     return _in_hbm(results)
 
 
@@ -717,7 +720,7 @@ def _temporary_bytes(stats: Any, kept: float) -> float:
     """Returns the HBM of a program beside its arguments and outputs, which take `kept` bytes.
 
     The total of all allocations in HBM is what the compiler holds against the chip's memory.
-    `temp_size_in_bytes` can be several GiB more (docs/notes/2026-11-27-planner.md). It is read
+    `temp_size_in_bytes` can be several GiB more (docs/notes/planner.md). It is read
     where the version of jaxlib does not tell the total.
     """
     allocated = getattr(stats, "total_allocation_bytes", 0)

@@ -15,7 +15,7 @@ from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 
 # The attribute in which XLA states the tile of a `ragged_dot`. Megablox states none; a caller may
 # put it into the name of a scope, ragged_dot_tiling_512_1024_1024, as
-# benchmarks/measured_kernels.py does.
+# benchmarks/planner/measured_kernels.py does.
 TILING = "ragged_dot_tiling"
 
 

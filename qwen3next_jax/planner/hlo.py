@@ -280,8 +280,10 @@ class Program:
         start = int(before[index].literal) if before[index].opcode == "constant" else None
         if start is None or not step or after[index].opcode != "add":
             return None
-        includes_bound = direction in ("LE", "GE")
-        return max(-(-(bound - start + includes_bound * (step // abs(step))) // step), 0)
+        end = bound
+        if direction in ("LE", "GE"):  # the loop also runs at the bound
+            end += 1 if step > 0 else -1
+        return max(-(-(end - start) // step), 0)
 
     def changes(self, body: Computation, index: int) -> bool:
         """Returns whether a trip of a loop with this body may change element `index` of the tuple

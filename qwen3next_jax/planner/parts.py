@@ -31,7 +31,11 @@ _PARTS = (
     ("residual streams", r"gated_residual|residual_streams"),
     ("head and loss", r"cross_entropy|loss"),
     ("embedding", r"language_model \S*(embed|look_up)"),
-    ("optimizer, guards", r"optimizer|adamw|muon|guards|gradients|state|diagnostics"),
+    (
+        "optimizer, guards",
+        r"optimizer|adamw|lazy_adamw|muon|update |parameter_groups|average|guards|gradients|state"
+        r"|diagnostics",
+    ),
     (
         "weights: gathers, scatters",
         r"gathering|rules|all-gather|reduce-scatter|all-reduce|all_gather",

@@ -374,7 +374,7 @@ def make_plan(
         (pathlib.Path(dump_folder) / PROGRAM).write_text(text)
         schedules = schedule.read_schedules(dump_folder, program)
     state = run.abstract_state
-    beside_params = (state["opt_state"], state.get("ema", {}))
+    beside_params = {name: state[name] for name in state.keys() - {"params", "step", "guards"}}
     memory = memory_use(compiled, program, state["params"], beside_params)
     usable = topology.chip.usable_hbm
     fits = memory.peak <= usable  # at O1 the compiler accepts programs that do not fit

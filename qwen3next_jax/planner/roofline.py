@@ -333,7 +333,7 @@ class Simulation:
 
 # The cycles that the kernels of the gated delta rule, in the order of _KERNELS, take per token and
 # value head if keys and values are 128 wide. They come from the static schedules that
-# benchmarks/delta_rule_tpu_schedule.py --chip=… prints for 4096 tokens of 32 heads (with
+# benchmarks/kernels/delta_rule_tpu_schedule.py --chip=… prints for 4096 tokens of 32 heads (with
 # --context=4 for the last two kernels, which only context parallelism needs). The numbers for v4
 # are half of the cycles of one core, because its two cores share the work.
 _KERNELS = ("forward", "backward", "map", "forward with known inverses")
@@ -486,7 +486,7 @@ class Network:
                 for hop in range(max(hops, default=0)):
                     place = at.copy()
                     place[:, d] = (at[:, d] + direction * hop) % side
-                    np.add.at(carried, tuple(place.T), share * (hop < hops))
+                    np.add.at(carried, tuple(place.T), np.where(hop < hops, share, 0.0))
                 busiest = max(busiest, float(carried.max()))
             at[:, d] = to[:, d]
         return busiest

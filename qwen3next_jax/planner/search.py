@@ -66,7 +66,7 @@ RECOMPUTED = {
     "keep=router": 1.1,
     "offload": 1.1,
 }
-# The share of the network's time that overlaps with compute (docs/notes/2026-11-23-pod-step.md).
+# The share of the network's time that overlaps with compute (docs/notes/planner.md).
 OVERLAPPED = 0.5
 # The share of an expert's forward FLOPs that its backward pass computes again, unless the remat
 # policy keeps the hidden layer: gate and up, two of the three products.
@@ -264,7 +264,8 @@ def estimated_bytes(
     # The parameter, the optimizer's moments, the gradient, and, with several
     # micro-batches, the sum of the gradients.
     moments = in_moments / (mesh.slice if parallel.slice_state == "sharded" else 1)
-    state = (8 + moments + 4 * (train.gradient_accumulation > 1)) * _stored(m, mesh)
+    sum_of_gradients = 4 if train.gradient_accumulation > 1 else 0
+    state = (8 + moments + sum_of_gradients) * _stored(m, mesh)
     # Two copies in float32 that are split over the axis `tensor`, and two copies in bfloat16 that
     # are not split.
     embedding_and_head = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)
@@ -347,7 +348,7 @@ def estimated_seconds(
     dense = sum(flops.values()) - grouped
     # With several micro-batches, the step begins with one more forward pass, which counts the
     # tokens of each expert.
-    passes = 3 + (micro_batches > 1)
+    passes = 4 if micro_batches > 1 else 3
     recomputed = RECOMPUTED[train.remat] * (dense - heads)
     products = (dense * passes + recomputed) / DENSE_EFFICIENCY
     of_experts = passes + (0 if keeps_hidden(train.remat) else EXPERTS_RECOMPUTED)

@@ -24,7 +24,7 @@ from absl import flags
 
 from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError
-from qwen3next_jax.common.storage import BucketPath, Unavailable
+from qwen3next_jax.common.storage import Unavailable
 
 # The first and the longest pause before a restart, in seconds. The pause doubles with every start
 # that saves no new checkpoint.
@@ -181,11 +181,6 @@ def _newest_checkpoint(workdir: pathlib.Path) -> tuple[int, int]:
     step of that checkpoint; zeros if there is none.
     """
     newest = (0, 0)
-    if isinstance(workdir, BucketPath):
-        for path, entry in (workdir / "checkpoints").entries().items():
-            if path.name == "manifest.json" and path.parent.name.isdecimal():
-                newest = max(newest, (int(entry.modified * 1e9), int(path.parent.name)))
-        return newest
     for path in (workdir / "checkpoints").glob("*/manifest.json"):
         if not path.parent.name.isdecimal():
             continue

@@ -1,23 +1,16 @@
-"""Handles signals, and ends a process whose step never ends.
+"""Handles signals, and ends a process whose step never ends."""
 
-When a step exceeds its time limit, WORKDIR/hang-TIME-PROCESS.txt gets the stacks of all threads.
-"""
-
-import faulthandler
-import json
 import math
 import os
-import pathlib
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from qwen3next_jax.common.errors import ExitCode
-from qwen3next_jax.common.storage import BucketPath
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 # Signals that come within this many seconds count as one signal. When a parent with several threads
@@ -93,21 +86,22 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 class Watchdog:
-    """Writes the stacks of all threads to a file and ends the process with `ExitCode.HANG`, if a
-    step takes longer than the limit set with `allow`. Use it as a context manager.
+    """Has the stacks of all threads written and ends the process with `ExitCode.HANG`, if a step
+    takes longer than the limit set with `allow`. Use it as a context manager.
 
     Time during which the whole process is stopped (SIGSTOP, a suspended machine) does not count.
     """
 
-    def __init__(self, workdir: pathlib.Path, process: int = 0, tick: float = 0.25):
+    def __init__(self, write_stacks: Callable[[dict[str, Any]], None], tick: float = 0.25):
         """Makes a watchdog without a time limit.
 
         Args:
-          workdir: the run's folder, to which the stacks are written.
-          process: index of this process, for the name of the file with the stacks.
+          write_stacks: function that writes the stacks of all threads. It gets the "stop" event of
+            the run, and may take no lock, because the main thread may hold those of the display and
+            the metrics file.
           tick: number of seconds between two checks of the time.
         """
-        self._workdir, self._process, self._tick = workdir, process, tick
+        self._write_stacks, self._tick = write_stacks, tick
         self._limit = (math.inf, "", 0)  # limit in seconds, what it limits, current step
         self._done = threading.Event()
 
@@ -147,48 +141,18 @@ class Watchdog:
                 self._end_process(*limit)
 
     def _end_process(self, allowed: float, what: str, step: int) -> None:
-        """Writes the stacks of all threads and a "stop" event, and exits with `ExitCode.HANG`.
-        `allowed`: the exceeded time limit in seconds. `allow` explains the other arguments.
+        """Calls `write_stacks` with a "stop" event, and exits with `ExitCode.HANG`. `allowed`: the
+        exceeded time limit in seconds. `allow` explains the other arguments.
         """
-        path = self._workdir / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{self._process}.txt"
-        reason = f"{what} at step {step} did not end within {allowed:g} s"
-        if isinstance(path, BucketPath):
-            self._end_process_in_bucket(path, reason)
+        stop = {
+            "event": "stop",
+            "step": step,
+            "time": round(time.time(), 3),
+            "reason": f"{what} at step {step} did not end within {allowed:g} s",
+            "exit_code": int(ExitCode.HANG),
+        }
         try:
-            with path.open("w") as file:
-                file.write(reason + "\n\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-            stop = {
-                "event": "stop",
-                "step": step,
-                "time": round(time.time(), 3),
-                "reason": reason,
-                "exit_code": int(ExitCode.HANG),
-                "stacks": str(path),
-            }
-            # The event is written directly, because the main thread may hold the locks of the
-            # display and the metrics file.
-            if self._process == 0:
-                with (self._workdir / "metrics.jsonl").open("a") as file:
-                    file.write(json.dumps(stop) + "\n")
+            self._write_stacks(stop)
         finally:  # even if writing failed
-            os.write(2, f"error: {reason}: the stacks of all threads are in {path}\n".encode())
             sys.stderr.flush()
-            os._exit(ExitCode.HANG)
-
-    def _end_process_in_bucket(self, path: BucketPath, reason: str) -> None:
-        """Ends the process. The stacks go to standard error first, because the bucket may be what
-        the process waits for; then, as far as possible, to `path`.
-        """
-        try:
-            os.write(2, f"error: {reason}; the stacks of all threads:\n".encode())
-            with tempfile.TemporaryFile() as file:
-                faulthandler.dump_traceback(file, all_threads=True)
-                file.seek(0)
-                stacks = file.read()
-            os.write(2, stacks)
-            path.with_patience(5.0).write_bytes(f"{reason}\n\n".encode() + stacks)
-            os.write(2, f"the stacks are also in {path}\n".encode())
-        finally:
             os._exit(ExitCode.HANG)

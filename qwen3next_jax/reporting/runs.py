@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import UserError, similar_folder
+from qwen3next_jax.common.errors import UserError, join_first, similar_folder
 from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.trees import flatten
 
@@ -403,8 +403,14 @@ def _grouped(runs: Sequence[Run], keys: Sequence[str]) -> str:
     groups: dict[str, list[str]] = {}
     for run, key in zip(runs, keys, strict=True):
         groups.setdefault(key, []).append(run.name)
-    texts = [", ".join(names[:3]) + ", …" * (len(names) > 3) for names in groups.values()]
-    return " | ".join(texts[:3]) + " | …" * (len(texts) > 3)
+    return join_first((join_first(names, 3) for names in groups.values()), 3, " | ")
+
+
+def without_layers(runs: Sequence[Run]) -> list[Run]:
+    """Returns the runs that trained and did not measure their layers; none, where no run did."""
+    if not any(run.events.get("diagnostics") for run in runs):
+        return []
+    return [r for r in runs if r.events.get("train") and not r.events.get("diagnostics")]
 
 
 def setting_differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:

@@ -1,4 +1,4 @@
-"""`train.py --dry-run`: checks the start of a run and prints its size, without writing anything."""
+"""`train.py --dry-run`: prints what has been decided about the start of a run, and its size."""
 
 import pathlib
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import jax
 
 from qwen3next_jax.common.errors import ExitCode
-from qwen3next_jax.config import Config, DataConfig
+from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.estimate import Estimate, estimate
 from qwen3next_jax.data.pipeline import find_sources, source_of
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.model.layer_properties import partial_ablations
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
-from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import is_restart_unfinished
+from qwen3next_jax.runs.checks import resolve_start
+from qwen3next_jax.runs.init_from import describe_skipped
 from qwen3next_jax.runs.memory import check_state_fits, device_bytes, gigabytes
-from qwen3next_jax.runs.start import prepare_start
+from qwen3next_jax.runs.start import Start
 from qwen3next_jax.runs.telemetry import device_memory
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import make_mesh, mesh_text
@@ -30,20 +30,11 @@ from qwen3next_jax.training.stages import (
 )
 
 
-def dry_run(
-    config: Config,
-    workdir: pathlib.Path,
-    restart: bool = False,
-    *,
-    devices: Sequence[Any] | None = None,
-) -> ExitCode:
-    """Checks whether a run can start, and prints its parameters, memory, data, tokens, FLOPs and
-    first step.
+def dry_run(start: Start, *, devices: Sequence[Any] | None = None) -> ExitCode:
+    """Prints how a run starts: its parameters, memory, data, tokens, FLOPs and first step.
 
     Args:
-      config: the configuration of the run.
-      workdir: the folder of the run.
-      restart: whether the run begins anew and does not resume the run in `workdir`.
+      start: the decision about the start, from `runs.start.prepare_start`.
       devices: the devices of the run; None: all that JAX finds.
 
     Returns:
@@ -54,18 +45,16 @@ def dry_run(
         finds, because this function reads only the first documents of each source, and reads no
         values of the tensors in `train.init_from`.
     """
-    restart = restart or is_restart_unfinished(workdir)
-    mesh = make_mesh(config.parallel, devices)
-    run = run_on_all(lambda: prepare_start(config, mesh, workdir, restart))
+    mesh = make_mesh(start.config.parallel, devices)
+    run = run_on_all(lambda: resolve_start(start, mesh))
     lengths = sorted({stage.sequence_length for stage in run.stages})
     data = run_on_all(lambda: _describe_data(run.config.data, run.model.vocab_size, lengths))
     if not is_process_0():
         return ExitCode.DONE
     train = run.config.train
-    step = 0 if restart else _newest_step(workdir)
-    parent = preflight.find_parent(train, run.config.optimizer, workdir, restart)
-    taken = parent["step"] if parent and train.init_state == "all" else step
-    for line in (*partial_ablations(run.model), *run.assignment.lines):
+    step = 0 if start.facts.restart else _newest_step(start.workdir)
+    taken = start.parent.step if start.parent and train.init_state == "all" else step
+    for line in (*partial_ablations(run.model), *run.groups.lines):
         print(line)
     _print_devices(run)
     print(f"Data: {data.text}")
@@ -76,9 +65,9 @@ def dry_run(
     elif not train.init_from:
         first = f"with random weights (train.seed = {train.seed})"
     else:
-        first = _describe_init_from(run, parent)
+        first = _describe_init_from(start)
     finished = "no step remains " if step >= run.steps else ""
-    print(f"Start in {workdir}: {finished}{first}. Nothing has been written")
+    print(f"Start in {start.workdir}: {finished}{first}. Nothing has been written")
     # This check comes last, so that the size of a run that does not fit is printed first.
     check_state_fits(run.abstract_state)
     return ExitCode.DONE
@@ -98,7 +87,7 @@ def _print_devices(run: ResolvedRun) -> None:
     sizes = {
         "parameters": device_bytes(params),
         "optimizer state": device_bytes(opt_state),
-        "gradients": device_bytes(params) - device_bytes(run.assignment.frozen(params)),
+        "gradients": device_bytes(params) - device_bytes(run.groups.frozen(params)),
     }
     if "ema" in run.abstract_state:
         sizes["average of the parameters"] = device_bytes(run.abstract_state["ema"])
@@ -142,18 +131,16 @@ def _print_stages(run: ResolvedRun, taken: int) -> None:
         print(f"Together: {tokens:,} tokens, {total:.4g} FLOPs in {run.steps - taken:,} steps")
 
 
-def _describe_init_from(run: ResolvedRun, parent: preflight.Parent | None) -> str:
+def _describe_init_from(start: Start) -> str:
     """Describes the model in `train.init_from` with which a new run begins."""
-    train = run.config.train
+    train, parent = start.config.train, start.parent
     model = train.init_from
     if parent:
-        older = preflight.describe_damaged_checkpoints(train.init_from, parent)
         model = (
-            f"{parent['path']}, step {parent['step']}{older}, "
+            f"{parent.path}, step {parent.step}{describe_skipped(start.facts.source)}, "
             f"train.init_state = {train.init_state!r}"
         )
-    tokens = preflight.compare_tokens(run.config.data, run.model.vocab_size, train.init_from)
-    return f"with {model}, reading {tokens}"
+    return f"with {model}, reading {start.tokens}"
 
 
 class _Described(NamedTuple):

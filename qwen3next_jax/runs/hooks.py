@@ -2,7 +2,6 @@
 to `training.loop.Trainer`. Each hook is one class and uses no other hook.
 """
 
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,23 +10,24 @@ import jax
 import numpy as np
 from flax import nnx
 
-from qwen3next_jax.common.rooms import has_room
+from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config import EvalConfig, TrainConfig
 from qwen3next_jax.data.pipeline import Epoch
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import StopVote, broadcast_from_process_0
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
-from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.checks import SAMPLE_TEMPERATURE
 from qwen3next_jax.runs.display import Display
-from qwen3next_jax.runs.folder import add_to_run_record
-from qwen3next_jax.runs.incidents import Incidents
+from qwen3next_jax.runs.guard_flags import GuardFlags
 from qwen3next_jax.runs.profiling import Profiler
-from qwen3next_jax.runs.start import SAMPLE_TEMPERATURE
+from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
+from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.training.average import averaged_params
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.guards import NO_TARGETS
-from qwen3next_jax.training.loop import Decision, Hook, Metrics, StepInfo, Trainer
+from qwen3next_jax.training.hooks import Decision, Hook, Metrics, StepInfo
+from qwen3next_jax.training.loop import Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage, SourceReading, sources_read
 from qwen3next_jax.training.state import State
@@ -96,14 +96,14 @@ class ProfilerHook(Hook):
         self._profiler.after(step, pending)
 
 
-class IncidentsHook(Hook):
-    """Passes the metrics of every step, which include the guards' flags, to `Incidents`."""
+class GuardFlagsHook(Hook):
+    """Passes the metrics of every step, which include the guards' flags, to `GuardFlags`."""
 
-    def __init__(self, incidents: Incidents):
-        self._incidents = incidents
+    def __init__(self, flags: GuardFlags):
+        self._flags = flags
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
-        self._incidents.check(step, metrics, state)
+        self._flags.check(step, metrics, state)
 
 
 class DisplayHook(Hook):
@@ -121,8 +121,8 @@ class OperatorsHook(Hook):
     what runs the operators of all stages since the start.
     """
 
-    def __init__(self, workdir: pathlib.Path, metrics: MetricsFile):
-        self._workdir = workdir
+    def __init__(self, store: RunStore, metrics: MetricsFile):
+        self._store = store
         self._metrics = metrics
         self._operators: dict[tuple[str, ...], dict[str, Any]] = {}
 
@@ -141,9 +141,9 @@ class OperatorsHook(Hook):
             self._operators.setdefault((decision.operator, decision.implementation, why), entry)
         if len(self._operators) == number:
             return
-        values = {"operators": list(self._operators.values())}
-        self._metrics.write("operators", step - 1, **values)
-        broadcast_from_process_0(lambda: add_to_run_record(self._workdir, values))
+        operators = tuple(self._operators.values())
+        self._metrics.write("operators", step - 1, operators=list(operators))
+        broadcast_from_process_0(lambda: self._store.add_to_run(operators=operators))
 
 
 class MetricsHook(Hook):
@@ -233,11 +233,11 @@ def evaluation_events(run: ResolvedRun) -> set[str]:
     when they are due.
     """
     names = set()
-    if has_room("evals"):
+    if has_subpackage("evals"):
         names |= {"heldout", *(f"suite {name}" for name in run.config.eval.suites)}
         if run.config.train.ema:
             names.add("heldout_average")
-    if run.config.eval.sample_tokens and has_room("inference"):
+    if run.config.eval.sample_tokens and has_subpackage("inference"):
         names.add("sample")
     return names
 
@@ -345,7 +345,7 @@ class CheckpointHook(Hook):
     """Saves the state, and writes the events of earlier saves."""
 
     def __init__(
-        self, checkpoints: Checkpoints, metrics: MetricsFile, last_step: int, during: During
+        self, checkpoints: CheckpointWriter, metrics: MetricsFile, last_step: int, during: During
     ):
         self._checkpoints = checkpoints
         self._metrics = metrics

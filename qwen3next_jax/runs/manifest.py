@@ -16,17 +16,24 @@ share the work for a large file.
 """
 
 import concurrent.futures
-import hashlib
 import json
 import os
 import pathlib
 import re
 from typing import Any
 
-from qwen3next_jax.common import digests, json_files
+from qwen3next_jax.common import json_files
 from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import as_user_error
-from qwen3next_jax.common.storage import ABSENT, BucketPath, StoreError, stat_of
+from qwen3next_jax.common.storage import (
+    ABSENT,
+    BucketPath,
+    Entry,
+    StoreError,
+    files_in,
+    md5_of,
+    sha256_of,
+)
 
 NAME = "manifest.json"
 # Files that Orbax writes: what it read, and the index of the arrays, which it writes last.
@@ -50,15 +57,14 @@ def write_manifest(directory: pathlib.Path, step: int | None = None, run: str | 
     Returns:
       The size of all files in bytes.
     """
-    files = {str(f.relative_to(directory)): f for f in _files(directory)}
-    for file in files.values():
-        fsync(file)  # without this, a power failure could leave a manifest without its files
-    sizes = {name: file.stat().st_size for name, file in files.items()}
-    pieces = {name: [] for name in files}
+    sizes = {name: entry.size for name, entry in _files(directory).items()}
+    for name in sizes:  # without this, a power failure could leave a manifest without its files
+        fsync(directory / name)
+    pieces = {name: [] for name in sizes}
     for name, _, digest in _digests(directory, sizes, PIECE):
         pieces[name].append(digest)
-    identity = ({"run": run} if run else {}) | ({} if step is None else {"step": step})
-    record = identity | {"piece": PIECE, "files": {n: [sizes[n], pieces[n]] for n in files}}
+    files = {name: [sizes[name], pieces[name]] for name in sizes}
+    record = _identity(step, run) | {"piece": PIECE, "files": files}
     temporary = directory / (NAME + ".tmp")
     temporary.write_text(json.dumps(record, indent=1))
     fsync(temporary)
@@ -86,16 +92,19 @@ def write_bucket_manifest(
     Raises:
       Conflict: there is a manifest of another version.
     """
-    files = {}
-    for path, entry in sorted(arrays.entries().items()):
-        if not path.name.startswith(NAME):
-            digest = entry.md5 or hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
-            files[str(path.relative_to(arrays))] = [entry.size, [_MD5 + digest]]
-    identity = ({"run": run} if run else {}) | ({} if step is None else {"step": step})
+    files = {
+        name: [entry.size, [_MD5 + (entry.md5 or md5_of(arrays / name))]]
+        for name, entry in _files(arrays).items()
+    }
     place = os.path.relpath("/" + arrays.key, "/" + directory.key)
-    record = identity | {"arrays": place, "piece": PIECE, "files": files}
+    record = _identity(step, run) | {"arrays": place, "piece": PIECE, "files": files}
     (directory / NAME).write(json.dumps(record, indent=1).encode(), replaces)
     return sum(size for size, _ in files.values())
+
+
+def _identity(step: int | None, run: str | None) -> dict[str, Any]:
+    """Returns the keys of a manifest that say which checkpoint of which run it describes."""
+    return ({"run": run} if run else {}) | ({} if step is None else {"step": step})
 
 
 def arrays_folder(directory: Folder) -> Folder:
@@ -103,15 +112,11 @@ def arrays_folder(directory: Folder) -> Folder:
     itself, unless the folder was written to a bucket and its manifest can be read.
 
     Raises:
-      OSError: the bucket does not give the manifest, which may exist.
+      OSError: the manifest cannot be read, but may exist.
     """
     try:
         place = json_files.read(directory / NAME).get("arrays", "")
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        place = ""
-    except OSError:
-        if isinstance(directory, BucketPath):
-            raise
         place = ""
     return _resolved(directory, place)
 
@@ -129,11 +134,13 @@ def moved_deeper(content: bytes) -> bytes:
 
 
 def _resolved(directory: Folder, place: Any) -> Folder:
+    """Returns the folder `place`, relative to `directory`; `directory` if `place` names none."""
     if not isinstance(place, str) or not _PLACE.fullmatch(place):
         return directory
-    if isinstance(directory, BucketPath):
-        return directory / place
-    return pathlib.Path(os.path.normpath(directory / place))
+    folder = directory.absolute()
+    for name in place.split("/"):
+        folder = folder.parent if name == ".." else folder / name
+    return folder
 
 
 def find_damage(directory: Folder, sizes_only: bool = False, run: str | None = None) -> str | None:
@@ -184,74 +191,35 @@ def _find_damage(directory: Folder, sizes_only: bool, run: str | None) -> str | 
         return f"it holds step {record['step']}, by its {NAME}: the folder was renamed or copied"
     if _ORBAX in sizes and _ORBAX_INDEX not in sizes:
         return f"Orbax wrote no {_ORBAX_INDEX}, the index of the arrays: it cannot be read"
-    files = _resolved(directory, record.get("arrays"))
-    if isinstance(files, BucketPath):
-        return _find_damage_in_bucket(files, record["files"], piece, sizes_only)
-    directory = files
-    present = {str(f.relative_to(directory)): f for f in _files(directory)}
+    folder = _resolved(directory, record.get("arrays"))
+    present = _files(folder)
     for name, size in sizes.items():
         if name not in present:
             return f"{name} is missing"
-        if (actual_size := present[name].stat().st_size) != size:
+        if (actual_size := present[name].size) != size:
             return f"{name} has {actual_size} bytes instead of {size}"
     if extra := sorted(present.keys() - sizes.keys()):
         return f"{extra[0]} was added to it"
-    if not sizes_only:
-        for name, (_, of_pieces) in record["files"].items():
-            if _is_md5(of_pieces):
-                digest = _MD5 + digests.md5_file(directory / name)
-                sizes.pop(name)
-                if digest != of_pieces[0]:
-                    return f"{name} is not what was written (its MD5 differs)"
-        expected = [digest for digest in expected if not digest.startswith(_MD5)]
-        for (name, start, digest), right in zip(
-            _digests(directory, sizes, piece), expected, strict=True
-        ):
-            if digest != right:
-                where = (
-                    f" in bytes {start} … {min(start + piece, sizes[name])}"
-                    if sizes[name] > piece
-                    else ""
-                )
-                return f"{name} is not what was written (SHA-256 differs{where})"
+    if sizes_only:
+        return None
+    for name, (_, of_pieces) in record["files"].items():
+        if _is_md5(of_pieces):
+            sizes.pop(name)
+            # Another program may have left the object without an MD5.
+            if of_pieces[0] != _MD5 + (present[name].md5 or md5_of(folder / name)):
+                return f"{name} is not what was written (its MD5 differs)"
+    expected = [digest for digest in expected if not digest.startswith(_MD5)]
+    for (name, start, digest), right in zip(_digests(folder, sizes, piece), expected, strict=True):
+        if digest != right:
+            where = ""
+            if sizes[name] > piece:
+                where = f" in bytes {start} … {min(start + piece, sizes[name])}"
+            return f"{name} is not what was written (SHA-256 differs{where})"
     return None
 
 
 def _is_md5(of_pieces: list[str]) -> bool:
     return len(of_pieces) == 1 and of_pieces[0].startswith(_MD5)
-
-
-def _find_damage_in_bucket(
-    folder: BucketPath, files: dict[str, Any], piece: int, sizes_only: bool
-) -> str | None:
-    """Compares the objects in `folder` with the entry `files` of a manifest. One listing gives the
-    sizes and the digests of most objects.
-    """
-    present = {str(path.relative_to(folder)): entry for path, entry in folder.entries().items()}
-    present = {name: e for name, e in present.items() if not name.split("/")[-1].startswith(NAME)}
-    for name, (size, of_pieces) in files.items():
-        if name not in present:
-            return f"{name} is missing"
-        entry = present[name]
-        if entry.size != size:
-            return f"{name} has {entry.size} bytes instead of {size}"
-        if sizes_only:
-            continue
-        if _is_md5(of_pieces) and entry.md5:
-            is_same = of_pieces[0] == _MD5 + entry.md5
-        else:  # copied from a file system, or by a program that leaves the store without an MD5
-            content = (folder / name).read_bytes()
-            if _is_md5(of_pieces):
-                found = [_MD5 + hashlib.md5(content, usedforsecurity=False).hexdigest()]
-            else:
-                starts = _pieces(size, piece)
-                found = [digests.sha256(content[start : start + piece]) for start in starts]
-            is_same = found == of_pieces
-        if not is_same:
-            return f"{name} is not what was written (its digest differs)"
-    if extra := sorted(present.keys() - files.keys()):
-        return f"{extra[0]} was added to it"
-    return None
 
 
 def digest(directory: Folder) -> str | None:
@@ -260,34 +228,30 @@ def digest(directory: Folder) -> str | None:
     content of the folder.
     """
     try:
-        if isinstance(directory, BucketPath):
-            return digests.sha256((directory / NAME).read_bytes())
-        return digests.sha256_file(directory / NAME)
+        return sha256_of(directory / NAME)
     except StoreError:
         raise
     except OSError:
         return None
 
 
-def file_stats(directory: Folder) -> list[tuple] | None:
-    """Returns path, inode, size in bytes and modification time of each file in the folder, without
-    reading any file. The list changes if a file is replaced, rewritten or removed. Returns None if
-    there is no folder.
+def file_versions(directory: Folder) -> dict[str, str] | None:
+    """Returns path → version of each file in the folder, without reading any file. A version
+    changes if the file is replaced or rewritten. Returns None if there is no file, or if the folder
+    is being removed.
     """
     try:
-        if isinstance(directory, BucketPath):
-            stats = [(f, stat_of(e)) for f, e in sorted(directory.entries().items())]
-        else:
-            stats = [(f, f.stat()) for f in sorted(directory.rglob("*"))]
+        return {name: entry.version for name, entry in files_in(directory).items()} or None
     except StoreError:
         raise
-    except OSError:  # it is being removed
+    except OSError:
         return None
-    return [(str(f), s.st_ino, s.st_size, s.st_mtime_ns) for f, s in stats] or None
 
 
-def _files(directory: pathlib.Path) -> list[pathlib.Path]:
-    return sorted(f for f in directory.rglob("*") if f.is_file() and not f.name.startswith(NAME))
+def _files(directory: Folder) -> dict[str, Entry]:
+    """Returns the files of a folder, without its manifest, as `files_in` does."""
+    found = files_in(directory)
+    return {n: entry for n, entry in found.items() if not n.rpartition("/")[2].startswith(NAME)}
 
 
 def _pieces(size: int, piece: int) -> range:
@@ -295,13 +259,19 @@ def _pieces(size: int, piece: int) -> range:
     return range(0, max(size, 1), piece)
 
 
-def _digests(directory: pathlib.Path, sizes: dict[str, int], piece: int):
+def _digests(directory: Folder, sizes: dict[str, int], piece: int):
     """Yields (name, offset of the first byte, SHA-256) of every piece of the files in `sizes`, in
     order. One thread per core reads and digests pieces.
     """
     pieces = [(name, start) for name, size in sizes.items() for start in _pieces(size, piece)]
+
+    def digest_of(place: tuple[str, int]) -> str:
+        name, start = place
+        is_last = start + piece >= sizes[name]
+        return sha256_of(directory / name, start, None if is_last else start + piece)
+
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = pool.map(lambda p: digests.sha256_file(directory / p[0], p[1], piece), pieces)
+        results = pool.map(digest_of, pieces)
         try:
             for (name, start), digest in zip(pieces, results, strict=True):
                 yield name, start, digest

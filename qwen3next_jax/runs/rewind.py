@@ -6,10 +6,10 @@ import jax
 import numpy as np
 
 from qwen3next_jax.data.pipeline import Data
-from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.incidents import Halted
-from qwen3next_jax.runs.preflight import Parent
-from qwen3next_jax.runs.start import start_state
+from qwen3next_jax.runs.first_state import first_state
+from qwen3next_jax.runs.guard_flags import Halted
+from qwen3next_jax.runs.start import Start
+from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursors, after_rewind
@@ -28,9 +28,8 @@ class Rewinder:
         run: ResolvedRun,
         data: Sequence[Data],
         cursors: DataCursors,
-        parent: Parent | None,
-        files: str,
-        checkpoints: Checkpoints,
+        start: Start,
+        checkpoints: CheckpointWriter,
         metrics: MetricsFile,
     ):
         """Makes a rewinder. If the run has no checkpoint, a rewind loads the state of step 0 again.
@@ -40,17 +39,14 @@ class Rewinder:
           data: the training data of every stage.
           cursors: for every stage, the place in the training data at which the stage begins to
             read.
-          parent: the record of the run with which this run began; None if there is none.
-          files: `stamp_hf` of the Hugging Face directory with which this run began; "" if there is
-            none.
+          start: the decision about the start.
           checkpoints: the checkpoints of this run.
           metrics: the file to which the "rewind" event is written.
         """
         self._run = run
         self._data = data
         self._cursors = cursors
-        self._parent = parent
-        self._files = files
+        self._start = start
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._rewinds: dict[int, int] = {}  # step → number of rewinds to it
@@ -80,7 +76,7 @@ class Rewinder:
         if step:
             state = self._checkpoints.restore(step, self._run.abstract_state)
         else:
-            state, _ = start_state(self._run, self._data, self._parent, self._files)
+            state, _ = first_state(self._run, self._data, self._start)
         self._checkpoints.begin(step)
         sharding = state["guards"]["data_offset"].sharding
         state["guards"]["data_offset"] = jax.device_put(np.int32(data_offset), sharding)

@@ -4,44 +4,29 @@ report.html show the events of this file. docs/reference/metrics.md describes th
 
 import json
 import math
-import os
 import pathlib
 import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from qwen3next_jax.common.errors import UserError, warn
-from qwen3next_jax.common.events import iterate_events
-from qwen3next_jax.common.rooms import warn_without
-from qwen3next_jax.common.storage import BucketPath
+from qwen3next_jax.common.errors import warn
+from qwen3next_jax.common.subpackages import warn_without
 from qwen3next_jax.common.version import code_commit
 from qwen3next_jax.config import to_dict
 from qwen3next_jax.model.flops import flops_per_token
+from qwen3next_jax.runs.store.events import Event, EventLog
+from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.sharding.chips import find_chip
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 
-Event = Mapping[str, Any]
 Listener = Callable[[Event], None]
-
-# Events about a process, not about a step. They stay in the file when a run resumes or rewinds and
-# repeats steps.
-HISTORY = (
-    "start",
-    "operators",
-    "stop",
-    "damaged",
-    "rewind",
-    "save_failed",
-    "hook_failed",
-    "changed",
-)
 
 
 class MetricsFile:
@@ -54,48 +39,35 @@ class MetricsFile:
 
     def __init__(
         self,
-        path: pathlib.Path | None,
+        log: EventLog | None,
         steps_before: int,
         listeners: Sequence[Listener] = (),
-        pieces: Any = None,
         repeated: Collection[str] = (),
     ):
         """Opens the file and removes events after step `steps_before`, because this process repeats
-        the steps of these events. Events of the kinds in HISTORY stay. `start` records how many
-        steps are repeated.
+        the steps of these events. Events of the kinds in `store.events.HISTORY` stay. `start`
+        records how many steps are repeated.
 
         Args:
-          path: the path of metrics.jsonl. None on all processes except process 0: then nothing is
-            written and no listener is called.
+          log: writes the lines of metrics.jsonl. None on all processes except process 0: then
+            nothing is written and no listener is called.
           steps_before: number of steps of the run that are already taken.
           listeners: functions that are called with each event.
-          pieces: the pieces of the file, if it is in a bucket.
           repeated: kinds of events that this process writes again for step `steps_before`; these
             are removed as well.
         """
-        self._path, self._listeners = path, tuple(listeners)
-        self._file, self._unwritten, self._pieces = None, b"", pieces
-        if pieces is not None:
-            before = self._remove_events_from_pieces(steps_before, repeated)
-            lost_steps = max(before["step"] - steps_before, 0)
-            self._previous = {"previous_end": before["end"], "lost_steps": lost_steps}
-        elif path is not None:
-            last_step, end = 0, None
-            for _, event in iterate_events(path):
-                end = event.get("time", end)
-                last_step = event["step"] if event["event"] == "train" else last_step
-            lost_steps = max(last_step - steps_before, 0)
-            self._previous = {"previous_end": end, "lost_steps": lost_steps}
-            self._remove_events_after(steps_before, repeated)
+        self._log, self._listeners = log, tuple(listeners)
+        if log is not None:
+            before = log.keep(steps_before, repeated)
+            lost_steps = max(before.step - steps_before, 0)
+            self._previous = {"previous_end": before.end, "lost_steps": lost_steps}
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
-        if self._file is not None:
-            os.close(self._file)
-        if self._pieces is not None:
-            self._pieces.close()
+        if self._log is not None:
+            self._log.close()
         for listener in self._listeners:
             if hasattr(listener, "close"):
                 listener.close()
@@ -109,7 +81,7 @@ class MetricsFile:
             since 1970.
           values: the other fields of the event.
         """
-        if self._path is not None:
+        if self._log is not None:
             self.write(
                 "start",
                 steps_before,
@@ -128,86 +100,28 @@ class MetricsFile:
           step: the step of the event.
           values: the other fields, JSON-ready: floats, ints, text, None, lists and dicts of them.
         """
-        if self._path is None:
+        if self._log is None:
             return
         record = {
             "event": event,
             "step": step,
             "time": round(values.pop("time", time.time()), 3),
         } | _finite_or_text(values)
-        line = json.dumps(record).encode() + b"\n"
-        if self._pieces is not None:
-            self._pieces.append(line)
-        else:
-            self._append(line)
+        self._log.append(json.dumps(record).encode() + b"\n")
         for listener in self._listeners:
             listener(record)
 
     def flush(self) -> None:
-        """Returns when every event so far is in the bucket; a local file has it already."""
-        if self._pieces is not None:
-            self._pieces.flush()
-
-    def _append(self, line: bytes) -> None:
-        has_warned = bool(self._unwritten)
-        self._unwritten += line
-        try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-        except OSError as error:
-            if not has_warned:
-                warn(f"{self._path}: cannot be written ({error.strerror}); trying again later")
+        """Returns when every event so far is on the disk or in the bucket."""
+        if self._log is not None:
+            self._log.flush()
 
     def rewind(self, step: int) -> None:
         """Removes the events after `step`, because the run repeats their steps. Events of the kinds
-        in HISTORY stay.
+        in `store.events.HISTORY` stay.
         """
-        if self._pieces is not None:
-            self._remove_events_from_pieces(step)
-        elif self._path is not None:
-            os.close(self._file)
-            self._remove_events_after(step)
-
-    def _remove_events_from_pieces(self, last_step: int, repeated: Collection[str] = ()) -> Event:
-        """Does what `_remove_events_after` does; returns what `MetricsPieces.keep` returns."""
-        return self._pieces.keep(
-            lambda event: _is_kept(event, last_step, repeated),
-            # Events before this one are about earlier steps.
-            lambda event: event["event"] == "train" and event["step"] <= last_step,
-        )
-
-    def _remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> None:
-        """Rewrites the file without the events after `last_step` and those of `last_step` of the
-        kinds in `repeated`, but with all events of the kinds in HISTORY, and opens it.
-
-        Raises:
-          UserError: the file cannot be written.
-        """
-        temporary = self._path.with_suffix(".tmp")
-        try:
-            with temporary.open("w") as file:
-                file.writelines(
-                    line.rstrip("\n") + "\n"
-                    for line, event in iterate_events(self._path)
-                    if _is_kept(event, last_step, repeated)
-                )
-                file.flush()
-                os.fsync(file.fileno())  # without this, a power failure may leave an empty file
-        except OSError as error:
-            raise UserError(
-                f"{self._path}: cannot be written ({error.strerror}): make room, or give another "
-                "--workdir"
-            ) from error
-        os.replace(temporary, self._path)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-
-
-def _is_kept(event: Event, last_step: int, repeated: Collection[str]) -> bool:
-    """Whether a process that begins after `last_step` keeps an event of the one before it."""
-    if event["event"] in HISTORY:
-        return True
-    is_repeated = event["step"] == last_step and event["event"] in repeated
-    return event["step"] <= last_step and not is_repeated
+        if self._log is not None:
+            self._log.keep(step)
 
 
 def _finite_or_text(value: Any) -> Any:
@@ -294,16 +208,16 @@ class ReportWriter:
     a report would read the whole record over the network, so there is one at the end alone.
     """
 
-    def __init__(self, workdir: pathlib.Path):
-        self._workdir = workdir
+    def __init__(self, workdir: pathlib.Path, at_checkpoints: bool):
+        self._workdir, self._at_checkpoints = workdir, at_checkpoints
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Event) -> None:
         # If the thread is still writing a report, there is no new report at this checkpoint.
         # `close` writes a report at the end of the run in any case.
-        if isinstance(self._workdir, BucketPath):
+        if event["event"] != "checkpoint" or not self._at_checkpoints:
             return
-        if event["event"] == "checkpoint" and not (self._thread and self._thread.is_alive()):
+        if not (self._thread and self._thread.is_alive()):
             self._thread = threading.Thread(target=self._write, name="report", daemon=True)
             self._thread.start()
 
@@ -329,31 +243,25 @@ class ReportWriter:
 
 def open_metrics(
     run: ResolvedRun,
-    workdir: pathlib.Path,
+    store: RunStore,
     steps_before: int,
     display: Listener,
-    lock: Any,
     repeated: Collection[str] = (),
 ) -> MetricsFile:
     """Opens the run's metrics.jsonl, with the display and the loggers of `config.telemetry` as
-    listeners. Only process 0 writes. `lock` is the lock of `workdir`; `repeated` is as in
-    `MetricsFile`.
+    listeners. Only process 0 writes. `repeated` is as in `MetricsFile`.
     """
     if jax.process_index():
         return MetricsFile(None, steps_before)
     listeners: list[Listener] = [display]
-    config = run.config
+    config, workdir = run.config, store.workdir
     if config.telemetry.tensorboard:
         listeners.append(TensorBoard(workdir, steps_before))
     if config.telemetry.wandb:
         project = config.telemetry.wandb
         listeners.append(WeightsAndBiases(project, config.name, to_dict(config), workdir))
-    path, pieces = workdir / "metrics.jsonl", None
-    if isinstance(path, BucketPath):
-        from qwen3next_jax.runs.metrics_pieces import MetricsPieces
-
-        pieces = MetricsPieces(path, lock, config.checkpoint.patience)
-    return MetricsFile(path, steps_before, [*listeners, ReportWriter(workdir)], pieces, repeated)
+    listeners.append(ReportWriter(workdir, at_checkpoints=store.is_quick_to_read))
+    return MetricsFile(store.open_events(), steps_before, listeners, repeated)
 
 
 def describe_environment(mesh: Mesh) -> dict[str, Any]:
@@ -371,7 +279,7 @@ class TensorBoard:
     """Writes the numbers of each event as scalars to WORKDIR/tensorboard, and samples as text."""
 
     def __init__(self, workdir: pathlib.Path, steps_before: int):
-        import tensorboardX  # `preflight` has checked that it is installed
+        import tensorboardX  # `start.decide` has checked that it is installed
 
         self._writer = tensorboardX.SummaryWriter(
             str(workdir / "tensorboard"), purge_step=steps_before + 1
@@ -392,7 +300,7 @@ class WeightsAndBiases:
 
     def __init__(self, project: str, name: str, settings: dict[str, Any], workdir: pathlib.Path):
         """Opens the W&B run `name` of `project`; its page shows the `settings`."""
-        import wandb  # `preflight` has checked that it is installed
+        import wandb  # `start.decide` has checked that it is installed
 
         id_file = workdir / "wandb_id"
         if not id_file.exists():

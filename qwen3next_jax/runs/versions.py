@@ -8,19 +8,21 @@ were trained with another version would give other results without an error, so 
 
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 
 
-def check_versions(where: pathlib.Path, record: Mapping[str, Any], model: ModelConfig) -> None:
+def check_versions(
+    where: pathlib.Path, recorded: Mapping[str, int], code: str, model: ModelConfig
+) -> None:
     """Checks that this code computes the modules of a run's model in the same way as the code that
     trained the run.
 
     Args:
       where: the folder of the record, for messages.
-      record: the content of run.json or dump.json; the keys "versions" and "code" are read.
+      recorded: name of a module → its version, as run.json or dump.json has them.
+      code: the version of the code that trained the run.
       model: the model of the recorded run.
 
     Raises:
@@ -28,10 +30,9 @@ def check_versions(where: pathlib.Path, record: Mapping[str, Any], model: ModelC
     """
     from qwen3next_jax.model.layer_properties import versions
 
-    code = record["code"]
     advice = "use the run with that code, or train anew in another --workdir"
     for name, version in versions(model).items():
-        theirs = record["versions"].get(name, 1)
+        theirs = recorded.get(name, 1)
         require(
             theirs == version,
             f"{where}: its model was trained with version {theirs} of {name} (code {code}), and "

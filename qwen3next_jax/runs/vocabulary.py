@@ -3,7 +3,8 @@
 import pathlib
 from typing import Any
 
-from qwen3next_jax.runs.folder import is_restart_unfinished, trained_run
+from qwen3next_jax.runs.folder import read_folder
+from qwen3next_jax.runs.store import open_store
 
 
 def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = None) -> None:
@@ -26,15 +27,17 @@ def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = N
     data = values.get("data", {})
     if model.get("vocab_size") != 0 or data.get("source", "text") != "text":
         return
-    record = trained_run(workdir) if workdir and not is_restart_unfinished(workdir) else None
+    record = None
+    if workdir and not open_store(workdir).is_restart_unfinished():
+        record = read_folder(workdir).trained_record()
     if record is not None:
-        trained = record["config"]["model"]
+        trained = record.config["model"]
         model["vocab_size"] = trained["vocab_size"]
         model["eos_token_id"] = trained["eos_token_id"]
         return
     # Imported here because these modules take long to load.
     from qwen3next_jax.data.tokens import load_tokenizer
-    from qwen3next_jax.runs.preflight import tokenizer_of_model
+    from qwen3next_jax.runs.facts import tokenizer_of_model
 
     init_from = values.get("train", {}).get("init_from", "")
     tokenizer = load_tokenizer(data.get("tokenizer") or tokenizer_of_model(init_from))

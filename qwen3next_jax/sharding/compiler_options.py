@@ -3,7 +3,7 @@
 With the compiler's defaults, a program for TPU waits for every all-gather of weights, every
 exchange of tokens between experts, and every reduce-scatter of gradients. Some TPUs have sparse
 cores, which can run collectives while the tensor cores compute. These options let the compiler use
-them. docs/notes/2026-11-23-pod-step.md reports the effect of each option.
+them. docs/notes/planner.md reports the effect of each option.
 """
 
 import jax

@@ -41,12 +41,14 @@ def _backward(axis, dim, _, dy):
     bytes. Therefore the second dimension is padded with zeros to a number of tiles that the
     compiler can split.
     """
-    other = dy.ndim - 1 - (dim == dy.ndim - 1)
+    last = dy.ndim - 1
+    other = last - 1 if dim == last else last
     size = padded = dy.shape[other]
     tpu = compile_target().platform == "tpu"
     while tpu and padded % LANES == 0 and _SMOOTH % (padded // LANES):
         padded += LANES
-    padding = [(0, (padded - size) * (i == other)) for i in range(dy.ndim)]
+    padding = [(0, 0)] * dy.ndim
+    padding[other] = (0, padded - size)
     part = jax.lax.psum_scatter(jnp.pad(dy, padding), axis, scatter_dimension=dim, tiled=True)
     return (jax.lax.slice_in_dim(part, 0, size, axis=other),)
 

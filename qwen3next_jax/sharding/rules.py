@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qwen3next_jax.common.errors import did_you_mean
+from qwen3next_jax.common.errors import UserError, did_you_mean
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import MESH_AXES, SliceState
 from qwen3next_jax.ops.blocks import save_for_backward
@@ -345,7 +345,7 @@ def tree_shardings(
       declared: dict from the path of each parameter ("layers/0/mixer/q_proj") to its declaration.
 
     Raises:
-      ValueError: an array of `params` or `opt_state` belongs to no parameter.
+      UserError: an array belongs to no parameter.
     """
 
     def leaf_sharding(path, leaf):
@@ -357,9 +357,10 @@ def tree_shardings(
             spec = slice_state_spec if shared else storage_spec
             return NamedSharding(mesh, spec(parameter, leaf.shape, mesh))
         if leaf.ndim and names[0] != "guards":
-            raise ValueError(
+            raise UserError(
                 f"{path_string(path)}: follows no declared parameter: the path of an array that an "
-                "optimizer keeps for a parameter must end in the path of that parameter"
+                "optimizer or an update rule keeps must end in the path of a parameter, unless it "
+                "is a scalar"
             )
         return NamedSharding(mesh, P())
 

@@ -4,9 +4,9 @@ its data and evaluations exist. It checks all points before any of them starts, 
 
 from qwen3next_jax.common.errors import Mistakes, require
 from qwen3next_jax.config.files import UserInput, find_file
-from qwen3next_jax.runs import unread
-from qwen3next_jax.runs.start import check_without_devices
+from qwen3next_jax.runs.checks import check_without_devices
 from qwen3next_jax.sweeps.points import Point, Sweep
+from qwen3next_jax.training import unused_settings
 
 
 def given_settings(sweep: Sweep, point: Point) -> UserInput:
@@ -16,14 +16,14 @@ def given_settings(sweep: Sweep, point: Point) -> UserInput:
     return UserInput(frozenset(point.overrides), find_file(sweep.base), sweep.base_config)
 
 
-def unread_settings(sweep: Sweep, point: Point) -> dict[str, str]:
+def find_unused(sweep: Sweep, point: Point) -> dict[str, str]:
     """Returns setting → why it has no effect, for each setting that the user gave to a point and
     that has no effect on it.
     """
     given = given_settings(sweep, point)
     found: dict[str, str] = {}
-    for find in (unread.unread, unread.unread_by_layers):
-        found |= unread.find_refused(point.config, given, find)
+    for find in (unused_settings.find_unused, unused_settings.find_unused_in_layers):
+        found |= unused_settings.find_refused(point.config, given, find)
     return found
 
 
@@ -38,8 +38,8 @@ def check_settings(sweep: Sweep) -> None:
     mistakes = Mistakes()
     for point in sweep.points:
         with mistakes.collect(f"point {point.name}"):
-            unread.check_targets(point.config)
-        found[point.name] = unread_settings(sweep, point)
+            unused_settings.check_targets(point.config)
+        found[point.name] = find_unused(sweep, point)
     for point in sweep.points:
         for name, why in found[point.name].items():
             setting = name.partition("[")[0]

@@ -390,7 +390,7 @@ def _steps_of_flops(config: Config, flops: float, where: str) -> int:
     Raises:
       UserError: that is less than half a step, or the run has stages.
     """
-    from qwen3next_jax.runs.costs import model_size  # loads JAX, as in `_matching_width`
+    from qwen3next_jax.sweeps.costs import model_size  # loads JAX, as in `_matching_width`
 
     train = config.train
     if train.stages:
@@ -513,7 +513,7 @@ def _matching_width(
     """
     # This import loads JAX, which takes time. It is here so that mistakes in the sweep file are
     # reported without that delay.
-    from qwen3next_jax.runs.costs import model_size
+    from qwen3next_jax.sweeps.costs import model_size
 
     name = "moe_intermediate_size" if model.has_experts else "intermediate_size"
 

@@ -11,7 +11,7 @@ from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.common.storage import write_whole
 from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
-from qwen3next_jax.runs.costs import count_costs
+from qwen3next_jax.sweeps.costs import count_costs
 from qwen3next_jax.sweeps.learning_rates import Best, best_along_x
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (

@@ -22,7 +22,7 @@ from qwen3next_jax.common.metrics import (
     evaluation_of_event,
     metric_values_of_event,
 )
-from qwen3next_jax.runs.costs import count_costs
+from qwen3next_jax.sweeps.costs import count_costs
 from qwen3next_jax.sweeps.points import Point, Sweep
 
 

@@ -12,7 +12,6 @@ setting, a diverged run, a full disk), the runner does not start the point again
 failed.
 """
 
-import fcntl
 import functools
 import json
 import os
@@ -21,17 +20,16 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError, check_format, require
-from qwen3next_jax.common.storage import BucketPath, write_whole
-from qwen3next_jax.runs.lease import Lease
-from qwen3next_jax.sweeps.check import unread_settings
+from qwen3next_jax.common.storage import write_whole
+from qwen3next_jax.sweeps.check import find_unused
+from qwen3next_jax.sweeps.folder import open_folder
 from qwen3next_jax.sweeps.points import FORMAT, Point, Sweep, as_text, check_unchanged, manifest
 from qwen3next_jax.sweeps.results import is_done
 
@@ -43,7 +41,7 @@ def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[s
     """Returns the arguments with which `qwen3next train` runs this point."""
     settings = [f"--config.{name}={as_text(value)}" for name, value in point.overrides.items()]
     # A setting without effect on this point has an effect on others (`check.check_settings`).
-    allowed = ["--allow-unread"] if unread_settings(sweep, point) else []
+    allowed = ["--allow-unused"] if find_unused(sweep, point) else []
     return [
         f"--config={sweep.base}",
         *settings,
@@ -156,7 +154,7 @@ class Runner:
         self.starts: dict[str, int] = {}
         self.failed: dict[str, str] = {}
         self._stopping = False
-        self._logs = tempfile.TemporaryDirectory()
+        self._folder = open_folder(workdir)
 
     def run(self) -> int:
         """Runs the points that are not done.
@@ -168,14 +166,11 @@ class Runner:
         Raises:
           UserError: another runner holds the lock of the folder.
         """
-        if isinstance(self.workdir, BucketPath):
-            with Lease(self.workdir, self.workdir.patience) as lease:
-                lease.run_locked(lambda: None)
-                return self._run(os.open(os.devnull, os.O_RDONLY))
-        return self._run(self._lock())
+        with self._folder.locked() as descriptors:
+            return self._run(descriptors)
 
-    def _run(self, lock: int) -> int:
-        """Does the work of `run`, and closes the file descriptor `lock`."""
+    def _run(self, lock: Sequence[int]) -> int:
+        """Does the work of `run`. `lock`: file descriptors that the points' processes inherit."""
         handlers = {
             number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)
         }
@@ -192,7 +187,6 @@ class Runner:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             self.on_point_end(self.failed)
-            os.close(lock)
         if self._stopping:
             left = sum(not self._is_done(point) for point in self.sweep.points)
             self.log(
@@ -206,26 +200,11 @@ class Runner:
         config = point.config
         return is_done(point_folder(self.workdir, point), config.train.steps, config.eval.suites)
 
-    def _lock(self) -> int:
-        """Locks the folder and returns the file descriptor of the lock. The processes of the points
-        inherit it, so the folder stays locked as long as any of them runs, even if this process is
-        killed.
-        """
-        descriptor = os.open(self.workdir / "lock", os.O_CREAT | os.O_RDWR)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"{self.workdir}: another runner, or a point it left, is at work there: wait for "
-                "it or stop it"
-            ) from error
-        return descriptor
-
-    def _start(self, point: Point, lock: int) -> None:
+    def _start(self, point: Point, lock: Sequence[int]) -> None:
         """Starts a process for `point`, which appends its output to the point's log and inherits
-        the file descriptor `lock`.
+        the file descriptors `lock`.
         """
-        path = self._log_path(point)
+        path = self._folder.log_of(point.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         train = [str(TRAIN)] if TRAIN.exists() else ["-m", "qwen3next_jax", "train"]
         self.starts[point.name] = self.starts.get(point.name, 0) + 1
@@ -237,7 +216,7 @@ class Runner:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=(lock,),
+                pass_fds=lock,
                 preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
         self.running[point.name] = _Running(point, process, time.monotonic(), size)
@@ -245,12 +224,6 @@ class Runner:
             process.terminate()
         start = self.starts[point.name]
         self.log(f"{point.name}: started" + (f" (start {start})" if start > 1 else ""))
-
-    def _log_path(self, point: Point) -> pathlib.Path:
-        """Returns the local file for the output of a point."""
-        if isinstance(self.workdir, BucketPath):  # uploaded when the point ends
-            return pathlib.Path(self._logs.name) / point.name / "log.txt"
-        return point_folder(self.workdir, point) / "log.txt"
 
     def _collect_ended(self) -> list[Point]:
         """Removes ended processes from `running`. Returns the points to restart."""
@@ -260,9 +233,7 @@ class Runner:
             if code is None:
                 continue
             del self.running[ended.point.name]
-            if isinstance(self.workdir, BucketPath):
-                target = point_folder(self.workdir, ended.point) / "log.txt"
-                target.upload(self._log_path(ended.point))
+            self._folder.keep_log(ended.point.name)
             if self._must_restart(ended, code):
                 again.append(ended.point)
             self.on_point_end(self.failed)
@@ -285,7 +256,7 @@ class Runner:
             return False
         if (code >= 0 and code not in RESTARTED) or self.starts[name] > self.retries:
             path = point_folder(self.workdir, ended.point) / "log.txt"
-            self.failed[name] = _last_line(self._log_path(ended.point), ended.log_size)
+            self.failed[name] = _last_line(self._folder.log_of(name), ended.log_size)
             self.log(
                 f"{name}: failed with exit code {code}: {self.failed[name]} (all of it: {path})"
             )

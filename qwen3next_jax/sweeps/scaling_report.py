@@ -83,7 +83,7 @@ def tables(scaling: Scaling) -> dict[str, tuple[list[str], list[list[str]]]]:
     optima = [
         [
             f"{o.flops:.3g}",
-            _text(o.size, ".3g") + " (end of the search)" * o.at_end,
+            f"{_text(o.size, '.3g')} (end of the search)" if o.at_end else _text(o.size, ".3g"),
             _text(o.tokens, ".3g"),
             _text(o.loss, ".4f"),
         ]

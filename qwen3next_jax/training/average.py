@@ -18,6 +18,7 @@ The entry "ema" of the train state, if `train.ema` is not 0, has these entries:
     updates  int32, the number t of updates that the average counts
 """
 
+import dataclasses
 import math
 from collections.abc import Container
 from typing import Any
@@ -26,40 +27,40 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
+from qwen3next_jax.config import Config
+from qwen3next_jax.training.parameter_groups import ParameterGroups
+from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 
 
-def init_average(params: dict, frozen_paths: Container[str]) -> dict[str, Any]:
-    """Returns the entry "ema" before the first update; its average is a copy of `params`.
+@dataclasses.dataclass(frozen=True)
+class MovingAverage(UpdateRule):
+    """Keeps the entry "ema" of the train state.
 
-    Args:
-      params: all parameters.
-      frozen_paths: the paths of those that are frozen as a whole.
-    """
-    average = jax.tree.map(jnp.copy, without_paths(params, frozen_paths))
-    return {"average": average, "updates": jnp.zeros((), jnp.int32)}
-
-
-def update_average(
-    ema: dict[str, Any], decay: float, params: dict, skip: jax.Array
-) -> dict[str, Any]:
-    """Returns the entry "ema" after an update.
-
-    Args:
-      ema: the entry before the update.
+    Attributes:
       decay: `train.ema`, above 0 and below 1.
-      params: all parameters after the update.
-      skip: whether the update was skipped; the entry then stays as it is.
+      frozen_paths: the paths of the parameters that are frozen as a whole.
     """
-    updates = ema["updates"] + ~skip
-    # -expm1(t log d) is 1 - d^t, without the cancellation for a d near 1.
-    weight = (1 - decay) / -jnp.expm1(jnp.maximum(updates, 1) * math.log(decay))
-    params = leaves_by_path(params)
 
-    def updated(path: str, e: jax.Array) -> jax.Array:
-        return jnp.where(skip, e, e + weight * (params[path] - e))
+    decay: float
+    frozen_paths: frozenset[str]
 
-    average = map_leaves(updated, ema["average"])
-    return {"average": average, "updates": updates}
+    def init(self, params: dict) -> dict[str, Any]:
+        average = jax.tree.map(jnp.copy, without_paths(params, self.frozen_paths))
+        return {"ema": {"average": average, "updates": jnp.zeros((), jnp.int32)}}
+
+    def apply(self, step: StepInput, after: dict, metrics: dict) -> tuple[dict, dict]:
+        updates, params = after["ema"]["updates"] + 1, leaves_by_path(after["params"])
+        # -expm1(t log d) is 1 - d^t, without the cancellation for a d near 1.
+        weight = (1 - self.decay) / -jnp.expm1(updates * math.log(self.decay))
+        average = map_leaves(
+            lambda path, e: e + weight * (params[path] - e), after["ema"]["average"]
+        )
+        return after | {"ema": {"average": average, "updates": updates}}, metrics
+
+
+def rule(config: Config, groups: ParameterGroups) -> MovingAverage | None:
+    """Returns the rule of the average; None without `train.ema`."""
+    return MovingAverage(config.train.ema, groups.frozen_paths) if config.train.ema else None
 
 
 def averaged_params(params: dict, ema: dict[str, Any]) -> dict:

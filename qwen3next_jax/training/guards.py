@@ -129,27 +129,25 @@ def check(
         "data_offset": guards["data_offset"],
     }
     flags = (
-        NON_FINITE * ~finite
-        + SPIKE * spike
-        + SKIPPED * skip
-        + HALTED * (was_halted | halts)
-        + NO_TARGETS * jnp.logical_not(has_targets)
-    ).astype(jnp.int32)
-    return (
-        skip,
-        new,
-        {
-            "flags": flags,
-            "loss_z": loss_z,
-            "grad_norm_z": grad_norm_z,
-            "skipped": new["skipped"],
-        },
+        _flag(NON_FINITE, ~finite)
+        | _flag(SPIKE, spike)
+        | _flag(SKIPPED, skip)
+        | _flag(HALTED, was_halted | halts)
+        | _flag(NO_TARGETS, jnp.logical_not(has_targets))
     )
+    metrics = {"flags": flags, "loss_z": loss_z, "grad_norm_z": grad_norm_z}
+    return skip, new, metrics | {"skipped": new["skipped"]}
+
+
+def _flag(bit: int, is_set: jax.Array) -> jax.Array:
+    return jnp.where(is_set, jnp.int32(bit), jnp.int32(0))
 
 
 def keep_if(skip: jax.Array, old: dict, new: dict) -> dict:
-    """Returns the tree `old` if `skip` is true, else the tree `new`. `skip` is a traced bool."""
-    return jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
+    """Returns the tree `old` if `skip` is true, else the tree `new`. `skip` is a traced bool. An
+    array that both trees share stays as it is: the choice would copy it.
+    """
+    return jax.tree.map(lambda a, b: a if a is b else jnp.where(skip, a, b), old, new)
 
 
 def _robust_z(value: jax.Array, window_W: jax.Array, min_median: float) -> jax.Array:

@@ -12,38 +12,38 @@ file to loss.
     loop     `Trainer.train`, below, repeats: read the next batch, do the step, call the hooks.
 
 `resolve.resolve_run` resolves the configuration for a mesh once; the functions here read what they
-need from its result, a `ResolvedRun`. Everything that a run does besides its steps (evaluation,
-samples, checkpoints, diagnostics, metrics, display, profiler, watchdog) is a hook. `runs.train`
-registers the hooks; this file names none of them.
+need from its result, a `ResolvedRun`. What changes the train state beside the optimizer is an
+update rule (`update_rules`), and what a run does besides its steps (evaluation, samples,
+checkpoints, diagnostics, metrics, display, profiler, watchdog) is a hook (`hooks`). `resolve` makes
+the rules, `runs.train` registers the hooks; this file names none of them.
 
 Letters: B batch, T time.
 """
 
-import dataclasses
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qwen3next_jax.common.errors import ExitCode, UserError, error_message
 from qwen3next_jax.data.pipeline import Data
-from qwen3next_jax.model.multi_token_prediction import target_weights
-from qwen3next_jax.ops.implementations import Decision, trace_and_record
+from qwen3next_jax.ops.implementations import trace_and_record
 from qwen3next_jax.sharding.batch_layout import BatchLayout
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.training import guards
-from qwen3next_jax.training.average import update_average
-from qwen3next_jax.training.diagnostics import norms_by_layer
-from qwen3next_jax.training.gradients import Batch, make_gradients
-from qwen3next_jax.training.indexer import keep_indexers
-from qwen3next_jax.training.loss import total_loss
-from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from qwen3next_jax.training.clock import Clock
+from qwen3next_jax.training.gradients import Batch, gradient_norms, make_gradients
+from qwen3next_jax.training.hooks import (
+    Hook,
+    Metrics,
+    RegisteredHook,
+    StepInfo,
+    stop_at_hook_error,
+)
+from qwen3next_jax.training.loss import token_metrics, total_loss
+from qwen3next_jax.training.optimizer import learning_rate_schedule
 from qwen3next_jax.training.resolve import ResolvedRun
-from qwen3next_jax.training.router_bias import balance_by_quantile, update_router_bias
 from qwen3next_jax.training.stages import (
     DataCursor,
     DataCursors,
@@ -51,9 +51,10 @@ from qwen3next_jax.training.stages import (
     offset_in_next_stage,
     stage_number,
 )
-from qwen3next_jax.training.state import State, join_opt_state, split_opt_state
+from qwen3next_jax.training.state import State
+from qwen3next_jax.training.update import make_update
+from qwen3next_jax.training.update_rules import StepInput, apply_rule
 
-Metrics = dict[str, Any]
 TrainStep = Callable[[State, Batch], tuple[State, Metrics]]
 
 # ---- Step
@@ -65,7 +66,7 @@ def make_train_step(
     """Makes the jitted update step of `stage`.
 
     Args:
-      run: the model, the mesh, and the settings of the run.
+      run: the model, the mesh, the update rules, and the settings of the run.
       stage: the settings of the stage.
       loss: a function with the arguments and results of `loss.total_loss`.
 
@@ -76,108 +77,47 @@ def make_train_step(
         batch: "tokens" and "segment_ids", int32 [B, T], with `run.batch_sharding`; from some
           sources of data also "target_mask", bool [B, T], "loss_weights", float32 [B, T], or
           "expert_ids", int16 [B, T, layers, A] (see `loss.total_loss`).
-        metrics: the parts of the loss (`loss.total_loss`), the metrics of the guards
-          (`guards.check`), learning_rate, tokens and grad_norm (before clipping), all scalars;
-          target_share, the share of tokens that the loss counts, if the batch has loss_weights;
-          indexer_loss_weight, if an indexer is trained;
-          expert_load [layers with experts, experts]; grad_norms (`norms_by_layer` of the gradients
-          before clipping).
+        metrics: the parts of the loss (`loss.total_loss`), among them expert_load [layers with
+          experts, experts]; the metrics of `guards.check`, `loss.token_metrics` and
+          `gradients.gradient_norms`; learning_rate; and those of the update rules. All are scalars
+          where no shape is given.
     """
     gradients = make_gradients(run, stage, loss)
     schedule = learning_rate_schedule(stage.optimizer, stage.train.steps, stage.schedule_start)
-    assignment = run.assignment
-    optimizer = make_optimizer(
-        stage.optimizer,
-        assignment.parameters,
-        schedule,
-        run.compute_mesh,
-        assignment.learning_rate_factors,
-        assignment.weight_decays,
-    )
-    guard_config = run.config.guards
-    shares_updates = run.update_shardings != run.main_shardings
+    update = make_update(run, stage, schedule)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        # Compute the gradients of the whole batch, one micro-batch after another.
-        grads, loss_parts, counts, row_grads = gradients(state["params"], batch)
-        grad_norm = optax.tree.norm((grads, {n: g.rows for n, g in row_grads.items()}))
+        # Gradients of the whole batch, one micro-batch after another
+        grads, loss_parts, counts = gradients(state["params"], batch)
+        norms = gradient_norms(run, state["params"], grads)
 
-        # The guards decide whether the update is skipped.
+        # Guards: they decide whether this step's update is skipped.
         skip, guard_state, guard_metrics = guards.check(
-            guard_config,
+            run.config.guards,
             state["guards"],
             loss_parts["total_loss"],
-            grad_norm,
+            norms["grad_norm"],
             counts.has_targets,
         )
 
-        # The main optimizer applies clipping, its direction, weight decay and the learning rate.
-        before = assignment.main(state["params"])
-        old_opt_state, tables_state = split_opt_state(state["opt_state"], assignment)
-        updates, opt_state = optimizer.update(grads, old_opt_state, before)
-        if shares_updates:  # each slice computes a part of the updates; then all get all parts
-            updates = jax.lax.with_sharding_constraint(updates, run.update_shardings)
-            updates = jax.lax.with_sharding_constraint(updates, run.main_shardings)
-        after = optax.apply_updates(before, updates)
-        after = balance_routers(state["params"], after, loss_parts)
-        if stage.train.indexer_training == "frozen":
-            after = keep_indexers(run.model, before, after)
-        after = assignment.keep_frozen_parts(before, after)
-        # The optimizer, and so the schedule, counts only the steps that were not skipped.
+        # Optimizer: clipping, direction, weight decay, learning rate. The learning rate follows
+        # the number of updates, which are the steps that were not skipped.
         learning_rate = schedule(state["step"] - state["guards"]["skipped"])
-        opt_state, after = guards.keep_if(skip, (old_opt_state, before), (opt_state, after))
-
-        tables = {}
-        if assignment.tables:  # lazy AdamW updates the rows of its tables that the batch uses
-            from qwen3next_jax.training import lazy_rows
-
-            tables, tables_state = lazy_rows.update(
-                run.model,
-                stage.optimizer,
-                assignment.tables,
-                assignment.of_tables(state["params"]),
-                tables_state,
-                row_grads,
-                learning_rate,
-                skip,
-                run.compute_mesh,
-            )
-
-        metrics = loss_parts | guard_metrics
-        metrics |= {
-            "grad_norm": grad_norm,
-            "grad_norms": norms_by_layer(run.model, assignment.with_zeros(state["params"], grads)),
-            "tokens": counts.tokens,
-            "learning_rate": learning_rate,
-        }
-        if "loss_weights" in batch:
-            metrics["target_share"] = (target_weights(batch, 1) > 0).sum() / counts.tokens
-        if "indexer_loss" in loss_parts:
-            metrics["indexer_loss_weight"] = stage.train.indexer_loss_weight
-        new_state = {
-            "params": assignment.replace(state["params"], after, tables),
-            "opt_state": join_opt_state(opt_state, tables_state, assignment),
+        params, opt_state = update(grads, state["params"], state["opt_state"], learning_rate, skip)
+        after = state | {
+            "params": params,
+            "opt_state": opt_state,
             "step": state["step"] + 1,
             "guards": guard_state,
         }
-        if stage.train.ema:
-            new_state["ema"] = update_average(
-                state["ema"], stage.train.ema, new_state["params"], skip
-            )
-        return new_state, metrics
+        metrics = loss_parts | guard_metrics | norms | token_metrics(batch, counts)
+        metrics["learning_rate"] = learning_rate
 
-    def balance_routers(params: dict, after: dict, loss_parts: dict) -> dict:
-        """Returns the arrays of the main optimizer `after` its update with the routers' biases
-        changed as the load of the experts asks for. `params`: all parameters before the update.
-        """
-        params = assignment.replace(params, after)
-        if stage.train.router_bias_update == "quantile":
-            params = balance_by_quantile(run.model, params, loss_parts.pop("required_bias"))
-        else:
-            params = update_router_bias(
-                run.model, params, loss_parts.get("expert_load"), stage.train.router_bias_rate
-            )
-        return assignment.main(params)
+        # Rules: they change what no gradient changes.
+        step = StepInput(stage, batch, before=state)
+        for rule in run.rules:
+            after, metrics = apply_rule(rule, step, after, metrics, skip)
+        return after, metrics
 
     replicated = NamedSharding(run.mesh, PartitionSpec())
     return jax.jit(
@@ -189,163 +129,7 @@ def make_train_step(
     )
 
 
-# ---- Hooks
-
-
-@dataclasses.dataclass(frozen=True)
-class StepInfo:
-    """What a hook is told about a step. Hooks are called with it when the step has ended.
-
-    Attributes:
-      step: the number of steps of the run so far, including this one.
-      stage: the stage that the step belongs to.
-      state: the train state after the step. The next step donates it, so a hook has to copy the
-        values that it needs later.
-      batch: the batch of the step.
-      metrics: the step's metrics (see `make_train_step`), on the devices.
-      ends_stage: whether this is the last step of the stage.
-      stopping: whether the run ends after this step because `Trainer.stop` was called.
-    """
-
-    step: int
-    stage: ResolvedStage
-    state: State
-    batch: Batch
-    metrics: Metrics
-    ends_stage: bool
-    stopping: bool
-
-
-class Hook:
-    """Base class for what a run does besides its steps. A subclass overrides the methods for the
-    moments at which it acts. A plain function of a `StepInfo` is a hook as well.
-    """
-
-    def __call__(self, info: StepInfo) -> None:
-        """Called after each step for which the hook is due (see `Trainer.add_hook`), when the step
-        has ended. The run's clock is paused, so that the hook does not count as training time.
-        """
-
-    def stage_begins(self, step: int, stage: ResolvedStage, cursor: DataCursor) -> None:
-        """Called before `step`, which is the first step of a stage, or the first step after a start
-        or a rewind. `step` may take longer than others, because its function may have to be
-        compiled.
-        """
-
-    def before_batch(self, step: int) -> None:
-        """Called before the batch of `step` is read."""
-
-    def before_step(self, step: int, pending: Metrics) -> None:
-        """Called before `step`, after its batch was read. `pending` holds the metrics of the step
-        before it, whose arrays the devices may still be computing; {} before the first step after a
-        start or a rewind.
-        """
-
-    def step_traced(self, step: int, decisions: Sequence[Decision]) -> None:
-        """Called when the function of a stage's steps has been traced and is not compiled yet.
-        `step` is the next step; `decisions` say what runs each operator, and why.
-        """
-
-    def after_dispatch(self, step: int, pending: Metrics) -> None:
-        """Called when `step` was sent to the devices. `pending` holds its metrics, whose arrays the
-        devices are still computing.
-        """
-
-    def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
-        """Called once for every step, when it has ended. Usually the devices are then already
-        computing the next step. `metrics` are the metrics of `step`. `state` is the newest train
-        state, which may be the one after the next step.
-        """
-
-
-@dataclasses.dataclass(frozen=True)
-class _Registered:
-    """A hook with the arguments of `Trainer.add_hook`."""
-
-    hook: Hook | Callable[[StepInfo], None]
-    name: str
-    every: tuple[int, ...]
-    at_stage_end: bool
-    at_stop: bool
-    after_stop: bool
-    required: bool
-
-    def is_due(self, step: int, ends_stage: bool, stopping: bool) -> bool:
-        """Whether the hook is called after `step`."""
-        return (
-            any(period and step % period == 0 for period in self.every)
-            or (self.at_stage_end and ends_stage)
-            or (self.at_stop and stopping)
-        )
-
-
-def stop_at_hook_error(name: str, step: int, error: Exception) -> None:
-    """Raises a UserError whose message says in one line which hook failed, after which step, and
-    why. This is the default of `Trainer`'s argument `on_hook_error`.
-    """
-    raise UserError(
-        f"{describe_hook_error(name, step, error)}: correct it, or set train.on_hook_error = "
-        "'continue' to train on without it",
-        getattr(error, "exit_code", ExitCode.CRASHED),
-    ) from error
-
-
-def describe_hook_error(name: str, step: int, error: Exception) -> str:
-    """Returns a part of a message: which hook failed after which step, the error, and the file and
-    line that raised it.
-    """
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    kind = type(error).__name__
-    return (
-        f"the hook {name} failed after step {step} ({kind}: {error_message(error)}; "
-        f"{frame.filename}, line {frame.lineno})"
-    )
-
-
 # ---- Loop
-
-
-class Clock:
-    """Measures how long steps take, without the time that hooks take. Steps are measured in laps: a
-    lap is one measurement over several steps.
-
-    Attributes:
-      data_wait: the seconds of the current lap during which the loop waited for batches.
-    """
-
-    def __init__(self):
-        self._since = time.perf_counter()
-        self._paused_at: float | None = None
-        self._last_step = 0
-        self.data_wait = 0.0
-
-    def restart(self, step: int) -> None:
-        """Begins a new lap now. `step` is the last step that has ended."""
-        self._since = time.perf_counter()
-        self._last_step = step
-        self.data_wait = 0.0
-
-    def lap(self, step: int) -> tuple[int, float, float]:
-        """Ends the lap now, and begins the next one. `step` is the last step that has ended.
-
-        Returns:
-          (steps, seconds, seconds of waiting for data) of the lap that ended.
-        """
-        now = time.perf_counter() if self._paused_at is None else self._paused_at
-        lap = (step - self._last_step, now - self._since, self.data_wait)
-        self._since = now
-        self._last_step = step
-        self.data_wait = 0.0
-        return lap
-
-    def pause(self) -> None:
-        """Stops the clock until `resume`."""
-        self._paused_at = time.perf_counter()
-
-    def resume(self) -> None:
-        """Starts the clock again after `pause`."""
-        self._since += time.perf_counter() - self._paused_at
-        self._paused_at = None
 
 
 class Trainer:
@@ -386,7 +170,7 @@ class Trainer:
         self._cursors = cursors
         self._make_step = make_step
         self._on_hook_error = on_hook_error
-        self._hooks: list[_Registered] = []
+        self._hooks: list[RegisteredHook] = []
         self._stopping = False
 
     def add_hook(
@@ -425,7 +209,7 @@ class Trainer:
             name = f"{named.__module__}:{named.__qualname__}"
         periods = (every,) if isinstance(every, int) else tuple(every)
         self._hooks.append(
-            _Registered(hook, name, periods, at_stage_end, at_stop, after_stop, required)
+            RegisteredHook(hook, name, periods, at_stage_end, at_stop, after_stop, required)
         )
 
     def stop(self) -> None:
@@ -555,7 +339,7 @@ class Trainer:
                 self._call(registered, getattr(registered.hook, method), step, step, *arguments)
 
     def _call(
-        self, registered: _Registered, function: Callable, step: int, *arguments: Any
+        self, registered: RegisteredHook, function: Callable, step: int, *arguments: Any
     ) -> None:
         """Calls a method of a hook, or the hook itself. An error in a required hook is raised;
         other errors go to `on_hook_error`.

@@ -111,6 +111,16 @@ def count_targets(
     )
 
 
+def token_metrics(batch: dict[str, jax.Array], counts: Counts) -> dict[str, jax.Array]:
+    """Returns the metrics tokens, the number of tokens of a batch without padding; and, if the
+    batch has loss_weights, target_share, the share of these tokens that the loss counts.
+    """
+    metrics = {"tokens": counts.tokens}
+    if "loss_weights" in batch:
+        metrics["target_share"] = (target_weights(batch, 1) > 0).sum() / counts.tokens
+    return metrics
+
+
 def expert_load(features: Features, config: ModelConfig, counts: Counts) -> jax.Array:
     """Returns each expert's share of all choices of experts in the whole batch, times E: [L, E].
     All entries are 1 if the load is perfectly balanced. The results of a batch's micro-batches sum
@@ -232,9 +242,9 @@ def _per_layer(features: Features, counts: Counts, name: str) -> jax.Array:
     tokens of the whole batch. The layer of the MTP module is last. `name`: a key of
     `Features.router`.
     """
-    tokens = [counts.tokens] * bool(features.router) + [counts.mtp_tokens] * bool(
-        features.mtp_router
-    )
+    tokens = [counts.tokens] if features.router else []
+    if features.mtp_router:
+        tokens.append(counts.mtp_tokens)
     return jnp.concatenate([x / n for x, n in zip(_summed(features, name), tokens, strict=True)])
 
 

@@ -5,20 +5,22 @@ the result.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from qwen3next_jax.common.errors import require
-from qwen3next_jax.config import Config, ModelConfig
+from qwen3next_jax.common.errors import UserError, error_message, require
+from qwen3next_jax.config import Config, ModelConfig, registry
 from qwen3next_jax.model.layer_properties import split_sizes
 from qwen3next_jax.sharding.mesh import check_divides, compute_mesh
 from qwen3next_jax.sharding.rules import SLICE, batch_sharding, num_shards, tree_shardings
-from qwen3next_jax.training import state
-from qwen3next_jax.training.assignment import Assignment, assign
+from qwen3next_jax.training import average, indexer, parameter_groups, router_bias, state
+from qwen3next_jax.training.parameter_groups import ParameterGroups, make_parameter_groups
 from qwen3next_jax.training.stages import ResolvedStage, resolve_stages
 from qwen3next_jax.training.state import State, abstract_model, abstract_train_state
+from qwen3next_jax.training.update_rules import UpdateRule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +32,8 @@ class ResolvedRun:
       mesh: the devices of the run.
       stages: the stages of the run in order.
       graphdef: the model without its parameters.
-      assignment: by what each parameter is trained.
+      groups: the groups of the parameters: main, tables of lazy AdamW, frozen.
+      rules: the update rules, in the order in which they act.
       abstract_state: the train state as `jax.ShapeDtypeStruct`s with shardings.
     """
 
@@ -38,7 +41,8 @@ class ResolvedRun:
     mesh: Mesh
     stages: tuple[ResolvedStage, ...]
     graphdef: nnx.GraphDef
-    assignment: Assignment
+    groups: ParameterGroups
+    rules: tuple[UpdateRule, ...]
     abstract_state: State
 
     @property
@@ -68,8 +72,8 @@ class ResolvedRun:
 
     @functools.cached_property
     def main_shardings(self) -> dict:
-        """The sharding of the parameters that the main optimizer trains (`Assignment.main`)."""
-        return tree_shardings(self.abstract_main, self.assignment.parameters, self.mesh)
+        """The sharding of the main group of the parameters (`ParameterGroups.main`)."""
+        return tree_shardings(self.abstract_main, self.groups.parameters, self.mesh)
 
     @functools.cached_property
     def update_shardings(self) -> dict:
@@ -78,13 +82,13 @@ class ResolvedRun:
         """
         moments = {"opt_state": self.abstract_main}
         slice_state = self.config.parallel.slice_state
-        parameters = self.assignment.parameters
+        parameters = self.groups.parameters
         return tree_shardings(moments, parameters, self.mesh, slice_state)["opt_state"]
 
     @functools.cached_property
     def abstract_main(self) -> dict:
         """These parameters as `jax.ShapeDtypeStruct`s without shardings."""
-        return jax.eval_shape(self.assignment.main, self.abstract_state["params"])
+        return jax.eval_shape(self.groups.main, self.abstract_state["params"])
 
     def init_state(self, params: dict | None = None) -> State:
         """Returns the train state before the first step. Its parameters are `params`, or random
@@ -95,7 +99,8 @@ class ResolvedRun:
         return state.init_state(
             config.model,
             config.optimizer,
-            self.assignment,
+            self.groups,
+            self.rules,
             config.guards,
             self.state_shardings,
             config.train.seed,
@@ -108,8 +113,8 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
 
     Raises:
       UserError: the settings of a stage are not valid, or a size is not divisible by the axes of
-        the mesh that split it, or `train.freeze` or `optimizer.groups` is not valid, or
-        lazy AdamW would update tables on several slices.
+        the mesh that split it, or `train.freeze`, `optimizer.groups` or `train.update_rules` is not
+        valid, or lazy AdamW would update tables on several slices.
     """
     stages = resolve_stages(config)
     for stage in stages:
@@ -121,19 +126,63 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
             *split_sizes(config.model),
         )
     graphdef, _ = abstract_model(config.model)
-    assignment = assign(config.model, config.train.freeze, config.optimizer)
+    groups = make_parameter_groups(config.model, config.train.freeze, config.optimizer)
     require(
-        not (assignment.tables and num_shards(mesh, SLICE) > 1),
+        not (groups.tables and num_shards(mesh, SLICE) > 1),
         "optimizer.ngram_table = 'lazy_adamw' on several slices: each slice would update other "
         "rows of the table: expected 'adamw', or parallel.mesh.slice = 1",
     )
+    rules = make_update_rules(config, groups)
     abstract_state = abstract_train_state(
         config.model,
         config.optimizer,
-        assignment,
+        groups,
+        rules,
         config.guards,
         mesh,
         config.parallel.slice_state,
-        has_average=config.train.ema > 0,
     )
-    return ResolvedRun(config, mesh, stages, graphdef, assignment, abstract_state)
+    return ResolvedRun(config, mesh, stages, graphdef, groups, rules, abstract_state)
+
+
+def make_update_rules(config: Config, groups: ParameterGroups) -> tuple[UpdateRule, ...]:
+    """Makes the update rules of a run, in the order in which they act. Rules of a user's own come
+    before the one that keeps frozen parameters, and before the average, which then sees what they
+    changed.
+
+    Raises:
+      UserError: `train.update_rules` is not valid.
+    """
+    rules = [
+        router_bias.rule(config, groups),
+        indexer.rule(config, groups),
+        *_own_rules(config, groups),
+        parameter_groups.rule(config, groups),
+        average.rule(config, groups),
+    ]
+    return tuple(rule for rule in rules if rule is not None)
+
+
+def _own_rules(config: Config, groups: ParameterGroups) -> Iterator[UpdateRule]:
+    """Makes the rules that the setting `train.update_rules` names.
+
+    Raises:
+      UserError: a rule cannot be imported or made, or is no `UpdateRule`.
+    """
+    for name in config.train.update_rules:
+        make = registry.resolve({}, name, "train.update_rules")
+        try:
+            rule = make(config, groups)
+        except UserError:
+            raise
+        except Exception as error:  # a user's code can raise anything
+            raise UserError(
+                f"train.update_rules = {name!r}: calling it with (config, groups) failed "
+                f"({type(error).__name__}: {error_message(error)}): correct it"
+            ) from error
+        require(
+            isinstance(rule, UpdateRule),
+            f"train.update_rules = {name!r} returned {type(rule).__name__}: expected a "
+            "training.update_rules.UpdateRule",
+        )
+        yield rule

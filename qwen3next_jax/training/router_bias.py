@@ -1,5 +1,5 @@
-"""Updates the router biases, which balance the load of the experts without a balance loss. Both
-updates depend on the choices of the batch's tokens, and on no gradient.
+"""The update rules of router biases, which balance the load of the experts without a balance loss
+(`train.router_bias_update`). Both depend on the choices of the batch's tokens, and on no gradient.
 
     sign      Each bias moves by a fixed step towards an even load (2408.15664).
     quantile  Each bias becomes the one with which its expert would have got its share of the
@@ -9,34 +9,63 @@ Letters: L layers with experts (the layer of the multi-token prediction module i
 M bins of a histogram.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.trees import path_string
-from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.config import Config, ModelConfig
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.router import required_bias_range
+from qwen3next_jax.training.parameter_groups import ParameterGroups
+from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 
 
-def update_router_bias(
-    model: ModelConfig, params: dict, load_LE: jax.Array | None, rate: float
-) -> dict:
+@dataclasses.dataclass(frozen=True)
+class BalanceBySign(UpdateRule):
+    """Applies `update_router_bias` with the rate `train.router_bias_rate`."""
+
+    model: ModelConfig
+
+    def apply(self, step: StepInput, after: dict, metrics: dict) -> tuple[dict, dict]:
+        load_LE, rate = metrics["expert_load"], step.stage.train.router_bias_rate
+        params = update_router_bias(self.model, after["params"], load_LE, rate)
+        return after | {"params": params}, metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class BalanceByQuantile(UpdateRule):
+    """Applies `balance_by_quantile`. The counts that it needs are large, and are no metrics."""
+
+    model: ModelConfig
+
+    def apply(self, step: StepInput, after: dict, metrics: dict) -> tuple[dict, dict]:
+        metrics = dict(metrics)
+        params = balance_by_quantile(self.model, after["params"], metrics.pop("required_bias"))
+        return after | {"params": params}, metrics
+
+
+def rule(config: Config, groups: ParameterGroups) -> UpdateRule | None:
+    """Returns the rule that `train.router_bias_update` names; None if no router has a bias."""
+    if not config.model.moe.router_bias:
+        return None
+    if config.train.router_bias_update == "quantile":
+        return BalanceByQuantile(config.model)
+    return BalanceBySign(config.model)
+
+
+def update_router_bias(model: ModelConfig, params: dict, load_LE: jax.Array, rate: float) -> dict:
     """Adds `rate` to the bias of each expert whose load in the batch is below the mean, and
     subtracts `rate` from the bias of each expert whose load is above it.
 
     Args:
-      model: the model's settings.
+      model: the model's settings; its routers have a bias.
       params: the model's parameters.
-      load_LE: `loss.expert_load` of the whole batch; None if the model has no experts.
+      load_LE: `loss.expert_load` of the whole batch.
       rate: the size of the change (`train.router_bias_rate`).
-
-    Returns:
-      The parameters with new biases; `params` itself if the model's routers have no bias.
     """
-    if not model.moe.router_bias:
-        return params
     # Differences below 5e-7 count as 0. Loads are sums of float32 quotients, so experts that were
     # chosen equally often may have loads that differ by rounding.
     direction_LE = jnp.sign(jnp.round((jnp.mean(load_LE, axis=-1, keepdims=True) - load_LE) * 1e6))

@@ -3,12 +3,15 @@ run that resumes from it computes bit-identically what a run without an interrup
 GPUs the gradients of cuDNN's attention have no fixed order of sums.
 
 params      the parameters: a nested dict of float32 arrays, as `nnx.to_pure_dict` names them
-opt_state   the state of the optimizer (optax)
+opt_state   the state of the optimizers (see `join_opt_state`)
 step        int32, the number of steps taken so far
 guards      the state of the numerical guards (see `guards.init_guards`)
-ema         the moving average of the parameters (see the file `average`); only with `train.ema`
+
+An update rule may add entries (see the file `update_rules`); "ema", the moving average of the
+parameters (see the file `average`), is one.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,10 +24,10 @@ from qwen3next_jax.config import GuardConfig, ModelConfig, OptimizerConfig, Slic
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.adapter_names import base_params, with_adapters
 from qwen3next_jax.sharding.rules import tree_shardings
-from qwen3next_jax.training.assignment import Assignment
-from qwen3next_jax.training.average import init_average
 from qwen3next_jax.training.guards import init_guards
 from qwen3next_jax.training.optimizer import make_optimizer
+from qwen3next_jax.training.parameter_groups import ParameterGroups
+from qwen3next_jax.training.update_rules import UpdateRule, initial_entries
 
 State = dict
 
@@ -40,30 +43,30 @@ def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, dict]:
 def abstract_train_state(
     model: ModelConfig,
     optimizer: OptimizerConfig,
-    assignment: Assignment,
+    groups: ParameterGroups,
+    rules: Sequence[UpdateRule],
     guards: GuardConfig,
     mesh: Mesh,
     slice_state: SliceState = "replicated",
-    has_average: bool = False,
 ) -> State:
     """Returns the train state as `jax.ShapeDtypeStruct`s, each with its sharding on `mesh`.
 
     Args:
       model: the settings of the model.
       optimizer: the settings of the optimizer.
-      assignment: by what each parameter is trained.
+      groups: the groups of the parameters.
+      rules: the update rules, which may add entries.
       guards: the settings of the guards.
       mesh: the devices.
       slice_state: whether the slices share the optimizer's state (`ParallelConfig.slice_state`).
-      has_average: whether the state has the average of the parameters (`train.ema`).
     """
     _, params = abstract_model(model)
     state = jax.eval_shape(
         lambda params: {
             "params": params,
-            "opt_state": _init_optimizer(optimizer, assignment, params),
+            "opt_state": _init_optimizers(optimizer, groups, params),
             **_step_and_guards(guards),
-            **({"ema": init_average(params, assignment.frozen_paths)} if has_average else {}),
+            **initial_entries(rules, params),
         },
         params,
     )
@@ -77,7 +80,8 @@ def abstract_train_state(
 def init_state(
     model: ModelConfig,
     optimizer: OptimizerConfig,
-    assignment: Assignment,
+    groups: ParameterGroups,
+    rules: Sequence[UpdateRule],
     guards: GuardConfig,
     state_shardings: State,
     seed: int,
@@ -88,10 +92,10 @@ def init_state(
     Args:
       model: the settings of the model.
       optimizer: the settings of the optimizer.
-      assignment: by what each parameter is trained.
+      groups: the groups of the parameters.
+      rules: the update rules, which may add entries.
       guards: the settings of the guards.
-      state_shardings: the sharding of every array of the state, which has the average of the
-        parameters if this has it.
+      state_shardings: the sharding of every array of the state.
       seed: the seed of the random parameters, which are the same on every mesh.
       params: parameters to use instead of random ones; they may be without the adapters of
         `model.lora`, which are then random. None: all are random.
@@ -99,7 +103,7 @@ def init_state(
 
     def random_params() -> dict:
         module = Qwen3Next(model, rngs=nnx.Rngs(seed))
-        return assignment.scale_start(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+        return groups.scale_start(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
 
     shardings = state_shardings["params"]
     if params is None:
@@ -114,51 +118,57 @@ def init_state(
         )
         params = add_random_adapters(jax.device_put(params, base_params(shardings)))
     init = jax.jit(
-        lambda params: _init_optimizer(optimizer, assignment, params),
+        lambda params: _init_optimizers(optimizer, groups, params),
         out_shardings=state_shardings["opt_state"],
     )
     step_and_guards = _step_and_guards(guards)
     state = {"params": params, "opt_state": init(params)} | jax.device_put(
         step_and_guards, {name: state_shardings[name] for name in step_and_guards}
     )
-    if "ema" not in state_shardings:
-        return state
-    return state | {"ema": start_average(params, assignment, state_shardings["ema"])}
+    return state | start_rules(rules, params, state_shardings)
 
 
-def start_average(params: dict, assignment: Assignment, shardings: dict) -> dict:
-    """Returns the entry "ema" of the train state before the first update that it counts."""
+def start_rules(rules: Sequence[UpdateRule], params: dict, state_shardings: State) -> State:
+    """Returns the entries that `rules` add to the train state, before the first step that they see.
+
+    Args:
+      rules: some or all update rules of a run.
+      params: all parameters.
+      state_shardings: the shardings of a train state with these entries.
+    """
+    names = jax.eval_shape(lambda params: initial_entries(rules, params), params)
     start = jax.jit(
-        lambda params: init_average(params, assignment.frozen_paths), out_shardings=shardings
+        lambda params: initial_entries(rules, params),
+        out_shardings={name: state_shardings[name] for name in names},
     )
-    return start(params)
+    return start(params) if names else {}
 
 
-def _init_optimizer(config: OptimizerConfig, assignment: Assignment, params: dict) -> Any:
+def _init_optimizers(config: OptimizerConfig, groups: ParameterGroups, params: dict) -> Any:
     """Returns the entry "opt_state" of the train state before the first step."""
     # The initial state does not depend on the learning rate.
-    optimizer = make_optimizer(config, assignment.parameters, optax.constant_schedule(0.0))
+    optimizer = make_optimizer(config, groups.parameters, optax.constant_schedule(0.0))
     tables_state = {}
-    if assignment.tables:
-        from qwen3next_jax.training import lazy_rows
+    if groups.tables:
+        from qwen3next_jax.training import lazy_adamw
 
-        tables_state = lazy_rows.init(assignment.tables, params)
-    return join_opt_state(optimizer.init(assignment.main(params)), tables_state, assignment)
+        tables_state = lazy_adamw.init(groups.tables, params)
+    return join_opt_state(optimizer.init(groups.main(params)), tables_state, groups)
 
 
-def join_opt_state(main: Any, tables: dict, assignment: Assignment) -> Any:
+def join_opt_state(main: Any, tables: dict, groups: ParameterGroups) -> Any:
     """Returns the entry "opt_state" of the train state, from the state of the main optimizer and
     that of lazy AdamW. If lazy AdamW updates tables, it is a dict with the entries "tables", the
     state of lazy AdamW, and "others", that of the main optimizer; otherwise it is the latter.
     """
-    return {"others": main, "tables": tables} if assignment.tables else main
+    return {"others": main, "tables": tables} if groups.tables else main
 
 
-def split_opt_state(opt_state: Any, assignment: Assignment) -> tuple[Any, dict]:
+def split_opt_state(opt_state: Any, groups: ParameterGroups) -> tuple[Any, dict]:
     """Returns (the state of the main optimizer, that of lazy AdamW), which `join_opt_state`
     joined; the second is {} if lazy AdamW updates no tables.
     """
-    if not assignment.tables:
+    if not groups.tables:
         return opt_state, {}
     return opt_state["others"], opt_state["tables"]
 

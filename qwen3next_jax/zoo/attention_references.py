@@ -95,10 +95,9 @@ def gated_attention(
     if config.attention_output_gate:
         q, gate = q[..., :width], q[..., width:]
     if config.qk_norm:
-        over_all = settings.qk_norm_over == "layer"
-        flat = (lambda y: y.reshape(len(x), -1)) if over_all else (lambda y: y)
-        q = norm(config, flat(q), params["q_norm"]).reshape(q.shape)
-        k = norm(config, flat(k), params["k_norm"]).reshape(k.shape)
+        rows = (len(x), -1) if settings.qk_norm_over == "layer" else (len(x), -1, q.shape[-1])
+        q = norm(config, q.reshape(rows), params["q_norm"]).reshape(q.shape)
+        k = norm(config, k.reshape(rows), params["k_norm"]).reshape(k.shape)
     readers = q.shape[1] // k.shape[1]
     k, v = jnp.repeat(k, readers, axis=1), jnp.repeat(v, readers, axis=1)
 

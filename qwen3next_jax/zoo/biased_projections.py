@@ -28,7 +28,7 @@ class BiasedProjections(GatedAttention):
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
         c, biased = config, self.settings(config).attention_bias
-        gate_width = c.head_dim * c.attention_output_gate
+        gate_width = c.head_dim if c.attention_output_gate else 0
         if biased != "none":
             self.q_bias = make.parameter(
                 jnp.zeros,

@@ -16,6 +16,7 @@ from flax import nnx
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import Block
+from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm
 from qwen3next_jax.model.moe import DenseMLP
 from qwen3next_jax.model.parameters import Make
@@ -35,6 +36,7 @@ EXAMPLES = {
         "block": {"placement": "olmo2", "mlp": "gelu"},
         "mixer": {"qk_norm_over": "layer"},
     },
+    "olmo_hybrid": {"block": {"placement": "olmo_hybrid"}, "mixer": {"qk_norm_over": "layer"}},
     "gpt2": {"block": {"norm": "layer"}, "zero_centered_norm": False},
 }
 
@@ -103,6 +105,25 @@ class Olmo2(Block):
 
     def after(self, x_BTD, y_BTD, part):
         return x_BTD + super().before(y_BTD, part)
+
+
+class OlmoHybrid(Block):
+    """Norms of the inputs in recurrent layers, x + f(N(x)), and of the outputs in layers with
+    attention, x + N(f(x)), as in Olmo Hybrid. N is a norm and f is the mixer or the MLP. A layer
+    has attention if its mixer is a `GatedAttention`, or if its cache grows with the text.
+    """
+
+    def __init__(self, config, mixer, sparse, make, layers):
+        super().__init__(config, mixer, sparse, make, layers)
+        self.norms_outputs = (
+            isinstance(self.mixer, GatedAttention) or self.mixer.cache_kind == "slots"
+        )
+
+    def before(self, x_BTD, part):
+        return x_BTD if self.norms_outputs else super().before(x_BTD, part)
+
+    def after(self, x_BTD, y_BTD, part):
+        return x_BTD + (super().before(y_BTD, part) if self.norms_outputs else y_BTD)
 
 
 class Sandwich(Block):
@@ -294,7 +315,7 @@ def block_reference(config, params, x):
                 x = x + f(normed(x))
             case "post":
                 x = normed(x + f(x))
-            case "olmo2":
+            case "olmo2" | "olmo_hybrid":  # in a layer with attention
                 x = x + normed(f(x))
             case "sandwich":
                 x = x + normed(f(normed(x)), f"after_{part}")

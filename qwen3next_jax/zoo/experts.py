@@ -62,7 +62,9 @@ def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, keep_hidden):
             experts = [weight[layer] for weight in experts]
         return of_one_layer(x_RD, weight_RA, expert_RA, *experts)
 
-    return functools.partial(_over_shards, run) if num_shards(mesh, EXPERT) > 1 else run
+    if num_shards(mesh, EXPERT) == 1:
+        return run
+    return functools.partial(_over_shards, run)
 
 
 def _over_shards(run, x_RD, weight_RA, expert_RA, *experts):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.model.gated_deltanet import DECAY_INITS, log_of_uniform
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import Inputs, Recurrent, write_strength
 from qwen3next_jax.zoo.ops import channel_delta_rule
 from qwen3next_jax.zoo.projections import l2_normalize, make_low_rank, project_to_float32
 from qwen3next_jax.zoo.references import (
@@ -31,11 +31,11 @@ class KDA(Recurrent):
     channel. The projections of the decay and of the output gate have low rank.
 
     S ← Diag(e^g) S, S ← S + β k (v − Sᵀk)ᵀ, o = Sᵀq / √K, with q and k normalised to length 1,
-    g = −e^{A_log} softplus(W₂ W₁ x + b), where W₂ W₁ is a projection of low rank, and β = σ(w x).
-    The activation of the output gate is a sigmoid.
+    g = −e^{A_log} softplus(W₂ W₁ x + b), where W₂ W₁ is a projection of low rank, and β = σ(w x)
+    (times `model.beta_range`). The activation of the output gate is a sigmoid.
     """
 
-    switches = ("short_convolution", "linear_conv_kernel_dim", "decay_init")
+    switches = ("short_convolution", "linear_conv_kernel_dim", "decay_init", "beta_range")
     activation = staticmethod(jax.nn.sigmoid)
 
     def __init__(self, config, make, layers):
@@ -68,18 +68,31 @@ class KDA(Recurrent):
             self.project(x_BTD, context)[0],
             project_to_float32(x_BTD, self.gate_down, self.gate_up),
             g=-jnp.exp(self.a_log[...])[:, None] * step_BTHK,
-            beta=jax.nn.sigmoid(project_to_float32(x_BTD, self.beta_proj)),
+            beta=self.beta(project_to_float32(x_BTD, self.beta_proj)),
         )
+
+    def beta(self, logit_BTH: jax.Array) -> jax.Array:
+        """Computes the field `beta` of `Inputs` from the projection by `beta_proj`."""
+        return write_strength(logit_BTH, self.config)
 
     def recurrence(self, heads, state):
         dtype = heads.v.dtype
         scale = heads.q.shape[-1] ** -0.5
+        k_BTGK = l2_normalize(heads.k).astype(dtype)
+        beta_BTH = heads.beta
+        if self.config.beta_range > 1:
+            # A key that was rounded to bfloat16 may be longer than 1. With β = 2 the factor
+            # 1 − β ‖k‖² would then be below −1, and a key that repeats would let the state grow
+            # without bound.
+            length_BTG = jnp.sum(jnp.square(k_BTGK.astype(jnp.float32)), axis=-1)
+            repeats = beta_BTH.shape[2] // k_BTGK.shape[2]
+            beta_BTH = jnp.minimum(beta_BTH, 2 / jnp.repeat(length_BTG, repeats, axis=2))
         o_BTHV, final_state = channel_delta_rule(
             (l2_normalize(heads.q) * scale).astype(dtype),
-            l2_normalize(heads.k).astype(dtype),
+            k_BTGK,
             heads.v,
             g=heads.g,
-            beta=heads.beta,
+            beta=beta_BTH,
             initial_state=state and state["state"],
             segment_ids=heads.segment_ids,
             axis_name=heads.axis_name,
@@ -94,9 +107,11 @@ class GDN2(KDA):
     S ← Diag(e^g) S, S ← S + k (w ⊙ v − Sᵀ(b ⊙ k))ᵀ with b = σ(W x) for each key channel
     and w = σ(W' x) for each value channel of each value head. If all entries of b and w equal β,
     this is the recurrence of `KDA`. The activation of the output gate is a SiLU. The diagnostic
-    beta is the mean of b and w.
+    beta is the mean of b and w. The gates do not have the range `model.beta_range`, because
+    products of the matrices I − k (b ⊙ k)ᵀ, which are not symmetric, may grow.
     """
 
+    switches = ("short_convolution", "linear_conv_kernel_dim", "decay_init")
     activation = staticmethod(jax.nn.silu)
 
     def __init__(self, config, make, layers):
@@ -108,6 +123,9 @@ class GDN2(KDA):
             "embed -> value_heads .",
             parts=(("erase", k), ("write", v)),
         )
+
+    def beta(self, logit_BTHC):
+        return jax.nn.sigmoid(logit_BTHC)
 
     def recurrence(self, heads, state):
         dtype = heads.v.dtype
@@ -148,7 +166,7 @@ def kda_reference(config, params, x):
         unit(k),
         v,
         _log_decay(params, x),
-        jax.nn.sigmoid(x @ params["beta_proj"]),
+        config.beta_range * jax.nn.sigmoid(x @ params["beta_proj"]),
         erase=True,
     )
     gate = jax.nn.sigmoid(_low_rank(params, "gate", x))

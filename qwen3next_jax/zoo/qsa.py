@@ -83,10 +83,10 @@ EXAMPLES = {
 _HIDDEN = -1e30  # score of a key or block that the query does not see
 # Without a kernel, attention gathers the selected keys if there are more than this many times the
 # budget. With fewer keys, attention to all keys under a mask is faster. Measured on a CPU and on an
-# H200 (docs/notes/2026-11-26-h200.md has the times). No TPU was measured: by arithmetic
-# (benchmarks/flash_plan.py) a v5p changes at 15 times. Where the TPU kernels fit, they run at every
-# length: by the same arithmetic gathering would be faster only beyond some 100 times the budget, or
-# more if the heads are split over devices (docs/notes/2026-11-27-qsa-kernel.md).
+# H200 (docs/notes/gpu.md has the times). No TPU was measured: by arithmetic
+# (benchmarks/planner/flash_plan.py) a v5p changes at 15 times. Where the TPU kernels fit, they run
+# at every length: by the same arithmetic gathering would be faster only beyond some 100 times the
+# budget, or more if the heads are split over devices (docs/notes/models.md).
 GATHER_BEYOND = {"cpu": 4, "gpu": 16, "tpu": 16}
 
 

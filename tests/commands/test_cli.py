@@ -12,14 +12,16 @@ import sys
 
 import pytest
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import config_flags
+from qwen3next_jax.commands.help import help_on
 from qwen3next_jax.common import installation
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
 from qwen3next_jax.config.describe import list_settings
 from qwen3next_jax.config.files import apply_overrides, load_config_file
-from qwen3next_jax.runs.folder import write_run
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 from qwen3next_jax.sweeps.points import load_sweep
+from tests.records import record
 from tests.refusals import refused
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -178,6 +180,7 @@ MISTAKES = [
 FORKS = """
 import json, os, runpy, sys
 import qwen3next_jax.commands.cli
+from tests.records import record
 commands, folder = json.load(sys.stdin), sys.argv[1]
 for number, command in enumerate(commands):
     if not os.fork():
@@ -249,8 +252,8 @@ def test_help_shows_the_commands_own_flags(command):
 
 
 def test_help_on_a_word_shows_what_has_it(monkeypatch):
-    monkeypatch.setattr(cli, "_reads_settings", True)
-    shown = cli._help_on("Warmup")
+    monkeypatch.setattr(config_flags, "_reads_settings", True)
+    shown = help_on("Warmup")
     names = re.findall(r"--config\.([\w.]+)", shown)
     assert "optimizer.warmup_steps" in names
     assert all("warmup" in entry.lower() for entry in re.split(r"\n  (?=-)", shown))
@@ -275,9 +278,9 @@ def test_a_reader_that_has_seen_enough_is_no_error(unbuffered):
 
 def test_a_command_that_a_scheduler_ends_says_so():
     code = (
-        "import os, signal, time, types\nfrom qwen3next_jax.commands import cli\n"
+        "import os, signal, time, types\nfrom qwen3next_jax.commands import cli, interrupts\n"
         "def main():\n"
-        "    cli.interrupt_at_sigterm()\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    interrupts.interrupt_at_sigterm()\n    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(60)\n"
         "cli.run(types.SimpleNamespace(main=main, __doc__=''))\n"
     )
@@ -356,7 +359,9 @@ def test_a_resumed_run_keeps_its_vocabulary(tmp_path):
     # no parent is no reason to read bytes
     with refused("train.init_from", "gone"):
         fill_from_tokenizer(values, tmp_path)
-    write_run(tmp_path, {"config": {"model": {"vocab_size": 2000, "eos_token_id": 7}}})
+    open_store(tmp_path).write_run(
+        record(config={"model": {"vocab_size": 2000, "eos_token_id": 7}})
+    )
     (tmp_path / "checkpoints/4").mkdir(parents=True)
     fill_from_tokenizer(values, tmp_path)
     assert (values["model"]["vocab_size"], values["model"]["eos_token_id"]) == (2000, 7)

@@ -5,7 +5,7 @@ import io
 import numpy as np
 from rich.console import Console
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands.console import make_console
 from qwen3next_jax.commands.replay import norms_table
 
 NAME = "layers.1.mixer.in_proj_qkvz"
@@ -19,7 +19,7 @@ def _table():
 def test_a_pipe_gets_whole_names_and_numbers(monkeypatch):
     monkeypatch.setattr("sys.stdout", io.StringIO())
     monkeypatch.setenv("COLUMNS", "40")
-    console = cli.make_console()
+    console = make_console()
     console.print(_table())
     (row,) = [line for line in console.file.getvalue().splitlines() if "layers" in line]
     assert row.split() == [NAME, "4.277e+04", "4.277e+04", "1.23e+04"]

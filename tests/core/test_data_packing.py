@@ -12,7 +12,7 @@ def pack(lengths, row_length, buffered_tokens, seed=0, at_once=1):
     """Packs documents whose tokens are all different numbers, so that every token can be traced.
 
     Returns:
-      (the rows: for each piece its tokens, unit and record; the packer).
+      (the rows: for each piece its tokens, part and record; the packer).
     """
     packer = Packer(row_length, seed, buffered_tokens)
     batches, first = [], 0
@@ -26,7 +26,7 @@ def pack(lengths, row_length, buffered_tokens, seed=0, at_once=1):
         pieces = list(
             zip(
                 [batch.tokens[s : s + n] for s, n in zip(batch.starts, batch.lengths)],
-                batch.units.tolist(),
+                batch.parts.tolist(),
                 batch.records.tolist(),
             )
         )
@@ -49,11 +49,11 @@ def test_nothing_is_lost_or_doubled_and_rows_are_full(lengths, row_length, buffe
     np.testing.assert_array_equal(found, np.arange(sum(lengths)))
     starts = np.cumsum([0, *lengths])
     cut = set()
-    for tokens, unit, record in pieces:  # each is a run of its own document
-        assert starts[unit + record] <= tokens[0] and tokens[-1] < starts[unit + record + 1]
+    for tokens, part, record in pieces:  # each is a run of its own document
+        assert starts[part + record] <= tokens[0] and tokens[-1] < starts[part + record + 1]
         np.testing.assert_array_equal(np.diff(tokens), 1)
-        if len(tokens) < lengths[unit + record]:
-            cut.add(unit + record)
+        if len(tokens) < lengths[part + record]:
+            cut.add(part + record)
     sizes = [sum(len(tokens) for tokens, *_ in row) for row in rows]
     assert all(size <= row_length for size in sizes)
     assert sum(size < row_length - row_length / 32 for size in sizes) <= 1  # the very last row

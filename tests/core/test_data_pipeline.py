@@ -224,7 +224,7 @@ def test_no_flipped_bit_changes_a_batch_silently(config):
 
 
 def test_damage_in_read_ahead_reaches_the_caller(config, monkeypatch):
-    monkeypatch.setattr(rows, "_RECORD_TOKENS", 1)  # so that opening does not read the damaged row
+    monkeypatch.setattr(rows, "_CHUNK_TOKENS", 1)  # so that opening does not read the damaged row
     load(config)
     path = next(p for p in shards(config) if p.name.startswith("train"))
     good = path.read_bytes()
@@ -275,11 +275,11 @@ def test_a_full_disk_is_an_error(tmp_path):
         writer.close()
 
 
-@pytest.mark.parametrize("per_record", [1, 3])
-def test_rows_go_over_several_records_and_shards(config, monkeypatch, per_record):
+@pytest.mark.parametrize("per_chunk", [1, 3])
+def test_rows_go_over_several_records_and_shards(config, monkeypatch, per_chunk):
     one = take(load(config).batches(0), 30)
     monkeypatch.setattr(rows, "_SHARD_BYTES", 7 * 2 * T)
-    monkeypatch.setattr(rows, "_RECORD_TOKENS", per_record * T)
+    monkeypatch.setattr(rows, "_CHUNK_TOKENS", per_chunk * T)
     elsewhere = DataConfig(**(vars(config) | {"prepared_dir": config.prepared_dir + "_several"}))
     several = TextData(elsewhere, T, B)
     assert len(shards(elsewhere)) > 5

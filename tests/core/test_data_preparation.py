@@ -1,5 +1,5 @@
-"""Preparation in units: what is finished is taken by whoever needs it, kills lose nothing that was
-finished, and the bytes are always the same.
+"""Files are tokenized in parts: what is finished is taken by whoever needs it, kills lose nothing
+that was finished, and the bytes are always the same.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from qwen3next_jax.data import (
     row_groups,
     rows,
     store,
-    units,
+    tokenized_parts,
 )
 from qwen3next_jax.data.datatrove_step import PrepareShare
 from qwen3next_jax.data.digest_cache import DigestCache
@@ -91,7 +91,7 @@ def tokenized(monkeypatch):
     return found
 
 
-# ---- units
+# ---- parts
 
 
 def test_rows_of_other_kinds_share_tokens(texts, tmp_path, tokenized):
@@ -173,7 +173,7 @@ def test_packing_in_pieces_changes_nothing(count, tmp_path, monkeypatch):
 def test_ranks_share_the_work(texts, tmp_path):
     with pytest.raises(Unfinished) as unfinished:
         run(texts, tmp_path / "p", share=Share(0, 3))
-    assert (unfinished.value.missing, unfinished.value.units) == (2, 4)
+    assert (unfinished.value.missing, unfinished.value.parts) == (2, 4)
     with pytest.raises(Unfinished):
         run(texts, tmp_path / "p", share=Share(2, 3))
     run(texts, tmp_path / "p", share=Share(1, 3))  # the last one packs
@@ -213,17 +213,17 @@ def test_ranks_that_pack_at_once_begin_with_different_rows(texts, tmp_path, monk
 
 
 def test_the_last_rank_packs(texts, tmp_path, monkeypatch):
-    """Rank 1 makes its units after rank 0 has looked for finished ones."""
-    make, unpacked = units.make_unit, []
+    """Rank 1 makes its parts after rank 0 has looked for finished ones."""
+    make, unpacked = tokenized_parts.tokenize_part, []
 
     def make_while_rank_1_runs(*arguments):
-        monkeypatch.setattr(units, "make_unit", make)
+        monkeypatch.setattr(tokenized_parts, "tokenize_part", make)
         with pytest.raises(Unfinished) as error:
             run(texts, tmp_path / "p", share=Share(1, 2))
         unpacked.append(error.value.missing)
         return make(*arguments)
 
-    monkeypatch.setattr(units, "make_unit", make_while_rank_1_runs)
+    monkeypatch.setattr(tokenized_parts, "tokenize_part", make_while_rank_1_runs)
     run(texts, tmp_path / "p", share=Share(0, 2))
     assert unpacked == [2]
     run(texts, tmp_path / "q")
@@ -314,7 +314,7 @@ def test_neither_side_of_a_small_corpus_is_empty(tmp_path, count, fraction):
     assert [sorted(together[i]) for i in range(count)] == [
         sorted(t.encode()) for t in TEXTS[:count]
     ]
-    by_hash = [units.text_hash(text) / 2**64 < fraction for text in TEXTS[:count]]
+    by_hash = [tokenized_parts.text_hash(text) / 2**64 < fraction for text in TEXTS[:count]]
     in_all = statistics[TRAIN].documents + statistics[HELDOUT].documents
     if any(by_hash) and count > 1:
         assert in_all == count  # none is cut
@@ -357,8 +357,8 @@ def test_variants_of_a_document_stay_together(texts, tmp_path):
 
 
 def test_a_small_glob_without_held_out_documents_says_so(texts, tmp_path, capsys):
-    trained = next(t for t in TEXTS if units.text_hash(t) / 2**64 > 0.5)
-    heldout = next(t for t in TEXTS if units.text_hash(t) / 2**64 < 0.1)
+    trained = next(t for t in TEXTS if tokenized_parts.text_hash(t) / 2**64 > 0.5)
+    heldout = next(t for t in TEXTS if tokenized_parts.text_hash(t) / 2**64 < 0.1)
     for name, text in (("trained", trained), ("heldout", heldout)):
         write_jsonl(tmp_path / f"{name}.jsonl", [text])
     config = DataConfig(
@@ -476,7 +476,7 @@ def test_lossy_tokenizers_give_no_bits_per_byte(texts, tmp_path, capsys):
 
 
 def test_what_an_older_mapping_prepared_is_made_anew(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "FORMAT", units.FORMAT - 1)
+    monkeypatch.setattr(tokenized_parts, "FORMAT", tokenized_parts.FORMAT - 1)
     config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
     TextData(config, 64, 4)
     monkeypatch.undo()
@@ -485,7 +485,7 @@ def test_what_an_older_mapping_prepared_is_made_anew(texts, tmp_path, monkeypatc
     assert len(list((tmp_path / "p").glob("tokens/*/*.json"))) == 8
     shutil.rmtree(tmp_path / "texts")
     TextData(config, 64, 4)
-    monkeypatch.setattr(units, "FORMAT", units.FORMAT + 1)
+    monkeypatch.setattr(tokenized_parts, "FORMAT", tokenized_parts.FORMAT + 1)
     with refused(tmp_path):
         TextData(config, 64, 4)
 
@@ -502,7 +502,7 @@ def test_killed_preparations_go_on_and_give_the_same_bytes(texts, tmp_path, monk
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import sys, time\n"
-        "from qwen3next_jax.data import preparation, readers, store, units\n"
+        "from qwen3next_jax.data import preparation, readers, store, tokenized_parts\n"
         "from qwen3next_jax.data.tokens import load_tokenizer\n"
         "readers._PART_BYTES = 1500\n"
         "preparation._BYTES_PER_WORKER = 1\n"
@@ -607,7 +607,7 @@ def test_a_full_disk_leaves_nothing(texts, tmp_path, monkeypatch):
 def test_a_file_that_changes_leaves_nothing(texts, tmp_path, monkeypatch):
     source = resolve(texts, "text")
     monkeypatch.setattr(
-        units.readers,
+        tokenized_parts.readers,
         "read_part",
         lambda file, *rest: file.path.write_text("{}") and iter(()),
     )
@@ -664,7 +664,7 @@ def indexed(texts, tmp_path, monkeypatch):
 def test_an_index_opens_unchanged_rows(indexed, monkeypatch):
     """It says all that the manifests say."""
     config, before, read = indexed
-    monkeypatch.setattr(units, "find_unit", None)  # no manifest of a unit is read, either
+    monkeypatch.setattr(tokenized_parts, "find_part", None)  # no manifest of a part is read, either
     after = TextData(config, 64, 4)
     assert read == [] and after.describe() == before.describe()
     assert after.fingerprint == before.fingerprint
@@ -730,8 +730,8 @@ def test_exchanged_indexes_open_no_other_rows(tmp_path):
 
 SPOILT = {
     "an index, flipped": ("indexes/*", lambda path: _flip(path)),
-    "a list of units, flipped": ("corpora/*", lambda path: _flip(path)),
-    "lists of units, exchanged": (
+    "a list of parts, flipped": ("corpora/*", lambda path: _flip(path)),
+    "lists of parts, exchanged": (
         "corpora/*",
         lambda path: _exchange(path.parents[1], "corpora/*"),
     ),
@@ -751,8 +751,8 @@ SPOILT = {
         "rows/*/metadata.json",
         lambda path: _change_record(path, row_length=10**30),
     ),
-    "a unit's manifest, removed": ("tokens/*/*.json", lambda path: path.unlink()),
-    "a unit's manifest without entries": (
+    "a part's manifest, removed": ("tokens/*/*.json", lambda path: path.unlink()),
+    "a part's manifest without entries": (
         "tokens/*/*.json",
         lambda path: _change_record(path, bad_first=[1]),
     ),
@@ -898,7 +898,7 @@ def test_the_command_refuses_what_it_cannot_prepare(command, flags, name):
 
 
 def test_progress_is_reported(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "_BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr(tokenized_parts, "_BATCH_CHARACTERS", 1000)
     seen = []
     run(texts, tmp_path / "p", progress=lambda *figures: seen.append(figures))
     source = resolve(texts, "text")

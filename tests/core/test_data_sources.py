@@ -19,7 +19,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.data import readers, sources, units
+from qwen3next_jax.data import readers, sources, tokenized_parts
 from qwen3next_jax.data import text as texts
 from qwen3next_jax.data.readers import Part, describe, documents, part_digest, parts, read_part
 from qwen3next_jax.data.sources import content_digest, resolve
@@ -275,7 +275,7 @@ def _read_line(path, policy):
     whole = found.decode() if isinstance(found, bytes) else found
     words = " ".join(unicodedata.normalize("NFC", whole).split())
     expected = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big")
-    assert units.text_hash(found) == expected
+    assert tokenized_parts.text_hash(found) == expected
     assert texts.byte_count(found) == len(whole.encode())
     return (whole, bad.counts, bad.first), type(found)
 

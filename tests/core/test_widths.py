@@ -17,9 +17,9 @@ from qwen3next_jax.config import LoRAConfig, MuonConfig, OptimizerConfig
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.registry import OPTIMIZERS
 from qwen3next_jax.model import declared
-from qwen3next_jax.runs.folder import may_change
-from qwen3next_jax.training.assignment import assign
+from qwen3next_jax.runs.changes import may_change
 from qwen3next_jax.training.optimizer import make_optimizer
+from qwen3next_jax.training.parameter_groups import make_parameter_groups
 from qwen3next_jax.training.scaling import Factors, scaling_factors
 from tests.models import SMALLEST, drawn_model
 from tests.refusals import refused
@@ -67,8 +67,8 @@ def test_at_the_base_size_nothing_changes():
     config = model(16)
     for name in OPTIMIZERS:
         assert scaling_factors(config, optimizer(name), declared(config)) == {}
-        assignment = assign(config, (), optimizer(name))
-        assert not assignment.start_factors and not assignment.learning_rate_factors
+        groups = make_parameter_groups(config, (), optimizer(name))
+        assert not groups.start_factors and not groups.learning_rate_factors
 
 
 def test_factors_are_those_of_the_papers():
@@ -107,9 +107,9 @@ def test_factors_are_those_of_the_papers():
         assert adamw.get(path, Factors()) == pytest.approx(of_adamw), path
         assert muon.get(path, Factors()) == pytest.approx(of_muon), path
     decaying = optimizer(weight_decay=0.1)
-    assignment = assign(config, (), decaying)
-    for path, factor in assignment.learning_rate_factors.items():
-        assert assignment.weight_decays[path] * factor == pytest.approx(0.1)
+    groups = make_parameter_groups(config, (), decaying)
+    for path, factor in groups.learning_rate_factors.items():
+        assert groups.weight_decays[path] * factor == pytest.approx(0.1)
 
 
 def test_a_narrower_model_has_the_inverse_factors():
@@ -179,9 +179,9 @@ def test_completep_is_the_model_of_its_paper():
             params, state = step(params, state, tokens(i))
         return params
 
-    assignment = assign(config, (), one)
-    start = assignment.scale_start(drawn)
-    ours = trained(start, functools.partial(loss, graphdef), assignment.learning_rate_factors)
+    groups = make_parameter_groups(config, (), one)
+    start = groups.scale_start(drawn)
+    ours = trained(start, functools.partial(loss, graphdef), groups.learning_rate_factors)
     theirs = trained(
         map_leaves(lambda path, leaf: leaf * (m**-0.5 if path in matrices else 1), drawn),
         lambda params, batch: loss(graphdef, divided(params), batch),
@@ -197,16 +197,16 @@ def coordinates(config, one, steps=(1, 10)):
     """{step: root mean squares over all elements of what the steps added to the output of the last
     layer, before the final norm, and to the logits}.
     """
-    assignment = assign(config, (), one)
+    groups = make_parameter_groups(config, (), one)
     graphdef, params = nnx.split(drawn_model(config))
-    params = assignment.scale_start(nnx.to_pure_dict(params))
+    params = groups.scale_start(nnx.to_pure_dict(params))
     updater = make_optimizer(
         one,
         declared(config),
         lambda _: one.learning_rate,
         None,
-        assignment.learning_rate_factors,
-        assignment.weight_decays,
+        groups.learning_rate_factors,
+        groups.weight_decays,
     )
 
     @jit

@@ -103,10 +103,10 @@ def test_tokens_of_another_tokenizer_are_not_compared(prepared, monkeypatch, tmp
     other.fingerprint = "other"
     with refused(prepared):
         find_contamination(DOCUMENTS, other, prepared)
-    (record,) = Store(prepared).names("corpora/*.json")
-    content = Store(prepared).read_record(record)
+    (name,) = Store(prepared).names("corpora/*.json")
+    content = Store(prepared).read_json(name)
     content["format"] -= 1  # of another format
-    Store(prepared).write_record(record, content)
+    Store(prepared).write_json(name, content)
     with refused(prepared):
         find_contamination(DOCUMENTS, BYTES, prepared)
     assert "qwen3next prepare" in capsys.readouterr().err

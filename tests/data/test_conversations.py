@@ -452,7 +452,7 @@ def test_a_flipped_bit_of_the_weights_is_noticed(tmp_path, marked):
     data[7] ^= 1
     path.write_bytes(data)
     with refused(tmp_path):
-        open_data(config(tmp_path, marked), 128, 2)  # other rows from the same unit
+        open_data(config(tmp_path, marked), 128, 2)  # other rows from the same part
 
 
 def test_messages_may_be_inside_an_object(tmp_path, marked):

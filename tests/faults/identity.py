@@ -74,27 +74,29 @@ def other_runs(lab: Lab, _: int) -> list[Trial]:
     """The folder of a run with another setting, data or tokenizer, and a run.json that was
     changed: refused, untouched.
     """
-    from qwen3next_jax.runs.folder import open_run, read_run
+    from qwen3next_jax.runs.changes import compare_data
+    from qwen3next_jax.runs.facts import read_facts
+    from qwen3next_jax.runs.record import read_record
+    from qwen3next_jax.runs.start import decide
 
     workdir = lab.reference()
     record, trials = (workdir / "run.json").read_bytes(), []
-    run = read_run(workdir)
-    data = [reading["fingerprint"] for reading in run["data"]]
+    folder = read_facts(lab.config, workdir).folder
+    run = folder.record
+    data = [cursor.fingerprint for cursor in run.data]
     for name, value in OTHER_RUNS:
         section, field = name.split(".")
         other = lab.with_(**{section: {field: value}})
-        trials.append(
-            _refused(lambda: open_run(workdir, other, data, run["tokenizer"]), name, name)
-        )
+        trials.append(_refused(lambda: decide(other, read_facts(other, workdir)), name, name))
     trials.append(
         _refused(
-            lambda: open_run(workdir, lab.config, ["0" * 20], run["tokenizer"]),
+            lambda: compare_data(folder, run, ["0" * 20], run.tokenizer),
             "other data",
             "data",
         )
     )
     trials.append(
-        _refused(lambda: open_run(workdir, lab.config, data, "0" * 20), "other tokens", "tokenizer")
+        _refused(lambda: compare_data(folder, run, data, "0" * 20), "other tokens", "tokenizer")
     )
     assert (workdir / "run.json").read_bytes() == record
     folder = lab.new_folder()
@@ -102,7 +104,7 @@ def other_runs(lab: Lab, _: int) -> list[Trial]:
         (folder / "run.json").write_bytes(
             record[:position] + bytes([record[position] ^ 1]) + record[position + 1 :]
         )
-        trials.append(_refused(lambda: read_run(folder), "run.json", "run.json"))
+        trials.append(_refused(lambda: read_record(folder), "run.json", "run.json"))
     return trials
 
 

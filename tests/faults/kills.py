@@ -216,15 +216,15 @@ def _branch_killed_along(lab: Lab, name: str, config: Config, moment, kills: int
 
 # Notes its process id, then becomes the process that trains.
 SUPERVISED = """
-import functools, pathlib, sys
+import pathlib, sys
 from qwen3next_jax.processes import supervisor
-from qwen3next_jax.runs.folder import written
+from qwen3next_jax.runs.store import open_store
 supervisor.FIRST_PAUSE, supervisor.LONGEST_PAUSE, supervisor.MAX_FRUITLESS_STARTS = 0.2, 0.2, 100
 workdir, pids, spec = sys.argv[1:]
 command = ["/bin/sh", "-c", 'echo $$ >> "$0"; exec "$@"', pids]
 command += [sys.executable, "-m", "tests.faults.worker", spec]
 workdir = pathlib.Path(workdir)
-sys.exit(supervisor.supervise(workdir, 100, command, functools.partial(written, workdir)))
+sys.exit(supervisor.supervise(workdir, 100, command, open_store(workdir).run_files))
 """
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import ExitCode, UserError
-from qwen3next_jax.data import preparation, readers, sources, units
+from qwen3next_jax.data import preparation, readers, sources, tokenized_parts
 from qwen3next_jax.data.tokens import load_tokenizer
 from tests.faults.lab import EVERY, Lab, Trial, events, flip_bit, kill, wait_for
 
@@ -220,11 +220,11 @@ def changing_sources(lab: Lab, _: int) -> list[Trial]:
 
 @contextlib.contextmanager
 def _small_batches():
-    before, units._BATCH_CHARACTERS = units._BATCH_CHARACTERS, 10
+    before, tokenized_parts._BATCH_CHARACTERS = tokenized_parts._BATCH_CHARACTERS, 10
     try:
         yield
     finally:
-        units._BATCH_CHARACTERS = before
+        tokenized_parts._BATCH_CHARACTERS = before
 
 
 def parquet_pages(lab: Lab, count: int) -> list[Trial]:

@@ -60,24 +60,31 @@ def _train(spec: dict) -> int:
     config = from_dict(Config, spec["config"])
     launch = Launch(**spec["launch"]) if spec.get("launch") else None
     with distributed.distributed_run(launch, config.parallel, spec["config"]):
+        from qwen3next_jax.runs.start import prepare_start
         from qwen3next_jax.runs.train import train
         from qwen3next_jax.training.loop import make_train_step
         from qwen3next_jax.training.loss import total_loss
 
         _prepare_faults(spec)
         loss = poisoned_loss if spec.get("poison") else total_loss
+        start = distributed.run_on_all(
+            lambda: prepare_start(
+                config,
+                to_path(spec["workdir"]),
+                spec.get("restart", False),
+                distributed.is_process_0(),
+            )
+        )
         return train(
-            config,
-            to_path(spec["workdir"]),
-            spec.get("restart", False),
+            start,
             make_step=functools.partial(make_train_step, loss=loss),
         )
 
 
 def _prepare_faults(spec: dict) -> None:
     from qwen3next_jax.data.pipeline import TextData
-    from qwen3next_jax.runs.bucket_checkpoints import BucketCheckpoints
-    from qwen3next_jax.runs.checkpoint import Checkpoints
+    from qwen3next_jax.runs.store.bucket_checkpoints import BucketCheckpoints
+    from qwen3next_jax.runs.store.local_checkpoints import LocalCheckpoints
 
     progress = (
         os.open(spec["progress"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -109,29 +116,29 @@ def _prepare_faults(spec: dict) -> None:
 
     TextData.batches = spoiled
     if progress is not None:
-        folders = BucketCheckpoints if "://" in spec["workdir"] else Checkpoints
+        folders = BucketCheckpoints if "://" in spec["workdir"] else LocalCheckpoints
         save = folders.save
         folders.save = told
 
 
 def _tell_moves(progress: int, pace: float) -> None:
-    from qwen3next_jax.runs import train as runs_train
+    from qwen3next_jax.runs.store.local import LocalStore
 
-    rename, move_aside = pathlib.Path.rename, runs_train.move_aside
+    rename, move_aside = pathlib.Path.rename, LocalStore.move_aside
 
     def told_rename(path, target):
         os.write(progress, b"move\n")
         time.sleep(pace)
         return rename(path, target)
 
-    def told_move(workdir):
+    def told_move(store):
         pathlib.Path.rename = told_rename
         try:
-            move_aside(workdir)
+            move_aside(store)
         finally:
             pathlib.Path.rename = rename
 
-    runs_train.move_aside = told_move
+    LocalStore.move_aside = told_move
 
 
 def _marked(segment_ids, mark):

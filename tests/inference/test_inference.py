@@ -500,7 +500,7 @@ def command(monkeypatch):
         with flagsaver.flagsaver(**defaults | values):
             return generate_command.main()
 
-    monkeypatch.setattr(generate_command.cli, "enable_compilation_cache", lambda: None)
+    monkeypatch.setattr(generate_command.process_setup, "enable_compilation_cache", lambda: None)
     return run
 
 

@@ -25,10 +25,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
-from configs import qwen3_5_0p8b
+from configs import olmo_hybrid_7b, qwen3_5_0p8b
 from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, from_dict, registry
+from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.interop import arrays, writing
@@ -40,8 +41,9 @@ from qwen3next_jax.interop.source import config_for_export
 from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.interop.writing import PartialExport
 from qwen3next_jax.model.layer_properties import mixer_class
-from qwen3next_jax.runs import preflight
+from qwen3next_jax.runs.init_from import EXPERT_SETTINGS
 from qwen3next_jax.sharding.mesh import make_mesh
+from tests import references
 from tests.models import HYBRID, drawn_model
 from tests.refusals import refused
 
@@ -110,6 +112,32 @@ VARIANTS = {
         ),
     },
 }
+OLMO_HYBRID = {
+    "hf_form": "olmo_hybrid",
+    "num_hidden_layers": 4,
+    "mtp_depth": 0,
+    "num_experts": 0,
+    "attention_output_gate": False,
+    "zero_centered_norm": False,
+    "beta_range": 2,
+    "decay_init": "log_uniform",
+    "partial_rotary_factor": 0.0,
+    "block": BlockConfig(placement="olmo_hybrid"),
+    "mixer": MixerConfig(qk_norm_over="layer", output_norm_eps=1e-5),
+}
+VARIANTS |= {
+    "Olmo Hybrid": OLMO_HYBRID,
+    "Olmo Hybrid, attention first, positions, β in (0, 1), tied": OLMO_HYBRID
+    | {
+        "full_attention_placement": "first",
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 5e5,
+        "beta_range": 1,
+        "tie_word_embeddings": True,
+        "head_dim": 4,
+        "linear_conv_kernel_dim": 3,
+    },
+}
 
 
 def new_model(**changes) -> Qwen3Next:
@@ -163,13 +191,20 @@ def edit_tensors(directory: pathlib.Path, edit) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-SMALLEST = from_dict(Config, qwen3_5_0p8b.get_config().to_dict()).model
+SMALLEST, OLMO_7B = (
+    from_dict(Config, file.get_config().to_dict()).model for file in (qwen3_5_0p8b, olmo_hybrid_7b)
+)
 
 
-# For the second model, transformers' class counts 752,393,024 parameters in the trunk.
+# Transformers' classes count as many parameters, of the second model in the trunk.
 @pytest.mark.parametrize(
     ("config", "inventory"),
-    [(ModelConfig(), (75_944, 81_324_862_720)), (SMALLEST, (335, 752_393_024 + 20_452_864))],
+    [
+        (ModelConfig(), (75_944, 81_324_862_720)),
+        (SMALLEST, (335, 752_393_024 + 20_452_864)),
+        (OLMO_7B, (523, 7_430_870_688)),
+    ],
+    ids=("qwen3_next", "qwen3_5", "olmo_hybrid"),
 )
 def test_released_models_have_their_published_inventory(config, inventory):
     shapes = [part.shape for p in parameters(config) for _ in p.prefixes for part in p.entry.slices]
@@ -182,9 +217,27 @@ def test_export_then_import_gives_the_same_bits_and_config(tmp_path, variant):
     save_hf(model, tmp_path / "out")
     again = load_hf(tmp_path / "out")
     # settings that not every form stores
-    not_stored = {"intermediate_size"} if model.config.num_experts else preflight.EXPERT_SETTINGS
+    not_stored = {"intermediate_size"} if model.config.num_experts else EXPERT_SETTINGS
     assert set(again.config.differs(model.config)) <= not_stored
     assert bits(again) == bits(model)
+
+
+def test_both_namings_of_olmo_hybrid_s_norms_are_read_and_the_released_one_is_written(tmp_path):
+    """transformers' save_pretrained names the norms of all layers like those of the second."""
+    released = REFERENCE.parent / "olmo_hybrid_tiny"
+    shutil.copytree(released, tmp_path / "renamed")
+    renamed = {
+        name.replace(".input_layernorm.", ".attention_layer_norm.").replace(
+            ".post_attention_layernorm.", ".feedforward_layer_norm."
+        ): values
+        for name, values in load_file(released / "model.safetensors").items()
+    }
+    save_file(renamed, tmp_path / "renamed" / "model.safetensors")
+    model = load_hf(tmp_path / "renamed")
+    assert bits(model) == bits(load_hf(released))
+    save_hf(model, tmp_path / "out")
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert names == load_file(released / "model.safetensors").keys()
 
 
 def test_forms_name_settings_that_exist():
@@ -254,6 +307,19 @@ def test_a_mesh_changes_no_bit_of_files(eight_layers, tmp_path, monkeypatch, mes
     assert len({shard.index for shard in experts.addressable_shards}) == math.prod(mesh.values())
     save_hf(sharded, tmp_path / "sharded")
     assert content(tmp_path / "sharded") == content(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_mesh_changes_no_bit_of_separate_projections(tmp_path, monkeypatch):
+    released = REFERENCE.parent / "olmo_hybrid_tiny"
+    monkeypatch.setattr(arrays, "MAX_PIECE_BYTES", 4000)  # so that parameters take many pieces
+    sharded = load_hf(released, mesh=_mesh(data=2, tensor=2))
+    assert bits(sharded) == bits(load_hf(released))
+    save_hf(sharded, tmp_path / "out")
+    out, original = (load_file(d / "model.safetensors") for d in (tmp_path / "out", released))
+    assert out.keys() == original.keys()
+    for name, values in original.items():
+        np.testing.assert_array_equal(out[name], values, err_msg=name)
 
 
 def test_all_processes_read_the_same_bits():
@@ -486,7 +552,7 @@ def test_a_checkpoint_without_mtp_has_depth_0(checkpoint):
     assert model.config.mtp_depth == 0 and not hasattr(model, "mtp")
 
 
-WRAPPER = REFERENCE.parent / "qwen3_5_moe_wrapper_fused_mtp_tiny"
+WRAPPER = references.checkpoint("qwen3_5_moe_wrapper_fused_mtp_tiny")
 
 
 def test_an_export_without_vision_keeps_its_config(tmp_path, capsys):
@@ -563,7 +629,7 @@ def _replace(reference, nested=None, **changes):
 
     def damage(directory):
         for name in ("config.json", "model.safetensors"):
-            shutil.copy(REFERENCE.parent / reference / name, directory)
+            shutil.copy(references.checkpoint(reference) / name, directory)
         fields = json.loads((directory / "config.json").read_text())
         text_config = {}
         if nested:
@@ -588,6 +654,21 @@ def _index(**weight_map):
     return lambda d: (d / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": weight_map})
     )
+
+
+def _recut_convolutions(directory):
+    """Cuts the convolutions of an Olmo Hybrid as transformers' save_pretrained does."""
+    _replace("olmo_hybrid_tiny")(directory)
+
+    def recut(tensors):
+        for layer in range(3):
+            name = f"model.layers.{layer}.linear_attn.%s_conv1d.weight"
+            whole = np.concatenate([tensors[name % part] for part in "qkv"])
+            third = -(-len(whole) // 3)
+            for i, part in enumerate("qkv"):
+                tensors[name % part] = whole[i * third : (i + 1) * third].copy()
+
+    edit_tensors(directory, recut)
 
 
 # Name → (function that damages a directory, what the message names beside the directory).
@@ -715,6 +796,28 @@ DAMAGE = {
     "layers left out": (
         _replace("kimi_linear_tiny", layer_types=None, linear_attn_config={"kda_layers": [1]}),
         ("5",),
+    ),
+    "convolutions in equal parts": (
+        _recut_convolutions,
+        ("q_conv1d.weight", "[54, 1, 4]", "[32, 1, 4]"),
+    ),
+    "a part without a tensor": (
+        lambda d: (
+            _replace("olmo_hybrid_tiny")(d),
+            _drop("model.layers.1.linear_attn.k_conv1d.weight")(d),
+        ),
+        ("model.layers.1.linear_attn.k_conv1d.weight",),
+    ),
+    "YaRN of Olmo Hybrid": (
+        _replace(
+            "olmo_hybrid_tiny",
+            rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5},
+        ),
+        ("rope_type = 'yarn'", "'default'"),
+    ),
+    "one kind of layer": (
+        _replace("olmo_hybrid_tiny", layer_types=["full_attention"] * 4),
+        ("linear_attention", "full_attention"),
     ),
     "rope parameters": (
         lambda d: edit_config(d, rope_parameters={"rope_type": "linear"}),

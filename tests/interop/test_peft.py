@@ -13,6 +13,8 @@ from flax import nnx
 
 from qwen3next_jax.common.trees import map_leaves
 from qwen3next_jax.config import LoRAConfig
+from qwen3next_jax.config.block import BlockConfig
+from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.interop.huggingface import hf_tensors
 from qwen3next_jax.interop.peft import save_adapter
 from qwen3next_jax.model.adapter_names import base_params, is_adapter, without_adapters
@@ -45,6 +47,15 @@ def _exported(config, out):
         {},
         pytest.param({"hf_form": "qwen3_5_text"}, marks=pytest.mark.slow),
         {"lora": dataclasses.replace(LORA, targets=("kind=matrix part=v|gate",))},
+        {
+            "hf_form": "olmo_hybrid",
+            "num_experts": 0,
+            "attention_output_gate": False,
+            "zero_centered_norm": False,
+            "partial_rotary_factor": 0.0,
+            "block": BlockConfig(placement="olmo_hybrid"),
+            "mixer": MixerConfig(qk_norm_over="layer", output_norm_eps=1e-5),
+        },
     ],
 )
 def test_peft_adds_what_merging_adds(changes, tmp_path):

@@ -1,12 +1,12 @@
-"""The model against what transformers' own Qwen3-Next, Qwen3.5, Kimi Linear and
-Qwen3.8-Flash-Next compute from the same weights (tests/fixtures).
+"""The model against what transformers' own Qwen3-Next, Qwen3.5, Kimi Linear, Qwen3.8-Flash-Next and
+Olmo Hybrid compute from the same weights (tests/fixtures).
 """
 
 import functools
 
 import pytest
 
-from benchmarks.parity import measure
+from benchmarks.interop.parity import measure
 
 # group → how many quantities of it the reference holds
 _DENSE = {
@@ -33,6 +33,14 @@ GROUPS = {
         "hidden states": 6,
         "router logits": 4,
         "gradients": 183,
+        "greedy": 1,
+        "export": 1,
+    },
+    "olmo_hybrid_tiny": {
+        "logits": 1,
+        "losses": 1,
+        "hidden states": 5,
+        "gradients": 68,
         "greedy": 1,
         "export": 1,
     },

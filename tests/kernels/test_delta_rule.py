@@ -120,9 +120,14 @@ def adversarial(name):
         inputs["g"] *= 1e-2
         if inputs["beta"].flat[0] > 1:
             bars = (1e-2, 3e-2)
-    elif name == "period 4":
+        if inputs["beta"].flat[0] == 2:  # later writes correct no error of an earlier one
+            bars = (2e-2, 6e-2)
+    elif name.startswith("period 4"):
         inputs["k"] = np.tile(inputs["k"][:, :4], (1, CHUNK // 2, 1, 1))
         inputs["g"] *= 1e-2
+        if name.endswith("beta 2"):
+            inputs["beta"] = np.full_like(inputs["beta"], 2.0)
+            bars = (1e-2, 3e-2)
     elif name == "no decay":
         inputs["g"] = np.zeros_like(inputs["g"])
     elif name == "g -20":
@@ -138,7 +143,9 @@ def adversarial(name):
 CASES = (
     "identical 0.99",
     "identical 1.9",
+    "identical 2",
     "period 4",
+    "period 4, beta 2",
     "no decay",
     "g -20",
     "one g -1000",
@@ -390,6 +397,61 @@ def test_x64_changes_nothing_for_float32(implementation):
         got = _run(arrays, cotangents, None, implementation=implementation)
     for name, x in got.items():
         assert x.dtype == jnp.float32 and error(np.asarray(x), want[name]) < 1e-5, name
+
+
+def check_growth(implementation, dtype, period, time=32_768, width=16):
+    """β = 2, no decay, and few keys that repeat. The values are a linear function M of the keys,
+    so that the state never comes farther from M than it began.
+
+    Rounding to bfloat16 changes the state by 2^-9 in each chunk, in directions that no two share.
+    """
+    allowed = 1e-9 if dtype == jnp.float64 else 2 * np.sqrt(time / CHUNK) * 2**-9
+    rng = np.random.default_rng(0)
+    keys, values, queries, start = (
+        rng.normal(size=(n, width)) for n in (period, period, time, width)
+    )
+    keys, values = (x.astype(dtype).astype(np.float64) for x in (keys, values))
+    unit = keys / np.sqrt(np.sum(keys**2, axis=1, keepdims=True) + 1e-6)
+    m = np.linalg.lstsq(unit, values)[0]
+    wide = jnp.promote_types(jnp.float32, dtype)
+    with jax.enable_x64(dtype == jnp.float64):
+        row = lambda x: jnp.asarray(np.tile(x, (time // len(x), 1))[None, :, None], dtype)
+        o, final = jax.jit(functools.partial(gated_delta_rule, implementation=implementation))(
+            row(queries),
+            row(keys),
+            row(values),
+            g=jnp.zeros((1, time, 1), wide),
+            beta=jnp.full((1, time, 1), 2, wide),
+            initial_state=jnp.asarray(start[None, None], wide),
+        )
+        o, final = np.float64(o), np.float64(final)
+    before = np.linalg.norm(start - m)
+    assert np.linalg.norm(final - m) <= (1 + allowed) * before
+    largest = np.max(np.linalg.norm(o, axis=-1)) * width**0.5  # a query has length 1
+    assert largest <= (1 + allowed) * (before + np.linalg.norm(m))
+
+
+@pytest.mark.parametrize("period", [1, 4])
+@pytest.mark.parametrize(
+    "implementation, dtype",
+    [
+        ("chunked", jnp.float64),
+        ("chunked", jnp.bfloat16),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.slow)
+            for name, dtype in (
+                ("recurrent", jnp.float64),
+                ("recurrent", jnp.bfloat16),
+                ("associative", jnp.float64),
+                ("associative", jnp.bfloat16),
+                ("pallas_tpu", jnp.bfloat16),
+            )
+        ),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_nothing_grows_with_an_eigenvalue_of_minus_one(implementation, dtype, period):
+    check_growth(implementation, dtype, period)
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def run(*command):
 @needs_compiler
 @pytest.mark.slow
 def test_the_forward_pass_alone_compiles():
-    done = run("benchmarks/delta_rule_tpu_schedule.py", "--compile_only", "--chip", "v6e")
+    done = run("benchmarks/kernels/delta_rule_tpu_schedule.py", "--compile_only", "--chip", "v6e")
     assert done.returncode == 0, done.stderr[-2000:]
     forward, both = done.stdout.splitlines()
     assert ": 1 kernels, " in forward and ": 2 kernels, " in both
@@ -148,7 +148,7 @@ def compile_case(
 
 
 def main(chip, *names):
-    from benchmarks.delta_rule_tpu_schedule import described
+    from benchmarks.kernels.delta_rule_tpu_schedule import described
 
     device = described(chip)[0]
     for name in names:

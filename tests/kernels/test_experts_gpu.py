@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.mosaic.gpu.launch_context import TileTransform
 
-from benchmarks.experts_precision import by_token, errors, exact, inputs
+from benchmarks.kernels.experts_precision import by_token, errors, exact, inputs
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import grouped_matmul as kernels
 from qwen3next_jax.kernels.gpu import tokamax

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.experts_precision import (
+from benchmarks.kernels.experts_precision import (
     a_row_a_choice,
     by_token,
     errors,

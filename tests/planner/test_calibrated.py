@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from benchmarks.kernel_validation import predict, read_kernels
+from benchmarks.planner.kernel_validation import predict, read_kernels
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.planner import hlo, topology
 from qwen3next_jax.planner.calibrated import RATES, rates_of

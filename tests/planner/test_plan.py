@@ -105,7 +105,11 @@ def test_a_size_that_is_no_number():
 @pytest.mark.slow
 def test_a_figure_that_does_not_exist():
     done = subprocess.run(
-        [sys.executable, "benchmarks/planner_figures.py", "--compile=v6e_16x16_default,typo"],
+        [
+            sys.executable,
+            "benchmarks/planner/planner_figures.py",
+            "--compile=v6e_16x16_default,typo",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -227,8 +231,8 @@ def test_libtpu_missing(monkeypatch):
     ],
 )
 def test_mesh_flag(text, names):
-    from qwen3next_jax.commands.cli import read_mesh
     from qwen3next_jax.commands.plan import with_mesh
+    from qwen3next_jax.commands.run_flags import read_mesh
 
     with refused(*names):
         with_mesh(ParallelConfig(), read_mesh(text))
@@ -366,8 +370,8 @@ def test_collectives_of_a_plan_follow_its_mesh(plan):
 
 @pytest.mark.slow
 def test_a_layer_alone_gathers_weights_and_exchanges_rows():
-    """benchmarks/block_plan.py, for two devices of a CPU."""
-    compile_layer = runpy.run_path(str(ROOT / "benchmarks/block_plan.py"))["compile_layer"]
+    """benchmarks/planner/block_plan.py, for two devices of a CPU."""
+    compile_layer = runpy.run_path(str(ROOT / "benchmarks/planner/block_plan.py"))["compile_layer"]
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=2)), jax.devices()[:2])
     program = compile_layer(MODEL, "gated_deltanet", mesh, 1, 64, 1, "dots", {}).as_text()
     assert "all-gather(" in program and "reduce-scatter(" in program

@@ -359,7 +359,7 @@ def test_a_ring_s_own_block_is_causal(kernels, kernel, products):
 @needs_compiler
 def test_delta_rule_kernels_of_a_split_row(kernels):
     """FLOPs by docs/notes (delta-rule, context-parallel; d = 128, C = 64), cycles by
-    `benchmarks/delta_rule_tpu_schedule.py`.
+    `benchmarks/kernels/delta_rule_tpu_schedule.py`.
     """
     pytest.importorskip("qwen3next_jax.kernels")
     d, c, calls = 128, 64, 256 * 4

@@ -1,5 +1,5 @@
-"""The table of benchmarks/validation.py: it is printed from plans, and says which plan is missing
-or was made of something else.
+"""The table of benchmarks/planner/validation.py: it is printed from plans, and says which plan is
+missing or was made of something else.
 """
 
 import json
@@ -10,14 +10,14 @@ import runpy
 import jax
 import numpy as np
 
-from benchmarks import measured_kernels
-from benchmarks.measured_kernels import MaxTextExperts, experts_of_maxtext
+from benchmarks.planner import measured_kernels
+from benchmarks.planner.measured_kernels import MaxTextExperts, experts_of_maxtext
 from qwen3next_jax import kernels
 from qwen3next_jax.kernels.tpu import splash_attention
 from qwen3next_jax.sharding.chips import CHIPS
 from tests.refusals import refused
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/validation.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/planner/validation.py"
 
 
 def test_a_row_is_predicted_from_its_plan(tmp_path, capsys):

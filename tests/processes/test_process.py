@@ -99,9 +99,11 @@ def test_any_command_answers_the_first_ctrl_c_and_ends_at_the_second(tmp_path):
 
 
 HANGING = """
-import pathlib, sys, time
+import functools, pathlib, sys, time
 from qwen3next_jax.processes.watchdog import Watchdog
-with Watchdog(pathlib.Path(sys.argv[1]), tick=0.05) as watchdog:
+from qwen3next_jax.runs.store import open_store
+store = open_store(pathlib.Path(sys.argv[1]))
+with Watchdog(functools.partial(store.write_stacks, 0), tick=0.05) as watchdog:
     watchdog.allow(0, "a step", 1)  # no limit
     time.sleep(0.3)
     def stalled_loader(): time.sleep(60)
@@ -127,12 +129,12 @@ def test_the_watchdog_dumps_the_stacks_and_a_stopped_process_is_no_hang(tmp_path
 
 
 SUPERVISED = """
-import functools, pathlib, sys
+import pathlib, sys
 from qwen3next_jax.processes import supervisor
-from qwen3next_jax.runs.folder import run_files
+from qwen3next_jax.runs.store import open_store
 supervisor.FIRST_PAUSE = 0.05
 workdir, command = pathlib.Path(sys.argv[1]), ["/bin/sh", "-c", sys.argv[3]]
-find_run = functools.partial(run_files, workdir) if sys.argv[4:] else None
+find_run = open_store(workdir).run_files if sys.argv[4:] else None
 sys.exit(supervisor.supervise(workdir, int(sys.argv[2]), command, find_run))
 """
 # Each start saves the next of three checkpoints; the third ends well.

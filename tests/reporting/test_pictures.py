@@ -1,5 +1,5 @@
-"""The pictures in docs/pictures are what benchmarks/pictures.py draws of the records in docs/, and
-docs/results.md is what benchmarks/results.py writes of them.
+"""The pictures in docs/pictures are what benchmarks/reporting/pictures.py draws of the records in
+docs/, and docs/results.md is what benchmarks/reporting/results.py writes of them.
 """
 
 import re
@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from benchmarks import results
-from benchmarks.pictures import DOCS, draw_pictures
+from benchmarks.reporting import results
+from benchmarks.reporting.pictures import DOCS, draw_pictures
 from tests.refusals import refused
 
 
@@ -18,7 +18,7 @@ def drawn():
 
 
 def test_the_pictures_are_current(drawn):
-    """Otherwise run `python benchmarks/pictures.py`."""
+    """Otherwise run `python benchmarks/reporting/pictures.py`."""
     for name, svg in drawn.items():
         ElementTree.fromstring(svg)
         committed = (DOCS / "pictures" / name).read_text()
@@ -39,7 +39,7 @@ def test_the_pictures_load_nothing_and_every_colour_is_defined(drawn):
 
 
 def test_the_results_are_current():
-    """Otherwise run `python benchmarks/results.py`."""
+    """Otherwise run `python benchmarks/reporting/results.py`."""
     assert (DOCS / "results.md").read_text() == results.page()
     for name in results.recorded():
         record = results.read(name)

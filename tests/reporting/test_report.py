@@ -10,7 +10,7 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks.report import open_in_chromium, write_run
+from benchmarks.reporting.report import open_in_chromium, write_run
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.reporting import page, runs

@@ -20,13 +20,14 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.model.adapter_names import is_adapter
-from qwen3next_jax.runs.branching import describe
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.runs.folder import read_run, write_run
-from qwen3next_jax.runs.origin import find_base
-from qwen3next_jax.runs.preflight import check, find_parent
-from qwen3next_jax.runs.start import prepare_start, start_state
+from qwen3next_jax.runs.checks import resolve_start
+from qwen3next_jax.runs.first_state import describe_first_state, first_state
+from qwen3next_jax.runs.record import BaseModel, Parent, read_record
+from qwen3next_jax.runs.start import prepare_start
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sharding.mesh import make_mesh
+from qwen3next_jax.trained.base_model import find_adapted_model
 from qwen3next_jax.training.stages import open_stages
 from tests.in_process import dry_run, resolved, train
 from tests.models import SMALLEST
@@ -109,25 +110,25 @@ def test_an_adapter_on_another_base_is_refused(config, finished, tmp_path):
 def test_the_base_of_an_adapter_is_the_directory_that_holds_its_matrices(base, finished, tmp_path):
     """And not one whose weights a run trained further before the adapters."""
     hf = tmp_path / "hf"
-    record = {"source": {"path": str(hf), "form": "qwen3_next"}}
-    of_base, of_adapters = read_run(base), read_run(finished)
+    source = BaseModel(str(hf), "qwen3_next")
+    of_base, of_adapters = read_record(base), read_record(finished)
 
     def copy(name, of, parent=None, vocab_size=SMALLEST.vocab_size):
         (folder := tmp_path / name).mkdir()
-        of = json.loads(json.dumps(of))
-        of["config"]["model"]["vocab_size"] = vocab_size
-        of.pop("parent", None)
-        if parent:
-            own = {"path": str(parent), "step": 2, "manifest": "", "run": read_run(parent)["id"]}
-            of["parent"] = own
-        write_run(folder, of | record)
+        config = json.loads(json.dumps(of.config))
+        config["model"]["vocab_size"] = vocab_size
+        parent = parent and Parent(str(parent), 2, "", read_record(parent).id)
+        of = dataclasses.replace(of, config=config, parent=parent, source=source)
+        open_store(folder).write_run(of)
         return folder
 
     trained, direct = copy("trained", of_base), copy("direct", of_adapters)
-    assert find_base(copy("on_trained", of_adapters, trained)) is None
-    assert find_base(direct) == find_base(copy("further", of_adapters, direct)) == hf
+    assert find_adapted_model(copy("on_trained", of_adapters, trained)) is None
+    assert (
+        find_adapted_model(direct) == find_adapted_model(copy("further", of_adapters, direct)) == hf
+    )
     with pytest.raises(UserError, match=f"{SMALLEST.vocab_size}"):
-        find_base(copy("grown", of_adapters, trained, SMALLEST.vocab_size + 3))
+        find_adapted_model(copy("grown", of_adapters, trained, SMALLEST.vocab_size + 3))
 
 
 def test_the_start_of_a_run_says_what_is_trained(config, tmp_path, capsys):
@@ -153,11 +154,13 @@ def test_a_vocabulary_grows_by_the_mean_of_its_rows(base, tmp_path):
         model=dataclasses.replace(SMALLEST, vocab_size=SMALLEST.vocab_size + 3),
         train=dataclasses.replace(BASE.train, init_from=str(base)),
     )
-    run = prepare_start(grown, make_mesh(grown.parallel, jax.devices()[:1]), tmp_path)
-    parent = find_parent(grown.train, grown.optimizer, tmp_path)
+    start = prepare_start(grown, tmp_path)
+    run = resolve_start(start, make_mesh(grown.parallel, jax.devices()[:1]))
     data = open_stages(run.stages, grown.model.vocab_size)
-    assert f"{SMALLEST.vocab_size} grows to {grown.model.vocab_size}" in describe(run, data, parent)
-    state, _ = start_state(run, data, parent)
+    assert f"{SMALLEST.vocab_size} grows to {grown.model.vocab_size}" in describe_first_state(
+        run, data, start
+    )
+    state, _ = first_state(run, data, start)
     old = leaves_by_path(_state(BASE, base, 2)["params"])
     changed = set()
     for path, leaf in leaves_by_path(jax.device_get(state["params"])).items():
@@ -186,4 +189,4 @@ def test_a_vocabulary_neither_shrinks_nor_grows_with_the_optimizer(
         BASE, model=model, train=dataclasses.replace(BASE.train, **changes)
     )
     with pytest.raises(UserError, match=message):
-        check(changed, tmp_path)
+        prepare_start(changed, tmp_path)

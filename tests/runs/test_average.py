@@ -15,12 +15,13 @@ from qwen3next_jax.common.trees import leaves_by_path
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.evals.evaluation import EvalOptions
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.runs.load import load_model
-from qwen3next_jax.runs.merging import find_sources, merged_state
 from qwen3next_jax.sharding.mesh import make_mesh, single_device_mesh
-from qwen3next_jax.training.average import init_average, update_average
+from qwen3next_jax.trained.load import load_model
+from qwen3next_jax.trained.merging import find_sources, merged_state
+from qwen3next_jax.training.average import MovingAverage
+from qwen3next_jax.training.update_rules import apply_rule
 from tests.in_process import resolved, train
-from tests.runs.test_merging import CONFIG
+from tests.trained.test_merging import CONFIG
 
 STEPS, DECAY = 6, 0.7
 
@@ -78,12 +79,18 @@ def test_the_average_is_the_weighted_mean_of_the_parameters_after_each_update(ru
 
 def test_a_skipped_update_does_not_count():
     start = {"a": jnp.array([1.0, 2.0])}
-    ema, skip = init_average(start, ()), jnp.array(True)
-    skipped = update_average(ema, 0.9, {"a": jnp.array([5.0, jnp.inf])}, skip)
-    assert skipped["updates"] == 0
-    np.testing.assert_array_equal(skipped["average"]["a"], start["a"])
-    taken = update_average(skipped, 0.9999, {"a": jnp.array([7.0, 9.0])}, ~skip)
-    np.testing.assert_allclose(taken["average"]["a"], [7.0, 9.0], rtol=1e-6)
+    rule = MovingAverage(0.9999, frozenset())
+    state = {"params": start} | rule.init(start)
+
+    def after(state, params, skip):
+        state = state | {"params": {"a": jnp.array(params)}}
+        return apply_rule(rule, None, state, {}, jnp.array(skip))[0]
+
+    skipped = after(state, [5.0, jnp.inf], skip=True)
+    assert skipped["ema"]["updates"] == 0
+    np.testing.assert_array_equal(skipped["ema"]["average"]["a"], start["a"])
+    taken = after(skipped, [7.0, 9.0], skip=False)
+    np.testing.assert_allclose(taken["ema"]["average"]["a"], [7.0, 9.0], rtol=1e-6)
 
 
 @pytest.mark.slow

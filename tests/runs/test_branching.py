@@ -31,16 +31,22 @@ from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.config.run import MuonConfig, SyntheticConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
-from qwen3next_jax.runs import branching, checkpoint, load, manifest, preflight
+from qwen3next_jax.runs import checkpoint, manifest
+from qwen3next_jax.runs.begin import base_model
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.runs.folder import read_run, write_run
-from qwen3next_jax.runs.load import load_model
-from qwen3next_jax.runs.origin import Origin, find_origin, find_source
-from qwen3next_jax.runs.start import start_state
+from qwen3next_jax.runs.facts import ParentRun, read_facts
+from qwen3next_jax.runs.first_state import describe_first_state, first_state
+from qwen3next_jax.runs.record import BaseModel, Parent, read_record, settings_as_json
+from qwen3next_jax.runs.start import prepare_start
+from qwen3next_jax.runs.store import open_store
+from qwen3next_jax.trained import load as trained_load
+from qwen3next_jax.trained.base_model import find_base_model
+from qwen3next_jax.trained.load import load_model
 from qwen3next_jax.training.stages import open_stages
 from qwen3next_jax.training.state import abstract_model
 from tests.in_process import dry_run, resolved, train
 from tests.models import SMALLEST
+from tests.records import record
 
 STEPS, BRANCHED = 30, 10
 MUON_PER_HEAD = {"name": "muon", "muon": MuonConfig(per_head=True)}
@@ -120,9 +126,8 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(tmp_path)
     same(saved(tmp_path / "branch", STEPS, routed()), trained)
     assert np.any(trained["params"]["layers"][0]["mlp"]["router_bias"])
     digest = digests.sha256_file(parent / "checkpoints" / str(BRANCHED) / manifest.NAME)[:20]
-    record = read_run(tmp_path / "branch")["parent"]
-    whose = {"path": str(gone), "step": BRANCHED, "run": read_run(parent)["id"]}
-    assert record == whose | {"manifest": digest}
+    record = read_record(tmp_path / "branch").parent
+    assert record == Parent(str(gone), BRANCHED, digest, read_record(parent).id)
 
     shutil.rmtree(gone)
     shutil.rmtree(tmp_path / "branch" / "checkpoints" / "30")
@@ -130,8 +135,8 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(tmp_path)
     # run.json is written anew
     assert train(dataclasses.replace(config, name="renamed"), tmp_path / "branch") == 0
     same(saved(tmp_path / "branch", STEPS, routed()), trained)
-    assert read_run(tmp_path / "branch")["parent"] == record
-    assert find_origin(tmp_path / "branch") == Origin(None)
+    assert read_record(tmp_path / "branch").parent == record
+    assert find_base_model(tmp_path / "branch") is None
 
 
 def opened(run):
@@ -142,8 +147,7 @@ def opened(run):
 def begun(config, mesh=None):
     """→ (its first state, the cursor of its first step)."""
     run = resolved(config, mesh)
-    parent = preflight.find_parent(config.train, config.optimizer, pathlib.Path("nowhere"))
-    return start_state(run, opened(run), parent)
+    return first_state(run, opened(run), prepare_start(config, pathlib.Path("nowhere")))
 
 
 @pytest.mark.slow
@@ -204,6 +208,7 @@ def test_the_whole_state_on_other_data(parent, change, row, anew):
             "its optimizer.scaling is none .*, here it is mup",
         ),
         ("{}", {}, "train.steps = 30 includes the 30 steps"),
+        ("{}@20", {"profile": {"steps": "18:20"}}, "profile.steps = '18:20' has no effect"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_read(
@@ -211,7 +216,7 @@ def test_what_cannot_be_is_told_before_anything_is_read(
 ):
     config = with_(train={"init_from": init_from.format(parent), "init_state": "all"}, **change)
     with pytest.raises(UserError, match=message) as told:
-        preflight.check(config, tmp_path)
+        prepare_start(config, tmp_path)
     assert "\n" not in str(told.value)
 
 
@@ -236,7 +241,7 @@ def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when
         monkeypatch.undo()
         shutil.rmtree(theirs / "checkpoints" / str(BRANCHED))
         if change == "replaced":
-            with Checkpoints(theirs, CheckpointConfig()) as checkpoints:
+            with open_store(theirs).open_checkpoints(CheckpointConfig()) as checkpoints:
                 checkpoints.save(BRANCHED, other)
 
     def digested(*args, looks=manifest.find_damage, **kwargs):
@@ -251,13 +256,13 @@ def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when
     if when == "as it is digested":
         monkeypatch.setattr(manifest, "find_damage", digested)
     with pytest.raises(UserError, match=f"checkpoints/{BRANCHED}: ") as told:
-        found = preflight.find_parent(config.train, config.optimizer, tmp_path / "nowhere")
+        start = prepare_start(config, tmp_path / "nowhere")
         run = resolved(config)
         if when == "before it is read":
             happens()
         elif when == "while it is read":
             monkeypatch.setattr(checkpoint, "read_arrays", read)
-        start_state(run, opened(run), found)
+        first_state(run, opened(run), start)
     assert "\n" not in str(told.value)
 
 
@@ -277,8 +282,8 @@ def test_a_run_exchanged_while_it_is_read_is_refused(parent, tmp_path, monkeypat
     state = saved(parent, STEPS)
     state["params"] = jax.tree.map(lambda leaf: leaf + 1, state["params"])
     shutil.rmtree(other / "checkpoints")
-    write_run(other, read_run(other) | {"id": "other"})
-    with Checkpoints(other, CheckpointConfig()) as checkpoints:
+    open_store(other).write_run(dataclasses.replace(read_record(other), id="other"))
+    with open_store(other).open_checkpoints(CheckpointConfig()) as checkpoints:
         checkpoints.save(STEPS, state)
 
     def then_exchanged(function):
@@ -292,7 +297,7 @@ def test_a_run_exchanged_while_it_is_read_is_refused(parent, tmp_path, monkeypat
         return call
 
     module, name = {
-        "record": (load, "read_run"),
+        "record": (trained_load, "read_record"),
         "settings": (checkpoint, "check_versions"),
         "newest step": (Checkpoints, "newest_good_step"),
         "structure": (checkpoint, "abstract_model"),
@@ -310,21 +315,19 @@ def test_an_older_step_than_the_newest_is_said(parent, tmp_path):
     os.truncate(max((theirs / "checkpoints" / "30").rglob("d/*")), 1)
     for init_from, says in ((theirs, True), (f"{theirs}@20", False)):
         config = with_(train={"init_from": str(init_from)})
-        found = preflight.find_parent(config.train, config.optimizer, tmp_path)
-        run = resolved(config)
-        text = branching.describe(run, opened(run), found)
-        assert found["step"] == 20 and "step 20" in text and ("step 30" in text) == says
+        start, run = prepare_start(config, tmp_path), resolved(config)
+        text = describe_first_state(run, opened(run), start)
+        assert start.parent.step == 20 and "step 20" in text and ("step 30" in text) == says
 
 
 def test_a_run_records_what_its_parent_began_with(tmp_path):
     """So the folders of the runs before it need not be kept."""
-    for source in (None, {"path": f"{tmp_path}/hf", "form": "qwen3_5"}):
+    for source in (None, BaseModel(f"{tmp_path}/hf", "qwen3_5")):
         (tmp_path / "first").mkdir(exist_ok=True)
-        write_run(tmp_path / "first", {"source": source})
-        origin = Origin(source and tmp_path / "hf", source["form"] if source else "")
-        assert find_origin(tmp_path / "first") == origin
-        parent = {"path": f"{tmp_path}/first"}
-        assert find_source(parent["path"], parent, "") == {"source": source}
+        open_store(tmp_path / "first").write_run(record(source=source))
+        assert find_base_model(tmp_path / "first") == source
+        first = read_record(tmp_path / "first")
+        assert base_model(ParentRun(tmp_path / "first", first, CONFIG, None, {})) == source
 
 
 @pytest.mark.parametrize(
@@ -345,11 +348,11 @@ def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are
     abstract_model(bound)  # without the folder of this mixer, the test ends here
     shutil.copytree(parent, folder)
     trained = dataclasses.replace(CONFIG, model=bound)
-    write_run(folder, read_run(folder) | {"config": to_dict(trained)})
+    open_store(folder).write_run(dataclasses.replace(read_record(folder), config=to_dict(trained)))
     begins = dataclasses.replace(CONFIG.train, init_from=str(folder))
 
     def start(model):
-        preflight.check(dataclasses.replace(CONFIG, model=model, train=begins), tmp_path / "new")
+        prepare_start(dataclasses.replace(CONFIG, model=model, train=begins), tmp_path / "new")
 
     start(bound)
     wider = dataclasses.replace(bound, max_position_embeddings=2**19)
@@ -394,10 +397,9 @@ def test_a_branch_killed_before_it_was_saved_begins_with_the_step_that_it_began_
 ):
     """Although its parent has saved later ones since."""
     config = with_(train={"init_from": str(parent)})
-    assert preflight.find_parent(config.train, config.optimizer, tmp_path)["step"] == STEPS
-    begun = {"step": BRANCHED, "manifest": "0" * 20, "path": str(parent), "run": "0"}
+    assert read_facts(config, tmp_path).source.saved.step == STEPS
+    begun = Parent(str(parent), BRANCHED, "0" * 20, "0")
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 1.0}\n')
     (tmp_path / "checkpoints" / "11").mkdir(parents=True)  # of which the manifest is not there yet
-    write_run(tmp_path, {"parent": begun})
-    found = preflight.find_parent(config.train, config.optimizer, tmp_path)
-    assert found["step"] == BRANCHED and found.keys() == begun.keys()
+    open_store(tmp_path).write_run(record(config=settings_as_json(config), parent=begun))
+    assert read_facts(config, tmp_path).source.saved.step == BRANCHED

@@ -28,11 +28,12 @@ from qwen3next_jax.data import remote_shard
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.interop.huggingface import load_hf, save_hf
 from qwen3next_jax.processes import supervisor
-from qwen3next_jax.runs import checkpoint as checkpoint_module
-from qwen3next_jax.runs.bucket_checkpoints import BucketCheckpoints
+from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import load_trained
-from qwen3next_jax.runs.lease import Lease
-from qwen3next_jax.runs.metrics_pieces import MetricsPieces
+from qwen3next_jax.runs.store import arrays, open_store
+from qwen3next_jax.runs.store.bucket_checkpoints import BucketCheckpoints
+from qwen3next_jax.runs.store.bucket_events import BucketEvents
+from qwen3next_jax.runs.store.lease import Lease
 from tests.bucket import Bucket
 from tests.in_process import train
 
@@ -125,7 +126,7 @@ def test_one_process_has_the_lease_and_who_lost_it_writes_nothing(bucket, monkey
     monkeypatch.setattr(Lease, "end_process", lambda self, code, _: ended.append(code))
     first, second = Lease(workdir, patience), Lease(workdir, patience)
     first.run_locked(lambda: None)
-    pieces = MetricsPieces(workdir / "metrics.jsonl", first, patience)
+    pieces = BucketEvents(workdir / "metrics.jsonl", first, patience)
     pieces.append(b'{"event": "train", "step": 1, "time": 1}\n')
     pieces.flush()
     with pytest.raises(UserError, match="another process"):
@@ -134,8 +135,8 @@ def test_one_process_has_the_lease_and_who_lost_it_writes_nothing(bucket, monkey
     first._thread.join()
     second.run_locked(lambda: None)
     content = (workdir / "metrics/000000.jsonl").read_bytes()
-    successor = MetricsPieces(workdir / "metrics.jsonl", second, patience)
-    successor.keep(lambda event: True, lambda event: True)
+    successor = BucketEvents(workdir / "metrics.jsonl", second, patience)
+    successor.keep(1)
     successor.close()
     pieces.append(b'{"event": "train", "step": 2, "time": 2}\n')
     with pytest.raises(Conflict):
@@ -148,6 +149,43 @@ def test_one_process_has_the_lease_and_who_lost_it_writes_nothing(bucket, monkey
     second.__exit__()
     with Lease(workdir, 60) as third:  # released: it does not wait
         third.run_locked(lambda: None)
+
+
+def test_the_same_events_are_kept_on_a_disk_and_in_a_bucket(bucket, tmp_path):
+    lines = [
+        json.dumps({"event": kind, "step": step, "time": time})
+        for time, (kind, step) in enumerate(
+            [("start", 0), ("train", 1), ("train", 2), ("heldout", 2), ("stop", 3), ("train", 3)]
+        )
+    ]
+    text = "\n".join([*lines, '{"event": "tra'])
+    found = []
+    for workdir in (tmp_path, to_path("gs://bucket/run")):
+        (workdir / "metrics.jsonl").write_text(text)
+        with open_store(workdir) as store:
+            store.run_locked(lambda: None)
+            log = store.open_events()
+            before = log.keep(2, ["heldout"])
+            log.append(lines[2].encode() + b"\n")
+            log.close()
+        found.append((before, read_events(workdir / "metrics.jsonl")))
+    assert found[0] == found[1] and found[0][0] == (5, 3)
+    assert [(e["event"], e["step"]) for e in found[0][1]] == [
+        *(("start", 0), ("train", 1), ("train", 2), ("stop", 3), ("train", 2))
+    ]
+
+
+def test_a_folder_copied_into_a_bucket_is_compared_with_its_digests(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "PIECE", 100)
+    copy = to_path("gs://bucket/copy")
+    for name, size in {"empty": 0, "large": 250}.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    manifest.write_manifest(tmp_path)
+    for file in tmp_path.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    assert manifest.find_damage(copy) is None
+    (copy / "large").write_bytes(bytes(150) + b"1" + bytes(99))
+    assert "large is not what was written" in manifest.find_damage(copy)
 
 
 def test_the_owner_replaces_a_manifest_that_an_earlier_owner_wrote_late(bucket):
@@ -245,7 +283,7 @@ def test_the_owner_of_a_lock_is_printed_without_control_characters(bucket, capfd
 def test_a_bucket_that_turns_read_only_prints_no_traceback(bucket, monkeypatch, capfd):
     """The writes of a failed save end when Orbax's event loop is closed."""
     workdir, ended, raised = to_path("gs://bucket/[run]*"), [], []
-    monkeypatch.setattr(checkpoint_module, "_print_before", raised.append)
+    monkeypatch.setattr(arrays, "_print_before", raised.append)
     monkeypatch.setattr(Lease, "end_process", lambda self, code, _: ended.append(code) or 1 / 0)
     state = {f"{i}": jax.numpy.arange(1000.0) for i in range(60)}
     with Lease(workdir, 1.2) as lease:

@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +16,22 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.commands.verify import verify
+from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
-from qwen3next_jax.runs import checkpoint as checkpoint_module
 from qwen3next_jax.runs import manifest
+from qwen3next_jax.runs.begin import lock_folder, make_record
+from qwen3next_jax.runs.changes import MAY_CHANGE
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import (
-    MAY_CHANGE,
-    RunLock,
-    open_run,
-    read_run,
-    require_run_path,
-    write_run,
-)
+from qwen3next_jax.runs.facts import read_facts
+from qwen3next_jax.runs.record import read_record
+from qwen3next_jax.runs.start import decide
+from qwen3next_jax.runs.store import arrays, local_checkpoints, open_store
+from qwen3next_jax.runs.store.local_checkpoints import LocalCheckpoints
 from qwen3next_jax.training.stages import DataCursor
 from tests.faults import table
+from tests.records import record
 
 ROOT = pathlib.Path(__file__).parents[2]
 STATE = {"w": jnp.arange(1000.0)}
@@ -42,7 +43,7 @@ ABSTRACT = jax.tree.map(
 def _save(workdir, steps, **keep):
     """Saves at `steps`, one process after another. → the events told."""
     told = []
-    with Checkpoints(workdir, CheckpointConfig(**keep)) as checkpoints:
+    with LocalCheckpoints(workdir, CheckpointConfig(**keep)) as checkpoints:
         checkpoints.begin(max(checkpoints.steps(), default=0))
         for step in steps:
             checkpoints.save(step, STATE)
@@ -86,7 +87,7 @@ def test_a_failed_save_is_told_and_leaves_nothing(tmp_path, monkeypatch, capsys)
             raise OSError(28, "No space left on device")
         return write_manifest(directory, *named)
 
-    monkeypatch.setattr(checkpoint_module.manifest, "write_manifest", full)
+    monkeypatch.setattr(manifest, "write_manifest", full)
     told = _save(tmp_path, [20, 30], keep_last=2)
     assert [(event, step) for event, step, _ in told] == [("save_failed", 20), ("checkpoint", 30)]
     assert (
@@ -104,7 +105,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_or_read_costs_no_new_one(
         raise OSError(39, "Directory not empty", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module.shutil, "rmtree", held)
+        patch.setattr(local_checkpoints.shutil, "rmtree", held)
         told = _save(tmp_path, [30], keep_last=2)
     assert [(event, step) for event, step, _ in told] == [
         ("checkpoint", 30)
@@ -114,7 +115,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_or_read_costs_no_new_one(
     def unreadable(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(manifest.digests, "sha256_file", unreadable)
+    monkeypatch.setattr(manifest, "sha256_of", unreadable)
     assert "Input/output error" in manifest.find_damage(tmp_path / "checkpoints" / "20")
 
 
@@ -122,7 +123,7 @@ def test_what_a_killed_save_or_deletion_left_is_removed(tmp_path):
     _save(tmp_path, [10], keep_last=2)
     for name in ("20.orbax-checkpoint-tmp", ".deleted-5"):
         (tmp_path / "checkpoints" / name).mkdir()
-    with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
+    with LocalCheckpoints(tmp_path, CheckpointConfig()) as checkpoints:
         assert checkpoints.newest_good_step() == 10
         checkpoints.begin(10)
     assert _steps(tmp_path) == [10]
@@ -140,14 +141,14 @@ def test_names_with_pattern_characters_hold_checkpoints(tmp_path):
 )
 def test_names_that_orbax_takes_for_others_are_refused(name):
     with pytest.raises(UserError, match="--workdir=") as caught:
-        require_run_path(f"--workdir={name}", to_path(name))
+        open_store(to_path(name)).check(f"--workdir={name}")
     assert str(caught.value).isprintable()
 
 
 def test_a_checkpoint_without_its_index_is_neither_sealed_nor_verified(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         # as for a path that is a pattern
-        patch.setattr(checkpoint_module.OrbaxPath, "glob", lambda self, pattern: iter(()))
+        patch.setattr(arrays.OrbaxPath, "glob", lambda self, pattern: iter(()))
         told = _save(tmp_path, [10])
     assert [(event, step) for event, step, _ in told] == [("save_failed", 10)]
     assert _steps(tmp_path) == []
@@ -161,7 +162,7 @@ def test_verify_compares_frozen_parameters_with_the_checkpoints(tmp_path):
     state = {"params": {"a": jnp.arange(4.0), "b": jnp.arange(9.0)}}
     for name in ("run", "other"):
         frozen = {"b"} if name == "run" else {"a"}
-        with Checkpoints(
+        with LocalCheckpoints(
             tmp_path / name, CheckpointConfig(), frozen_paths=frozenset(frozen)
         ) as checkpoints:
             checkpoints.begin(0)
@@ -197,7 +198,7 @@ def _verify(*paths):
 
 
 def test_verify_names_the_damaged_checkpoint(tmp_path):
-    write_run(tmp_path, open_run(tmp_path / "new", Config(model=SMALL), ["data"], "tokens")[0])
+    open_store(tmp_path).write_run(record())
     _save(tmp_path, [10, 20], keep_last=2)
     assert _verify(tmp_path).returncode == 0
     _flip(tmp_path / "checkpoints" / "10")
@@ -219,10 +220,14 @@ SMALL = ModelConfig(hidden_size=16, num_hidden_layers=1, full_attention_interval
 
 def _open(workdir, config, data="data", tokens="tokens"):
     """→ the changes, written down as a run does before its first step."""
-    record, changes = open_run(workdir, config, [data], tokens)
-    if record:
-        write_run(workdir, record | {"data": [DataCursor(data, config.train.batch_size)._asdict()]})
-    return [str(change) for change in changes]
+    rows = SimpleNamespace(fingerprint=data, tokenizer=SimpleNamespace(fingerprint=tokens))
+    with open_store(workdir) as store:
+        start = lock_folder(decide(config, read_facts(config, workdir)), [rows], store)
+        run = SimpleNamespace(config=start.config, model=config.model)
+        cursors = [DataCursor(data, config.train.batch_size)]
+        if now := make_record(start, run, cursors, tokens):
+            store.write_run(now)
+    return [str(change) for change in start.changes]
 
 
 def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
@@ -242,7 +247,7 @@ def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
         "config.data.path: '' → 'moved/*.txt'",
         "config.train.steps: 1000 → 2000",
     ]
-    assert read_run(tmp_path)["changes"][1] == ["config.train.steps", 1000, 2000]
+    assert read_record(tmp_path).changes[1] == ("config.train.steps", 1000, 2000)
     assert _open(tmp_path, moved) == []
     before = (tmp_path / "run.json").read_bytes()
     for change, message in (
@@ -260,20 +265,22 @@ def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("number, age", [(None, "an older"), (2, "an older"), (99, "a newer")])
 def test_a_run_of_another_format_is_refused(tmp_path, number, age):
-    write_run(tmp_path, {"format": number})
+    content = {"format": number}
+    content["digest"] = digests.sha256_json(content)
+    (tmp_path / "run.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=f"run.json: written by {age} version.* expected"):
-        read_run(tmp_path)
+        read_record(tmp_path)
 
 
 def test_a_folder_takes_one_run_at_a_time(tmp_path):
-    other = RunLock(tmp_path)  # locks of one process exclude each other as those of two do
-    with RunLock(tmp_path) as lock:
+    other = open_store(tmp_path)  # locks of one process exclude each other as those of two do
+    with open_store(tmp_path) as lock:
         assert lock.run_locked(lambda: 3) == 3
         with pytest.raises(UserError, match="another process is training in it"):
             other.run_locked(lambda: None)
     with pytest.raises(ZeroDivisionError):
         other.run_locked(lambda: 1 / 0)
-    with RunLock(tmp_path) as lock:
+    with open_store(tmp_path) as lock:
         assert lock.run_locked(lambda: 4) == 4
 
 
@@ -292,7 +299,7 @@ def test_what_is_moved_aside_does_not_fill_the_disk(tmp_path):
         (tmp_path / stray).mkdir(parents=True)
     (tmp_path / "damaged" / "1-1").write_text("mine")
     (tmp_path / "damaged" / "notes.txt").write_text("mine")
-    with Checkpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:
+    with LocalCheckpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:
         assert checkpoints.newest_good_step() is None
         checkpoints.begin(0)
     moved = [re.match("([0-9]+)-[0-9]{9}", p.name) for p in (tmp_path / "damaged").iterdir()]

@@ -29,7 +29,7 @@ from qwen3next_jax.config import (
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.incidents import read_dump
+from qwen3next_jax.runs.guard_flags import read_dump
 from qwen3next_jax.sharding.rules import batch_sharding
 from qwen3next_jax.sweeps.results import is_done
 from qwen3next_jax.training import guards

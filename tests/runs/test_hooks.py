@@ -8,7 +8,7 @@ from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import Stage
 from qwen3next_jax.runs.telemetry import MetricsFile
-from qwen3next_jax.training.loop import Hook
+from qwen3next_jax.training.hooks import Hook
 from tests.in_process import train
 from tests.runs.test_branching import with_
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.runs import folder
+from qwen3next_jax.runs.store import open_store
 from tests.faults import provenance
 from tests.faults.lab import Lab
 from tests.in_process import dry_run, train
@@ -64,6 +64,7 @@ def test_nothing_is_mixed_silently_and_no_folder_is_a_dead_end(lab, row, argumen
 @pytest.mark.parametrize("renames", range(4))
 def test_a_move_that_was_cut_short_is_finished(tmp_path, monkeypatch, renames):
     run, rename, left = tmp_path / "run", pathlib.Path.rename, iter(range(renames))
+    store = open_store(run)
     contents = {"run.json": "{}", "metrics.jsonl": '{"event": "train"}', "checkpoints/4/x": "4"}
     for name, text in contents.items():
         (run / name).parent.mkdir(parents=True, exist_ok=True)
@@ -76,17 +77,17 @@ def test_a_move_that_was_cut_short_is_finished(tmp_path, monkeypatch, renames):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(pathlib.Path, "rename", killed)
-        folder.move_aside(run)
-    assert folder.is_restart_unfinished(run)
-    folder.move_aside(run)
-    assert not folder.is_restart_unfinished(run)
+        store.move_aside()
+    assert store.is_restart_unfinished()
+    store.move_aside()
+    assert not store.is_restart_unfinished()
     (aside,) = run.iterdir()
     assert {name: (aside / name).read_text() for name in contents} == contents
     # a run that was begun meanwhile by code that does not know of the move
     aside.rename(run / "before-20260101-000000.partial")
     (run / "run.json").write_text("new")
     with pytest.raises(UserError, match="run.json"):
-        folder.move_aside(run)
+        store.move_aside()
     assert (run / "run.json").read_text() == "new"
 
 

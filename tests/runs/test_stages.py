@@ -11,7 +11,10 @@ import pytest
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import Config, DataConfig, Stage, TrainConfig, from_dict, to_dict
-from qwen3next_jax.runs import folder
+from qwen3next_jax.runs.facts import read_facts
+from qwen3next_jax.runs.folder import saved_steps
+from qwen3next_jax.runs.start import decide
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.training.stages import (
     DataCursor,
     after_rewind,
@@ -24,6 +27,7 @@ from qwen3next_jax.training.stages import (
     tokens_seen,
 )
 from tests.in_process import train
+from tests.records import record
 from tests.runs.test_branching import losses, same, saved, with_
 
 STAGES = (
@@ -94,7 +98,7 @@ def test_resumed_around_a_boundary_it_is_the_run_that_was_resumed_at_one(staged,
     """
     run = tmp_path / "run"
     shutil.copytree(staged, run)
-    for later in folder.saved_steps(run):
+    for later in saved_steps(run):
         if later > step:
             shutil.rmtree(run / "checkpoints" / str(later))
     assert train(STAGED, run) == 0
@@ -135,12 +139,12 @@ def test_resumed_around_a_boundary_it_is_the_run_that_was_resumed_at_one(staged,
 )
 def test_only_what_comes_may_change(tmp_path, config, message):
     (tmp_path / "checkpoints" / "15").mkdir(parents=True)
-    folder.write_run(tmp_path, {"config": to_dict(STAGED)})
+    open_store(tmp_path).write_run(record(config=to_dict(STAGED)))
     if message:
         with pytest.raises(UserError, match=message):
-            folder.check_settings(tmp_path, config)
+            decide(config, read_facts(config, tmp_path))
     else:
-        folder.check_settings(tmp_path, config)
+        decide(config, read_facts(config, tmp_path))
 
 
 @pytest.mark.parametrize(

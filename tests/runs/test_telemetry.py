@@ -17,6 +17,7 @@ from qwen3next_jax.config import Config, ProfileConfig, TrainConfig
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.runs import display as display_module
 from qwen3next_jax.runs.display import Display
+from qwen3next_jax.runs.store.local_events import LocalEvents
 from qwen3next_jax.runs.telemetry import MetricsFile, TensorBoard, WeightsAndBiases, scalars
 from qwen3next_jax.training.stages import resolve_stages
 
@@ -70,7 +71,7 @@ HELDOUT = {
 
 def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path, 0) as metrics:
+    with MetricsFile(LocalEvents(path), 0) as metrics:
         metrics.start(0, start_time=100.0, devices=1)
         for step in (10, 20, 30):
             metrics.write(
@@ -84,7 +85,7 @@ def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
         metrics.write("stop", 30, time=132.0, reason="hang")
     with path.open("a") as file:
         file.write('{"event": "train", "st')  # torn by a kill
-    with MetricsFile(path, 20) as metrics:
+    with MetricsFile(LocalEvents(path), 20) as metrics:
         metrics.start(20, start_time=200.0)
         metrics.write("train", 40, time=240.0)
         metrics.rewind(30)
@@ -303,7 +304,9 @@ def test_a_resumed_run_continues_its_weights_and_biases_run(tmp_path, monkeypatc
     )
     page = ("study", "watched", {"telemetry": {"wandb": "study"}}, tmp_path)
     for _ in range(2):
-        with MetricsFile(tmp_path / "metrics.jsonl", 0, [WeightsAndBiases(*page)]) as metrics:
+        with MetricsFile(
+            LocalEvents(tmp_path / "metrics.jsonl"), 0, [WeightsAndBiases(*page)]
+        ) as metrics:
             metrics.write("train", 7, loss=1.5)
     assert (
         starts[0] == starts[1]

@@ -36,14 +36,16 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.interop import huggingface
-from qwen3next_jax.interop.huggingface import load_params, save_hf, stamp_hf
+from qwen3next_jax.interop.huggingface import load_params, save_hf
+from qwen3next_jax.interop.weights import stamp_hf
 from qwen3next_jax.model import declared
-from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.runs.folder import read_run, write_run_record
-from qwen3next_jax.runs.load import load_model
-from qwen3next_jax.runs.start import start_state
+from qwen3next_jax.runs.first_state import first_state
+from qwen3next_jax.runs.record import BaseModel, read_record
+from qwen3next_jax.runs.start import prepare_start
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sharding.mesh import single_device_mesh
+from qwen3next_jax.trained.load import load_model
 from qwen3next_jax.training import stages
 from qwen3next_jax.training.gradients import make_gradients
 from qwen3next_jax.training.optimizer import learning_rate_schedule
@@ -113,7 +115,7 @@ def test_a_run_learns_and_a_second_start_says_it_is_done(config, finished, capsy
 
 def test_a_run_records_what_runs_each_operator(finished):
     (event,) = [e for e in read_events(finished / "metrics.jsonl") if e["event"] == "operators"]
-    assert read_run(finished)["operators"] == event["operators"]
+    assert list(read_record(finished).operators) == event["operators"]
     found = {entry["operator"]: entry for entry in event["operators"]}
     assert found["attention"]["implementation"] == "xla"
     assert all(entry["why"] == "the default on a CPU" for entry in found.values())
@@ -287,9 +289,10 @@ def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(
     )
     shutil.copytree(finished, tmp_path / "run")
     tokenizer = load_tokenizer(moved.data.tokenizer)
-    write_run_record(
-        tmp_path / "run",
-        read_run(tmp_path / "run") | {"config": to_dict(moved), "tokenizer": tokenizer.fingerprint},
+    open_store(tmp_path / "run").write_run_and_tokenizer(
+        dataclasses.replace(
+            read_record(tmp_path / "run"), config=to_dict(moved), tokenizer=tokenizer.fingerprint
+        ),
         tokenizer,
         new=False,
     )
@@ -312,26 +315,26 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path, monkey
     )
     run = resolved(again)
     data = stages.open_stages(run.stages, MODEL.vocab_size)
-    state, _ = start_state(run, data)
+    start = prepare_start(again, tmp_path / "new")
+    state, _ = first_state(run, data, start)
     _same(state["params"], nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     assert int(state["step"]) == 0
     with pytest.raises(UserError, match="hidden_size is 16, model.hidden_size = 32"):
         wider = dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32))
-        start_state(resolved(wider), data)
+        prepare_start(wider, tmp_path / "new")
 
     # A rewind to step 0 reads the files again, and so does a start after a kill before the first
     # checkpoint: the same ones, or none.
     short = dataclasses.replace(again, train=dataclasses.replace(again.train, steps=1))
     assert train(short, tmp_path / "begun") == 0
-    files = stamp_hf(tmp_path / "hf")
-    source = {"path": str(tmp_path / "hf"), "form": "qwen3_next", "files": files}
-    assert read_run(tmp_path / "begun")["source"] == source
+    source = BaseModel(str(tmp_path / "hf"), "qwen3_next", stamp_hf(tmp_path / "hf"))
+    assert read_record(tmp_path / "begun").source == source
     shutil.rmtree(tmp_path / "begun" / "checkpoints")
     events = tmp_path / "begun" / "metrics.jsonl"
     events.write_text(
         "".join(line for line in events.open() if json.loads(line)["event"] != "checkpoint")
     )
-    start_state(run, data, files=files)
+    first_state(run, data, start)
     weights = tmp_path / "hf" / "model.safetensors"
 
     def replaced_while_it_is_read(*args):
@@ -341,10 +344,10 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path, monkey
     with monkeypatch.context() as patched:
         patched.setattr(huggingface, "load_params", replaced_while_it_is_read)
         with pytest.raises(UserError, match="files .*were replaced"):
-            start_state(run, data, files=files)
+            first_state(run, data, start)
     os.utime(weights, (1, 1))
     for begin in (
-        lambda: start_state(run, data, files=files),
+        lambda: first_state(run, data, start),
         lambda: train(again, tmp_path / "begun"),
     ):
         with pytest.raises(UserError, match="files .*were replaced"):
@@ -364,9 +367,7 @@ def test_a_run_reads_the_tokens_of_the_model_that_it_begins_with(config, finishe
         )
 
     def taken(config, workdir=tmp_path / "new"):
-        preflight.check(config, workdir)
-        name = preflight.with_tokenizer(config.data, config.train.init_from, workdir).tokenizer
-        return load_tokenizer(name).fingerprint
+        return load_tokenizer(prepare_start(config, workdir).config.data.tokenizer).fingerprint
 
     bytes_, model = load_tokenizer("bytes"), load_trained(finished)[0]
     (tmp_path / "swapped").mkdir()
@@ -380,14 +381,15 @@ def test_a_run_reads_the_tokens_of_the_model_that_it_begins_with(config, finishe
 
     save_hf(model, tmp_path / "hf of swapped", swapped)
     shutil.copytree(finished, tmp_path / "run of swapped")
-    record = read_run(tmp_path / "run of swapped") | {"tokenizer": swapped.fingerprint}
-    write_run_record(tmp_path / "run of swapped", record, swapped, new=False)
+    record = read_record(tmp_path / "run of swapped")
+    record = dataclasses.replace(record, tokenizer=swapped.fingerprint)
+    open_store(tmp_path / "run of swapped").write_run_and_tokenizer(record, swapped, new=False)
     for parent in ("hf of swapped", "run of swapped"):
         assert taken(begins(tmp_path / parent)) == swapped.fingerprint
         assert taken(begins(tmp_path / parent, str(file))) == swapped.fingerprint
         with pytest.raises(UserError, match="another tokenizer than data.tokenizer = 'bytes'"):
             taken(begins(tmp_path / parent, "bytes"))
-        preflight.check(begins(tmp_path / parent, source="mqar", path=""), tmp_path / "new")
+        prepare_start(begins(tmp_path / parent, source="mqar", path=""), tmp_path / "new")
     # a run that goes on has its own copy
     assert taken(begins(""), tmp_path / "run of swapped") == swapped.fingerprint
 
@@ -425,7 +427,7 @@ def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_pa
         resolved(long).abstract_state,
     )
     state["step"] = jnp.int32(1)
-    with Checkpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:
+    with open_store(tmp_path).open_checkpoints(CheckpointConfig(keep_last=2)) as checkpoints:
         checkpoints.save(1, state)
     with Checkpoints(tmp_path) as checkpoints:
         _same(checkpoints.restore(1, resolved(long).abstract_state), state)

@@ -25,6 +25,7 @@ from qwen3next_jax.model.remat import keeps_hidden, rematerialized
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sharding import gathering
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import LOGICAL_AXES, per_shard, storage_spec, tree_shardings
@@ -386,7 +387,9 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
     state = jax.tree.map(
         lambda value, leaf: jax.device_put(value, leaf.sharding), expected, pattern
     )
-    with Checkpoints(tmp_path, dataclasses.replace(SMALL.checkpoint, keep_last=2)) as checkpoints:
+    with open_store(tmp_path).open_checkpoints(
+        dataclasses.replace(SMALL.checkpoint, keep_last=2)
+    ) as checkpoints:
         checkpoints.save(1, state)
     with Checkpoints(tmp_path) as checkpoints:
         for axes in ({"data": 1}, {"tensor": 2}, {"expert": 4, "context": 2}):

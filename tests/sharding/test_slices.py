@@ -20,7 +20,7 @@ from qwen3next_jax.config.run import OptimizerConfig
 from qwen3next_jax.planner import hlo
 from qwen3next_jax.planner.compiled import program_collectives
 from qwen3next_jax.planner.topology import describe_topology
-from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding
@@ -125,7 +125,7 @@ def test_a_run_goes_on_with_another_number_of_slices(tmp_path):
     """One slice, two that share the moments, four, one: four steps as on one."""
     runs = ({}, SLICED["two, moments split, micro-batches"], SLICED["four"], {})
     losses = []
-    with Checkpoints(tmp_path, CONFIG.checkpoint) as checkpoints:
+    with open_store(tmp_path).open_checkpoints(CONFIG.checkpoint) as checkpoints:
         for i, options in enumerate(runs):
             run, step = _run(**options)
             if i == 0:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from qwen3next_jax.runs.costs import count_costs
+from qwen3next_jax.sweeps.costs import count_costs
 from qwen3next_jax.sweeps.points import load_sweep
 from qwen3next_jax.sweeps.scaling import (
     CONSTANTS,

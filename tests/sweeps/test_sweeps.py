@@ -23,6 +23,7 @@ from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.sweeps import points, runner
 from qwen3next_jax.sweeps.check import check_points, check_settings
+from qwen3next_jax.sweeps.folder import open_folder
 from qwen3next_jax.sweeps.points import load_sweep, manifest
 from qwen3next_jax.sweeps.report import report
 from qwen3next_jax.sweeps.results import (
@@ -554,14 +555,12 @@ def test_a_signal_reaches_a_starting_point(tmp_path, monkeypatch):
 
 def test_a_second_runner_leaves_the_report_alone(tmp_path, monkeypatch):
     r, _, after = _runner(tmp_path, monkeypatch, "")
-    held = r._lock()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with refused(r.workdir):
+    with open_folder(r.workdir).locked(), refused(r.workdir):
         r.run()
     assert not after and handlers == [
         signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
     ]
-    os.close(held)
 
 
 def _wait(condition, seconds=120):
@@ -774,7 +773,7 @@ def test_tables_follow_the_sweep_s_x_axis(two_tasks, tmp_path):
     path = tmp_path / "results.json"
     path.write_text(to_json(sweep, results, {p.name: "" for p in sweep.points}))
     printed = subprocess.run(
-        [sys.executable, "benchmarks/sweep_tables.py", str(path), "heldout accuracy"],
+        [sys.executable, "benchmarks/sweeps/sweep_tables.py", str(path), "heldout accuracy"],
         capture_output=True,
         text=True,
     )

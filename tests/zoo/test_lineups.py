@@ -4,7 +4,7 @@ not here.
 
 import pytest
 
-from benchmarks.lineups import NAMES, counted
+from benchmarks.model.lineups import NAMES, counted
 
 
 @pytest.mark.parametrize("name", NAMES)

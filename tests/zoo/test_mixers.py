@@ -39,11 +39,13 @@ from qwen3next_jax.model.layer_properties import READ_BY_PART, mixer_class
 from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.model.recurrent import Heads
 from qwen3next_jax.ops import attention_heads, gated_delta_rule, gated_norm
 from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.ops.implementations import Form
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, gather_params, storage_spec
+from qwen3next_jax.zoo.projections import l2_normalize
 from tests.in_process import resolved, step_of
 from tests.models import HYBRID, drawn, drawn_model, numpy_draws
 from tests.refusals import refused
@@ -310,6 +312,102 @@ def test_a_layer_is_its_paper_s_recurrence(name):
         name, dataclasses.replace(base(name), decay_init="log_uniform"), "float32", 40
     )
     assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
+
+
+@pytest.mark.parametrize("name", quick(("gated_deltanet", "kda")))
+def test_a_layer_with_negative_eigenvalues_is_the_recurrence(name):
+    config = dataclasses.replace(base(name), decay_init="log_uniform", beta_range=2)
+    output, gradients = errors(name, config, "float32", 40)
+    assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
+
+
+def deltaproduct(writes, **settings):
+    mixer = MixerConfig(num_householder=writes)
+    return dataclasses.replace(base("gated_deltaproduct"), mixer=mixer, **settings)
+
+
+def test_one_write_a_token_is_gated_deltanet_to_the_bit():
+    """The same parameters from the same seed, and the same program, packed and with a cache."""
+    positions = document_positions(SEGMENTS)
+
+    def layer_and_programs(name):
+        config = deltaproduct(1)
+        make = lambda: mixer_class(name)(config, Make(config, nnx.Rngs(0)), (0,))
+        graph, params = nnx.split(drawn(make))
+        cache = mixer_class(name).init_cache(config, 2, T)
+        loss = lambda p: jnp.sum(_run(graph, p, X, Context(positions, SEGMENTS))[0] ** 2)
+        step = lambda p: _run(graph, p, X[:, :1], Context(positions[:, :1]), cache)
+        return params, [str(jax.make_jaxpr(program)(params)) for program in (jax.grad(loss), step)]
+
+    (params, programs), (others, same) = map(
+        layer_and_programs, ("gated_deltaproduct", "gated_deltanet")
+    )
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(params), nnx.to_pure_dict(others))
+    assert programs == same
+
+
+@pytest.mark.parametrize(
+    "writes, implementation",
+    [
+        (4, "chunked"),
+        *(
+            pytest.param(writes, name, marks=pytest.mark.slow)
+            for writes, name in (
+                (2, "chunked"),
+                (4, "recurrent"),
+                (4, "associative"),
+                (2, "pallas_tpu"),
+                (4, "pallas_tpu"),
+            )
+        ),
+    ],
+)
+def test_several_writes_a_token_by_every_implementation(writes, implementation):
+    config = deltaproduct(writes, delta_rule=implementation, decay_init="log_uniform")
+    output, gradients = errors("gated_deltaproduct", config, "float32", 40)
+    assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writes", [2, 4])
+def test_several_writes_a_token_by_the_kernels_for_hopper_interpreted(writes):
+    """Both round to bfloat16; the kernels are no further off than XLA, and half as much again."""
+    config = deltaproduct(
+        writes, linear_key_head_dim=64, linear_value_head_dim=64, decay_init="log_uniform"
+    )
+    found = [
+        errors("gated_deltaproduct", dataclasses.replace(config, delta_rule=name), "bfloat16", 40)
+        for name in ("pallas_gpu", "chunked")
+    ]
+    for got, bar in zip(*map(jax.tree.leaves, found)):
+        assert got <= 1.5 * bar + 2**-8, found
+
+
+def test_rounded_keys_let_no_state_of_kda_grow():
+    """With β = 2, no decay, no values, and one key for 32,768 tokens, whose length is above 1 once
+    it is rounded: without a bound of β the state would be 10^8 times as large.
+    """
+    config = dataclasses.replace(base("kda"), beta_range=2, linear_num_key_heads=1)
+    layer = nnx.eval_shape(lambda: mixer_class("kda")(config, Make(config, nnx.Rngs(0)), (0,)))
+    rng, (h, k) = np.random.default_rng(3), (4, config.linear_key_head_dim)
+    keys = jnp.asarray(rng.normal(size=(2048, k)), jnp.bfloat16)
+    rounded = l2_normalize(keys).astype(jnp.bfloat16).astype(jnp.float32)
+    key = keys[jnp.argmax(jnp.sum(jnp.square(rounded), axis=-1))]
+    time, start = 32_768, jnp.asarray(rng.normal(size=(1, h, k, k)), jnp.float32)
+    repeated = jnp.broadcast_to(key, (1, time, 1, k))
+    heads = Heads(
+        q=repeated,
+        k=repeated,
+        v=jnp.zeros((1, time, h, k), jnp.bfloat16),
+        g=jnp.zeros((1, time, h, k)),
+        beta=jnp.full((1, time, h), 2.0),
+        weights=(),
+        segment_ids=None,
+        axis_name=None,
+        return_all_states=False,
+    )
+    _, states = jax.jit(layer.recurrence)(heads, {"state": start})
+    assert np.linalg.norm(states["state"]) <= 1.01 * np.linalg.norm(start)
 
 
 GAMMA = 0.9
@@ -683,6 +781,14 @@ def test_the_released_model_is_stacked_by_period():
         (
             {"layer_types": (FULL, FULL), "erase": False},
             ("model.erase = False", "gated_att"),
+        ),
+        (
+            {"layer_types": (FULL, "gdn2"), "beta_range": 2},
+            "model.beta_range = 2: no layer of this model reads it .its mixers: gated_att.*gdn2",
+        ),
+        (
+            {"layer_types": (FULL, "gated_deltanet"), "beta_range": 2, "beta_gate": False},
+            "model.beta_range = 2 with model.beta_gate = False: β is 1",
         ),
         (
             {"layer_types": (FULL, FULL), "delta_rule": "chunked"},

@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import os
-import pathlib
 import shutil
 import signal
 import subprocess
@@ -55,15 +54,16 @@ from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import row_tables
 from qwen3next_jax.sharding.mesh import check_divides, make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
-from qwen3next_jax.training import lazy_rows, loop
-from qwen3next_jax.training.assignment import assign
+from qwen3next_jax.training import lazy_adamw, loop
 from qwen3next_jax.training.loss import count_targets, total_loss
+from qwen3next_jax.training.parameter_groups import make_parameter_groups
 from qwen3next_jax.training.resolve import resolve_run
 from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
 from qwen3next_jax.zoo.ops import residual_streams
 from qwen3next_jax.zoo.ops.pair_attention import dot
 from tests.in_process import resolved, train
 from tests.models import HYBRID, drawn, drawn_model
+from tests.references import checkpoint
 from tests.refusals import refused
 
 EOS = 3
@@ -505,23 +505,23 @@ def test_lazy_adamw_is_adamw_for_used_rows():
     """Rows 0 and 5 are used in every step, row 2 in the second of three, the others never."""
     config = config_of(hf_form="")
     settings = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=0.5, weight_decay=0.3)
-    tables = lazy_rows.lazy_tables(config)
+    tables = lazy_adamw.lazy_tables(config)
     (path,) = tables
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     table = draw(*declared(config)["/".join(map(str, path))].shape)
-    own = lazy_rows.put({}, path, table[None])
-    state = lazy_rows.init(tables, own)
+    own = lazy_adamw.put({}, path, table[None])
+    state = lazy_adamw.init(tables, own)
     adamw = optax.adamw(0.1, settings.beta1, settings.beta2, settings.eps, weight_decay=0.3)
     rows = table[jnp.array([0, 5, 2])]
     of_rows, of_third = adamw.init(rows[:2]), adamw.init(rows[2:])
     for ids in ([0, 5, 0], [5, 2, 0], [0, 5, 5]):
         d = draw(3, table.shape[1])
-        gradients = {0: lazy_rows.RowGradient(jnp.array(ids)[None, None], d.reshape(1, 1, -1))}
+        gradients = {0: lazy_adamw.TableGradient(jnp.array(ids)[None, None], d.reshape(1, 1, -1))}
         update = (config, settings, tables, own, state, gradients, 0.1)
-        same, _ = lazy_rows.update(*update, True, None)  # a skipped update
-        np.testing.assert_array_equal(lazy_rows.get(same, path), lazy_rows.get(own, path))
-        own, state = lazy_rows.update(*update, False, None)
+        same, _ = lazy_adamw.update(*update, True, None)  # a skipped update
+        np.testing.assert_array_equal(lazy_adamw.get(same, path), lazy_adamw.get(own, path))
+        own, state = lazy_adamw.update(*update, False, None)
         d = d * min(1, 0.5 / float(jnp.linalg.norm(d)))
         of_id = [sum((d[i] for i in range(3) if ids[i] == row), 0 * d[0]) for row in (0, 5, 2)]
         changed, of_rows = adamw.update(jnp.stack(of_id[:2]), of_rows, rows[:2])
@@ -530,7 +530,7 @@ def test_lazy_adamw_is_adamw_for_used_rows():
             changed, of_third = adamw.update(of_id[2][None], of_third, rows[2:])
             rows = rows.at[2:].add(changed)
     want = table.at[jnp.array([0, 5, 2])].set(rows)
-    np.testing.assert_allclose(lazy_rows.get(own, path)[0], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lazy_adamw.get(own, path)[0], want, rtol=1e-5, atol=1e-6)
 
 
 ALL_AXES = {"data": 2, "expert": 2, "tensor": 2}
@@ -581,25 +581,25 @@ def test_a_mesh_gives_what_one_device_gives(changes, axes):
     batch = {"tokens": tokens_of((8, 40), seed=20), "segment_ids": segments}
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)), jax.devices()[:8])
     optimizer = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=1e-3)
-    assignment = assign(config, (), optimizer)
-    tables = assignment.tables
+    groups = make_parameter_groups(config, (), optimizer)
+    tables = groups.tables
 
     def step(mesh):
         def loss(others, rows, params, batch):
             counts = count_targets(batch, config.mtp_depth, config)
             train = TrainConfig(indexer_training="sparse")
-            model = nnx.merge(graph, assignment.replace(params, others))
+            model = nnx.merge(graph, groups.replace(params, others))
             return total_loss(model, batch | {"layer_rows": rows}, train, counts, mesh=mesh)[0]
 
         def run(params, batch):
-            others, own = assignment.main(params), assignment.of_tables(params)
-            ids, rows = lazy_rows.look_up(config, tables, params, batch, mesh)
+            others, own = groups.main(params), groups.tables_of(params)
+            ids, rows = lazy_adamw.look_up(config, tables, params, batch, mesh)
             value, (d_others, d_rows) = jax.value_and_grad(loss, argnums=(0, 1))(
                 others, rows, params, batch
             )
-            gradients = {n: lazy_rows.RowGradient(ids[n], d) for n, d in d_rows.items()}
-            state = lazy_rows.init(tables, params)
-            own, state = lazy_rows.update(
+            gradients = {n: lazy_adamw.TableGradient(ids[n], d) for n, d in d_rows.items()}
+            state = lazy_adamw.init(tables, params)
+            own, state = lazy_adamw.update(
                 config, optimizer, tables, own, state, gradients, 0.1, False, mesh
             )
             return value, d_others, own, state
@@ -673,13 +673,12 @@ def test_context_is_refused():
         check_divides(config_of(), 2, 64, mesh, *split_sizes(config_of()))
 
 
-FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 TABLE = "layers/1/embedding/table"
 
 
 def released_run(fixture, axes):
     """A run that begins with the weights of a fixture, on a mesh of these axes, resolved."""
-    model = dataclasses.replace(load_hf(FIXTURES / fixture).config, dtype="float32")
+    model = dataclasses.replace(load_hf(checkpoint(fixture)).config, dtype="float32")
     config = Config(
         model=model,
         optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=0, ngram_table="lazy_adamw"),
@@ -701,11 +700,11 @@ def test_released_weights_are_read_in_pieces_onto_a_mesh(fixture, monkeypatch):
         sizes.append(values.nbytes)
         return values
 
-    whole = nnx.to_pure_dict(nnx.state(load_hf(FIXTURES / fixture), nnx.Param))
+    whole = nnx.to_pure_dict(nnx.state(load_hf(checkpoint(fixture)), nnx.Param))
     monkeypatch.setattr(arrays, "MAX_PIECE_BYTES", 14_000)
     monkeypatch.setattr(huggingface, "read_parameter_slice", read_and_note)
     run = released_run(fixture, ALL_AXES)
-    params = huggingface.load_params(FIXTURES / fixture, run.abstract_state["params"])
+    params = huggingface.load_params(checkpoint(fixture), run.abstract_state["params"])
     assert max(sizes) <= 14_000
     table = params["layers"][1]["embedding"]["table"]
     assert len({shard.index for shard in table.addressable_shards}) == 8
@@ -725,7 +724,7 @@ def test_released_weights_are_trained_on_a_mesh():
     for axes in ({"data": 1}, ALL_AXES):
         run = released_run(fixture, axes)
         like = run.abstract_state["params"]
-        state = run.init_state(huggingface.load_params(FIXTURES / fixture, like))
+        state = run.init_state(huggingface.load_params(checkpoint(fixture), like))
         step = loop.make_train_step(run, *run.stages)
         placed, losses = jax.device_put(batch, run.batch_sharding), []
         for _ in range(2):

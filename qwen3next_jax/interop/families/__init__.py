@@ -1,7 +1,13 @@
 """The families of Hugging Face checkpoints that this project reads and writes, one file each."""
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, short_repr
-from qwen3next_jax.interop.families import kimi_linear, qwen3_5, qwen3_next, qwen4_exp
+from qwen3next_jax.interop.families import (
+    kimi_linear,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_next,
+    qwen4_exp,
+)
 from qwen3next_jax.interop.families.form import Fields, Form
 
 # Value of `model.hf_form` → the form.
@@ -12,6 +18,7 @@ FORMS: dict[str, Form] = {
         qwen3_5.WRAPPER,
         qwen3_5.TEXT,
         kimi_linear.FORM,
+        olmo_hybrid.FORM,
         qwen4_exp.WRAPPER,
         qwen4_exp.TEXT,
     )

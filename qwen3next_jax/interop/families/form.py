@@ -18,8 +18,8 @@ from qwen3next_jax.interop.entries import Entries, Entry, vector
 Fields = dict[str, Any]  # the fields of a config.json, or of a group in it
 
 
-def layer_norms(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of the two norms of a layer."""
+def layer_norms(config: ModelConfig, mixer: str) -> Iterator[Entry]:
+    """Yields the entries of the two norms of a layer with this mixer."""
     yield vector("mixer_norm", "input_layernorm.weight", config.hidden_size)
     yield vector("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
 
@@ -64,7 +64,10 @@ class Form:
       text_fields: function (fields of config.json, where) → the fields of the text model, under the
         names that `read` and `width_fields` use.
       tensor_name: function from the name of a tensor in the file to its name in the entries.
-      layer_norms: function that yields the entries of a layer's norms (`Block.make_norm`).
+      shape_advice: function from the name of a tensor, in the entries, whose shape is not the
+        expected one to what the user is told besides; "": nothing.
+      layer_norms: function (config, mixer) that yields the entries of the norms (`Block.make_norm`)
+        of a layer with the mixer that has this name.
       final_norm: function that yields the entries of the norm after the last layer
         (`Block.make_last`).
       layer_embedding: function (config, number) that yields the entries of a layer's own embedding
@@ -91,7 +94,8 @@ class Form:
     text_group: str = ""
     text_fields: Callable[[Fields, str], Fields] = lambda fields, where: fields
     tensor_name: Callable[[str], str] = lambda name: name
-    layer_norms: Entries = layer_norms
+    shape_advice: Callable[[str], str] = lambda name: ""
+    layer_norms: Callable[[ModelConfig, str], Iterator[Entry]] = layer_norms
     final_norm: Entries = final_norm
     layer_embedding: Callable[[ModelConfig, int], Iterator[Entry]] | None = None
     layer_constants: Callable[[ModelConfig, int], Mapping[str, np.ndarray]] | None = None

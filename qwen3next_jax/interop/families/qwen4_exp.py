@@ -208,9 +208,10 @@ def _check(config: ModelConfig) -> None:
         f"model.norm_topk_prob = {config.norm_topk_prob}: {form} has experts in every layer, whose "
         "weights sum to 1",
     )
+    without_field = sorted(config.mixer.keys() - set(_INDEXER))
     require(
-        config.mixer.get("qk_norm_over", "head") == "head",
-        f"model.mixer.qk_norm_over = 'layer': {form} norms each head",
+        not without_field,
+        f"model.mixer: {form} has no fields for {', '.join(without_field)}: expected defaults",
     )
     require(
         not config.mtp_depth or config.full_mixer == "qsa",
@@ -242,7 +243,7 @@ def _mix(config: ModelConfig, path: str, name: str, injects: bool) -> Iterator[E
         yield one_tensor(f"{path}/inject", tensor, (2, 0, 1), (streams, width))
 
 
-def _layer_norms(config: ModelConfig) -> Iterator[Entry]:
+def _layer_norms(config: ModelConfig, mixer: str) -> Iterator[Entry]:
     yield from _mix(config, "mixer_norm", "attn_hyper_connection", injects=True)
     yield from _mix(config, "mlp_norm", "mlp_hyper_connection", injects=True)
 

@@ -84,11 +84,10 @@ def _group(fields: Fields, name: str, where: str) -> Fields:
         isinstance(group, dict),
         f"{where}: {name} = {short_repr(group)}: expected a group of settings",
     )
-    return {
-        "rope_type" if key == "type" else key: value
-        for key, value in group.items()
-        if value is not None
-    }
+    given = {key: value for key, value in group.items() if value is not None}
+    if "type" in given:
+        given.setdefault("rope_type", given.pop("type"))
+    return given
 
 
 def _read_yarn(rope: Fields, context: Any, where: str) -> Fields:

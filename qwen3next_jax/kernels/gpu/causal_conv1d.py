@@ -10,6 +10,8 @@ B batch, T time, W kernel width, D channels.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_be
 TOLERANCE = 0.02  # largest allowed relative L2 difference between the kernels and XLA
 INTERPRETER = plgpu.InterpretGPUParams()
 # The tokens of a block. With more tokens, fewer blocks fit on a multiprocessor at a time, and the
-# kernels are slower (docs/notes/2026-11-26-gpu.md).
+# kernels are slower (docs/notes/gpu.md).
 TOKENS = 32
 
 
@@ -168,10 +170,10 @@ class _Call:
     def __init__(self, activation, before, x, kernel, age):
         self.activation, self.width, self.has_age = activation, kernel.shape[0], age is not None
         self.channels = 256 if x.shape[2] % 256 == 0 else 128
-        self.shape, self.inputs = (
-            x.shape,
-            [x, before.astype(x.dtype), kernel.astype(jnp.float32)] + [age] * self.has_age,
-        )
+        self.shape = x.shape
+        self.inputs = [x, before.astype(x.dtype), kernel.astype(jnp.float32)]
+        if self.has_age:
+            self.inputs.append(age)
 
     def __call__(self, body, name, inputs, outputs, after: int, interpret: bool):
         """Runs the kernel `body` and returns its outputs.
@@ -190,10 +192,13 @@ class _Call:
             plgpu.SMEM((self.width - 1 + rows, self.channels), dtype),
             plgpu.SMEM((rows, self.channels), dtype),
         ]
-        scratch += [plgpu.SMEM((TOKENS + 32 * backward,), jnp.int32)] * self.has_age
-        scratch.append(
-            plgpu.Barrier(num_arrivals=2 + self.has_age + (2 + self.has_age + 1) * backward)
-        )
+        copies = 2
+        if self.has_age:
+            scratch.append(plgpu.SMEM((TOKENS + 32 if backward else TOKENS,), jnp.int32))
+            copies += 1
+        if backward:  # the same for the tokens after the block, and one copy more
+            copies += copies + 1
+        scratch.append(plgpu.Barrier(num_arrivals=copies))
         batch, time, d = self.shape
         with jax.enable_x64(False):
             return plgpu.kernel(
@@ -218,23 +223,25 @@ class _Call:
             pl.ds(jax.lax.axis_index("channels") * self.channels, self.channels),
         )
 
-    def start_copies(self, gmem, before_gmem, age_gmem, xs, ages_ref, arrived):
+    def start_copies(self, refs: "_Refs"):
         """Starts the copies of a block's inputs, of the W - 1 inputs before the block and of the
         ages of its tokens to shared memory. Returns a function (source, target) that starts one
-        more copy. The barrier `arrived` counts the copies that have arrived.
+        more copy. The barrier `refs.arrived` counts the copies that have arrived.
         """
         b, t, first, channels = self.block_position()
-        copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, arrived)
-        edge = xs.at[pl.ds(0, self.width - 1)]
-        pl.when(t == 0)(lambda: copy(before_gmem.at[b, :, channels], edge))
+        copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, refs.arrived)
+        edge = refs.xs.at[pl.ds(0, self.width - 1)]
+        pl.when(t == 0)(lambda: copy(refs.before.at[b, :, channels], edge))
         pl.when(t > 0)(
             lambda: copy(
-                gmem.at[b, pl.ds(first - (self.width - 1), self.width - 1), channels], edge
+                refs.x.at[b, pl.ds(first - (self.width - 1), self.width - 1), channels], edge
             )
         )
-        copy(gmem.at[b, pl.ds(first, TOKENS), channels], xs.at[pl.ds(self.width - 1, TOKENS)])
+        copy(
+            refs.x.at[b, pl.ds(first, TOKENS), channels], refs.xs.at[pl.ds(self.width - 1, TOKENS)]
+        )
         if self.has_age:
-            copy(age_gmem.at[b, pl.ds(first, TOKENS)], ages_ref.at[pl.ds(0, TOKENS)])
+            copy(refs.age.at[b, pl.ds(first, TOKENS)], refs.ages.at[pl.ds(0, TOKENS)])
         return copy
 
     def if_same_document(self, x, age, back: int):
@@ -256,20 +263,31 @@ class _Call:
         )
 
 
-def _refs(call, refs, outputs: int, gradient: bool):
-    """Splits the references that `_Call` passes to a kernel. Returns x, before, age, dy, the list
-    of outputs, the shared memory for inputs, for results (in the backward pass it first holds dy)
-    and for ages, the barrier, and the weights in registers. age and the memory for ages are None if
-    the call has no document ids; dy is None in the forward pass.
-    """
+class _Refs(NamedTuple):
+    """The references of a kernel. `age` and `ages` are None if the call has no document ids."""
+
+    x: Any  # this and the next four: global memory
+    before: Any
+    age: Any
+    dy: Any  # None in the forward pass
+    outputs: Sequence[Any]
+    xs: Any  # shared memory for inputs
+    ys: Any  # shared memory for results; in the backward pass it first holds dy
+    ages: Any  # shared memory for ages
+    arrived: Any  # barrier
+    weights: Sequence[Any]  # the rows of the kernel, in registers
+
+
+def _refs(call, refs, outputs: int, gradient: bool) -> _Refs:
+    """Names the references that `_Call` passes to a kernel."""
     x, before, kernel, *refs = refs
     age = refs.pop(0) if call.has_age else None
     dy = refs.pop(0) if gradient else None
-    out, (xs, ys, *rest) = refs[:outputs], refs[outputs:]
-    ages_ref, arrived = rest if call.has_age else (None, *rest)
+    results, (xs, ys, *rest) = refs[:outputs], refs[outputs:]
+    ages, arrived = rest if call.has_age else (None, *rest)
     channels = call.block_position()[3]
     weights = [kernel[w, channels] for w in range(call.width)]
-    return x, before, age, dy, out, xs, ys, ages_ref, arrived, weights
+    return _Refs(x, before, age, dy, results, xs, ys, ages, arrived, weights)
 
 
 def _row(ref, r):
@@ -279,16 +297,15 @@ def _row(ref, r):
 
 def _forward(call, *refs):
     """Computes y of a block, from its first token to its last."""
-    x_gmem, before, age_gmem, _, (y_gmem,), xs, ys, ages_ref, arrived, weights = _refs(
-        call, refs, 1, False
-    )
+    refs = _refs(call, refs, 1, False)
+    (y_gmem,), xs, ys = refs.outputs, refs.xs, refs.ys
     b, _, first, channels = call.block_position()
-    call.start_copies(x_gmem, before, age_gmem, xs, ages_ref, arrived)
-    plgpu.barrier_wait(arrived)
+    call.start_copies(refs)
+    plgpu.barrier_wait(refs.arrived)
 
     def step(r, earlier):
         taps = (_row(xs, r + call.width - 1), *earlier)
-        z = call.before_activation(weights, taps, ages_ref[r] if call.has_age else None)
+        z = call.before_activation(refs.weights, taps, refs.ages[r] if call.has_age else None)
         ys[r] = (z * jax.nn.sigmoid(z) if call.activation == "silu" else z).astype(ys.dtype)
         return taps[:-1]
 
@@ -307,22 +324,21 @@ def _backward(call, *refs):
     activation's input. The last block of a row has no tokens after it. It copies its own last
     tokens instead and multiplies their gradients by zero.
     """
-    x_gmem, before, age_gmem, dy_gmem, (dx_gmem, sums_gmem), xs, dys, ages_ref, arrived, weights = (
-        _refs(call, refs, 2, True)
-    )
+    refs = _refs(call, refs, 2, True)
+    (dx_gmem, sums_gmem), xs, dys, weights = refs.outputs, refs.xs, refs.ys, refs.weights
     b, t, first, channels = call.block_position()
     edge, rows = call.width - 1, TOKENS
-    copy = call.start_copies(x_gmem, before, age_gmem, xs, ages_ref, arrived)
-    copy(dy_gmem.at[b, pl.ds(first, rows), channels], dys.at[pl.ds(0, rows)])
+    copy = call.start_copies(refs)
+    copy(refs.dy.at[b, pl.ds(first, rows), channels], dys.at[pl.ds(0, rows)])
     after = pl.ds(jnp.minimum(first + rows, call.shape[1] - edge), edge)
-    copy(x_gmem.at[b, after, channels], xs.at[pl.ds(edge + rows, edge)])
-    copy(dy_gmem.at[b, after, channels], dys.at[pl.ds(rows, edge)])
+    copy(refs.x.at[b, after, channels], xs.at[pl.ds(edge + rows, edge)])
+    copy(refs.dy.at[b, after, channels], dys.at[pl.ds(rows, edge)])
     if call.has_age:
         copy(
-            age_gmem.at[b, pl.ds(jnp.minimum(first + rows, call.shape[1] - 32), 32)],
-            ages_ref.at[pl.ds(rows, 32)],
+            refs.age.at[b, pl.ds(jnp.minimum(first + rows, call.shape[1] - 32), 32)],
+            refs.ages.at[pl.ds(rows, 32)],
         )
-    plgpu.barrier_wait(arrived)
+    plgpu.barrier_wait(refs.arrived)
     has_tokens_after = (first + rows < call.shape[1]).astype(jnp.float32)
 
     def gradient(r, taps):
@@ -331,7 +347,7 @@ def _backward(call, *refs):
         """
         dz = _row(dys, r)
         if call.activation == "silu":
-            z = call.before_activation(weights, taps, ages_ref[r] if call.has_age else None)
+            z = call.before_activation(weights, taps, refs.ages[r] if call.has_age else None)
             gate = jax.nn.sigmoid(z)
             dz = dz * (gate * (1 + z * (1 - gate)))
         return dz
@@ -350,7 +366,7 @@ def _backward(call, *refs):
         r = rows - 1 - i
         taps = taps_of(r, inputs)
         dzs = (gradient(r, taps), *following)
-        age = lambda back: ages_ref[r + back] if call.has_age else None
+        age = lambda back: refs.ages[r + back] if call.has_age else None
         dx = functools.reduce(
             jnp.add,
             (

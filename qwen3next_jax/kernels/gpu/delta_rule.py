@@ -1,6 +1,6 @@
 """The gated delta rule with Mosaic GPU kernels for Hopper (sm_90a). `kernels.KERNELS` lists this
 module as the implementation "pallas_gpu"; `delta_rule_passes` runs the kernels.
-docs/notes/2026-11-26-gpu.md says what the kernels do and how fast they are.
+docs/notes/gpu.md says what the kernels do and how fast they are.
 """
 
 import jax.numpy as jnp

@@ -8,6 +8,7 @@ C = 64 tokens per chunk; a matrix [C, C] has rows i and columns j.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     channels,
     high_and_low,
     indices,
+    named_refs,
     products,
     rows,
     same_document,
@@ -209,38 +211,55 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
     )
 
 
-def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, factors_gmem, p_gmem, *refs):
+class _Refs(NamedTuple):
+    """The references of `chunk_kernel`: inputs and outputs in global memory, what `scratch` lists,
+    and two barriers.
+    """
+
+    q_gmem: Any
+    k_gmem: Any
+    rows_gmem: Any
+    factors_gmem: Any
+    p_gmem: Any
+    inverses_gmem: Any  # None if the inverse is no output
+    q_or_qk: Any  # pair: the tiles of q, and Q K^T in the same memory
+    k_or_kk: Any  # pair: the tiles of k, and K K^T in the same memory
+    l_parts: Any  # the high and the low part of -M beta
+    x_parts: Any  # P beta, then the high and the low part of the inverse
+    diagonal: Any
+    rows: Any
+    factors: Any
+    keys_arrived: Any
+    rows_arrived: Any
+
+
+def chunk_kernel(p, *refs):
     """Computes one chunk of a key head: for each of its value heads the factors (rows with one
     number for each token, which `delta_rule_tiles` lists), P beta and, if there is an output for
     it, the inverse of I + M beta.
     """
-    (
-        *inverses_gmem,
-        (q, qk_ref),
-        (k, kk_ref),
-        l_refs,
-        x_refs,
-        diagonal_refs,
-        rows_refs,
-        factors,
-        keys_arrived,
-        rows_arrived,
-    ) = refs
+    has_inverses = len(refs) == len(_Refs._fields)
+    refs = named_refs(_Refs, refs, missing="" if has_inverses else "inverses_gmem")
+    (q, qk_ref), (k, kk_ref), factors = refs.q_or_qk, refs.k_or_kk, refs.factors
     b, g, n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
 
     def load_rows(head):
         slot = head % 2
         plgpu.copy_gmem_to_smem(
-            rows_gmem.at[b, g * p.heads_per_key + head, n],
-            rows_refs.at[slot],
-            rows_arrived.at[slot],
+            refs.rows_gmem.at[b, g * p.heads_per_key + head, n],
+            refs.rows.at[slot],
+            refs.rows_arrived.at[slot],
         )
 
     for t in range(p.key_tiles):
-        plgpu.copy_gmem_to_smem(q_gmem.at[b, tokens(n), g, channels(t)], q.at[t], keys_arrived)
-        plgpu.copy_gmem_to_smem(k_gmem.at[b, tokens(n), g, channels(t)], k.at[t], keys_arrived)
+        plgpu.copy_gmem_to_smem(
+            refs.q_gmem.at[b, tokens(n), g, channels(t)], q.at[t], refs.keys_arrived
+        )
+        plgpu.copy_gmem_to_smem(
+            refs.k_gmem.at[b, tokens(n), g, channels(t)], k.at[t], refs.keys_arrived
+        )
     load_rows(0)
-    plgpu.barrier_wait(keys_arrived)
+    plgpu.barrier_wait(refs.keys_arrived)
     against = lambda left, right: [
         (left.at[t], transposed(right.at[t])) for t in range(p.key_tiles)
     ]
@@ -249,8 +268,8 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, factors_gmem, p_gmem, *refs):
         k_norm, q_norm = inverse_norms(kk), inverse_norms(qq)
     else:
         k_norm = q_norm = plgpu.layout_cast(jnp.ones((C,), jnp.float32), ROW)
-    plgpu.barrier_wait(rows_arrived.at[0])
-    row = lambda slot, i: plgpu.load(rows_refs.at[slot, i], layout=ROW)
+    plgpu.barrier_wait(refs.rows_arrived.at[0])
+    row = lambda slot, i: plgpu.load(refs.rows.at[slot, i], layout=ROW)
     q_norm = jnp.where(row(0, DOCUMENT) >= 0, q_norm * p.key**-0.5, 0.0)
     factors[K_NORM], factors[K_NORM_J], factors[Q_NORM] = k_norm, k_norm, q_norm
     plgpu.commit_smem()
@@ -258,7 +277,7 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, factors_gmem, p_gmem, *refs):
     # All value heads share the products of normalised queries with keys and of keys with keys. The
     # products are zero between documents and for keys after the query.
     i, j = indices()
-    mask, norm = same_document(rows_refs.at[0]) & (i >= j), along_j(factors, K_NORM_J)
+    mask, norm = same_document(refs.rows.at[0]) & (i >= j), along_j(factors, K_NORM_J)
     qk = jnp.where(mask, qk * (along_i(factors, Q_NORM) * norm), 0.0)
     kk = jnp.where(mask & (i > j), kk * (along_i(factors, K_NORM) * norm), 0.0)
     # These products go to shared memory, because three blocks share a multiprocessor, which leaves
@@ -268,11 +287,11 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, factors_gmem, p_gmem, *refs):
     @pl.loop(0, p.heads_per_key)
     def _(head):
         slot, h = head % 2, g * p.heads_per_key + head
-        head_rows = rows_refs.at[slot]
+        head_rows = refs.rows.at[slot]
 
         @pl.when(head > 0)
         def _():
-            plgpu.barrier_wait(rows_arrived.at[slot])
+            plgpu.barrier_wait(refs.rows_arrived.at[slot])
 
         # Where qk and kk are masked they are zero, so the exponential there only has to be finite.
         column = jnp.exp2(
@@ -283,23 +302,25 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, factors_gmem, p_gmem, *refs):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # until the previous head is copied
         factors[K_GAMMA], factors[Q_GAMMA] = row(slot, GAMMA) * k_norm, row(slot, GAMMA) * q_norm
         factors[K_RHO] = row(slot, RHO) * row(slot, BETA) * k_norm
-        store_tiles(x_refs, plgpu.load(qk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column)
-        plgpu.copy_smem_to_gmem(factors, factors_gmem.at[b, h, n])
-        plgpu.copy_smem_to_gmem(x_refs.at[0], p_gmem.at[b, h, n])
+        store_tiles(
+            refs.x_parts, plgpu.load(qk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column
+        )
+        plgpu.copy_smem_to_gmem(factors, refs.factors_gmem.at[b, h, n])
+        plgpu.copy_smem_to_gmem(refs.x_parts.at[0], refs.p_gmem.at[b, h, n])
 
         @pl.when(head + 1 < p.heads_per_key)
         def _():
             load_rows(head + 1)
 
-        if inverses_gmem:
+        if refs.inverses_gmem is not None:
             unit_lower_inverse(
                 p,
                 plgpu.load(kk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column,
-                l_refs,
-                x_refs,
-                diagonal_refs,
+                refs.l_parts,
+                refs.x_parts,
+                refs.diagonal,
             )
             for part in range(2):
-                plgpu.copy_smem_to_gmem(x_refs.at[part], inverses_gmem[0].at[n, b, h, part])
+                plgpu.copy_smem_to_gmem(refs.x_parts.at[part], refs.inverses_gmem.at[n, b, h, part])
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

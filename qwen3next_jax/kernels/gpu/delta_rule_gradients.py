@@ -19,6 +19,7 @@ C = 64 tokens of a chunk.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,7 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     channels,
     high_and_low,
     indices,
+    named_refs,
     product,
     rows,
     same_document,
@@ -92,7 +94,7 @@ def scratch(p) -> list:
         rows(7),
         rows(8),
         rows(n, 7),
-        arrivals(p.key_tiles + 3 + 2 * p.erase),
+        arrivals(p.key_tiles + 3 + p.inverse_tiles),
         arrivals(2, p.value_tiles),
         arrivals(p.key_tiles),
         arrivals(own_tiles, n),
@@ -161,9 +163,45 @@ def load_row(ref, i: int):
     return plgpu.load(ref.at[i], layout=ROW)
 
 
+class _Refs(NamedTuple):
+    """The references of `gradient_kernel`: inputs and outputs in global memory, what `scratch`
+    lists, and barriers, which are passed when the copy of the input in the name has arrived.
+    """
+
+    q_gmem: Any
+    k_gmem: Any
+    v_gmem: Any
+    do_gmem: Any
+    dv_gmem: Any
+    dv_low_gmem: Any
+    states_gmem: Any
+    dstates_gmem: Any
+    factors_gmem: Any
+    rows_gmem: Any
+    inverses_gmem: Any  # None without the delta term
+    dq_gmem: Any
+    dk_gmem: Any
+    dg_gmem: Any
+    k: Any
+    do: Any
+    dv: Any
+    a: Any
+    slots: Any
+    factors: Any
+    rows: Any
+    sums: Any
+    keys_arrived: Any
+    values_arrived: Any
+    states_arrived: Any
+    dstates_arrived: Any
+    q_arrived: Any
+    spares_arrived: Any
+    all_warpgroups: Any
+
+
 def gradient_kernel(p, *refs):
     """Computes dQ, dK, dg and dbeta of one chunk of a value head."""
-    block = _Block(p, *refs)
+    block = _Block(p, named_refs(_Refs, refs, missing="" if p.erase else "inverses_gmem"))
     block.start_copies()
     error_highs, error_dstate, pairs = block.errors()
     block.rebase()
@@ -189,39 +227,11 @@ class _Block:
       …_arrived: barriers that are passed when the copy of the input in the name has arrived.
     """
 
-    def __init__(
-        self,
-        p,
-        q_gmem,
-        k_gmem,
-        v_gmem,
-        do_gmem,
-        dv_gmem,
-        dv_low_gmem,
-        states_gmem,
-        dstates_gmem,
-        factors_gmem,
-        rows_gmem,
-        *refs,
-    ):
-        refs = list(refs)
-        self.p = p
-        self.q_gmem, self.k_gmem, self.v_gmem = q_gmem, k_gmem, v_gmem
-        self.do_gmem, self.dv_gmem, self.dv_low_gmem = do_gmem, dv_gmem, dv_low_gmem
-        self.states_gmem, self.dstates_gmem = states_gmem, dstates_gmem
-        self.factors_gmem, self.rows_gmem = factors_gmem, rows_gmem
-        self.inverses_gmem = refs.pop(0) if p.erase else None
-        self.dq_gmem, self.dk_gmem, self.dg_gmem = refs[:3]
-        *self.tiles, self.factors, self.rows, self.all_sums = refs[3:11]
+    def __init__(self, p, refs: _Refs):
+        self.p, self.refs = p, refs
+        self.tiles = refs.k, refs.do, refs.dv, refs.a, refs.slots
         self.k, self.do, self.dv, self.a, self.slots = self.tiles
-        (
-            self.keys_arrived,
-            self.values_arrived,
-            self.states_arrived,
-            dstates_arrived,
-            self.q_arrived,
-        ) = refs[11:16]
-        spares_arrived, self.all_warpgroups = refs[16:]
+        self.factors, self.rows = refs.factors, refs.rows
 
         self.b, self.h, self.n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
         self.g = jax.lax.div(self.h, p.heads_per_key)
@@ -235,11 +245,11 @@ class _Block:
             2 * p.key_tiles + (0 if self.one_warpgroup else i) for i in (0, 1, 2 + self.w)
         )
         self.v_arrived, self.low_arrived, self.spare_arrived = (
-            spares_arrived.at[at - 2 * p.key_tiles]
+            refs.spares_arrived.at[at - 2 * p.key_tiles]
             for at in (self.v_slot, self.low_slot, self.spare_slot)
         )
-        self.sums = self.all_sums.at[self.w]
-        self.dstates_arrived = lambda: dstates_arrived.at[self.w]
+        self.sums = refs.sums.at[self.w]
+        self.dstates_arrived = lambda: refs.dstates_arrived.at[self.w]
 
     # ---- places in memory, copies and sums
 
@@ -275,12 +285,14 @@ class _Block:
 
     def copy_state(self, slot: int, t: int, c: int, barrier):
         """Starts the copy of tile (t, c) of the state to a slot."""
-        self.copy_to_slot(slot, self.state_tile(self.states_gmem, t, c), barrier)
+        self.copy_to_slot(slot, self.state_tile(self.refs.states_gmem, t, c), barrier)
 
     def copy_dstate(self, t: int, c: int):
         """Starts the copy of tile (t, c) of the state's gradient to its slot."""
         self.copy_to_slot(
-            self.dstate_slot(t), self.state_tile(self.dstates_gmem, t, c), self.dstates_arrived()
+            self.dstate_slot(t),
+            self.state_tile(self.refs.dstates_gmem, t, c),
+            self.dstates_arrived(),
         )
 
     def rebase(self):
@@ -295,8 +307,8 @@ class _Block:
         """Waits until all warpgroups have done their reads and writes of shared memory so far."""
         plgpu.commit_smem()
         if not self.one_warpgroup:
-            plgpu.barrier_arrive(self.all_warpgroups)
-            plgpu.barrier_wait(self.all_warpgroups)
+            plgpu.barrier_arrive(self.refs.all_warpgroups)
+            plgpu.barrier_wait(self.refs.all_warpgroups)
 
     def add_to_sum(self, row: int, x):
         """Adds x [C] to a row of sums. The sums are in shared memory, because there are too few
@@ -317,30 +329,42 @@ class _Block:
             at = self.b, self.h, self.n
             copy = plgpu.copy_gmem_to_smem
             for t in self.keys:
-                copy(self.key_tile(self.k_gmem, t), self.k.at[t], self.keys_arrived)
-            copy(self.factors_gmem.at[at], self.factors.at[:6], self.keys_arrived)
-            copy(self.factors_gmem.at[*at, Q_NORM], self.factors.at[Q_NORM_ROW], self.keys_arrived)
-            copy(self.rows_gmem.at[at], self.rows, self.keys_arrived)
+                copy(self.key_tile(self.refs.k_gmem, t), self.k.at[t], self.refs.keys_arrived)
+            copy(self.refs.factors_gmem.at[at], self.factors.at[:6], self.refs.keys_arrived)
+            copy(
+                self.refs.factors_gmem.at[*at, Q_NORM],
+                self.factors.at[Q_NORM_ROW],
+                self.refs.keys_arrived,
+            )
+            copy(self.refs.rows_gmem.at[at], self.rows, self.refs.keys_arrived)
 
         for t in self.own_tiles:
-            self.copy_state(t, t, 0, self.states_arrived)
+            self.copy_state(t, t, 0, self.refs.states_arrived)
         for t in self.own_tiles:
             self.copy_dstate(t, 0)
 
         @self.on_first_warpgroup
         def _():
             copy = plgpu.copy_gmem_to_smem
-            self.copy_to_slot(self.v_slot, self.value_tile(self.v_gmem, 0), self.v_arrived)
-            for part in range(2 * self.p.erase):
-                inverse = self.inverses_gmem.at[self.n, self.b, self.h, part]
-                copy(inverse, self.a.at[part], self.keys_arrived)
+            self.copy_to_slot(self.v_slot, self.value_tile(self.refs.v_gmem, 0), self.v_arrived)
+            for part in range(self.p.inverse_tiles):
+                inverse = self.refs.inverses_gmem.at[self.n, self.b, self.h, part]
+                copy(inverse, self.a.at[part], self.refs.keys_arrived)
             for c in range(self.p.value_tiles):
-                copy(self.value_tile(self.do_gmem, c), self.do.at[c], self.values_arrived.at[c])
-                copy(self.value_tile(self.dv_gmem, c), self.dv.at[c], self.values_arrived.at[c])
+                copy(
+                    self.value_tile(self.refs.do_gmem, c),
+                    self.do.at[c],
+                    self.refs.values_arrived.at[c],
+                )
+                copy(
+                    self.value_tile(self.refs.dv_gmem, c),
+                    self.dv.at[c],
+                    self.refs.values_arrived.at[c],
+                )
 
         for row in (ENTER, LEAVE, CARRIED):
             self.sums[row] = zero_row()
-        plgpu.barrier_wait(self.keys_arrived)
+        plgpu.barrier_wait(self.refs.keys_arrived)
 
     # ---- errors E
 
@@ -359,10 +383,10 @@ class _Block:
         for c in range(self.p.value_tiles):
             self.rebase()
             for barrier in (
-                self.states_arrived,
+                self.refs.states_arrived,
                 self.dstates_arrived(),
                 self.v_arrived,
-                self.values_arrived.at[c],
+                self.refs.values_arrived.at[c],
             ):
                 plgpu.barrier_wait(barrier)
             ks, errors = self.errors_of(c)
@@ -418,16 +442,18 @@ class _Block:
         v for tile c + 1. After the last tile there is no tile c + 1 to copy.
         """
         for t in self.own_tiles if c < self.last else ():
-            self.copy_state(t, t, c + 1, self.states_arrived)
+            self.copy_state(t, t, c + 1, self.refs.states_arrived)
 
         @self.on_first_warpgroup
         def _():
             if self.p.erase:
                 self.copy_to_slot(
-                    self.low_slot, self.value_tile(self.dv_low_gmem, c), self.low_arrived
+                    self.low_slot, self.value_tile(self.refs.dv_low_gmem, c), self.low_arrived
                 )
             if c < self.last and not self.one_warpgroup:
-                self.copy_to_slot(self.v_slot, self.value_tile(self.v_gmem, c + 1), self.v_arrived)
+                self.copy_to_slot(
+                    self.v_slot, self.value_tile(self.refs.v_gmem, c + 1), self.v_arrived
+                )
 
     def copy_next_dstate(self, c: int):
         """Starts copies to the slots that the products of tile c of the value channels have read.
@@ -440,10 +466,10 @@ class _Block:
                 self.copy_dstate(t, c + 1)
             else:
                 self.copy_to_slot(
-                    self.dstate_slot(t), self.key_tile(self.q_gmem, t), self.q_arrived
+                    self.dstate_slot(t), self.key_tile(self.refs.q_gmem, t), self.refs.q_arrived
                 )
         if c < self.last and self.one_warpgroup:
-            self.copy_to_slot(self.v_slot, self.value_tile(self.v_gmem, c + 1), self.v_arrived)
+            self.copy_to_slot(self.v_slot, self.value_tile(self.refs.v_gmem, c + 1), self.v_arrived)
         elif c == self.last and self.last:
             self.copy_state(self.spare_slot, self.own_tiles[0], self.last - 1, self.spare_arrived)
 
@@ -505,7 +531,9 @@ class _Block:
         dv_low_term = None
         if not self.one_warpgroup:
             to_pairs = functools.partial(with_accumulators, p, [C])
-            errors = functools.partial(to_pairs, to_errors) if p.erase else zero_pairs
+            errors = zero_pairs
+            if p.erase:
+                errors = functools.partial(to_pairs, to_errors)
             outputs = functools.partial(to_pairs, to_outputs)
             dv_low_term, pairs = jax.lax.cond(self.w == 0, errors, outputs)
         return dv_low_term, pairs, error_dstate
@@ -525,7 +553,7 @@ class _Block:
 
         outputs = with_accumulators(p, [C], against_outputs) if self.one_warpgroup else None
         row, column = self.row, self.column = indices()
-        plgpu.barrier_wait(self.q_arrived)
+        plgpu.barrier_wait(self.refs.q_arrived)
         decay = decay_of_pairs(self.rows, row, column) * along_i(factors, K_NORM)
 
         def of_queries():
@@ -658,7 +686,7 @@ class _Block:
                 sums[i] = x
             self.sync_warpgroups()
             inner = [
-                load_row(self.all_sums.at[0], i) + load_row(self.all_sums.at[1], i)
+                load_row(self.refs.sums.at[0], i) + load_row(self.refs.sums.at[1], i)
                 for i in (INNER_Q, INNER_K)
                 if p.normalize
             ]
@@ -666,12 +694,14 @@ class _Block:
             @self.on_first_warpgroup
             def _():
                 for i, layout in ((DG, COLUMN), (DBETA, ROW)):
-                    parts = (plgpu.load(self.all_sums.at[j, i], layout=layout) for j in range(2))
+                    parts = (plgpu.load(self.refs.sums.at[j, i], layout=layout) for j in range(2))
                     sums[i] = sum(parts)
                 plgpu.commit_smem()
 
         at = self.b, self.h, self.n
-        self.on_first_warpgroup(lambda: plgpu.copy_smem_to_gmem(sums.at[:2], self.dg_gmem.at[at]))
+        self.on_first_warpgroup(
+            lambda: plgpu.copy_smem_to_gmem(sums.at[:2], self.refs.dg_gmem.at[at])
+        )
 
         def finish(i, gmem, norm, slot_of):
             tiles_, tile_refs = gradients[i]
@@ -690,7 +720,7 @@ class _Block:
                 )
 
         q_norm = load_row(factors, Q_NORM_ROW) * load_row(factors, Q_NORM_ROW) * p.key
-        finish(0, self.dq_gmem, q_norm, lambda t: t)
+        finish(0, self.refs.dq_gmem, q_norm, lambda t: t)
         k_norm = load_row(factors, K_NORM) * load_row(factors, K_NORM)
-        finish(1, self.dk_gmem, k_norm, self.dstate_slot)
+        finish(1, self.refs.dk_gmem, k_norm, self.dstate_slot)
         plgpu.wait_smem_to_gmem(0)

@@ -118,6 +118,11 @@ class Problem:
         return self.value // C
 
     @property
+    def inverse_tiles(self) -> int:
+        """The number of tiles of the inverse: its high and low part; 0 without the delta term."""
+        return 2 if self.erase else 0
+
+    @property
     def state_shape(self):
         """The shape [B, H, K, V] of the states."""
         return self.batch, self.value_heads, self.key, self.value
@@ -321,8 +326,8 @@ class Problem:
         """
         blocks = self.value_tiles + (self.pieces - 2) * self.map_blocks
         grid = dict(blocks=blocks, heads=self.value_heads, batch=self.batch)
-        unread = 2 if kernel is delta_rule_states.first_forward_kernel else 0  # q and P beta
-        barriers = self._state_barriers(1) + self._state_barriers(2, unread)
+        not_read = 2 if kernel is delta_rule_states.first_forward_kernel else 0  # q and P beta
+        barriers = self._state_barriers(1) + self._state_barriers(2, not_read)
         scratch = self._state_scratch(2, results) + barriers
         return self._call_states(kernel, name, grid, outputs, scratch, inputs)
 
@@ -350,12 +355,12 @@ class Problem:
             results,
         ]
 
-    def _state_barriers(self, warpgroups: int, unread: int = 0) -> list:
+    def _state_barriers(self, warpgroups: int, not_read: int = 0) -> list:
         """Returns the barriers `arrived` and `read` (`delta_rule_states._StatePass`) of blocks with
-        `warpgroups` warpgroups that compute. `unread` is the number of inputs, of q, k, P beta, the
-        factors, the rows and the inverse, that the blocks do not read.
+        `warpgroups` warpgroups that compute. `not_read`: how many of the inputs q, k, P beta, the
+        factors, the rows and the inverse the blocks do not read.
         """
-        copies = warpgroups + 5 + self.erase - unread
+        copies = warpgroups + (6 if self.erase else 5) - not_read
         return [
             plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for n in (copies, warpgroups)
         ]

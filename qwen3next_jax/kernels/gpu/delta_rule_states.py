@@ -24,7 +24,7 @@ C = 64 tokens of a chunk.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     along_j,
     channels,
     high_and_low,
+    named_refs,
     tokens,
     transposed,
     with_accumulators,
@@ -67,6 +68,35 @@ class Place:
     tile: Any
     warpgroups: int
     maps: bool
+
+
+class Inputs(NamedTuple):
+    """The references to the inputs of a pass of the state, in global memory."""
+
+    q: Any
+    k: Any
+    v: Any  # in the backward pass dO
+    factors: Any
+    rows: Any
+    p: Any
+    inverses: Any  # None without the delta term
+    first: Any  # the states (or gradients) with which pieces start
+
+
+class Shared(NamedTuple):
+    """The shared memory of a block, as `Problem.run_states` orders it, and its barriers."""
+
+    q: Any
+    k: Any
+    v: Any
+    p: Any
+    inverse: Any
+    factors: Any
+    rows: Any
+    state_tiles: Any
+    result_tiles: Any
+    arrived: Any
+    read: Any
 
 
 def forward_kernel(p, *refs):
@@ -110,7 +140,7 @@ def _run_rows(kind, p, refs):
         warpgroups=p.warpgroups,
         maps=False,
     )
-    kind(p, place, inputs, outputs, last, scratch).run()
+    kind(p, place, inputs, outputs, last, Shared(*scratch)).run()
 
 
 def _run_first_pieces(kind, p, refs):
@@ -119,7 +149,8 @@ def _run_first_pieces(kind, p, refs):
     map.
     """
     inputs, outputs, (last, last_maps, *scratch) = _split_refs(kind, p, refs)
-    *scratch, arrived, read, maps_arrived, maps_read = scratch
+    *scratch, maps_arrived, maps_read = scratch
+    shared = Shared(*scratch)
     b, h, block = (jax.lax.axis_index(name) for name in ("batch", "heads", "blocks"))
     first = Place(b, h, piece=0, index=b, tile=block, warpgroups=1, maps=False)
     number = block - p.value_tiles
@@ -136,20 +167,22 @@ def _run_first_pieces(kind, p, refs):
 
     @pl.when(number < 0)
     def _():
-        kind(p, first, inputs, outputs, last, [*scratch, arrived, read]).run()
+        kind(p, first, inputs, outputs, last, shared).run()
 
     @pl.when(number >= 0)
     def _():
-        kind(p, other, inputs, outputs, last_maps, [*scratch, maps_arrived, maps_read]).run()
+        of_maps = shared._replace(arrived=maps_arrived, read=maps_read)
+        kind(p, other, inputs, outputs, last_maps, of_maps).run()
 
 
 def _split_refs(kind, p, refs):
-    """Returns three lists: the references to the inputs (the first states are the last input), to
-    the outputs with an axis of tokens or chunks, and all others.
+    """Returns the `Inputs`, the references to the outputs with an axis of tokens or chunks, and
+    all others.
     """
-    inputs = 7 + p.erase
+    inputs = len(Inputs._fields) if p.erase else len(Inputs._fields) - 1
     outputs = inputs + kind.outputs(p)
-    return refs[:inputs], refs[inputs:outputs], refs[outputs:]
+    named = named_refs(Inputs, refs[:inputs], missing="" if p.erase else "inverses")
+    return named, refs[inputs:outputs], refs[outputs:]
 
 
 def state_in_shared_memory(p) -> bool:
@@ -195,24 +228,22 @@ class _StatePass:
 
     first_to_last: bool
 
-    def __init__(self, p, place: Place, inputs, last_gmem, scratch):
-        q_gmem, k_gmem, v_gmem, factors_gmem, rows_gmem, p_gmem, *inverses_gmem, first = inputs
-        q, k, v, products, inverse, factors, rows, state_tiles, result_tiles, *barriers = scratch
+    def __init__(self, p, place: Place, inputs: Inputs, last_gmem, shared: Shared):
         self.p, self.place, self.w = p, place, jax.lax.axis_index("warpgroups")
         self.b, self.h, self.c = place.b, place.h, place.tile + self.w
-        self.first_gmem, self.last_gmem = first, last_gmem
-        self.q, self.k, self.v, self.p_ref = q, k, v, products
-        self.inverse, self.factors, self.rows = inverse, factors, rows
-        self.state_tiles, self.result_tiles = state_tiles, result_tiles
-        self.arrived, self.read = barriers
+        self.first_gmem, self.last_gmem = inputs.first, last_gmem
+        self.q, self.k, self.v, self.p_ref = shared.q, shared.k, shared.v, shared.p
+        self.inverse, self.factors, self.rows = shared.inverse, shared.factors, shared.rows
+        self.state_tiles, self.result_tiles = shared.state_tiles, shared.result_tiles
+        self.arrived, self.read = shared.arrived, shared.read
         self.inputs = (
-            (q_gmem, q),
-            (k_gmem, k),
-            (v_gmem, v),
-            (p_gmem, products),
-            (factors_gmem, factors),
-            (rows_gmem, rows),
-            (inverses_gmem[0] if p.erase else None, inverse),
+            (inputs.q, shared.q),
+            (inputs.k, shared.k),
+            (inputs.v, shared.v),
+            (inputs.p, shared.p),
+            (inputs.factors, shared.factors),
+            (inputs.rows, shared.rows),
+            (inputs.inverses, shared.inverse),
         )
 
     @staticmethod
@@ -343,8 +374,8 @@ class _Forward(_StatePass):
 
     first_to_last = True
 
-    def __init__(self, p, place, inputs, outputs, last_gmem, scratch):
-        super().__init__(p, place, inputs, last_gmem, scratch)
+    def __init__(self, p, place, inputs, outputs, last_gmem, shared):
+        super().__init__(p, place, inputs, last_gmem, shared)
         self.o_gmem, *states_gmem = outputs
         self.states_gmem = states_gmem[0] if p.save and not place.maps else None
         if place.maps:
@@ -353,7 +384,7 @@ class _Forward(_StatePass):
 
     @staticmethod
     def outputs(p) -> int:
-        return 1 + p.save
+        return 2 if p.save else 1
 
     def chunk(self, n, slot, state):
         body = functools.partial(self.products, n, slot, state)
@@ -388,7 +419,7 @@ class _Forward(_StatePass):
         if from_shared and not maps:
             outputs.add(before, transposed(self.q.at[slot]))
         if not maps:
-            in_flight = 0 if from_shared else 2 * p.erase
+            in_flight = 2 if p.erase and not from_shared else 0
             outputs.start(along_j(factors, Q_GAMMA) * outputs.read(in_flight))
         after.start(self.rows[slot, GAMMA, C - 1] * state)
         if p.erase:
@@ -430,8 +461,8 @@ class _Backward(_StatePass):
 
     first_to_last = False
 
-    def __init__(self, p, place, inputs, outputs, last_gmem, scratch):
-        super().__init__(p, place, inputs, last_gmem, scratch)
+    def __init__(self, p, place, inputs, outputs, last_gmem, shared):
+        super().__init__(p, place, inputs, last_gmem, shared)
         *self.dv_gmems, self.dstates_gmem = outputs
 
     @staticmethod

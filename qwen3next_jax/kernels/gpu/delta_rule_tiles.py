@@ -30,6 +30,17 @@ K_GAMMA, Q_GAMMA, K_RHO, K_NORM, Q_NORM, K_NORM_J = range(6)
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
+def named_refs(kind, refs, missing: str = ""):
+    """Returns the references that a kernel gets as a `kind`, a NamedTuple. Its field `missing`, if
+    there is one, gets None.
+    """
+    names = [name for name in kind._fields if name != missing]
+    values = dict(zip(names, refs, strict=True))
+    if missing:
+        values[missing] = None
+    return kind(**values)
+
+
 def tiles(*count, height: int = C, width: int = C, columns: int = C):
     """Returns shared memory for bfloat16 tiles, [*count, height, width].
 
@@ -69,7 +80,7 @@ class Accumulator:
         """Waits for all products except the last `in_flight` ones, then returns the sum.
 
         Without the optimization barrier in this function, the compiler moves an operation on the
-        sum (a change of sign) to a place before the wait (docs/notes/2026-11-26-gpu.md).
+        sum (a change of sign) to a place before the wait (docs/notes/gpu.md).
         """
         x = jax.lax.optimization_barrier(plgpu.wgmma_accumulator_load(self.ref, wait_n=in_flight))
         return plgpu.layout_cast(x, plgpu.Layout.WGMMA)

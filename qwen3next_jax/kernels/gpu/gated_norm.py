@@ -8,6 +8,7 @@ B batch, T time, H heads of V channels.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -152,42 +153,72 @@ class _Block:
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(row, (C, C), (1,)), plgpu.Layout.WGMMA)
 
 
-def _forward(eps, width, weight_gmem, o_gmem, gate_gmem, y_gmem, o, gate, weight, arrived):
-    """Computes y. In shared memory y overwrites o."""
-    block = _Block(eps, width, weight_gmem, (o_gmem, gate_gmem), (o, gate), weight, arrived)
+class _ForwardRefs(NamedTuple):
+    """The references of `_forward`: global memory, then shared memory."""
+
+    weight_gmem: Any  # [V]
+    o_gmem: Any  # [B, T, H · V]
+    gate_gmem: Any  # [B, T, H · V]
+    y_gmem: Any  # output [B, T, H · V]
+    o: Any  # [tiles, C, C]; y overwrites it
+    gate: Any  # [tiles, C, C]
+    weight: Any  # [V]
+    arrived: Any  # barrier, passed when the inputs are in shared memory
+
+
+def _forward(eps, width, *refs):
+    """Computes y of a block."""
+    refs = _ForwardRefs(*refs)
+    block = _Block(
+        eps,
+        width,
+        refs.weight_gmem,
+        (refs.o_gmem, refs.gate_gmem),
+        (refs.o, refs.gate),
+        refs.weight,
+        refs.arrived,
+    )
     for c in range(block.tiles):
         x = block.load(1, c)
-        o[c] = (block.o(c) * block.scale * block.weights(c) * (x * jax.nn.sigmoid(x))).astype(
-            o.dtype
+        refs.o[c] = (block.o(c) * block.scale * block.weights(c) * (x * jax.nn.sigmoid(x))).astype(
+            refs.o.dtype
         )
     plgpu.commit_smem()
     for c in range(block.tiles):
-        plgpu.copy_smem_to_gmem(o.at[c], y_gmem.at[block.at(c)])
+        plgpu.copy_smem_to_gmem(refs.o.at[c], refs.y_gmem.at[block.at(c)])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _backward(
-    eps,
-    width,
-    weight_gmem,
-    o_gmem,
-    gate_gmem,
-    dy_gmem,
-    do_gmem,
-    dgate_gmem,
-    sums_gmem,
-    o,
-    gate,
-    dy,
-    weight,
-    arrived,
-):
+class _BackwardRefs(NamedTuple):
+    """The references of `_backward`: global memory, then shared memory."""
+
+    weight_gmem: Any  # [V]
+    o_gmem: Any  # [B, T, H · V]
+    gate_gmem: Any  # [B, T, H · V]
+    dy_gmem: Any  # [B, T, H · V]
+    do_gmem: Any  # output [B, T, H · V]
+    dgate_gmem: Any  # output [B, T, H · V]
+    sums_gmem: Any  # output, sums over the tokens of a block
+    o: Any  # [tiles, C, C]
+    gate: Any  # [tiles, C, C]; the gradient of the gate overwrites it
+    dy: Any  # [tiles, C, C]; the gradient of o overwrites it
+    weight: Any  # [V]
+    arrived: Any  # barrier, passed when the inputs are in shared memory
+
+
+def _backward(eps, width, *refs):
     """Computes the gradients of o and of the gate, and for the gradient of the weight a sum over
-    the tokens of the block. In shared memory the gradient of o overwrites dy, and the gradient of
-    the gate overwrites the gate.
+    the tokens of the block.
     """
+    refs = _BackwardRefs(*refs)
     block = _Block(
-        eps, width, weight_gmem, (o_gmem, gate_gmem, dy_gmem), (o, gate, dy), weight, arrived
+        eps,
+        width,
+        refs.weight_gmem,
+        (refs.o_gmem, refs.gate_gmem, refs.dy_gmem),
+        (refs.o, refs.gate, refs.dy),
+        refs.weight,
+        refs.arrived,
     )
     b, t = (jax.lax.axis_index(name) for name in ("batch", "tokens"))
 
@@ -200,16 +231,16 @@ def _backward(
     for c in range(block.tiles):
         normed, x, sigmoid, d = load_tile(c)
         weighted = d * (x * sigmoid) * normed
-        sums_gmem[b, t, block.at(c)[2]] = jnp.sum(weighted, axis=0)
+        refs.sums_gmem[b, t, block.at(c)[2]] = jnp.sum(weighted, axis=0)
         inner = inner + jnp.sum(weighted * block.weights(c), axis=1)
     mean = block.along_rows(inner / width)
     for c in range(block.tiles):
         normed, x, sigmoid, d = load_tile(c)
         d = d * block.weights(c)
-        gate[c] = (d * normed * (sigmoid * (1 + x * (1 - sigmoid)))).astype(gate.dtype)
-        dy[c] = (block.scale * (d * (x * sigmoid) - normed * mean)).astype(dy.dtype)
+        refs.gate[c] = (d * normed * (sigmoid * (1 + x * (1 - sigmoid)))).astype(refs.gate.dtype)
+        refs.dy[c] = (block.scale * (d * (x * sigmoid) - normed * mean)).astype(refs.dy.dtype)
     plgpu.commit_smem()
     for c in range(block.tiles):
-        plgpu.copy_smem_to_gmem(gate.at[c], dgate_gmem.at[block.at(c)])
-        plgpu.copy_smem_to_gmem(dy.at[c], do_gmem.at[block.at(c)])
+        plgpu.copy_smem_to_gmem(refs.gate.at[c], refs.dgate_gmem.at[block.at(c)])
+        plgpu.copy_smem_to_gmem(refs.dy.at[c], refs.do_gmem.at[block.at(c)])
     plgpu.wait_smem_to_gmem(0)

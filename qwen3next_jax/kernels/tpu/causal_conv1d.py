@@ -106,7 +106,11 @@ class _Call:
         )
         self.blocks, self.itemsize = time // self.rows, x.dtype.itemsize
         self.kernel, self.age, self.interpret = kernel.astype(jnp.float32), age, interpret
-        at = (lambda t: self.blocks - 1 - t) if backwards else (lambda t: t)
+
+        def at(t):
+            """The block of grid step t."""
+            return self.blocks - 1 - t if backwards else t
+
         tiles = self.rows // EDGE
         self.block = pl.BlockSpec((1, self.rows, self.channels), lambda c, b, t: (b, at(t), c))
         self.age_block = pl.BlockSpec((1, self.rows, 1), lambda c, b, t: (b, at(t), 0))
@@ -192,10 +196,19 @@ def _before_activation(kernel, age, taps, lanes):
     )
 
 
+def _age_and_others(has_age, refs):
+    """Returns the ages of a block's tokens [R, LANES], None if the call has no document ids, and
+    the other references.
+    """
+    if not has_age:
+        return None, refs
+    age, *others = refs
+    return _over_lanes(age[0]), others
+
+
 def _forward(activation, has_age, kernel, *refs):
     """Computes y of a block."""
-    age = _over_lanes(refs[0][0]) if has_age else None
-    before, tail, x, y = refs[has_age:]
+    age, (before, tail, x, y) = _age_and_others(has_age, refs)
     first = pl.program_id(2) == 0
 
     def column(lanes):
@@ -212,8 +225,7 @@ def _backward(activation, has_age, kernel, *refs):
     which holds 8 partial sums for each number of `kernel`. The scratch memory `later` passes the
     gradients of the block's first tokens to the next grid step, which computes the block before.
     """
-    age = _over_lanes(refs[0][0]) if has_age else None
-    before, tail, x, dy, dx, dkernel, later = refs[has_age:]
+    age, (before, tail, x, dy, dx, dkernel, later) = _age_and_others(has_age, refs)
     width, t, blocks = kernel.shape[0], pl.program_id(2), pl.num_programs(2)
 
     @pl.when(t == 0)

@@ -277,7 +277,11 @@ class Problem:
 
     def specs(self, backward: bool) -> dict:
         """Returns the block specification of every input and output, by name."""
-        n = (lambda i: self.chunks - 1 - i) if backward else (lambda i: i)
+
+        def n(i):
+            """The chunk of grid step i."""
+            return self.chunks - 1 - i if backward else i
+
         size, heads = self.chunk_size, self.block_heads
         flat = lambda width: pl.BlockSpec((1, size, width), lambda b, h, i: (b, n(i), h))
         rows = pl.BlockSpec((1, 1, 1, heads // 2, 2 * size), lambda b, h, i: (b, n(i), h, 0, 0))

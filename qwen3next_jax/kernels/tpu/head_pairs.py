@@ -255,7 +255,9 @@ def _sum_part_products(product, x_parts, y_parts):
     """
     rows, columns = product.shape[-2] // len(x_parts), product.shape[-1] // len(y_parts)
     at = lambda i, j: product[:, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-    small = [at(i, j) for i in range(len(x_parts)) for j in range(len(y_parts)) if i + j == 1]
+    small = [at(0, 1)] if len(y_parts) > 1 else []
+    if len(x_parts) > 1:
+        small.append(at(1, 0))
     return at(0, 0) if not small else at(0, 0) + sum(small[1:], small[0])
 
 

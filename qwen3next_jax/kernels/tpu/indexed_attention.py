@@ -15,7 +15,7 @@ tile.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -374,48 +374,65 @@ def forward(ratio: int, rows, chosen, index_q, q, k, v, *, interpret: bool = Fal
     return _heads(sizes, o), logsumexp[..., : sizes.tokens]
 
 
-def _forward_kernel(
-    sizes, first,
-    q, index_q, queries, k, v_t, index_k, keys,
-    o, logsumexp,
-    sums, largest, total, bias,
-):  # fmt: skip
-    """Adds a tile of keys to the attention of a tile of queries. Scratch memory: of each query the
-    sum of its values [N · K, C], its largest score [N, C], and the sum of the exponentials [N, C].
-    """
+class _ForwardRefs(NamedTuple):
+    """The references of `_forward_kernel`."""
+
+    first: Any  # the first tile of keys that each tile of queries sees
+    q: Any  # [C, N · K]
+    index_q: Any  # [C, H · I], the indexer's queries
+    queries: Any  # [ROWS, C] int32, what `_find_seen` reads of queries
+    k: Any  # [S, M · K]
+    v_t: Any  # [M · K, S]
+    index_k: Any  # [S, I], the keys of the indexer's blocks
+    keys: Any  # [ROWS, S] int32, what `_find_seen` reads of keys
+    o: Any  # output [C, N · K]
+    logsumexp: Any  # output [N, C]
+    sums: Any  # scratch [N · K, C], of each query the sum of its values
+    largest: Any  # scratch [N, C], its largest score
+    total: Any  # scratch [N, C], the sum of the exponentials
+    bias: Any  # scratch [S, C], 0 or HIDDEN
+
+
+def _forward_kernel(sizes, *refs):
+    """Adds a tile of keys to the attention of a tile of queries."""
+    refs = _ForwardRefs(*refs)
     n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
     i, j, is_new = _of_queries(n, r, c)
 
     @pl.when(is_new & (j == 0))
     def _():
-        sums[...] = jnp.zeros_like(sums)
-        largest[...] = jnp.full_like(largest, LEAST)
-        total[...] = jnp.zeros_like(total)
+        refs.sums[...] = jnp.zeros_like(refs.sums)
+        refs.largest[...] = jnp.full_like(refs.largest, LEAST)
+        refs.total[...] = jnp.zeros_like(refs.total)
 
     def head(number, own, of_keys):
         row = pl.ds(number, 1)
-        s_SC = _dot(k[:, of_keys], q[:, own], _NT) * sizes.width**-0.5 + bias[...]
-        before_1C = largest[row, :]
+        s_SC = _dot(refs.k[:, of_keys], refs.q[:, own], _NT) * sizes.width**-0.5 + refs.bias[...]
+        before_1C = refs.largest[row, :]
         largest_1C = jnp.maximum(before_1C, jnp.max(s_SC, axis=0, keepdims=True))
         p_SC = jnp.exp(s_SC - largest_1C)
         kept_1C = jnp.exp(before_1C - largest_1C)
-        largest[row, :] = largest_1C
-        total[row, :] = kept_1C * total[row, :] + jnp.sum(p_SC, axis=0, keepdims=True)
-        sums[own, :] = kept_1C * sums[own, :] + _dot(v_t[of_keys, :], p_SC.astype(v_t.dtype), _NN)
+        refs.largest[row, :] = largest_1C
+        refs.total[row, :] = kept_1C * refs.total[row, :] + jnp.sum(p_SC, axis=0, keepdims=True)
+        refs.sums[own, :] = kept_1C * refs.sums[own, :] + _dot(
+            refs.v_t[of_keys, :], p_SC.astype(refs.v_t.dtype), _NN
+        )
 
-    @pl.when(is_new & (j >= first[b * n + i]))
+    @pl.when(is_new & (j >= refs.first[b * n + i]))
     def _():
-        @pl.when(_find_seen(index_q, queries, index_k, keys, bias))
+        @pl.when(_find_seen(refs.index_q, refs.queries, refs.index_k, refs.keys, refs.bias))
         def _():
             _for_each_head(sizes, head)
 
     @pl.when(is_new & (j == i))
     def _():
-        total[...] = jnp.maximum(total[...], 1e-30)
-        logsumexp[...] = largest[...] + jnp.log(total[...])
+        refs.total[...] = jnp.maximum(refs.total[...], 1e-30)
+        refs.logsumexp[...] = refs.largest[...] + jnp.log(refs.total[...])
 
         def write(number, own, _):
-            o[:, own] = (sums[own, :] / total[pl.ds(number, 1), :]).T.astype(o.dtype)
+            refs.o[:, own] = (refs.sums[own, :] / refs.total[pl.ds(number, 1), :]).T.astype(
+                refs.o.dtype
+            )
 
         _for_each_head(sizes, write)
 
@@ -477,74 +494,109 @@ def _probabilities(sizes, q, k, bias, logsumexp, number, own, of_keys):
     return jnp.exp(s_SC - logsumexp[pl.ds(number, 1), :])
 
 
-def _dq_kernel(
-    sizes, first,
-    q, do, logsumexp, delta, index_q, queries, k, v, index_k, keys, k_t,
-    dq,
-    sums, bias,
-):  # fmt: skip
-    """Adds the part of a tile of keys to the gradient of a tile of queries, `sums` [N · K, C]."""
+class _DqRefs(NamedTuple):
+    """The references of `_dq_kernel`."""
+
+    first: Any  # the first tile of keys that each tile of queries sees
+    q: Any  # [C, N · K]
+    do: Any  # [C, N · K]
+    logsumexp: Any  # [N, C]
+    delta: Any  # [N, C], the inner products of o and do
+    index_q: Any  # [C, H · I], the indexer's queries
+    queries: Any  # [ROWS, C] int32, what `_find_seen` reads of queries
+    k: Any  # [S, M · K]
+    v: Any  # [S, M · K]
+    index_k: Any  # [S, I], the keys of the indexer's blocks
+    keys: Any  # [ROWS, S] int32, what `_find_seen` reads of keys
+    k_t: Any  # [M · K, S]
+    dq: Any  # output [C, N · K]
+    sums: Any  # scratch [N · K, C]
+    bias: Any  # scratch [S, C], 0 or HIDDEN
+
+
+def _dq_kernel(sizes, *refs):
+    """Adds the part of a tile of keys to the gradient of a tile of queries, `sums`."""
+    refs = _DqRefs(*refs)
     n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
     i, j, is_new = _of_queries(n, r, c)
 
     @pl.when(is_new & (j == 0))
     def _():
-        sums[...] = jnp.zeros_like(sums)
+        refs.sums[...] = jnp.zeros_like(refs.sums)
 
     def head(number, own, of_keys):
-        p_SC = _probabilities(sizes, q, k, bias, logsumexp, number, own, of_keys)
-        dp_SC = _dot(v[:, of_keys], do[:, own], _NT)
-        ds_SC = (p_SC * (dp_SC - delta[pl.ds(number, 1), :])).astype(q.dtype)
-        sums[own, :] += _dot(k_t[of_keys, :], ds_SC, _NN)
+        p_SC = _probabilities(
+            sizes, refs.q, refs.k, refs.bias, refs.logsumexp, number, own, of_keys
+        )
+        dp_SC = _dot(refs.v[:, of_keys], refs.do[:, own], _NT)
+        ds_SC = (p_SC * (dp_SC - refs.delta[pl.ds(number, 1), :])).astype(refs.q.dtype)
+        refs.sums[own, :] += _dot(refs.k_t[of_keys, :], ds_SC, _NN)
 
-    @pl.when(is_new & (j >= first[b * n + i]))
+    @pl.when(is_new & (j >= refs.first[b * n + i]))
     def _():
-        @pl.when(_find_seen(index_q, queries, index_k, keys, bias))
+        @pl.when(_find_seen(refs.index_q, refs.queries, refs.index_k, refs.keys, refs.bias))
         def _():
             _for_each_head(sizes, head)
 
     @pl.when(is_new & (j == i))
     def _():
         def write(_, own, __):
-            dq[:, own] = (sums[own, :] * sizes.width**-0.5).T.astype(dq.dtype)
+            refs.dq[:, own] = (refs.sums[own, :] * sizes.width**-0.5).T.astype(refs.dq.dtype)
 
         _for_each_head(sizes, write)
 
 
-def _dkv_kernel(
-    sizes, last,
-    q, do, logsumexp, delta, index_q, queries, k, v, index_k, keys,
-    dk, dv,
-    dk_sum, dv_sum, bias,
-):  # fmt: skip
-    """Adds the part of a tile of queries to the gradients of a tile of keys and values, `dk_sum`
-    and `dv_sum` [S, M · K].
-    """
+class _DkvRefs(NamedTuple):
+    """The references of `_dkv_kernel`."""
+
+    last: Any  # the last tile of queries that sees each tile of keys
+    q: Any  # [C, N · K]
+    do: Any  # [C, N · K]
+    logsumexp: Any  # [N, C]
+    delta: Any  # [N, C], the inner products of o and do
+    index_q: Any  # [C, H · I], the indexer's queries
+    queries: Any  # [ROWS, C] int32, what `_find_seen` reads of queries
+    k: Any  # [S, M · K]
+    v: Any  # [S, M · K]
+    index_k: Any  # [S, I], the keys of the indexer's blocks
+    keys: Any  # [ROWS, S] int32, what `_find_seen` reads of keys
+    dk: Any  # output [S, M · K]
+    dv: Any  # output [S, M · K]
+    dk_sum: Any  # scratch [S, M · K]
+    dv_sum: Any  # scratch [S, M · K]
+    bias: Any  # scratch [S, C], 0 or HIDDEN
+
+
+def _dkv_kernel(sizes, *refs):
+    """Adds the part of a tile of queries to the gradients of a tile of keys and values."""
+    refs = _DkvRefs(*refs)
     n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
     i, j, is_new = _of_keys(n, r, c)
 
     @pl.when(is_new & (i == j))
     def _():
-        dk_sum[...] = jnp.zeros_like(dk_sum)
-        dv_sum[...] = jnp.zeros_like(dv_sum)
+        refs.dk_sum[...] = jnp.zeros_like(refs.dk_sum)
+        refs.dv_sum[...] = jnp.zeros_like(refs.dv_sum)
 
     def head(number, own, of_keys):
-        p_SC = _probabilities(sizes, q, k, bias, logsumexp, number, own, of_keys)
-        dv_sum[:, of_keys] += _dot(p_SC.astype(do.dtype), do[:, own], _NN)
-        dp_SC = _dot(v[:, of_keys], do[:, own], _NT)
-        ds_SC = (p_SC * (dp_SC - delta[pl.ds(number, 1), :])).astype(q.dtype)
-        dk_sum[:, of_keys] += _dot(ds_SC, q[:, own], _NN)
+        p_SC = _probabilities(
+            sizes, refs.q, refs.k, refs.bias, refs.logsumexp, number, own, of_keys
+        )
+        refs.dv_sum[:, of_keys] += _dot(p_SC.astype(refs.do.dtype), refs.do[:, own], _NN)
+        dp_SC = _dot(refs.v[:, of_keys], refs.do[:, own], _NT)
+        ds_SC = (p_SC * (dp_SC - refs.delta[pl.ds(number, 1), :])).astype(refs.q.dtype)
+        refs.dk_sum[:, of_keys] += _dot(ds_SC, refs.q[:, own], _NN)
 
-    @pl.when(is_new & (i <= last[b * n + j]))
+    @pl.when(is_new & (i <= refs.last[b * n + j]))
     def _():
-        @pl.when(_find_seen(index_q, queries, index_k, keys, bias))
+        @pl.when(_find_seen(refs.index_q, refs.queries, refs.index_k, refs.keys, refs.bias))
         def _():
             _for_each_head(sizes, head)
 
     @pl.when(is_new & (i == n - 1))
     def _():
-        dk[...] = (dk_sum[...] * sizes.width**-0.5).astype(dk.dtype)
-        dv[...] = dv_sum[...].astype(dv.dtype)
+        refs.dk[...] = (refs.dk_sum[...] * sizes.width**-0.5).astype(refs.dk.dtype)
+        refs.dv[...] = refs.dv_sum[...].astype(refs.dv.dtype)
 
 
 # ---- the choice
@@ -619,14 +671,28 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
     return lowest[:, 0, :tokens], cut[:, 0, :tokens]
 
 
-def _choice_kernel(number_chosen, ranges, index_q, queries, block_k, blocks, lowest, cut, bits):
+class _ChoiceRefs(NamedTuple):
+    """The references of `_choice_kernel`."""
+
+    ranges: Any  # of each tile of queries the first and the last block of its documents
+    index_q: Any  # [C, H · I]
+    queries: Any  # [ROWS, C] int32
+    block_k: Any  # the blocks' keys, of some chunks
+    blocks: Any  # [ROWS, …] int32, of the same blocks
+    lowest: Any  # output [1, C], the lowest score that a query selects, as bits
+    cut: Any  # output [1, C], where its selection of this score ends
+    bits: Any  # scratch [G, C]
+
+
+def _choice_kernel(number_chosen, *refs):
     """Scores some chunks of blocks for a tile of queries, into `bits` [G, C]: the score's bits, or
     -1 if the query does not see the block. The last step finds the two results.
     """
+    refs = _ChoiceRefs(*refs)
     b, t, g = (pl.program_id(axis) for axis in range(3))
     at = 2 * (b * pl.num_programs(1) + t)
-    first, last = ranges[at] // CHUNK, ranges[at + 1] // CHUNK
-    at_once = block_k.shape[0] // CHUNK
+    first, last = refs.ranges[at] // CHUNK, refs.ranges[at + 1] // CHUNK
+    at_once = refs.block_k.shape[0] // CHUNK
 
     for part in range(at_once):
         chunk = g * at_once + part
@@ -634,23 +700,23 @@ def _choice_kernel(number_chosen, ranges, index_q, queries, block_k, blocks, low
         @pl.when((chunk >= first) & (chunk <= last))
         def _(part=part, chunk=chunk):
             here = slice(part * CHUNK, (part + 1) * CHUNK)
-            columns = blocks[:, here].T
-            visible = (columns[:, PLACE : PLACE + 1] <= queries[PLACE : PLACE + 1]) & (
-                columns[:, SEGMENT : SEGMENT + 1] == queries[SEGMENT : SEGMENT + 1]
+            columns = refs.blocks[:, here].T
+            visible = (columns[:, PLACE : PLACE + 1] <= refs.queries[PLACE : PLACE + 1]) & (
+                columns[:, SEGMENT : SEGMENT + 1] == refs.queries[SEGMENT : SEGMENT + 1]
             )
-            score = _score_bits(block_k[here], index_q)
-            bits[_at(chunk, CHUNK), :] = jnp.where(visible, score, -1)
+            score = _score_bits(refs.block_k[here], refs.index_q)
+            refs.bits[_at(chunk, CHUNK), :] = jnp.where(visible, score, -1)
 
     def count(condition):
         """Returns [1, C], the number of blocks for which condition(bits, number) is true."""
 
         def add(chunk, total):
-            here = bits[_at(chunk, CHUNK), :]
+            here = refs.bits[_at(chunk, CHUNK), :]
             number = chunk * CHUNK + jax.lax.broadcasted_iota(jnp.int32, here.shape, 0)
             ones = jnp.where(condition(here, number), 1, 0)
             return total + jnp.sum(ones.reshape(-1, ROWS, ones.shape[1]), axis=0)
 
-        zero = jnp.zeros((ROWS, bits.shape[1]), jnp.int32)
+        zero = jnp.zeros((ROWS, refs.bits.shape[1]), jnp.int32)
         total = jax.lax.fori_loop(first, last + 1, add, zero)
         return jnp.sum(total, axis=0, keepdims=True)
 
@@ -663,21 +729,25 @@ def _choice_kernel(number_chosen, ranges, index_q, queries, block_k, blocks, low
             larger = found | jnp.left_shift(1, num_bits - 1 - bit)
             return jnp.where(holds(larger), larger, found)
 
-        return jax.lax.fori_loop(0, num_bits, step, jnp.zeros((1, bits.shape[1]), jnp.int32))
+        return jax.lax.fori_loop(0, num_bits, step, jnp.zeros((1, refs.bits.shape[1]), jnp.int32))
 
     @pl.when(g == pl.num_programs(2) - 1)
     def _():
-        lowest[...] = jnp.zeros_like(lowest)
-        cut[...] = jnp.full_like(cut, LAST)
+        refs.lowest[...] = jnp.zeros_like(refs.lowest)
+        refs.cut[...] = jnp.full_like(refs.cut, LAST)
 
-        @pl.when(ranges[at + 1] - ranges[at] >= number_chosen)
+        @pl.when(refs.ranges[at + 1] - refs.ranges[at] >= number_chosen)
         def _():
-            lowest[...] = largest(31, lambda x: count(lambda here, _: here >= x) >= number_chosen)
-            room = number_chosen - count(lambda here, _: here > lowest[...])
-            equal = count(lambda here, _: here == lowest[...])
+            refs.lowest[...] = largest(
+                31, lambda x: count(lambda here, _: here >= x) >= number_chosen
+            )
+            room = number_chosen - count(lambda here, _: here > refs.lowest[...])
+            equal = count(lambda here, _: here == refs.lowest[...])
 
             @pl.when(jnp.max(jnp.where(equal > room, 1, 0)) == 1)
             def _():
-                tied = lambda x: count(lambda here, number: (here == lowest[...]) & (number < x))
-                found = largest(bits.shape[0].bit_length(), lambda x: tied(x) <= room)
-                cut[...] = jnp.where(equal > room, found, LAST)
+                tied = lambda x: count(
+                    lambda here, number: (here == refs.lowest[...]) & (number < x)
+                )
+                found = largest(refs.bits.shape[0].bit_length(), lambda x: tied(x) <= room)
+                refs.cut[...] = jnp.where(equal > room, found, LAST)

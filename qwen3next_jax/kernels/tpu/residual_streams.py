@@ -8,6 +8,7 @@ those of the factors, filled up with zeros to a multiple of LANES.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -235,70 +236,100 @@ def _channels(stream: int, width: int, start, size: int):
     return pl.ds(pl.multiple_of(stream * width + start, LANES), size)
 
 
-def _forward_kernel(eps, h, scale, down, up, x, inner, sizes, hidden):
-    """Computes x [M, D], inner [M, X] and the sizes [M, S] of a tile. `hidden` [M, X] is scratch
-    memory for silu(inner / S).
-    """
-    streams, d = sizes.shape[1], x.shape[1]
+class _ForwardRefs(NamedTuple):
+    """The references of `_forward_kernel`."""
+
+    h: Any  # [M, E]
+    scale: Any  # [1, E]
+    down: Any  # [E, X]
+    up: Any  # [X, E]
+    x: Any  # output [M, D]
+    inner: Any  # output [M, X]
+    sizes: Any  # output [M, S]
+    hidden: Any  # scratch [M, X], silu(inner / S)
+
+
+def _forward_kernel(eps, *refs):
+    """Computes x, inner and the sizes of a tile."""
+    refs = _ForwardRefs(*refs)
+    streams, d = refs.sizes.shape[1], refs.x.shape[1]
     size_of = []
     for s in range(streams):
         stream = slice(s * d, (s + 1) * d)
-        square = jnp.sum(jnp.square(h[:, stream].astype(jnp.float32)), axis=1, keepdims=True)
+        square = jnp.sum(jnp.square(refs.h[:, stream].astype(jnp.float32)), axis=1, keepdims=True)
         size_of.append(jax.lax.rsqrt(square / d + eps))
-        sizes[:, s : s + 1] = size_of[s]
-        part = size_of[s] * _dot(h[:, stream], down[stream])
-        inner[...] = part if s == 0 else inner[...] + part
-    z = inner[...] / streams
-    hidden[...] = (z * _sigmoid(z)).astype(hidden.dtype)
+        refs.sizes[:, s : s + 1] = size_of[s]
+        part = size_of[s] * _dot(refs.h[:, stream], refs.down[stream])
+        refs.inner[...] = part if s == 0 else refs.inner[...] + part
+    z = refs.inner[...] / streams
+    refs.hidden[...] = (z * _sigmoid(z)).astype(refs.hidden.dtype)
 
     def chunk(start, size):
         total = 0.0
         for s in range(streams):
             lanes = _channels(s, d, start, size)
-            gate = _sigmoid(_dot(hidden[...], up[:, lanes]))
-            total += gate * (h[:, lanes].astype(jnp.float32) * size_of[s] * scale[:, lanes])
-        x[:, _channels(0, d, start, size)] = (total / streams).astype(x.dtype)
+            gate = _sigmoid(_dot(refs.hidden[...], refs.up[:, lanes]))
+            total += gate * (
+                refs.h[:, lanes].astype(jnp.float32) * size_of[s] * refs.scale[:, lanes]
+            )
+        refs.x[:, _channels(0, d, start, size)] = (total / streams).astype(refs.x.dtype)
 
     _for_each_chunk(d, chunk)
 
 
-def _backward_kernel(
-    h, scale, down, up, inner, sizes, dh, dx, dinner,
-    dh_out, dgate, dinner_out, dscale,
-    hidden, dhidden, dnormed,
-):  # fmt: skip
-    """Computes the gradients of a tile, and adds the tile's part to `dscale` [8, E].
+class _BackwardRefs(NamedTuple):
+    """The references of `_backward_kernel`."""
 
-    Scratch memory: `hidden` [M, X] is silu(inner / S), `dhidden` [M, X] is its gradient, and
-    `dnormed` [M, D] is the gradient of one stream divided by its size.
-    """
-    streams, d = sizes.shape[1], dx.shape[1]
-    size_of = [sizes[:, s : s + 1] for s in range(streams)]
-    z = inner[...] / streams
+    h: Any  # [M, E]
+    scale: Any  # [1, E]
+    down: Any  # [E, X]
+    up: Any  # [X, E]
+    inner: Any  # [M, X]
+    sizes: Any  # [M, S]
+    dh: Any  # [M, E]
+    dx: Any  # [M, D]
+    dinner: Any  # [M, X]
+    dh_out: Any  # output [M, E]
+    dgate: Any  # output [M, E]
+    dinner_out: Any  # output [M, X]
+    dscale: Any  # output [8, E], partial sums over the tokens
+    hidden: Any  # scratch [M, X], silu(inner / S)
+    dhidden: Any  # scratch [M, X], its gradient
+    dnormed: Any  # scratch [M, D], the gradient of one stream divided by its size
+
+
+def _backward_kernel(*refs):
+    """Computes the gradients of a tile, and adds the tile's part to `dscale`."""
+    refs = _BackwardRefs(*refs)
+    streams, d = refs.sizes.shape[1], refs.dx.shape[1]
+    size_of = [refs.sizes[:, s : s + 1] for s in range(streams)]
+    z = refs.inner[...] / streams
     sigmoid = _sigmoid(z)
-    hidden[...] = (z * sigmoid).astype(hidden.dtype)
-    dhidden[...] = jnp.zeros_like(dhidden)
+    refs.hidden[...] = (z * sigmoid).astype(refs.hidden.dtype)
+    refs.dhidden[...] = jnp.zeros_like(refs.dhidden)
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        dscale[...] = jnp.zeros_like(dscale)
+        refs.dscale[...] = jnp.zeros_like(refs.dscale)
 
     # From x to the gate. What reaches the normed stream past the gate waits in `dh_out`.
     def through_gate(start, size):
-        dx_chunk = dx[:, _channels(0, d, start, size)].astype(jnp.float32) / streams
+        dx_chunk = refs.dx[:, _channels(0, d, start, size)].astype(jnp.float32) / streams
         for s in range(streams):
             lanes = _channels(s, d, start, size)
-            gate = _sigmoid(_dot(hidden[...], up[:, lanes]))
+            gate = _sigmoid(_dot(refs.hidden[...], refs.up[:, lanes]))
             gated = dx_chunk * gate
-            product = gated * (h[:, lanes].astype(jnp.float32) * size_of[s])
-            dscale[:, lanes] += jnp.sum(product.reshape(-1, 8, size), axis=0)
-            dgate[:, lanes] = (product * scale[:, lanes] * (1 - gate)).astype(dgate.dtype)
-            dh_out[:, lanes] = (gated * scale[:, lanes]).astype(dh_out.dtype)
-            dhidden[...] += _dot(dgate[:, lanes], up[:, lanes], _NT)
+            product = gated * (refs.h[:, lanes].astype(jnp.float32) * size_of[s])
+            refs.dscale[:, lanes] += jnp.sum(product.reshape(-1, 8, size), axis=0)
+            refs.dgate[:, lanes] = (product * refs.scale[:, lanes] * (1 - gate)).astype(
+                refs.dgate.dtype
+            )
+            refs.dh_out[:, lanes] = (gated * refs.scale[:, lanes]).astype(refs.dh_out.dtype)
+            refs.dhidden[...] += _dot(refs.dgate[:, lanes], refs.up[:, lanes], _NT)
 
     _for_each_chunk(d, through_gate)
-    dz = dhidden[...] * (sigmoid * (1 + z * (1 - sigmoid))) / streams + dinner[...]
-    dinner_out[...] = dz.astype(dinner_out.dtype)
+    dz = refs.dhidden[...] * (sigmoid * (1 + z * (1 - sigmoid))) / streams + refs.dinner[...]
+    refs.dinner_out[...] = dz.astype(refs.dinner_out.dtype)
 
     # From the sums to the streams, and through their norm.
     for s in range(streams):
@@ -306,18 +337,19 @@ def _backward_kernel(
         def through_down(start, size, s=s):
             lanes = _channels(s, d, start, size)
             # `down` is [E, X], so its rows are channels.
-            product = _dot(dinner_out[...], down[lanes], _NT)
-            dnormed[:, _channels(0, d, start, size)] = product + dh_out[:, lanes].astype(
+            product = _dot(refs.dinner_out[...], refs.down[lanes], _NT)
+            refs.dnormed[:, _channels(0, d, start, size)] = product + refs.dh_out[:, lanes].astype(
                 jnp.float32
             )
 
         _for_each_chunk(d, through_down)
         stream = slice(s * d, (s + 1) * d)
-        normed = h[:, stream].astype(jnp.float32) * size_of[s]
-        mean = jnp.sum(dnormed[...] * normed, axis=1, keepdims=True) / d
-        dh_out[:, stream] = (
-            dh[:, stream].astype(jnp.float32) + size_of[s] * (dnormed[...] - normed * mean)
-        ).astype(dh_out.dtype)
+        normed = refs.h[:, stream].astype(jnp.float32) * size_of[s]
+        mean = jnp.sum(refs.dnormed[...] * normed, axis=1, keepdims=True) / d
+        refs.dh_out[:, stream] = (
+            refs.dh[:, stream].astype(jnp.float32)
+            + size_of[s] * (refs.dnormed[...] - normed * mean)
+        ).astype(refs.dh_out.dtype)
 
 
 def _write_kernel(h, y, a, out):

@@ -11,6 +11,8 @@ E experts, N tokens. In `sum_rows`, V is the number of grid steps; each step add
 tile to the sums of one block of tokens.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -48,7 +50,8 @@ def supports(x, gate_up, tile: int, added: bool) -> str:
     # VMEM holds the inputs and outputs of two grid steps, because the compiler double-buffers them.
     # For one grid step it also holds the float32 sums and the float32 values between products.
     weights, rows = d * f * 3 // 2, 2 * tile * size * (3 * d + f * 3 // 2) + 4 * tile * 5 * f
-    weight_bytes = max(2 * size * weights, (4 + (2 + 2 * added) * size) * weights // chip.cores())
+    gradients = 4 if added else 2
+    weight_bytes = max(2 * size * weights, (4 + gradients * size) * weights // chip.cores())
     if weight_bytes + rows >= chip.vmem_budget():
         return f"needs {weight_bytes + rows} bytes of VMEM of {int(chip.vmem_budget())}"
     return ""
@@ -323,22 +326,36 @@ def _expert_forward(expert_T, used, x, weight, gate_up, down, y, *kept):
         y[...] = jnp.zeros_like(y)
 
 
-def _expert_backward_rows(
-    expert_T, used, x, weight, dy, gate_up, down, dx, dweight, dhidden, activation
-):
+class _RowRefs(NamedTuple):
+    """The references of the kernels of the gradients of rows, for a tile and its expert, without
+    the rows or their hidden layer.
+    """
+
+    weight: Any  # [rows, 1], the router's weights
+    dy: Any  # [rows, D]
+    gate_up: Any  # [1, D, F]
+    down: Any  # [1, I, D]
+    dx: Any  # output [rows, D]
+    dweight: Any  # output [rows, 1]
+    dhidden: Any  # output [rows, F]
+    activation: Any  # output [rows, I]
+
+
+def _expert_backward_rows(expert_T, used, x, *refs):
     """Computes for one tile the gradients of x, of the router's weights and of the hidden layer
     (gate and up), and the activation times the router's weight.
     """
-    hidden = lambda: _dot(x[...], gate_up[0])
-    _backward_rows(used, hidden, weight, dy, gate_up, down, dx, dweight, dhidden, activation)
+    refs = _RowRefs(*refs)
+    _backward_rows(used, lambda: _dot(x[...], refs.gate_up[0]), refs)
 
 
 def _expert_backward_rows_known(expert_T, used, hidden, *refs):
     """The same, given the hidden layer."""
-    _backward_rows(used, lambda: hidden[...].astype(jnp.float32), *refs)
+    _backward_rows(used, lambda: hidden[...].astype(jnp.float32), _RowRefs(*refs))
 
 
-def _backward_rows(used, hidden, weight, dy, gate_up, down, dx, dweight, dhidden, activation):
+def _backward_rows(used, hidden, refs: _RowRefs):
+    dhidden = refs.dhidden
     has_rows = _has_rows(used)
 
     @pl.when(has_rows)
@@ -346,18 +363,18 @@ def _backward_rows(used, hidden, weight, dy, gate_up, down, dx, dweight, dhidden
         gate, up = _gate_and_up(hidden())
         sigmoid = jax.nn.sigmoid(gate)
         swiglu = gate * sigmoid * up
-        da = _dot(dy[...], down[0], _NT)
-        dweight[...] = jnp.sum(swiglu * da, axis=1, keepdims=True)
-        activation[...] = (swiglu * weight[...]).astype(activation.dtype)
-        da = da * weight[...]
+        da = _dot(refs.dy[...], refs.down[0], _NT)
+        refs.dweight[...] = jnp.sum(swiglu * da, axis=1, keepdims=True)
+        refs.activation[...] = (swiglu * refs.weight[...]).astype(refs.activation.dtype)
+        da = da * refs.weight[...]
         half = gate.shape[1]
         dhidden[:, :half] = (da * up * sigmoid * (1 + gate * (1 - sigmoid))).astype(dhidden.dtype)
         dhidden[:, half:] = (da * gate * sigmoid).astype(dhidden.dtype)
-        dx[...] = _dot(dhidden[...], gate_up[0], _NT).astype(dx.dtype)
+        refs.dx[...] = _dot(dhidden[...], refs.gate_up[0], _NT).astype(refs.dx.dtype)
 
     @pl.when(~has_rows)
     def _():
-        dx[...] = jnp.zeros_like(dx)
+        refs.dx[...] = jnp.zeros_like(refs.dx)
 
 
 def _expert_backward_weights(expert_T, used, x, dhidden, activation, dy, *refs):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import blocks
 
 # The number of queries in a block, which is also the number of keys in a block. On a CPU the scores
-# of a block stay in the cache. benchmarks/attention.py measures these sizes.
+# of a block stay in the cache. benchmarks/ops/attention.py measures these sizes.
 CPU_BLOCK = 64
 GPU_BLOCK = 512
 # The score of a pair of a query and a key that is masked. It is finite, so that the output of a

@@ -10,7 +10,7 @@ its outputs are o = o0 + r S, where U, M, o0 and r do not depend on S. The steps
        first, which gives dS', the gradient of S', of each shard.
     5. Every shard runs the backward pass of the implementation from dS'.
 
-docs/notes/2026-11-26-context-parallel.md lists the costs. If a document starts inside a shard, M is
+docs/notes/many_devices.md lists the costs. If a document starts inside a shard, M is
 zero, because the decay across the start of a document is zero. If a document starts at the first
 token of a shard, `chunked.zero_unless_continued` sets M and S to zero.
 

@@ -192,20 +192,24 @@ def _run(call: _Call, function, weights, *arrays, results: int = 3, sums: bool =
     if not call.chosen.is_kernel:
         return function(*weights, *arrays)
 
+    single = results == 1 and not sums
+
     def on_device(weights, *arrays):
         found = function(*weights, *(x.reshape(-1, x.shape[-1]) for x in arrays))
-        found = found if results + sums > 1 else (found,)
+        found = (found,) if single else found
         leading = arrays[0].shape[:2]
         return *(x.reshape(*leading, -1) for x in found[:results]), *found[results:]
 
-    tokens = activation_spec("batch", call.time, None)
+    out_specs = [activation_spec("batch", call.time, None)] * results
+    if sums:
+        out_specs.append(P(_token_axes(call.time)))
     found = per_shard(
         on_device,
         call.mesh,
-        (P(), *(tokens for _ in arrays)),
-        (*[tokens] * results, *[P(_token_axes(call.time))] * sums),
+        (P(), *(activation_spec("batch", call.time, None) for _ in arrays)),
+        tuple(out_specs),
     )(weights, *arrays)
-    return found if results + sums > 1 else found[0]
+    return found[0] if single else found
 
 
 # ---- in XLA alone

@@ -1,0 +1,149 @@
+"""The flag `--config` and its overrides `--config.group.name=value`, for commands that read
+configs.
+"""
+
+import collections
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import flags
+
+from qwen3next_jax.commands.run_flags import workdir_of
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import Config, from_dict, registry
+from qwen3next_jax.config.files import (
+    UserInput,
+    apply_overrides,
+    default_of,
+    find_file,
+    load_config_file,
+)
+from qwen3next_jax.config.reading import FlagText
+from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
+
+_reads_settings = False  # whether the command accepts `--config.group.name=value`
+_overrides: list[tuple[str, str]] = []
+_file_values: dict[str, Any] = {}  # the settings of the file --config, without the overrides
+
+
+def define_config_flag() -> Callable[..., Config | None]:
+    """Defines the flag `--config=FILE.py` and its overrides `--config.group.name=value`.
+
+    Returns:
+      A function (required, may_resume) that returns the validated Config. With `required=False` it
+      returns None if the flag is not given. With `may_resume=True`, if `--workdir` has a run that
+      has taken steps and `model.vocab_size` is 0, the Config gets the vocabulary size of that run.
+    """
+    accept_settings()
+    holder = flags.DEFINE_string(
+        "config",
+        None,
+        "Python file with get_config(), which is run, such as configs/tiny.py; a name such as tiny "
+        "stands for a config that comes with this project",
+    )
+
+    def get(required: bool = True, may_resume: bool = False) -> Config | None:
+        if holder.value is None and (required or _overrides):
+            why = "" if required else f" (--config.{_overrides[0][0]} changes a setting of it)"
+            raise UserError(
+                f"--config is missing{why}: expected a file such as --config=configs/tiny.py"
+            )
+        if holder.value is None:
+            return None
+        values = load_config_file(find_file(holder.value))
+        _file_values.update(copy.deepcopy(values))
+        apply_overrides(values, _overrides)
+        return _read(values, may_resume)
+
+    return get
+
+
+def accept_settings() -> None:
+    """Makes the command accept flags of the form `--config.group.name=value`, and makes its
+    `--help` list the settings.
+    """
+    global _reads_settings
+    _reads_settings = True
+
+
+def reads_settings() -> bool:
+    """Whether the command accepts flags of the form `--config.group.name=value`."""
+    return _reads_settings
+
+
+def take_overrides(argv: Sequence[str]) -> list[str]:
+    """Appends arguments of the form `--config.a.b=value` or `--config.a.b value` to `_overrides`,
+    if the command reads config files. Returns the other arguments.
+
+    Raises:
+      UserError: a setting does not exist, or its value is missing.
+    """
+    rest, arguments = [argv[0]], collections.deque(argv[1:])
+    while arguments:
+        argument = arguments.popleft()
+        name, equals, text = argument.lstrip("-").partition("=")
+        if not argument.startswith("-") or not name.startswith("config.") or not _reads_settings:
+            rest.append(argument)
+            continue
+        name = name.removeprefix("config.")
+        default = default_of(name)
+        if not equals:
+            # The type of a mixer's setting is not known yet; without a value it is a boolean.
+            has_value = bool(arguments) and not arguments[0].startswith("--")
+            if isinstance(default, bool) or isinstance(default, FlagText) and not has_value:
+                text = "True"
+            elif arguments:
+                text = arguments.popleft()
+            else:
+                raise UserError(f"--config.{name}: a value is missing: expected --config.{name}=…")
+        _overrides.append((name, text))
+    return rest
+
+
+def load_settings(path: str) -> dict[str, Any]:
+    """Reads a config file, and applies the overrides of the command line. Returns the settings as a
+    nested dict, which is not validated yet.
+
+    Args:
+      path: the path of the file, or the name of a config that comes with this project.
+
+    Raises:
+      UserError: the file cannot be read, or the text of an override is not a value of its type.
+    """
+    values = load_config_file(find_file(path), flag="")
+    apply_overrides(values, _overrides)
+    return values
+
+
+def validate_settings(values: dict[str, Any]) -> Config:
+    """Returns the configuration that the nested dict `values` describes.
+
+    Raises:
+      UserError: a setting does not exist or is not valid.
+    """
+    return _read(values, may_resume=False)
+
+
+def given_settings(may_resume: bool = False) -> UserInput | None:
+    """Returns the settings that the user gave by `--config` and its overrides; None without
+    `--config`. `define_config_flag` explains `may_resume`.
+    """
+    file = flags.FLAGS["config"].value
+    if file is None:
+        return None
+    try:
+        file_config = _read(copy.deepcopy(_file_values), may_resume)
+    except UserError:  # the file is valid only with the overrides
+        file_config = None
+    return UserInput(frozenset(name for name, _ in _overrides), find_file(file), file_config)
+
+
+def _read(values: dict[str, Any], may_resume: bool) -> Config:
+    """Makes the Config of the settings in the nested dict `values`, which the user wrote. It fills
+    in the vocabulary size and trusts the packages that the settings name.
+    """
+    name = str(values.get("name", Config().name))
+    fill_from_tokenizer(values, workdir_of(name) if may_resume else None)
+    registry.trust_user_settings(values)
+    return from_dict(Config, values)

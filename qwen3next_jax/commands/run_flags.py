@@ -1,0 +1,149 @@
+"""Flags that say which run or model a command works on, and on which processes and devices:
+`--workdir`, `--step`, `--ema`, `--dtype`, `--mesh`, `--coordinator`, `--processes`, `--process`.
+"""
+
+import functools
+import os
+import pathlib
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from absl import flags
+
+from qwen3next_jax.common.errors import UserError, did_you_mean, require_path
+from qwen3next_jax.common.installation import has_tpu_chips
+from qwen3next_jax.common.storage import BucketPath, to_path
+from qwen3next_jax.config import MESH_AXES, MeshConfig
+from qwen3next_jax.processes.launch import Launch, find_launch
+
+
+def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path]:
+    """Defines `--workdir`.
+
+    Returns:
+      A function (name) that returns the path. Its argument is the name of the configuration, from
+      which the default path is made.
+    """
+    flags.DEFINE_string(
+        "workdir",
+        None,
+        "folder of the run"
+        + (" (default: runs/<name of the config>)" if default_from_config else ""),
+    )
+    return workdir_of
+
+
+def workdir_of(name: str | None = None) -> pathlib.Path | BucketPath:
+    """Returns the value of `--workdir`, or runs/`name` if the flag is not given."""
+    if (path := flags.FLAGS["workdir"].value) is not None:
+        require_path(f"--workdir={path}", path)
+        return to_path(path, "--workdir=")
+    if name is None:
+        raise UserError(
+            "--workdir is missing: expected the folder of a run, such as --workdir=runs/tiny"
+        )
+    require_path(f"name = {name[:120]!r}", name)
+    return pathlib.Path("runs") / name
+
+
+def define_launch_flags() -> Callable[[], Launch | None]:
+    """Defines `--coordinator`, `--processes` and `--process`.
+
+    Returns:
+      A function that returns this process's `Launch`, from the flags or from the environment
+      variables of SLURM, Open MPI or a TPU slice; it returns None if the run has one process.
+    """
+    coordinator = flags.DEFINE_string(
+        "coordinator",
+        None,
+        "HOST:PORT of process 0, where the processes of a run meet; SLURM, "
+        "Open MPI and TPU slices set it",
+    )
+    processes = flags.DEFINE_integer(
+        "processes", None, "number of processes of the run", lower_bound=1
+    )
+    process = flags.DEFINE_integer("process", None, "number of this process, from 0", lower_bound=0)
+
+    def get() -> Launch | None:
+        return find_launch(
+            os.environ, coordinator.value, processes.value, process.value, has_tpu_chips()
+        )
+
+    return get
+
+
+class Loading(NamedTuple):
+    """The values of the flags of `define_loading_flags`, for `trained.load`; a field is None if its
+    flag is not given.
+    """
+
+    step: int | None
+    mesh: MeshConfig | None
+    dtype: str | None
+    launch: Launch | None
+    ema: bool
+
+
+@functools.cache  # several commands in one process may define these flags
+def define_loading_flags() -> Callable[[], Loading]:
+    """Defines `--step`, `--ema`, `--mesh`, `--dtype` and the flags of `define_launch_flags`.
+    Returns a function that returns the values of these flags.
+    """
+    step = flags.DEFINE_integer(
+        "step",
+        None,
+        "of a run: the checkpoint after so many steps (default: the newest)",
+        lower_bound=0,
+    )
+    ema = flags.DEFINE_bool(
+        "ema", False, "of a run: the moving average of its parameters (train.ema), not the newest"
+    )
+    mesh = define_mesh_flag()
+    dtype = flags.DEFINE_enum(
+        "dtype",
+        None,
+        ["float32", "bfloat16"],
+        "of a Hugging Face directory's weights, read or written (norms, "
+        "A_log, dt_bias, routers, shared experts' gates: always float32)",
+    )
+    get_launch = define_launch_flags()
+
+    def get() -> Loading:
+        sizes = read_mesh(mesh.value)
+        return Loading(
+            step.value, MeshConfig(**sizes) if sizes else None, dtype.value, get_launch(), ema.value
+        )
+
+    return get
+
+
+@functools.cache
+def define_mesh_flag() -> flags.FlagHolder:
+    """Defines `--mesh`, whose text `read_mesh` reads."""
+    return flags.DEFINE_string(
+        "mesh",
+        None,
+        "devices along each axis, such as data=2,tensor=4 (default: as the configuration or the "
+        "run says; of a Hugging Face directory all devices as data; of a search any)",
+    )
+
+
+def read_mesh(text: str | None) -> dict[str, int]:
+    """Returns axis → size, from a text such as "data=64,expert=8"; {} for None.
+
+    Raises:
+      UserError: an axis does not exist or is given twice, or a size is not a number.
+    """
+    sizes: dict[str, int] = {}
+    for part in [] if text is None else text.replace(" ", "").split(","):
+        axis, _, size = part.partition("=")
+        if axis not in MESH_AXES or not re.fullmatch("-?[0-9]{1,9}", size):
+            raise UserError(
+                f"--mesh={text}: {part!r} is not AXIS=SIZE with one of "
+                f"{', '.join(MESH_AXES)}{did_you_mean(axis, MESH_AXES)}"
+            )
+        if axis in sizes:
+            raise UserError(f"--mesh={text}: {axis} is given twice")
+        sizes[axis] = int(size)
+    return sizes

@@ -1,0 +1,474 @@
+"""Tokenized parts. One holds the tokens of a part of a file (`readers.parts`): it is made once, and
+all preparations that need these tokens share it.
+
+A tokenized part with key "ab…" consists of the file `tokens/ab/<key>.tokens` and of its manifest
+`tokens/ab/<key>.json`, which is written last. The key is a digest of everything that determines the
+tokens: the part's bytes, the settings for reading them, the tokenizer, and the versions of the
+libraries that tokenize. It does not depend on the path of the source file, the row length, the
+seed, the held-out fraction, or the process that makes the part.
+
+The file of tokens holds the tokens of one document after the other, as little-endian uint16 or
+uint32, and then a table with one `DOCUMENT` entry per document.
+
+A part with conversations has a third file, `tokens/ab/<key>.weights`: the loss weight of each
+token, as little-endian float32. In a part without this file every token has the weight 1.
+"""
+
+import array
+import contextlib
+import dataclasses
+import hashlib
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from qwen3next_jax.common import digests
+from qwen3next_jax.common.errors import OlderVersion, UserError, require
+from qwen3next_jax.data import conversations, fast_bpe, readers, token_files
+from qwen3next_jax.data.conversations import Chat
+from qwen3next_jax.data.readers import BadRecords, Part, Record
+from qwen3next_jax.data.sources import SourceFile
+from qwen3next_jax.data.store import Store
+from qwen3next_jax.data.text import Text, batches, byte_count, pieces
+from qwen3next_jax.data.tokens import Tokenizer, miscounted_bytes
+
+FORMAT = 3  # raise it when the same text no longer gives the same part
+_BATCH_CHARACTERS = 1 << 20  # number of characters tokenized at once
+
+DOCUMENT = np.dtype(
+    [
+        ("end", "<u8"),  # number of the part's tokens up to this document's end token, inclusive
+        ("hash", "<u8"),  # hash of the text; it decides whether the document is held out
+        # number of bytes of the text as UTF-8; in a part with weights, only of the tokens whose
+        # weight is above 0
+        ("bytes", "<u8"),
+        ("record", "<u8"),  # number of the document's record in the part, see readers.Record
+    ]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A part of a file that is to be tokenized.
+
+    Attributes:
+      file: the file.
+      part: the part.
+      text_field: the field (of JSON) or column (of Parquet and Arrow) that holds the text.
+      on_bad_text: `data.on_bad_text`.
+      bad_records: `data.bad_records`.
+      digest: `readers.part_digest` of the part; "" if it is not computed yet.
+      chat: how the conversations of the part become tokens; None: it holds texts.
+    """
+
+    file: SourceFile
+    part: Part
+    text_field: str
+    on_bad_text: str = "stop"
+    bad_records: str = "stop"
+    digest: str = ""
+    chat: Chat | None = None
+
+    @property
+    def holds_texts(self) -> bool:
+        """Whether the file holds documents of text, neither conversations nor tokens."""
+        return not self.chat and not token_files.kind(self.file.path.name.lower())
+
+    @property
+    def size(self) -> int:
+        """The number of bytes of the part on disk; an estimate for a part of a Parquet file."""
+        if readers.is_whole(self.file, self.part):
+            return self.file.size
+        if readers.kind(self.file) == "parquet":  # its parts are counted in row groups
+            return readers._PART_BYTES
+        return self.part.stop - self.part.start
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizedPart:
+    """The manifest of a tokenized part."""
+
+    key: str
+    dtype: str  # name of the tokens' dtype
+    documents: int
+    tokens: int  # number of tokens, including one end-of-document token per document
+    text_bytes: int  # sum of the `bytes` of its documents
+    miscounted_bytes: int  # sum over its documents, see tokens.miscounted_bytes
+    records: int  # number of lines or rows of the part, including empty ones
+    smallest: tuple[int, int]  # (hash, index) of the document with the smallest hash
+    largest_hash: int
+    empty: int  # number of empty documents
+    bad: dict[str, int]  # kind of fault → number of records with it, see readers.BadRecords
+    bad_first: tuple[tuple[int, str], ...]  # (record, kind of fault) of the first five bad records
+    content: str  # SHA-256 of the file with the tokens
+    weights: str = ""  # SHA-256 of the file with the weights; "": there is none
+
+    @property
+    def identity(self) -> str:
+        """A digest of the documents: of their tokens and weights."""
+        return digests.sha256(f"{self.content} {self.weights}") if self.weights else self.content
+
+    @property
+    def size(self) -> int:
+        """The number of bytes of the file with the tokens."""
+        return self.tokens * np.dtype(self.dtype).itemsize + self.documents * DOCUMENT.itemsize
+
+
+class Changed(UserError):
+    """A file changed while it was being read."""
+
+
+def part_key(job: Job, tokenizer: Tokenizer) -> str:
+    """Returns the key of the tokenized part of `job`, whose digest must be known."""
+    kind = readers.kind(job.file)
+    parts: dict[str, Any] = {
+        "format": FORMAT,
+        "content": job.digest,
+        "kind": kind,
+        "text_field": job.text_field if kind != "text" else "",
+        "on_bad_text": job.on_bad_text,
+        "bad_records": job.bad_records,
+        "tokenizer": tokenizer.fingerprint,
+        "parse_tokens": sorted(tokenizer.parse_tokens),
+        "libraries": {**tokenizer.libraries, "unicodedata": unicodedata.unidata_version},
+    }
+    if job.chat:
+        parts |= {"text_field": "", "chat": job.chat.identity, "libraries": {}}
+    return digests.sha256_json(parts)[:32]
+
+
+def _name(key: str, suffix: str) -> str:
+    return f"tokens/{key[:2]}/{key}.{suffix}"  # 256 folders keep each folder small
+
+
+def find_part(store: Store, key: str) -> TokenizedPart | None:
+    """Returns the part with this key; None if it is not finished.
+
+    Raises:
+      UserError: the part's manifest is damaged.
+    """
+    name = _name(key, "json")
+    try:
+        content = store.read_json(name)
+    except FileNotFoundError:
+        return None
+    if "miscounted_bytes" not in content:
+        raise OlderVersion(store.path(name))
+    if content.get("key") != key:
+        raise UserError(
+            f"{store.path(name)}: it is the manifest of {content.get('key')}: it was renamed; "
+            "delete it to have it prepared again"
+        )
+    try:
+        content["smallest"] = tuple(content["smallest"])
+        content["bad_first"] = tuple((number, kind) for number, kind in content["bad_first"])
+        part = TokenizedPart(**content)
+        is_valid = part.dtype in ("uint16", "uint32") and 0 <= part.documents <= part.tokens
+    except (KeyError, TypeError, ValueError):
+        is_valid = False
+    require(is_valid, f"{store.path(name)} is damaged: delete it to have it prepared again")
+    return part
+
+
+def find_part_of(store: Store, job: Job, tokenizer: Tokenizer) -> TokenizedPart | None:
+    """Returns the part of `job`, whose digest must be known; None if it is not finished."""
+    part = find_part(store, part_key(job, tokenizer))
+    if part is None and tokenizer.fallback:
+        part = find_part(store, part_key(job, tokenizer.fallback))
+    return part
+
+
+def tokenize_part(
+    job: Job, tokenizer: Tokenizer, store: Store, progress: Callable[[int], None] = lambda _: None
+) -> tuple[str, TokenizedPart]:
+    """Tokenizes the part of `job`, unless this has been done already.
+
+    Args:
+      job: the part to tokenize.
+      tokenizer: the tokenizer.
+      store: where the part is written.
+      progress: called with the number of bytes of the part read so far.
+
+    Returns:
+      (digest of the part, tokenized part).
+
+    Raises:
+      UserError: the input cannot be read.
+      Changed: the part changed while it was being read.
+    """
+    if not job.digest:
+        digest = readers.part_digest(job.file, job.part, job.text_field)
+        job = dataclasses.replace(job, digest=digest)
+    if part := find_part_of(store, job, tokenizer):
+        return job.digest, part
+    try:
+        return job.digest, _tokenize_part(job, tokenizer, store, progress)
+    except fast_bpe.Differs:
+        assert tokenizer.fallback
+        return job.digest, _tokenize_part(job, tokenizer.fallback, store, progress)
+
+
+def _tokenize_part(
+    job: Job, tokenizer: Tokenizer, store: Store, progress: Callable[[int], None]
+) -> TokenizedPart:
+    key = part_key(job, tokenizer)
+    bad = BadRecords(job.on_bad_text, job.bad_records)
+    # If all ids fit into uint16, the file is half as large.
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    ends, hashes, sizes, numbers = (array.array("Q") for _ in range(4))
+    content = hashlib.sha256()
+    count = records = empty = miscounted = 0
+    with contextlib.ExitStack() as files:
+        # The manifest of a part is written after both files.
+        weights = (
+            files.enter_context(_weights_file(store, _name(key, "weights"))) if job.chat else None
+        )
+        path = files.enter_context(store.new_file(_name(key, "tokens")))
+        with path.open("wb") as file:
+
+            def write(data: bytes) -> None:
+                content.update(data)
+                file.write(data)
+
+            for batch in encoded_documents(job, tokenizer, bad):
+                records, empty = batch.records, empty + batch.empty
+                for document in batch.documents:
+                    of_tokens, conversation = 0, []
+                    for ids in document.tokens:
+                        if weights:
+                            conversation.extend(ids.tolist())
+                        count += len(ids)
+                        of_tokens += int(tokenizer.token_bytes[ids].sum())
+                        write(ids.astype(dtype).tobytes())
+                    if weights:
+                        weights.write(document.weights)
+                        # Special tokens have no bytes here, but the template writes them. So the
+                        # text that the tokens stand for is compared, without the last end token.
+                        said = tokenizer.decode(conversation[:-1])
+                        miscounted += miscounted_bytes(byte_count(said), byte_count(document.text))
+                    else:
+                        miscounted += miscounted_bytes(of_tokens, document.counted_bytes)
+                    ends.append(count)
+                    hashes.append(text_hash(document.text))
+                    sizes.append(document.counted_bytes)
+                    numbers.append(document.record)
+                progress(batch.position)
+            table = np.zeros(len(ends), DOCUMENT)
+            for field, values in zip(DOCUMENT.names, (ends, hashes, sizes, numbers), strict=True):
+                table[field] = values
+            write(table.tobytes())
+        if readers.part_digest(job.file, job.part, job.text_field) != job.digest:
+            raise Changed(
+                f"{job.file.path}: changed while it was being prepared; its tokens were "
+                "discarded: start again when the file no longer changes"
+            )
+    smallest = int(table["hash"].argmin()) if len(table) else 0
+    part = TokenizedPart(
+        key=key,
+        dtype=dtype.name,
+        documents=len(table),
+        tokens=count,
+        text_bytes=sum(sizes),
+        miscounted_bytes=miscounted,
+        records=records,
+        smallest=(hashes[smallest], smallest) if len(table) else (2**64, 0),
+        largest_hash=max(hashes, default=-1),
+        empty=empty,
+        bad=dict(bad.counts),
+        bad_first=tuple(bad.first),
+        content=content.hexdigest(),
+        weights=weights.digest.hexdigest() if weights else "",
+    )
+    manifest = dataclasses.asdict(part)
+    if not part.weights:  # a part of texts has none
+        del manifest["weights"]
+    store.write_json(_name(key, "json"), manifest)
+    return part
+
+
+class _Weights(NamedTuple):
+    """The file of a part's weights, while it is written."""
+
+    file: BinaryIO
+    digest: Any
+
+    def write(self, weights: np.ndarray) -> None:
+        data = weights.astype("<f4").tobytes()
+        self.digest.update(data)
+        self.file.write(data)
+
+
+@contextlib.contextmanager
+def _weights_file(store: Store, name: str) -> Iterator[_Weights]:
+    with store.new_file(name) as path, path.open("wb") as file:
+        yield _Weights(file, hashlib.sha256())
+        file.flush()
+
+
+class _Document(NamedTuple):
+    record: int  # number of its record in the part
+    text: Text
+    tokens: Iterable[np.ndarray]  # the ids with the end token, integers [n], in pieces
+    counted_bytes: int  # as `DOCUMENT` has them
+    weights: np.ndarray | None = None  # loss weight of each token; None: all are 1
+
+
+class _Batch(NamedTuple):
+    documents: list[_Document]
+    records: int  # number of records of the part read so far
+    empty: int  # number of empty documents in this batch
+    position: int  # number of bytes of the part read so far
+
+
+def encoded_documents(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterator[_Batch]:
+    """Yields the documents of a part, with their texts and tokens, in batches. The text of a
+    document in a file of tokens is the decoded tokens, so that the same document is held out
+    whether it comes from a file of tokens or of text.
+    """
+    if job.chat:
+        yield from _encoded_conversations(job, job.chat, tokenizer, bad)
+        return
+    if token_files.kind(job.file.path.name.lower()):
+        end = np.array([tokenizer.eos_id], np.int32)
+        for number, (ids, position) in enumerate(token_files.read(job.file, tokenizer)):
+            text = tokenizer.decode(ids)
+            if len(ids):
+                document = _Document(number, text, (ids, end), byte_count(text))
+                yield _Batch([document], number + 1, empty=0, position=position)
+            else:
+                yield _Batch([], number + 1, empty=1, position=position)
+        return
+    for batch in _batched(readers.read_part(job.file, job.part, job.text_field, bad)):
+        filled = [record for record in batch if record.text]
+        short = [record.text for record in filled if isinstance(record.text, str)]
+        of_short = iter(tokenizer.encode_documents(short))
+        documents = []
+        for record in filled:
+            is_short = isinstance(record.text, str)
+            tokens = [next(of_short)] if is_short else tokenizer.encode_long(record.text)
+            documents.append(_Document(record.number, record.text, tokens, byte_count(record.text)))
+        empty = sum(record.text == "" for record in batch)
+        yield _Batch(documents, batch[-1].number + 1, empty, batch[-1].position)
+
+
+def _encoded_conversations(
+    job: Job, chat: Chat, tokenizer: Tokenizer, bad: BadRecords
+) -> Iterator[_Batch]:
+    """Yields the conversations of a part in batches, as `encoded_documents` yields documents."""
+    for batch in _batched(readers.read_conversations(job.file, job.part, chat.field, bad)):
+        filled = [record for record in batch if record.text]
+        messages = [conversations.parse(record.text) for record in filled]
+        documents = []
+        encoded = conversations.encode(messages, tokenizer, chat.template)
+        for record, one in zip(filled, encoded, strict=True):
+            if one.fault:
+                where = readers.place(job.file, job.part, record.number)
+                bad.leave_out(record.number, where, "no conversation", one.fault)
+            else:
+                counted = int(tokenizer.token_bytes[one.tokens[one.weights > 0]].sum())
+                documents.append(
+                    _Document(record.number, one.text, [one.tokens], counted, one.weights)
+                )
+        yield _Batch(documents, batch[-1].number + 1, 0, batch[-1].position)
+
+
+def text_hash(text: Text) -> int:
+    """Returns a hash of 64 bits that decides, with `data.heldout_fraction`, whether a document is
+    held out. Texts that differ only in white space or Unicode composition have the same hash.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    is_first, after_space = True, False
+    for piece in _normalized(text):
+        words = " ".join(piece.split())
+        if words and not is_first and (after_space or piece[0].isspace()):
+            digest.update(b" ")
+        digest.update(words.encode())
+        is_first = is_first and not words
+        after_space = piece[-1].isspace() if words else after_space or bool(piece)
+    return int.from_bytes(digest.digest(), "big")
+
+
+_ASCII = re.compile(r"[\0-\x7f]")
+
+
+def _normalized(text: Text) -> Iterator[str]:
+    """Yields a text in Unicode's composed form, NFC, in pieces. A long text is cut before ASCII
+    characters, because composition does not cross them.
+    """
+    held: list[str] = []
+    for piece in pieces(text):
+        if boundary := _ASCII.search(piece):
+            yield unicodedata.normalize("NFC", "".join([*held, piece[: boundary.start()]]))
+            held, piece = [], piece[boundary.start() :]
+        held.append(piece)
+    yield unicodedata.normalize("NFC", "".join(held))
+
+
+def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:
+    return batches(records, lambda record: len(record.text or ""), _BATCH_CHARACTERS)
+
+
+def part_names(store: Store) -> tuple[list[str], list[str]]:
+    """Returns the keys of all parts whose manifests are there, and those of the parts of which only
+    the tokens are there; both sorted.
+    """
+    manifests, tokens = (
+        [name.rpartition("/")[2].removesuffix(f".{suffix}") for name in store.names(pattern)]
+        for suffix, pattern in ((s, f"tokens/*/*.{s}") for s in ("json", "tokens"))
+    )
+    return manifests, sorted(set(tokens) - set(manifests))
+
+
+def open_part(store: Store, part: TokenizedPart) -> tuple[np.ndarray, np.ndarray]:
+    """Opens the file of a part's tokens.
+
+    Returns:
+      (tokens [part.tokens], as a memory map; table of `DOCUMENT` entries [part.documents]).
+
+    Raises:
+      UserError: the file is missing, or its bytes do not have the digest in the manifest.
+    """
+    path = store.path(_name(part.key, "tokens"))
+    manifest = store.path(_name(part.key, "json"))
+    remedy = f"delete {manifest} to have it prepared again"
+    if not path.exists():
+        raise UserError(f"{path} is missing: {remedy}")
+    if path.stat().st_size != part.size:
+        raise UserError(
+            f"{path} is damaged (it has {path.stat().st_size} bytes instead of {part.size}): "
+            f"{remedy}"
+        )
+    # The memory map of a downloaded file stays valid after its name is gone.
+    with store.local(_name(part.key, "tokens")) as local:
+        if digests.sha256_file(local) != part.content:
+            raise UserError(f"{path} is damaged (its bytes have another digest): {remedy}")
+        if not part.documents:
+            return np.zeros(0, part.dtype), np.zeros(0, DOCUMENT)
+        dtype = np.dtype(part.dtype).newbyteorder("<")
+        tokens = np.memmap(local, dtype, "r", shape=(part.tokens,))
+        table = np.fromfile(local, DOCUMENT, offset=part.tokens * dtype.itemsize)
+        return tokens, table
+
+
+def open_weights(store: Store, part: TokenizedPart) -> np.ndarray | None:
+    """Opens the loss weights of a part's tokens, float32 [part.tokens], as a memory map; returns
+    None if all are 1.
+
+    Raises:
+      UserError: the file is missing, or its bytes do not have the digest in the manifest.
+    """
+    if not part.weights:
+        return None
+    path = store.path(_name(part.key, "weights"))
+    remedy = f"delete {store.path(_name(part.key, 'json'))} to have it prepared again"
+    if not path.exists():
+        raise UserError(f"{path} is missing: {remedy}")
+    with store.local(_name(part.key, "weights")) as local:
+        if digests.sha256_file(local) != part.weights:
+            raise UserError(f"{path} is damaged (its bytes have another digest): {remedy}")
+        if not part.tokens:
+            return np.zeros(0, np.float32)
+        return np.memmap(local, "<f4", "r", shape=(part.tokens,))

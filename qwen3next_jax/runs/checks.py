@@ -1,0 +1,92 @@
+"""Checks of a start that need JAX: the mesh, the code of the model, and the evaluations."""
+
+import dataclasses
+
+from jax.sharding import Mesh
+
+from qwen3next_jax.common.subpackages import warn_without
+from qwen3next_jax.config import Config, EvalConfig, ModelConfig
+from qwen3next_jax.config.registry import OPTIMIZERS, resolve
+from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.model.layer_properties import check_mixers
+from qwen3next_jax.runs.facts import ParentRun, PretrainedModel
+from qwen3next_jax.runs.start import Start
+from qwen3next_jax.runs.versions import check_versions
+from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
+from qwen3next_jax.training.stages import resolve_stages
+
+SAMPLE_TEMPERATURE = 0.7
+
+
+def resolve_start(start: Start, mesh: Mesh) -> ResolvedRun:
+    """Resolves the settings of a run for its mesh.
+
+    Raises:
+      UserError: the mesh cannot split the batches of a stage; this code computes a module of the
+        model in another way than the code that trained its weights; an evaluation or the sample
+        cannot run; or a Hugging Face directory lacks a tensor. The message names the first mistake.
+    """
+    check_code(start)
+    run = resolve_run(start.config, mesh)
+    data = start.config.data
+    tokenizer = source_of(data).tokenizer_of(data, run.model.vocab_size)
+    check_evaluations(start.config.eval, run.model, tokenizer)
+    if isinstance(start.facts.source, PretrainedModel):
+        from qwen3next_jax.interop.huggingface import check_hf
+
+        check_hf(start.config.train.init_from)
+    return run
+
+
+def check_code(start: Start) -> None:
+    """Checks that this code computes the modules of the model in the same way as the code that
+    trained its weights: those of the run itself, or those of the run with which it begins.
+
+    Raises:
+      UserError: a module that the run takes over has another version in this code.
+    """
+    folder, source = start.facts.folder, start.facts.source
+    if folder.complete_steps:
+        record = folder.trained_record()
+        model = record.read_config(folder.path).model
+        check_versions(folder.path, record.versions, record.code, model)
+    elif isinstance(source, ParentRun):
+        theirs, ours = source.model, start.config.model
+        shared = dataclasses.replace(theirs, mtp_depth=min(theirs.mtp_depth, ours.mtp_depth))
+        check_versions(source.folder, source.record.versions, source.record.code, shared)
+
+
+def check_without_devices(config: Config) -> None:
+    """Checks the settings of a run and the files of its data, without devices and without the
+    folder of the run. Sweeps check their points with this function.
+
+    Raises:
+      UserError: a check failed; the message names the first mistake.
+    """
+    check_mixers(config.model)
+    resolve(OPTIMIZERS, config.optimizer.name, "optimizer.name")
+    source = source_of(config.data)
+    tokenizer = source.tokenizer_of(config.data, config.model.vocab_size)
+    check_evaluations(config.eval, config.model, tokenizer)
+    for stage in resolve_stages(config):
+        source.check(stage.data, stage.sequence_length, config.model.vocab_size)
+
+
+def check_evaluations(config: EvalConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Checks that the evaluations and the sample of a run can run on the model.
+
+    Raises:
+      UserError: an evaluation or the sample cannot run on the model; the message names it.
+    """
+    if warn_without("evals", "nothing is evaluated"):
+        from qwen3next_jax.evals import evaluation
+
+        evaluation.check_evaluations(
+            config.suites, evaluation.options_from_config(config), model, tokenizer
+        )
+    if config.sample_tokens and warn_without("inference", "no samples are drawn"):
+        from qwen3next_jax.inference.decode import check_request
+
+        prompt = tokenizer.encode(config.sample_prompt)
+        check_request(model, [prompt], config.sample_tokens, SAMPLE_TEMPERATURE)

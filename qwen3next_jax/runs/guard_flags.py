@@ -1,0 +1,243 @@
+"""Reacts to the flags that the guards in the train step set. It reads the flags on the host after
+every step, writes an event for each flag, ends a diverging run, and writes a dump: the inputs of
+the step at which the run ended.
+
+    WORKDIR/dumps/STEP/
+      dump.json        reason, documents, code, versions, configuration
+      batch.npz        the batch of the step
+      state/           the train state before the step (Orbax)
+      manifest.json    digests
+
+`qwen3next replay DUMP` runs that step again.
+"""
+
+import dataclasses
+import io
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qwen3next_jax.common.errors import UserError, check_format, require
+from qwen3next_jax.common.storage import remove_tree
+from qwen3next_jax.common.version import code_version
+from qwen3next_jax.config import Config, GuardConfig, ModelConfig, from_dict, to_dict
+from qwen3next_jax.config.registry import check_trusted
+from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.model.layer_properties import versions
+from qwen3next_jax.model.visible_targets import why_no_targets
+from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
+from qwen3next_jax.runs import manifest
+from qwen3next_jax.runs.store.arrays import read_arrays, write_arrays
+from qwen3next_jax.runs.store.store import RunStore
+from qwen3next_jax.runs.telemetry import MetricsFile
+from qwen3next_jax.runs.versions import check_versions
+from qwen3next_jax.sharding.mesh import single_device_mesh
+from qwen3next_jax.training.gradients import Batch
+from qwen3next_jax.training.guards import HALTED, NO_TARGETS, NON_FINITE, SKIPPED, SPIKE
+from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
+from qwen3next_jax.training.stages import DataCursors
+from qwen3next_jax.training.state import State
+
+_FORMAT = 3  # of dump.json
+
+
+class Halted(Exception):
+    """The guards ended the run at `step`.
+
+    Attributes:
+      reason: why the guards ended the run, as text.
+      spike: whether a loss spike ended the run.
+      state: the train state before `step`; later steps updated no parameter.
+    """
+
+    def __init__(self, step: int, reason: str, spike: bool, state: State):
+        super().__init__(reason)
+        self.step, self.reason, self.spike, self.state = step, reason, spike, state
+
+
+class GuardFlags:
+    """Reads the flags of every step, and writes an event for each flag that is set."""
+
+    def __init__(
+        self, guards: GuardConfig, model: ModelConfig, cursors: DataCursors, metrics: MetricsFile
+    ):
+        """Makes a reader of flags.
+
+        Args:
+          guards: the settings of the guards.
+          model: the model of the run.
+          cursors: for every stage of the run, the place in the training data at which the stage
+            begins to read.
+          metrics: the metrics.jsonl to which events are written.
+        """
+        self._config = guards
+        self._model = model
+        self._first_steps = {cursor.step + 1 for cursor in cursors if cursor}
+        self._metrics = metrics
+
+    def check(self, step: int, values: dict[str, Any], state: State) -> None:
+        """Reads the flags of a step, and writes events about them.
+
+        Args:
+          step: the number of the step. Call this method only when the devices have finished this
+            step.
+          values: the metrics of the step.
+          state: the train state, which becomes an attribute of `Halted`.
+
+        Raises:
+          Halted: the guards ended the run at this step.
+          UserError: the first batch of a stage has no token to predict. All processes raise it,
+            because all of them have the same flags.
+        """
+        flags = int(values["flags"])
+        if not flags:
+            return
+        if flags & NO_TARGETS:
+            self._report_no_targets(step, values)
+        if not flags & (NON_FINITE | SPIKE | HALTED):
+            return
+        reason = self._describe(flags, values)
+        numbers = {
+            name: float(values[name])
+            for name in ("total_loss", "grad_norm", "loss_z", "grad_norm_z")
+        }
+        if flags & SPIKE:
+            self._metrics.write(
+                "spike", step, reason=reason, skipped=bool(flags & SKIPPED), **numbers
+            )
+        if flags & SKIPPED:
+            self._metrics.write(
+                "skip", step, reason=reason, skipped=int(values["skipped"]), **numbers
+            )
+        if flags & HALTED:
+            spike = bool(flags & SPIKE and self._config.on_spike in ("rewind", "stop"))
+            if not spike:
+                reason += f", the last of {self._config.max_skips} skipped updates in a row"
+            raise Halted(step, reason, spike, state)
+
+    def _report_no_targets(self, step: int, values: dict[str, Any]) -> None:
+        """Reports that the batch of a step has no token to predict, and that its update was
+        skipped.
+
+        Raises:
+          UserError: it is the first batch of a stage. The settings are then the likely cause, and
+            the run would train on nothing. In a later batch, the documents may be the cause, so
+            this method only writes an event.
+        """
+        reason = f"its batch has no token to predict: {why_no_targets(self._model)}"
+        require(step not in self._first_steps, f"step {step}: {reason}")
+        self._metrics.write("no_targets", step, reason=reason, skipped=int(values["skipped"]))
+
+    def _describe(self, flags: int, values: dict[str, Any]) -> str:
+        """Describes the loss and gradient norm that set `flags`."""
+        if flags & NON_FINITE:
+            return (
+                f"loss {float(values['total_loss']):.4g}, gradient norm "
+                f"{float(values['grad_norm']):.4g}: not finite"
+            )
+        return (
+            f"spike: loss {float(values['total_loss']):.4g} (z {float(values['loss_z']):.1f}), "
+            f"gradient norm {float(values['grad_norm']):.4g} (z {float(values['grad_norm_z']):.1f})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """The inputs of one training step, on one device.
+
+    Attributes:
+      run: the resolved run, on a mesh of one device.
+      state: the train state before the step.
+      batch: the batch of the step.
+      step: the number of the step.
+      reason: why the guards ended the run at this step.
+      documents: the names of the documents in every row of the batch.
+    """
+
+    run: ResolvedRun
+    state: State
+    batch: Batch
+    step: int
+    reason: str
+    documents: list[list[str]]
+
+
+def write_dump(
+    store: RunStore, config: Config, data: Data, index: int, halt: Halted
+) -> tuple[pathlib.Path, list[list[str]]]:
+    """Writes the inputs of the halted step to WORKDIR/dumps/STEP. All processes must call it: they
+    write the state together, and process 0 writes the rest.
+
+    Args:
+      config: the configuration of the run.
+      data: the training data of the stage.
+      index: the index of the batch in `data`.
+
+    Returns:
+      The folder of the dump; the names of the documents of every row.
+    """
+    folder = store.dump_folder(halt.step)
+    documents = data.document_names(index)
+
+    def write_batch() -> None:
+        # An earlier dump of this step has the same content.
+        remove_tree(folder)
+        folder.mkdir(parents=True)
+        batches, content = data.batches(index), io.BytesIO()
+        np.savez(content, **next(batches))
+        (folder / "batch.npz").write_bytes(content.getvalue())
+        batches.close()
+
+    broadcast_from_process_0(write_batch)
+    # Steps after the halted step increased `step` but changed nothing else.
+    state = halt.state | {"step": jnp.full_like(halt.state["step"], halt.step - 1)}
+    write_arrays(folder / "state", state)
+    if is_process_0():
+        record = {
+            "format": _FORMAT,
+            "step": halt.step,
+            "reason": halt.reason,
+            "documents": documents,
+            "code": code_version(),
+            "versions": versions(config.model),
+            "config": to_dict(config),
+        }
+        (folder / "dump.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        store.write_manifest(folder)
+    return folder, documents
+
+
+def read_dump(folder: pathlib.Path) -> Dump:
+    """Reads a dump that `write_dump` wrote.
+
+    Raises:
+      UserError: `folder` is not a dump or is damaged, or this code has other versions of the
+        model's modules than the code that wrote the dump.
+    """
+    if not (folder / "dump.json").is_file():
+        raise UserError(
+            f"{folder}: not a dump of a step (it has no dump.json): expected a folder such as "
+            "WORKDIR/dumps/STEP"
+        )
+    if damage := manifest.find_damage(folder):
+        raise UserError(f"{folder}: damaged: {damage}")
+    record = json.loads((folder / "dump.json").read_text())
+    check_format(folder / "dump.json", record.get("format"), _FORMAT)
+    check_trusted(record["config"], f"{folder / 'dump.json'}: config")
+    config = from_dict(Config, record["config"])
+    check_versions(folder, record["versions"], record["code"], config.model)
+    run = resolve_run(config, single_device_mesh())
+    state = read_arrays(folder.absolute() / "state", run.abstract_state)
+    batch = dict(np.load(io.BytesIO((folder / "batch.npz").read_bytes())))
+    return Dump(
+        run,
+        state=jax.device_put(jax.device_get(state)),
+        batch=batch,
+        step=record["step"],
+        reason=record["reason"],
+        documents=record["documents"],
+    )

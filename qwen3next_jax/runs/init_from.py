@@ -1,0 +1,225 @@
+"""Checks whether a run can begin with the model in `train.init_from`, which `facts` has read."""
+
+from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.config import Config, LoRAConfig, ModelConfig, OptimizerConfig
+from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.data.tokens import extends, same_tokens
+from qwen3next_jax.runs.facts import ParentRun, PretrainedModel, Tokens, require_saved
+from qwen3next_jax.runs.folder import RunFolder
+from qwen3next_jax.runs.record import Parent
+
+# Model settings that have no effect on a model without experts.
+EXPERT_SETTINGS = {
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+}
+# Model settings that may differ between the run and the model in `train.init_from`, because they
+# change neither the shape nor the meaning of a parameter.
+NOT_STRUCTURE = {
+    "dtype",
+    "mtp_depth",
+    "decay_init",
+    "initializer_range",
+    "delta_rule",
+    "bos_token_id",
+    "eos_token_id",
+    "hf_form",
+    "hf_fused_experts",
+    "lora",
+}
+
+
+def check_source(config: Config, source: ParentRun | PretrainedModel, folder: RunFolder) -> None:
+    """Checks whether a run can begin with a model.
+
+    Args:
+      config: the settings of the run.
+      source: the model in `train.init_from`.
+      folder: the folder of the run, which has no complete checkpoint.
+
+    Raises:
+      UserError: it cannot; the message names the first reason.
+    """
+    if isinstance(source, ParentRun):
+        _check_parent(config, source, folder)
+    else:
+        _check_pretrained(config, source, folder)
+    compare_structure(config.model, source.model, config.train.init_from)
+    if isinstance(source, ParentRun) and config.train.init_state == "all":
+        _check_whole_state(config, source)
+
+
+def parent_of(source: ParentRun) -> Parent:
+    """Returns the checkpoint with which the run begins, as run.json records it."""
+    return Parent(
+        str(source.folder.absolute()), source.saved.step, source.saved.digest, source.record.id
+    )
+
+
+def _check_pretrained(config: Config, source: PretrainedModel, folder: RunFolder) -> None:
+    require(
+        config.train.init_state == "weights",
+        f"train.init_from = {config.train.init_from}: a Hugging Face directory has no optimizer "
+        "state: set train.init_state = 'weights'",
+    )
+    begun = folder.trained_record()
+    recorded = begun and begun.source and begun.source.files
+    require(
+        not recorded or recorded == source.files,
+        f"{folder.path}: its run began with files of a Hugging Face directory that were replaced "
+        "since (their sizes or times differ), and it has no checkpoint yet: put them back, "
+        "give another --workdir, or start anew with --restart",
+    )
+
+
+def _check_parent(config: Config, source: ParentRun, folder: RunFolder) -> None:
+    where, theirs = f"train.init_from = {config.train.init_from}", source.config
+    require(
+        source.folder.resolve() != folder.path.resolve(),
+        f"{where}: that is the folder of this run: give another --workdir",
+    )
+    require(
+        source.saved is not None,
+        f"{where}: it has no valid checkpoint yet (its checkpoint.every = "
+        f"{theirs.checkpoint.every})",
+    )
+    require_saved(where, source.saved)
+    scalings = [describe_scaling(one.optimizer) for one in (theirs, config)]
+    require(
+        scalings[0] == scalings[1],
+        f"{where}: its optimizer.scaling is {scalings[0]}, here it is {scalings[1]}: its "
+        "parameters have the sizes of its scaling: set optimizer.scaling, base_width and "
+        "base_depth to its values",
+    )
+
+
+def _check_whole_state(config: Config, source: ParentRun) -> None:
+    """Checks whether the run can take over the optimizer state and the step of its parent."""
+    where, step = f"train.init_from = {config.train.init_from}", source.saved.step
+    theirs, optimizer, train = source.config, config.optimizer, config.train
+    require(
+        theirs.optimizer.name == optimizer.name,
+        f"{where}: its optimizer.name is {theirs.optimizer.name!r}, here it is "
+        f"{optimizer.name!r}, which has another "
+        "state: set both to the same optimizer, or train.init_state = 'weights'",
+    )
+    require(
+        theirs.optimizer.mean_dtype == optimizer.mean_dtype,
+        f"{where}: its optimizer.mean_dtype is {theirs.optimizer.mean_dtype!r}, here it is "
+        f"{optimizer.mean_dtype!r}: set both to the same, or train.init_state = 'weights'",
+    )
+    require(
+        theirs.train.freeze == train.freeze,
+        f"{where}: its train.freeze is {theirs.train.freeze}, here it is {train.freeze}, so "
+        "its optimizer has the state of other parameters: set both to the same, or "
+        "train.init_state = 'weights'",
+    )
+    require(
+        step < train.steps,
+        f"{where}: train.steps = {train.steps} includes the {step} steps of that run: give a "
+        "larger number, or train.init_state = 'weights'",
+    )
+    traced = config.profile.range
+    require(
+        not traced or step < traced[-1],
+        f"profile.steps = {config.profile.steps!r} has no effect on this run, because it begins "
+        f"after step {step} ({where}): leave it out",
+    )
+    require(
+        theirs.model.vocab_size == config.model.vocab_size,
+        f"{where}: its vocab_size is {theirs.model.vocab_size}, here it is "
+        f"{config.model.vocab_size}, so its optimizer has no state for the new tokens: set "
+        "both to the same, or train.init_state = 'weights'",
+    )
+    require(
+        theirs.model.lora == config.model.lora,
+        f"{where}: its model.lora is {theirs.model.lora}, here it is "
+        f"{config.model.lora}, so its optimizer has the state of other parameters: set "
+        "both to the same, or train.init_state = 'weights'",
+    )
+
+
+def describe_scaling(optimizer: OptimizerConfig) -> str:
+    """Describes `optimizer.scaling`, on which the sizes of a run's parameters depend."""
+    return (
+        f"{optimizer.scaling} (base width {optimizer.base_width}, base depth "
+        f"{optimizer.base_depth})"
+    )
+
+
+def compare_structure(model: ModelConfig, source_model: ModelConfig, init_from: str) -> None:
+    """Checks that `model` can take the parameters of `source_model`, the model in
+    `train.init_from`.
+
+    Raises:
+      UserError: the parameters have other shapes or another meaning.
+    """
+    for name in weights_differ(model, source_model):
+        # The vocabulary may grow (training/vocabulary.py), but the hashes of n-grams depend on it.
+        grows = name == "vocab_size" and model.vocab_size > source_model.vocab_size
+        if (
+            name not in NOT_STRUCTURE
+            and (not grows or model.ple.layer_ids)
+            and (name != "intermediate_size" or model.has_dense_mlps)
+            and (name not in EXPERT_SETTINGS or model.has_experts)
+        ):
+            ours, theirs = (
+                c.mixers if name == "layer_types" else getattr(c, name)
+                for c in (model, source_model)
+            )
+            raise UserError(
+                f"train.init_from = {init_from}: its {name} is {theirs}, model.{name} "
+                f"= {ours}; set model.{name} to its value"
+            )
+    require(
+        source_model.lora in (LoRAConfig(), model.lora),
+        f"train.init_from = {init_from}: it has adapters, with model.lora = {source_model.lora}: "
+        "set model.lora to the same, or begin with its export, which has them merged",
+    )
+    if model.mtp_depth and not source_model.mtp_depth:
+        raise UserError(
+            f"train.init_from = {init_from}: it has no mtp.* tensors; set model.mtp_depth = 0"
+        )
+
+
+def compare_tokens(config: Config, tokens: Tokens) -> str:
+    """Compares the tokenizer of the data with the tokenizer of the model in `train.init_from`.
+
+    Returns:
+      A description of the tokenizer, for the terminal.
+
+    Raises:
+      UserError: the data and the model are both text, and their tokenizers differ.
+    """
+    ours, data = tokens.ours, config.data
+    if same_tokens(ours.fingerprint, tokens.fingerprint):
+        return f"its tokenizer ({data.tokenizer})" if ours.reads_text else "its ids"
+    if tokens.theirs and extends(ours, tokens.theirs):
+        return (
+            f"its tokenizer with {ours.vocab_size - tokens.theirs.vocab_size} further tokens "
+            f"({data.tokenizer})"
+        )
+    require(
+        not tokens.is_text or not ours.reads_text,
+        f"train.init_from = {config.train.init_from}: it was trained with another tokenizer than "
+        f"data.tokenizer = {data.tokenizer!r} (fingerprint {tokens.fingerprint[:12]}, here "
+        f"{ours.fingerprint[:12]}), so its ids have another meaning: leave data.tokenizer out, "
+        f"or set it to the tokenizer of that model ({tokens.place})",
+    )
+    what = data.tokenizer if ours.reads_text else f"ids of {data.source}"
+    if not tokens.fingerprint:
+        return f"{what} (it has no tokenizer to compare with)"
+    return f"OTHER TOKENS than it was trained on ({what})"
+
+
+def describe_skipped(source: ParentRun) -> str:
+    """Describes the damaged checkpoints of the parent that are newer than the one with which the
+    run begins; "" if there are none.
+    """
+    return "".join(
+        f"; step {step} is skipped: {damage}" for step, damage in sorted(source.skipped.items())
+    )

@@ -1,0 +1,25 @@
+"""Writes the folder of a run, on a disk or in a bucket. `store.RunStore` is the interface."""
+
+import pathlib
+
+from qwen3next_jax.common.storage import BucketPath, to_path
+from qwen3next_jax.runs.store.local import LocalStore
+from qwen3next_jax.runs.store.store import RunStore
+
+
+def open_store(
+    workdir: pathlib.Path | BucketPath, patience: float | None = None, is_owner: bool = True
+) -> RunStore:
+    """Returns the store of the run in `workdir`. Reads and writes nothing yet.
+
+    Args:
+      patience: the seconds for which a bucket may be unreachable before the process ends; None:
+        the patience of the path.
+      is_owner: whether this is process 0, which holds the lock of the folder.
+    """
+    workdir = to_path(workdir)
+    if not isinstance(workdir, BucketPath):
+        return LocalStore(workdir)
+    from qwen3next_jax.runs.store.bucket import BucketStore
+
+    return BucketStore(workdir, workdir.patience if patience is None else patience, is_owner)

@@ -1,0 +1,182 @@
+"""The folder of a run in a bucket, which has no rename, no append and no locks.
+
+    WORKDIR/lock              a lease (`store.lease`)
+    WORKDIR/checkpoints/, arrays/, damaged/   `store.bucket_checkpoints`
+    WORKDIR/metrics/          metrics.jsonl in pieces (`store.bucket_events`)
+    WORKDIR/restarting.json   {"to": "before-TIME"}, while `--restart` moves the old run
+    WORKDIR/before-TIME/      the old run: run.json, metrics, manifests of checkpoints, …
+
+To move an old run, small objects are copied and then deleted. The arrays of checkpoints stay in
+WORKDIR/arrays, and the moved manifests name them there; a new run writes its own arrays under its
+own id, and deletes no others. Dumps and profiles stay where they are, too.
+"""
+
+import faulthandler
+import json
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Container
+from typing import Any
+
+from qwen3next_jax.common import json_files
+from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.object_stores import set_fsspec_patience
+from qwen3next_jax.common.storage import BucketPath, check_bucket
+from qwen3next_jax.config import CheckpointConfig
+from qwen3next_jax.runs import manifest
+from qwen3next_jax.runs.record import run_id
+from qwen3next_jax.runs.store.events import EventLog
+from qwen3next_jax.runs.store.lease import Lease
+from qwen3next_jax.runs.store.store import RunStore
+
+_MARK = "restarting.json"
+_MOVED = (
+    "checkpoints",
+    "damaged",
+    "eval",
+    "metrics",
+    "metrics.jsonl",
+    "report.html",
+    "run.json",
+    "tokenizer",
+)
+_CONTROL = "".join(map(chr, range(32)))  # Google Cloud Storage refuses some of them in names
+_PATIENCE_OF_STACKS = 5.0  # seconds; the process that writes them is to end
+
+
+class BucketStore(RunStore):
+    """The folder of a run in a bucket. Its lock is a lease, which ends by itself if the process
+    does not renew it.
+    """
+
+    takes_other_writers = False
+    is_quick_to_read = False
+
+    def __init__(self, workdir: BucketPath, patience: float, is_owner: bool):
+        """Makes a store whose lock is not held yet.
+
+        Args:
+          patience: the seconds for which the bucket may be unreachable before the process ends.
+          is_owner: whether this is process 0, which holds the lock; the others only watch whether
+            the bucket answers.
+        """
+        super().__init__(workdir.with_patience(patience))
+        self._patience = patience
+        self._lease = Lease(self.workdir, patience, is_owner)
+
+    def check(self, where: str) -> None:
+        self._check_names(where, tuple(self.workdir.key.split("/")), forbidden="?#" + _CONTROL)
+        require(
+            self.workdir.scheme == "gs",
+            f"{where}: Orbax writes no checkpoints to s3://: give gs:// or a folder on a file "
+            "system (s3:// may hold prepared data and Hugging Face directories)",
+        )
+        check_bucket(where, self.workdir)
+
+    # ---- the lock
+
+    def __enter__(self):
+        self._lease.__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        self._lease.__exit__(*exception)
+
+    def run_locked(self, function: Callable[[], Any]) -> Any:
+        """If another process has the lock, waits until that process renews it or its lease has
+        ended.
+        """
+        return self._lease.run_locked(function)
+
+    # ---- --restart
+
+    def is_restart_unfinished(self) -> bool:
+        return (self.workdir / _MARK).is_file()
+
+    def move_aside(self) -> None:
+        mark = self.workdir / _MARK
+        try:
+            if mark.is_file():
+                target = self.workdir / json_files.read(mark)["to"]
+            elif self._objects_to_move():
+                target = self.workdir / time.strftime("before-%Y%m%d-%H%M%S")
+                mark.write_text(json.dumps({"to": target.name}))
+            else:
+                return
+            # run.json is the last: as long as it is there, the supervisor sees the old run.
+            for path in sorted(self._objects_to_move(), key=lambda path: path.name == "run.json"):
+                for source in sorted(path.entries()) or [path]:
+                    _move(source, target / str(source.relative_to(self.workdir)))
+            mark.unlink(missing_ok=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(
+                f"--workdir={self.workdir}: its old run could not be moved aside "
+                f"({getattr(error, 'strerror', None) or error}): the same command goes on with that"
+            ) from error
+
+    def _objects_to_move(self) -> list[BucketPath]:
+        return [path for path in self.workdir.iterdir() if path.name in _MOVED]
+
+    def run_files(self) -> dict[str, str]:
+        """Returns the version of run.json alone, because `move_aside` deletes it last."""
+        entry = (self.workdir / "run.json").entry()
+        return {"run.json": entry.version} if entry else {}
+
+    # ---- what a run writes
+
+    def _copy_tokenizer(self, tokenizer: Any, copy: BucketPath) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save(folder)
+            # tokenizer.json is the last: without it there is no copy
+            for file in sorted(pathlib.Path(folder).iterdir(), key=lambda f: -len(f.name)):
+                (copy / file.name).write_bytes(file.read_bytes())
+
+    def open_checkpoints(
+        self,
+        retention: CheckpointConfig,
+        keep_steps: Container[int] = (),
+        frozen_paths: frozenset[str] = frozenset(),
+    ) -> Any:
+        """Every checkpoint holds the frozen parameters, too."""
+        from qwen3next_jax.runs.store.bucket_checkpoints import BucketCheckpoints
+
+        set_fsspec_patience(self._patience)
+        return BucketCheckpoints(self.workdir, retention, keep_steps, self._lease)
+
+    def open_events(self) -> EventLog:
+        from qwen3next_jax.runs.store.bucket_events import BucketEvents
+
+        return BucketEvents(self.workdir / "metrics.jsonl", self._lease, self._patience)
+
+    def dump_folder(self, step: int) -> BucketPath:
+        # A run that `--restart` moved may have left its dumps here.
+        return self.workdir / "dumps" / f"{step}-{(run_id(self.workdir) or '')[:8]}"
+
+    def write_manifest(self, folder: BucketPath) -> None:
+        manifest.write_bucket_manifest(folder, folder)
+
+    def write_stacks(self, process: int, stop: dict[str, Any]) -> None:
+        """The stacks go to standard error first, because the bucket may be what the process waits
+        for; then, as far as possible, to the bucket. The event is not written.
+        """
+        path = self.workdir / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{process}.txt"
+        reason = stop["reason"]
+        os.write(2, f"error: {reason}; the stacks of all threads:\n".encode())
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            stacks = file.read()
+        os.write(2, stacks)
+        patient = path.with_patience(_PATIENCE_OF_STACKS)
+        patient.write_bytes(f"{reason}\n\n".encode() + stacks)
+        os.write(2, f"the stacks are also in {path}\n".encode())
+
+
+def _move(source: BucketPath, target: BucketPath) -> None:
+    content = source.read_bytes()
+    if source.name == manifest.NAME:
+        content = manifest.moved_deeper(content)
+    target.write_bytes(content)
+    source.unlink(missing_ok=True)

@@ -1,0 +1,261 @@
+"""The lock of a run whose folder is in a bucket: a lease.
+
+    WORKDIR/lock    who trains here: {"owner", "host", "process", "seconds", "released"}
+
+A bucket has no locks that end with their process. So the owner writes the object again every third
+of `seconds`, each time on the condition that it is the owner's own last version. Another process
+takes the lock if the object has not changed for `seconds` by that process's own clock; clocks of
+two machines are never compared. An owner that was frozen or cut off finds, at its next write, a
+version that is not its own, and ends before it writes anything else.
+
+The same thread notices that the bucket does not answer: after `patience` seconds the process ends.
+Every process of a run has such a thread; only that of process 0 writes.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from qwen3next_jax.common import json_files
+from qwen3next_jax.common.errors import (
+    ExitCode,
+    UserError,
+    escape_control,
+    one_line,
+    require,
+    warn,
+)
+from qwen3next_jax.common.storage import ABSENT, BucketPath, Conflict
+
+_LONGEST = 30.0  # seconds
+_LARGEST = 1 << 16  # bytes of the object
+
+
+class Lease:
+    """The lock of a run's folder in a bucket. Use it as a context manager, whose end releases the
+    lock.
+    """
+
+    def __init__(self, workdir: BucketPath, patience: float, is_owner: bool = True):
+        """Makes a lock that is not held yet.
+
+        Args:
+          workdir: the run's folder.
+          patience: the seconds for which the bucket may be unreachable before the process ends.
+          is_owner: whether this is process 0, which holds the lock; the others only watch whether
+            the bucket answers.
+        """
+        self.seconds = min(_LONGEST, patience)
+        self._workdir, self._patience, self._is_owner = workdir, patience, is_owner
+        # An attempt of the thread ends before its next one is due.
+        self._path = (workdir / "lock").with_patience(self.seconds / 6)
+        self._record = {
+            "owner": uuid.uuid4().hex,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "seconds": self.seconds,
+        }
+        self._version = ABSENT
+        self._renewed = 0.0  # when this process last knew that it has the lock, time.monotonic()
+        self._lock = threading.Lock()  # of _version and _renewed
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._describe_unsaved: list[Callable[[], str]] = []
+
+    def __enter__(self):
+        if self._thread is None and not self._is_owner:  # the owner begins in `run_locked`
+            self._begin()
+        return self
+
+    def __exit__(self, *exception):
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._is_owner and self._version:
+            try:
+                self._write(released=True)
+            except OSError as error:
+                warn(f"{self._path}: not released ({error.strerror}); it ends by itself")
+
+    def run_locked(self, function: Callable[[], Any]) -> Any:
+        """Takes the lock and returns `function()`. If another process has the lock, waits until
+        that process renews the lock or its lease has ended.
+
+        Raises:
+          UserError: another process has the lock, or the folder cannot be written to.
+        """
+        self._acquire()
+        self._begin()
+        try:
+            return function()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def on_end(self, describe_unsaved: Callable[[], str]) -> None:
+        """Adds a function that returns a text about what has not been saved; "" if all is saved. It
+        is called when the process ends because of the bucket.
+        """
+        self._describe_unsaved.append(describe_unsaved)
+
+    def confirm(self, now: bool = False) -> None:
+        """Renews the lock, unless it was renewed less than half of its `seconds` ago, and ends this
+        process if another one has the lock. Does nothing unless `is_owner`. Call this method before
+        deleting an object, or replacing it without a condition on its version.
+
+        Args:
+          now: whether to renew the lock even if it was renewed less than half of its `seconds` ago.
+
+        Raises:
+          OSError: the bucket does not answer.
+        """
+        if self._is_owner and (now or time.monotonic() - self._renewed > self.seconds / 2):
+            self._beat()
+
+    def end_process(self, code: ExitCode, reason: str) -> None:
+        """Prints one line and ends the process at once, because threads may be waiting for the
+        bucket.
+        """
+        unsaved = "; ".join(filter(None, (describe() for describe in self._describe_unsaved)))
+        unsaved = f"; not saved: {unsaved}" if unsaved else ""
+        warn(f"{self._workdir}: {reason}{unsaved}", "error")
+        sys.stdout.flush()
+        os._exit(code)
+
+    # ---- the lock
+
+    def _acquire(self) -> None:
+        try:
+            before = self._read()
+            if before is not None:
+                self._wait_for_end(*before)
+            self._write(patience=self._patience)
+        except Conflict as error:
+            raise self._taken((self._read() or ("", {}))[1]) from error
+        except OSError as error:
+            raise UserError(
+                f"--workdir={self._workdir}: cannot be written to ({error.strerror}): give this "
+                "account the right to write objects there, or another folder",
+                getattr(error, "exit_code", ExitCode.USER_ERROR),
+            ) from error
+
+    def _wait_for_end(self, version: str, record: dict[str, Any]) -> None:
+        """Waits until the lease of another process has ended, and keeps the version of the lock,
+        which the next write has to replace.
+
+        Raises:
+          UserError: the other process renewed it.
+        """
+        self._version = version
+        if record.get("released"):
+            return
+        seconds = float(record["seconds"])
+        waiting = f"{self._workdir}: waiting up to {seconds:g} s for the lock of {_owner(record)}"
+        print(escape_control(waiting), flush=True)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(min(1.0, seconds / 10))
+            now = self._read()
+            if now is None or now[1].get("released"):
+                self._version = now[0] if now else ABSENT
+                return
+            if now[0] != version:
+                raise self._taken(now[1])
+
+    def _taken(self, record: dict[str, Any]) -> UserError:
+        """Returns the error that another process, which `record` describes, has the lock."""
+        return UserError(
+            f"{self._workdir}: another process is training in it ({_owner(record)}): wait for it, "
+            "end it, or give another --workdir"
+        )
+
+    def _read(self) -> tuple[str, dict[str, Any]] | None:
+        """Returns the version and the content of the lock; None if there is none."""
+        path = self._path.with_patience(self._patience)
+        entry = path.entry()
+        if entry is None:
+            return None
+        foreign = f"{path}: not the lock of a run: another program's object; give another --workdir"
+        require(entry.size <= _LARGEST, foreign)
+        try:
+            record = json_files.parse(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise UserError(foreign) from error
+        # Another value would let this process wait for ever.
+        seconds = record.get("seconds")
+        is_number = type(seconds) in (int, float) and 0 < seconds <= _LONGEST
+        require("owner" in record and is_number, foreign)
+        return entry.version, record
+
+    def _write(self, released: bool = False, patience: float | None = None) -> None:
+        """Writes the lock, on the condition that it has the version that this process knows.
+        `released`: whether the lock is given up. `patience`: seconds for which a refused write is
+        repeated; None: the patience of the lock's path.
+        """
+        path = self._path if patience is None else self._path.with_patience(patience)
+        # Two writes never have the same bytes, so a write whose answer was lost is recognized.
+        content = self._record | {"released": released, "renewal": uuid.uuid4().hex}
+        with self._lock:
+            begun = time.monotonic()
+            self._version = path.write(json.dumps(content).encode(), replaces=self._version)
+            self._renewed = begun
+
+    # ---- the thread
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._watch, name="lease", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        """Runs in a thread until the lock is released: renews the lock every third of `seconds`,
+        and ends the process if the bucket does not answer for the time of `patience`.
+        """
+        failing_since, reason = None, ""
+        while not self._done.wait(self.seconds / 3):
+            began = time.monotonic()
+            try:
+                self._beat()
+                failing_since = None
+            except OSError as error:
+                # Time during which the process was stopped does not count.
+                failing_since = failing_since or began
+                reason = error.strerror or str(error)
+                if time.monotonic() - failing_since > self._patience - self.seconds / 3:
+                    self.end_process(
+                        ExitCode.STORAGE,
+                        f"the bucket did not take what this run wrote for {self._patience:g} s "
+                        f"(checkpoint.patience; {reason}): the same command continues when it "
+                        "does",
+                    )
+
+    def _beat(self) -> None:
+        """Renews the lock, or, without one, asks for it."""
+        if not self._is_owner:
+            self._path.entry()
+            return
+        try:
+            self._write()
+        except Conflict:
+            now = self._read()
+            if now is not None and now[1].get("owner") == self._record["owner"]:
+                self._version = now[0]
+                return
+            other = now[1] if now else {}
+            self.end_process(
+                ExitCode.TAKEN_OVER,
+                f"{_owner(other)} has taken over this run, because this process did not renew its "
+                f"lock for {self.seconds:g} s: this one stops without writing anything else",
+            )
+
+
+def _owner(record: dict[str, Any]) -> str:
+    """Returns what a lock says of its owner, in one line."""
+    return one_line(f"process {record.get('process')} on {record.get('host')}")

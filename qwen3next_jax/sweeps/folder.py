@@ -1,0 +1,77 @@
+"""The folder of a sweep, on a disk or in a bucket: its lock, and the logs of its points.
+
+WORKDIR/lock                    held by the runner
+WORKDIR/points/NAME/log.txt     what the processes of a point print
+"""
+
+import contextlib
+import fcntl
+import pathlib
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.storage import BucketPath
+from qwen3next_jax.runs.store.lease import Lease
+
+
+class LocalFolder:
+    """The folder of a sweep on a file system."""
+
+    def __init__(self, workdir: pathlib.Path):
+        self._workdir = workdir
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[tuple[int, ...]]:
+        """Holds the lock of the folder, and yields the file descriptors of the lock. The processes
+        of the points inherit them, so the folder stays locked as long as any of them runs, even if
+        this process is killed.
+
+        Raises:
+          UserError: another runner holds the lock.
+        """
+        with (self._workdir / "lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"{self._workdir}: another runner, or a point it left, is at work there: wait "
+                    "for it or stop it"
+                ) from error
+            yield (lock.fileno(),)
+
+    def log_of(self, point: str) -> pathlib.Path:
+        """Returns the local file for the output of a point."""
+        return self._workdir / "points" / point / "log.txt"
+
+    def keep_log(self, point: str) -> None:
+        """Does nothing: the log of a point that has ended is where it belongs."""
+
+
+class BucketFolder:
+    """The folder of a sweep in a bucket. Its methods are those of `LocalFolder`."""
+
+    def __init__(self, workdir: BucketPath):
+        self._workdir = workdir
+        self._logs = tempfile.TemporaryDirectory()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[tuple[int, ...]]:
+        """Holds the lock of the folder, a lease, which nobody can inherit."""
+        with Lease(self._workdir, self._workdir.patience) as lease:
+            lease.run_locked(lambda: None)
+            yield ()
+
+    def log_of(self, point: str) -> pathlib.Path:
+        return pathlib.Path(self._logs.name) / point / "log.txt"
+
+    def keep_log(self, point: str) -> None:
+        """Uploads the log of a point that has ended."""
+        target = self._workdir / "points" / point / "log.txt"
+        target.upload(self.log_of(point))
+
+
+def open_folder(workdir: Any) -> LocalFolder | BucketFolder:
+    """Returns the folder of the sweep in `workdir`."""
+    return BucketFolder(workdir) if isinstance(workdir, BucketPath) else LocalFolder(workdir)

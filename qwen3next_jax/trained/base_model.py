@@ -1,0 +1,64 @@
+"""Finds the base model of a run: the Hugging Face directory with which the first of a line of runs
+began, each with the weights of the one before. run.json records it, so the folders of the parents
+need not be kept.
+"""
+
+import pathlib
+
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.common.storage import BucketPath, to_path
+from qwen3next_jax.runs.record import BaseModel, read_record, run_id
+
+
+def find_base_model(path: str | pathlib.Path) -> BaseModel | None:
+    """Finds the base model of the model in `path`, a run or a Hugging Face directory (itself).
+
+    Returns:
+      The base model, which may no longer exist; None if the weights were random at first.
+    """
+    folder = to_path(path)
+    if not (folder / "run.json").exists():
+        return BaseModel(str(folder), form="")
+    return read_record(folder).source
+
+
+def find_adapted_model(workdir: str | pathlib.Path) -> pathlib.Path | BucketPath | None:
+    """Finds the Hugging Face directory with the matrices that the adapters of a run (`model.lora`)
+    adapt: that with which the run began, or its parent if the parent has the same adapters.
+
+    Returns:
+      The directory, which may no longer exist; None if the run began with random weights, or with a
+      parent that had changed the matrices, or that is no longer there.
+
+    Raises:
+      UserError: the vocabulary grew when the run began, so no directory has its embedding.
+    """
+    folder = to_path(workdir)
+    record = read_record(folder)
+    tokens = record.read_config(folder).model.vocab_size
+    while parent := record.parent:
+        folder = to_path(parent.path)
+        if run_id(folder) != parent.run:
+            return None
+        record = read_record(folder)
+        theirs = record.read_config(folder).model
+        _require_same_vocabulary(folder, theirs.vocab_size, tokens)
+        if not theirs.lora.rank:
+            return None
+    if not record.source:
+        return None
+    path = to_path(record.source.path)
+    if (path / "config.json").exists():
+        from qwen3next_jax.interop.hf_config import read_hf_config
+
+        _require_same_vocabulary(path, read_hf_config(path).vocab_size, tokens)
+    return path
+
+
+def _require_same_vocabulary(base: pathlib.Path | BucketPath, theirs: int, ours: int) -> None:
+    require(
+        theirs == ours,
+        f"--adapter: the run has a vocabulary of {ours:,}, its base {base} one of {theirs:,}, so "
+        "PEFT would load the adapters beside an embedding without the new tokens: leave --adapter "
+        "out, which exports the merged weights",
+    )

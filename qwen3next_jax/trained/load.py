@@ -1,0 +1,203 @@
+"""Loads a model from the folder of a run or from a Hugging Face directory, on a mesh of one or
+several processes.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from qwen3next_jax.common.errors import UserError, require, similar_folder
+from qwen3next_jax.common.storage import to_path
+from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, to_dict
+from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
+from qwen3next_jax.interop.hf_config import read_hf_config
+from qwen3next_jax.interop.huggingface import load_hf
+from qwen3next_jax.interop.weights import stamp_hf
+from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model.layer_properties import split_sizes
+from qwen3next_jax.processes import distributed
+from qwen3next_jax.processes.launch import Launch
+from qwen3next_jax.runs.checkpoint import load_trained
+from qwen3next_jax.runs.record import RunRecord, read_config, read_record
+from qwen3next_jax.sharding.mesh import check_divides, compute_mesh, make_mesh
+from qwen3next_jax.sharding.rules import ROWS, num_shards
+
+
+class LoadedModel(NamedTuple):
+    """A model with its tokenizer.
+
+    Attributes:
+      model: the model with its parameters.
+      tokenizer: the model's tokenizer; None if a Hugging Face directory has none.
+      step: number of steps for which the model was trained; None for a Hugging Face directory.
+      mesh: the mesh over which the parameters are sharded; None for one device.
+      identity: text that identifies the weights: the digest of a checkpoint's manifest, with " ema"
+        after it if they are the average of the run, or the result of `interop.weights.stamp_hf`
+        for a Hugging Face directory.
+    """
+
+    model: Qwen3Next
+    tokenizer: Tokenizer | None
+    step: int | None
+    mesh: Mesh | None
+    identity: str
+
+
+def load_model(
+    path: str | pathlib.Path,
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
+    dtype: str | None = "float32",
+    devices: Sequence[Any] | None = None,
+    ema: bool = False,
+) -> LoadedModel:
+    """Loads a model. If there are several processes, all must call this function, and each reads
+    the shards of its own devices.
+
+    Args:
+      path: the folder of a run, or a Hugging Face directory.
+      step: for a run, the number of steps after which the checkpoint was saved; None for the newest
+        valid checkpoint.
+      mesh: sizes of the mesh's axes; None for the sizes of the run, or, for a Hugging Face
+        directory, for all devices along `data`.
+      dtype: dtype of the parameters of a Hugging Face directory, as for `load_hf`; None for the
+        dtype in its config.json. The parameters of a run are float32.
+      devices: the devices of the mesh; None: all that JAX finds.
+      ema: for a run, whether to load the moving average of its parameters (`train.ema`).
+
+    Raises:
+      UserError: `path` is neither a run nor a Hugging Face directory, its files are damaged, `ema`
+        is true but it has no average, or the mesh does not fit the devices or the model.
+    """
+    folder = to_path(path)
+    if (folder / "run.json").exists():
+        record = read_record(folder)
+        config = record.read_config(folder)
+        param_mesh = mesh_of_params(
+            f"{path}: the mesh of its run does not fit these devices",
+            config.model,
+            mesh,
+            config.parallel.mesh,
+            devices,
+        )
+        model, step, identity = load_trained(folder, step, param_mesh, record, ema=ema)
+        tokenizer = tokenizer_of_run(folder, record)
+        identity += " ema" * ema
+        return LoadedModel(model, tokenizer, step, param_mesh, identity)
+    if (folder / "config.json").exists():
+        if step is not None:
+            raise UserError(
+                f"{path}: a Hugging Face directory has no steps: leave out --step={step}"
+            )
+        require(
+            not ema,
+            f"{path}: a Hugging Face directory has one set of parameters and no average beside it: "
+            "leave out --ema",
+        )
+        tokenizer_file = folder / "tokenizer.json"
+        config = read_hf_config(folder)
+        param_mesh = mesh_of_params(str(path), config, mesh, MeshConfig(), devices)
+        # The stamp is made before the weights are read. If a file changes in between, the stamp
+        # does not match the new file.
+        identity = stamp_hf(folder)
+        model = load_hf(folder, dtype or config.dtype, param_mesh)
+        tokenizer = None
+        if tokenizer_file.exists():
+            tokenizer = load_tokenizer(str(tokenizer_file), model.config.vocab_size)
+        return LoadedModel(model, tokenizer, None, param_mesh, identity)
+    reason = "no such folder" if not folder.exists() else "it has neither run.json nor config.json"
+    raise UserError(
+        f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})"
+        f"{similar_folder(folder)}"
+    )
+
+
+def describe_parameters(ema: bool) -> str:
+    """Says which parameters of a run with `train.ema` were loaded."""
+    return "the average of its parameters (--ema)" if ema else "not the average (--noema)"
+
+
+def tokenizer_of_run(folder: pathlib.Path, record: RunRecord) -> Tokenizer:
+    """Loads the tokenizer of the run in `folder`. `record`: the content of its run.json.
+
+    Raises:
+      UserError: the tokenizer is not the one with which the run was trained.
+    """
+    config = record.read_config(folder)
+    copy, data = folder / "tokenizer", config.data
+    if copy.exists():
+        data = dataclasses.replace(data, tokenizer=str(copy))
+    tokenizer = source_of(data).tokenizer_of(data, config.model.vocab_size)
+    if tokenizer.fingerprint != record.tokenizer:
+        raise UserError(
+            f"{data.tokenizer}: not the tokenizer that {folder} was trained with (its fingerprint "
+            "differs from that in run.json): restore the original file"
+        )
+    return tokenizer
+
+
+@contextlib.contextmanager
+def join_processes(launch: Launch | None, path: str | pathlib.Path) -> Iterator[None]:
+    """Starts the distributed runtime for a command that loads the model at `path`. Within the
+    `with` block only process 0 prints.
+
+    Args:
+      launch: the place of this process among the processes; None: there is only one.
+      path: the folder of a run, or a Hugging Face directory.
+    """
+    folder = to_path(path)
+    if (folder / "run.json").exists():
+        config = read_config(folder)
+        parallel, settings = config.parallel, to_dict(config)
+    else:
+        parallel, settings = ParallelConfig(), {}
+    with distributed.distributed_run(launch, parallel, settings):
+        if distributed.is_process_0():
+            yield
+            return
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+        ):
+            yield
+
+
+def mesh_of_params(
+    where: str,
+    model: ModelConfig,
+    user_mesh: MeshConfig | None,
+    default: MeshConfig,
+    devices: Sequence[Any] | None,
+) -> Mesh | None:
+    """Returns the mesh over which the parameters are sharded; None for one device.
+
+    Args:
+      where: the first words of the error message about the default mesh.
+      user_mesh: the value of --mesh; None if it is not given.
+      default: the mesh without --mesh.
+      devices: the devices of the mesh; None: all that JAX finds.
+
+    Raises:
+      UserError: the mesh does not fit the devices or the model.
+    """
+    try:
+        mesh = make_mesh(ParallelConfig(mesh=user_mesh or default), devices)
+        # Callers pad rows and tokens to multiples of the axes' sizes, so the numbers given here are
+        # such multiples. Heads and widths are not padded, so their numbers are checked.
+        rows = num_shards(mesh, *ROWS)
+        check_divides(model, rows, 1024 * mesh.shape["context"], mesh, *split_sizes(model))
+    except UserError as error:
+        raise UserError(
+            f"--mesh: {error}"
+            if user_mesh
+            else f"{where} ({error}); choose another with --mesh, such as --mesh=data=-1 for all "
+            "devices"
+        ) from error
+    return compute_mesh(mesh)

@@ -1,0 +1,484 @@
+"""Merges checkpoints: computes a weighted mean of their parameters (`qwen3next merge`).
+
+Only one model is in memory as a whole. The parameters of the other checkpoints are read in groups
+of arrays, one checkpoint after another.
+
+The mean is computed as p_n + Σ_i w_i (p_i − p_n), where p_n are the parameters of the last
+checkpoint. So parameters that are equal in all checkpoints, such as frozen ones, keep their bits.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import pathlib
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from qwen3next_jax.common.errors import UserError, did_you_mean, require, require_path
+from qwen3next_jax.common.storage import BucketPath, is_bucket
+from qwen3next_jax.common.trees import leaves_by_path, map_leaves
+from qwen3next_jax.config import Config
+from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.data.tokens import same_tokens
+from qwen3next_jax.processes.distributed import broadcast_from_process_0
+from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.facts import (
+    newest_complete_step,
+    read_saved_step,
+    require_saved,
+    split_step,
+)
+from qwen3next_jax.runs.init_from import NOT_STRUCTURE, describe_scaling
+from qwen3next_jax.runs.record import MergedCheckpoint, RunRecord, read_record
+from qwen3next_jax.runs.store.local import LocalStore
+from qwen3next_jax.runs.store.store import not_writable
+from qwen3next_jax.runs.telemetry import MetricsFile
+from qwen3next_jax.runs.versions import check_versions
+from qwen3next_jax.trained.load import tokenizer_of_run
+from qwen3next_jax.training.parameter_groups import ParameterGroups, make_parameter_groups
+from qwen3next_jax.training.resolve import make_update_rules
+from qwen3next_jax.training.state import State, abstract_train_state, start_rules
+from qwen3next_jax.training.update_rules import UpdateRule
+
+# Arrays are read in groups of at most this many bytes; a larger array is read alone.
+GROUP_BYTES = 1 << 30
+
+# ---- Weights
+
+# Name of a decay d(x), which falls from d(0) = 1 to d(1) = 0 → its integral from 0 to x.
+_INTEGRALS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "linear": lambda x: x - x**2 / 2,  # d = 1 - x
+    "cosine": lambda x: x / 2 + np.sin(np.pi * x) / (2 * np.pi),  # d = (1 + cos πx) / 2
+    "1-sqrt": lambda x: x - 2 / 3 * x**1.5,  # d = 1 - √x
+}
+
+
+def merge_weights(text: str, steps: Sequence[int]) -> np.ndarray:
+    """Returns the weights of the checkpoints after `steps` steps, float64 [checkpoints], whose sum
+    is 1.
+
+    "uniform" gives all checkpoints the same weight. A list such as "1,2,1" gives their ratios. The
+    name of a decay gives the weights with which the checkpoints of a run of constant learning rate
+    stand in for a decay of the rate from the first checkpoint to the last (WSM, 2507.17634):
+
+    Let θ_0 … θ_n be the checkpoints and Δ_i = θ_i − θ_{i−1} the sum of the updates in interval i. A
+    rate that is d times as large scales an update by d. If the gradients stayed the same, a run
+    whose rate is d_i times as large in interval i would end at
+
+        θ_0 + Σ_i d_i Δ_i  =  Σ_i w_i θ_i   with   w_i = d_i − d_{i+1},  d_0 = 1,  d_{n+1} = 0,
+
+    by summation by parts. The weights sum to d_0 = 1, and none is negative if the rate never rises.
+    Here d_i is the mean over interval i of the decay d(x), where x runs from 0 at the first
+    checkpoint to 1 at the last, in proportion to the steps. For checkpoints at equal distances,
+    "linear" is the uniform mean, but with half the weight for the first and the last checkpoint.
+    The gradients do not stay the same: what the weights are worth has to be measured
+    (docs/adapting.md).
+
+    Args:
+      text: "uniform", a name of a decay, or numbers separated by commas.
+      steps: the step of each checkpoint.
+
+    Raises:
+      UserError: `text` is none of these, has another number of weights than there are checkpoints,
+        or its weights sum to 0; or a decay is named and `steps` do not ascend.
+    """
+    flag, count = f"--weights={text}", len(steps)
+    if text == "uniform":
+        return np.full(count, 1 / count)
+    if text not in _INTEGRALS:
+        return _listed_weights(flag, text, count)
+    require(
+        all(before < after for before, after in zip(steps, steps[1:])),
+        f"{flag}: the steps {', '.join(map(str, steps))} do not ascend: name the checkpoints in "
+        "the order of training, each once",
+    )
+    if count == 1:
+        return np.ones(1)
+    x = (np.asarray(steps, float) - steps[0]) / (steps[-1] - steps[0])
+    decays = np.diff(_INTEGRALS[text](x)) / np.diff(x)
+    return -np.diff(decays, prepend=1.0, append=0.0)
+
+
+def _listed_weights(flag: str, text: str, count: int) -> np.ndarray:
+    """Returns the weights in `text`, divided by their sum."""
+    names = ("uniform", *_INTEGRALS)
+    try:
+        listed = np.array([float(part) for part in text.split(",")])
+    except ValueError as error:
+        raise UserError(
+            f"{flag}: expected {', '.join(names)}, or numbers separated by commas"
+            f"{did_you_mean(text, names)}"
+        ) from error
+    require(np.isfinite(listed).all(), f"{flag}: expected finite numbers")
+    require(
+        len(listed) == count,
+        f"{flag}: it has {len(listed)} weights for {count} checkpoints: expected one for each",
+    )
+    require(
+        abs(listed.sum()) > 1e-6 * np.abs(listed).sum(),
+        f"{flag}: the weights sum to {listed.sum():g}, so there is no mean: expected another sum "
+        "than 0",
+    )
+    return listed / listed.sum()
+
+
+# ---- Checkpoints
+
+
+class MergeSource(NamedTuple):
+    """A checkpoint to merge.
+
+    Attributes:
+      name: the user's name for it, RUN or RUN@STEP.
+      folder: the folder of its run.
+      step: the number of steps after which it was saved.
+      record: the content of run.json.
+      config: the configuration of the run.
+      digest: the first digits of the digest of its manifest.
+    """
+
+    name: str
+    folder: pathlib.Path | BucketPath
+    step: int
+    record: RunRecord
+    config: Config
+    digest: str
+
+    def merged_with(self, weight: float) -> MergedCheckpoint:
+        """Returns the checkpoint as run.json records it."""
+        path = str(self.folder.absolute())
+        return MergedCheckpoint(path, self.step, self.digest, self.record.id, weight)
+
+
+def find_sources(names: Sequence[str]) -> list[MergeSource]:
+    """Finds the checkpoints to merge, and checks that they can be merged. Reads no array.
+
+    Args:
+      names: for each checkpoint RUN@STEP, or RUN for the newest checkpoint of the run.
+
+    Raises:
+      UserError: there is no such checkpoint, or it is damaged; a model has adapters; or the models,
+        tokenizers or frozen parameters of two runs differ.
+    """
+    sources = [_find_source(name) for name in names]
+    last = sources[-1]
+    for source in sources:
+        model, of_last = source.config.model, last.config.model
+        require(
+            not model.lora.rank,
+            f"{source.name}: its model has adapters (model.lora), and the mean of two matrices A "
+            "times the mean of two matrices B is not the mean of their products: expected runs "
+            "without adapters",
+        )
+        for name in weights_differ(model, of_last):
+            theirs, ours = (
+                c.mixers if name == "layer_types" else getattr(c, name) for c in (model, of_last)
+            )
+            require(
+                name in NOT_STRUCTURE - {"mtp_depth"},
+                f"{source.name}: its model.{name} is {theirs}, that of {last.name} is {ours}: "
+                "expected checkpoints of the same model",
+            )
+        require(
+            same_tokens(source.record.tokenizer, last.record.tokenizer),
+            f"{source.name}: it was trained with another tokenizer than {last.name} (fingerprint "
+            f"{source.record['tokenizer'][:12]}, there {last.record['tokenizer'][:12]}), so its "
+            "ids have another meaning: expected runs with the same tokenizer",
+        )
+        scaling, of_last = (describe_scaling(one.config.optimizer) for one in (source, last))
+        require(
+            scaling == of_last,
+            f"{source.name}: its optimizer.scaling is {scaling}, that of {last.name} is {of_last}, "
+            "so its parameters have other sizes: expected runs with the same scaling",
+        )
+        freeze, of_last = source.config.train.freeze, last.config.train.freeze
+        require(
+            freeze == of_last,
+            f"{source.name}: its train.freeze is {freeze}, that of {last.name} is {of_last}: "
+            "expected runs that froze the same parameters",
+        )
+    return sources
+
+
+def _find_source(name: str) -> MergeSource:
+    require_path(name, name)
+    folder, step = split_step(name)
+    require((folder / "run.json").exists(), f"{name}: expected RUN or RUN@STEP; no run there")
+    record = read_record(folder)
+    config = record.read_config(folder)
+    if step is None:
+        step, _ = newest_complete_step(folder, record.id)
+        require(step is not None, f"{name}: the run has no valid checkpoint")
+    saved = read_saved_step(folder, step, record.id)
+    require_saved(name, saved)
+    check_versions(folder, record.versions, record.code, config.model)
+    return MergeSource(name, folder, step, record, config, saved.digest)
+
+
+# ---- Mean
+
+
+def merged_state(
+    sources: Sequence[MergeSource],
+    weights: Sequence[float],
+    mesh: Mesh,
+    whole: bool = True,
+    group_bytes: int = GROUP_BYTES,
+) -> State:
+    """Reads the train state of the last checkpoint, with merged parameters.
+
+    Args:
+      sources: the checkpoints to merge, from `find_sources`.
+      weights: the weight of each; their sum is 1.
+      mesh: the devices over which the state is sharded.
+      whole: whether to read all entries of the train state; otherwise only "params" and "step".
+      group_bytes: arrays of the checkpoints before the last are read in groups of this size.
+
+    Returns:
+      The state: parameters with the weights of `weights`, at which the entries of update rules,
+      such as the average of the parameters, begin anew; all other entries are those of the last
+      checkpoint.
+
+    Raises:
+      UserError: a checkpoint is damaged, or was replaced since it was found.
+    """
+    last = sources[-1]
+    groups = _parameter_groups(last.config)
+    rules = make_update_rules(last.config, groups)
+    abstract = _abstract_state(last.config, groups, (), mesh)
+    if not whole:
+        abstract = {name: abstract[name] for name in ("params", "step")}
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(Checkpoints(source.folder)) for source in sources]
+
+        def read(number: int, wanted: State, partial: bool) -> State:
+            source = sources[number]
+            return readers[number].restore(source.step, wanted, partial, source.digest)
+
+        state = read(-1, abstract, partial=True)
+        # Nothing else may refer to an array that is replaced, or two models would be in memory.
+        merged = leaves_by_path(state.pop("params"))
+        for paths in _groups(abstract["params"], group_bytes) if len(sources) > 1 else ():
+            wanted = {"params": _only(abstract["params"], paths)}
+            base = {path: merged[path] for path in paths}
+            total = None
+            for number, weight in enumerate(weights[:-1]):
+                theirs = leaves_by_path(read(number, wanted, partial=True)["params"])
+                total = _add_difference(total, weight, theirs, base)
+            merged |= _add(base, total)
+    state["params"] = map_leaves(lambda path, _: merged[path], abstract["params"])
+    if not whole:
+        return state
+    with_entries = _abstract_state(last.config, groups, rules, mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, with_entries)
+    return state | start_rules(rules, state["params"], shardings)
+
+
+def _groups(params: dict, group_bytes: int) -> Iterator[list[str]]:
+    """Yields lists of paths of arrays that have at most `group_bytes` together; a larger array is
+    alone.
+    """
+    group, used = [], 0
+    for path, leaf in leaves_by_path(params).items():
+        size = leaf.size * leaf.dtype.itemsize
+        if group and used + size > group_bytes:
+            yield group
+            group, used = [], 0
+        group.append(path)
+        used += size
+    yield group
+
+
+def _only(params: dict, paths: Sequence[str]) -> dict:
+    return map_leaves(lambda path, leaf: leaf if path in paths else None, params)
+
+
+@jax.jit
+def _add_difference(
+    total: dict | None, weight: jax.Array, theirs: dict, base: dict
+) -> dict[str, jax.Array]:
+    """Returns total + weight · (theirs − base); None stands for a total of 0."""
+    difference = jax.tree.map(lambda a, b: weight.astype(a.dtype) * (a - b), theirs, base)
+    return difference if total is None else jax.tree.map(jnp.add, total, difference)
+
+
+@jax.jit
+def _add(base: dict, total: dict) -> dict[str, jax.Array]:
+    # x + 0 is not x for x = -0
+    return jax.tree.map(lambda b, t: jnp.where(t == 0, b, b + t), base, total)
+
+
+def _parameter_groups(config: Config) -> ParameterGroups:
+    return make_parameter_groups(config.model, config.train.freeze, config.optimizer)
+
+
+def _abstract_state(
+    config: Config, groups: ParameterGroups, rules: Sequence[UpdateRule], mesh: Mesh
+) -> State:
+    return abstract_train_state(
+        config.model,
+        config.optimizer,
+        groups,
+        rules,
+        config.guards,
+        mesh,
+        config.parallel.slice_state,
+    )
+
+
+# ---- Run
+
+
+def require_new_run(out: pathlib.Path | BucketPath) -> None:
+    """Raises UserError unless a merged run can be written to the new folder `out`."""
+    require(
+        not is_bucket(out),
+        f"--out={out}: a merged run is written to a file system: give a folder there, and copy it",
+    )
+    LocalStore(out).check(f"--out={out}")
+    require(
+        not os.path.lexists(out),
+        f"--out={out}: already there: expected a new folder; choose another, or remove it first",
+    )
+
+
+def write_merged_run(
+    sources: Sequence[MergeSource], weights: Sequence[float], mesh: Mesh, out: pathlib.Path
+) -> None:
+    """Writes a run that goes on from the last checkpoint, with merged parameters. The folder `out`
+    appears whole or not at all. If there are several processes, all must call this function.
+
+    The run has the configuration, optimizer state, step and data of the last checkpoint. Its
+    run.json has the entry "merged", a list with a record of each checkpoint and its weight.
+
+    Args:
+      sources, weights, mesh: as for `merged_state`.
+      out: the new folder.
+
+    Raises:
+      UserError: a checkpoint is damaged, or `out` exists or cannot be written.
+    """
+    last = sources[-1]
+    state = merged_state(sources, weights, mesh)
+    merged = tuple(
+        source.merged_with(float(weight)) for source, weight in zip(sources, weights, strict=True)
+    )
+    base = last.record.source
+    record = dataclasses.replace(
+        last.record,
+        source=base and dataclasses.replace(base, files=""),
+        parent=None,
+        merged=merged,
+        id=uuid.uuid4().hex,
+        changes=(),
+    )
+    tokenizer = tokenizer_of_run(last.folder, last.record)
+    partial = _PartialRun(out)
+    store = LocalStore(partial.folder)
+
+    def begin() -> None:
+        partial.begin()
+        store.write_run_and_tokenizer(record, tokenizer, new=True)
+        with MetricsFile(store.open_events(), last.step) as metrics:
+            metrics.write("merged", last.step, merged=[dataclasses.asdict(one) for one in merged])
+
+    broadcast_from_process_0(begin)
+    frozen_paths = _parameter_groups(last.config).frozen_paths
+    with store.open_checkpoints(last.config.checkpoint, frozen_paths=frozen_paths) as checkpoints:
+        checkpoints.begin(last.step)
+        checkpoints.set_run()
+        checkpoints.save(last.step, state)
+        checkpoints.wait()
+        events = checkpoints.events()
+    for name, _, values in events:
+        reason = values.get("reason")
+        require(name != "save_failed", f"--out={out}: not written ({reason}): make room")
+
+    broadcast_from_process_0(partial.finish)
+
+
+class _PartialRun:
+    """The folder `.NAME.partial` beside `--out=NAME`, in which process 0 writes a merged run. One
+    process at a time writes there. What a killed one left is removed; a folder without the file
+    `_MARK`, with the content of ours, is not ours, and stays.
+    """
+
+    _MARK = "merging"
+    # What a merge writes; a folder with anything else is not touched. run.tmp is run.json before it
+    # is whole.
+    _OWN = frozenset(
+        ("merging", "run.json", "run.tmp", "metrics.jsonl", "tokenizer", "checkpoints", "frozen")
+    )
+    _CONTENT = "qwen3next merge writes a run here, and removes what a killed merge left here\n"
+
+    def __init__(self, out: pathlib.Path):
+        self._out = out
+        self.folder = out.absolute().parent / f".{out.name}.partial"
+
+    def begin(self) -> None:
+        """Makes the folder, with nothing in it but the mark, which is locked.
+
+        Raises:
+          UserError: `out` exists, or the folder is not ours, is in use, or cannot be written to.
+        """
+        require_new_run(self._out)
+        mark = self.folder / self._MARK
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            require(
+                self._is_ours(mark) or not any(self.folder.iterdir()),
+                f"--out={self._out}: it is written in {self.folder}, which holds other files: "
+                "rename or remove that folder, or give another --out",
+            )
+            self._lock = mark.open("a")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"--out={self._out}: another merge is writing there: wait for it, or give "
+                    "another folder"
+                ) from error
+            except OSError:
+                pass  # a file system without locks
+            require_new_run(self._out)  # another merge may have ended meanwhile
+            mark.write_text(self._CONTENT)
+            for path in self.folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path != mark:
+                    path.unlink()
+        except OSError as error:
+            raise not_writable(self._out, error, "--out") from error
+
+    def _is_ours(self, mark: pathlib.Path) -> bool:
+        """Whether a merge made the folder. It may have been killed before it wrote the content, and
+        then wrote nothing else.
+        """
+        if not mark.is_file() or mark.is_symlink():
+            return False
+        content, names = mark.read_bytes(), {path.name for path in self.folder.iterdir()}
+        if not content:
+            return names == {self._MARK}
+        return content == self._CONTENT.encode() and names <= self._OWN
+
+    def finish(self) -> None:
+        """Gives the folder its name.
+
+        Raises:
+          UserError: `out` exists, or cannot be written.
+        """
+        require_new_run(self._out)
+        try:
+            self.folder.rename(self._out)
+            (self._out / self._MARK).unlink()
+            self._lock.close()
+        except OSError as error:
+            raise not_writable(self._out, error, "--out") from error

@@ -1,0 +1,164 @@
+"""Lazy AdamW for tables of which a batch uses only some rows (`optimizer.ngram_table`).
+
+AdamW's update of such a table reads and writes every row in every step, although the gradient of
+most rows is 0. Lazy AdamW changes only the rows that the batch uses: their parameters, the means of
+their gradients and of their squares, and the number of their updates, which corrects the means for
+their start at 0. A row that a batch does not use keeps its parameters and its means; AdamW would
+move it further along its mean gradient, and decay it. The gradient is never an array of the table's
+shape: the rows are looked up before the loss is differentiated, and are an input of the loss.
+
+The gradients of all rows of a table are clipped by their own norm. Each use of a row counts
+separately in this norm.
+
+Letters: B batch, T time, H rows of a token, V rows of a table, W their width.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.config import ModelConfig, OptimizerConfig
+from qwen3next_jax.model import declared
+from qwen3next_jax.model.layers import document_positions
+from qwen3next_jax.sharding import row_tables
+
+
+class TableGradient(NamedTuple):
+    """The gradient of a table.
+
+    Attributes:
+      ids: int32 [B, T, H], the rows that each token uses.
+      values: float32 [B, T, H · W], the gradient of each use of a row.
+    """
+
+    ids: jax.Array
+    values: jax.Array
+
+
+def lazy_tables(model: ModelConfig) -> dict[tuple[str | int, ...], int]:
+    """Returns path of a table in the parameters → number of its embedding, for all tables of the
+    model's n-gram embeddings.
+    """
+    stacks = {layers[0]: j for j, layers in enumerate(model.stacks)}
+    layers = sorted(i - 1 for i in model.ple.layer_ids)
+    return {
+        ("layers", stacks[layer], "embedding", "table"): number
+        for number, layer in enumerate(layers)
+    }
+
+
+def look_up(
+    model: ModelConfig, tables: Mapping, params: dict, batch: dict[str, jax.Array], mesh
+) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
+    """Looks up the rows that the tokens of a batch use.
+
+    Returns:
+      (ids, rows): number of an embedding → int32 [B, T, H], and → [B, T, H · W] in the model's
+      dtype.
+    """
+    positions = document_positions(batch["segment_ids"])
+    ids, rows = {}, {}
+    for path, number in tables.items():
+        ids[number] = model.ple.module().ids(model, number, batch["tokens"], positions)
+        table, of_table = get(params, path)[0], _declared(model, path)
+        rows[number] = row_tables.look_up(table, ids[number], of_table, mesh, dtype=model.dtype)
+    return ids, rows
+
+
+def init(tables: Mapping, params: dict) -> dict:
+    """Returns the state of lazy AdamW: "mu" and "nu", the means of the gradients and of their
+    squares, shaped like the tables; and "count" [1, V, 1], the number of updates of each row. Each
+    is a nested dict like the parameters.
+    """
+    state = {"mu": {}, "nu": {}, "count": {}}
+    for path in tables:
+        table = get(params, path)
+        for name in ("mu", "nu"):
+            state[name] = put(state[name], path, jnp.zeros_like(table))
+        count = jnp.zeros((*table.shape[:-1], 1), jnp.int32)
+        state["count"] = put(state["count"], path, count)
+    return state
+
+
+def norm(gradients: Mapping[int, TableGradient]) -> jax.Array:
+    """Returns the L2 norm [] of the gradients of all uses of rows, over all tables together."""
+    squares = (jnp.sum(jnp.square(g.values)) for g in gradients.values())
+    return jnp.sqrt(sum(squares, jnp.zeros(())))
+
+
+def update(
+    model: ModelConfig,
+    config: OptimizerConfig,
+    tables: Mapping,
+    params: dict,
+    state: dict,
+    gradients: Mapping[int, TableGradient],
+    learning_rate: jax.Array,
+    skip: jax.Array,
+    mesh,
+) -> tuple[dict, dict]:
+    """Returns the tables, and the state of lazy AdamW, after an update.
+
+    Args:
+      tables: the result of `lazy_tables`.
+      params: nested dict with the tables.
+      state: the state, as `init` returned it.
+      gradients: number of an embedding → the gradient of its table.
+      skip: bool, whether to change nothing.
+    """
+    for path, number in tables.items():
+        gradient, of_table = gradients[number], _declared(model, path)
+        scale = jnp.ones(())
+        if config.clip_norm:
+            scale = jnp.minimum(scale, config.clip_norm / (norm({number: gradient}) + 1e-30))
+        decay = config.weight_decay if of_table.decays(config.decay_norm_weights) else 0.0
+
+        def write(arrays, row_P, d_PW, scale, learning_rate, skip):
+            w_PW, mu_PW, nu_PW, count_P1 = old = tuple(
+                x_VW.at[row_P].get(mode="fill", fill_value=0) for x_VW in arrays
+            )
+            d_PW = d_PW * scale
+            count_P1 = count_P1 + 1
+            mu_PW = config.beta1 * mu_PW + (1 - config.beta1) * d_PW
+            nu_PW = config.beta2 * nu_PW + (1 - config.beta2) * jnp.square(d_PW)
+            mean_PW = mu_PW / (1 - config.beta1**count_P1)
+            square_PW = nu_PW / (1 - config.beta2**count_P1)
+            direction_PW = mean_PW / (jnp.sqrt(square_PW) + config.eps)
+            w_PW = w_PW - learning_rate * (direction_PW + decay * w_PW)
+            return tuple(
+                x_VW.at[row_P].set(jnp.where(skip, before, after), mode="drop")
+                for x_VW, before, after in zip(arrays, old, (w_PW, mu_PW, nu_PW, count_P1))
+            )
+
+        trees = (params, state["mu"], state["nu"], state["count"])
+        arrays = row_tables.update(
+            tuple(get(tree, path)[0] for tree in trees),
+            gradient.ids,
+            gradient.values,
+            of_table,
+            mesh,
+            write,
+            (scale, learning_rate, skip),
+        )
+        params, *moments = (put(tree, path, x[None]) for tree, x in zip(trees, arrays))
+        state = dict(zip(("mu", "nu", "count"), moments))
+    return params, state
+
+
+def get(tree: dict, path: tuple[str | int, ...]) -> jax.Array:
+    """Returns the leaf of a nested dict at this path."""
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def put(tree: dict, path: tuple[str | int, ...], leaf: jax.Array) -> dict:
+    """Returns a copy of a nested dict with `leaf` at this path."""
+    name, *rest = path
+    return tree | {name: put(tree.get(name, {}), tuple(rest), leaf) if rest else leaf}
+
+
+def _declared(model: ModelConfig, path: tuple[str | int, ...]):
+    return declared(model)["/".join(map(str, path))]

@@ -1,0 +1,80 @@
+"""The decision about a start: from facts alone, and once."""
+
+import dataclasses
+import pathlib
+from types import SimpleNamespace
+
+import pytest
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import Config, DataConfig, ModelConfig, TrainConfig
+from qwen3next_jax.runs import begin
+from qwen3next_jax.runs.facts import Facts, read_facts
+from qwen3next_jax.runs.folder import RunFolder
+from qwen3next_jax.runs.record import (
+    BaseModel,
+    Change,
+    MergedCheckpoint,
+    Parent,
+    read_record,
+    settings_as_json,
+)
+from qwen3next_jax.runs.start import decide
+from qwen3next_jax.runs.store import open_store
+from qwen3next_jax.training.stages import DataCursor
+from tests.records import record
+
+CONFIG = Config(
+    model=ModelConfig(hidden_size=16, num_hidden_layers=1, full_attention_interval=0),
+    data=DataConfig(tokenizer="bytes"),
+)
+ROWS = SimpleNamespace(fingerprint="data", tokenizer=SimpleNamespace(fingerprint="tokens"))
+OTHER = dataclasses.replace(CONFIG, train=TrainConfig(seed=1))
+
+
+def trained_record(config):
+    cursors = (DataCursor("data", config.train.batch_size),)
+    return record(config=settings_as_json(config), data=cursors)
+
+
+def test_a_start_is_refused_without_a_file():
+    """Nothing of the run in these facts is on a disk."""
+    nowhere = pathlib.Path("/nowhere")
+    trained = RunFolder(nowhere, trained_record(OTHER), saved_steps=(2,), has_trained=True)
+    facts = Facts(trained, False, True, (), CONFIG.data, None, None)
+    with pytest.raises(UserError, match=r"/nowhere .*train\.seed = 1, not 0"):
+        decide(CONFIG, facts)
+    begins = dataclasses.replace(facts, folder=RunFolder(nowhere))
+    assert decide(CONFIG, begins).changes == ()
+
+
+def test_an_unchanged_folder_is_decided_once(tmp_path, monkeypatch):
+    start = decide(CONFIG, read_facts(CONFIG, tmp_path))
+    monkeypatch.setattr(begin, "decide", None)
+    with open_store(tmp_path) as store:
+        assert begin.lock_folder(start, [ROWS], store) == start
+
+
+def test_a_folder_that_changed_is_decided_again(tmp_path):
+    """Another process has trained in it while the data were prepared."""
+    start = decide(CONFIG, read_facts(CONFIG, tmp_path))
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    open_store(tmp_path).write_run(trained_record(OTHER))
+    with pytest.raises(UserError, match=r"train\.seed"), open_store(tmp_path) as store:
+        begin.lock_folder(start, [ROWS], store)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    parent = Parent("/parent", 3, "0" * 20, "other")
+    whole = record(
+        config=settings_as_json(CONFIG),
+        data=(None, DataCursor("data", 8, 2, 16, {"a": 3}, {"a": 0.5})),
+        source=BaseModel("/hf", "qwen3_next", "files"),
+        parent=parent,
+        merged=(MergedCheckpoint(**dataclasses.asdict(parent), weight=0.5),),
+        changes=(Change("code", "a", "b"),),
+        operators=({"operator": "attention"},),
+    )
+    for one in (record(), whole):
+        open_store(tmp_path).write_run(one)
+        assert read_record(tmp_path) == one
