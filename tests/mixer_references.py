@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from models import drawn
 
 from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
+from tests.models import drawn
 
 
 def gated_deltanet(c, p, x):

@@ -82,7 +82,7 @@ def test_a_wrong_command_is_found(block, mistake):
     assert len(found) == 1 and mistake in found[0], found
 
 
-def test_the_page_of_metrics_has_every_field_that_a_run_wrote():
+def test_the_page_of_metrics_has_every_field():
     """By the recorded run in docs/pictures/tiny."""
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     named = set(re.findall(r"`([\w/]+)`", page))

@@ -16,7 +16,6 @@ from flax.nnx import Rngs
 from page import README, example, line
 
 from qwen3next_jax import Qwen3Next, load_hf, save_hf
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
     Config,
     DataConfig,
@@ -37,6 +36,8 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.trained.load import load_model
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from tests.in_process import train
+from tests.models import HYBRID
+from tests.refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def the_page_s_lines(tmp_path, monkeypatch):
     monkeypatch.setitem(DATA_SOURCES, *line("DATA_SOURCES"))
 
 
-def test_a_new_optimizer_gets_schedule_and_weight_decay_from_the_common_part():
+def test_a_new_optimizer_gets_schedule_and_decay():
     rate, decay = 0.01, 0.1
     config = Config(
         model=ModelConfig(num_hidden_layers=4, num_experts=0, hidden_size=64),
@@ -71,61 +72,43 @@ def test_a_new_optimizer_gets_schedule_and_weight_decay_from_the_common_part():
     )
 
 
-def test_a_new_source_is_read_by_index_and_its_mistakes_are_one_line():
-    data = open_data(DataConfig(source="counting"), 16, 4, 32)
-    batch = next(data.batches(7))
+@pytest.fixture
+def counting():
+    return open_data(DataConfig(source="counting"), 16, 4, 32)
+
+
+def test_a_new_source_is_read_by_index(counting):
+    batch = next(counting.batches(7))
     tokens = batch["tokens"]
-    assert (
-        tokens.shape == (4, 16)
-        and np.ptp((np.diff(tokens, axis=1) % 32), axis=1).max() == 0
-        and batch["target_mask"][:, 2:].all()
-    )
-    np.testing.assert_array_equal(tokens[2], data.row(7 * 4 + 2)["tokens"])
-    heldout = next(data.heldout(3))
-    assert (
-        heldout["segment_ids"].sum(axis=1).tolist() == [16, 16, 16, 0]
-        and (heldout["tokens"] != tokens).any()
-    )
-    assert (
-        data.document_names(3)[0] == ["counting:12"]
-        and data.describe()["bits_per_nat"] is None
-        and not data.tokenizer.reads_text
-    )
-    assert data.fingerprint != open_data(DataConfig(source="copy"), 16, 4, 32).fingerprint
-    with pytest.raises(
-        UserError,
-        match=r"data.source = 'countin': expected one of .* \(did you mean 'counting'\?\)",
-    ):
+    assert tokens.shape == (4, 16)
+    assert np.ptp(np.diff(tokens, axis=1) % 32, axis=1).max() == 0  # each row counts
+    assert batch["target_mask"][:, 2:].all()
+    np.testing.assert_array_equal(tokens[2], counting.row(7 * 4 + 2)["tokens"])
+
+
+def test_a_new_source_has_held_out_rows(counting):
+    heldout, batch = next(counting.heldout(3)), next(counting.batches(7))
+    assert heldout["segment_ids"].sum(axis=1).tolist() == [16, 16, 16, 0]
+    assert (heldout["tokens"] != batch["tokens"]).any()
+
+
+def test_a_new_source_says_what_it_is(counting):
+    assert counting.document_names(3)[0] == ["counting:12"]
+    assert counting.describe()["bits_per_nat"] is None
+    assert not counting.tokenizer.reads_text
+    assert counting.fingerprint != open_data(DataConfig(source="copy"), 16, 4, 32).fingerprint
+
+
+def test_mistakes_with_new_parts_are_refused():
+    with refused("data.source = 'countin'", "'counting'"):
         DataConfig(source="countin")
-    with pytest.raises(
-        UserError, match=r"optimizer.name = 'lino': expected one of .* \(did you mean 'lion'\?\)"
-    ):
+    with refused("optimizer.name = 'lino'", "'lion'"):
         OptimizerConfig(name="lino")
-    with pytest.raises(
-        UserError, match="optimizer.muon is set, but optimizer.name = 'lion' does not read it"
-    ):
+    with refused("optimizer.muon", "optimizer.name = 'lion'"):
         dataclasses.replace(OptimizerConfig(name="lion"), muon=MuonConfig(momentum=0.9))
 
 
-SMALL = ModelConfig(
-    vocab_size=32,
-    hidden_size=32,
-    num_hidden_layers=2,
-    full_attention_interval=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-    num_experts=0,
-    intermediate_size=32,
-    max_position_embeddings=512,
-    mtp_depth=0,
-    dtype="float32",
-    initializer_range=0.2,
-)
+SMALL = dataclasses.replace(HYBRID, num_experts=0, max_position_embeddings=512)
 
 
 def test_a_new_mixer_with_one_setting(tmp_path):
@@ -144,19 +127,19 @@ def test_a_new_mixer_with_one_setting(tmp_path):
     of_readme = layer("my_window:Windowed")
     of_readme.window = 5
     segments = jnp.asarray([[1] * 9 + [2] * 7])
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, 32)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, SMALL.hidden_size)), jnp.float32)
     context = Context(document_positions(segments), segments)
     run = nnx.jit(lambda layer: layer(x, context)[0])
     for mixer in (own, of_readme):
         np.testing.assert_allclose(run(mixer), run(known), rtol=0, atol=1e-5)
     for length in (3, 16):
         assert own.forward_flops(own.config, length) == known.forward_flops(known.config, length)
-    for settings, message in [
-        ({"window": 0}, "model.mixer.window = 0: expected at least 1"),
-        ({"window": "5"}, "model.mixer.window = '5' is of type str: expected int"),
-        ({"windw": 5}, "model.mixer.windw = 5: no mixer has such a setting"),
+    for settings, named in [
+        ({"window": 0}, "model.mixer.window = 0"),
+        ({"window": "5"}, "model.mixer.window = '5'"),
+        ({"windw": 5}, "model.mixer.windw = 5"),
     ]:
-        with pytest.raises(UserError, match=message):
+        with refused(named):
             dataclasses.replace(
                 SMALL, linear_mixer="my_windowed:Windowed", mixer=MixerConfig(**settings)
             )
@@ -171,7 +154,7 @@ def test_a_new_mixer_is_stored_by_its_entries(tmp_path, monkeypatch):
         dataclasses.replace(SMALL, linear_mixer="my_stored_mixer:StoredRetention"), rngs=Rngs(0)
     )
     save_hf(model, tmp_path / "out")
-    with pytest.raises(UserError, match="--trust=my_stored_mixer"):
+    with refused("--trust=my_stored_mixer"):
         load_hf(tmp_path / "out")
     registry.trust("my_stored_mixer")
     again = load_hf(tmp_path / "out")
@@ -179,7 +162,7 @@ def test_a_new_mixer_is_stored_by_its_entries(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_of_the_user_s_own_parts_by_import_strings(tmp_path, monkeypatch, capsys):
+def test_a_run_of_the_user_s_own_parts(tmp_path, monkeypatch, capsys):
     """A mixer, a hook, an optimizer, an evaluation and a data source that no table has train
     together. Who only has the folder of the run has to say that he trusts their code.
     """
@@ -210,10 +193,10 @@ def test_a_run_of_the_user_s_own_parts_by_import_strings(tmp_path, monkeypatch, 
     assert re.search(r"^10 \d+\.\d+$", capsys.readouterr().out, re.MULTILINE)
     assert len(losses) == 2 and np.isfinite(losses).all() and "accuracy/8 tokens" in str(suites)
 
-    with pytest.raises(UserError, match=r"model\.linear_mixer = 'my_mixer:Retention' .*--trust"):
+    with refused("model.linear_mixer = 'my_mixer:Retention'", "--trust"):
         load_model(workdir)
     for package in ("my_mixer", "my_optimizer", "my_source", "my_evaluation"):
         registry.trust(package)
     assert load_model(workdir).step == 10
-    with pytest.raises(UserError, match=r"'no_package:Mixer' cannot be imported \(ModuleNotFound"):
+    with refused("no_package:Mixer"):
         Qwen3Next(dataclasses.replace(config.model, linear_mixer="no_package:Mixer"), rngs=Rngs(0))

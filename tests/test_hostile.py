@@ -150,9 +150,7 @@ def plain(config) -> dict:
 
 
 @fuzzed(120, place=st.sampled_from(PLACES), value=VALUES)
-def test_a_config_with_any_value_is_refused_or_means_what_its_export_says(
-    checkpoints, place, value
-):
+def test_any_config_is_refused_or_exported_right(checkpoints, place, value):
     family, path = place
     folder, fields = checkpoints / family, replaced(CONFIGS[family], path, value)
     (folder / "config.json").write_text(json.dumps(fields))
@@ -180,9 +178,7 @@ def test_a_config_with_any_value_is_refused_or_means_what_its_export_says(
     value=VALUES,
     shape=st.integers(0, 5),
 )
-def test_other_files_of_a_checkpoint_are_refused_or_change_no_meaning(
-    checkpoints, name, key, value, shape
-):
+def test_damaged_checkpoint_files_are_refused_or_harmless(checkpoints, name, key, value, shape):
     folder = checkpoints / FAMILIES[0]
     kept = (folder / name).read_bytes() if (folder / name).exists() else None
     if name == "SHA256SUMS":
@@ -326,7 +322,7 @@ AXES = st.dictionaries(NAMES, GROUPS | LISTS | VALUES, min_size=1, max_size=1)
 
 
 @fuzzed(50, axes=AXES)
-def test_a_sweep_is_refused_or_its_points_lie_in_its_folder(tmp_path_factory, axes):
+def test_points_of_a_sweep_lie_in_its_folder(tmp_path_factory, axes):
     folder = tmp_path_factory.getbasetemp() / "hostile_sweep"
     folder.mkdir(exist_ok=True)
     record = {"base": "configs/tiny.py", "axes": axes}
@@ -398,9 +394,7 @@ def open_conversations(folder, records, template, length=64, **settings):
     conversations=st.lists(TURNS, min_size=4, max_size=10),
     length=st.sampled_from([16, 40, 128]),
 )
-def test_the_targets_of_any_template_are_counted_as_they_are_in_rows(
-    tmp_path_factory, template, conversations, length
-):
+def test_targets_are_counted_as_in_rows(tmp_path_factory, template, conversations, length):
     folder = tmp_path_factory.getbasetemp() / "hostile_conversations"
     folder.mkdir(exist_ok=True)
     records = [{"messages": messages} for messages in conversations]
@@ -439,7 +433,7 @@ NAMED_VALUES = VALUES | st.sampled_from([10**308, "assistant", "tool", [[[["x"]]
 
 # Of the records of an example, one alone ends the preparation, and all together are left out.
 @fuzzed(2, changes=st.lists(st.tuples(PLACES_IN_RECORDS, NAMED_VALUES), min_size=30, max_size=60))
-def test_a_record_with_any_value_is_read_or_left_out_in_one_line(tmp_path_factory, changes):
+def test_any_record_is_read_or_left_out(tmp_path_factory, changes):
     folder = tmp_path_factory.getbasetemp() / "hostile_records"
     folder.mkdir(exist_ok=True)
     records = [{"messages": chat(f"{i}")} for i in range(8)]
@@ -538,9 +532,7 @@ DTYPES = st.sampled_from(
     key=st.sampled_from(["prompt_tokens", "model"]),
     value=VALUES.map(json.dumps) | TEXTS | st.just("[" * 10**5),
 )
-def test_any_file_of_routing_is_refused_or_has_the_shapes_it_says(
-    tmp_path_factory, shapes, dtypes, filled, key, value
-):
+def test_any_routing_file_is_refused_or_right(tmp_path_factory, shapes, dtypes, filled, key, value):
     path = tmp_path_factory.getbasetemp() / "hostile.safetensors"
     arrays = [np.full(shape, filled).astype(dtype) for shape, dtype in zip(shapes, dtypes)]
     text = value.encode(errors="replace").decode()
@@ -570,7 +562,7 @@ def prepared(tmp_path_factory):
     place=st.integers(0, 60),
     value=VALUES,
 )
-def test_verify_reports_any_value_in_the_records_of_prepared_data(prepared, pattern, place, value):
+def test_verify_reports_any_damaged_record(prepared, pattern, place, value):
     """Also where a record has the digest of what is in it."""
     path = sorted(prepared[1].glob(pattern))[0]
     content = path.read_bytes()
@@ -667,7 +659,7 @@ def test_any_lock_is_refused_or_ends_soon(field, value, content):
         assert str(lease._taken(found[1])).isprintable() and len(str(lease._taken(found[1]))) < 500
 
 
-def test_names_reach_the_terminal_as_they_are_and_without_control_characters(capsys):
+def test_names_reach_the_terminal_without_control_characters(capsys):
     PreparationProgress()("\x1b]0;owned\a\x9b2J", 1, 1)
     print_model(dataclasses.replace(SETTINGS, name="[red]"), (1,), (1,), Console())
     lines = capsys.readouterr().out.splitlines()

@@ -171,7 +171,7 @@ SHARED_IN_ZOO = {
 }
 
 
-def test_a_family_of_the_zoo_imports_no_other_and_nobody_imports_a_family():
+def test_families_of_the_zoo_stand_alone():
     """`config/registry.py` names families, and nothing else does."""
     for path in FILES:
         inside = path.is_relative_to(PACKAGE / "zoo")

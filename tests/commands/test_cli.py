@@ -15,7 +15,6 @@ import pytest
 from qwen3next_jax.commands import config_flags
 from qwen3next_jax.commands.help import help_on
 from qwen3next_jax.common import installation
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
 from qwen3next_jax.config.describe import list_settings
 from qwen3next_jax.config.files import apply_overrides, load_config_file
@@ -23,6 +22,7 @@ from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 from qwen3next_jax.sweeps.points import load_sweep
 from tests.records import record
+from tests.refusals import refused
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = "--config=configs/tiny.py"
@@ -44,135 +44,135 @@ def _run(*command, input=None, **environment):
     )
 
 
-# command → text of the one line with which it ends
+# command → what the one line names with which it ends
 MISTAKES = [
-    (["train.py", "--config=configs/tiny.py", "--workdir="], "--workdir='': expected the path"),
-    (["train.py"], "--config is missing: expected a file such as --config=configs/tiny.py"),
+    (["train.py", "--config=configs/tiny.py", "--workdir="], ("--workdir=''",)),
+    (["train.py"], ("--config", "--config=configs/tiny.py")),
     (
         ["train.py", TINY, "--config.train.stesp=5"],
-        "--config.train.stesp: no such setting (did you mean 'steps'?)",
+        ("--config.train.stesp", "'steps'"),
     ),
     (
         ["train.py", TINY, "--config.train.steps", "many"],
-        "--config.train.steps=many: expected a whole number",
+        ("--config.train.steps=many",),
     ),
     (
         ["train.py", TINY, "--config.train=5"],
-        "--config.train: a group of settings: name one of steps, ",
+        ("--config.train",),
     ),
-    (["train.py", TINY, "--workdri=x"], "--workdri: no such flag (did you mean --workdir?)"),
+    (["train.py", TINY, "--workdri=x"], ("--workdri", "--workdir")),
     (
         ["train.py", TINY, "--learning_rate=1"],
-        "--learning_rate: no such flag (did you mean --config.optimizer.learning_rate=…?)",
+        ("--learning_rate", "--config.optimizer.learning_rate=…"),
     ),
     (
         ["train.py", TINY, "--config.learning_rate=1"],
-        "--config.learning_rate: no such setting (did you mean --config.optimizer.learning_rate=…",
+        ("--config.learning_rate", "--config.optimizer.learning_rate=…"),
     ),
     (
         ["train.py", TINY, "--config.train.learning_rate=1"],
-        "--config.train.learning_rate: no such setting (did you mean --config.optimizer.learning_r",
+        ("--config.train.learning_rate", "--config.optimizer.learning_r"),
     ),
     (
         ["train.py", TINY, "--config.lora.rank=1"],
-        "--config.lora: no such setting (did you mean --config.model.lora.rank=…?)",
+        ("--config.lora", "--config.model.lora.rank=…"),
     ),
     (
         ["train.py", "--help", "lerning"],
-        "--help lerning: no flag or setting has this word (did you mean 'learning_rate'?)",
+        ("--help", "'learning_rate'"),
     ),
     (
         ["train.py", "--config=configs/tiy.py"],
-        "--config=configs/tiy.py: no such file (did you mean 'tiny.py'?)",
+        ("--config=configs/tiy.py", "'tiny.py'"),
     ),
-    (["train.py", "--config=configs"], "--config=configs: a folder"),
-    (["-m", "qwen3next_jax", "plan", TINY, UNREAD], "eval.suite_rows = 3 has no effect"),
-    (["eval.py", TINY, UNREAD, f"--workdir={HF}"], "eval.suite_rows = 3 has no effect"),
-    (["train.py", TINY, "steps=5"], "unexpected argument 'steps=5'"),
+    (["train.py", "--config=configs"], ("--config=configs",)),
+    (["-m", "qwen3next_jax", "plan", TINY, UNREAD], ("eval.suite_rows = 3",)),
+    (["eval.py", TINY, UNREAD, f"--workdir={HF}"], ("eval.suite_rows = 3",)),
+    (["train.py", TINY, "steps=5"], ("'steps=5'",)),
     (
         ["train.py", TINY, "--config.model.num_experts_per_tok=9"],
-        "model.num_experts_per_tok = 9: expected 1 … model.num_experts = 8",
+        ("model.num_experts_per_tok = 9", "1", "model.num_experts = 8"),
     ),
     (
         ["train.py", TINY, "--config.data.path=nowhere/*.txt"],
-        "data.path 'nowhere/*.txt' matches no file: there is no 'nowhere'",
+        ("data.path 'nowhere/*.txt'", "'nowhere'"),
     ),
     (
         ["train.py", TINY, "--config.eval.suite_rows=3"],
-        "eval.suite_rows = 3 has no effect on this run, because eval.suites is empty",
+        ("eval.suite_rows = 3", "eval.suites"),
     ),
     (
         ["train.py", TINY, "--config.model.vocab_size=0", f"--config.name={'n' * 300}"],
-        "a name of 300 bytes: expected at most 255",
+        ("300", "255"),
     ),
     (
         ["train.py", TINY, "--config.name=../../evil"],
-        "name = '../../evil': expected the name of a folder, without '/'",
+        ("name = '../../evil'", "'/'"),
     ),
-    (["train.py", TINY, "--workdir=a\udcff\x1b[31m"], r"--workdir=a\udcff\x1b[31m: "),
-    (["train.py", TINY, f"--config.train.init_from={'x' * 300}"], "train.init_from = 'xxx"),
-    (["eval.py"], "--workdir is missing"),
+    (["train.py", TINY, "--workdir=a\udcff\x1b[31m"], ("--workdir=a\\udcff\\x1b[31m",)),
+    (["train.py", TINY, f"--config.train.init_from={'x' * 300}"], ("train.init_from = 'xxx",)),
+    (["eval.py"], ("--workdir",)),
     (
         ["eval.py", "--workdir=docs", "--config.data.path=x"],
-        "--config is missing (--config.data.path changes a setting of it)",
+        ("--config", "--config.data.path"),
     ),
     (
         ["train.py", TINY, "--config.train.remat=keep=querys"],
-        "train.remat = 'keep=querys': no part 'querys': expected some of ",
+        ("train.remat = 'keep=querys'", "'querys'"),
     ),
-    (["eval.py", "--workdir=docs", "--suite=heldut"], "--suite = 'heldut': expected one of "),
+    (["eval.py", "--workdir=docs", "--suite=heldut"], ("--suite = 'heldut'",)),
     (
         ["eval.py", "--workdir=docs"],
-        "--workdir=docs: not the folder of a run, nor a Hugging Face directory (it has neither",
+        ("--workdir=docs",),
     ),
     (
         [*GENERATE, "--model=nowhere"],
-        "--model=nowhere: not the folder of a run, nor a Hugging Face directory (no such folder)",
+        ("--model=nowhere",),
     ),
     (
         [*GENERATE, "--model=tests/fixtures/qwen3_nxt_tiny"],
-        "(no such folder) (did you mean 'qwen3_next_tiny'?)",
+        ("'qwen3_next_tiny'",),
     ),
     (
         [*GENERATE, "--model=nowhere", "--max_new_tokens=0"],
-        "--max_new_tokens=0: 0 is not a positive integer",
+        ("--max_new_tokens=0", "0"),
     ),
     (
         [*GENERATE, "--model=tests/fixtures/qwen3_next_tiny", "--max_new_tokens=99999999"],
-        "expected less than the model's context, 512",
+        ("512",),
     ),
     (
         [*GENERATE, "--model=nowhere", "--record_routing=/dev/null/x"],
-        "--record_routing=/dev/null/x: /dev/null is no folder",
+        ("--record_routing=/dev/null/x", "/dev/null"),
     ),
     (
         [*GENERATE, "--model=nowhere", f"--record_routing={'x/' * 2500}"],
-        "a path of 5,064 bytes",
+        ("5,064",),
     ),
     (
         [*GENERATE, "--model=nowhere", "--temperature=nan"],
-        "--temperature=nan: expected a finite number",
+        ("--temperature=nan",),
     ),
     (
         ["-m", "qwen3next_jax", "sweep", "configs/sweeps/mqar.py", "--set=train.stesp=3"],
-        "train.stesp",
+        ("train.stesp",),
     ),
     (
         ["-m", "qwen3next_jax", "sweep", "configs/sweeps/mqar.py", "--set=train.learning_rate=3"],
-        "train.learning_rate (did you mean 'optimizer.learning_rate'?)",
+        ("train.learning_rate", "'optimizer.learning_rate'"),
     ),
-    (["-m", "qwen3next_jax", "report", "nowhere"], "nowhere: not the folder of a run"),
+    (["-m", "qwen3next_jax", "report", "nowhere"], ("nowhere",)),
     (
         ["-m", "qwen3next_jax", "export", "--workdir=nowhere", "--out=x"],
-        "--workdir=nowhere: not the folder of a run",
+        ("--workdir=nowhere",),
     ),
     (
         ["-m", "qwen3next_jax", "export", f"--workdir={HF}", "--out=docs"],
-        "docs: already there",
+        ("docs",),
     ),
     (
         ["-m", "qwen3next_jax", "merge", "x@1", "--out=docs", "--export"],
-        "docs: already there",
+        ("docs",),
     ),
 ]
 
@@ -214,14 +214,14 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "number, message",
-    [(number, message) for number, (_, message) in enumerate(MISTAKES)],
+    "number, names",
+    [(number, names) for number, (_, names) in enumerate(MISTAKES)],
     ids=[" ".join(command) for command, _ in MISTAKES],
 )
-def test_a_mistake_is_one_line_before_jax_is_loaded(answers, number, message):
+def test_a_mistake_is_one_line_before_jax_is_loaded(answers, number, names):
     stdout, stderr = answers[number]
-    lines = stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], stderr
+    (line,) = stderr.strip().splitlines()
+    assert line.startswith("error: ") and all(name in line for name in names)
     assert stdout == ""
 
 
@@ -292,33 +292,28 @@ HEAD = "from configs.tiny import get_config as tiny\ndef get_config():\n  c = ti
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "text, names",
     [
         (
             HEAD + "  c.trian.steps = 3\n  return c\n",
-            ", line 4: AttributeError: 'trian' Did you mean \"train\"",
+            ("line 4", "'trian'"),
         ),
-        (HEAD + "  c.train.steps = 'a'\n  return c\n", ", line 4: TypeError: "),
-        (HEAD + "  1 / 0\n", ", line 4: ZeroDivisionError: division by zero"),
-        ("import nowhere\n", ", line 1: ModuleNotFoundError: No module named 'nowhere'"),
-        ("def get_config(:\n", ", line 1: invalid syntax"),
-        (HEAD, "get_config() returned nothing"),
-        ("def get_config(): return {}\n", "get_config() returned {}"),
-        ("x = 1\n", "it has no function get_config()"),
-        (HEAD + "  exit(3)\n", ", line 4: SystemExit: 3"),
+        (HEAD + "  c.train.steps = 'a'\n  return c\n", ("line 4",)),
+        (HEAD + "  1 / 0\n", ("line 4", "ZeroDivisionError")),
+        ("import nowhere\n", ("line 1", "'nowhere'")),
+        ("def get_config(:\n", ("line 1",)),
+        (HEAD, ("get_config()",)),
+        ("def get_config(): return {}\n", ("get_config()", "{}")),
+        ("x = 1\n", ("get_config()",)),
+        (HEAD + "  exit(3)\n", ("line 4", "SystemExit")),
     ],
     ids=("misspelled", "type", "zero", "import", "syntax", "None", "dict", "no function", "exit"),
 )
-def test_a_mistake_in_the_config_file_is_one_line_with_its_place(tmp_path, text, message):
+def test_mistakes_in_config_files_are_located(tmp_path, text, names):
     path = tmp_path / "mine.py"
     path.write_text(text)
-    with pytest.raises(UserError) as error:
+    with refused(f"--config={path}", *names):
         load_config_file(path)
-    assert (
-        str(error.value).startswith(f"--config={path}")
-        and message in str(error.value)
-        and "\n" not in str(error.value)
-    )
 
 
 def test_the_command_line_sets_values_of_every_type():
@@ -357,12 +352,12 @@ def test_the_tokenizer_sets_what_the_model_leaves_to_it():
     assert (values["model"]["vocab_size"], values["model"]["eos_token_id"]) == (257, 256)
 
 
-def test_a_run_that_goes_on_keeps_its_vocabulary_when_its_parent_is_gone(tmp_path):
+def test_a_resumed_run_keeps_its_vocabulary(tmp_path):
     values = default_config()
     values["model"]["vocab_size"] = 0
     values["train"]["init_from"] = str(tmp_path / "gone")
     # no parent is no reason to read bytes
-    with pytest.raises(UserError, match="train.init_from = .*gone: it does not exist here"):
+    with refused("train.init_from", "gone"):
         fill_from_tokenizer(values, tmp_path)
     open_store(tmp_path).write_run(
         record(config={"model": {"vocab_size": 2000, "eos_token_id": 7}})
@@ -384,7 +379,7 @@ def test_the_settings_of_a_group_are_listed_together():
     assert len(names) == len(set(names))
 
 
-def test_the_example_in_the_help_of_sweeps_is_a_sweep():
+def test_the_help_s_example_is_a_sweep():
     # its import would define flags
     text = ast.get_docstring(
         ast.parse((ROOT / "qwen3next_jax" / "commands" / "sweep.py").read_text()), clean=False

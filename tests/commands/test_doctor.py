@@ -84,7 +84,7 @@ def test_the_exit_code_says_what_is_wrong(kernel, capsys, change, code, why):
     assert ("double" in capsys.readouterr().out) == (code > 0)
 
 
-def test_an_error_of_a_first_trace_is_forgotten_at_the_second(kernel, monkeypatch):
+def test_a_second_trace_forgets_the_first_error(kernel, monkeypatch):
     failing = [no_memory]
 
     def function(x):

@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 from qwen3next_jax.commands.show import layers_text
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, ModelConfig, from_dict
 from qwen3next_jax.config.files import load_config_file
 from qwen3next_jax.model import Qwen3Next
@@ -19,6 +18,7 @@ from qwen3next_jax.model.description import context_memory, layer_kinds
 from qwen3next_jax.model.flops import parameter_counts
 from qwen3next_jax.model.language_model import declared
 from qwen3next_jax.reporting.architecture import LayerBox, draw_model
+from tests.refusals import refused
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ def test_kinds_of_layers_add_up_to_the_model(name):
     assert sorted(i for kind in kinds for i in kind.layers) == [*range(model.num_hidden_layers)]
 
 
-def test_memory_of_a_context_is_that_of_the_released_model():
+def test_the_released_model_s_context_memory():
     """12 attention layers with 2 heads of 256 keys and values each, in bfloat16."""
     assert context_memory(ModelConfig()).per_token == 12 * 2 * 2 * 256 * 2
 
@@ -77,18 +77,16 @@ def test_figure_has_every_layer_and_is_well_formed():
 def test_show_refuses_a_third_config():
     from qwen3next_jax.commands import show
 
-    with pytest.raises(UserError, match="3"):
+    with refused("3"):
         show.main(["a.py", "b.py", "c.py"])
 
 
 def test_an_unwritable_figure_is_one_line():
     command = [sys.executable, "-m", "qwen3next_jax", "show", "tiny", "--svg=/proc/tiny.svg"]
     said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert said.returncode and said.stderr.splitlines()[-1].startswith(
-        "error: --svg=/proc/tiny.svg: cannot be written"
-    )
+    assert said.returncode and "--svg=/proc/tiny.svg" in said.stderr.splitlines()[-1]
 
 
 def test_too_many_layers_are_refused_at_once():
-    with pytest.raises(UserError, match="num_hidden_layers = 100000: expected 1 … 4096"):
+    with refused("num_hidden_layers = 100000", "4096"):
         ModelConfig(num_hidden_layers=100_000)

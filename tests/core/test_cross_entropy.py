@@ -40,11 +40,7 @@ def oracle(x, w, targets, weights, seed=1.0):
 
 @pytest.mark.parametrize(
     "chunk, chip",
-    [
-        *(pytest.param(chunk, None, marks=pytest.mark.slow) for chunk in (None, 1, 70, 100)),
-        (32, None),
-        (32, "v6e"),
-    ],
+    [(None, None), (1, None), (32, None), (32, "v6e"), (70, None), (100, None)],
 )
 def test_value_gradients_and_rows(chunk, chip, monkeypatch):
     """For a narrow model v6e computes the logits anew instead of storing them."""
@@ -107,9 +103,7 @@ def test_z_loss_and_softcap_are_those_of_autodiff(z_weight, softcap, chip, monke
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize(
-    "w_dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16]
-)
+@pytest.mark.parametrize("w_dtype", [jnp.float32, jnp.bfloat16])
 def test_bfloat16_rows(w_dtype):
     x, w, targets, weights = problem(300, 64, 200, jnp.bfloat16, w_dtype)
     w = w / 8
@@ -152,7 +146,6 @@ def test_a_gpu_reads_the_same_logits_of_targets():
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
 def test_tied_embedding_is_passed_transposed():
     x, w, targets, weights = problem()
     dw = jax.grad(lambda w: linear_cross_entropy(x, w, targets, weights)[0])(w)

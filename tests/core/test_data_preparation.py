@@ -23,7 +23,6 @@ import pytest
 import tokenizers
 
 from qwen3next_jax.commands.verify import verify
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data import (
     fast_bpe,
@@ -43,17 +42,11 @@ from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Recipe
 from qwen3next_jax.data.sources import NothingFound, resolve
 from qwen3next_jax.data.store import Store, write_json
 from qwen3next_jax.data.tokens import load_tokenizer
+from tests.corpora import TEXTS, jsonl, write_jsonl
+from tests.refusals import refused
 
 ROOT = pathlib.Path(preparation.__file__).parents[2]
 BYTES = load_tokenizer("bytes")
-RANDOM = np.random.default_rng(0)
-WORDS = ["def", "return", "größe", "x", "\n", "import", "∀", "42"]
-TEXTS = [f"{i}: " + " ".join(RANDOM.choice(WORDS, RANDOM.integers(1, 80))) for i in range(150)]
-
-
-def write_jsonl(path, texts):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 @pytest.fixture
@@ -101,37 +94,45 @@ def tokenized(monkeypatch):
 # ---- parts
 
 
-def test_tokens_are_made_once(texts, tmp_path, tokenized):
-    """Another row length, seed or share shares them; an appended file or line costs its own."""
-    first = run(texts, tmp_path / "p")
-    assert tokenized == [35] * 4
-    others = [
-        run(texts, tmp_path / "p", length=32),
-        run(texts, tmp_path / "p", seed=1),
-        run(texts, tmp_path / "p", fraction=0.2),
+def test_rows_of_other_kinds_share_tokens(texts, tmp_path, tokenized):
+    """Rows of another length, seed or share."""
+    found = [
+        run(texts, tmp_path / "p", **other)
+        for other in ({}, {"length": 32}, {"seed": 1}, {"fraction": 0.2})
     ]
     assert tokenized == [35] * 4
-    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 4
+    assert len({prepared.fingerprint for prepared in found}) == 4
+
+
+def test_an_appended_file_costs_its_own_tokens(texts, tmp_path, tokenized):
+    first = run(texts, tmp_path / "p")
     write_jsonl(tmp_path / "texts" / "e.jsonl", TEXTS[140:])
     appended = run(texts, tmp_path / "p")
     assert tokenized == [35] * 4 + [10]
     in_one_go = run(texts, tmp_path / "q")
     assert all_rows(appended) == all_rows(in_one_go)
-    assert appended.fingerprint == in_one_go.fingerprint
-    assert appended.fingerprint not in (first.fingerprint, *(o.fingerprint for o in others))
-    # Elsewhere, and under another name: the same content.
+    assert first.fingerprint != appended.fingerprint == in_one_go.fingerprint
+
+
+def test_moved_texts_are_not_tokenized_again(texts, tmp_path, tokenized):
+    first = run(texts, tmp_path / "p")
     (tmp_path / "texts").rename(tmp_path / "moved")
     del tokenized[:]
     moved = run(f"{tmp_path}/moved/*.jsonl", tmp_path / "p")
-    assert tokenized == [] and moved.fingerprint == appended.fingerprint
-    file = tmp_path / "moved" / "b.jsonl"
+    assert tokenized == [] and moved.fingerprint == first.fingerprint
+
+
+def test_a_changed_file_is_tokenized_again(texts, tmp_path, tokenized):
+    first = run(texts, tmp_path / "p")
+    file = tmp_path / "texts" / "b.jsonl"
     file.write_text(file.read_text().replace("import", "export"))
-    assert run(f"{tmp_path}/moved/*.jsonl", tmp_path / "p").fingerprint != moved.fingerprint
+    del tokenized[:]
+    assert run(texts, tmp_path / "p").fingerprint != first.fingerprint
     assert tokenized == [35]
 
 
 @pytest.mark.slow
-def test_a_large_file_gives_several_units_and_workers_the_same_bytes(texts, tmp_path, monkeypatch):
+def test_workers_prepare_the_same_bytes(texts, tmp_path, monkeypatch):
     whole = run(texts, tmp_path / "whole")
     monkeypatch.setattr(readers, "_PART_BYTES", 1500)
     one = run(texts, tmp_path / "one", workers=1)
@@ -161,7 +162,7 @@ def test_a_large_file_gives_several_units_and_workers_the_same_bytes(texts, tmp_
 
 
 @pytest.mark.parametrize("count", [1, 150])
-def test_how_many_tokens_are_packed_at_once_does_not_matter(count, tmp_path, monkeypatch):
+def test_packing_in_pieces_changes_nothing(count, tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:count])  # a single document is divided
     run(f"{tmp_path}/a.jsonl", tmp_path / "p")
     monkeypatch.setattr(row_groups, "_TOKENS_AT_ONCE", 500)
@@ -211,7 +212,7 @@ def test_ranks_that_pack_at_once_begin_with_different_rows(texts, tmp_path, monk
     assert files(tmp_path / "p") == files(tmp_path / "q")
 
 
-def test_of_ranks_that_run_at_the_same_time_the_last_one_packs(texts, tmp_path, monkeypatch):
+def test_the_last_rank_packs(texts, tmp_path, monkeypatch):
     """Rank 1 makes its parts after rank 0 has looked for finished ones."""
     make, unpacked = tokenized_parts.tokenize_part, []
 
@@ -229,7 +230,6 @@ def test_of_ranks_that_run_at_the_same_time_the_last_one_packs(texts, tmp_path, 
     assert files(tmp_path / "p") == files(tmp_path / "q")
 
 
-@pytest.mark.slow
 def test_tasks_of_datatrove_share_the_work(texts, tmp_path):
     config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
     step = PrepareShare(config, 64)
@@ -253,17 +253,17 @@ def test_the_text_is_not_needed_any_more(texts, tmp_path, capsys):
     after = TextData(config, 64, 4)
     assert after.fingerprint == before.fingerprint
     assert after.document_names(0) == before.document_names(0)
-    assert "the text is not there" in capsys.readouterr().err
+    assert texts in capsys.readouterr().err
     TextData(config, 32, 4)  # not even for rows of another length
-    with pytest.raises(NothingFound, match="no 'texts'"):
+    with refused("'texts'", error=NothingFound):
         TextData(DataConfig(path=texts, prepared_dir=f"{tmp_path}/other"), 64, 4)
     next((tmp_path / "p").glob("tokens/*/*.json")).unlink()
     assert TextData(config, 64, 4).fingerprint == before.fingerprint  # its rows are all there
-    with pytest.raises(UserError, match="corpora/.*its part .* is missing"):
+    with refused("corpora/"):
         TextData(config, 16, 4)
 
 
-def test_digests_of_large_corpora_are_kept_until_a_file_changes(texts, tmp_path, monkeypatch):
+def test_digests_are_kept_until_files_change(texts, tmp_path, monkeypatch):
     from qwen3next_jax.data import digest_cache
 
     monkeypatch.setattr(digest_cache, "_SMALLEST", 0)
@@ -323,17 +323,17 @@ def test_neither_side_of_a_small_corpus_is_empty(tmp_path, count, fraction):
     )
 
 
-def test_a_single_document_gives_its_share_and_one_character_is_too_little(tmp_path):
+def test_a_single_document_gives_its_share(tmp_path):
     for text, fraction, expected in (("a" * 1000, 0.02, (981, 21)), ("ab", 0.99, (2, 2))):
         (tmp_path / "book.txt").write_text(text)
         found = run(f"{tmp_path}/book.txt", tmp_path / "p", fraction=fraction).statistics
         assert (found[TRAIN].tokens, found[HELDOUT].tokens) == expected
     (tmp_path / "book.txt").write_text("a")
-    with pytest.raises(UserError, match="book.txt.* at least 2 tokens"):
+    with refused("book.txt"):
         run(f"{tmp_path}/book.txt", tmp_path / "p")
 
 
-def test_variants_of_a_document_land_on_the_same_side_of_all_globs(texts, tmp_path):
+def test_variants_of_a_document_stay_together(texts, tmp_path):
     """The same text, with other white space, or decomposed: in another glob."""
     for name, change in {
         "same": lambda text: text,
@@ -367,7 +367,7 @@ def test_a_small_glob_without_held_out_documents_says_so(texts, tmp_path, capsys
         heldout_fraction=0.1,
     )
     data = TextData(config, 64, 4)
-    assert "trained.jsonl: too few documents" in capsys.readouterr().err
+    assert "trained.jsonl" in capsys.readouterr().err
     documents = [
         [p.statistics[side].documents for side in (TRAIN, HELDOUT)] for p in data._prepared
     ]
@@ -392,7 +392,7 @@ def test_bad_records_stop_or_are_left_out_and_counted(kind, tmp_path, capsys):
     good = [json.dumps({"text": text}).encode() for text in TEXTS[:100]]
     lines = [*good[:70], BAD[kind], b"", b'{"text": ""}', *good[70:]]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    with pytest.raises(UserError, match="a.jsonl:71: "):
+    with refused("a.jsonl:71"):
         run(f"{tmp_path}/a.jsonl", tmp_path / "p")
     config = DataConfig(
         path=f"{tmp_path}/a.jsonl", prepared_dir=f"{tmp_path}/p", bad_records="skip"
@@ -400,26 +400,25 @@ def test_bad_records_stop_or_are_left_out_and_counted(kind, tmp_path, capsys):
     data = TextData(config, 64, 4)
     (facts,) = data.describe()["sources"]
     assert facts["bad_records"] == {kind: 1} and facts["empty_documents"] == 1
-    assert data.describe()["documents"] == 100 and "1 bad records" in data.describe()["title"]
-    assert f"1 bad records (1 {kind}): a.jsonl:71" in capsys.readouterr().err
+    assert data.describe()["documents"] == 100
+    assert "a.jsonl:71" in capsys.readouterr().err
     manifest = json.loads(next((tmp_path / "p").glob("tokens/*/*.json")).read_text())
     assert manifest["bad_first"] == [[70, kind]]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, BAD[kind], BAD[kind]]))
-    with pytest.raises(UserError, match="3 bad records.* more than data.bad_records_limit = 0.01"):
+    with refused("3", "data.bad_records_limit = 0.01"):
         TextData(config, 64, 4)
 
 
 def test_an_object_over_several_lines_is_named(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"text": "one"}, indent=2))
-    with pytest.raises(UserError, match="a.json:1: .*expected JSON lines, .* or an array"):
+    with refused("a.json:1"):
         run(f"{tmp_path}/a.json", tmp_path / "p")
 
 
 def test_what_stands_before_damaged_compression_is_read(tmp_path):
-    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-1000])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(TEXTS))[:-1000])
     config = DataConfig(path=f"{tmp_path}/a.jsonl.gz", prepared_dir=f"{tmp_path}/p")
-    with pytest.raises(UserError, match="a.jsonl.gz.*damaged gzip"):
+    with refused("a.jsonl.gz"):
         TextData(config, 64, 4)
     data = TextData(dataclasses.replace(config, bad_records="skip"), 64, 4)
     (facts,) = data.describe()["sources"]
@@ -460,7 +459,7 @@ def test_rows_of_streams_are_those_of_the_mix(weights):
 # ---- the tokenizer
 
 
-def test_a_tokenizer_that_loses_text_gives_no_bits_per_byte(texts, tmp_path, capsys):
+def test_lossy_tokenizers_give_no_bits_per_byte(texts, tmp_path, capsys):
     words = sorted({word for text in TEXTS for word in text.split()})
     vocabulary = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
     lossy = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -472,8 +471,8 @@ def test_a_tokenizer_that_loses_text_gives_no_bits_per_byte(texts, tmp_path, cap
         for _ in range(2):  # the second time from the index
             data = TextData(config, 64, 4)
             is_counted = data.describe()["bits_per_nat"] is not None
-            said = "bits per byte are not reported" in capsys.readouterr().err
-            assert is_counted == data.token_bytes.any() == (not said) == (tokenizer == "bytes")
+            assert is_counted == data.token_bytes.any() == (tokenizer == "bytes")
+            assert ("bits per byte" in capsys.readouterr().err) != is_counted
 
 
 def test_what_an_older_mapping_prepared_is_made_anew(texts, tmp_path, monkeypatch):
@@ -487,7 +486,7 @@ def test_what_an_older_mapping_prepared_is_made_anew(texts, tmp_path, monkeypatc
     shutil.rmtree(tmp_path / "texts")
     TextData(config, 64, 4)
     monkeypatch.setattr(tokenized_parts, "FORMAT", tokenized_parts.FORMAT + 1)
-    with pytest.raises(UserError, match="is not there, and what was prepared of it .* older"):
+    with refused(tmp_path):
         TextData(config, 64, 4)
 
 
@@ -555,11 +554,10 @@ def test_leftovers_stay_until_their_lease_has_run_out(texts, tmp_path):
     assert not list(partial.iterdir())
 
 
-@pytest.mark.slow
-def test_a_dead_worker_is_named_and_what_is_finished_stays(texts, tmp_path, monkeypatch):
+def test_a_dead_worker_is_named(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "_BYTES_PER_WORKER", 1)
     (tmp_path / "texts" / "e.jsonl").write_text("broken\n")
-    with pytest.raises(UserError, match="e.jsonl:1: not JSON"):
+    with refused("e.jsonl:1"):
         run(texts, tmp_path / "p", workers=2)
     (tmp_path / "texts" / "e.jsonl").unlink()
 
@@ -568,7 +566,7 @@ def test_a_dead_worker_is_named_and_what_is_finished_stays(texts, tmp_path, monk
             return os._exit, (9,)
 
     source = resolve(texts, "text")
-    with pytest.raises(UserError, match="worker .* ended with exit code 9.*fewer workers"):
+    with refused(9):
         prepare([source], Fatal(), Recipe(64, 0.1, 0), tmp_path / "q", workers=2)
 
 
@@ -577,41 +575,43 @@ def test_damaged_units_are_named(texts, tmp_path):
     manifest = next((tmp_path / "p").glob("tokens/*/*.json"))
     tokens = manifest.with_suffix(".tokens")
     good, text = tokens.read_bytes(), manifest.read_text()
-    remedy = f"delete {manifest} to have it prepared again"
-    for bad, what in ((good[:-3], "bytes instead of"), (b"x" + good[1:], "another digest")):
+    for bad in (good[:-3], b"x" + good[1:]):
         tokens.write_bytes(bad)
-        with pytest.raises(UserError, match=f"{tokens} is damaged .*{what}.*{remedy}"):
+        with refused(tokens):
             run(texts, tmp_path / "p", length=32)
     tokens.unlink()
-    with pytest.raises(UserError, match=f"{tokens} is missing: {remedy}"):
+    with refused(tokens):
         run(texts, tmp_path / "p", length=32)
     manifest.write_text(text.replace('"documents": 35', '"documents": 34'))  # edited by hand
-    with pytest.raises(UserError, match=f"{manifest} is damaged: delete it"):
+    with refused(manifest):
         run(texts, tmp_path / "p", length=32)
     other = next(m for m in (tmp_path / "p").glob("tokens/*/*.json") if m != manifest)
     manifest.write_text(other.read_text())
-    with pytest.raises(UserError, match=f"{manifest}: it is the manifest of {other.stem}"):
+    with refused(manifest, other.stem):
         run(texts, tmp_path / "p", length=32)
     manifest.unlink()
     run(texts, tmp_path / "p", length=32)
     assert tokens.read_bytes() == good and manifest.read_text() == text
 
 
-def test_a_full_disk_and_a_file_that_changes_leave_nothing(texts, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing(texts, tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
-        patch.setattr(store.durable, "fsync", full)
+    monkeypatch.setattr(store.durable, "fsync", full)
+    with refused(tmp_path):
         run(texts, tmp_path / "p")
     assert files(tmp_path / "p") == {}
+
+
+def test_a_file_that_changes_leaves_nothing(texts, tmp_path, monkeypatch):
     source = resolve(texts, "text")
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=".jsonl: changed while"):
-        patch.setattr(
-            tokenized_parts.readers,
-            "read_part",
-            lambda file, *rest: file.path.write_text("{}") and iter(()),
-        )
+    monkeypatch.setattr(
+        tokenized_parts.readers,
+        "read_part",
+        lambda file, *rest: file.path.write_text("{}") and iter(()),
+    )
+    with refused(".jsonl"):
         prepare([source], BYTES, Recipe(64, 0.1, 0), tmp_path / "p")
     assert files(tmp_path / "p") == {}
 
@@ -629,16 +629,16 @@ def test_rows_of_another_folder_are_refused(texts, tmp_path):
     first, second = (run(texts, tmp_path / "p", seed=seed).directory for seed in (0, 1))
     first.rename(tmp_path / "aside")
     second.rename(first)
-    with pytest.raises(UserError, match=f"{first}: it holds, .* {second.name}: the folder was"):
+    with refused(first, second.name):
         run(texts, tmp_path / "p")
 
 
 # ---- the reader
 
 
-@pytest.mark.slow
-def test_an_index_opens_the_rows_until_a_file_of_them_changes(texts, tmp_path, monkeypatch):
-    """It says all that the manifests say, and they are read again when it may be wrong."""
+@pytest.fixture
+def indexed(texts, tmp_path, monkeypatch):
+    """(configuration, data in several groups of rows, names of groups whose metadata are read)."""
     (tmp_path / "texts" / "a.jsonl").open("a").write('{"text": ""}\n{"text": null}\n')
     config = DataConfig(
         path=texts,
@@ -654,35 +654,51 @@ def test_an_index_opens_the_rows_until_a_file_of_them_changes(texts, tmp_path, m
     monkeypatch.setattr(
         row_groups, "read_metadata", lambda path: read.append(path.name) or read_metadata(path)
     )
-    before = TextData(config, 64, 4)
+    data = TextData(config, 64, 4)
     folders = sorted(path.name for path in (tmp_path / "p" / "rows").iterdir())
     assert sorted(read) == folders and len(folders) > 3
     del read[:]
-    with monkeypatch.context() as patch:
-        patch.setattr(tokenized_parts, "find_part", None)  # no manifest of a part is read, either
-        after = TextData(config, 64, 4)
+    return config, data, read
+
+
+def test_an_index_opens_unchanged_rows(indexed, monkeypatch):
+    """It says all that the manifests say."""
+    config, before, read = indexed
+    monkeypatch.setattr(tokenized_parts, "find_part", None)  # no manifest of a part is read, either
+    after = TextData(config, 64, 4)
     assert read == [] and after.describe() == before.describe()
     assert after.fingerprint == before.fingerprint
     assert all_rows(after._prepared[0]) == all_rows(before._prepared[0])
     assert after.document_names(1) == before.document_names(1)
-    first = tmp_path / "p" / "rows" / folders[0]
+
+
+def test_an_index_that_may_be_wrong_is_not_used(indexed, tmp_path):
+    """The manifests are read again, once."""
+    config, before, read = indexed
+    folders = sorted((tmp_path / "p" / "rows").iterdir())
     (index,) = (tmp_path / "p" / "indexes").iterdir()
     good = index.read_bytes()
     for change in (
-        lambda: os.utime(first / "train-00000.array_record", (1, 1)),
-        lambda: os.utime(first / "metadata.json", (1, 1)),
+        lambda: os.utime(folders[0] / "train-00000.array_record", (1, 1)),
+        lambda: os.utime(folders[0] / "metadata.json", (1, 1)),
         lambda: index.write_bytes(good[:-100]),
         lambda: index.write_bytes(good[:900] + bytes([good[900] ^ 1]) + good[901:]),
-        lambda: shutil.rmtree(first),  # and packed again
+        lambda: shutil.rmtree(folders[0]),  # and packed again
     ):
         change()
         assert TextData(config, 64, 4).fingerprint == before.fingerprint
-        assert sorted(read) == folders, change
+        assert sorted(read) == [folder.name for folder in folders], change
         del read[:]
         assert TextData(config, 64, 4).fingerprint == before.fingerprint and read == []
-    limited = dataclasses.replace(config, bad_records_limit=0.001)
-    with pytest.raises(UserError, match="a.jsonl:37.*bad_records_limit = 0.001"):
-        TextData(limited, 64, 4)
+
+
+def test_an_index_does_not_hide_bad_records(indexed):
+    with refused("a.jsonl:37", "bad_records_limit = 0.001"):
+        TextData(dataclasses.replace(indexed[0], bad_records_limit=0.001), 64, 4)
+
+
+def test_an_index_does_not_hide_new_texts(indexed, tmp_path):
+    config, before, _ = indexed
     with (tmp_path / "texts" / "b.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
     assert TextData(config, 64, 4).fingerprint != before.fingerprint
@@ -761,7 +777,7 @@ def two_sources(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_verify_finds_everything_that_is_not_as_it_was_written(name, two_sources, tmp_path):
+def test_verify_finds_every_change(name, two_sources, tmp_path):
     shutil.copytree(two_sources, tmp_path / "p")
     pattern, spoil = SPOILT[name]
     spoil(sorted((tmp_path / "p").glob(pattern))[0])
@@ -781,12 +797,9 @@ def test_compressed_text_without_checksums_is_said(checksum, tmp_path, capsys):
         frame[4] |= 4
         frame += b"1234"
     (tmp_path / "a.jsonl.zst").write_bytes(frame)
-    refused = (
-        pytest.raises(UserError, match="damaged zstd") if checksum else contextlib.nullcontext()
-    )
-    with refused:
+    with refused("a.jsonl.zst") if checksum else contextlib.nullcontext():
         run(f"{tmp_path}/a.jsonl.zst", tmp_path / "p")
-    assert ("1 .zst files have no checksums" in capsys.readouterr().err) != checksum
+    assert (".zst" in capsys.readouterr().err) != checksum
 
 
 def test_few_shards_are_open_at_once(texts, tmp_path, monkeypatch):
@@ -817,9 +830,8 @@ def test_too_many_open_files_is_not_damage(texts, tmp_path):
                 spare.append(open("/dev/null"))
         except OSError:
             pass
-        with pytest.raises(UserError, match="Too many open files.*ulimit -n") as caught:
+        with refused("ulimit -n"):
             reader[0]
-        assert "damaged" not in str(caught.value)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for file in spare:
@@ -830,7 +842,9 @@ def test_too_many_open_files_is_not_damage(texts, tmp_path):
 # ---- the command
 
 
-def test_the_command_prepares_without_jax_and_train_takes_its_rows(texts, tmp_path):
+@pytest.fixture
+def command(texts, tmp_path):
+    """Runs `prepare` with flags; the last line that it prints says whether it loaded JAX."""
     script = (
         "import sys\n"
         "from qwen3next_jax import __main__\n"
@@ -843,7 +857,7 @@ def test_the_command_prepares_without_jax_and_train_takes_its_rows(texts, tmp_pa
         f"--config.data.prepared_dir={tmp_path}/p",
     ]
 
-    def command(*more):
+    def run_command(*more):
         return subprocess.run(
             [sys.executable, "-c", script, "prepare", *flags, *more],
             cwd=ROOT,
@@ -852,11 +866,15 @@ def test_the_command_prepares_without_jax_and_train_takes_its_rows(texts, tmp_pa
             timeout=60,
         )
 
+    return run_command
+
+
+def test_train_takes_the_rows_of_the_command(texts, tmp_path, command):
     first = command("--rank=0", "--of=2")
-    assert first.returncode == 0 and "2 of 4 parts" in first.stdout, first.stderr
+    assert first.returncode == 0 and "2 of 4" in first.stdout, first.stderr
     done = command("--workers=1")
-    assert done.returncode == 0 and "140 documents" in done.stdout, done.stderr
-    assert "without JAX" in first.stdout and "without JAX" in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert all(run.stdout.splitlines()[-1] == "without JAX" for run in (first, done))
     config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.05)
 
     def never(*_):
@@ -864,10 +882,19 @@ def test_the_command_prepares_without_jax_and_train_takes_its_rows(texts, tmp_pa
 
     data = TextData(config, 256, 4, progress=never)
     assert data._prepared[0].fingerprint in done.stdout
-    wrong = command("--rank=2", "--of=2")
-    assert wrong.returncode == 2 and "expected a rank from 0 to 1" in wrong.stderr
-    task = command("--config.data.source=mqar", "--config.data.path=")
-    assert task.returncode == 2 and "nothing to prepare" in task.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        (["--rank=2", "--of=2"], "--rank=2"),
+        (["--config.data.source=mqar", "--config.data.path="], "mqar"),
+    ],
+    ids=["rank", "task"],
+)
+def test_the_command_refuses_what_it_cannot_prepare(command, flags, name):
+    done = command(*flags)
+    assert done.returncode == 2 and name in done.stderr
 
 
 def test_progress_is_reported(texts, tmp_path, monkeypatch):
@@ -884,9 +911,7 @@ def test_progress_is_reported(texts, tmp_path, monkeypatch):
 # ---- two libraries that tokenize
 
 
-def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(
-    texts, tmp_path, monkeypatch, capsys
-):
+def test_units_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeypatch, capsys):
     pytest.importorskip("tiktoken")
     small = tokenizers.Tokenizer(tokenizers.models.BPE())
     small.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -925,7 +950,7 @@ def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(
     assert "tiktoken" not in capsys.readouterr().err
     monkeypatch.setattr(fast_bpe, "version", lambda: None)
     prepare([source], load_tokenizer(str(tmp_path)), recipe, tmp_path / "t")
-    assert "tiktoken is not installed; " in capsys.readouterr().err
+    assert "tiktoken" in capsys.readouterr().err
     # Where tiktoken would not help, nothing is said.
     np.save(tmp_path / "tokens.npy", np.resize(np.array([5, 6, 7, 0], np.uint16), 400))
     of_tokens = resolve(str(tmp_path / "tokens.npy"), "text")
@@ -942,4 +967,4 @@ def test_what_an_older_version_prepared_is_no_damage(texts, tmp_path):
     (tmp_path / "p" / "indexes" / "0.npz").write_bytes(b"")
     found = dict(verify(tmp_path / "p"))
     assert not any(found.values())
-    assert sum("of an older version, not used" in name for name in found) >= 2
+    assert sum("older version" in name for name in found) >= 2

@@ -9,13 +9,14 @@ import struct
 import numpy as np
 import pytest
 
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data import token_files
 from qwen3next_jax.data.preparation import prepare, tokenize
 from qwen3next_jax.data.row_groups import Recipe
 from qwen3next_jax.data.sources import resolve
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import load_tokenizer
+from tests.corpora import write_jsonl
+from tests.refusals import refused
 
 BYTES = load_tokenizer("bytes")
 TEXTS = [f"document {i} größe " * (1 + i % 5) for i in range(60)]
@@ -100,8 +101,7 @@ def test_tokens_give_the_rows_of_their_text(name, tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "_READ_AT_ONCE", 100)
     (tmp_path / "tokens").mkdir()
     FORMATS[name](tmp_path / "tokens")
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    (tmp_path / "text.jsonl").write_text(lines)
+    write_jsonl(tmp_path / "text.jsonl", TEXTS)
     prepared = [
         prepare([resolve(f"{tmp_path}/{glob}", "text")], BYTES, Recipe(64, 0.2, 0), tmp_path / "p")
         for glob in (f"tokens/{'shard_*' if name == 'levanter' else '*'}", "text.jsonl")
@@ -137,95 +137,95 @@ MISTAKES = {
     "levanter, not finished": (
         lambda f: levanter(f, finished=False),
         lambda f: None,
-        "shard_ledger.json: .*not finished",
+        ("shard_ledger.json",),
     ),
-    "levanter, cut short": (levanter, _cut_levanter, "input_ids.*not an array"),
+    "levanter, cut short": (levanter, _cut_levanter, ("input_ids",)),
     "levanter, a chunk is missing": (
         levanter,
         lambda f: (f / "input_ids" / "data" / "c" / "2").unlink(),
-        "data/c/2: missing",
+        ("data/c/2",),
     ),
     "levanter, no chunks": (
         levanter,
         lambda f: shutil.rmtree(f / "input_ids" / "data" / "c"),
-        "data/c/0: missing",
+        ("data/c/0",),
     ),
     "levanter, a short chunk": (
         levanter,
         lambda f: _short(f / "input_ids" / "data" / "c" / "2"),
-        "input_ids/data: damaged",
+        ("input_ids/data",),
     ),
     "levanter, negative offsets": (
         lambda f: levanter(f, [-5, len(ALL)]),
         lambda f: None,
-        "2 offsets end at",
+        ("2",),
     ),
-    "levanter, no documents": (lambda f: levanter(f, []), lambda f: None, "offsets/c/0: missing"),
+    "levanter, no documents": (lambda f: levanter(f, []), lambda f: None, ("offsets/c/0",)),
     "levanter, offsets beyond the data": (
         lambda f: levanter(f, [10**12]),
         lambda f: None,
-        "data/c/[0-9]+: missing",
+        ("data/c/",),
     ),
     "levanter, a long chunk": (
         levanter,
         lambda f: _set_chunk(f / "input_ids" / "data" / "zarr.json", 10**12),
-        "input_ids/data: (not an array|10+ entries)",
+        ("input_ids/data",),
     ),
-    "levanter, offsets": (lambda f: levanter(f, [5, 3]), lambda f: None, "2 offsets end at 3"),
-    "no .bin": (megatron, lambda f: (f / "a.bin").unlink(), "a.idx: .*a.bin is missing beside it"),
-    "no index": (datatrove, lambda f: (f / "a.ds.index").unlink(), "a.ds.index is missing"),
-    "odd bytes": (megatron, lambda f: _short(f / "a.bin"), "no whole number of tokens of 2 bytes"),
-    "short index": (megatron, lambda f: _short(f / "a.idx"), "a.idx: cut short"),
-    "no index of Megatron": (megatron, lambda f: (f / "a.idx").write_bytes(b"x"), "not an index"),
-    "floats": (lambda f: megatron(f, dtype=6), lambda f: None, "no integer"),
-    "short": (llm_c, lambda f: (f / "a.bin").write_bytes((f / "a.bin").read_bytes()[:-4]), "names"),
-    "another .bin": (lambda f: ALL.tofile(f / "a.bin"), lambda f: None, "neither a .bin of llm.c"),
-    "short .ds": (datatrove, lambda f: ALL[:-4].tofile(f / "a.ds"), "its index ends at"),
+    "levanter, offsets": (lambda f: levanter(f, [5, 3]), lambda f: None, ("2", "3")),
+    "no .bin": (megatron, lambda f: (f / "a.bin").unlink(), ("a.idx", "a.bin")),
+    "no index": (datatrove, lambda f: (f / "a.ds.index").unlink(), ("a.ds.index",)),
+    "odd bytes": (megatron, lambda f: _short(f / "a.bin"), ("2",)),
+    "short index": (megatron, lambda f: _short(f / "a.idx"), ("a.idx",)),
+    "no index of Megatron": (megatron, lambda f: (f / "a.idx").write_bytes(b"x"), ()),
+    "floats": (lambda f: megatron(f, dtype=6), lambda f: None, ()),
+    "short": (llm_c, lambda f: (f / "a.bin").write_bytes((f / "a.bin").read_bytes()[:-4]), ()),
+    "another .bin": (lambda f: ALL.tofile(f / "a.bin"), lambda f: None, ("llm.c",)),
+    "short .ds": (datatrove, lambda f: ALL[:-4].tofile(f / "a.ds"), ()),
     "beyond the vocabulary": (
         lambda f: (np.concatenate([ALL[:100], [300], ALL]).astype(np.uint16)).tofile(f / "a.npy"),
         lambda f: None,
-        "token 100 has id 300: the tokenizer has 257 ids",
+        ("100", "300", "257"),
     ),
     "no documents": (
         lambda f: ALL[ALL < 256].tofile(f / "a.npy"),
         lambda f: None,
-        "the end token 256 is not in it",
+        ("256",),
     ),
     "no documents in the index": (
         lambda f: megatron(f, documents=[0]),
         lambda f: None,
-        "ends of its 0 documents",
+        ("0",),
     ),
     "documents of sequences that are not there": (
         lambda f: megatron(f, documents=[0, 5, 61]),
         lambda f: None,
-        "after the last of its 60 sequences",
+        ("60",),
     ),
     "documents that leave out the last sequence": (
         lambda f: megatron(f, documents=[0, 5, 59]),
         lambda f: None,
-        "ends of its 2 documents do not divide",
+        ("2",),
     ),
     "ends out of order": (
         datatrove,
         lambda f: np.array([9, 7, len(ALL)], np.uint64).tofile(f / "a.ds.index"),
-        "ends of its 3 documents do not divide",
+        ("3",),
     ),
     "four bytes": (
         lambda f: ALL.astype(np.uint32).tofile(f / "a.npy"),
         lambda f: None,
-        "tokens seem to have 4: expected uint16",
+        ("4", "uint16"),
     ),
     "two in one": (
         lambda f: megatron(f, [np.concatenate(ENCODED[:2]), *ENCODED[2:]]),
         lambda f: None,
-        "stands inside of a document",
+        (),
     ),
     **{
         f"a header of {name}": (
             lambda f, header=header: _npy(f, header),
             lambda f: None,
-            "not a NumPy file",
+            ("a.npy",),
         )
         for name, header in {
             "10**30 tokens": _HEADER % f"({10**30},)",
@@ -236,17 +236,16 @@ MISTAKES = {
     "a matrix": (
         lambda f: np.save(f / "a.npy", np.zeros((2, 2))),
         lambda f: None,
-        r"float64 \[2, 2\]",
+        ("float64 [2, 2]",),
     ),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_one_line(name, tmp_path):
-    write, spoil, expected = MISTAKES[name]
+    write, spoil, names = MISTAKES[name]
     (tmp_path / "tokens").mkdir()
     write(tmp_path / "tokens")
     spoil(tmp_path / "tokens")
-    with pytest.raises(UserError, match=expected) as caught:
+    with refused(*names):
         tokenize(resolve(f"{tmp_path}/tokens/*", "text"), BYTES, Store(tmp_path / "p"))
-    assert "\n" not in str(caught.value)

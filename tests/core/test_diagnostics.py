@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import numpy_draws
 
-from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions, rms_norm, rotate
 from qwen3next_jax.model.parameters import Make
@@ -18,27 +17,9 @@ from qwen3next_jax.sharding.rules import batch_sharding
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.state import abstract_model
 from tests.in_process import resolved
+from tests.models import HYBRID, numpy_draws
 
-MODEL = ModelConfig(
-    vocab_size=64,
-    hidden_size=16,
-    num_hidden_layers=4,
-    full_attention_interval=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=8,
-    shared_expert_intermediate_size=8,
-    dtype="float32",
-    max_position_embeddings=128,
-    initializer_range=0.5,
-)
+MODEL = dataclasses.replace(HYBRID, num_hidden_layers=4, mtp_depth=1, initializer_range=0.5)
 CONFIG = Config(
     model=MODEL,
     train=TrainConfig(steps=2, batch_size=4, sequence_length=32, gradient_accumulation=2),
@@ -119,7 +100,7 @@ def test_norms_are_those_of_each_layer_in_order(measured):
 
 
 @pytest.mark.slow
-def test_every_layer_has_its_numbers_and_padding_has_no_part(measured):
+def test_padding_has_no_part_in_diagnostics(measured):
     _, params, step, result = measured
     load = np.array([[2, 1, 1, 0], [1, 1, 1, 1], [4, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
     record = summarise(result, result["param_norms"], load)

@@ -1,5 +1,6 @@
 """FLOPs and parameter counts against the model's own parameter shapes; the chip table."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,34 +10,18 @@ from flax import nnx
 from qwen3next_jax import ModelConfig, Qwen3Next
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.sharding.chips import CHIPS, find_chip
+from tests.models import UNEVEN
 
-SMALL = dict(
-    vocab_size=64,
-    hidden_size=32,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=16,
-    num_experts=8,
-    num_experts_per_tok=3,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=24,
-    intermediate_size=40,
-    full_attention_interval=3,
-)
+SIX_LAYERS = dataclasses.replace(UNEVEN, num_hidden_layers=6, full_attention_interval=3)
 MODELS = {
     "released": ModelConfig(),
-    "dense": ModelConfig(
-        **SMALL | dict(num_experts=0, num_experts_per_tok=0, mtp_depth=2, tie_word_embeddings=True)
+    "dense": dataclasses.replace(
+        SIX_LAYERS, num_experts=0, num_experts_per_tok=0, tie_word_embeddings=True
     ),
-    "mixed": ModelConfig(
-        **SMALL | dict(mlp_only_layers=(1, 4), mtp_depth=0, shared_expert_intermediate_size=0)
+    "mixed": dataclasses.replace(
+        SIX_LAYERS, mlp_only_layers=(1, 4), mtp_depth=0, shared_expert_intermediate_size=0
     ),
-    "no attention": ModelConfig(**SMALL | dict(full_attention_interval=0)),
+    "no attention": dataclasses.replace(SIX_LAYERS, full_attention_interval=0, mtp_depth=1),
 }
 
 
@@ -67,7 +52,7 @@ def test_released_model():
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_forward_flops_are_two_per_weight_and_what_the_mixers_add(config):
+def test_forward_flops_are_weights_and_mixers(config):
     c, t = config, 64
     expected = 0.0
     for path, shape in leaves(c):
@@ -87,14 +72,23 @@ def test_forward_flops_are_two_per_weight_and_what_the_mixers_add(config):
     assert flops_per_token(c, t) == pytest.approx(3 * expected, rel=1e-12)
 
 
-def test_chips_are_found_by_device_kind():
-    assert (
-        find_chip("TPU v5").name == "v5p"
-        and find_chip("TPU v5 lite").name == "v5e"
-        and find_chip("NVIDIA H200").name == "H200"
-    )
+@pytest.mark.parametrize(
+    "kind, name",
+    [("TPU v5", "v5p"), ("TPU v5 lite", "v5e"), ("NVIDIA H200", "H200")],
+)
+def test_a_chip_is_found_by_its_kind(kind, name):
+    assert find_chip(kind).name == name
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe"])
+def test_an_unknown_kind_has_no_chip(kind):
+    assert find_chip(kind) is None
+
+
+def test_half_a_chip_has_half_its_flops():
     assert find_chip("TPU7x").device_flops == CHIPS["tpu7x"].bf16_flops / 2
-    assert find_chip("cpu") is None and find_chip("NVIDIA H100 PCIe") is None
-    assert len({kind for chip in CHIPS.values() for kind in chip.kinds}) == sum(
-        len(chip.kinds) for chip in CHIPS.values()
-    )
+
+
+def test_no_kind_has_two_chips():
+    kinds = [kind for chip in CHIPS.values() for kind in chip.kinds]
+    assert len(set(kinds)) == len(kinds)

@@ -10,12 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import (
     Config,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     ParameterGroup,
@@ -26,21 +24,11 @@ from qwen3next_jax.sharding.rules import batch_sharding
 from qwen3next_jax.training.gradients import make_gradients
 from qwen3next_jax.training.state import abstract_model
 from tests.in_process import resolved, shared_step
+from tests.models import SMALLEST
+from tests.refusals import refused
 
-MODEL = ModelConfig(
-    vocab_size=32,
-    hidden_size=16,
-    num_hidden_layers=2,
-    full_attention_interval=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    num_experts=0,
-    intermediate_size=24,
-    mtp_depth=0,
-    dtype="float32",
-    max_position_embeddings=64,
-)
+# The batches have all 32 tokens: a gradient near the eps of Adam would be noise.
+MODEL = dataclasses.replace(SMALLEST, vocab_size=32, num_hidden_layers=2)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=0.1)
 CONFIG = Config(
     model=MODEL,
@@ -110,7 +98,7 @@ def trained(config, mesh=None, steps=3):
 
 
 @pytest.mark.slow
-def test_frozen_is_as_if_its_gradients_were_0_and_its_updates_undone():
+def test_frozen_parameters_have_no_gradients_or_updates():
     run, state, metrics = trained(with_(FREEZE, GROUPS))
     gradients = make_gradients(resolved(CONFIG), *resolved(CONFIG).stages)
     adam = optax.chain(
@@ -193,6 +181,5 @@ def test_eight_devices_freeze_what_one_freezes(name):
     ],
 )
 def test_choices_of_nothing_of_everything_and_twice_are_refused(freeze, groups):
-    with pytest.raises(UserError) as error:
+    with refused():
         resolved(with_(freeze, groups))
-    assert "\n" not in str(error.value)

@@ -14,30 +14,7 @@ from qwen3next_jax.config import FULL, LINEAR, ModelConfig
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.ops.compile_target import compiling_for
-
-TINY = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    num_hidden_layers=4,
-    full_attention_interval=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=16,
-    num_experts=6,
-    num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=16,
-    intermediate_size=48,
-    mtp_depth=2,
-    decay_init="log_uniform",
-    dtype="float32",
-    initializer_range=0.2,
-    max_position_embeddings=256,
-)
+from tests.models import UNEVEN
 
 # Two orders of summation of ~100-term float32 sums through four layers: a few hundred rounding
 # errors of 6e-8.
@@ -61,7 +38,7 @@ def _close(a, b):
     )
 
 
-SHORT = dataclasses.replace(TINY, num_hidden_layers=2, layer_types=())
+SHORT = dataclasses.replace(UNEVEN, num_hidden_layers=2, layer_types=())
 
 
 @pytest.fixture(scope="module")
@@ -183,12 +160,12 @@ def test_one_token_alone_is_the_first_of_many(packed):
 def test_scanned_layers_equal_the_same_layers_one_by_one(monkeypatch):
     """Two periods, which a TPU takes without a loop."""
     stacks = ((0, 2), (1, 3))
-    config = dataclasses.replace(TINY, mtp_depth=0)
+    config = dataclasses.replace(UNEVEN, mtp_depth=0)
     assert config.stacks == stacks
     apart = dataclasses.replace(config, num_hidden_layers=6, mlp_only_layers=(0, 1))
     assert apart.stacks == ((0,), (1,), (2, 4), (3, 5))
     graphdef, params = _model(config)
-    tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, TINY.vocab_size)
+    tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, UNEVEN.vocab_size)
 
     def run(params):
         return nnx.merge(graphdef, params)(tokens, output_hidden_states=True).hidden_states
@@ -237,9 +214,9 @@ def test_scanned_layers_equal_the_same_layers_one_by_one(monkeypatch):
     ids=("attention twice, experts every second layer", "recurrent only, dense, tied"),
 )
 def test_every_variant_runs_and_reaches_all_its_parameters(change):
-    config = dataclasses.replace(TINY, **({"layer_types": ()} | change))
+    config = dataclasses.replace(UNEVEN, **({"layer_types": ()} | change))
     graphdef, params = _model(config)
-    tokens = jax.random.randint(jax.random.key(0), (1, 24), 0, TINY.vocab_size)
+    tokens = jax.random.randint(jax.random.key(0), (1, 24), 0, UNEVEN.vocab_size)
 
     @jax.jit
     def gradient(params):
@@ -259,10 +236,10 @@ def test_every_variant_runs_and_reaches_all_its_parameters(change):
 def test_bfloat16_follows_float32():
     # Dense: near a tie a rounded router input may choose another expert, which no tolerance covers.
     config = dataclasses.replace(
-        TINY, num_experts=0, mtp_depth=0, num_hidden_layers=2, layer_types=()
+        UNEVEN, num_experts=0, mtp_depth=0, num_hidden_layers=2, layer_types=()
     )
     _, params = _model(config)
-    tokens = jax.random.randint(jax.random.key(0), (2, 32), 0, TINY.vocab_size)
+    tokens = jax.random.randint(jax.random.key(0), (2, 32), 0, UNEVEN.vocab_size)
     graphs = (
         _model(dataclasses.replace(config, dtype=dtype))[0] for dtype in ("float32", "bfloat16")
     )
@@ -280,7 +257,7 @@ def test_a_bfloat16_backward_pass_keeps_no_float32_activations():
     """Of what has a number for every channel of a token, the inverses of the delta rule's chunks
     alone are float32.
     """
-    config = dataclasses.replace(TINY, dtype="bfloat16", num_hidden_layers=2, mtp_depth=0)
+    config = dataclasses.replace(UNEVEN, dtype="bfloat16", num_hidden_layers=2, mtp_depth=0)
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
 
     def backward(params, tokens):
@@ -300,7 +277,7 @@ def test_a_bfloat16_backward_pass_keeps_no_float32_activations():
 
 def test_text_of_a_model_is_short():
     """A line for each part, whether the parameters are arrays or shapes."""
-    model = nnx.eval_shape(lambda: Qwen3Next(TINY, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Qwen3Next(UNEVEN, rngs=nnx.Rngs(0)))
     for text in (repr(model), str(model)):
-        assert len(text.splitlines()) == 3 + len(TINY.stacks)
-        assert TINY.linear_mixer in text and TINY.full_mixer in text
+        assert len(text.splitlines()) == 3 + len(UNEVEN.stacks)
+        assert UNEVEN.linear_mixer in text and UNEVEN.full_mixer in text

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qwen3next_jax.config import ModelConfig, OptimizerConfig, TrainConfig
+from qwen3next_jax.config import OptimizerConfig, TrainConfig
 from qwen3next_jax.model.language_model import declared
 from qwen3next_jax.training.loss import count_targets, total_loss
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
-from tests.models import drawn_model
+from tests.models import HYBRID, drawn_model
 
 PAGE = types.SimpleNamespace(
     **runpy.run_path(str(Path(__file__).parents[2] / "examples/one_page.py"), run_name="one_page")
@@ -29,25 +29,17 @@ CONFIG = PAGE.Config(
     expert_width=16,
     mtp_depth=2,
 )
-MODEL = ModelConfig(
+MODEL = dataclasses.replace(
+    HYBRID,
     vocab_size=32,
     hidden_size=32,
-    num_hidden_layers=2,
-    full_attention_interval=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
     head_dim=32,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
     linear_key_head_dim=32,
     linear_value_head_dim=32,
-    num_experts=4,
-    num_experts_per_tok=2,
     moe_intermediate_size=16,
     shared_expert_intermediate_size=128,
     mtp_depth=2,
     initializer_range=0.02,
-    dtype="float32",
 )
 # The largest relative L2 difference of two float32 computations in another order.
 CLOSE = 1e-5

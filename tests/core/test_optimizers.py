@@ -73,7 +73,7 @@ def theirs(name, declared, rate, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name, tolerance", [("adamw", 0.0), ("muon", 1e-6)])
 def test_both_are_those_of_optax(name, tolerance, dtype):
     declared = {
@@ -110,8 +110,8 @@ def test_both_are_those_of_optax(name, tolerance, dtype):
     assert name == "muon" or jax.tree.structure(states[0]) == jax.tree.structure(states[1])
 
 
-@pytest.mark.parametrize("per_head", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_every_part_of_a_slab_is_a_matrix_of_its_own(per_head):
+@pytest.mark.parametrize("per_head", [False, True])
+def test_parts_of_a_slab_are_matrices(per_head):
     declared = {
         "qkvz": matrix(
             (6, 2, 14), "embed -> key_heads .", (3,), parts=(("q", 4), ("k", 4), ("v", 6, 2))
@@ -146,7 +146,6 @@ def test_every_part_of_a_slab_is_a_matrix_of_its_own(per_head):
         np.testing.assert_allclose(done[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow
 def test_no_mixer_has_two_heads_in_one_matrix():
     """Twice as many value heads for each key head make no matrix larger, and the update of each
     is Muon's of that head alone.
@@ -193,7 +192,7 @@ def test_no_mixer_has_two_heads_in_one_matrix():
 
 
 @pytest.mark.slow
-def test_eight_devices_divide_the_products_and_get_what_one_gets():
+def test_eight_devices_divide_muon_s_products():
     declared = {
         "qkvz": matrix(
             (16, 2, 12), "embed -> key_heads .", (3,), parts=(("q", 4), ("k", 4), ("v", 4, 2))

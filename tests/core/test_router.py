@@ -9,31 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, ModelConfig, TrainConfig
+from qwen3next_jax.config import Config, TrainConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.moe import choose_experts
 from qwen3next_jax.model.router import BINS, count_required_bias
 from qwen3next_jax.training.router_bias import quantile_bias, update_router_bias
+from tests.models import HYBRID
+from tests.refusals import refused
 
-MODEL = ModelConfig(
-    vocab_size=32,
-    hidden_size=16,
+MODEL = dataclasses.replace(
+    HYBRID,
     num_hidden_layers=5,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    linear_num_key_heads=1,
-    linear_num_value_heads=1,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
     num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=8,
-    shared_expert_intermediate_size=16,
-    full_attention_interval=2,
     mlp_only_layers=(0,),
+    mtp_depth=1,
     moe=MoEConfig(scoring_func="sigmoid", router_bias=True),
 )
 
@@ -55,7 +45,7 @@ def expected(config, logits, bias):
     return experts, weights * c.routed_scaling_factor
 
 
-@pytest.mark.parametrize("biased", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2), (2, 1)])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_experts_and_weights_are_those_of_the_rule(scoring, groups, biased):
@@ -181,40 +171,38 @@ def test_quantile_balancing_evens_out_the_load():
     ids=("no bias", "rate", "groups", "all experts"),
 )
 def test_settings_that_quantile_balancing_does_not_fit(model, train):
-    with pytest.raises(UserError, match="router_bias_update"):
+    with refused("router_bias_update"):
         Config(
             model=dataclasses.replace(MODEL, **model),
-            train=TrainConfig(router_bias_update="quantile", **train),
+            train=TrainConfig(router_bias_update="quantile", sequence_length=64, **train),
         )
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "names"),
     [
         (
             {"moe": MoEConfig(n_group=3)},
-            "model.moe.n_group = 3: expected a divisor of model.num_experts = 8, with two experts "
-            "or more",
+            ("model.moe.n_group = 3", "model.num_experts = 8"),
         ),
         (
             {"moe": MoEConfig(n_group=4, topk_group=5)},
-            "model.moe.topk_group = 5: expected 1 … model.moe.n_group = 4",
+            ("model.moe.topk_group = 5", "1", "model.moe.n_group = 4"),
         ),
         (
             {"moe": MoEConfig(n_group=4), "num_experts_per_tok": 3},
-            "model.num_experts_per_tok = 3: expected at most the 2 experts of",
+            ("model.num_experts_per_tok = 3", "2"),
         ),
         (
             {"num_experts": 0, "intermediate_size": 8},
-            "model.moe.scoring_func = 'sigmoid': no layer of this model reads it: expected "
-            "'softmax'",
+            ("model.moe.scoring_func = 'sigmoid'", "'softmax'"),
         ),
         (
             {"shared_expert_intermediate_size": 0, "moe": MoEConfig(shared_expert_gate=False)},
-            "model.moe.shared_expert_gate = False: no layer",
+            ("model.moe.shared_expert_gate = False",),
         ),
     ],
 )
-def test_settings_that_fit_no_router(settings, message):
-    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+def test_settings_that_fit_no_router(settings, names):
+    with refused(*names):
         dataclasses.replace(MODEL, **settings)

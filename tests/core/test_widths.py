@@ -12,9 +12,8 @@ import optax
 import pytest
 from flax import nnx
 
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
-from qwen3next_jax.config import LoRAConfig, ModelConfig, MuonConfig, OptimizerConfig
+from qwen3next_jax.config import LoRAConfig, MuonConfig, OptimizerConfig
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.registry import OPTIMIZERS
 from qwen3next_jax.model import declared
@@ -22,7 +21,8 @@ from qwen3next_jax.runs.changes import may_change
 from qwen3next_jax.training.optimizer import make_optimizer
 from qwen3next_jax.training.parameter_groups import make_parameter_groups
 from qwen3next_jax.training.scaling import Factors, scaling_factors
-from tests.models import drawn_model
+from tests.models import SMALLEST, drawn_model
+from tests.refusals import refused
 
 HEAD = 8
 # Compiling takes nearly all of the time of these tests.
@@ -41,7 +41,6 @@ def model(width, layers=2, hybrid=True, **changes):
     """
     heads = width // HEAD
     settings = dict(
-        vocab_size=32,
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=layers,
@@ -53,12 +52,8 @@ def model(width, layers=2, hybrid=True, **changes):
         linear_num_value_heads=heads,
         linear_key_head_dim=HEAD,
         linear_value_head_dim=HEAD,
-        num_experts=0,
-        mtp_depth=0,
-        dtype="float32",
-        max_position_embeddings=64,
     )
-    return ModelConfig(**settings | changes)
+    return dataclasses.replace(SMALLEST, **settings | changes)
 
 
 def optimizer(name="adamw", scaling="completep", width=16, depth=2, **changes):
@@ -130,7 +125,7 @@ def test_a_narrower_model_has_the_inverse_factors():
             assert narrow[path] == pytest.approx(inverse), path
 
 
-def test_a_rank_that_is_as_large_as_the_width_does_not_grow():
+def test_a_full_rank_does_not_grow():
     """The latent vector of MLA: its width is a setting of its own."""
 
     def latent(rank):
@@ -256,7 +251,7 @@ def test_activations_do_not_grow_with_the_width():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_activations_of_a_hybrid_do_not_grow_with_the_width(name):
+def test_activations_of_a_hybrid_keep_their_size(name):
     check_width(name, hybrid=True)
 
 
@@ -273,29 +268,40 @@ def test_activations_do_not_grow_with_the_depth(name):
     assert (within < 8**0.5).all() and (within > 8**-0.5).all(), within
 
 
-def test_what_has_no_rule_is_refused(monkeypatch):
-    def refused(message, config, one):
-        with pytest.raises(UserError, match=message):
-            scaling_factors(config, one, declared(config))
-
-    config = model(32)
-    refused(
-        "tie_word_embeddings", dataclasses.replace(config, tie_word_embeddings=True), optimizer()
-    )
-    refused("placement", dataclasses.replace(config, block=BlockConfig("post")), optimizer())
-    refused("model.lora", dataclasses.replace(config, lora=LoRAConfig(rank=2)), optimizer())
-    refused("per_head", config, optimizer("muon", muon=MuonConfig(per_head=True)))
+@pytest.mark.parametrize(
+    "changes, of_optimizer, name",
+    [
+        ({"tie_word_embeddings": True}, {}, "tie_word_embeddings"),
+        ({"block": BlockConfig("post")}, {}, "placement"),
+        ({"lora": LoRAConfig(rank=2)}, {}, "model.lora"),
+        ({}, {"name": "muon", "muon": MuonConfig(per_head=True)}, "per_head"),
+        ({}, {"name": "mine"}, "rate_over_width"),
+    ],
+    ids=("tied", "placement", "adapters", "per head", "own optimizer"),
+)
+def test_what_has_no_rule_is_refused(monkeypatch, changes, of_optimizer, name):
     monkeypatch.setitem(OPTIMIZERS, "mine", f"{__name__}:my_direction")
-    refused("rate_over_width", config, optimizer("mine"))
-    for scaling, settings, name in (
+    config = dataclasses.replace(model(32), **changes)
+    with refused(name):
+        scaling_factors(config, optimizer(**of_optimizer), declared(config))
+
+
+@pytest.mark.parametrize(
+    "scaling, settings, name",
+    [
         ("mup", {}, "base_width = 0"),
         ("mup", {"base_width": -3}, "base_width = -3"),
         ("completep", {"base_width": 16}, "base_depth = 0"),
         ("mup", {"base_width": 16, "base_depth": 2}, "base_depth = 2"),
         ("none", {"base_width": 16}, "base_width = 16"),
-    ):
-        with pytest.raises(UserError, match=name):
-            OptimizerConfig(scaling=scaling, **settings)
+    ],
+)
+def test_a_base_that_does_not_fit_is_refused(scaling, settings, name):
+    with refused(name):
+        OptimizerConfig(scaling=scaling, **settings)
+
+
+def test_a_run_keeps_its_scaling():
     assert not may_change("config.optimizer.scaling")
     assert not may_change("config.optimizer.base_width")
 

@@ -1,5 +1,6 @@
 """Conversations: the loss counts what the assistant says, and packed ones equal separate ones."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from models import drawn_model
 
-from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import DataConfig, ModelConfig, TrainConfig
+from qwen3next_jax.config import DataConfig, TrainConfig
 from qwen3next_jax.data import chat_template
 from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.data.conversations import LARGEST_WEIGHT, LEAST_WEIGHT, find_fault
@@ -18,6 +17,9 @@ from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.tokens import extends, load_tokenizer
 from qwen3next_jax.runs.dry_run import _describe_data
 from qwen3next_jax.training.loss import count_targets, total_loss
+from tests.corpora import write_jsonl
+from tests.models import SMALLEST, drawn_model
+from tests.refusals import refused
 
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\n' }}{% if m.role == 'assistant' %}"
@@ -121,7 +123,7 @@ def test_a_prompt_of_generation_is_what_training_saw(tmp_path, folder):
     assert prompts <= seen
 
 
-def test_a_long_conversation_keeps_its_beginning_and_no_other_is_cut(tmp_path, marked):
+def test_a_long_conversation_keeps_its_beginning(tmp_path, marked):
     whole = {tuple(t.tolist()): w for t, w in pieces(open_data(config(tmp_path, marked), 256, 2))}
     data = open_data(config(tmp_path, marked), 96, 2)
     cut = list(pieces(data))
@@ -131,51 +133,57 @@ def test_a_long_conversation_keeps_its_beginning_and_no_other_is_cut(tmp_path, m
     assert data.describe()["cut_documents"] == sum(len(t) > 96 for t in whole)
 
 
-def test_prepare_counts_what_is_in_rows_and_names_what_is_lost(tmp_path, marked):
+@pytest.fixture
+def with_long(tmp_path, marked):
+    """(records of which nine have no target in a row of 96, their configuration)."""
     long = says("question " * 20, "an answer that does not fit")
-    records = [{"messages": c} for i, c in enumerate(CONVERSATIONS * 2)] + [{"messages": long}] * 9
-    data = open_data(config(tmp_path, marked, records), 96, 2)
+    records = [{"messages": c} for c in CONVERSATIONS * 2] + [{"messages": long}] * 9
+    return records, config(tmp_path, marked, records)
+
+
+def test_prepare_counts_what_rows_hold(with_long):
+    records, settings = with_long
+    data = open_data(settings, 96, 2)
     found, counts = list(pieces(data)), data.describe()
-    assert all(weights[1:].any() for _, weights in found)  # each trains something
     assert len(found) == counts["documents"] == len(records) - counts["left_out_documents"]
-    assert counts["left_out_documents"] == 9
     assert counts["tokens"] == sum(len(tokens) for tokens, _ in found)
     in_loss = sum(int((weights > 0).sum()) for _, weights in found)
     assert counts["tokens"] - counts["ignored_tokens"] == in_loss
     text_bytes = sum(data.tokenizer.token_bytes[t[w > 0]].sum() for t, w in found)
     assert counts["bytes"] == text_bytes
-    stated = (
-        f"{counts['cut_documents']} of {len(records)} conversations are longer than a row of 96"
-    )
-    assert f"{stated} tokens; 9 have no target in it and are left out" in counts["title"]
-    assert f"{counts['dropped_tokens']:,} tokens are dropped" in counts["title"]
-    given = config(tmp_path, marked, records)
-    assert counts["title"].partition("; ")[2] in _describe_data(given, 259, [96]).text
-    fitting = open_data(config(tmp_path, marked, records), 512, 2).describe()
-    assert counts["tokens"] + counts["dropped_tokens"] == fitting["tokens"]
-    assert "longer" not in fitting["title"]
-    with pytest.raises(UserError, match="longer than a row of 24 tokens; 69 .*sequence_length"):
-        open_data(config(tmp_path, marked, records), 24, 2)
 
 
-MODEL = ModelConfig(
-    vocab_size=259,
-    hidden_size=16,
-    num_hidden_layers=1,
-    full_attention_interval=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    num_experts=0,
-    intermediate_size=32,
-    mtp_depth=1,
-    dtype="float32",
-    initializer_range=0.2,
-    max_position_embeddings=256,
+def test_conversations_without_a_target_are_left_out(with_long):
+    data = open_data(with_long[1], 96, 2)
+    assert all(weights[1:].any() for _, weights in pieces(data))  # each trains something
+    assert data.describe()["left_out_documents"] == 9
+
+
+def test_dropped_tokens_are_counted(with_long):
+    cut, whole = (open_data(with_long[1], length, 2).describe() for length in (96, 512))
+    assert whole["dropped_tokens"] == 0 < cut["dropped_tokens"]
+    assert cut["tokens"] + cut["dropped_tokens"] == whole["tokens"]
+
+
+def test_a_title_names_what_is_lost(with_long):
+    records, settings = with_long
+    counts = open_data(settings, 96, 2).describe()
+    for number in (counts["cut_documents"], len(records), 96, f"{counts['dropped_tokens']:,}"):
+        assert str(number) in counts["title"]
+    assert counts["title"].partition("; ")[2] in _describe_data(settings, 259, [96]).text
+
+
+def test_rows_too_short_for_conversations_are_refused(with_long):
+    with refused("24", "69", "sequence_length"):
+        open_data(with_long[1], 24, 2)
+
+
+MODEL = dataclasses.replace(
+    SMALLEST, vocab_size=259, mtp_depth=1, initializer_range=0.2, max_position_embeddings=256
 )
 
 
-def test_packed_conversations_have_the_losses_of_separate_ones_with_their_weights(tmp_path, marked):
+def test_packed_conversations_have_separate_ones_losses(tmp_path, marked):
     records = [
         {"messages": says("a", "first answer", weight=0.5)},
         {"messages": says("what?", "no", "so?", "a longer answer", weight=2)},
@@ -224,9 +232,9 @@ def test_packed_conversations_have_the_losses_of_separate_ones_with_their_weight
 
 
 @pytest.mark.slow
-def test_texts_beside_conversations_count_in_full_and_resume_the_same(tmp_path, marked):
+def test_texts_beside_conversations_count_in_full(tmp_path, marked):
     texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": f"text {i} " * 9}) + "\n" for i in range(40)))
+    write_jsonl(texts, [f"text {i} " * 9 for i in range(40)])
     one = config(tmp_path, marked)
     both = config(
         tmp_path, marked, path=f"{one.path},{texts}", messages_field="messages,", weights="1,1"
@@ -248,8 +256,8 @@ def test_texts_beside_conversations_count_in_full_and_resume_the_same(tmp_path, 
             np.testing.assert_array_equal(again[name], values)
 
 
-def test_texts_alone_have_the_rows_that_they_had_before_there_were_weights(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one text"}) + "\n")
+def test_texts_alone_need_no_weights(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["one text"])
     settings = dict(path=str(tmp_path / "a.jsonl"), prepared_dir=str(tmp_path / "prepared"))
     data = open_data(DataConfig(**settings), 16, 1)
     assert set(data.row(0)) == set(data.kinds) == {"tokens", "segment_ids"}
@@ -277,21 +285,18 @@ NO_END = MARKED.replace("<|im_end|>", "<|stop|>")
         (NO_END, "<|im_end|>", 0),
     ],
 )
-def test_the_token_that_ends_a_turn_counts_or_preparation_warns(
-    tmp_path, capfd, template, eos, ends
-):
+def test_the_end_of_a_turn_counts(tmp_path, capfd, template, eos, ends):
     folder = make_folder(tmp_path, template, ["<|user|>", "<|assistant|>"], eos)
     records = [{"messages": says("q", f"answer {i}", "q", "last")} for i in range(40)]
     data = open_data(config(tmp_path, folder, records), 128, 1)
     for tokens, weights in pieces(data):
         assert (tokens[weights > 0] == data.tokenizer.eos_id).sum() == ends
         assert weights[tokens == data.tokenizer.eos_id].sum() == ends
-    warned = "conversations have no end token" in capfd.readouterr().err
-    assert warned == (ends == 0)
+    assert ("end token" in capfd.readouterr().err) == (ends == 0)
 
 
 @pytest.mark.parametrize("loses", [False, True])
-def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(tmp_path, capfd, loses):
+def test_lossy_tokenizers_have_no_bits_per_byte(tmp_path, capfd, loses):
     folder = make_folder(tmp_path, MARKED)
     if loses:
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -299,7 +304,7 @@ def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(tmp_path, capfd, loses
         tokenizer.save(str(folder / "tokenizer.json"))
     data = open_data(config(tmp_path, folder), 256, 1)
     assert (data.describe()["bits_per_nat"] is None) == loses
-    assert ("bits per byte are not reported" in capfd.readouterr().err) == loses
+    assert ("bits per byte" in capfd.readouterr().err) == loses
 
 
 def test_a_divided_conversation_does_not_lack_its_end(tmp_path, capfd):
@@ -307,20 +312,20 @@ def test_a_divided_conversation_does_not_lack_its_end(tmp_path, capfd):
     folder = make_folder(tmp_path, MARKED, ["<|user|>", "<|assistant|>"], "<|im_end|>")
     records = [{"messages": says("q", f"answer {i}")} for i in range(2)]
     open_data(config(tmp_path, folder, records), 128, 1)
-    assert "no end token" not in capfd.readouterr().err
+    assert "end token" not in capfd.readouterr().err
 
 
-def test_a_template_that_writes_the_date_writes_that_of_the_settings(tmp_path):
+def test_a_template_writes_the_date_of_the_settings(tmp_path):
     template = "{{ strftime_now('%d %b %Y') }}" + MARKED
     folder = str(make_folder(tmp_path, template))
-    with pytest.raises(UserError, match="writes the date.*data.template_date"):
+    with refused("data.template_date"):
         open_data(config(tmp_path, folder), 256, 2)
     data = open_data(config(tmp_path, folder, template_date="2026-01-31"), 256, 2)
     assert data.tokenizer.decode(next(pieces(data))[0]).startswith("31 Jan 2026<|im_start|>")
     other = open_data(config(tmp_path, folder, template_date="2026-02-01"), 256, 2)
     assert other.fingerprint != data.fingerprint
     for wrong in ("today", "2026-1-3", "20260131", "2026-02-30"):
-        with pytest.raises(UserError, match="data.template_date.*YYYY-MM-DD"):
+        with refused("data.template_date", "YYYY-MM-DD"):
             DataConfig(path="x", messages_field="messages", template_date=wrong)
 
 
@@ -356,36 +361,35 @@ def test_weights_outside_the_range_that_float32_sums_are_refused():
 
 
 BAD = [
-    ({"text": "x"}, "no field 'messages'"),
-    ({"messages": "hello"}, "expected a list of messages"),
-    ({"messages": []}, "empty list"),
-    ({"messages": says("a", "")}, "message 2 is empty"),
-    ({"messages": says("a", "b")[:1]}, "'user'.*expected the role 'assistant'"),
-    ({"messages": says("a", "b")[::-1]}, "message 1 of the role 'assistant' is the first"),
-    ({"messages": says("a", "b")[:1] * 2}, "message 2 of the role 'user' follows"),
-    ({"messages": says("a", "b", weight=-1)}, "weight out of range .-1"),
-    ({"messages": says("a", "b", weight=0)}, "no token of it counts"),
-    ({"messages": says("<|im_end|>", "b")}, "message 1 .*'<.im_end.>'.*data.parse_tokens"),
-    ({"messages": says("\0", "b")}, "message 1 contains NUL"),
-    ({"messages": [{"role": ["user"], "content": "a"}]}, "message 1 has the role .'user'"),
-    ({"messages": says("a", "b", role={})}, "message 2 has the role {}"),
+    ({"text": "x"}, ("'messages'",)),
+    ({"messages": "hello"}, ()),
+    ({"messages": []}, ()),
+    ({"messages": says("a", "")}, ("2",)),
+    ({"messages": says("a", "b")[:1]}, ("'user'", "'assistant'")),
+    ({"messages": says("a", "b")[::-1]}, ("1", "'assistant'")),
+    ({"messages": says("a", "b")[:1] * 2}, ("2", "'user'")),
+    ({"messages": says("a", "b", weight=-1)}, ("-1",)),
+    ({"messages": says("a", "b", weight=0)}, ()),
+    ({"messages": says("<|im_end|>", "b")}, ("1", "'<|im_end|>'", "data.parse_tokens")),
+    ({"messages": says("\0", "b")}, ("1", "NUL")),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, ("1", "'user'")),
+    ({"messages": says("a", "b", role={})}, ("2",)),
     (
         {"messages": says("a", "b", weight=10**308)},
-        "message 2 has a weight out of range .a number of",
+        ("2",),
     ),
-    ({"messages": says("a", "b", weight=3e38)}, "weight out of range .3e.38.: expected 0 or"),
-    ({"messages": says("a", "b", thinking=[1])}, "message 2 has the reasoning .1."),
-    ({"messages": says("a", "b", thinking="c", reasoning_content="d")}, "two different texts"),
-    ({"messages": says("a", "b"), "tools": [{"name": "f"}]}, "'tools'"),
+    ({"messages": says("a", "b", weight=3e38)}, ("3e+38", "0")),
+    ({"messages": says("a", "b", thinking=[1])}, ("2", "1")),
+    ({"messages": says("a", "b", thinking="c", reasoning_content="d")}, ()),
+    ({"messages": says("a", "b"), "tools": [{"name": "f"}]}, ("'tools'",)),
 ]
 
 
-def test_bad_records_end_the_preparation_in_one_line_or_are_left_out(tmp_path, marked):
+def test_bad_conversations_end_the_preparation_or_are_skipped(tmp_path, marked):
     good = [{"messages": c} for c in CONVERSATIONS[:5]]
-    for record, message in BAD:
-        with pytest.raises(UserError, match=rf"chat.jsonl:2\b.*{message}") as error:
+    for record, names in BAD:
+        with refused("chat.jsonl:2", *names):
             open_data(config(tmp_path, marked, [good[0], record]), 256, 2)
-        assert "\n" not in str(error.value)
     records = [*(record for record, _ in BAD), *good]
     skip = config(tmp_path, marked, records, bad_records="skip", bad_records_limit=0.9)
     counts = open_data(skip, 256, 2).describe()
@@ -394,23 +398,23 @@ def test_bad_records_end_the_preparation_in_one_line_or_are_left_out(tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("template", "changes", "message"),
+    ("template", "changes", "names"),
     [
-        (None, {}, "no chat template there"),
-        (MARKED, {"tokenizer": "bytes"}, "'bytes' has no chat template"),
+        (None, {}, ()),
+        (MARKED, {"tokenizer": "bytes"}, ("'bytes'",)),
         # It writes the history of a conversation otherwise than the newest turn.
         (
             UNMARKED.replace("{{ m.content }}", "{{ m.content if loop.last else '' }}"),
             {},
-            "turns: .*generation",
+            (),
         ),
-        (MARKED.replace("assistant'", "nobody'"), {}, "no token of it counts"),
+        (MARKED.replace("assistant'", "nobody'"), {}, ()),
     ],
     ids=["none", "bytes", "history", "no turns"],
 )
-def test_a_template_that_does_not_tell_the_turns_is_refused(tmp_path, template, changes, message):
+def test_a_template_without_turns_is_refused(tmp_path, template, changes, names):
     settings = {"tokenizer": str(make_folder(tmp_path, template))} | changes
-    with pytest.raises(UserError, match=message):
+    with refused(*names):
         open_data(config(tmp_path, "", **settings), 256, 2)
 
 
@@ -447,7 +451,7 @@ def test_a_flipped_bit_of_the_weights_is_noticed(tmp_path, marked):
     data = bytearray(path.read_bytes())
     data[7] ^= 1
     path.write_bytes(data)
-    with pytest.raises(UserError, match="weights is damaged"):
+    with refused(tmp_path):
         open_data(config(tmp_path, marked), 128, 2)  # other rows from the same part
 
 
@@ -466,5 +470,5 @@ def test_messages_may_be_inside_an_object(tmp_path, marked):
 def test_tools_beside_nested_messages_are_refused(tmp_path, marked):
     record = {"chat": {"messages": CONVERSATIONS[0], "tools": [{"name": "f"}]}}
     data = config(tmp_path, marked, [record], messages_field="chat.messages")
-    with pytest.raises(UserError, match=r"chat.jsonl:1\b.*'tools'"):
+    with refused("chat.jsonl:1", "'tools'"):
         open_data(data, 256, 2)

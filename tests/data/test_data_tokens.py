@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import re
 
 import numpy as np
@@ -15,6 +16,7 @@ from qwen3next_jax.data import cuts, fast_bpe, tokens
 from qwen3next_jax.data import text as texts
 from qwen3next_jax.data.tokens import END_OF_TEXT, load_tokenizer
 from qwen3next_jax.inference.streaming import DecodeStream
+from tests.refusals import refused
 
 TEXT = "def größe(x):\n\treturn '∀ 😀' + x  # naïve\r\n\x00\x7f   done — ok\n"
 TRAINING = [
@@ -89,7 +91,7 @@ def test_text_survives_and_tokens_account_for_every_byte(tokenizer):
     assert tokenizer.token_bytes[tokenizer.eos_id] == 0
 
 
-def test_documents_end_with_eos_and_quoted_special_tokens_stay_text(tokenizer):
+def test_documents_end_with_eos(tokenizer):
     quoted = f"a {END_OF_TEXT} </s> <|im_end|> b"
     first, second = tokenizer.encode_documents([quoted, "x"])
     assert first[-1] == second[-1] == tokenizer.eos_id
@@ -106,7 +108,7 @@ def test_long_documents_are_tokenized_in_parts_without_loss(byte_level):
     assert tokenizer.decode(ids[:-1]) == text
 
 
-def test_a_long_text_gets_the_ids_of_a_short_one(tokenizer, monkeypatch):
+def test_long_texts_get_the_same_ids(tokenizer, monkeypatch):
     for text in (TEXT, "😀" * 9, "e\u0301\n" * 5, "no line end" * 4, "x y\nz " * 9):
         (short,) = tokenizer.encode_documents([text])
         for longest, piece in ((1 << 17, 5), (7, 1), (7, 3), (7, 16)):
@@ -178,44 +180,58 @@ def test_eos_comes_from_the_config_beside_it(byte_level, tmp_path):
     assert load_tokenizer(str(target)).fingerprint != before
 
 
-def test_bad_tokenizers_are_named_in_one_line(byte_level, tmp_path):
-    def error_of(spec, **arguments):
-        with pytest.raises(UserError) as caught:
-            load_tokenizer(spec, **arguments)
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
+def test_a_missing_tokenizer_is_named(tmp_path):
+    for spec, name in (("absent.json", "absent.json"), ("", "tokenizer.json")):
+        with refused(tmp_path / name):
+            load_tokenizer(str(tmp_path / spec))
 
-    assert "no such file" in error_of(str(tmp_path / "absent.json"))
-    assert "tokenizer.json: no such file" in error_of(str(tmp_path))
-    for content in (b"not json", b"[]", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"):
-        (tmp_path / "broken.json").write_bytes(content)
-        assert "not a Hugging Face tokenizer.json" in error_of(str(tmp_path / "broken.json"))
-    assert "257 ids" in error_of("bytes", vocab_size=256) and "256" in error_of(
-        "bytes", vocab_size=256
-    )
+
+@pytest.mark.parametrize(
+    "content", [b"not json", b"[]", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe", "FIFO"]
+)
+def test_a_damaged_tokenizer_is_named(content, tmp_path):
+    path = tmp_path / "broken.json"
+    os.mkfifo(path) if content == "FIFO" else path.write_bytes(content)
+    with refused(path):
+        load_tokenizer(str(path))
+
+
+def test_a_tokenizer_fits_the_vocabulary():
     assert load_tokenizer("bytes", vocab_size=257).vocab_size == 257
+    with refused("257", "256"):
+        load_tokenizer("bytes", vocab_size=256)
 
+
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        (None, ""),  # nothing names the token
+        ({"eos_token": "<end>"}, "'<end>'"),
+        ({"eos_token": ["x"]}, "x"),
+        ({"eos_token": 5}, "5"),
+        ({"eos_token": {"content": ["x"]}}, "x"),
+        ([1], "tokenizer_config.json"),
+    ],
+)
+def test_an_end_token_outside_the_vocabulary_is_named(fields, name, tmp_path):
     endless = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
     endless.save(str(tmp_path / "tokenizer.json"))
-    assert "no end-of-document token" in error_of(str(tmp_path))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    assert "'<end>' is not in the vocabulary" in error_of(str(tmp_path))
-    for token in (["x"], 5, {"content": ["x"]}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
-        assert "is not in the vocabulary" in error_of(str(tmp_path))
+    if fields:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    with refused(tmp_path, name):
+        load_tokenizer(str(tmp_path))
+
+
+def test_an_id_beyond_the_vocabulary_is_named(tmp_path):
+    vocab = {"a": 0, END_OF_TEXT: 10**9}
     (tmp_path / "huge.json").write_text(
-        json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, END_OF_TEXT: 10**9}, "merges": []}})
+        json.dumps({"model": {"type": "BPE", "vocab": vocab, "merges": []}})
     )
-    assert f"'{END_OF_TEXT}' has id 1000000000 in a vocabulary of 2 tokens" in error_of(
-        str(tmp_path / "huge.json")
-    )
-    os.mkfifo(tmp_path / "fifo.json")
-    assert "fifo.json: cannot be read (a FIFO" in error_of(str(tmp_path / "fifo.json"))
-    (tmp_path / "tokenizer_config.json").write_text("[1]")
-    assert "expected a JSON object" in error_of(str(tmp_path))
+    with refused(tmp_path / "huge.json", END_OF_TEXT, 10**9):
+        load_tokenizer(str(tmp_path / "huge.json"))
 
 
-def test_no_special_token_comes_from_text_unless_it_is_named(byte_level, byte_fallback):
+def test_text_has_only_named_special_tokens(byte_level, byte_fallback):
     text = "a <think>b</think> <|im_end|> </s> <unk> c"
     for path in (byte_level, byte_fallback):
         tokenizer = load_tokenizer(path)
@@ -228,12 +244,12 @@ def test_no_special_token_comes_from_text_unless_it_is_named(byte_level, byte_fa
     (ids,) = special.encode_documents([text])
     assert ids.tolist().count(1) == 1
     assert special.token_bytes[ids].sum() == len(text.encode())
-    for spec, token, expected in (
-        (byte_level, "<thin>", "'<thin>' is not an added token.*did you mean '<think>'"),
-        (byte_level, END_OF_TEXT, "ends documents"),
-        ("bytes", "<think>", "'bytes' has no such tokens"),
+    for spec, token, names in (
+        (byte_level, "<thin>", ("'<thin>'", "'<think>'")),
+        (byte_level, END_OF_TEXT, (END_OF_TEXT,)),
+        ("bytes", "<think>", ("'bytes'",)),
     ):
-        with pytest.raises(UserError, match=f"data.parse_tokens: .*{expected}"):
+        with refused("data.parse_tokens", *names):
             load_tokenizer(spec, None, [token])
 
 
@@ -294,7 +310,7 @@ def test_a_named_token_gets_its_own_id_in_documents(byte_level, tmp_path):
     assert [i for i in parsed.tolist() if i >= last - 2] == [last - 1, last]
 
 
-def test_a_special_token_of_the_models_vocabulary_does_not_come_from_text(tmp_path):
+def test_text_never_gives_special_tokens(tmp_path):
     pieces = ["<unk>", "</s>", "▁", *"ab</s>", "x"]
     scores = [(piece, -float(i)) for i, piece in enumerate(dict.fromkeys(pieces))]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, 0))
@@ -305,12 +321,14 @@ def test_a_special_token_of_the_models_vocabulary_does_not_come_from_text(tmp_pa
     assert ids.tolist().count(tokenizer.eos_id) == 1 and ids[-1] == tokenizer.eos_id
 
 
-def test_bytes_are_those_of_the_text(byte_fallback, tmp_path):
-    def counted(tokenizer, text):
-        (ids,) = tokenizer.encode_documents([text])
-        return int(tokenizer.token_bytes[ids].sum())
+def _counted(tokenizer, text):
+    (ids,) = tokenizer.encode_documents([text])
+    return int(tokenizer.token_bytes[ids].sum())
 
-    # Runs of ▁ that stand for spaces.
+
+@pytest.fixture
+def with_spaces(byte_fallback):
+    """A tokenizer whose ▁ stands for spaces, and whose ▁▁▁▁ for four."""
     content = json.loads(open(byte_fallback, encoding="utf-8").read())
     content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     content["pre_tokenizer"] = None
@@ -318,20 +336,30 @@ def test_bytes_are_those_of_the_text(byte_fallback, tmp_path):
     run = {"id": 0, "content": "▁▁▁▁", "special": False, "normalized": True}
     run |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     content["added_tokens"].append(run)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    return content
+
+
+def test_a_run_of_spaces_counts_its_bytes(with_spaces, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(with_spaces))
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.token_bytes[tokenizer.encode("    ")].tolist() == [4]
-    assert counted(tokenizer, "a\n    b\n") == 8
-    # A space before every text, which no row asks for.
-    content["normalizer"] = {
+    assert _counted(tokenizer, "a\n    b\n") == 8
+
+
+def test_a_space_before_every_text_is_no_miscount(with_spaces, tmp_path):
+    """No row asks for it."""
+    with_spaces["normalizer"] = {
         "type": "Sequence",
-        "normalizers": [{"type": "Prepend", "prepend": "▁"}, content["normalizer"]],
+        "normalizers": [{"type": "Prepend", "prepend": "▁"}, with_spaces["normalizer"]],
     }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(with_spaces))
     text = "two words"
-    assert counted(load_tokenizer(str(tmp_path)), text) == len(text) + 1
+    assert _counted(load_tokenizer(str(tmp_path)), text) == len(text) + 1
     assert tokens.miscounted_bytes(len(text) + 1, len(text)) == 0
-    # WordPiece writes no spaces, and ## before what continues a word.
+
+
+def test_word_pieces_miscount_what_is_lost(tmp_path):
+    """They write no spaces, and ## before what continues a word."""
     words = ["[UNK]", END_OF_TEXT, "two", "wo", "##rd", "##s"]
     pieces = tokenizers.Tokenizer(
         tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
@@ -341,61 +369,80 @@ def test_bytes_are_those_of_the_text(byte_fallback, tmp_path):
     pieces.add_special_tokens(["[UNK]", END_OF_TEXT])
     pieces.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
-    assert counted(tokenizer, text) == len(text) + 1
-    assert tokens.miscounted_bytes(counted(tokenizer, "two \n\n words"), 12) > 0  # what is lost
+    assert _counted(tokenizer, "two words") == len("two words") + 1
+    assert tokens.miscounted_bytes(_counted(tokenizer, "two \n\n words"), 12) > 0
 
 
-def test_tokens_that_other_files_name_have_their_ids(byte_level, tmp_path):
+@pytest.fixture
+def added(byte_level, tmp_path):
+    """(folder of a tokenizer, the number of its tokens)."""
     folder = _with_added(byte_level, tmp_path)
-    size = load_tokenizer(folder).vocab_size
+    return folder, load_tokenizer(folder).vocab_size
+
+
+def _name(folder, named, **fields):
+    path = pathlib.Path(folder) / "tokenizer_config.json"
+    path.write_text(json.dumps({"added_tokens_decoder": named, **fields}))
+
+
+def test_tokens_of_the_config_have_their_ids(added, tmp_path):
+    folder, size = added
     before = load_tokenizer(folder).fingerprint
-    decoder, listed = tmp_path / "tokenizer_config.json", tmp_path / "added_tokens.json"
-
-    def name(named, **fields):
-        decoder.write_text(json.dumps({"added_tokens_decoder": named, **fields}))
-
     marks = {str(size): {"content": "<m>", "special": True}, str(size + 1): {"content": "<n>"}}
-    name(marks, eos_token="<m>")
+    _name(folder, marks, eos_token="<m>")
     one = load_tokenizer(folder)
     assert one.encode("a<m><n>").tolist()[1:] == [size, size + 1] and one.eos_id == size
     (ids,) = one.encode_documents(["a<m><n>"])
-    assert size not in ids[:-1] and size + 1 in ids and one.fingerprint != before
+    assert size not in ids[:-1] and size + 1 in ids  # <m> is special, <n> is text
+    assert one.fingerprint != before
     (tmp_path / "copy").mkdir()
     one.save(tmp_path / "copy")
     assert load_tokenizer(str(tmp_path / "copy")).fingerprint == one.fingerprint
-    decoder.unlink()
+
+
+def test_listed_tokens_have_their_ids(added):
+    folder, size = added
+    listed = pathlib.Path(folder) / "added_tokens.json"
     listed.write_text(json.dumps({"<n>": size + 1, "<m>": size}))
     assert load_tokenizer(folder).encode("<m><n>").tolist() == [size, size + 1]
-    for content, why in (
-        ({"<m>": 5}, "'<m>' has id 5 there, but in tokenizer.json this id is that of"),
-        ({"<think>": 5}, f"'<think>' has id 5 there, but in tokenizer.json id {size - 1}"),
-        ({"<m>": size + 3}, f"the next free id of tokenizer.json is {size}: expected no gap"),
-        ({"<m>": "5"}, "expected token → id"),
-        ({"\ud800": size}, "expected token → id"),
-        (["<m>"], "expected a JSON object"),
+
+
+def test_listed_tokens_that_do_not_fit_are_refused(added):
+    folder, size = added
+    for content, names in (
+        ({"<m>": 5}, ("'<m>'", 5)),
+        ({"<think>": 5}, ("'<think>'", 5, size - 1)),
+        ({"<m>": size + 3}, (size,)),
+        ({"<m>": "5"}, ()),
+        ({"\ud800": size}, ()),
+        (["<m>"], ()),
     ):
-        listed.write_text(json.dumps(content))
-        with pytest.raises(UserError, match=f"added_tokens.json: .*{why}"):
-            load_tokenizer(folder)
-    listed.unlink()
-    for named in ([1], {"x": {"content": "<m>"}}, {"9": 5}, {"9": {"content": "<m>", "lstrip": 1}}):
-        name(named)
-        with pytest.raises(UserError, match="tokenizer_config.json: added_tokens_decoder: "):
+        (pathlib.Path(folder) / "added_tokens.json").write_text(json.dumps(content))
+        with refused("added_tokens.json", *names):
             load_tokenizer(folder)
 
 
-def test_tokenizers_of_which_a_text_has_several_encodings_are_refused(byte_level, tmp_path):
+@pytest.mark.parametrize(
+    "named", [[1], {"x": {"content": "<m>"}}, {"9": 5}, {"9": {"content": "<m>", "lstrip": 1}}]
+)
+def test_tokens_of_the_config_that_do_not_fit_are_refused(added, named):
+    _name(added[0], named)
+    with refused("tokenizer_config.json", "added_tokens_decoder"):
+        load_tokenizer(added[0])
+
+
+def test_ambiguous_tokenizers_are_refused(byte_level, tmp_path):
     content = json.loads(open(byte_level, encoding="utf-8").read())
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content | {"model": content["model"] | {"dropout": 0.1}}))
-    with pytest.raises(UserError, match="drops merges at random"):
+    with refused(path):
         load_tokenizer(str(path))
     flags = dict.fromkeys(FLAGS, False) | {"normalized": True, "id": 0}
     added = [*content["added_tokens"], flags | {"content": "<A>"}, flags | {"content": "<a>"}]
     path.write_text(
         json.dumps(content | {"added_tokens": added, "normalizer": NORMALIZERS["lower"]})
     )
-    with pytest.raises(UserError, match="'<A>' and '<a>' the same text"):
+    with refused(path, "<A>", "<a>"):
         load_tokenizer(str(path))
 
 
@@ -592,7 +639,7 @@ def test_any_tokenizer_has_one_meaning(
     try:
         tokenizer = load_tokenizer(str(path))
     except UserError as error:
-        assert "the same text, so that it could be either" in str(error)
+        assert str(path) in str(error)
         return
     special = {i: t for i, t in library.get_added_tokens_decoder().items() if t.special}
 
@@ -604,7 +651,7 @@ def test_any_tokenizer_has_one_meaning(
             (ids,) = tokenizer.encode_documents([text])
             prompt = tokenizer.encode(text).tolist()
         except UserError as error:
-            assert "the tokenizers library fails" in str(error)
+            assert "tokenizers library" in str(error)
             return
         assert prompt == library.encode(text, add_special_tokens=False).ids
         assert not special.keys() & set(ids[:-1].tolist())

@@ -146,7 +146,7 @@ def test_killed_workers_and_another_number_of_tasks(corpus, tmp_path):
     assert _files(prepared) == undisturbed
 
 
-def test_an_array_of_slurm_loses_nodes_and_is_submitted_again(corpus, tmp_path):
+def test_an_array_that_lost_nodes_is_resubmitted(corpus, tmp_path):
     data, undisturbed = corpus
     commands = tmp_path / "bin"
     commands.mkdir()

@@ -17,11 +17,9 @@ from absl import flags
 from absl.testing import flagsaver
 from flax import nnx
 from jax.sharding import NamedSharding
-from models import drawn_model
 
 from qwen3next_jax.commands import generate as generate_command
-from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
+from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.data import chat_template
 from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.data.tokens import load_tokenizer
@@ -37,33 +35,14 @@ from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.ops.decode_moe import decode_moe
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import storage_spec
+from tests.models import UNEVEN, drawn_model
+from tests.refusals import refused
 
 FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "qwen3_next_tiny"
 
 # With the usual initial weights a random model hardly depends on its context, and a test would not
 # notice a wrong cache. So the weights are large and the decay is slow.
-CONFIG = ModelConfig(
-    vocab_size=257,
-    hidden_size=32,
-    num_hidden_layers=4,
-    full_attention_interval=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=16,
-    max_position_embeddings=512,
-    dtype="float32",
-    initializer_range=0.2,
-    decay_init="log_uniform",
-    mtp_depth=1,
-)
+CONFIG = dataclasses.replace(UNEVEN, vocab_size=257, mtp_depth=1, max_position_embeddings=512)
 # Float32 sums over at most ~100 terms, through 4 layers whose outputs are of order 1.
 TOLERANCE = dict(rtol=1e-4, atol=1e-4)
 
@@ -412,7 +391,7 @@ def test_states_after_each_token(model):
 
 
 @pytest.mark.parametrize(("tokens", "skewed"), [(1, False), (3, False), (20, False), (20, True)])
-def test_decode_moe_is_the_weighted_sum_of_the_chosen_experts(tokens, skewed):
+def test_decoding_experts_is_their_weighted_sum(tokens, skewed):
     """The three cases of `decode_moe`: chosen experts one by one, all experts at once, and several
     passes because most tokens chose the same two.
     """
@@ -455,9 +434,7 @@ def test_prompts_of_similar_lengths_share_their_programs(model, prompts):
     assert set(compiled) <= {20}
 
 
-def test_a_chat_compiles_the_chunk_sizes_of_later_prompts_that_fit_into_its_cache(
-    model, monkeypatch
-):
+def test_a_chat_compiles_later_prompts_chunks(model, monkeypatch):
     sizes = []
     monkeypatch.setattr(
         decode.DecodePrograms,
@@ -485,29 +462,29 @@ def test_cache_lengths_are_few_and_close():
 
 
 @pytest.mark.parametrize(
-    ("prompts", "options", "message"),
+    ("prompts", "options", "names"),
     [
-        ([], {}, "no prompts"),
-        ([[1], []], {}, "prompt 1 is empty"),
-        ([[257]], {}, "token 257: expected 0 … 256"),
-        ([[1]], dict(max_new_tokens=0), "max_new_tokens = 0: expected at least 1"),
-        ([[1]], dict(temperature=-1.0), "temperature = -1.0"),
-        ([[1]], dict(temperature=float("nan")), "temperature = nan"),
-        ([[1]], dict(temperature=1e39), "temperature = 1e+39"),
-        ([[1]], dict(top_k=5), "top_k = 5 with temperature = 0"),
-        ([[1]], dict(temperature=1.0, top_p=0.0), "top_p = 0.0: expected more than 0"),
-        ([[1]], dict(temperature=1.0, min_p=1.5), "min_p = 1.5"),
-        ([[1]], dict(stop_ids=[300]), "stop_ids holds token 300"),
-        ([[1]], dict(speculative=5), "speculative = 5: expected 1 … 4"),
+        ([], {}, ()),
+        ([[1], []], {}, ("1",)),
+        ([[257]], {}, ("257", "0", "256")),
+        ([[1]], dict(max_new_tokens=0), ("max_new_tokens = 0", "1")),
+        ([[1]], dict(temperature=-1.0), ("temperature = -1.0",)),
+        ([[1]], dict(temperature=float("nan")), ("temperature = nan",)),
+        ([[1]], dict(temperature=1e39), ("temperature = 1e+39",)),
+        ([[1]], dict(top_k=5), ("top_k = 5", "temperature = 0")),
+        ([[1]], dict(temperature=1.0, top_p=0.0), ("top_p = 0.0", "0")),
+        ([[1]], dict(temperature=1.0, min_p=1.5), ("min_p = 1.5",)),
+        ([[1]], dict(stop_ids=[300]), ("stop_ids", "300")),
+        ([[1]], dict(speculative=5), ("speculative = 5", "1", "4")),
         (
             [[1] * 500],
             dict(max_new_tokens=13),
-            "500 tokens + 13 new ones = 513: expected at most max_position_embeddings = 512; YaRN",
+            ("500", "13", "513", "max_position_embeddings = 512", "YaRN"),
         ),
     ],
 )
-def test_bad_requests(model, prompts, options, message):
-    with pytest.raises(UserError, match=re.escape(message)):
+def test_bad_requests(model, prompts, options, names):
+    with refused(*names):
         generate(model, prompts, **dict(max_new_tokens=5) | options)
 
 
@@ -551,54 +528,54 @@ def test_command_prints_the_text_and_nothing_else(command, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("template", "names"),
     [
         ("{{ messages[0].content }}{{ eos_token }}", None),
-        (None, "no chat template there"),
+        (None, ()),
         (
             "{% for m in messages %}",
-            "tokenizer_config.json: the chat template fails (TemplateSyntaxError: ",
+            ("tokenizer_config.json", "TemplateSyntaxError"),
         ),
-        ("{{ messages[3].content }}", "the chat template fails (UndefinedError: "),
-        ("{% include '/etc/passwd' %}", "the chat template fails (TypeError: no loader"),
-        ("{{ ''.__class__.__mro__ }}", "the chat template fails (SecurityError: "),
+        ("{{ messages[3].content }}", ("UndefinedError",)),
+        ("{% include '/etc/passwd' %}", ("TypeError",)),
+        ("{{ ''.__class__.__mro__ }}", ("SecurityError",)),
         (
             "{{ raise_exception('no system\\nrole') }}",
-            "the chat template refuses these messages (no system role)",
+            (),
         ),
-        ("", "makes 0 characters"),
-        ("{% for i in range(99999) %}{{ 'abc' * 100 }}{% endfor %}", "makes more than 1048576"),
-        ("{{ 'a' * 10 ** 9 }}", "the chat template fails (it needs more than 256 MiB"),
+        ("", ("0",)),
+        ("{% for i in range(99999) %}{{ 'abc' * 100 }}{% endfor %}", ("1048576",)),
+        ("{{ 'a' * 10 ** 9 }}", ("256 MiB",)),
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "the chat template takes more than 1 seconds",
+            ("1",),
         ),
-        ("a" * (2**20 + 1), "a chat template of more than 1048576 characters"),
+        ("a" * (2**20 + 1), ("1048576",)),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_chat_templates(template, message, tmp_path, monkeypatch):
+def test_chat_templates(template, names, tmp_path, monkeypatch):
     monkeypatch.setattr(chat_template, "_MAX_CPU_SECONDS", 1)
     monkeypatch.setattr(chat_template, "_MAX_BYTES", 1 << 28)
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<E>", "chat_template": template})
     )
     messages = [{"role": "user", "content": "hello"}]
-    if message is None:
+    if names is None:
         assert ChatTemplate.of_folder(tmp_path, "").prompt(messages) == "hello<E>"
         return
-    with pytest.raises(UserError, match=re.escape(message)):
+    with refused(*names):
         ChatTemplate.of_folder(tmp_path, "").prompt(messages)
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
 def test_a_chat_template_is_a_regular_file(name, tmp_path):
     os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match=f"{name}: .*FIFO"):
+    with refused(name):
         ChatTemplate.of_folder(tmp_path, "")
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=f"{name}: .*device"):
+    with refused(name):
         ChatTemplate.of_folder(tmp_path, "")
 
 
@@ -610,37 +587,34 @@ def test_all_end_tokens_count(tmp_path):
     (tmp_path / "config.json").write_text('{"text_config": [1]}')
     assert end_tokens(tmp_path, 8) == {3, 5}
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    with pytest.raises(
-        UserError,
-        match=re.escape("config.json: eos_token_id = [7]: expected a token's number, 0 … 6"),
-    ):
+    with refused("config.json", "eos_token_id = [7]"):
         end_tokens(tmp_path, 7)
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "names"),
     [
-        (dict(model="m", prompt=""), "--prompt is missing or empty"),
-        (dict(model="m", prompt="x", chat=True), "--prompt and --chat: expected one of"),
+        (dict(model="m", prompt=""), ("--prompt",)),
+        (dict(model="m", prompt="x", chat=True), ("--prompt", "--chat")),
         (
             dict(model="m", prompt_file="no/such"),
-            "--prompt_file=no/such: cannot be read (No such file",
+            ("--prompt_file=no/such",),
         ),
-        (dict(model="m", prompt="x", temperature=0.0, top_k=3), "--top_k=3 with --temperature=0"),
+        (dict(model="m", prompt="x", temperature=0.0, top_k=3), ("--top_k=3", "--temperature=0")),
         (
             dict(model="m", prompt="x", temperature=0.0, samples=3),
-            "--samples=3 with --temperature=0",
+            ("--samples=3", "--temperature=0"),
         ),
-        (dict(model=str(FIXTURE), prompt="x", speculative=9), "speculative = 9: expected 1 … 4"),
-        (dict(model="m", prompt="\udcff"), "--prompt is not UTF-8 at character 0"),
-        (dict(prompt="def "), "--model is missing"),
+        (dict(model=str(FIXTURE), prompt="x", speculative=9), ("speculative = 9", "1", "4")),
+        (dict(model="m", prompt="\udcff"), ("--prompt", "UTF-8", "0")),
+        (dict(prompt="def "), ("--model",)),
         (
             dict(model="no/such/folder", prompt="def "),
-            "--model=no/such/folder: not the folder of a run, nor a Hugging Face directory",
+            ("--model=no/such/folder",),
         ),
-        (dict(model=str(FIXTURE), prompt="def "), "no tokenizer.json"),
+        (dict(model=str(FIXTURE), prompt="def "), ("tokenizer.json",)),
     ],
 )
-def test_bad_input_of_the_command(command, values, message):
-    with pytest.raises(UserError, match=re.escape(message)):
+def test_bad_input_of_the_command(command, values, names):
+    with refused(*names):
         command(**values)

@@ -10,36 +10,24 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import DataConfig, ModelConfig, TrainConfig
+from qwen3next_jax.config import DataConfig, TrainConfig
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.recorded import RecordedData, read_recorded, write_recorded
 from qwen3next_jax.inference.decode import concatenate_pieces, generate
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layers import ForwardOptions
 from qwen3next_jax.training.loss import count_targets, total_loss
+from tests.models import HYBRID
+from tests.refusals import refused
 
-MODEL = ModelConfig(
+MODEL = dataclasses.replace(
+    HYBRID,
     vocab_size=257,
-    hidden_size=16,
     num_hidden_layers=3,
     full_attention_interval=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    linear_num_key_heads=1,
-    linear_num_value_heads=1,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
     num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=8,
-    shared_expert_intermediate_size=8,
-    intermediate_size=16,
     mlp_only_layers=(0,),
-    mtp_depth=0,
     initializer_range=0.3,
-    dtype="float32",
 )
 PROMPTS = [np.array([3, 1, 4, 1, 5, 9, 2, 6]), np.array([7])]
 NEW = 6
@@ -85,7 +73,7 @@ def test_generation_records_what_the_forward_pass_chooses(model, recorded):
 
 
 @pytest.mark.slow
-def test_replayed_logits_are_the_recorded_ones_and_gradients_reach_the_replayed_experts(model):
+def test_replayed_logits_are_the_recorded_ones(model):
     tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 257)
     rng = np.random.default_rng(0)
     other = rng.permuted(np.tile(np.arange(8), (2, 16, 3, 1)), axis=-1)[..., :2].astype(np.int16)
@@ -152,42 +140,42 @@ def test_recorded_texts_are_rows(recorded):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("change", "names"),
     [
-        ({"num_experts": 16}, "num_experts = 8.*16"),
-        ({"num_hidden_layers": 4}, "num_hidden_layers = 3.*4"),
-        ({"num_experts_per_tok": 1}, "num_experts_per_tok = 2.*1"),
+        ({"num_experts": 16}, ("num_experts = 8", "16")),
+        ({"num_hidden_layers": 4}, ("num_hidden_layers = 3", "4")),
+        ({"num_experts_per_tok": 1}, ("num_experts_per_tok = 2", "1")),
     ],
 )
-def test_the_experts_of_another_model_are_refused(change, match, recorded):
+def test_the_experts_of_another_model_are_refused(change, names, recorded):
     config = DataConfig(source="recorded", path=str(recorded[0]))
     RecordedData.check_model(config, MODEL)
-    with pytest.raises(UserError, match=match):
+    with refused(*names):
         RecordedData.check_model(config, dataclasses.replace(MODEL, **change))
 
 
 @pytest.mark.parametrize(
-    ("arrays", "match"),
+    ("arrays", "names"),
     [
-        ({"routed_experts": None}, "routed_experts"),
-        ({"routed_experts": np.zeros((5, 3, 2), np.int16)}, "5.*13"),
-        ({"routed_experts": np.zeros((13, 4, 2), np.int16)}, "4 layers.*3 layers"),
-        ({"routed_experts": np.zeros((13, 3, 2), np.int16)}, "token 0.*layer 1"),
-        ({"routed_experts": np.tile(np.int32([1, 8]), (13, 3, 1))}, "token 0.*layer 1"),
-        ({"routed_experts": np.tile(np.int32([1, -1]), (13, 3, 1))}, "token 0.*layer 1"),
-        ({"tokens": np.full(14, 257)}, "257.*256"),
-        ({"tokens": np.zeros(14)}, "float64"),
-        ({"routed_experts": np.zeros((13, 0, 2), np.int16)}, r"\(13, 0, 2\)"),
-        ({"routed_experts": np.zeros((13, 2, 0), np.int16)}, r"\(13, 2, 0\)"),
-        ({"tokens": np.full(14, 2**63, np.uint64)}, "9223372036854775808"),
-        ({"routed_experts": np.zeros((13, 3, 2), ml_dtypes.float8_e4m3fn)}, "cannot be read"),
+        ({"routed_experts": None}, ("routed_experts",)),
+        ({"routed_experts": np.zeros((5, 3, 2), np.int16)}, ("5", "13")),
+        ({"routed_experts": np.zeros((13, 4, 2), np.int16)}, ("4", "3")),
+        ({"routed_experts": np.zeros((13, 3, 2), np.int16)}, ("0", "1")),
+        ({"routed_experts": np.tile(np.int32([1, 8]), (13, 3, 1))}, ("0", "1")),
+        ({"routed_experts": np.tile(np.int32([1, -1]), (13, 3, 1))}, ("0", "1")),
+        ({"tokens": np.full(14, 257)}, ("257", "256")),
+        ({"tokens": np.zeros(14)}, ("float64",)),
+        ({"routed_experts": np.zeros((13, 0, 2), np.int16)}, ("13", "0", "2")),
+        ({"routed_experts": np.zeros((13, 2, 0), np.int16)}, ("13", "2", "0")),
+        ({"tokens": np.full(14, 2**63, np.uint64)}, ("9223372036854775808",)),
+        ({"routed_experts": np.zeros((13, 3, 2), ml_dtypes.float8_e4m3fn)}, ()),
     ],
     ids=(
         ("none", "length", "layers", "same", "too high", "half", "vocabulary", "dtype")
         + ("no layers", "no experts", "large", "float8")
     ),
 )
-def test_files_of_other_programs(arrays, match, tmp_path):
+def test_files_of_other_programs(arrays, names, tmp_path):
     """Without metadata; vLLM writes 0 for dense layers, and any type of integer."""
     good = {
         "tokens": np.arange(14),
@@ -199,28 +187,27 @@ def test_files_of_other_programs(arrays, match, tmp_path):
     assert read_recorded(tmp_path / "a.safetensors").prompt_tokens == 1
     bad = {name: x for name, x in (good | arrays).items() if x is not None}
     safetensors.numpy.save_file(bad, tmp_path / "b.safetensors")
-    with pytest.raises(UserError, match=match):
+    with refused(*names):
         RecordedData.check_model(config, MODEL)
 
 
 @pytest.mark.parametrize(
-    ("metadata", "match"),
+    ("metadata", "names"),
     [
-        ({"model": "[" * 10**5}, "levels deep"),
-        ({"model": "[1]"}, "expected a JSON object"),
-        ({"prompt_tokens": str(10**30)}, "prompt_tokens"),
-        ({"prompt_tokens": "9" * 5000}, "cannot be read"),
-        ({"model": '{"__class__": 1}'}, "__class__"),
+        ({"model": "[" * 10**5}, ()),
+        ({"model": "[1]"}, ("JSON",)),
+        ({"prompt_tokens": str(10**30)}, ("prompt_tokens",)),
+        ({"prompt_tokens": "9" * 5000}, ()),
+        ({"model": '{"__class__": 1}'}, ("__class__",)),
     ],
     ids=("deep", "list", "prompt", "digits", "name"),
 )
-def test_metadata_of_other_programs(metadata, match, tmp_path):
+def test_metadata_of_other_programs(metadata, names, tmp_path):
     arrays = {"tokens": np.arange(14), "routed_experts": np.full((13, 3, 2), -1)}
     safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors", metadata)
     config = DataConfig(source="recorded", path=str(tmp_path))
-    with pytest.raises(UserError, match=match) as caught:
+    with refused(*names):
         RecordedData.check_model(config, MODEL)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
 
 
 def test_texts_of_two_models_are_no_data(tmp_path):
@@ -229,5 +216,5 @@ def test_texts_of_two_models_are_no_data(tmp_path):
     for layers in (2, 3):
         arrays = {"tokens": np.arange(14), "routed_experts": np.zeros((13, layers, 2), np.int16)}
         safetensors.numpy.save_file(arrays, folder / f"{layers}.safetensors")
-    with pytest.raises(UserError, match="3.safetensors: .*3 layers.*2 and 2 in"):
+    with refused("3.safetensors", "3 layers"):
         RecordedData(DataConfig(source="recorded", path=str(folder)), 16, 2)

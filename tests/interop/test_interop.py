@@ -23,7 +23,6 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import drawn_model
 from safetensors.numpy import load_file, save_file
 
 from configs import olmo_hybrid_7b, qwen3_5_0p8b
@@ -45,26 +44,18 @@ from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.runs.init_from import EXPERT_SETTINGS
 from qwen3next_jax.sharding.mesh import make_mesh
 from tests import references
+from tests.models import HYBRID, drawn_model
+from tests.refusals import refused
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "fixtures" / "qwen3_next_tiny"
-SMALL = ModelConfig(
-    vocab_size=32,
-    hidden_size=16,
+SMALL = dataclasses.replace(
+    HYBRID,
     num_hidden_layers=4,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
+    full_attention_interval=4,
     linear_key_head_dim=4,
     linear_value_head_dim=6,
     num_experts=3,
-    num_experts_per_tok=2,
-    moe_intermediate_size=8,
-    shared_expert_intermediate_size=8,
-    intermediate_size=24,
-    max_position_embeddings=64,
-    dtype="float32",
+    mtp_depth=1,
 )
 VARIANTS = {
     "released pattern, scanned": {"num_hidden_layers": 8},
@@ -105,7 +96,7 @@ VARIANTS = {
         "mtp_depth": 0,
         "zero_centered_norm": False,
         "attention_output_gate": False,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 2,
         "decay_init": "log_uniform",
         "partial_rotary_factor": 0.0,
         "linear_num_value_heads": 2,
@@ -249,7 +240,7 @@ def test_both_namings_of_olmo_hybrid_s_norms_are_read_and_the_released_one_is_wr
     assert names == load_file(released / "model.safetensors").keys()
 
 
-def test_forms_are_those_of_the_setting_and_name_settings_and_mixers_that_exist():
+def test_forms_name_settings_that_exist():
     assert FORMS.keys() == set(typing.get_args(typing.get_type_hints(ModelConfig)["hf_form"]))
     for form in FORMS.values():
         assert form.settings | NOT_IN_FILES <= ModelConfig.__dataclass_fields__.keys()
@@ -271,7 +262,7 @@ class LeavesOneOut(OwnAttention):
         return (entry for entry in entries if entry.path != "q_norm")
 
 
-def test_an_own_mixer_brings_its_entries_and_no_class_inherits_them(tmp_path, monkeypatch):
+def test_an_own_mixer_brings_its_own_entries(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_trusted", set())
 
     def with_mixer(cls):
@@ -281,12 +272,12 @@ def test_an_own_mixer_brings_its_entries_and_no_class_inherits_them(tmp_path, mo
     model = new_model(**with_mixer(OwnAttention))
     save_hf(model, tmp_path / "out")
     package = __name__.partition(".")[0]
-    with pytest.raises(UserError, match=f"layer_types = .*:OwnAttention.* --trust={package}"):
+    with refused("layer_types", ":OwnAttention", f"--trust={package}"):
         load_hf(tmp_path / "out")
     registry.trust(package)
     assert bits(load_hf(tmp_path / "out")) == bits(model)
-    for cls, message in ((Derived, r":Derived \(layers 1, 2\)"), (LeavesOneOut, "mixer/q_norm")):
-        with pytest.raises(UserError, match=message):
+    for cls, name in ((Derived, ":Derived"), (LeavesOneOut, "mixer/q_norm")):
+        with refused(name):
             save_hf(new_model(**with_mixer(cls)), tmp_path / "other")
 
 
@@ -306,9 +297,7 @@ def _mesh(**sizes):
     ],
     ids=str,
 )
-def test_a_mesh_changes_no_bit_of_an_import_or_an_export(
-    eight_layers, tmp_path, monkeypatch, mesh, dtype
-):
+def test_a_mesh_changes_no_bit_of_files(eight_layers, tmp_path, monkeypatch, mesh, dtype):
     whole = load_hf(eight_layers, dtype)
     save_hf(whole, tmp_path / "whole")
     monkeypatch.setattr(arrays, "MAX_PIECE_BYTES", 4000)  # so that parameters take many pieces
@@ -333,7 +322,7 @@ def test_a_mesh_changes_no_bit_of_separate_projections(tmp_path, monkeypatch):
         np.testing.assert_array_equal(out[name], values, err_msg=name)
 
 
-def test_what_other_processes_hold_is_read_by_all_with_its_bits():
+def test_all_processes_read_the_same_bits():
     """The function that reads arrays that span processes, with an array of this process only."""
     mesh = _mesh(data=2, expert=2, tensor=2)
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -349,7 +338,7 @@ def test_what_other_processes_hold_is_read_by_all_with_its_bits():
             assert np.asarray(found).tobytes() == np.asarray(values)[part].tobytes()
 
 
-def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeypatch, capsys):
+def test_a_killed_export_keeps_whole_files(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 8192)
     model, write, written = new_model(), PartialExport.write, []
     save_hf(model, tmp_path / "expected")
@@ -385,7 +374,7 @@ def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         save_hf(model, tmp_path / "other", identity="a")
     kill_after(-1)
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot be written"):
+    with monkeypatch.context() as patch, refused(".other.partial"):
         # the disk fails after the last file
         patch.setattr(writing, "fsync", lambda path: open(path / "none"))
         save_hf(model, tmp_path / "other", identity="b")  # other weights: no file is kept
@@ -400,7 +389,7 @@ def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeyp
     assert {path.name for path in tmp_path.iterdir()} == {"expected", "out", "other", "place"}
 
 
-def test_an_export_killed_at_its_end_is_complete_or_goes_on(tmp_path, monkeypatch):
+def test_an_export_killed_at_its_end_recovers(tmp_path, monkeypatch):
     model, finish, done = new_model(), PartialExport.finish, False
     save_hf(model, tmp_path / "expected")
     for operations in itertools.count():
@@ -434,12 +423,12 @@ def test_an_export_killed_at_its_end_is_complete_or_goes_on(tmp_path, monkeypatc
     # at least: the record of the other files, each of them, progress.json, the directory
     assert operations > 6
     (tmp_path / ".foreign.progress.json").write_text("{}")
-    with pytest.raises(UserError, match=r"\.foreign\.progress\.json: in the way of an export"):
+    with refused(".foreign.progress.json"):
         save_hf(model, tmp_path / "foreign", identity="a")
     assert (tmp_path / ".foreign.progress.json").read_text() == "{}"
 
 
-def test_a_directory_that_changes_while_it_is_read_is_refused(eight_layers, tmp_path, monkeypatch):
+def test_a_changing_directory_is_refused(eight_layers, tmp_path, monkeypatch):
     shutil.copytree(eight_layers, tmp_path / "model")
     (tmp_path / "model" / "SHA256SUMS").unlink()
     file, read = tmp_path / "model" / "model.safetensors", Weights.read
@@ -450,57 +439,62 @@ def test_a_directory_that_changes_while_it_is_read_is_refused(eight_layers, tmp_
             return read(weights, name, *where)
 
         monkeypatch.setattr(Weights, "read", read_and_change)
-        with pytest.raises(UserError, match="model.safetensors: changed while it was read"):
+        with refused("model.safetensors"):
             load_hf(tmp_path / "model")
         shutil.copy(eight_layers / "model.safetensors", file)
 
 
-def test_bfloat16_shards_and_an_own_digest_file(tmp_path, monkeypatch):
+@pytest.fixture
+def in_bfloat16(tmp_path, monkeypatch):
+    """(a model in bfloat16, its export in several files)."""
     save_hf(new_model(), tmp_path / "float32")
     model = load_hf(tmp_path / "float32", dtype="bfloat16")
-    dtypes = {
-        path.rsplit("'", 2)[-2] if "'" in path else path: dtype
-        for path, (_, dtype, _) in bits(model).items()
-    }
-    assert (dtypes["q_proj"], dtypes["embedding"]) == ("bfloat16", "bfloat16")
-    assert (dtypes["a_log"], dtypes["mixer_norm"], dtypes["router"]) == (
-        "float32",
-        "float32",
-        "float32",
-    )
-
     monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 8192)
     save_hf(model, tmp_path / "out")
-    shards = sorted(tmp_path.glob("out/*.safetensors"))
-    assert len(shards) > 2 and shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert bits(load_hf(tmp_path / "out", dtype="bfloat16")) == bits(model)
+    return model, tmp_path / "out"
+
+
+def test_a_bfloat16_model_keeps_some_float32(in_bfloat16):
+    dtypes = {
+        path.rsplit("'", 2)[-2] if "'" in path else path: dtype
+        for path, (_, dtype, _) in bits(in_bfloat16[0]).items()
+    }
+    for name in ("q_proj", "embedding"):
+        assert dtypes[name] == "bfloat16"
+    for name in ("a_log", "mixer_norm", "router"):
+        assert dtypes[name] == "float32"
+
+
+def test_a_bfloat16_export_is_read_back(in_bfloat16, tmp_path):
+    model, folder = in_bfloat16
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert bits(load_hf(folder, dtype="bfloat16")) == bits(model)
     save_hf(load_hf(tmp_path / "float32"), tmp_path / "cast", dtype="bfloat16")
-    assert content(tmp_path / "cast") == content(tmp_path / "out")
-    # the dtypes in the files, which serving software reads
+    assert content(tmp_path / "cast") == content(folder)
+
+
+def test_shards_of_an_export_are_numbered(in_bfloat16):
+    shards = sorted(in_bfloat16[1].glob("*.safetensors"))
+    assert len(shards) > 2 and shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
+
+
+def test_files_of_an_export_have_the_dtypes_of_serving(in_bfloat16):
     tensors = {
-        name: tensor.dtype.name for shard in shards for name, tensor in load_file(shard).items()
+        name: tensor.dtype.name
+        for shard in in_bfloat16[1].glob("*.safetensors")
+        for name, tensor in load_file(shard).items()
     }
-    assert {
-        name.rsplit(".", 2)[-2]: tensors[name]
-        for name in tensors
-        if "layers.0.linear_attn" in name and "weight" in name
-    } == {
-        "in_proj_qkvz": "bfloat16",
-        "in_proj_ba": "bfloat16",
-        "conv1d": "bfloat16",
-        "out_proj": "bfloat16",
-        "norm": "float32",
-    }
-    assert (
-        tensors["model.layers.0.linear_attn.A_log"]
-        == tensors["model.layers.0.linear_attn.dt_bias"]
-        == "float32"
-    )
-    listed = {
-        line.split()[1] for line in (tmp_path / "out" / "SHA256SUMS").read_text().splitlines()
-    }
-    assert listed == {f.name for f in (tmp_path / "out").iterdir()} - {"SHA256SUMS"}
+    recurrent = "model.layers.0.linear_attn."
+    for name in ("in_proj_qkvz", "in_proj_ba", "conv1d", "out_proj"):
+        assert tensors[f"{recurrent}{name}.weight"] == "bfloat16"
+    for name in ("norm.weight", "A_log", "dt_bias"):
+        assert tensors[f"{recurrent}{name}"] == "float32"
+
+
+def test_an_export_lists_the_digests_of_all_files(in_bfloat16):
+    lines = (in_bfloat16[1] / "SHA256SUMS").read_text().splitlines()
+    files = {file.name for file in in_bfloat16[1].iterdir()}
+    assert {line.split()[1] for line in lines} == files - {"SHA256SUMS"}
 
 
 def test_plain_dicts_and_gradients_map_as_the_state_does():
@@ -558,32 +552,45 @@ def test_a_checkpoint_without_mtp_has_depth_0(checkpoint):
     assert model.config.mtp_depth == 0 and not hasattr(model, "mtp")
 
 
-def test_an_export_takes_over_what_its_model_began_with_or_says_that_it_does_not(tmp_path, capsys):
-    wrapper = references.checkpoint("qwen3_5_moe_wrapper_fused_mtp_tiny")
-    original, model = json.loads((wrapper / "config.json").read_text()), load_hf(wrapper)
-    save_hf(model, tmp_path / "without", vision=False)
-    assert "without: the vision tower of " in capsys.readouterr().err
-    assert not any(
-        "visual" in name for name in load_file(tmp_path / "without" / "model.safetensors")
-    )
+WRAPPER = references.checkpoint("qwen3_5_moe_wrapper_fused_mtp_tiny")
+
+
+def test_an_export_without_vision_keeps_its_config(tmp_path, capsys):
+    original = json.loads((WRAPPER / "config.json").read_text())
+    save_hf(load_hf(WRAPPER), tmp_path / "without", vision=False)
+    assert "vision" in capsys.readouterr().err
+    tensors = load_file(tmp_path / "without" / "model.safetensors")
+    assert not any("visual" in name for name in tensors)
     fields = json.loads((tmp_path / "without" / "config.json").read_text())
     assert fields["vision_config"] == original["vision_config"]
     assert fields["text_config"]["rope_parameters"] == original["text_config"]["rope_parameters"]
 
+
+@pytest.fixture
+def text_model():
+    """The text model of a wrapper."""
+    model = load_hf(WRAPPER)
     model.config = config_for_export(model.config, "qwen3_5_text", None)
     model.config = dataclasses.replace(model.config, hf_fused_experts=())
-    save_hf(model, tmp_path / "text")
+    return model
+
+
+def test_the_text_model_of_a_wrapper_is_exported(text_model, tmp_path):
+    save_hf(text_model, tmp_path / "text")
     expected = load_file(REFERENCE.parent / "qwen3_5_moe_tiny" / "model.safetensors")
     exported = load_file(tmp_path / "text" / "model.safetensors")
     assert exported.keys() == expected.keys()
     assert all(np.array_equal(exported[name], expected[name]) for name in expected)
-    with pytest.raises(UserError, match="gone: .*--source=DIR, or --form"):
-        config_for_export(model.config, None, tmp_path / "gone")
-    with pytest.raises(
-        UserError,
-        match="its hidden_size is 64, the model's 48",
-    ):
-        save_hf(model, tmp_path / "other", source=REFERENCE)
+
+
+def test_a_missing_origin_is_named(text_model, tmp_path):
+    with refused("gone", "--source=DIR", "--form"):
+        config_for_export(text_model.config, None, tmp_path / "gone")
+
+
+def test_an_origin_of_another_shape_is_refused(text_model, tmp_path):
+    with refused("hidden_size", "64", "48"):
+        save_hf(text_model, tmp_path / "other", source=REFERENCE)
 
 
 # Each of these returns a function that damages a directory.
@@ -664,243 +671,242 @@ def _recut_convolutions(directory):
     edit_tensors(directory, recut)
 
 
-# Name → (function that damages a directory, part of the expected message).
+# Name → (function that damages a directory, what the message names beside the directory).
 DAMAGE = {
-    "no config": (lambda d: (d / "config.json").unlink(), "config.json: cannot be read"),
-    "config no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json: not JSON"),
+    "no config": (lambda d: (d / "config.json").unlink(), ("config.json",)),
+    "config no JSON": (lambda d: (d / "config.json").write_text("{"), ("config.json", "JSON")),
     "config a list": (
         lambda d: (d / "config.json").write_text("[]"),
-        "expected a JSON object, found a list",
+        ("JSON",),
     ),
     "config deep": (
         lambda d: (d / "config.json").write_text("[" * 10**5 + "]" * 10**5),
-        "config.json: nested more than 100 levels",
+        ("config.json", "100"),
     ),
-    "config a FIFO": (lambda d: _fifo(d / "config.json"), "config.json: cannot be read (a FIFO"),
+    "config a FIFO": (lambda d: _fifo(d / "config.json"), ("config.json", "FIFO")),
     "weights a FIFO": (
         lambda d: (_fifo(d / "x.safetensors"), _index(a="x.safetensors")(d)),
-        "x.safetensors: cannot be read (a FIFO",
+        ("x.safetensors", "FIFO"),
     ),
-    "digests a FIFO": (lambda d: _fifo(d / "SHA256SUMS"), "SHA256SUMS: cannot be read (a FIFO"),
+    "digests a FIFO": (lambda d: _fifo(d / "SHA256SUMS"), ("SHA256SUMS", "FIFO")),
     "digests outside": (
         lambda d: (d / "SHA256SUMS").write_text("0  ../x\n"),
-        "SHA256SUMS: it names '../x', which is outside",
+        ("SHA256SUMS", "'../x'"),
     ),
     "another prefix": (
         lambda d: _rename(d, "model.", "language_model.model."),
-        "no tensor model.layers.0.…: they have, for example, language_model.model.layers.0.",
+        ("model.layers.0.…", "language_model.model.layers.0"),
     ),
     "layers": (
         lambda d: edit_config(d, num_hidden_layers=10**9, layer_types=None),
-        "num_hidden_layers: 1000000000 layers, the weights have 4",
+        ("num_hidden_layers", "1000000000", "4"),
     ),
     "layer types": (
         lambda d: edit_config(d, layer_types=["linear_attention"] * 10**5),
-        "layer_types: 100000 layers, the weights have 4",
+        ("layer_types", "100000", "4"),
     ),
     "experts": (
         lambda d: edit_config(d, num_experts=10**9),
-        "num_experts = 1000000000: the widest of the weights has",
+        ("num_experts = 1000000000",),
     ),
     "many heads": (
         lambda d: edit_config(d, linear_num_value_heads=2 * 10**9),
-        "linear_num_value_heads = 2000000000 × linear_value_head_dim",
+        ("linear_num_value_heads = 2000000000",),
     ),
     "a long number": (
         lambda d: edit_config(d, vocab_size=10**4000),
-        "vocab_size = a number of more than 40 digits: expected at most 64 bits",
+        ("vocab_size", "64"),
     ),
     "model_type": (
         lambda d: edit_config(d, model_type="llama"),
-        "expected one of qwen3_next, qwen3_5, ",
+        ("qwen3_next", "qwen3_5"),
     ),
-    "model_type a list": (lambda d: edit_config(d, model_type=["qwen3_next"]), "model_type = ['qw"),
-    "model_type an object": (lambda d: edit_config(d, model_type={}), "model_type = {}: expected"),
+    "model_type a list": (
+        lambda d: edit_config(d, model_type=["qwen3_next"]),
+        ("model_type = ['qw",),
+    ),
+    "model_type an object": (lambda d: edit_config(d, model_type={}), ("model_type = {}",)),
     "rope scaling": (
         lambda d: edit_config(d, rope_scaling={"type": "dynamic", "factor": 4.0}),
-        "rope_type = 'dynamic'",
+        ("rope_type = 'dynamic'",),
     ),
     "YaRN, no factor": (
         lambda d: edit_config(d, rope_scaling={"type": "yarn"}),
-        "'yarn' with factor = None: expected a number",
+        ("'yarn'", "factor = None"),
     ),
     "YaRN's turns": (
         lambda d: edit_config(d, rope_scaling={"type": "yarn", "factor": 4.0, "beta_fast": 16}),
-        "beta_fast = 16 is not supp",
+        ("beta_fast = 16",),
     ),
     "YaRN's reach": (
         lambda d: edit_config(
             d, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
         ),
-        "max_position_embeddings = 512, and YaRN reaches 4 × 256 positions",
+        ("max_position_embeddings = 512", "YaRN"),
     ),
     "no text model": (
         _replace("qwen3_5_wrapper_tiny", text_config=None),
-        "text_config = None: expected the fields of the text model",
+        ("text_config = None",),
     ),
     "other text model": (
         _replace("qwen3_5_wrapper_tiny", {"model_type": "llama"}),
-        "text_config.model_type = 'llama' in a qwen3_5: exp",
+        ("text_config.model_type = 'llama'", "qwen3_5"),
     ),
     "tied and untied": (
         _replace("qwen3_5_wrapper_tiny", {"tie_word_embeddings": True}),
-        "tie_word_embeddings is true and false",
+        ("tie_word_embeddings",),
     ),
     "rotary positions outside of the text model": (
         _replace("qwen3_5_wrapper_tiny", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-        "stands beside text_config, where transformers ignores it: move it into text_config",
+        ("text_config",),
     ),
     "nested layers": (
         _replace("qwen3_5_wrapper_tiny", {"num_hidden_layers": 5, "layer_types": None}),
-        "5 layers, the weights have 4",
+        ("5", "4"),
     ),
     "gate": (
         _replace("qwen3_5_tiny", attn_output_gate=False),
-        "attn_output_gate = False is not supported: expected True",
+        ("attn_output_gate = False",),
     ),
     "gate's function": (
         _replace("qwen3_5_tiny", output_gate_type="sigmoid"),
-        "'sigmoid' is not supported: expected 'swish' or 'silu'",
+        ("'sigmoid'", "'swish'", "'silu'"),
     ),
     "MTP embeddings": (
         _replace("qwen3_5_tiny", mtp_use_dedicated_embeddings=True),
-        "mtp_use_dedicated_embeddings = True is not supported",
+        ("mtp_use_dedicated_embeddings = True",),
     ),
     "not renormalised": (
         _replace("qwen3_5_moe_tiny", norm_topk_prob=False),
-        "norm_topk_prob = False is not supported",
+        ("norm_topk_prob = False",),
     ),
-    "other family": (_replace("qwen3_5_tiny", model_type="qwen3_5_moe_text"), "the weights lack"),
+    "other family": (_replace("qwen3_5_tiny", model_type="qwen3_5_moe_text"), ()),
     "positions": (
         _replace("kimi_linear_tiny", mla_use_nope=False),
-        "mla_use_nope = False is not supported: expected True",
+        ("mla_use_nope = False",),
     ),
     "wide values": (
         _replace("kimi_linear_tiny", v_head_dim=8),
-        "v_head_dim = 8 is not supported: expected 16, as qk_nope_head_dim",
+        ("v_head_dim = 8", "16", "qk_nope_head_dim"),
     ),
     "two names": (
         _replace("kimi_linear_tiny", num_experts_per_tok=3),
-        "num_experts_per_tok = 3, and 2 under its other name",
+        ("num_experts_per_tok = 3", "2"),
     ),
     "layers left out": (
         _replace("kimi_linear_tiny", layer_types=None, linear_attn_config={"kda_layers": [1]}),
-        "each of the 5 layers",
+        ("5",),
     ),
     "convolutions in equal parts": (
         _recut_convolutions,
-        "q_conv1d.weight has shape [54, 1, 4]: expected [32, 1, 4] by config.json; transformers' "
-        "save_pretrained cuts the convolutions of q, k and v into three equal parts",
+        ("q_conv1d.weight", "[54, 1, 4]", "[32, 1, 4]"),
     ),
     "a part without a tensor": (
         lambda d: (
             _replace("olmo_hybrid_tiny")(d),
             _drop("model.layers.1.linear_attn.k_conv1d.weight")(d),
         ),
-        "the weights lack 1 tensor: model.layers.1.linear_attn.k_conv1d.weight",
+        ("model.layers.1.linear_attn.k_conv1d.weight",),
     ),
     "YaRN of Olmo Hybrid": (
         _replace(
             "olmo_hybrid_tiny",
             rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5},
         ),
-        "rope_type = 'yarn' is not supported for Olmo Hybrid: expected 'default'",
+        ("rope_type = 'yarn'", "'default'"),
     ),
     "one kind of layer": (
         _replace("olmo_hybrid_tiny", layer_types=["full_attention"] * 4),
-        "expected 4 of linear_attention and full_attention, of each at least one",
+        ("linear_attention", "full_attention"),
     ),
     "rope parameters": (
         lambda d: edit_config(d, rope_parameters={"rope_type": "linear"}),
-        "rope_type = 'linear'",
+        ("rope_type = 'linear'",),
     ),
-    "activation": (lambda d: edit_config(d, hidden_act="gelu"), "hidden_act = 'gelu'"),
-    "bias": (lambda d: edit_config(d, attention_bias=True), "attention_bias = True"),
+    "activation": (lambda d: edit_config(d, hidden_act="gelu"), ("hidden_act = 'gelu'",)),
+    "bias": (lambda d: edit_config(d, attention_bias=True), ("attention_bias = True",)),
     "quantized": (
         lambda d: edit_config(d, quantization_config={"quant_method": "fp8"}),
-        "quantization_config",
+        ("quantization_config",),
     ),
     "type": (
         lambda d: edit_config(d, hidden_size="64"),
-        "config.json: model.hidden_size = '64' is of type str",
+        ("config.json", "model.hidden_size = '64'"),
     ),
-    "heads": (lambda d: edit_config(d, num_key_value_heads=3), "not a multiple"),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), "expected model.safetensors or"),
-    "pickle": (_as_pickle, "pytorch_model.bin: a pickle can run code"),
+    "heads": (lambda d: edit_config(d, num_key_value_heads=3), ()),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), ("model.safetensors",)),
+    "pickle": (_as_pickle, ("pytorch_model.bin",)),
     "pickle renamed": (
         lambda d: (d / "model.safetensors").write_bytes(b"\x80\x02}q\x00." * 20),
-        "a pickle under another name",
+        (),
     ),
-    "truncated": (_truncate, "truncated or damaged"),
+    "truncated": (_truncate, ()),
     "huge header": (
         lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64),
-        "truncated or damaged",
+        (),
     ),
     "missing": (
         _drop("model.norm.weight", "mtp.fc.weight"),
-        "lack 2 tensors: model.norm.weight, mtp.fc.weight",
+        ("2", "model.norm.weight", "mtp.fc.weight"),
     ),
     "expert missing": (
         _drop("model.layers.1.mlp.experts.7.up_proj.weight"),
-        "1 tensor: model.layers.1.mlp.experts.7.up",
+        ("1", "model.layers.1.mlp.experts.7.up"),
     ),
     "extra": (
         _put(model__layers__4__x=np.zeros(2, np.float32)),
-        "hold 1 tensor: model.layers.4.x beyond",
+        ("1", "model.layers.4.x"),
     ),
     "a name that moves the cursor": (
         _put(**{"a\x1b[2J\nb": np.zeros(2, np.float32)}),
-        r"hold 1 tensor: a\x1b[2J\nb beyond",
+        ("1", "a\\x1b[2J\\nb"),
     ),
     "misshapen": (
         _put(lm_head__weight=np.zeros((64, 256), np.float32)),
-        "has shape [64, 256]: expected [256, 64]",
+        ("[64, 256]", "[256, 64]"),
     ),
     "not finite": (
         _put(lm_head__weight=np.full((256, 64), 1e200)),
-        "lm_head.weight holds values that are not finite (NaN, infinity",
+        ("lm_head.weight", "NaN"),
     ),
-    "integers": (_put(lm_head__weight=np.zeros((256, 64), np.int8)), "lm_head.weight is I8"),
-    "untied head": (lambda d: edit_config(d, tie_word_embeddings=True), "lm_head.weight differs"),
-    "escaping index": (_index(a="../model.safetensors"), "'../model.safetensors': expected"),
+    "integers": (_put(lm_head__weight=np.zeros((256, 64), np.int8)), ("lm_head.weight", "I8")),
+    "untied head": (lambda d: edit_config(d, tie_word_embeddings=True), ("lm_head.weight",)),
+    "escaping index": (_index(a="../model.safetensors"), ("'../model.safetensors'",)),
     "shard missing": (
         _index(a="model-00001-of-00002.safetensors"),
-        "model-00001-of-00002.safetensors: cannot be read",
+        ("model-00001-of-00002.safetensors",),
     ),
     "shards missing": (
         _index(a="1.safetensors", b="2.safetensors", c="model.safetensors"),
-        "2 of the 3 files that model.safetensors.index.json names are missing: 1.safetensors, "
-        "2.safetensors",
+        ("2", "3", "model.safetensors.index.json", "1.safetensors", "2.safetensors"),
     ),
-    "index with a NUL": (_index(a="a\0.safetensors"), r"'a\x00.safetensors': expected"),
-    "index with a long name": (_index(a="a" * 5000 + ".safetensors"), "expected a .safetensors"),
-    "index names more": (_index(a="model.safetensors"), "1 tensor: a missing from the files"),
+    "index with a NUL": (_index(a="a\0.safetensors"), ("'a\\x00.safetensors'",)),
+    "index with a long name": (_index(a="a" * 5000 + ".safetensors"), ()),
+    "index names more": (_index(a="model.safetensors"), ("1",)),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named_in_one_line(checkpoint, damage):
-    apply_damage, message = DAMAGE[damage]
+    apply_damage, names = DAMAGE[damage]
     apply_damage(checkpoint)
-    with pytest.raises(UserError) as error:
+    with refused(checkpoint, *names):
         load_hf(checkpoint)
-    text = str(error.value)
-    assert message in text and str(checkpoint) in text and text.isprintable() and len(text) < 1000
 
 
-def test_an_index_is_read_before_a_single_file_and_said(checkpoint, capsys):
+def test_an_index_is_read_before_a_file(checkpoint, capsys):
     shutil.copy(checkpoint / "model.safetensors", checkpoint / "model-1.safetensors")
     names = load_file(checkpoint / "model.safetensors")
     (checkpoint / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict.fromkeys(names, "model-1.safetensors")})
     )
     load_hf(checkpoint)
-    assert "read from what model.safetensors.index.json names" in capsys.readouterr().err
+    assert "model.safetensors.index.json" in capsys.readouterr().err
 
 
 def test_a_quantised_wrapper_is_refused_without_a_note(checkpoint, capsys):
     _replace("qwen3_5_wrapper_tiny", quantization_config={"quant_method": "fp8"})(checkpoint)
-    with pytest.raises(UserError, match="quantization_config"):
+    with refused("quantization_config"):
         load_hf(checkpoint)
     assert "note" not in capsys.readouterr().err
 
@@ -911,27 +917,27 @@ def test_a_flipped_bit_is_found_in_an_export(tmp_path):
     data = bytearray(file.read_bytes())
     data[-5] ^= 16
     file.write_bytes(data)
-    with pytest.raises(UserError, match="model.safetensors: SHA-256 is"):
+    with refused("model.safetensors"):
         load_hf(tmp_path / "out")
 
 
 def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="already there"):
+    with refused(tmp_path / "out"):
         save_hf(new_model(), tmp_path / "out")
     (tmp_path / ".new.partial").mkdir()
     (tmp_path / ".new.partial" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"\.new\.partial: in the way of an export"):
+    with refused(".new.partial"):
         save_hf(new_model(), tmp_path / "new", identity="a")
     for progress in ({"files": {}}, {"identity": "a", "files": {}}, {"identity": "a"}, {}, "[]"):
         (tmp_path / ".new.partial" / "progress.json").write_text(json.dumps(progress))
-        with pytest.raises(UserError, match=r"\.new\.partial: in the way of an export"):
+        with refused(".new.partial"):
             save_hf(new_model(), tmp_path / "new", identity="a")
     (tmp_path / ".new.partial" / "progress.json").unlink()
     with (
         monkeypatch.context() as patch,
-        pytest.raises(UserError, match="0.1 MB are to be written, and its disk has 0.0 MB free"),
+        refused(tmp_path, "0.1 MB", "0.0 MB"),
     ):
         patch.setattr(
             shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000)
@@ -950,7 +956,7 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
         time.sleep(5)
 
     def export_twice(directory):
-        with pytest.raises(UserError, match="another export is writing there"):
+        with refused(tmp_path):
             save_hf(new_model(), tmp_path / "other")
         raise KeyboardInterrupt
 
@@ -976,5 +982,5 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
 
 def test_a_tree_of_another_config_is_refused():
     model = new_model()
-    with pytest.raises(ValueError, match=r"layers/0/mlp/router: expected shape \(1, 16, 4\)"):
+    with refused("layers/0/mlp/router", "(1, 16, 4)", error=ValueError):
         hf_tensors(nnx.state(model, nnx.Param), dataclasses.replace(model.config, num_experts=4))

@@ -106,7 +106,7 @@ def test_the_self_test_passes_right_kernels(stand_ins, no_mosaic, no_triton):
     assert error <= kernels.TOLERANCE / 2, (name, error)
 
 
-def test_the_self_test_refuses_groups_that_begin_a_row_too_early(stand_ins, monkeypatch):
+def test_the_self_test_refuses_shifted_groups(stand_ins, monkeypatch):
     stand_ins()
     right = kernels.product
     monkeypatch.setattr(kernels, "product", lambda x, w, s: right(x, w, s.at[0].add(-1)))

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import drawn
 
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.kernels.tpu import indexed_attention as tpu_kernels
@@ -19,6 +18,7 @@ from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.ops.implementations import choose
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.zoo import qsa
+from tests.models import drawn
 
 HEADS, KEY_HEADS, WIDTH, INDEX_HEADS = 4, 2, 128, 2
 # Documents of two rows; the last entry of a row is its padding.
@@ -173,7 +173,7 @@ def test_the_kernels_select_what_xla_selects(ties, monkeypatch):
 
 
 @pytest.mark.slow
-def test_devices_run_the_kernels_on_their_own_rows_and_heads(monkeypatch):
+def test_devices_run_kernels_on_their_own_part(monkeypatch):
     """Four shards of `tensor` have fewer key heads than shards."""
     (*qkv, index_q, of_rows, tokens, settings), do = problem(PACKED, 3, 24, jnp.float32)
     one = functools.partial(qsa.sparse_attention, implementation="masked")
@@ -198,7 +198,7 @@ def test_devices_run_the_kernels_on_their_own_rows_and_heads(monkeypatch):
 
 
 @pytest.mark.parametrize("width, cached, runs", [(128, False, 4), (128, True, 0), (64, False, 0)])
-def test_on_a_tpu_the_kernels_are_the_default_if_they_fit(width, cached, runs):
+def test_a_tpu_takes_the_kernels_that_fit(width, cached, runs):
     """Not for keys of a cache, nor for heads of 64."""
     (*qkv, index_q, of_rows, tokens, settings), do = problem(PACKED, 3, 24, jnp.float32)
 
@@ -214,7 +214,7 @@ def test_on_a_tpu_the_kernels_are_the_default_if_they_fit(width, cached, runs):
     assert "indexed_attention_" not in str(jax.make_jaxpr(run)(*arguments))
 
 
-def test_calls_that_the_kernels_cannot_run_are_refused_in_one_line():
+def test_calls_without_a_kernel_are_refused():
     call = dict(tokens=16_384, heads=24, key_heads=2, width=256, index_heads=4, index_width=128)
     call |= dict(blocks=4096, dtype=jnp.dtype(jnp.bfloat16))
     for changes, words in (

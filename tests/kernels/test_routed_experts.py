@@ -67,7 +67,7 @@ def test_any_routing_is_exact(room, kernels, monkeypatch):
 
 
 @pytest.mark.slow
-def test_bfloat16_is_as_near_as_with_a_row_a_choice():
+def test_bfloat16_loses_nothing_to_rows_a_choice():
     """By the kernels, and by products in four parts that are summed in bfloat16 (as by a
     reduce-scatter); tokens in halves.
     """
@@ -84,7 +84,7 @@ def test_bfloat16_is_as_near_as_with_a_row_a_choice():
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 @pytest.mark.parametrize("width", [64, 128, 384])
-def test_rows_of_any_width_are_summed_on_a_chip_with_two_cores(width):
+def test_rows_of_any_width_are_summed(width):
     """Pallas refuses a block that is no whole number of lanes, when it lowers a program for a TPU;
     it does not when it interprets a kernel.
     """

@@ -21,9 +21,7 @@ def rows_with_ties(numbers: int) -> jax.Array:
     return jnp.asarray(x)
 
 
-@pytest.mark.parametrize(
-    "numbers, count", [pytest.param(512, 10, marks=pytest.mark.slow), (16, 2), (24, 24)]
-)
+@pytest.mark.parametrize("numbers, count", [(512, 10), (16, 2), (24, 24)])
 def test_the_kernel_finds_what_jax_finds(numbers, count):
     x = rows_with_ties(numbers)
     assert not kernel.supports(x, count)

@@ -138,7 +138,7 @@ ENTRY %main (p: bf16[62,128], q: f32[64,128]) -> f32[64,128] {
 """  # noqa: E501
 
 
-def test_an_all_reduce_of_which_each_device_keeps_its_slice_is_a_reduce_scatter(mesh):
+def test_a_sliced_all_reduce_is_a_reduce_scatter(mesh):
     found = program_collectives(hlo.parse(FUSED), mesh)
     assert [(c.kind, c.axes, c.sent) for c in found] == [
         ("reduce-scatter", ("data", "expert"), 64 * 128 * 2 * 3 / 4),
@@ -265,33 +265,37 @@ class Compiled:
         temp_size_in_bytes, generated_code_size_in_bytes = 100_000, 10
 
 
-def test_text_of_the_tpu_compiler():
-    program = hlo.parse(LOOP)
+@pytest.mark.parametrize(
+    "end, direction, trips",
+    [(11, "LT", 6), (12, "LT", 6), (12, "LE", 7)],  # down to 1, to 2, to 0
+)
+def test_trips_of_a_loop_are_counted(end, direction, trips):
+    text = LOOP.replace("constant(11)", f"constant({end})")
+    program = hlo.parse(text.replace("direction=LT", f"direction={direction}"))
     entry = program.computations["main"]
-    assert program.trips(entry, entry["while"]) == 6  # 11, 9, …, 1
-    assert not program.unstated_loops()
-    even = hlo.parse(LOOP.replace("constant(11)", "constant(12)"))
-    # 12, 10, …, 2
-    assert even.trips(even.computations["main"], even.computations["main"]["while"]) == 6
-    last = hlo.parse(
-        LOOP.replace("constant(11)", "constant(12)").replace("direction=LT", "direction=LE")
-    )
-    assert last.trips(last.computations["main"], last.computations["main"]["while"]) == 7  # and 0
-    assert total(LOOP, instruction_flops) == 4242  # stated by a kernel whose attributes span lines
+    assert program.trips(entry, entry["while"]) == trips
+
+
+def test_a_loop_without_stated_trips_is_named():
+    assert not hlo.parse(LOOP).unstated_loops()
+    assert hlo.parse(LOOP.replace("constant(11)", "parameter(2)")).unstated_loops() == ["LOOPNAME"]
+
+
+def test_flops_of_a_kernel_are_those_it_states():
+    assert total(LOOP, instruction_flops) == 4242  # its attributes span lines
     # of a kernel that the compiler fused with an update in place
     other = LOOP.replace(
         '"cost_estimate":{"flops":"4242","transcendentals":"0"}',
         '"cost_estimate": {\n"bytes_accessed":11,\n"flops":4242\n}, "device_type": "",',
     )
     assert other != LOOP and total(other, instruction_flops) == 4242
-    update = program.computations["body"]["z"]
-    assert hbm_bytes(program, program.computations["body"], update) == 2 * 4 * 8 * 128  # in place
-    # from VMEM
-    assert (
-        hbm_bytes(program, program.computations["body"], program.computations["body"]["r"])
-        == 4 * 8 * 128
-    )
-    assert hlo.parse(LOOP.replace("constant(11)", "parameter(2)")).unstated_loops() == ["LOOPNAME"]
+
+
+@pytest.mark.parametrize("name, arrays", [("z", 2), ("r", 1)], ids=["in place", "from VMEM"])
+def test_bytes_are_those_of_hbm(name, arrays):
+    program = hlo.parse(LOOP)
+    body = program.computations["body"]
+    assert hbm_bytes(program, body, body[name]) == arrays * 4 * 8 * 128
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 
 from qwen3next_jax import load_config
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
     Config,
     MeshConfig,
@@ -45,6 +44,7 @@ from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh
+from tests.refusals import refused
 
 ROOT = pathlib.Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(
@@ -92,18 +92,14 @@ def test_the_command_answers_a_mistake_in_one_line(tmp_path):
         "--config=configs/tiny.py", "--topology=v5p:9", f"--json={tmp_path / 'plan.json'}"
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not any(tmp_path.iterdir())
-    assert "--topology=v5p:9: unknown; expected CHIP:GRID, of v5p: 2x2x1" in done.stderr
-    assert "v6e" not in done.stderr
+    assert "--topology=v5p:9" in done.stderr and "v6e" not in done.stderr
 
 
 def test_a_size_that_is_no_number():
     done = command(
         "--config=configs/tiny.py", "--topology=v5p:2x2x1", "--config.parallel.mesh.data=abc"
     )
-    assert (
-        done.returncode == 2
-        and done.stderr == "error: --config.parallel.mesh.data=abc: expected a whole number\n"
-    )
+    assert done.returncode == 2 and "--config.parallel.mesh.data=abc" in done.stderr
 
 
 @pytest.mark.slow
@@ -119,31 +115,29 @@ def test_a_figure_that_does_not_exist():
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    assert done.returncode == 2 and "no point typo; known: all, v5p_8x8x8_default" in done.stderr
+    assert done.returncode == 2 and "typo" in done.stderr and "v5p_8x8x8_default" in done.stderr
 
 
 @pytest.mark.parametrize(
-    "name, known",
+    "name, names",
     [
-        ("v9:2x2x1", "of v4: .*v5p: 2x2x1.*tpu7x.*h100, h200: HOSTSxGPUS"),
-        ("h100:16x9", "of h100: HOSTSxGPUS"),
-        ("v5p", "of v5p: 2x2x1"),
-        ("v5p:8x8", "of v5p: 2x2x1"),
-        ("v6e:2x2x1", "of v6e: 1x1"),
-        ("v5p:axb", "of v5p: 2x2x1"),
-        ("v5p:0x2x2", "of v5p: 2x2x1"),
+        ("v9:2x2x1", ("v4", "v5p", "2x2x1", "tpu7x", "h100", "h200", "HOSTSxGPUS")),
+        ("h100:16x9", ("h100", "HOSTSxGPUS")),
+        ("v5p", ("v5p", "2x2x1")),
+        ("v5p:8x8", ("v5p", "2x2x1")),
+        ("v6e:2x2x1", ("v6e", "1x1")),
+        ("v5p:axb", ("v5p", "2x2x1")),
+        ("v5p:0x2x2", ("v5p", "2x2x1")),
     ],
 )
-def test_unknown_topology_lists_the_known(name, known):
-    with pytest.raises(
-        UserError, match=rf"--topology={name}: unknown; expected CHIP:GRID, {known}"
-    ):
+def test_unknown_topology_lists_the_known(name, names):
+    with refused(f"--topology={name}", *names):
         topology.describe_topology(name)
 
 
 def test_gpus_need_their_compiler(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match="--topology=h100:16x8: .*--extra gpu"):
+    with refused("--topology=h100:16x8", "--extra gpu"):
         topology.describe_topology("h100:16x8")
 
 
@@ -151,20 +145,14 @@ def test_gpus_need_their_compiler(monkeypatch):
     "name, chips", [("v6e:32x32", "1,024"), ("v5e:32x16", "512"), ("v4:16x16x32", "8,192")]
 )
 def test_a_slice_larger_than_a_pod(name, chips):
-    with pytest.raises(
-        UserError,
-        match=f"--topology={name}: {chips} chips, but the largest slice of {name[:3].strip(':')} "
-        "has",
-    ):
+    with refused(f"--topology={name}", chips):
         topology.describe_topology(name)
 
 
 @needs_compiler
 def test_what_the_compiler_lacks_is_said_before_a_compile(monkeypatch):
     monkeypatch.setattr(planning, "make_train_step", None)
-    with pytest.raises(
-        UserError, match="expert = 16: beyond 8 needs ragged_all_to_all.*expected at most 8"
-    ):
+    with refused("expert = 16", 8):
         planning.make_plan(
             Config(parallel=ParallelConfig(mesh=MeshConfig(data=2, expert=16))),
             topology.describe_topology("v5e:4x8"),
@@ -173,15 +161,13 @@ def test_what_the_compiler_lacks_is_said_before_a_compile(monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "slice_, message",
+    "slice_, names",
     [
-        ("v5p:3x5x7", "v5p:3x5x7: .*not divisible.*known: v5p: 2x2x1"),
-        ("v5p:2x2x1", "needs matplotlib.*--extra plan"),
+        ("v5p:3x5x7", ("v5p:3x5x7", "v5p", "2x2x1")),
+        ("v5p:2x2x1", ("--extra plan",)),
     ],
 )
-def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile(
-    slice_, message, tmp_path, monkeypatch
-):
+def test_a_refused_plan_leaves_no_folder(slice_, names, tmp_path, monkeypatch):
     import qwen3next_jax.commands.plan as command_module
 
     there = importlib.util.find_spec
@@ -204,51 +190,51 @@ def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile
         _skew=0.0,
     ).items():
         monkeypatch.setattr(command_module, flag, types.SimpleNamespace(value=value))
-    with pytest.raises(UserError, match=message):
+    with refused(*names):
         command_module.main()
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
-    "skew, experts, message",
+    "skew, experts, names",
     [
-        (2.0, 16, "--skew=2: expected a number from 0"),
-        (float("nan"), 16, "--skew=nan: expected a number from 0"),
-        (0.5, 0, "--skew=0.5: the model of .* has no experts"),
+        (2.0, 16, ("--skew=2", "0")),
+        (float("nan"), 16, ("--skew=nan", "0")),
+        (0.5, 0, ("--skew=0.5",)),
     ],
 )
-def test_a_skew_that_no_router_can_have(monkeypatch, skew, experts, message):
+def test_a_skew_that_no_router_can_have(monkeypatch, skew, experts, names):
     import qwen3next_jax.commands.plan as command_module
 
     flags = dict(_rows=[], _search=False, _topology="v5p:2x2x1", _skew=skew)
     for flag, value in flags.items():
         monkeypatch.setattr(command_module, flag, types.SimpleNamespace(value=value))
-    with pytest.raises(UserError, match=message):
+    with refused(*names):
         command_module._check_flags(Config(model=ModelConfig(num_experts=experts)))
 
 
 def test_libtpu_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="--extra plan"):
+    with refused("--extra plan"):
         topology.describe_topology("v5p:2x2x1")
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "text, names",
     [
-        ("data=2,exprt=2", "'exprt=2' is not AXIS=SIZE.*did you mean 'expert'"),
-        ("", "--mesh=: '' is not AXIS=SIZE"),
-        ("data=two", "'data=two' is not AXIS=SIZE"),
-        ("data=--1", "'data=--1' is not AXIS=SIZE"),
-        ("data=2,data=2", "data is given twice"),
-        ("data=0", "parallel.mesh.data = 0"),
+        ("data=2,exprt=2", ("'exprt=2'", "AXIS=SIZE", "'expert'")),
+        ("", ("--mesh=", "AXIS=SIZE")),
+        ("data=two", ("'data=two'", "AXIS=SIZE")),
+        ("data=--1", ("'data=--1'", "AXIS=SIZE")),
+        ("data=2,data=2", ()),
+        ("data=0", ("parallel.mesh.data = 0",)),
     ],
 )
-def test_mesh_flag(text, message):
+def test_mesh_flag(text, names):
     from qwen3next_jax.commands.plan import with_mesh
     from qwen3next_jax.commands.run_flags import read_mesh
 
-    with pytest.raises(UserError, match=message):
+    with refused(*names):
         with_mesh(ParallelConfig(), read_mesh(text))
     assert with_mesh(ParallelConfig(), read_mesh("expert=2,tensor=2")).mesh == MeshConfig(
         data=-1, expert=2, tensor=2
@@ -257,24 +243,24 @@ def test_mesh_flag(text, message):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "mesh, message",
+    "mesh, names",
     [
-        (dict(data=3), r"parallel.mesh: .*data 3 .* = 3, but there are 4 devices"),
+        (dict(data=3), ("parallel.mesh", "3", "= 3", "4")),
         (
             dict(data=1, tensor=4),
-            "parallel.mesh.tensor = 4 does not divide model.linear_num_key_heads = 2",
+            ("parallel.mesh.tensor = 4", "model.linear_num_key_heads = 2"),
         ),
     ],
 )
-def test_mesh_that_does_not_fit_devices_or_model(mesh, message):
+def test_mesh_that_does_not_fit_devices_or_model(mesh, names):
     # it comes whole out of the compiler's process
-    plan = make_plan_in_subprocess if "data 3" in message else planning.make_plan
-    with pytest.raises(UserError, match=message):
+    plan = make_plan_in_subprocess if "data 3" in names else planning.make_plan
+    with refused(*names):
         plan(config(**mesh), topology.describe_topology("v6e:2x2"))
 
 
 @needs_compiler
-def test_compiler_options_are_the_chips_unless_the_run_has_its_own():
+def test_a_run_s_compiler_options_replace_the_chip_s():
     mesh, own = (
         make_mesh(ParallelConfig(), topology.describe_topology(name).devices)
         for name in ("v6e:2x2", "v6e:1x1")
@@ -293,11 +279,8 @@ def test_compiler_options_are_the_chips_unless_the_run_has_its_own():
         == {}
         == compiler_options(ParallelConfig(), make_mesh(ParallelConfig()))
     )
-    for text, message in (
-        ("xla_no=1", "xla_no=1.*No such compile option: 'xla_no'"),
-        ("fast", "'fast': expected NAME=VALUE"),
-    ):
-        with pytest.raises(UserError, match=message):
+    for text in ("xla_no=1", "fast"):
+        with refused(text):
             compiler_options(ParallelConfig(compiler_options=text), mesh)
 
 
@@ -327,41 +310,61 @@ def plan(request):
 
 @pytest.mark.needs("kernels")
 @needs_compiler
-def test_real_train_step(plan):
+def test_a_plan_of_a_real_step_fits(plan):
     assert plan.fits, plan.reason
     assert plan.mesh == {"slice": 1, "data": 2, "expert": 2, "context": 1, "tensor": 1}
+    assert not plan.unknown_kernels
+
+
+@pytest.mark.needs("kernels")
+@needs_compiler
+def test_the_memory_of_a_plan_adds_up(plan):
     # two moments, and counters
     assert plan.memory.optimizer == pytest.approx(2 * plan.memory.parameters, rel=1e-3)
-    assert (
-        plan.memory.peak == pytest.approx(sum(plan.memory[:-1]))
-        and plan.memory.activations > 0 < plan.memory.gradients
-    )
-    # The experts' rounds depend on the router.
-    assert (
-        plan.unstated_loops
-        and all("shard_map/while" in name for name in plan.unstated_loops)
-        and not plan.unknown_kernels
-    )
-    # Everything the model needs and the recomputed forward passes, but no expert twice.
+    assert plan.memory.peak == pytest.approx(sum(plan.memory[:-1]))
+    assert min(plan.memory.activations, plan.memory.gradients) > 0
+
+
+@pytest.mark.needs("kernels")
+@needs_compiler
+def test_only_the_rounds_of_experts_are_unstated(plan):
+    """They depend on the router."""
+    assert plan.unstated_loops
+    assert all("shard_map/while" in name for name in plan.unstated_loops)
+
+
+@pytest.mark.needs("kernels")
+@needs_compiler
+def test_flops_of_a_plan_are_the_recomputed_model_s(plan):
+    """Everything the model needs and the recomputed forward passes, but no expert twice."""
     assert 1.2 < plan.estimate.flops / plan.model_flops < 3
-    assert sum(plan.estimate.bound.values()) == pytest.approx(plan.estimate.seconds)
-    # Every schedule makes it longer; a part says where, and what it needs at the least is shorter.
-    roofline = plan.estimates["roofline"]
-    assert roofline.seconds < plan.estimate.seconds and plan.ideal.seconds < min(
-        roofline.seconds, plan.ideal.realistic * 1.001
-    )
-    assert sum(part.seconds for part in plan.estimate.by_source.values()) == pytest.approx(
-        plan.estimate.seconds
-    )
-    # Measured rates are below the peaks, and what the others run at once shares links and HBM.
-    calibrated = plan.estimates["calibrated"]
-    assert calibrated.seconds > plan.estimate.seconds
-    assert sum(calibrated.bound.values()) == pytest.approx(calibrated.seconds)
-    assert any("GatedDeltaNet." in name for name in plan.estimate.by_source)
+    assert 0 < plan.mfu < plan.as_dict()["mfu_roofline"] < 0.5
     assert dataclasses.replace(plan, unknown_kernels=("k",)).mfu is None
-    assert 0 < plan.mfu < plan.as_dict()["mfu_roofline"] < 0.5 and {"data", "expert"} == {
-        axis for c in plan.collectives for axis in c.axes
-    }
+
+
+@pytest.mark.needs("kernels")
+@needs_compiler
+def test_the_parts_of_an_estimate_are_its_seconds(plan):
+    for estimate in (plan.estimate, plan.estimates["calibrated"]):
+        assert sum(estimate.bound.values()) == pytest.approx(estimate.seconds)
+    parts = plan.estimate.by_source
+    assert sum(part.seconds for part in parts.values()) == pytest.approx(plan.estimate.seconds)
+    assert any("GatedDeltaNet." in name for name in parts)
+
+
+@pytest.mark.needs("kernels")
+@needs_compiler
+def test_estimates_are_in_their_order(plan):
+    """The model's needs at the peaks, the program's, its schedule, and measured rates."""
+    roofline, calibrated = plan.estimates["roofline"], plan.estimates["calibrated"]
+    assert roofline.seconds < plan.estimate.seconds < calibrated.seconds
+    assert plan.ideal.seconds < min(roofline.seconds, plan.ideal.realistic * 1.001)
+
+
+@pytest.mark.needs("kernels")
+@needs_compiler
+def test_collectives_of_a_plan_follow_its_mesh(plan):
+    assert {axis for c in plan.collectives for axis in c.axes} == {"data", "expert"}
     assert {c.times for c in plan.collectives} >= {1, len(plan.model.stacks[-1])}
 
 
@@ -407,7 +410,7 @@ def test_plan_is_shown_written_and_drawn(plan, tmp_path):
 
 
 @needs_compiler
-def test_what_does_not_fit_is_a_row_not_a_traceback(monkeypatch):
+def test_what_does_not_fit_is_a_row(monkeypatch):
     def too_large(config, mesh):
         def step(state, batch):
             x = jnp.broadcast_to(
@@ -448,7 +451,7 @@ def test_what_nearly_fits_has_a_time(monkeypatch):
 
 
 @needs_compiler
-def test_what_the_compiler_takes_and_the_chip_does_not_have_does_not_fit(monkeypatch):
+def test_the_compiler_s_share_of_memory_counts(monkeypatch):
     """At O1 the compiler does not refuse it."""
     monkeypatch.setattr(
         planning,
@@ -463,7 +466,7 @@ def test_what_the_compiler_takes_and_the_chip_does_not_have_does_not_fit(monkeyp
 
 
 @needs_compiler
-def test_another_error_of_the_compiler_is_a_row_not_a_traceback(monkeypatch):
+def test_an_error_of_the_compiler_is_a_row(monkeypatch):
     class Lowered:
         def trace(self, *_):
             return self
@@ -601,80 +604,106 @@ def test_the_smallest_slices_have_a_ranking(slice_):
     assert not found[0].reason and any(not c.reason for c in only_tensor)
 
 
-@needs_compiler
-def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
-    found = rank_candidates(
+@pytest.fixture(scope="module")
+def candidates():
+    return rank_candidates(
         ModelConfig(),
         TrainConfig(batch_size=7, sequence_length=4096),
         topology.describe_topology("v6e:16x16"),
         rows=(256, 512),
     )
-    fitting = [c for c in found if not c.reason]
-    assert fitting and found[: len(fitting)] == fitting
+
+
+@needs_compiler
+def test_what_fits_comes_first_the_fastest_first(candidates):
+    fitting = [c for c in candidates if not c.reason]
+    assert fitting and candidates[: len(fitting)] == fitting
     per_token = [c.seconds / c.tokens for c in fitting]
-    assert per_token == sorted(per_token) and {c.train.batch_size for c in fitting} == {
-        256,
-        512,
-    }
-    # the fastest remat of each
+    assert per_token == sorted(per_token)
+    assert {c.train.batch_size for c in fitting} == {256, 512}
+
+
+@needs_compiler
+def test_each_mesh_has_its_fastest_remat(candidates):
+    fitting = [c for c in candidates if not c.reason]
     assert len({(c.mesh, c.train.batch_size) for c in fitting}) == len(fitting)
-    assert all(np.prod(list(c.sizes.values())) == 256 for c in found)
-    assert any("GiB of 31 GiB" in c.reason for c in found) and any(
-        "does not divide" in c.reason for c in found
-    )
+    # Nobody would train 81 B parameters without recomputation on 32 GB chips in one piece.
+    assert all(c.train.remat != "none" for c in fitting[:3])
     assert set(RECOMPUTED) == {*POLICIES, "dots keep=experts", "keep=router"} - {"full"}
+
+
+@needs_compiler
+def test_candidates_use_all_devices(candidates):
+    assert all(np.prod(list(c.sizes.values())) == 256 for c in candidates)
+    assert all(c.sizes["context"] == 1 for c in candidates)
+
+
+@needs_compiler
+def test_what_does_not_fit_has_its_reason(candidates):
+    reasons = [c.reason for c in candidates]
+    assert any("31 GiB" in reason for reason in reasons)
+    assert any("divide" in reason for reason in reasons)
     on_v5e = rank_candidates(
         ModelConfig(),
         TrainConfig(batch_size=256, sequence_length=4096),
         topology.describe_topology("v5e:16x16"),
         {"expert": 16},
     )
-    assert all("ragged_all_to_all" in c.reason for c in on_v5e if "does not divide" not in c.reason)
-    # Axes that the user named stay; a row is split where it is long, or where rows are fewer than
-    # devices.
+    assert all("ragged_all_to_all" in c.reason for c in on_v5e if "divide" not in c.reason)
+
+
+@needs_compiler
+def test_named_axes_keep_their_sizes():
     named = rank_candidates(
         ModelConfig(),
         TrainConfig(batch_size=256, sequence_length=4096),
         topology.describe_topology("v6e:16x16"),
         {"expert": 4},
     )
-    assert all(c.sizes["expert"] == 4 for c in named) and {c.sizes["tensor"] for c in named} == {
-        1,
-        2,
-        4,
-        8,
-        16,
-    }
-    for rows, length, sizes in (
+    assert all(c.sizes["expert"] == 4 for c in named)
+    assert {c.sizes["tensor"] for c in named} == {1, 2, 4, 8, 16}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "rows, length, sizes",
+    [
         (8, 4096, (1, 8, 4, 16)),
         (16, 32_768, (2, 8, 32, 1)),
         (512, 262_144, (8, 8, 8, 1)),
-    ):
-        few = rank_candidates(
-            ModelConfig(),
-            TrainConfig(batch_size=rows, sequence_length=length),
-            topology.describe_topology("v5p:8x8x8"),
-            dict(data=sizes[0], expert=sizes[1]),
-        )
-        wanted = (1, *sizes)
-        assert any(tuple(c.sizes.values()) == wanted and "divide" not in c.reason for c in few), (
-            sizes
-        )
-    assert all(c.sizes["context"] == 1 for c in found)
-    # Half of a dimension of the torus is a line: a byte takes twice as long as on the whole ring.
+    ],
+)
+def test_long_or_few_rows_are_split(rows, length, sizes):
+    few = rank_candidates(
+        ModelConfig(),
+        TrainConfig(batch_size=rows, sequence_length=length),
+        topology.describe_topology("v5p:8x8x8"),
+        dict(data=sizes[0], expert=sizes[1]),
+    )
+    wanted = (1, *sizes)
+    assert any(tuple(c.sizes.values()) == wanted and "divide" not in c.reason for c in few)
+
+
+@needs_compiler
+def test_a_line_is_slower_than_a_ring():
+    """Half of a dimension of the torus is a line: a byte takes twice as long as on the ring."""
     v5p = topology.describe_topology("v5p:8x8x8")
     train = TrainConfig(batch_size=2048, sequence_length=4096, remat="dots")
-    of_8, of_4 = (MeshConfig(1, 512 // n, n) for n in (8, 4))
-    assert estimated_seconds(ModelConfig(), train, of_8, v5p) < estimated_seconds(
-        ModelConfig(), train, of_4, v5p
+    ring, line = (
+        estimated_seconds(ModelConfig(), train, MeshConfig(1, 512 // n, n), v5p) for n in (8, 4)
     )
-    # Muon has one moment for each matrix; nearly all of the model are matrices.
-    muon = estimated_bytes(
-        ModelConfig(), train, of_8, optimizer=OptimizerConfig(name="muon")
-    ) - estimated_bytes(ModelConfig(), train, of_8)
-    assert -4 < muon / (81_324_862_720 / 512) < -3.9
-    # Nobody would train 81 B parameters without recomputation on 32 GB chips in one piece.
-    assert all(c.train.remat != "none" for c in fitting[:3])
+    assert ring < line
+
+
+def test_muon_saves_a_moment_of_each_matrix():
+    """Nearly all of the model are matrices."""
+    train = TrainConfig(batch_size=2048, sequence_length=4096, remat="dots")
+    mesh = MeshConfig(1, 64, 8)
+    muon, adamw = (
+        estimated_bytes(ModelConfig(), train, mesh, optimizer=OptimizerConfig(name=name))
+        for name in ("muon", "adamw")
+    )
+    assert -4 < (muon - adamw) / (81_324_862_720 / 512) < -3.9
 
 
 @needs_compiler
@@ -712,7 +741,7 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
         f"{plan.mfu:.1%}",
     ):
         assert part in text
-    with pytest.raises(UserError, match="no mesh of 256 devices divides.*nearest valid sizes"):
+    with refused(256):
         search(
             Config(train=TrainConfig(batch_size=7, sequence_length=4097)),
             topology.describe_topology("v6e:16x16"),
@@ -720,10 +749,7 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
             console,
             {},
         )
-    with pytest.raises(
-        UserError,
-        match="no mesh of 256 devices with data=3, expert=2 divides this model and batch$",
-    ):
+    with refused("data=3, expert=2"):
         search(
             Config(), topology.describe_topology("v6e:16x16"), "", console, {"data": 3, "expert": 2}
         )
@@ -751,5 +777,5 @@ def test_search_prices_the_network_between_slices():
         assert crossing == pytest.approx(stored * bytes_of_parameter / 12.5e9)
         saved = estimated_bytes(model, best.train, best.mesh) - best.bytes
         assert saved == pytest.approx(stored * (8 - moments))
-    with pytest.raises(UserError, match="tpu7x .*v5e, v5p, v6e"):
+    with refused("tpu7x", "v5e", "v5p", "v6e"):
         rank_candidates(model, train, topology.describe_topology("tpu7x:4x4x4", 2), fixed)

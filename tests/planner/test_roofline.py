@@ -86,7 +86,7 @@ BETWEEN  %r = (f32[1000,1000]{1,0}, u32[]{:S(2)}, token[]) recv(%t), channel_id=
 
 
 @needs_compiler
-def test_a_transfer_between_slices_overlaps_with_what_lies_between_its_start_and_its_end():
+def test_transfers_between_slices_overlap_with_work():
     """Four slices: of an all-reduce each device sends 2 · 3/4 of its bytes, at 12.5 GB/s."""
     described = topology.describe_topology("v6e:2x2", 4)
     mesh = make_mesh(ParallelConfig(), described.devices)
@@ -109,7 +109,7 @@ def test_a_transfer_between_slices_overlaps_with_what_lies_between_its_start_and
 
 
 @needs_compiler
-def test_data_over_two_slices_sends_half_of_what_it_gathers_between_them():
+def test_two_slices_send_half_of_a_gather():
     """A gather of 4 + 4 chips: of the 7 parts that a chip sends on a ring, one crosses."""
     described = topology.describe_topology("v6e:2x2", 2)
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(slice=1)), described.devices)
@@ -145,7 +145,7 @@ def _exchange(pairs, axes, name):
         ("v6e:8x8", dict(data=1, context=64)),
     ],
 )
-def test_a_ring_of_keys_takes_each_link_once_however_far_its_longest_step(name, axes):
+def test_a_ring_takes_each_link_once(name, axes):
     n = axes["context"]
     assert _exchange([(i, (i + 1) % n) for i in range(n)], axes, name) == pytest.approx(
         2e6 / (100 * GB)
@@ -185,7 +185,7 @@ def test_a_transfer_goes_along_one_dimension_after_the_other():
 
 
 @needs_compiler
-def test_where_a_dimension_does_not_close_a_transfer_takes_the_only_way():
+def test_an_open_dimension_has_one_way():
     swap = [(i, 3 - i) for i in range(4)]  # both ways over the middle: 0 → 3 and 1 → 2
     assert _exchange(swap, dict(data=4, context=4), "v6e:4x4") == pytest.approx(
         2 * 2e6 / (100 * GB)
@@ -279,7 +279,7 @@ def test_two_devices_of_a_chip_share_its_links(axis, expected):
 @pytest.mark.parametrize(
     "pair, expected", [("{0,1}", 2e6 / (600 * GB)), ("{0,2},{1,3}", 2 * 2e6 / (100 * GB))]
 )
-def test_transfers_of_two_devices_of_a_chip_meet_on_its_link(pair, expected):
+def test_devices_of_a_chip_share_its_link(pair, expected):
     slice_ = topology.describe_topology("tpu7x:2x2x1")
     devices = sorted(slice_.devices, key=lambda d: (*d.coords, d.core_on_chip))
     mesh = jax.sharding.Mesh(np.array(devices).reshape(4, 2), ("chip", "core"))
@@ -346,7 +346,7 @@ def kernels():
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("kernel, products", [("splash_mha_fwd", 2), ("splash_mha_dkv", 5)])
-def test_the_rings_pairs_of_blocks_are_whole_and_its_own_block_is_causal(kernels, kernel, products):
+def test_a_ring_s_own_block_is_causal(kernels, kernel, products):
     """Two blocks of 128 queries a shard: its own keys are causal over both, a visit is two pairs
     without a mask.
     """
@@ -424,7 +424,7 @@ SKIPPING = """     0   :  { %s1 = sld [smem:[#allocation0]] }
 
 
 @pytest.mark.parametrize("last, share", [(2**32 - 7, 1 / 8), (0, 1)])
-def test_what_only_the_last_step_of_a_product_issues_counts_once_per_product(last, share):
+def test_the_last_step_of_a_product_counts_once(last, share):
     """A loop of 12 bundles and 16 trips. The two that write the result run if an index minus 7 is
     0, so in one of 8 steps; or it is not said how often (the index is 0).
     """
@@ -434,7 +434,7 @@ def test_what_only_the_last_step_of_a_product_issues_counts_once_per_product(las
     assert schedule.skipped_bundles(text, loops) == 2 * 16 * (1 - share)
 
 
-def test_a_kernel_lasts_its_schedule_its_products_and_its_copies(tmp_path):
+def test_a_kernel_lasts_its_schedule_and_copies(tmp_path):
     """Three bundles, 6 trips, and two beside them; two cores that copy 2 KiB each a trip; one
     schedule for two alike.
     """

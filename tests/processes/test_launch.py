@@ -8,7 +8,6 @@ import types
 import jax
 import pytest
 
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, to_dict
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.processes import distributed
@@ -21,6 +20,7 @@ from qwen3next_jax.processes.launch import (
     gpus_of_process,
     tasks_on_node,
 )
+from tests.refusals import refused
 
 # As `srun --nodes=2 --ntasks-per-node=4` sets them for the task 6; the batch script's own tasks are
 # another number.
@@ -162,39 +162,39 @@ def test_a_machine_with_chips_asks_its_metadata():
 
 
 @pytest.mark.parametrize(
-    "environment, flags, message",
+    "environment, flags, names",
     [
-        ({}, ("10.0.0.2:8476", 2, None), "--process missing"),
-        ({}, (None, 2, 1), "--coordinator missing"),
-        ({}, ("10.0.0.2:8476", None, None), "--coordinator without --processes and --process"),
-        ({}, ("10.0.0.2:8476", 2, 2), "--process=2 --processes=2: expected process 0"),
-        ({}, ("10.0.0.2", 2, 1), "--coordinator=10.0.0.2: expected HOST:PORT"),
-        ({}, ("host:99999", 2, 1), "expected HOST:PORT"),
+        ({}, ("10.0.0.2:8476", 2, None), ["--process"]),
+        ({}, (None, 2, 1), ["--coordinator"]),
+        ({}, ("10.0.0.2:8476", None, None), ["--coordinator", "--processes"]),
+        ({}, ("10.0.0.2:8476", 2, 2), ["--process=2 --processes=2"]),
+        ({}, ("10.0.0.2", 2, 1), ["--coordinator=10.0.0.2"]),
+        ({}, ("host:99999", 2, 1), ["host:99999"]),
         (
             OPEN_MPI_5,
             (None, None, None),
-            "Open MPI does not say on which host rank 0 runs: add --coordinator",
+            ["Open MPI", "--coordinator"],
         ),
         (
             SLURM | {"SLURM_PROCID": "six"},
             (None, None, None),
-            "SLURM_PROCID = 'six': expected a number",
+            ["SLURM_PROCID = 'six'"],
         ),
         (
             {k: v for k, v in SLURM.items() if k != "SLURM_NODEID"},
             (None, None, None),
-            "SLURM_NODEID is not set",
+            ["SLURM_NODEID"],
         ),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, (None, None, None), "lists 1 node"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, (None, None, None), ["1 node"]),
         (
             SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"},
             (None, None, None),
-            "4 processes on this host share the 3 GPUs",
+            ["4 processes", "3 GPUs"],
         ),
     ],
 )
-def test_mistakes_are_named(environment, flags, message):
-    with pytest.raises(UserError, match=message):
+def test_mistakes_are_named(environment, flags, names):
+    with refused(*names):
         find_launch(environment, *flags)
 
 
@@ -207,9 +207,7 @@ def test_mistakes_are_named(environment, flags, message):
         "config.optimizer.learning_rate",
     ],
 )
-def test_another_version_of_the_code_or_of_a_library_or_setting_is_refused_by_name(
-    monkeypatch, name
-):
+def test_processes_that_differ_are_refused(monkeypatch, name):
     digests = distributed._code_digests() | distributed._compared_settings(to_dict(Config()))
     assert name in digests
     said = [
@@ -224,11 +222,7 @@ def test_another_version_of_the_code_or_of_a_library_or_setting_is_refused_by_na
             blocking_key_value_get=lambda key, _: json.dumps(said[int(key.rpartition("/")[2])])
         ),
     )
-    with pytest.raises(
-        UserError,
-        match=rf"disagree on {name}: process 0 on host0 has {digests[name]}, process 1 on host1 "
-        r"another;",
-    ):
+    with refused(name, "process 0 on host0", digests[name], "process 1 on host1"):
         distributed._check_reports("start", 1.0)
 
 
@@ -263,12 +257,9 @@ def test_a_chip_without_the_kernels_is_known_to_all(monkeypatch, chip, other, to
     assert (self_test.unsupported_chip(), list(said.values())) == (refused, [told])
 
 
-def test_a_jax_without_the_key_value_store_is_told_before_anyone_waits(monkeypatch):
+def test_a_jax_without_a_store_is_refused(monkeypatch):
     monkeypatch.delattr("jax._src.distributed.global_state")
-    with pytest.raises(
-        UserError,
-        match="JAX .* has no jax._src.distributed.global_state.client .*install a JAX that has it",
-    ):
+    with refused("jax._src.distributed.global_state.client"):
         distributed.initialize(Launch("flags", "localhost:1", num_processes=2, process_id=0), None)
 
 
@@ -282,7 +273,7 @@ def test_whatever_one_process_meets_is_told_to_all(capsys):
 
 @pytest.mark.parametrize("platforms", ["cuda,cpu", "gpu", "tpu,cpu"])
 def test_an_accelerator_asked_for_must_be_there(platforms):
-    with pytest.raises(UserError, match=f"JAX_PLATFORMS={platforms} .* only cpu"):
+    with refused(f"JAX_PLATFORMS={platforms}", "cpu"):
         distributed.check_platform(platforms)
 
 

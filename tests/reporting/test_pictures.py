@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.reporting import results
 from benchmarks.reporting.pictures import DOCS, draw_pictures
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +54,10 @@ def test_a_printed_table_becomes_a_record(tmp_path, monkeypatch):
     record = results.read("muon")
     assert (record["columns"], record["rows"]) == (["a", "b"], [["1", "2"]])
     assert "| 1 | 2 |" in results.section(record)
-    with pytest.raises(ValueError, match="no table"):
+    with refused("table", error=ValueError):
         results.store("muon", "nothing\n", "python x.py", "")
     (tmp_path / "results" / "unknown.json").write_text("{}")
-    with pytest.raises(ValueError, match="no place for unknown"):
+    with refused("unknown", error=ValueError):
         results.page()
 
 

@@ -16,7 +16,6 @@ from qwen3next_jax.config import (
     DataConfig,
     EvalConfig,
     LoRAConfig,
-    ModelConfig,
     OptimizerConfig,
     TrainConfig,
 )
@@ -31,31 +30,18 @@ from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.trained.base_model import find_adapted_model
 from qwen3next_jax.training.stages import open_stages
 from tests.in_process import dry_run, resolved, train
+from tests.models import SMALLEST
 
-MODEL = ModelConfig(
-    vocab_size=64,
-    hidden_size=16,
-    num_hidden_layers=1,
-    full_attention_interval=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    num_experts=0,
-    intermediate_size=16,
-    mtp_depth=0,
-    dtype="float32",
-    max_position_embeddings=64,
-)
 BASE = Config(
     name="base",
-    model=MODEL,
+    model=SMALLEST,
     data=DataConfig(source="mqar"),
     train=TrainConfig(steps=2, batch_size=2, sequence_length=32, log_every=1),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant"),
     checkpoint=CheckpointConfig(every=2, keep_last=9),
     eval=EvalConfig(every=100, rows=2, sample_tokens=0),
 )
-LORA = dataclasses.replace(MODEL, lora=LoRAConfig(rank=2))
+LORA = dataclasses.replace(SMALLEST, lora=LoRAConfig(rank=2))
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +113,7 @@ def test_the_base_of_an_adapter_is_the_directory_that_holds_its_matrices(base, f
     source = BaseModel(str(hf), "qwen3_next")
     of_base, of_adapters = read_record(base), read_record(finished)
 
-    def copy(name, of, parent=None, vocab_size=MODEL.vocab_size):
+    def copy(name, of, parent=None, vocab_size=SMALLEST.vocab_size):
         (folder := tmp_path / name).mkdir()
         config = json.loads(json.dumps(of.config))
         config["model"]["vocab_size"] = vocab_size
@@ -141,8 +127,8 @@ def test_the_base_of_an_adapter_is_the_directory_that_holds_its_matrices(base, f
     assert (
         find_adapted_model(direct) == find_adapted_model(copy("further", of_adapters, direct)) == hf
     )
-    with pytest.raises(UserError, match=f"{MODEL.vocab_size}"):
-        find_adapted_model(copy("grown", of_adapters, trained, MODEL.vocab_size + 3))
+    with pytest.raises(UserError, match=f"{SMALLEST.vocab_size}"):
+        find_adapted_model(copy("grown", of_adapters, trained, SMALLEST.vocab_size + 3))
 
 
 def test_the_start_of_a_run_says_what_is_trained(config, tmp_path, capsys):
@@ -165,13 +151,13 @@ def test_a_branch_with_the_whole_state_has_the_adapters_of_its_parent(config, ba
 def test_a_vocabulary_grows_by_the_mean_of_its_rows(base, tmp_path):
     grown = dataclasses.replace(
         BASE,
-        model=dataclasses.replace(MODEL, vocab_size=MODEL.vocab_size + 3),
+        model=dataclasses.replace(SMALLEST, vocab_size=SMALLEST.vocab_size + 3),
         train=dataclasses.replace(BASE.train, init_from=str(base)),
     )
     start = prepare_start(grown, tmp_path)
     run = resolve_start(start, make_mesh(grown.parallel, jax.devices()[:1]))
     data = open_stages(run.stages, grown.model.vocab_size)
-    assert f"{MODEL.vocab_size} grows to {grown.model.vocab_size}" in describe_first_state(
+    assert f"{SMALLEST.vocab_size} grows to {grown.model.vocab_size}" in describe_first_state(
         run, data, start
     )
     state, _ = first_state(run, data, start)
@@ -197,7 +183,7 @@ def test_a_vocabulary_grows_by_the_mean_of_its_rows(base, tmp_path):
 def test_a_vocabulary_neither_shrinks_nor_grows_with_the_optimizer(
     base, tmp_path, more, init_state, message
 ):
-    model = dataclasses.replace(MODEL, vocab_size=MODEL.vocab_size + more)
+    model = dataclasses.replace(SMALLEST, vocab_size=SMALLEST.vocab_size + more)
     changes = dict(steps=4, init_from=str(base), init_state=init_state)
     changed = dataclasses.replace(
         BASE, model=model, train=dataclasses.replace(BASE.train, **changes)

@@ -22,7 +22,6 @@ from qwen3next_jax.config import (
     Config,
     DataConfig,
     EvalConfig,
-    ModelConfig,
     OptimizerConfig,
     TelemetryConfig,
     TrainConfig,
@@ -46,24 +45,13 @@ from qwen3next_jax.trained.load import load_model
 from qwen3next_jax.training.stages import open_stages
 from qwen3next_jax.training.state import abstract_model
 from tests.in_process import dry_run, resolved, train
+from tests.models import SMALLEST
 from tests.records import record
 
 STEPS, BRANCHED = 30, 10
 MUON_PER_HEAD = {"name": "muon", "muon": MuonConfig(per_head=True)}
 CONFIG = Config(
-    model=ModelConfig(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=1,
-        full_attention_interval=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=0,
-        intermediate_size=16,
-        mtp_depth=0,
-        dtype="float32",
-    ),
+    model=SMALLEST,
     data=DataConfig(source="mqar", synthetic=SyntheticConfig(pairs=4)),
     train=TrainConfig(
         steps=STEPS,
@@ -206,8 +194,8 @@ def test_the_whole_state_on_other_data(parent, change, row, anew):
         ("{}@15", {}, "it has no checkpoint of step 15; saved steps: 10, 20, 30"),
         (
             "{}@20",
-            {"model": {"intermediate_size": 24}},
-            "its intermediate_size is 16, model.intermediate_size = 24",
+            {"model": {"intermediate_size": 32}},
+            "its intermediate_size is 24, model.intermediate_size = 32",
         ),
         (
             "{}@20",

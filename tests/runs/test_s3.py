@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 from qwen3next_jax import load_hf, save_hf
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.storage import ABSENT, Conflict, to_path
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.pipeline import TextData
+from tests.refusals import refused
 
 FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "qwen3_next_tiny"
 
@@ -48,7 +48,7 @@ def test_objects(bucket):
         to_path(f"{bucket}/folder/c").read_bytes()
     path.unlink()
     assert not path.exists()
-    with pytest.raises(UserError, match="absent"):
+    with refused("absent"):
         load_hf("s3://absent/model")
 
 
@@ -85,5 +85,5 @@ def test_a_hugging_face_directory(bucket, tmp_path):
         assert to_path(f"{bucket}/out/{path.name}").read_bytes() == path.read_bytes()
     again = load_hf(f"{bucket}/out")
     jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
-    with pytest.raises(UserError, match="already there"):
+    with refused("out"):
         save_hf(model, f"{bucket}/out")

@@ -29,7 +29,6 @@ from qwen3next_jax.config import (
     Config,
     DataConfig,
     EvalConfig,
-    ModelConfig,
     OptimizerConfig,
     TrainConfig,
     from_dict,
@@ -51,44 +50,19 @@ from qwen3next_jax.training import stages
 from qwen3next_jax.training.gradients import make_gradients
 from qwen3next_jax.training.optimizer import learning_rate_schedule
 from qwen3next_jax.training.state import abstract_model
+from tests.corpora import write_texts
 from tests.in_process import resolved, train
+from tests.models import HYBRID
 
 ROOT = pathlib.Path(__file__).parents[2]
 ONE_DEVICE = single_device_mesh()
-MODEL = ModelConfig(
-    vocab_size=257,
-    hidden_size=16,
-    num_hidden_layers=2,
-    full_attention_interval=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    linear_num_key_heads=1,
-    linear_num_value_heads=2,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=8,
-    shared_expert_intermediate_size=8,
-    mlp_only_layers=(0,),
-    intermediate_size=16,
-    mtp_depth=0,
-    dtype="float32",
-    max_position_embeddings=128,
-)
+MODEL = dataclasses.replace(HYBRID, vocab_size=257, mlp_only_layers=(0,))
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A small corpus of its own: 40 documents of 20 … 400 bytes."""
     folder = tmp_path_factory.mktemp("texts")
-    rng = np.random.default_rng(0)
-    for i in range(40):
-        words = rng.choice(
-            ["def ", "return ", "x", "y", " = ", "\n", "(", ")", "é"], int(rng.integers(10, 120))
-        )
-        (folder / f"{i:02}.txt").write_text("".join(words) + "\n")
+    write_texts(folder, 40)
     return folder
 
 

@@ -19,6 +19,7 @@ from qwen3next_jax.config import (
     TelemetryConfig,
     TrainConfig,
 )
+from tests.corpora import write_texts
 from tests.in_process import train
 
 # The same program as there, so that one of the two test files finds it compiled.
@@ -49,11 +50,7 @@ def run(tmp_path_factory):
     at step 10).
     """
     folder = tmp_path_factory.mktemp("watched")
-    rng = np.random.default_rng(0)
-    for i in range(40):
-        (folder / f"{i:02}.txt").write_text(
-            "".join(rng.choice(["def ", "x", " = ", "\n", "é"], int(rng.integers(20, 120))))
-        )
+    write_texts(folder, 40)
     workdir = folder / "run"
     pytest.importorskip("tensorboardX", reason="the extra tensorboard is not installed")
     telemetry = TelemetryConfig(diagnostics_every=10, tensorboard=True)

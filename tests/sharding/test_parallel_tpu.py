@@ -89,7 +89,7 @@ def _output_of(program: str, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.needs("kernels")
 @needs_compiler
-def test_beyond_eight_shards_choices_travel_by_ragged_all_to_all():
+def test_many_shards_exchange_by_ragged_all_to_all():
     assert _output_of(EXCHANGE) == "True"
 
 

@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from models import numpy_draws
 
-from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.config.run import OptimizerConfig
 from qwen3next_jax.planner import hlo
 from qwen3next_jax.planner.compiled import program_collectives
@@ -28,24 +26,13 @@ from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding
 from qwen3next_jax.sharding.slices import add_up_gradients, on_each_slice
 from tests.in_process import resolved, shared_step
+from tests.models import DIVISIBLE, numpy_draws
+from tests.refusals import refused
 
 # A single layer, because test_parallel_equality.py has slices of a whole model (slow).
 CONFIG = Config(
-    model=ModelConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=1,
-        full_attention_interval=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=0,
-        mtp_depth=0,
-        dtype="float32",
-        initializer_range=0.05,
+    model=dataclasses.replace(
+        DIVISIBLE, num_hidden_layers=1, full_attention_interval=1, shared_expert_intermediate_size=0
     ),
     optimizer=OptimizerConfig(warmup_steps=2, learning_rate=1e-3, clip_norm=0.5),
     train=TrainConfig(batch_size=8, sequence_length=32, steps=8, balance_loss_weight=0.1),
@@ -204,16 +191,16 @@ def test_only_one_axis_crosses_slices(sizes, crosses):
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    "sizes, named",
+    "sizes, names",
     [
-        ({"expert": 128}, r"parallel\.mesh\.expert = 128.* 64 devices"),
-        ({"slice": 1, "data": 1, "expert": -1}, r"slice 1 × data 1 over 2 TPU slices"),
-        ({"slice": 3}, r"parallel\.mesh: slice 3 .* 128 devices"),
+        ({"expert": 128}, ("parallel.mesh.expert = 128", "64")),
+        ({"slice": 1, "data": 1, "expert": -1}, ("1", "2 TPU")),
+        ({"slice": 3}, ("parallel.mesh", "3", "128")),
     ],
     ids=("expert", "rest to expert", "three of two"),
 )
-def test_no_other_axis_crosses_slices(sizes, named):
-    with pytest.raises(UserError, match=named):
+def test_no_other_axis_crosses_slices(sizes, names):
+    with refused(*names):
         make_mesh(ParallelConfig(mesh=MeshConfig(**sizes)), _two_slices("4x4x4"))
 
 
@@ -221,7 +208,7 @@ def test_no_other_axis_crosses_slices(sizes, named):
 def test_slices_of_unequal_shape_are_refused():
     devices = _two_slices("4x4x4")
     smaller = [d for d in devices if d.slice_index == 0 or d.coords[2] < 2]
-    with pytest.raises(UserError, match="slice 0 .*4x4x4.* slice 1 .*4x4x2"):
+    with refused("slice 0", "4x4x4", "slice 1", "4x4x2"):
         make_mesh(ParallelConfig(), smaller)
 
 
@@ -249,7 +236,7 @@ def _layers(params, x, counts, mesh):
 
 @pytest.mark.slow
 @needs_libtpu
-def test_gradients_alone_cross_and_all_are_under_way_before_one_is_waited_for():
+def test_only_gradients_cross_between_slices():
     """Compiled for two slices of four chips. Each of three gradients crosses in the dtype asked
     for, and the loss.
     """

@@ -24,12 +24,12 @@ def loss(rate, best):
 
 
 @pytest.mark.parametrize("best", [1.5e-3, 3e-3, 7.9e-3])
-def test_the_minimum_of_a_parabola_is_found_between_the_rates(best):
+def test_a_parabola_s_minimum_lies_between_rates(best):
     found, at_edge = best_rate(RATES, [loss(rate, best) for rate in RATES])
     assert found == pytest.approx(best) and not at_edge
 
 
-def test_the_minimum_at_an_edge_or_beside_a_divergence_is_a_rate_that_was_tried():
+def test_a_minimum_at_an_edge_was_tried():
     assert best_rate(RATES, [1, 2, 3, 4, 5]) == (RATES[0], True)
     assert best_rate(RATES, [5, 4, 3, 2, 1]) == (RATES[-1], True)
     assert best_rate(RATES, [3, 2, 1, np.inf, np.inf]) == (RATES[2], False)

@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.sweeps.costs import count_costs
 from qwen3next_jax.sweeps.points import load_sweep
 from qwen3next_jax.sweeps.scaling import (
@@ -26,6 +25,7 @@ from qwen3next_jax.sweeps.scaling import (
     resample_fits,
 )
 from qwen3next_jax.sweeps.scaling_report import as_json, as_text, page, sentences
+from tests.refusals import refused
 
 CHINCHILLA = LossFit(1.69, 406.4, 410.7, 0.34, 0.28)
 
@@ -76,7 +76,7 @@ def test_the_best_size_is_that_of_the_closed_form():
     assert found.exponent.value == pytest.approx(c.beta / (c.alpha + c.beta), abs=0.01)
 
 
-def test_parabolas_find_the_minimum_between_the_sizes_and_only_there():
+def test_parabolas_find_minima_between_sizes_only():
     def budget(flops, best):
         sizes = np.geomspace(1e6, 1e7, 5)
         return [
@@ -107,7 +107,6 @@ def test_what_the_data_do_not_tell_is_named():
     assert all(told.intervals[name].is_determined for name in ("E", "α", "β"))
 
 
-@pytest.mark.slow
 def test_a_fit_without_a_best_size_is_named():
     """The loss does not depend on the size, so ever smaller models are better."""
     flat = LossFit(1.69, 1e-9, 410.7, 0.34, 0.28)
@@ -117,11 +116,10 @@ def test_a_fit_without_a_best_size_is_named():
     assert "no best N" in text and "grows as" not in text
 
 
-@pytest.mark.slow
 def test_text_page_and_json_are_whole():
     scaling = analyse(ladder(noise=3e-3), resamples=20)
     assert set(json.loads(as_json(scaling))["constants"]) == set(CONSTANTS)
-    assert "the largest run" in as_text(scaling, 20)
+    assert "largest" in as_text(scaling, 20)
     text = page(scaling, "title", "heldout loss", 20)
     assert text.count("<figure") == 4 and "nan" not in text
 
@@ -137,7 +135,7 @@ def test_too_few_runs_are_refused():
         (same_tokens, "numbers of tokens"),
         (in_step, "the numbers of tokens are a power"),
     ):
-        with pytest.raises(UserError, match=name):
+        with refused(name):
             analyse(wrong)
 
 
@@ -155,19 +153,19 @@ def test_results_without_counts_are_refused(tmp_path):
     write(point)
     assert missing_points([tmp_path]) == []
     assert read_runs([tmp_path], size="flops") == (ScalingRun("a=1", 10.0, 100.0, 6000.0, 2.0),)
-    with pytest.raises(UserError, match="a=1.*twice"):
+    with refused("a=1"):
         read_runs([tmp_path, file])
     for name in ("heldout loss", *counts):
         write({key: value for key, value in point.items() if key != name})
-        with pytest.raises(UserError, match=f"a=1.*{name}"):
+        with refused("a=1", name):
             read_runs([file])
     for count in (1e-320, 10**400):
         write(point | {"parameters": count})
-        with pytest.raises(UserError, match="a=1 has parameters"):
+        with refused("a=1", "parameters"):
             read_runs([file])
     for wrong in ("", "[]", '{"points": 3}'):
         file.write_text(wrong)
-        with pytest.raises(UserError, match="results.json"):
+        with refused("results.json"):
             read_runs([file])
 
 
@@ -189,12 +187,12 @@ def test_an_axis_of_flops_gives_every_point_its_budget(tmp_path):
         flops = costs.flops_per_token * costs.tokens
         assert abs(flops - float(point.values["flops"])) <= of_step / 2
         assert point.overrides["train.steps"] == train.steps
-    with pytest.raises(UserError, match="train.steps"):
+    with refused("train.steps"):
         load_sweep(path, {"train.steps": 3})
     write(set={"train.stages": ({"steps": 3},)})
-    with pytest.raises(UserError, match="train.stages"):
+    with refused("train.stages"):
         load_sweep(path)
     for value in (0, -1e9, "1e9", 1e3):
         write(axes={"flops": [value]})
-        with pytest.raises(UserError, match="flops"):
+        with refused("flops"):
             load_sweep(path)

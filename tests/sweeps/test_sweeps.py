@@ -36,6 +36,7 @@ from qwen3next_jax.sweeps.results import (
     to_csv,
     to_json,
 )
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 NANO = {
@@ -68,41 +69,44 @@ def in_the_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def test_points_are_all_combinations_with_plain_commands(tmp_path):
-    sweep = load_sweep(
-        sweep_file(
-            tmp_path,
-            {
-                "base": "configs/tiny.py",
-                "set": {"model.num_hidden_layers": 8},
-                "axes": {
-                    "ratio": ["0:1", "3:1", "1:0"],
-                    "size": {"a": {"model.hidden_size": 64}, "b": {}},
-                    "train.seed": [0, 1],
-                },
-            },
-        ),
-        {"train.steps": 7},
-    )
-    assert [p.name for p in sweep.points[:3]] == [
+@pytest.fixture
+def ratios(tmp_path):
+    """A sweep over ratios, sizes and seeds, with a setting of the command line."""
+    record = {
+        "base": "configs/tiny.py",
+        "set": {"model.num_hidden_layers": 8},
+        "axes": {
+            "ratio": ["0:1", "3:1", "1:0"],
+            "size": {"a": {"model.hidden_size": 64}, "b": {}},
+            "train.seed": [0, 1],
+        },
+    }
+    return load_sweep(sweep_file(tmp_path, record), {"train.steps": 7})
+
+
+def test_points_are_all_combinations(ratios):
+    assert [p.name for p in ratios.points[:3]] == [
         "ratio=0-1,size=a,seed=0",
         "ratio=0-1,size=a,seed=1",
         "ratio=0-1,size=b,seed=0",
     ]
-    assert len(sweep.points) == 12 and sweep.x == "ratio"
-    kinds = {
-        p.values["ratio"]: p.config.model.pattern.count("full_attention") for p in sweep.points
+    assert len(ratios.points) == 12 and ratios.x == "ratio"
+    check_points(ratios)
+
+
+def test_points_have_the_settings_of_their_axes(ratios):
+    full = {
+        p.values["ratio"]: p.config.model.pattern.count("full_attention") for p in ratios.points
     }
-    assert kinds == {"0:1": 8, "3:1": 2, "1:0": 0}
-    assert {p.config.train.steps for p in sweep.points} == {7} and {
-        p.config.model.hidden_size for p in sweep.points
-    } == {64, 128}
-    command = runner.train_arguments(sweep, sweep.points[4], Path("w"))
-    assert (
-        "--config.model.full_attention_interval=4" in command
-        and "--workdir=w/points/ratio=3-1,size=a,seed=0" in command
-    )
-    check_points(sweep)
+    assert full == {"0:1": 8, "3:1": 2, "1:0": 0}
+    assert {p.config.model.hidden_size for p in ratios.points} == {64, 128}
+    assert {p.config.train.steps for p in ratios.points} == {7}
+
+
+def test_the_command_of_a_point_is_plain(ratios):
+    command = runner.train_arguments(ratios, ratios.points[4], Path("w"))
+    assert "--config.model.full_attention_interval=4" in command
+    assert "--workdir=w/points/ratio=3-1,size=a,seed=0" in command
 
 
 def test_a_shipped_sweep_is_checked_in_any_folder(tmp_path, monkeypatch):
@@ -112,11 +116,11 @@ def test_a_shipped_sweep_is_checked_in_any_folder(tmp_path, monkeypatch):
     assert all("--config=configs/tiny.py" in line for line in runner.shell_lines(sweep, tmp_path))
 
 
-def test_a_sweep_of_a_billion_points_is_refused_at_once(tmp_path):
+def test_a_billion_points_are_refused_at_once(tmp_path):
     axes = {f"train.{name}": list(range(1, 1001)) for name in ("seed", "steps", "batch_size")}
     path = tmp_path / "sweep.py"
     path.write_text(f"def get_sweep():\n    return {{'base': 'tiny', 'axes': {axes}}}\n")
-    with pytest.raises(UserError, match="1,000,000,000 points .*: expected at most 1,000"):
+    with refused("1,000,000,000", "1,000"):
         load_sweep(path)
 
 
@@ -162,7 +166,7 @@ def test_the_printed_command_of_a_point_is_that_point(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         assert folder.parent == workdir / "points"
     record["set"] = {"eval.sample_prompt": "two\nlines"}
-    with pytest.raises(UserError, match="--emit: .*several lines"):
+    with refused("--emit"):
         runner.shell_lines(load_sweep("sweep.py"), workdir)
 
 
@@ -192,34 +196,34 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
 
 
 @pytest.mark.parametrize(
-    "record, message",
+    "record, names",
     [
-        ({"axes": {"ratios": ["3:1"]}}, "no such setting as ratios .did you mean 'ratio'"),
-        ({"axes": {"train.sed": [0]}}, "no such setting as train.sed .did you mean 'seed'"),
-        ({"axes": {"ratio": ["1:2"]}}, "ratio '1:2': expected LINEAR:FULL"),
+        ({"axes": {"ratios": ["3:1"]}}, ("'ratio'",)),
+        ({"axes": {"train.sed": [0]}}, ("train.sed", "'seed'")),
+        ({"axes": {"ratio": ["1:2"]}}, ("'1:2'", "LINEAR:FULL")),
         (
             {"axes": {"ratio": ["3:1"], "m": {"a b": {}, "a:b": {}}}},
-            "two points are named ratio=3-1,m=a-b",
+            ("ratio=3-1,m=a-b",),
         ),
-        ({"axes": {"model.head_dim": [32, 31]}}, "point head_dim=31: .*expected an even number"),
-        ({"axes": {"model": [1]}}, "model is a group of settings"),
-        ({"axes": {}}, "axes is empty"),
-        ({"axes": {"ratio": []}}, "has no values"),
-        ({"axis": {}}, "'axis': expected one of .*'axes'"),
+        ({"axes": {"model.head_dim": [32, 31]}}, ("head_dim=31",)),
+        ({"axes": {"model": [1]}}, ()),
+        ({"axes": {}}, ()),
+        ({"axes": {"ratio": []}}, ()),
+        ({"axis": {}}, ("'axis'", "'axes'")),
         (
             {"axes": {"ratio": ["3:1"]}, "base": "configs/tinny.py"},
-            "base = configs/tinny.py: no such file .did you mean 'tiny.py'",
+            ("base = configs/tinny.py", "'tiny.py'"),
         ),
         (
             {"axes": {"ratio": ["3:1"]}, "set": {"eval.suites": ("mqra",)}},
-            "eval.suites = 'mqra': expected one of .* .did you mean 'mqar'",
+            ("eval.suites = 'mqra'", "'mqar'"),
         ),
         (
             {
                 "axes": {"ratio": ["3:1"]},
                 "set": {"eval.suites": ("niah",), "eval.suite_lengths": (10**6,)},
             },
-            "point ratio=3-1: suite niah needs a context of 1000000",
+            ("ratio=3-1", "1000000"),
         ),
         (
             {
@@ -230,15 +234,15 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
                     "train.sequence_length": 16,
                 },
             },
-            "mqar rows have 16 tokens",
+            ("16",),
         ),
         (
             {"axes": {"train.seed": [0], "m": {"a": {"train.seed": 1}}}},
-            "train.seed comes from axis 'train.seed' and from axis 'm': leave it out of one",
+            ("train.seed", "'train.seed'", "'m'"),
         ),
         (
             {"axes": {"ratio": ["3:1"], "m": {"a": {"model.layer_types": ()}}}},
-            "model.layer_types comes from axis 'ratio' and from axis 'm'",
+            ("model.layer_types", "'ratio'", "'m'"),
         ),
         (
             {
@@ -248,54 +252,51 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
                 },
                 "match": "parameters",
             },
-            "model.moe_intermediate_size comes from axis 'w' and from match",
+            ("model.moe_intermediate_size", "'w'"),
         ),
         (
             {"axes": {"model.hidden_size": [32, 512]}, "match": "parameters"},
-            "point hidden_size=512 has more parameters than the first point",
+            ("hidden_size=512",),
         ),
         (
             {
                 "axes": {"model.full_attention_placement": ["first", "last"]},
                 "set": {"model.layer_types": ("full_attention",) * 4},
             },
-            "points full_attention_placement=first and full_attention_placement=last are the same "
-            "run",
+            ("full_attention_placement=first", "full_attention_placement=last"),
         ),
         (
             {"axes": {"m": {"a": {"optimizer.learning_rate": 3e-3}, "b": {}}}},
-            "points m=a and m=b are the same run",
+            ("m=a", "m=b"),
         ),
         (
             {"axes": {"ratio": ["1:0", "7:1"]}},
-            "point ratio=7-1: ratio 7:1 needs a multiple of 8 layers, but model.num_hidden_layers "
-            "= 4: expected 8$",
+            ("ratio=7-1", "7:1", "8", "model.num_hidden_layers = 4"),
         ),
         (
             {"axes": {"ratio": ["3:1"], "model.num_hidden_layers": [4, 6]}},
-            "point ratio=3-1,num_hidden_layers=6: .*layers = 6: expected 4 or 8$",
+            ("ratio=3-1,num_hidden_layers=6", "layers = 6", "4", "8"),
         ),
-        ({"axes": ["ratio"]}, r"axes = \['ratio'\]: expected a dict, such as"),
-        ({"axes": {"ratio": ["3:1"]}, "set": 3}, "set = 3: expected a dict"),
+        ({"axes": ["ratio"]}, ("axes = ['ratio']",)),
+        ({"axes": {"ratio": ["3:1"]}, "set": 3}, ("set = 3",)),
         (
             {"axes": {"ratio": ["3:1"]}, "base": None},
-            "base = None: expected a str, such as 'configs/tiny.py'",
+            ("base = None", "'configs/tiny.py'"),
         ),
-        ({"axes": {"ratio": ["3:1"]}, "x": []}, r"x = \[\]: expected one of the axes"),
-        ({"axes": {0: [1]}}, "0 is of type int: expected a setting's name"),
-        ({"axes": {"m": {"a": {0: 1}}}}, "0 is of type int"),
-        ({"axes": {"a/../../x": {"b": {}}}}, r"axis 'a/../../x': expected a name without '/'"),
-        ({"axes": {"a\nb": {"b": {}}}}, "expected a name without"),
+        ({"axes": {"ratio": ["3:1"]}, "x": []}, ("x = []",)),
+        ({"axes": {0: [1]}}, ("0",)),
+        ({"axes": {"m": {"a": {0: 1}}}}, ("0",)),
+        ({"axes": {"a/../../x": {"b": {}}}}, ("'a/../../x'", "'/'")),
+        ({"axes": {"a\nb": {"b": {}}}}, ()),
         (
             {"axes": {"ratio": ["3:1"]}, "set": {"eval.sample_prompt": "a\0b"}},
-            "point ratio=3-1: eval.sample_prompt = .* without NUL",
+            ("ratio=3-1", "eval.sample_prompt =", "NUL"),
         ),
     ],
 )
-def test_a_sweep_that_cannot_run_is_refused_in_one_line(tmp_path, record, message):
-    with pytest.raises(UserError, match=message) as caught:
+def test_a_sweep_that_cannot_run_is_refused(tmp_path, record, names):
+    with refused(*names):
         check_points(load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py"} | record)))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +318,7 @@ def test_every_mistake_of_a_sweep_is_named_once(tmp_path, record, names):
     assert all(str(caught.value).count(name) == 1 for name in names)
 
 
-def test_the_command_line_replaces_what_the_file_sets_and_says_so(tmp_path):
+def test_the_command_line_replaces_the_file_s_settings(tmp_path):
     path = sweep_file(
         tmp_path,
         {
@@ -347,9 +348,9 @@ def test_the_command_line_replaces_what_the_file_sets_and_says_so(tmp_path):
     assert points(train__seed=2) == ([(3, 2, 8), (3, 2, 8)], 2)
     # A value of an axis that gives several settings loses this one alone.
     assert points(eval__rows=4) == ([(3, 0, 4), (3, 0, 4), (3, 1, 4), (3, 1, 4)], 1)
-    with pytest.raises(UserError, match="rate=low and .*rate=high are the same run"):
+    with refused("rate=low", "rate=high"):
         points(optimizer__learning_rate=1e-3)
-    with pytest.raises(UserError, match="moe_intermediate_size comes from --set and from match"):
+    with refused("moe_intermediate_size", "--set", "match"):
         load_sweep(path, {"model.moe_intermediate_size": 64})
 
 
@@ -370,7 +371,7 @@ def test_whatever_a_file_raises_is_one_line(tmp_path, file, function, line, mess
         if file == "sweep file"
         else sweep_file(tmp_path, {"base": str(broken), "axes": {"train.seed": [0]}})
     )
-    with pytest.raises(UserError, match=f"broken.py, line 2: .*{message}$"):
+    with refused("broken.py, line 2"):
         load_sweep(path)
 
 
@@ -389,9 +390,9 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
 
     runner.open_sweep(load([0, 1]), tmp_path / "w")
     runner.open_sweep(load([0, 1]), tmp_path / "w")
-    with pytest.raises(UserError, match="holds another sweep .point seed=2 is new"):
+    with refused("seed=2"):
         runner.open_sweep(load([0, 1, 2]), tmp_path / "w")
-    with pytest.raises(UserError, match="point seed=0 has train.steps = 2, not 9"):
+    with refused("seed=0", "train.steps = 2", "9"):
         load([0, 1])
         runner.open_sweep(load_sweep(tmp_path / "sweep.py", {"train.steps": 9}), tmp_path / "w")
 
@@ -405,19 +406,17 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
         sweep = load_sweep(sweep_file(tmp_path, {"base": str(base), "axes": {"train.seed": [0]}}))
         if width == 64:
             runner.open_sweep(sweep, tmp_path / "v")
-    with pytest.raises(
-        UserError, match="holds another sweep .point seed=0 has model.hidden_size = 64, not 32"
-    ):
+    with refused("seed=0", "model.hidden_size = 64", "32"):
         runner.open_sweep(sweep, tmp_path / "v")  # of the same overrides, on a base that was edited
     recorded = tmp_path / "v" / "sweep.json"
     now = recorded.read_text()
     recorded.write_text(now.replace('"format": 3', '"format": 2'))
-    with pytest.raises(UserError, match="sweep.json: written by an older version"):
+    with refused("sweep.json"):
         runner.open_sweep(sweep, tmp_path / "v")
     recorded.write_text(now)
     for text in ("", "[]", '{"points": [3]}', recorded.read_text().replace('"config"', '"was"')):
         recorded.write_text(text)
-        with pytest.raises(UserError, match="sweep.json: damaged or foreign"):
+        with refused("sweep.json"):
             runner.open_sweep(sweep, tmp_path / "v")
 
 
@@ -450,7 +449,7 @@ def test_a_killed_sweep_goes_on(tmp_path):
     )
     first = subprocess.Popen(start, stdout=subprocess.PIPE, text=True)
     _wait(lambda: metrics.exists() and '"train"' in metrics.read_text())
-    with pytest.raises(UserError, match="another runner, or a point it left, is at work there"):
+    with refused(workdir):
         here.run()
     assert not told
     first.kill()  # its point gets SIGTERM, saves and ends
@@ -467,7 +466,7 @@ def test_a_killed_sweep_goes_on(tmp_path):
     assert [e["step"] for e in events if e["event"] == "train"] == list(range(1, 301))
     assert "1 of 1 points done" in (workdir / "report.html").read_text()
     assert json.loads((workdir / "results.json").read_text())["points"][0]["steps"] == 300
-    assert here.run() == 0 and any("1 of 1 points are done already" in str(line) for line in told)
+    assert here.run() == 0 and any("1 of 1" in str(line) for line in told)
 
 
 def _runner(tmp_path, monkeypatch, script, seeds=(0,), retries=2):
@@ -514,9 +513,7 @@ def test_only_what_another_start_may_mend_is_started_again(tmp_path, monkeypatch
         + (f"sys.exit({int(code)})" if code > 0 else f"os.kill(os.getpid(), {-code})"),
     )
     assert r.run() == 1 and r.starts == {"seed=0": starts}
-    assert f"seed=0: failed with exit code {int(code)}: error: loss is NaN" in told[-1] and after[
-        -1
-    ] == {"seed=0": "error: loss is NaN"}
+    assert f"exit code {int(code)}" in told[-1] and after[-1] == {"seed=0": "error: loss is NaN"}
     results = [read_result(p, tmp_path / "none", after[-1].get(p.name, "")) for p in r.sweep.points]
     page = report(r.sweep, results, {}, "x")
     assert (
@@ -541,7 +538,7 @@ sys.exit(1)""",
     assert r.run() == 1 and after[-1] == {"seed=0": "out of memory"}
 
 
-def test_a_signal_that_comes_while_a_point_is_being_started_reaches_it(tmp_path, monkeypatch):
+def test_a_signal_reaches_a_starting_point(tmp_path, monkeypatch):
     r, told, _ = _runner(tmp_path, monkeypatch, "time.sleep(20)", seeds=(0, 1))
 
     def interrupted(*arguments, **options):
@@ -556,13 +553,10 @@ def test_a_signal_that_comes_while_a_point_is_being_started_reaches_it(tmp_path,
     assert "seed=0: stopped" in told and r.starts == {"seed=0": 1}
 
 
-def test_a_second_runner_leaves_the_report_of_the_first_alone(tmp_path, monkeypatch):
+def test_a_second_runner_leaves_the_report_alone(tmp_path, monkeypatch):
     r, _, after = _runner(tmp_path, monkeypatch, "")
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with (
-        open_folder(r.workdir).locked(),
-        pytest.raises(UserError, match="another runner, or a point it left, is at work there"),
-    ):
+    with open_folder(r.workdir).locked(), refused(r.workdir):
         r.run()
     assert not after and handlers == [
         signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
@@ -576,7 +570,7 @@ def _wait(condition, seconds=120):
         time.sleep(0.05)
 
 
-def test_a_point_is_done_when_all_its_evaluations_are_there(tmp_path):
+def test_a_point_is_done_with_all_evaluations(tmp_path):
     sweep = load_sweep(
         sweep_file(
             tmp_path,
@@ -774,7 +768,7 @@ def test_charts_keep_apart_what_other_axes_change(two_tasks, monkeypatch):
     assert len(set(styles)) == 12 and {shade for shade, _ in styles} == {0, 0.2, 0.4, 0.6, 0.8, 1}
 
 
-def test_tables_follow_the_sweeps_x_axis_and_need_no_seeds(two_tasks, tmp_path):
+def test_tables_follow_the_sweep_s_x_axis(two_tasks, tmp_path):
     sweep, results = two_tasks
     path = tmp_path / "results.json"
     path.write_text(to_json(sweep, results, {p.name: "" for p in sweep.points}))

@@ -16,7 +16,6 @@ from qwen3next_jax.config import (
     EvalConfig,
     LoRAConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
@@ -34,24 +33,11 @@ from qwen3next_jax.trained.merging import (
     write_merged_run,
 )
 from tests.in_process import resolved, train
+from tests.models import SMALLEST
 
-MODEL = ModelConfig(
-    vocab_size=64,
-    hidden_size=16,
-    num_hidden_layers=1,
-    full_attention_interval=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    num_experts=0,
-    intermediate_size=16,
-    mtp_depth=0,
-    dtype="float32",
-    max_position_embeddings=64,
-)
 CONFIG = Config(
     name="merged",
-    model=MODEL,
+    model=SMALLEST,
     data=DataConfig(source="mqar"),
     train=TrainConfig(steps=6, batch_size=2, sequence_length=32, freeze=("embedding",)),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant"),

@@ -13,10 +13,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from mixer_references import errors
-from models import drawn, drawn_model, numpy_draws
 
-from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
+from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.mixer import MixerConfig
@@ -33,21 +31,15 @@ from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, gather_params, storage_spec
 from qwen3next_jax.zoo import experts
 from qwen3next_jax.zoo.block_parts import EXAMPLES, Learned, Sinusoidal, block_reference
+from tests.models import SMALLEST, drawn, drawn_model, numpy_draws
+from tests.refusals import refused
 
-BASE = ModelConfig(
-    vocab_size=32,
-    hidden_size=16,
+BASE = dataclasses.replace(
+    SMALLEST,
     num_hidden_layers=2,
-    full_attention_interval=1,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=8,
     partial_rotary_factor=0.5,
-    num_experts=0,
-    intermediate_size=24,
-    mtp_depth=0,
-    max_position_embeddings=64,
-    dtype="float32",
     initializer_range=0.3,
 )
 T = 12
@@ -225,7 +217,7 @@ def test_other_experts_decode_and_split(name):
 
 
 @pytest.mark.slow
-def test_gradients_of_experts_biases_are_sums_of_many_rows_in_bfloat16():
+def test_gradients_of_experts_biases_sum_many_rows():
     """A scatter-add in bfloat16 would stop at 256 where it adds ones."""
     rows, sizes = 2048, jnp.array([1500, 548])
     x, up, down = jnp.zeros((rows, 4)), jnp.zeros((2, 4, 2, 3)), jnp.zeros((2, 3, 4))
@@ -347,20 +339,17 @@ def test_a_prefix_in_one_row_packs_decodes_and_sees_no_target():
 
 def test_what_a_mask_cannot_do():
     config = dataclasses.replace(BASE, full_mixer="masked_attention", mixer=PREFIX)
-    with pytest.raises(
-        UserError,
-        match="prompt 1 has 5 tokens with .*model.mixer.prefix_tokens = 5",
-    ):
+    with refused("prompt 1", "model.mixer.prefix_tokens = 5"):
         check_request(config, [np.arange(9), np.arange(5)], 2, 0.0)
-    with pytest.raises(UserError, match="a prompt goes through the model 4 tokens at a time"):
+    with refused("4 tokens"):
         check_request(config, [np.arange(9)], 2, 0.0, chunk=4)
     both_ways = dataclasses.replace(config, mixer=MixerConfig(mask="bidirectional"))
     layer = mixer_class("masked_attention")(both_ways, Make(both_ways, nnx.Rngs(0)), (0,))
-    with pytest.raises(UserError, match="expected 'causal' or 'prefix' to generate"):
+    with refused("'causal'", "'prefix'"):
         layer(
             jnp.zeros((1, 2, 16)), Context(jnp.asarray([[0, 1]])), layer.init_cache(both_ways, 1, 4)
         )
-    with pytest.raises(UserError, match="model.mixer.mask = 'bidirectional'.* nothing to learn"):
+    with refused("model.mixer.mask = 'bidirectional'"):
         mask_seen_targets(both_ways, {})
 
 
@@ -409,10 +398,7 @@ def test_positions_that_are_added():
     x, positions = jnp.zeros((1, 12, 16)), jnp.asarray([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
     learned = Learned(make.config, make)
     np.testing.assert_array_equal(learned(x, positions)[0], learned.table[...][positions[0]])
-    with pytest.raises(
-        UserError,
-        match="rows of 13 tokens with model.block.positions = 'learned': expected at most 12",
-    ):
+    with refused("13", "model.block.positions = 'learned'", "12"):
         learned(jnp.zeros((1, 13, 16)), positions)
     want = [
         [f(t / 10_000 ** (2 * i / 16)) for i in range(8) for f in (np.sin, np.cos)]
@@ -422,23 +408,23 @@ def test_positions_that_are_added():
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    "settings, names",
     [
         (
             {"block": BlockConfig(placement="sandwhich")},
-            r"model.block.placement = 'sandwhich': expected one of .*did you mean 'sandwich'",
+            ("model.block.placement = 'sandwhich'", "'sandwich'"),
         ),
         (
             {"block": BlockConfig(mlp="relu"), "num_experts": 16},
-            r"model.block.mlp = 'relu': every layer has experts",
+            ("model.block.mlp = 'relu'",),
         ),
         (
             {"block": BlockConfig(rope_scaling="ntk")},
-            r"model.block.rope_scaling = 'ntk' with model.yarn_factor = 1 .*: it has no effect",
+            ("model.block.rope_scaling = 'ntk'", "model.yarn_factor = 1"),
         ),
         (
             {"yarn_factor": 2.0, "full_mixer": "alibi"},
-            r"model.yarn_factor = 2.0: no layer of this model reads it .*: expected 1.0",
+            ("model.yarn_factor = 2.0", "1.0"),
         ),
         (
             {
@@ -446,33 +432,33 @@ def test_positions_that_are_added():
                 "full_mixer": "dynamic_ntk",
                 "block": BlockConfig(rope_scaling="ntk"),
             },
-            r"block.rope_scaling = 'ntk': no layer",
+            ("block.rope_scaling = 'ntk'",),
         ),
         (
             {"yarn_factor": 2.0, "partial_rotary_factor": 0.0},
-            r"model.yarn_factor = 2 with 0 rotated dimensions",
+            ("model.yarn_factor = 2", "0"),
         ),
         (
             {"mixer": MixerConfig(qk_norm_over="layer"), "qk_norm": False},
-            r"model.mixer.qk_norm_over = 'layer' with model.qk_norm = False",
+            ("model.mixer.qk_norm_over = 'layer'", "model.qk_norm = False"),
         ),
-        ({"mixer": PREFIX}, r"model.mixer.mask = 'prefix': no layer of this model reads it"),
+        ({"mixer": PREFIX}, ("model.mixer.mask = 'prefix'",)),
         (
             {"mixer": MixerConfig(mask="prefix"), "full_mixer": "alibi"},
-            r"mask = 'prefix' with model.mixer.prefix_tokens = 0: expected",
+            ("mask = 'prefix'", "model.mixer.prefix_tokens = 0"),
         ),
         (
             {"mixer": PREFIX, "full_mixer": "alibi", "mtp_depth": 1},
-            r"model.mtp_depth = 1: the module would see the token that it predicts",
+            ("model.mtp_depth = 1",),
         ),
         (
             {"full_mixer": "dynamic_ntk", "partial_rotary_factor": 0.25},
-            r"'dynamic_ntk' with 2 rotated dimensions",
+            ("'dynamic_ntk'", "2"),
         ),
     ],
 )
-def test_settings_that_do_not_fit(settings, message):
-    with pytest.raises(UserError, match=message):
+def test_settings_that_do_not_fit(settings, names):
+    with refused(*names):
         declared(dataclasses.replace(BASE, **settings))
 
 
@@ -485,9 +471,7 @@ def test_settings_that_do_not_fit(settings, message):
 )
 def test_no_hugging_face_form(settings, named):
     check_hf_form(BASE)
-    with pytest.raises(
-        UserError, match=f"model.{named}: transformers' Qwen3Next has .* no Hugging Face form"
-    ):
+    with refused(f"model.{named}"):
         check_hf_form(dataclasses.replace(BASE, **settings))
 
 
@@ -515,7 +499,7 @@ def test_weights_of_attention_serve_as_their_kin():
     assert weights_differ(dataclasses.replace(t5, mixer=of_prefix), t5) == ("mixer",)
     longer = dataclasses.replace(trained, yarn_factor=4.0, block=BlockConfig(rope_scaling="ntk"))
     assert weights_differ(longer, trained) == ()
-    longer = dataclasses.replace(longer, max_position_embeddings=128)
+    longer = dataclasses.replace(longer, max_position_embeddings=256)
     assert weights_differ(longer, trained) == ()
     for settings, names in [
         ({"block": BlockConfig(positions="learned")}, {"max_position_embeddings", "yarn_factor"}),

@@ -251,7 +251,7 @@ def documents(name, x, cotangents):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
-def test_packed_documents_and_shards_of_a_row_are_each_document_alone(name):
+def test_packed_documents_are_each_document_alone(name):
     time = 140
     x, cotangents = form(name, time=time)
     ids = np.zeros((1, time), np.int32)

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import pytest
 
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MixerConfig, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.bounds import check_declared_bounds
 from qwen3next_jax.config.describe import mixer_settings
@@ -20,6 +19,7 @@ from qwen3next_jax.config.files import apply_overrides
 from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.model.layer_properties import mixer_class
+from tests.refusals import refused
 
 
 def model(mixer="sliding_window", **settings):
@@ -55,22 +55,22 @@ def test_a_flag_is_of_the_type_that_the_mixer_declares(tmp_path, monkeypatch):
     config = from_dict(Config, values)
     assert dict(config.model.mixer) == {"own_rate": 3.0, "own_name": "5"}
     values["model"]["linear_mixer"] = "gated_deltanet"
-    with pytest.raises(UserError, match="model.mixer.own_name = '5': no mixer has such a setting"):
+    with refused("model.mixer.own_name = '5'"):
         from_dict(Config, values)
 
 
 @pytest.mark.parametrize(
-    "mixer, settings, message",
+    "mixer, settings, names",
     [
-        ("gated_deltanet", {"window": 8}, "window = 8: .*sliding_window.* expected 1024"),
-        ("sliding_window", {"windw": 8}, "windw = 8: .*did you mean 'window'"),
-        ("sliding_window", {"window": "8"}, "window = '8' is of type str: expected int"),
-        ("sliding_window", {"window": 0}, "window = 0: expected at least 1"),
+        ("gated_deltanet", {"window": 8}, ("window = 8", "sliding_window", "1024")),
+        ("sliding_window", {"windw": 8}, ("windw = 8", "'window'")),
+        ("sliding_window", {"window": "8"}, ("window = '8'",)),
+        ("sliding_window", {"window": 0}, ("window = 0", "1")),
     ],
 )
-def test_a_value_that_no_mixer_takes(mixer, settings, message):
+def test_a_value_that_no_mixer_takes(mixer, settings, names):
     mixer_class("sliding_window")  # is there, or the test is skipped
-    with pytest.raises(UserError, match=f"model.mixer.{message}"):
+    with refused(*names):
         model(mixer, **settings)
 
 
@@ -79,7 +79,7 @@ def test_a_bound_that_is_not_known_is_refused():
     class Settings:
         rate: Annotated[float, "more than 0"] = 1.0
 
-    with pytest.raises(UserError, match="Settings.rate: the bound 'more than 0'"):
+    with refused("Settings.rate"):
         check_declared_bounds(Settings(), "model.mixer")
 
 
@@ -151,7 +151,7 @@ def page() -> str:
     return text
 
 
-def test_the_page_has_every_mixer_and_setting_as_the_classes_declare_them():
+def test_the_page_lists_all_mixer_settings():
     mixer_class("sliding_window")  # is there, or the test is skipped
     assert all(setting.meaning for own in mixer_settings().values() for setting in own)
     assert page() == PAGE.read_text(), "python tests/zoo/test_mixer_settings.py writes the tables"

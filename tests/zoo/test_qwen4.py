@@ -21,11 +21,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 from mixer_references import errors
-from models import drawn, drawn_model
 from safetensors.numpy import load_file, save_file
 
 from qwen3next_jax import ModelConfig, Qwen3Next, load_hf, save_hf
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import (
     FULL,
@@ -64,31 +62,24 @@ from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
 from qwen3next_jax.zoo.ops import residual_streams
 from qwen3next_jax.zoo.ops.pair_attention import dot
 from tests.in_process import resolved, train
+from tests.models import HYBRID, drawn, drawn_model
 from tests.references import checkpoint
+from tests.refusals import refused
 
 EOS = 3
-BASE = ModelConfig(
-    vocab_size=64,
+BASE = dataclasses.replace(
+    HYBRID,
     hidden_size=24,
     num_hidden_layers=4,
+    full_attention_interval=4,
     full_mixer="qsa",
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    intermediate_size=ModelConfig.intermediate_size,  # no layer has it, and no export
     head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=8,
-    shared_expert_intermediate_size=8,
+    mtp_depth=1,
     max_position_embeddings=256,
     output_gate_type="sigmoid",
     eos_token_id=EOS,
     decay_init="log_uniform",
-    dtype="float32",
-    initializer_range=0.2,
     hf_form="qwen4_exp_text",
     block=BlockConfig(placement="gated_residual"),
     streams=StreamsConfig(hc_count=4, hc_lowrank=6),
@@ -510,7 +501,7 @@ def test_rows_of_two_tokens(mode):
 
 
 @pytest.mark.slow
-def test_lazy_adamw_is_adamw_for_the_rows_of_every_batch():
+def test_lazy_adamw_is_adamw_for_used_rows():
     """Rows 0 and 5 are used in every step, row 2 in the second of three, the others never."""
     config = config_of(hf_form="")
     settings = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=0.5, weight_decay=0.3)
@@ -563,7 +554,7 @@ def test_slices_do_not_share_a_table_of_lazy_adamw():
         parallel=ParallelConfig(mesh=MeshConfig(slice=2)),
     )
     mesh = make_mesh(config.parallel, jax.devices())
-    with pytest.raises(UserError, match=r"optimizer\.ngram_table.*parallel\.mesh\.slice"):
+    with refused("optimizer.ngram_table", "parallel.mesh.slice"):
         resolve_run(config, mesh)
 
 
@@ -678,10 +669,8 @@ def test_rows_of_a_split_table_are_exchanged(axes, spread):
 def test_context_is_refused():
     sizes = {"slice": 1, "data": 1, "expert": 1, "context": 2, "tensor": 1}
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    with pytest.raises(UserError) as error:
+    with refused("context = 2", "'qsa'", "'ngram'"):
         check_divides(config_of(), 2, 64, mesh, *split_sizes(config_of()))
-    words = ["context = 2", "'qsa'", "'ngram'", "nearest valid sizes of context: 1"]
-    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 
 TABLE = "layers/1/embedding/table"
@@ -723,7 +712,7 @@ def test_released_weights_are_read_in_pieces_onto_a_mesh(fixture, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_released_weights_on_a_mesh():
+def test_released_weights_are_trained_on_a_mesh():
     """Two steps on eight devices, from the weights of the wrapper with fused experts, are those on
     one device.
     """
@@ -895,13 +884,13 @@ def exported(tmp_path_factory):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda t: t.pop(SHARD.format(2)), ["lack", SHARD.format(2)]),
+        (lambda t: t.pop(SHARD.format(2)), [SHARD.format(2)]),
         (_narrow, [SHARD.format(1), "[59, 3]", "[60, 3]"]),
-        (_one_more, ["beyond", SHARD.format(4)]),
-        (_other_hash, [f"{BLOCK}.layer_multipliers", "n-grams"]),
+        (_one_more, [SHARD.format(4)]),
+        (_other_hash, [f"{BLOCK}.layer_multipliers"]),
         (
             lambda t: t.pop("model.layers.3.self_attn.indexer.index_qk_proj.weight"),
-            ["lack", "layers.3.self_attn.indexer.index_qk_proj.weight"],
+            ["layers.3.self_attn.indexer.index_qk_proj.weight"],
         ),
     ],
 )
@@ -910,9 +899,8 @@ def test_a_damaged_checkpoint_is_one_line(exported, change, words, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError) as error:
+    with refused(*words):
         load_hf(folder)
-    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 
 def test_attention_layers_have_two_names(exported, tmp_path):
@@ -930,11 +918,11 @@ def test_attention_layers_have_two_names(exported, tmp_path):
 @pytest.mark.parametrize(
     "group, values, words",
     [
-        ("mixer", {"indexer_budget": 10}, ["indexer_budget = 10", "multiple", "= 4"]),
+        ("mixer", {"indexer_budget": 10}, ["indexer_budget = 10", "= 4"]),
         ("mixer", {"indexer_head_dim": 2}, ["indexer_head_dim = 2", "4"]),
         ("ple", {"layer_ids": (5,)}, ["layer_ids", "layer 5", "1 … 4"]),
         ("ple", {"layer_ids": (0,)}, ["layer_ids", "layer 0", "1 … 4"]),
-        ("ple", {"layer_ids": (2, 2)}, ["layer_ids", "layer 2 twice"]),
+        ("ple", {"layer_ids": (2, 2)}, ["layer_ids", "layer 2"]),
         ("ple", {"ngram_vocab_size_base": 2**61}, [f"{2**61}", f"{2**63}", f"{2**31 - 1}"]),
         ("ple", {"embed_dim": 13}, ["embed_dim = 13", "4 heads"]),
         (None, {"eos_token_id": -1}, ["eos_token_id = -1", "layer_ids"]),
@@ -944,9 +932,8 @@ def test_attention_layers_have_two_names(exported, tmp_path):
 def test_settings_that_do_not_fit_are_one_line(group, values, words):
     settings = to_dict(config_of())
     settings |= {group: settings[group] | values} if group else values
-    with pytest.raises(UserError) as error:
+    with refused(*words):
         Qwen3Next(from_dict(ModelConfig, settings), rngs=nnx.Rngs(0))
-    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -955,11 +942,10 @@ def test_settings_that_do_not_fit_are_one_line(group, values, words):
         ({"streams": StreamsConfig(hc_count=1, hc_lowrank=3)}, ["hc_count = 1"]),
         ({"ple": dataclasses.replace(BASE.ple, layer_ids=(4,))}, ["layer 4", "'qsa'"]),
         ({"block": BlockConfig()}, ["placement", "'gated_residual'"]),
-        ({"mlp_only_layers": (0,)}, ["mlp_only_layers", "experts in every layer"]),
+        ({"mlp_only_layers": (0,)}, ["mlp_only_layers"]),
         ({"hf_form": "qwen3_next"}, ["qsa (layers 3", "qwen3_next"]),
     ],
 )
 def test_what_transformers_does_not_have_is_not_exported(changes, words):
-    with pytest.raises(UserError) as error:
+    with refused(*words):
         check_hf_form(config_of(**changes))
-    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
