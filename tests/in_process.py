@@ -9,7 +9,7 @@ import math
 
 import jax
 
-from qwen3next_jax.config import MESH_AXES, Config
+from qwen3next_jax.config import MESH_AXES, Config, TelemetryConfig
 from qwen3next_jax.runs import dry_run as runs_dry_run
 from qwen3next_jax.runs import train as runs_train
 from qwen3next_jax.runs.start import prepare_start
@@ -45,7 +45,12 @@ def shared_step(run, stage, **options):
 
 
 def train(config: Config, workdir, restart: bool = False, **options):
-    """Calls `runs.train.train` with as many devices as the mesh of `config` has."""
+    """Calls `runs.train.train` with as many devices as the mesh of `config` has. By default nothing
+    measures the layers, which would compile one more program for the last step of each run.
+    """
+    if config.telemetry == TelemetryConfig():
+        telemetry = TelemetryConfig(diagnostics_every=0)
+        config = dataclasses.replace(config, telemetry=telemetry)
     num_devices = math.prod(max(getattr(config.parallel.mesh, axis), 1) for axis in MESH_AXES)
     options = {"devices": jax.devices()[:num_devices], "make_step": shared_step} | options
     return runs_train.train(prepare_start(config, workdir, restart), **options)

@@ -36,9 +36,9 @@ ARROWS = {
     "__main__": None,
     "__init__": "",
 }
-# The rooms that the core trains without, and what else no run needs: a run imports them inside a
-# function, where a setting asks for them, or not at all.
-ROOMS = "evals inference interop kernels planner reporting sweeps trained zoo".split()
+# The subpackages that the core trains without. A run imports them inside a function, where a
+# setting asks for them, or not at all.
+OPTIONAL = "evals inference interop kernels planner reporting sweeps trained zoo".split()
 LIBRARIES_OF_OPS = {"jax", "numpy"}
 # Present on every machine that trains, but not on every one that only loads a model.
 ONLY_IN = {
@@ -93,17 +93,17 @@ def test_imports_follow_the_arrows(path):
         assert relative in ONLY_IN.get(top, {relative}), f"{relative} imports {name}"
 
 
-def test_the_core_imports_no_room():
-    """Importing a file of the core, or the command that trains, loads no room."""
+def test_the_core_imports_nothing_optional():
+    """Importing a file of the core, or the command that trains, loads no optional subpackage."""
     graph = {
         name: {i.removeprefix("qwen3next_jax.") for i in _imports(path, at_top=True)}
         & MODULES.keys()
         for name, path in MODULES.items()
     }
-    outside = {*ROOMS, "commands", "__main__"}
+    outside = {*OPTIONAL, "commands", "__main__"}
     core = [name for name in graph if name.split(".")[0] not in outside]
     for name in (*core, "commands.train"):
-        loaded = {other for other in _reachable(graph, name) if other.split(".")[0] in ROOMS}
+        loaded = {other for other in _reachable(graph, name) if other.split(".")[0] in OPTIONAL}
         assert not loaded, name
 
 

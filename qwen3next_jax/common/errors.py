@@ -41,6 +41,9 @@ class ExitCode(enum.IntEnum):
     STORAGE = 8
     # Another process has taken over the run in a bucket: this one stopped before it wrote anything.
     TAKEN_OVER = 9
+    # A hook of the run failed, an evaluation or one of the user's own. The run saved after the next
+    # step: the same command continues from there, once the hook is corrected.
+    HOOK_FAILED = 10
     # A signal asked the run to end. It saved, and the same command continues from there.
     INTERRUPTED = 130
     # A second signal ended the run at once, without a save.

@@ -27,7 +27,7 @@ from qwen3next_jax.config.sources import SourceConfig, parse_sources, parse_weig
 MESH_AXES = ("slice", "data", "expert", "context", "tensor")
 IndexerTraining = Literal["frozen", "dense", "sparse"]
 SliceState = Literal["replicated", "sharded"]
-Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
+Schedule = Literal["cosine", "warmup_stable_decay", "linear", "inverse_sqrt", "constant"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,13 +370,15 @@ class OptimizerConfig:
     learning_rate: float = 4e-4
     # how the learning rate falls after the warm-up. "cosine": along a cosine.
     # "warmup_stable_decay": linearly over the last decay_fraction of the steps. "linear": linearly
-    # over all steps. "constant": not at all
+    # over all steps. "inverse_sqrt": as the square root of warmup_steps over the step. "constant":
+    # not at all
     schedule: Schedule = "cosine"
     # number of steps over which the learning rate rises linearly
     warmup_steps: int = 100
     # warmup_stable_decay: the share of the steps, at the end, over which the learning rate falls
     decay_fraction: float = 0.2
-    # the learning rate of the last step as a share of the highest, for all schedules but "constant"
+    # the learning rate of the last step as a share of the highest; "constant" and "inverse_sqrt" do
+    # not read it
     final_fraction: float = 0.1
     # Adam's decay rate, per step, of the mean of the gradients
     beta1: float = 0.9
@@ -429,6 +431,11 @@ class OptimizerConfig:
                 "0 or more, less than 1": "beta1 beta2",
                 "0 … 1": "decay_fraction final_fraction",
             },
+        )
+        require(
+            self.schedule != "inverse_sqrt" or self.warmup_steps > 0,
+            "optimizer.schedule = 'inverse_sqrt' with warmup_steps = 0: expected a warm-up, by "
+            "whose length the rate falls (a later stage of train.stages has none)",
         )
 
     def _check_scaling(self) -> None:

@@ -172,13 +172,14 @@ def summarise_sources(totals: Mapping[str, Mapping[str, float]]) -> dict[str, fl
     Args:
       totals: name of a source → the sums over its rows.
     """
-    return {
-        f"{name}/{source}": value
-        for source, total in totals.items()
-        if total
-        for name, value in summarise(total).items()
-        if name in ("loss", "bits_per_byte")
-    }
+    metrics = {}
+    for source, total in totals.items():
+        if not total:
+            continue
+        for name, value in summarise(total).items():
+            if name in ("loss", "bits_per_byte"):
+                metrics[f"{name}/{source}"] = value
+    return metrics
 
 
 def summarise(total: dict[str, float]) -> dict[str, float]:

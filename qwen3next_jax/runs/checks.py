@@ -25,9 +25,12 @@ def resolve_start(start: Start, mesh: Mesh) -> ResolvedRun:
     Raises:
       UserError: the mesh cannot split the batches of a stage; this code computes a module of the
         model in another way than the code that trained its weights; an evaluation or the sample
-        cannot run; or a Hugging Face directory lacks a tensor. The message names the first mistake.
+        cannot run; a hook cannot be imported; or a Hugging Face directory lacks a tensor. The
+        message names the first mistake.
     """
     check_code(start)
+    for name in start.config.train.hooks:
+        resolve({}, name, "train.hooks")
     run = resolve_run(start.config, mesh)
     data = start.config.data
     tokenizer = source_of(data).tokenizer_of(data, run.model.vocab_size)

@@ -11,12 +11,19 @@ from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.estimate import Estimate, estimate
 from qwen3next_jax.data.pipeline import find_sources, source_of
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.model.layer_properties import partial_ablations
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.checks import resolve_start
+from qwen3next_jax.runs.folder import check_checkpoints_not_lost
 from qwen3next_jax.runs.init_from import describe_skipped
-from qwen3next_jax.runs.memory import check_state_fits, device_bytes, gigabytes
+from qwen3next_jax.runs.memory import (
+    activation_bytes,
+    check_activations_fit,
+    check_state_fits,
+    device_bytes,
+    gigabytes,
+)
+from qwen3next_jax.runs.notices import describe_notices
 from qwen3next_jax.runs.start import Start
 from qwen3next_jax.runs.telemetry import device_memory
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
@@ -54,7 +61,9 @@ def dry_run(start: Start, *, devices: Sequence[Any] | None = None) -> ExitCode:
     train = run.config.train
     step = 0 if start.facts.restart else _newest_step(start.workdir)
     taken = start.parent.step if start.parent and train.init_state == "all" else step
-    for line in (*partial_ablations(run.model), *run.groups.lines):
+    if not step and not start.facts.restart:
+        check_checkpoints_not_lost(start.workdir)
+    for line in describe_notices(run, start):
         print(line)
     _print_devices(run)
     print(f"Data: {data.text}")
@@ -70,6 +79,8 @@ def dry_run(start: Start, *, devices: Sequence[Any] | None = None) -> ExitCode:
     print(f"Start in {start.workdir}: {finished}{first}. Nothing has been written")
     # This check comes last, so that the size of a run that does not fit is printed first.
     check_state_fits(run.abstract_state)
+    for stage in run.stages:
+        check_activations_fit(run, stage)
     return ExitCode.DONE
 
 
@@ -97,8 +108,11 @@ def _print_devices(run: ResolvedRun) -> None:
         + ", ".join(f"{name} {gigabytes(size)}" for name, size in sizes.items())
         + f": {gigabytes(sum(sizes.values()))}"
         + (f" of {gigabytes(limit)}" if limit else "")
-        + ". This leaves out activations, which grow with the tokens per device and micro-batch, "
-        "and the program's buffers (qwen3next plan compiles the real step)"
+    )
+    activations = max(activation_bytes(run, stage) for stage in run.stages)
+    print(
+        f"Activations add at least {gigabytes(activations)}, the layers' inputs alone; qwen3next "
+        "plan compiles the real step and says all"
     )
 
 

@@ -30,7 +30,8 @@ def end_of_finished_run(
     the exit code. Writes no file.
     """
     divergence = broadcast_from_process_0(lambda: _recorded_divergence(workdir, step))
-    summary = f"{workdir}: already trained to step {step} of {run.steps}."
+    beyond = "its last" if step == run.steps else f"beyond train.steps = {run.steps}"
+    summary = f"{workdir}: already trained to step {step}, {beyond}."
     return end_at_last_step(run, workdir, step, divergence, summary, tokenizer)
 
 
@@ -135,14 +136,16 @@ def end_at_last_step(
         )
     folder = shlex.quote(str(workdir))
     folder += trust_flags(dataclasses.asdict(run.config))
-    generate = (
-        f", or {shell_command('generate')} --model={folder} "
-        f"--prompt={shlex.quote(run.config.eval.sample_prompt)}"
-    )
+    next_commands = [f"{shell_command('eval')} --workdir={folder}"]
+    if tokenizer.reads_text:
+        what = f"--prompt={shlex.quote(run.config.eval.sample_prompt)}"
+        if any(source.messages_field for source in run.config.data.sources):
+            what = "--chat"
+        next_commands.append(f"{shell_command('generate')} --model={folder} {what}")
     return _end(
         ExitCode.DONE,
         f"{summary} Checkpoints and metrics.jsonl are in {workdir}; next: "
-        f"{shell_command('eval')} --workdir={folder}" + generate * tokenizer.reads_text,
+        + ", or ".join(next_commands),
     )
 
 

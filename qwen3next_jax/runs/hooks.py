@@ -15,7 +15,7 @@ from qwen3next_jax.config import EvalConfig, TrainConfig
 from qwen3next_jax.data.pipeline import Epoch
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import StopVote, broadcast_from_process_0
-from qwen3next_jax.processes.watchdog import Signals, Watchdog
+from qwen3next_jax.processes.watchdog import Watchdog
 from qwen3next_jax.runs.checks import SAMPLE_TEMPERATURE
 from qwen3next_jax.runs.display import Display
 from qwen3next_jax.runs.guard_flags import GuardFlags
@@ -67,16 +67,17 @@ class WatchdogHook(Hook):
 
 
 class StopHook(Hook):
-    """Stops all processes after the same step when one of them has caught a signal."""
+    """Stops all processes after the same step when one of them asks for it."""
 
-    def __init__(self, trainer: Trainer, signals: Signals):
+    def __init__(self, trainer: Trainer, asks: Callable[[], bool]):
+        """Makes the hook. `asks`: whether this process is to stop, such as after a signal."""
         self._trainer = trainer
-        self._signals = signals
+        self._asks = asks
         self._votes = StopVote()
 
     def before_step(self, step: int, pending: Metrics) -> None:
-        # The signal is read once per step; a later signal counts for the next step.
-        self._vote = self._votes.cast(self._signals.caught)
+        # A process is asked once per step; what comes later counts for the next step.
+        self._vote = self._votes.cast(self._asks())
 
     def after_dispatch(self, step: int, pending: Metrics) -> None:
         if self._vote:

@@ -7,10 +7,14 @@ import os
 from collections.abc import Callable, Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, out_of_memory
+from qwen3next_jax.config.remat import parse_remat
 from qwen3next_jax.runs.telemetry import device_memory
+from qwen3next_jax.sharding.rules import CONTEXT, ROWS, num_shards
+from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage
 from qwen3next_jax.training.state import State
 
@@ -32,15 +36,54 @@ def check_state_fits(state: State) -> None:
     Raises:
       UserError: the state is larger than the memory.
     """
-    needed, limit, where = device_bytes(state), device_memory()[1], "a device"
+    _check_fits(
+        device_bytes(state),
+        "the parameters and the optimizer's state take",
+        "split them over more devices (parallel.mesh), or make the model smaller",
+    )
+
+
+def check_activations_fit(run: ResolvedRun, stage: ResolvedStage) -> None:
+    """Checks that the train state and the activations that a step needs at least
+    (`activation_bytes`) fit in the memory of a device.
+
+    Raises:
+      UserError: they are larger than the memory.
+    """
+    train = stage.train
+    _check_fits(
+        device_bytes(run.abstract_state) + activation_bytes(run, stage),
+        f"train.batch_size = {train.batch_size} rows of {train.sequence_length} tokens in "
+        f"train.gradient_accumulation = {train.gradient_accumulation} parts: the train state and "
+        "the layers' inputs alone take",
+        "give fewer rows, more parts or more devices",
+    )
+
+
+def activation_bytes(run: ResolvedRun, stage: ResolvedStage) -> int:
+    """Returns a lower bound of the bytes that the backward pass of a micro-batch needs on a device:
+    the inputs of all layers, which it keeps with every `train.remat` that does not offload them.
+    """
+    saved = parse_remat(stage.train.remat)
+    if saved.policy == "offload" or "input" in saved.offload:
+        return 0
+    mesh = run.mesh
+    shards = num_shards(mesh, *ROWS) * num_shards(mesh, CONTEXT)
+    tokens = -(-stage.tokens_per_step // (stage.micro_batches * shards))
+    width = run.model.hidden_size * jnp.dtype(run.model.dtype).itemsize
+    return tokens * width * run.model.num_hidden_layers
+
+
+def _check_fits(needed: int, what: str, advice: str) -> None:
+    """Raises UserError if `needed` bytes do not fit in the memory of a device."""
+    limit, where = device_memory()[1], "a device"
     if jax.local_devices()[0].platform == "cpu":  # CPU devices share the memory of their host
         needed *= jax.local_device_count()
         limit, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
     if limit is not None and needed > limit:
         raise UserError(
-            f"the parameters and the optimizer's state take {gigabytes(needed)}, and {where} has "
-            f"{gigabytes(limit)}: split them over more devices (parallel.mesh), or make the model "
-            "smaller; qwen3next plan shows the memory of a step on each device of a topology"
+            f"{what} {gigabytes(needed)}, and {where} has {gigabytes(limit)}: {advice}; qwen3next "
+            "plan shows the memory of a step on each device of a topology"
         )
 
 

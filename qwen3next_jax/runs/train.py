@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from qwen3next_jax.common.errors import ExitCode, escape_control, warn
+from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, warn
 from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.installation import unused_gpu
 from qwen3next_jax.common.subpackages import has_subpackage
@@ -21,7 +21,6 @@ from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.pipeline import Data, TextData
 from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.readers import bad_summary
-from qwen3next_jax.model.layer_properties import partial_ablations
 from qwen3next_jax.processes.distributed import (
     broadcast_from_process_0,
     check_shared_folder,
@@ -44,6 +43,7 @@ from qwen3next_jax.runs.endings import (
 from qwen3next_jax.runs.first_state import describe_first_state, first_state
 from qwen3next_jax.runs.guard_flags import GuardFlags, Halted
 from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
+from qwen3next_jax.runs.notices import describe_notices
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.rewind import Rewinder
 from qwen3next_jax.runs.start import Start
@@ -52,7 +52,7 @@ from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
 from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile, describe_environment, open_metrics
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.training.hooks import Metrics, describe_hook_error, stop_at_hook_error
+from qwen3next_jax.training.hooks import HOOK_ADVICE, Metrics, describe_hook_error
 from qwen3next_jax.training.loop import Trainer, TrainStep, make_train_step
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
@@ -132,9 +132,12 @@ def train(
             _record_start(run, data, start, first, store, checkpoints, metrics, display)
 
             # ---- Hooks
-            trainer = Trainer(run, data, first.cursors, make_step, _hook_error_policy(run, metrics))
+            errors = _HookErrors(run, metrics)
+            trainer = Trainer(run, data, first.cursors, make_step, errors)
             saving = hooks.CheckpointHook(checkpoints, metrics, run.steps, display.during)
-            evaluation = _add_hooks(trainer, data, first, store, observers, saving, add_hooks)
+            evaluation = _add_hooks(
+                trainer, data, first, store, observers, errors, saving, add_hooks
+            )
 
             # ---- Loop
             rewinder = Rewinder(run, data, first.cursors, start, checkpoints, metrics)
@@ -155,6 +158,8 @@ def train(
                 metrics.write("stop", step, reason=divergence, exit_code=int(ExitCode.DIVERGED))
 
     # ---- End
+    if errors.first and is_saved:
+        raise errors.first
     if not is_saved or step < run.steps:
         return end_before_last_step(run, store.workdir, step, is_saved)
     heldout = evaluation.heldout_text if evaluation else "not evaluated"
@@ -256,7 +261,7 @@ def _load_state(
         if is_new:
             text = describe_first_state(run, data, start)
         print(escape_control(f"{start.workdir}: {text}"), flush=True)
-        for line in (*partial_ablations(run.model), *run.groups.lines):
+        for line in describe_notices(run, start):
             print(line, flush=True)
         if line := unused_gpu(os.environ, jax.default_backend()):
             warn(line)
@@ -389,6 +394,7 @@ def _add_hooks(
     first: _FirstState,
     store: RunStore,
     observers: _Observers,
+    errors: "_HookErrors",
     saving: hooks.CheckpointHook,
     add_hooks: Callable[[Trainer], None] | None,
 ) -> hooks.EvaluationHook | None:
@@ -397,6 +403,7 @@ def _add_hooks(
     follow it: they may take longer than the process is given.
 
     Args:
+      errors: stops the run after an error in a hook.
       saving: the hook that saves checkpoints.
       add_hooks: adds the caller's hooks; None: there are none.
 
@@ -408,7 +415,7 @@ def _add_hooks(
     flags = GuardFlags(config.guards, run.model, first.cursors, metrics)
     for hook in (  # called after every step; their errors end the run
         hooks.WatchdogHook(observers.watchdog, config.train),
-        hooks.StopHook(trainer, observers.signals),
+        hooks.StopHook(trainer, lambda: observers.signals.caught or errors.is_fatal()),
         hooks.ProfilerHook(observers.profiler),
         hooks.GuardFlagsHook(flags),
         hooks.OperatorsHook(store, metrics),
@@ -427,6 +434,7 @@ def _add_hooks(
         trainer.add_hook(
             hooks.DiagnosticsHook(run, metrics, display.during),
             every=every,
+            at_stage_end=True,
             name="telemetry.diagnostics_every",
         )
     evaluation = None
@@ -455,16 +463,30 @@ def _add_hooks(
     return evaluation
 
 
-def _hook_error_policy(
-    run: ResolvedRun, metrics: MetricsFile
-) -> Callable[[str, int, Exception], None]:
-    """Returns the function that handles an error in a hook, according to `train.on_hook_error`."""
-    if run.config.train.on_hook_error == "stop":
-        return stop_at_hook_error
+class _HookErrors:
+    """What happens after an error in a hook that training does not need (`train.on_hook_error`):
+    the run ends after the next step, which it saves; or it goes on without the hook.
 
-    def record_and_continue(name: str, step: int, error: Exception) -> None:
+    Attributes:
+      first: the error with which the run is to end; None: there is none.
+    """
+
+    def __init__(self, run: ResolvedRun, metrics: MetricsFile):
+        self._ends_run = run.config.train.on_hook_error == "stop"
+        self._metrics = metrics
+        self.first: UserError | None = None
+
+    def __call__(self, name: str, step: int, error: Exception) -> None:
+        """Handles an error. It has the arguments of `Trainer`'s `on_hook_error`."""
         text = describe_hook_error(name, step, error)
-        warn(text)
-        metrics.write("hook_failed", step, hook=name, reason=text)
+        self._metrics.write("hook_failed", step, hook=name, reason=text)
+        if not self._ends_run:
+            warn(text)
+        elif self.first is None:
+            warn(f"{text}: saving after the next step")
+            code = getattr(error, "exit_code", ExitCode.HOOK_FAILED)
+            self.first = UserError(f"{text}: {HOOK_ADVICE}", code)
 
-    return record_and_continue
+    def is_fatal(self) -> bool:
+        """Whether the run is to end."""
+        return self.first is not None

@@ -190,7 +190,7 @@ def find_sources(names: Sequence[str]) -> list[MergeSource]:
         require(
             same_tokens(source.record.tokenizer, last.record.tokenizer),
             f"{source.name}: it was trained with another tokenizer than {last.name} (fingerprint "
-            f"{source.record['tokenizer'][:12]}, there {last.record['tokenizer'][:12]}), so its "
+            f"{source.record.tokenizer[:12]}, there {last.record.tokenizer[:12]}), so its "
             "ids have another meaning: expected runs with the same tokenizer",
         )
         scaling, of_last = (describe_scaling(one.config.optimizer) for one in (source, last))

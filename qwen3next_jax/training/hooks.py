@@ -101,14 +101,16 @@ class RegisteredHook:
         )
 
 
+HOOK_ADVICE = "correct it, or set train.on_hook_error = 'continue' to train on without it"
+
+
 def stop_at_hook_error(name: str, step: int, error: Exception) -> None:
     """Raises a UserError whose message says in one line which hook failed, after which step, and
     why. This is the default of the argument `on_hook_error` of `loop.Trainer`.
     """
     raise UserError(
-        f"{describe_hook_error(name, step, error)}: correct it, or set train.on_hook_error = "
-        "'continue' to train on without it",
-        getattr(error, "exit_code", ExitCode.CRASHED),
+        f"{describe_hook_error(name, step, error)}: {HOOK_ADVICE}",
+        getattr(error, "exit_code", ExitCode.HOOK_FAILED),
     ) from error
 
 

@@ -20,6 +20,7 @@ the rules, `runs.train` registers the hooks; this file names none of them.
 Letters: B batch, T time.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -256,16 +257,15 @@ class Trainer:
 
             # Hooks
             ends_stage = step == self.stage.last_step
-            due = [hook for hook in self._hooks if hook.is_due(step, ends_stage, self._stopping)]
-            if self._stopping:  # who asked for the stop may not wait for evaluations: save first
-                due.sort(key=lambda hook: hook.after_stop)
-            if due:
+            if due := self._due_hooks(step, ends_stage):
                 jax.block_until_ready(metrics)
                 self._end_step(step, metrics, state)
                 info = StepInfo(step, self.stage, state, batch, metrics, ends_stage, self._stopping)
                 self.clock.pause()
-                for registered in due:
-                    self._call(registered, registered.hook, step, info)
+                self._call_due(due, info)
+                if self._stopping and not info.stopping:  # one of these hooks called `stop`
+                    later = [h for h in self._due_hooks(step, ends_stage) if h not in due]
+                    self._call_due(later, dataclasses.replace(info, stopping=True))
                 self.clock.resume()
             if begins_stage:  # exclude the compilation from the measured time
                 jax.block_until_ready(metrics)
@@ -315,6 +315,17 @@ class Trainer:
         self._call_all("stage_begins", step, stage, cursor)
         first_batch = cursor.batch(step, int(state["guards"]["data_offset"]))
         return self.data.batches(first_batch, self._layout.rows)
+
+    def _due_hooks(self, step: int, ends_stage: bool) -> list[RegisteredHook]:
+        """Returns the hooks that are due after `step`, in the order in which they are called."""
+        due = [hook for hook in self._hooks if hook.is_due(step, ends_stage, self._stopping)]
+        if self._stopping:  # who asked for the stop may not wait for evaluations: save first
+            due.sort(key=lambda hook: hook.after_stop)
+        return due
+
+    def _call_due(self, due: Sequence[RegisteredHook], info: StepInfo) -> None:
+        for registered in due:
+            self._call(registered, registered.hook, info.step, info)
 
     def _trace_step(self, step: int, state: State, batch: Batch) -> None:
         """Traces the stage's update step, unless this was already done or `make_step` made a

@@ -26,10 +26,12 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
       linear               The rate falls linearly until the last step.
       warmup_stable_decay  The rate stays at the peak, and falls linearly over the last
                            `decay_fraction` of all steps.
+      inverse_sqrt         The rate is peak × √(warmup / step) (1706.03762, section 5.3).
       constant             The rate stays at the peak.
 
     The first step of a warm-up of n steps has the rate peak / n. The last step of the schedule has
-    the rate final_fraction × peak, even if it is the only step; with "constant" it has the peak.
+    the rate final_fraction × peak, even if it is the only step; "constant" and "inverse_sqrt" do
+    not read it.
 
     Args:
       config: the settings of the optimizer.
@@ -42,9 +44,12 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
     peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
     warm_up = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     schedules, boundaries = [warm_up, optax.constant_schedule(peak)], [warmup]
-    # A constant rate does not depend on `steps` after the warm-up, so that a longer run has the
-    # same program.
-    if config.schedule != "constant":
+    # These two do not depend on `steps` after the warm-up, so that a longer run has the same
+    # program.
+    if config.schedule == "inverse_sqrt":
+        # This schedule counts the updates after those of the warm-up.
+        schedules[1] = lambda count: peak * jnp.sqrt(warmup / (warmup + 1 + count))
+    elif config.schedule != "constant":
         decay_steps = steps
         if config.schedule == "warmup_stable_decay":
             decay_steps = max(round(config.decay_fraction * steps), 1)

@@ -296,7 +296,7 @@ def _unused_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
     why, unused = f"the schedule is {schedule!r}", {}
     if schedule != "warmup_stable_decay":
         unused["decay_fraction"] = why
-    if schedule == "constant":
+    if schedule in ("constant", "inverse_sqrt"):
         unused["final_fraction"] = why
     return unused
 

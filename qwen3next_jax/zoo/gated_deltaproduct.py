@@ -58,7 +58,9 @@ class GatedDeltaProduct(GatedDeltaNet):
         r = config.linear_num_value_heads // g
         if n > 1 and config.beta_gate:
             # This matrix replaces the one that Gated DeltaNet makes, which has one β per head.
-            gates = (Part("b", n * r, n * r),) + (Part("a", r, r),) * config.decay_gate
+            gates = (Part("b", n * r, n * r),)
+            if config.decay_gate:
+                gates += (Part("a", r, r),)
             self.in_proj_ba = make.matrix(
                 (config.hidden_size, g, sum(gate.width for gate in gates)),
                 "embed -> key_heads .",

@@ -4,9 +4,10 @@ import functools
 
 import pytest
 
-from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError
 from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import Stage
+from qwen3next_jax.runs.folder import saved_steps
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.training.hooks import Hook
 from tests.in_process import train
@@ -105,16 +106,29 @@ def test_a_stopped_run_saves_first_and_what_it_then_could_not_evaluate_follows(
     assert measured(tmp_path) == measured(run[0]) and measured(run[0])[-1]["event"] == "suite"
 
 
-def test_a_hook_that_fails_ends_the_run_or_is_passed_over_by_a_setting(
-    run, tmp_path, monkeypatch, capsys
-):
-    """The run with the failing hook is bitwise the run without it."""
+def test_a_failing_hook_ends_the_run_with_a_save(run, tmp_path, monkeypatch):
     (tmp_path / "failing_hooks.py").write_text(FAILING)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match="my hook.*step 2.*KeyError.*line 4.*on_hook_error") as told:
-        train(with_train(hooks=("failing_hooks:add",)), tmp_path / "stops")
-    assert told.value.exit_code == ExitCode.CRASHED and "\n" not in str(told.value)
+        train(with_train(hooks=("failing_hooks:add",)), tmp_path / "run")
+    assert told.value.exit_code == ExitCode.HOOK_FAILED not in RESTARTED
+    assert saved_steps(tmp_path / "run") == [3]
+    assert train(with_train(), tmp_path / "run") == 0
+    assert measured(tmp_path / "run") == measured(run[0])
 
+
+def test_a_hook_that_stops_the_run_has_it_saved(tmp_path):
+    def add(trainer):
+        trainer.add_hook(lambda info: trainer.stop(), every=2)
+
+    assert train(with_train(), tmp_path, add_hooks=add) == ExitCode.INTERRUPTED
+    assert saved_steps(tmp_path) == [2]
+
+
+def test_a_hook_that_fails_is_passed_over_by_a_setting(run, tmp_path, monkeypatch, capsys):
+    """The run with the failing hook is bitwise the run without it."""
+    (tmp_path / "failing_hooks.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(tmp_path)
     going_on = with_train(hooks=("failing_hooks:add",), on_hook_error="continue")
     assert train(going_on, tmp_path / "goes on") == 0
     assert capsys.readouterr().err.count("my hook") == 3

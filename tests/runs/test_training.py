@@ -270,6 +270,20 @@ def test_schedules():
     assert [float(stable(s)) for s in (0, 10, 79, 99)] == pytest.approx([0.1, 1.0, 1.0, 0.1])
 
 
+def test_inverse_sqrt_is_the_formula_of_the_paper():
+    rate = learning_rate_schedule(
+        OptimizerConfig(learning_rate=2.0, warmup_steps=10, schedule="inverse_sqrt"), 100
+    )
+    for step in range(1, 101):  # step n has the rate of n - 1 updates
+        expected = 2.0 * min(step / 10, (10 / step) ** 0.5)
+        assert float(rate(step - 1)) == pytest.approx(expected, rel=1e-6), step
+
+
+def test_inverse_sqrt_needs_a_warm_up():
+    with pytest.raises(UserError, match="inverse_sqrt.*warmup_steps = 0"):
+        OptimizerConfig(warmup_steps=0, schedule="inverse_sqrt")
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "warmup_stable_decay", "constant"])
 def test_the_last_step_of_every_schedule_is_at_its_final_fraction(schedule):
     wrong = []

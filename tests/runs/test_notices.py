@@ -1,0 +1,56 @@
+"""What a start says of settings that surprise."""
+
+import dataclasses
+
+import pytest
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import LoRAConfig, ModelConfig
+from qwen3next_jax.runs.checks import resolve_start
+from qwen3next_jax.runs.memory import activation_bytes, check_activations_fit
+from qwen3next_jax.runs.notices import describe_notices
+from qwen3next_jax.runs.start import prepare_start
+from qwen3next_jax.sharding.mesh import single_device_mesh
+from tests.runs.test_branching import with_
+
+
+def notices(tmp_path, **groups):
+    start = prepare_start(with_(**groups), tmp_path)
+    return describe_notices(resolve_start(start, single_device_mesh()), start)
+
+
+@pytest.mark.parametrize(
+    ("groups", "names"),
+    [
+        (
+            {"train": {"steps": 3}, "optimizer": {"warmup_steps": 5}},
+            ["warmup_steps = 5", "3 steps"],
+        ),
+        ({"model": {"lora": LoRAConfig(rank=2)}}, ["model.lora.rank", "train.init_from"]),
+        (
+            {"model": {"num_experts": 0, "intermediate_size": ModelConfig.intermediate_size}},
+            ["model.intermediate_size = 5120"],
+        ),
+    ],
+)
+def test_a_setting_that_surprises_is_named(tmp_path, groups, names):
+    (line,) = (line for line in notices(tmp_path, **groups) if names[0] in line)
+    assert all(name in line for name in names)
+
+
+def test_a_batch_beyond_the_memory_is_refused(tmp_path):
+    config = with_(train={"batch_size": 10**9})
+    run = resolve_start(prepare_start(config, tmp_path), single_device_mesh())
+    (stage,) = run.stages
+    expected = 10**9 * config.train.sequence_length * config.model.hidden_size * 4
+    assert activation_bytes(run, stage) == expected * config.model.num_hidden_layers
+    with pytest.raises(UserError, match="train.batch_size = 1000000000"):
+        check_activations_fit(run, stage)
+    offloaded = dataclasses.replace(stage.train, remat="offload")
+    assert activation_bytes(run, dataclasses.replace(stage, train=offloaded)) == 0
+
+
+def test_a_hook_that_is_missing_is_no_start(tmp_path):
+    start = prepare_start(with_(train={"hooks": ("no_such_module:add",)}), tmp_path)
+    with pytest.raises(UserError, match="train.hooks.*no_such_module"):
+        resolve_start(start, single_device_mesh())
