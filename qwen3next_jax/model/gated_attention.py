@@ -16,7 +16,15 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layers import Context, angles, keeping_inputs, rms_norm, rotate, token_mean
+from qwen3next_jax.model.layers import (
+    Context,
+    angles,
+    keeping_inputs,
+    norm_scale,
+    rms_norm,
+    rotate,
+    token_mean,
+)
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import attention, attention_heads
@@ -62,7 +70,7 @@ class GatedAttention(Mixer):
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
         self.config = c = config
         d, n, m, k = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        query = (("query", k),) + (("gate", k),) * c.attention_output_gate
+        query = (("query", k), ("gate", k)) if c.attention_output_gate else (("query", k),)
         self.q_proj = make.matrix(
             (d, n, len(query) * k), "embed -> query_heads head_width", parts=query
         )
@@ -155,7 +163,8 @@ class GatedAttention(Mixer):
         c, (n, m) = self.config, (self.config.num_attention_heads, self.config.num_key_value_heads)
         shared = m % num_shards(context.mesh, TENSOR) != 0
         parts = *jnp.split(self.q_proj[...], 2, axis=-1), self.k_proj[...], self.v_proj[...]
-        names = "heads", "heads", *(None if shared else "heads",) * 2
+        key_heads = None if shared else "heads"
+        names = "heads", "heads", key_heads, key_heads
         through = lambda part: x_BTD @ part.astype(x_BTD.dtype).reshape(part.shape[0], -1)
         q, gate, k, v = (
             save_for_backward(
@@ -169,7 +178,7 @@ class GatedAttention(Mixer):
             in_heads = lambda x: x.reshape(*x.shape[:2], -1, c.head_dim)
             if shared:
                 k, v = (_own_head(in_heads(x), in_heads(q), n // m)[:, :, 0] for x in (k, v))
-            weights = (norm.astype(jnp.float32) + c.zero_centered_norm for norm in norms)
+            weights = (norm_scale(norm, c) for norm in norms)
             rotation = attention_heads.rotation_by_lane(cos, sin)
             q, k = (
                 attention_heads.norm_and_rotate(

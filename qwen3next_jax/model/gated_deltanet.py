@@ -57,13 +57,18 @@ class GatedDeltaNet(Recurrent):
         self.config = c = config
         d, g, h = c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads
         r = h // g
-        z = Part("z", r * c.linear_value_head_dim, r)
-        qkvz = self.qkv_parts(c) + (z,) * c.linear_output_gate
+        qkvz = list(self.qkv_parts(c))
+        if c.linear_output_gate:
+            qkvz.append(Part("z", r * c.linear_value_head_dim, r))
         self.in_proj_qkvz = make.matrix(
             (d, g, sum(part.width for part in qkvz)), "embed -> key_heads .", parts=qkvz
         )
-        if c.beta_gate or c.decay_gate:
-            gates = (("b", r, r),) * c.beta_gate + (("a", r, r),) * c.decay_gate
+        gates = []
+        if c.beta_gate:
+            gates.append(Part("b", r, r))
+        if c.decay_gate:
+            gates.append(Part("a", r, r))
+        if gates:
             self.in_proj_ba = make.matrix(
                 (d, g, len(gates) * r), "embed -> key_heads .", parts=gates
             )

@@ -116,9 +116,15 @@ def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
     """
     if config.block.norm != "rms":
         return config.block.resolve("norm").apply(x, weight, config)
-    return rms_norm_plain(
-        x, weight.astype(jnp.float32) + config.zero_centered_norm, config.rms_norm_eps
-    )
+    return rms_norm_plain(x, norm_scale(weight, config), config.rms_norm_eps)
+
+
+def norm_scale(weight: jax.Array, config: ModelConfig) -> jax.Array:
+    """Returns the factor of an RMSNorm, float32, from its weight: 1 + weight, or the weight itself
+    if `zero_centered_norm` is off.
+    """
+    weight = weight.astype(jnp.float32)
+    return weight + 1 if config.zero_centered_norm else weight
 
 
 def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -205,7 +205,9 @@ class Recurrent(Mixer):
         """
         c = make.config
         r = c.linear_num_value_heads // c.linear_num_key_heads
-        parts = self.qkv_parts(c) + (Part("gate", r * c.linear_value_head_dim, r),) * gate
+        parts = list(self.qkv_parts(c))
+        if gate:
+            parts.append(Part("gate", r * c.linear_value_head_dim, r))
         shape = (c.hidden_size, c.linear_num_key_heads, sum(part.width for part in parts))
         self.in_proj = make.matrix(shape, "embed -> key_heads .", parts=parts)
 

@@ -22,7 +22,7 @@ from flax import nnx
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import Block
-from qwen3next_jax.model.layers import Context, rms_norm
+from qwen3next_jax.model.layers import Context, norm_scale, rms_norm
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import save_for_backward
@@ -76,8 +76,7 @@ class StreamMix(nnx.Module):
         down_SDX = self.down[...].astype(jnp.float32)
         if self.injects:
             down_SDX = jnp.concatenate((down_SDX, self.inject[...]), axis=-1)
-        scale_SD = self.norm[...].astype(jnp.float32).reshape(down_SDX.shape[:2])
-        scale_SD += self.config.zero_centered_norm
+        scale_SD = norm_scale(self.norm[...].reshape(down_SDX.shape[:2]), self.config)
         if context is None:
             where = {"implementation": "xla"}
         else:
