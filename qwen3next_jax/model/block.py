@@ -60,7 +60,7 @@ class Block(nnx.Module):
     def mix(self, x_BTD: jax.Array, context: Context, cache: dict | None = None):
         """Computes x + mixer(norm(x)), the auxiliary outputs of the mixer, and its cache."""
         input_BTD, add = self.whole_around(x_BTD, "mixer", context)
-        y_BTD, aux, cache = self.mixer.mix(input_BTD, context, cache)
+        y_BTD, aux, cache = self.mixer.run(input_BTD, context, cache)
         return save_for_backward(add(y_BTD), "mixer"), aux, cache
 
     def feed_forward(self, x_BTD: jax.Array, context: Context):

@@ -116,7 +116,7 @@ class Mixer(nnx.Module):
         """
         raise NotImplementedError
 
-    def mix(
+    def run(
         self, x_BTD: jax.Array, context: Context, cache: dict | None = None
     ) -> tuple[jax.Array, dict[str, Any], dict | None]:
         """Does the same as `__call__`, or as `each_token` if the caller of the forward pass asks
