@@ -424,16 +424,31 @@ def series_colour(number: int) -> str:
     return f"hsl({number * 137.508 % 360:.0f} 60% 50%)"  # steps of the golden angle
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], numeric: bool = False) -> str:
-    """Returns a table as HTML. The cells are plain text; `numeric` aligns them as numbers."""
+class Link(NamedTuple):
+    """A cell of a table that leads to another page."""
+
+    text: str
+    href: str
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str | Link]], numeric: bool = False) -> str:
+    """Returns a table as HTML. The cells are plain text or links; `numeric` aligns them as
+    numbers.
+    """
     cells = "".join(
-        "<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
     return (
         f'<div class="scroll"><table{" class=numeric" if numeric else ""}><thead><tr>'
         + "".join(f"<th>{_escape(name)}</th>" for name in head)
         + f"</tr></thead><tbody>{cells}</tbody></table></div>"
     )
+
+
+def _cell(cell: str | Link) -> str:
+    if isinstance(cell, Link):
+        return f'<a href="{html.escape(cell.href, quote=True)}">{_escape(cell.text)}</a>'
+    return _escape(cell)
 
 
 def figure_html(

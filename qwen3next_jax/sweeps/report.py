@@ -5,11 +5,12 @@ of the sweep's x axis, a table of the points, and the command that repeats each 
 import html
 import math
 import pathlib
+import urllib.parse
 from collections.abc import Sequence
 
 from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.common.storage import write_whole
-from qwen3next_jax.reporting.charts import Line, line_chart, table
+from qwen3next_jax.reporting.charts import COLOURS, Line, Link, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.sweeps.costs import count_costs
 from qwen3next_jax.sweeps.learning_rates import Best, best_along_x
@@ -65,6 +66,7 @@ def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], ti
     sections = {
         "Findings": _findings(sweep, results, done),
         "Figures": _charts(sweep, done),
+        "Losses": _losses(results),
         **_learning_rates(sweep, results, done),
         "Cost": _cost(sweep, results, done),
         "Points": _points(sweep, results),
@@ -309,10 +311,28 @@ def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
     return charts
 
 
+def _losses(results: Sequence[Result]) -> str:
+    """Returns a chart of the training loss of every point over its steps."""
+    lines = [
+        Line(
+            result.point.name,
+            [step for step, _ in result.losses],
+            [loss for _, loss in result.losses],
+            colour=number % COLOURS,
+            dash=number // COLOURS,
+        )
+        for number, result in enumerate(results)
+        if result.losses
+    ]
+    note = "the table of points leads to the page of each"
+    return line_chart("training loss, nats per token", lines, log=True, fit_late=True, note=note)
+
+
 def _points(sweep: Sweep, results: Sequence[Result]) -> str:
     """Returns the table of points with the main metrics; results.csv has all metrics."""
     metrics = main_metrics(results)
     head = [
+        "point",
         *(axis.rpartition(".")[2] for axis in sweep.axes),
         "state",
         "step",
@@ -323,6 +343,7 @@ def _points(sweep: Sweep, results: Sequence[Result]) -> str:
     ]
     rows = [
         [
+            _point(r),
             *r.point.values.values(),
             _state(r),
             f"{r.step:,} of {r.point.config.train.steps:,}",
@@ -334,6 +355,12 @@ def _points(sweep: Sweep, results: Sequence[Result]) -> str:
         for r in results
     ]
     return table(head, rows, numeric=True)
+
+
+def _point(result: Result) -> str | Link:
+    """Returns the name of a point, with a link to the page of its run if there is one."""
+    name = result.point.name
+    return Link(name, f"points/{urllib.parse.quote(name)}/report.html") if result.has_page else name
 
 
 def _state(result: Result) -> str:

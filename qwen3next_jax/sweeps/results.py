@@ -39,6 +39,8 @@ class Result:
       seconds: the wall time in which a process of the run was active, without the time between an
         end and a restart.
       failed: why the runner gave the point up; "" if it did not.
+      losses: (step, training loss) of the run so far.
+      has_page: whether the run has written its report.html.
     """
 
     point: Point
@@ -47,6 +49,8 @@ class Result:
     tokens_per_second: float
     seconds: float
     failed: str = ""
+    losses: tuple[tuple[int, float], ...] = ()
+    has_page: bool = False
 
     @property
     def done(self) -> bool:
@@ -106,6 +110,8 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> Result
         tokens_per_second=statistics.median(speeds) if speeds else math.nan,
         seconds=seconds,
         failed=failed,
+        losses=tuple((e["step"], e["loss"]) for e in train if isinstance(e["loss"], float)),
+        has_page=(workdir / "report.html").exists(),
     )
 
 

@@ -6,10 +6,12 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.parse
 from pathlib import Path
 
 import numpy as np
@@ -784,3 +786,22 @@ def test_tables_follow_the_sweep_s_x_axis(two_tasks, tmp_path):
         "|---|---|---|",
         "| 0:1 | 0 | 0.3 |",
     ], printed.stderr
+
+
+def test_a_point_leads_to_the_page_of_its_run(tmp_path):
+    sweep = load_sweep(
+        sweep_file(tmp_path, {"base": "configs/mqar.py", "axes": {"train.seed": [0, 1]}})
+    )
+    first, second = sweep.points
+    folder = runner.point_folder(tmp_path, first)
+    folder.mkdir(parents=True)
+    (folder / "report.html").touch()
+    losses = [{"event": "train", "step": s, "time": s, "loss": 3.0 / s} for s in (1, 2)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, losses)))
+    results = [
+        read_result(point, runner.point_folder(tmp_path, point)) for point in (first, second)
+    ]
+    page = report(sweep, results, {}, "x")
+    assert [r.losses for r in results] == [((1, 3.0), (2, 1.5)), ()]
+    (href,) = re.findall(r'href="(points/[^"]*)"', page)
+    assert (tmp_path / urllib.parse.unquote(href)) == folder / "report.html"
