@@ -45,7 +45,7 @@ class MoEConfig:
             {"at least 1": "n_group topk_group", "a positive number": "routed_scaling_factor"},
         )
 
-    def mixture(self) -> Any:
+    def mixture_class(self) -> Any:
         """Returns the class that the setting `experts` names."""
         return resolve(EXPERTS, self.experts, "model.moe.experts")
 

@@ -69,7 +69,7 @@ def parse_weights(
     if not weights:
         return ()
     names = [source.name for source in sources]
-    values = _values(where, weights, names)
+    values = _value_per_source(where, weights, names)
     missing = [name for name in names if name not in values]
     require(
         not missing,
@@ -107,11 +107,11 @@ def _fields(where: str, text: str, given: Sequence[str], default: str) -> list[s
     if len(fields) == 1 and not _NAMED.fullmatch(fields[0]):
         return fields * len(given)
     keys = [name or str(i) for i, name in enumerate(given)]
-    values = _values(where, text, keys)
+    values = _value_per_source(where, text, keys)
     return [values.get(key, default) for key in keys]
 
 
-def _values(where: str, text: str, names: Sequence[str]) -> dict[str, str]:
+def _value_per_source(where: str, text: str, names: Sequence[str]) -> dict[str, str]:
     """Returns name of a source → its value in the setting `text`.
 
     Raises:

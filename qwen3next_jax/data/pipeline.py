@@ -179,7 +179,9 @@ class Data(Protocol):
         """
 
     def batches(self, first_batch: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Yields batches without end, while background threads read ahead.
+        """Yields batches without end, while background threads read ahead. Batch n holds the rows
+        from first_row + n · B on, and what a row holds depends on the seed, the source and the
+        epoch alone. So a resumed run reads on from a number (`stages.DataCursor.batch`).
 
         Args:
           first_batch: number of the first batch.

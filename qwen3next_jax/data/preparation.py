@@ -57,7 +57,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """Digest of all tokens and all `tokenized_parts.DOCUMENT` entries, in their order."""
+        """Digest of the tokens of all parts and of their tables of documents, in order."""
         return digests.sha256_json([part.identity for part in self.tokenized])
 
     @property

@@ -43,8 +43,8 @@ def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
 
 
 def cache_after_token(config: ModelConfig, cache: list, index_B: jax.Array) -> list:
-    """Returns a cache that holds, for each row b, the cache after token number `index_B[b]` of the
-    T tokens that the call of `Qwen3Next.decode` processed. The first token has the number 0.
+    """Returns the cache of each row b as it was after token `index_B[b]` of the T tokens that the
+    call of `Qwen3Next.decode` processed. The first token has the number 0.
 
     Caches of kind "slots" are returned unchanged: a slot after that token is overwritten before any
     query sees it.

@@ -33,7 +33,7 @@ class DecodeState(NamedTuple):
 
     Attributes:
       cache: as `Qwen3Next.init_cache` returns it, with the tokens before `position`.
-      token: [B] int32, the pending token of each row.
+      token: [B] int32, the pending token of each row: it is known, but not in the cache yet.
       position: [B] int32, the position of the pending token.
       remaining: [B] int32, the most tokens that the row may still get; 0 once the row has ended.
       routing: [B, slots, L, A] int16, the experts of the tokens before `position` (see `Features`);

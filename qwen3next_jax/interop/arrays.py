@@ -33,7 +33,8 @@ def make_array(
     """Makes the array of `parameter` on the devices.
 
     Args:
-      parameter: the parameter's path, shape and tensors.
+      parameter: the parameter (`layout.Parameter`): where it is in the tree, and which tensors of
+        the file hold it.
       dtype: the array's dtype.
       sharding: the array's sharding; None: the array is on the default device, and JAX may move it
         (it is uncommitted).

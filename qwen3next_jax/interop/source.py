@@ -96,11 +96,11 @@ def read_source(
         directory,
         checkpoint.fields,
         read_json(generation) if generation.exists() else {},
-        tuple(_copy_of(weights, name) for name in copied),
+        tuple(_unchanged_tensor(weights, name) for name in copied),
     )
 
 
-def _copy_of(weights: Weights, name: str) -> Tensor:
+def _unchanged_tensor(weights: Weights, name: str) -> Tensor:
     """Returns a tensor of the source that is written with the same values, dtype and shape."""
     shape = weights.shape(name)
     return Tensor(name, weights.dtype(name), shape, functools.partial(_all_rows, weights, name))

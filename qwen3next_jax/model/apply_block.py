@@ -64,7 +64,8 @@ def with_embedding(
 
 def in_groups(block: nnx.Module, x_BTD: jax.Array, context: Context, cache: None = None) -> Applied:
     """Runs the layer on groups of rows: each passes through the mixer, the norms and the shared
-    expert by itself, and only the routed experts process all together (`row_groups`).
+    expert by itself, and only the routed experts process all together (`row_groups`). The mixer's
+    auxiliary outputs, which are sums over tokens, are added up.
     """
     groups = row_groups(x_BTD, block.config, context.mesh)
     if groups == 1:
@@ -75,7 +76,9 @@ def in_groups(block: nnx.Module, x_BTD: jax.Array, context: Context, cache: None
         xs_BTD.append(mixed_BTD)
         contexts.append(own)
         of_mixer = {name: of_mixer.get(name, 0) + value for name, value in aux.items()}
-    inputs_BTD, adds = zip(*(block.whole_around(x, "mlp", own) for x, own in zip(xs_BTD, contexts)))
+    inputs_BTD, adds = zip(
+        *(block.unsplit_around(x, "mlp", own) for x, own in zip(xs_BTD, contexts))
+    )
     ys_BTD, of_mlp = block.mlp.in_groups(inputs_BTD, contexts)
     x_BTD = merge_rows([add(y_BTD) for add, y_BTD in zip(adds, ys_BTD)], context)
     return x_BTD, of_mixer | of_mlp, None
@@ -86,12 +89,12 @@ def measured(block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache
     the MLP, and over the tokens that count activation_max [], the largest |x|, and
     activation_median [], the mean of each token's median |x|.
     """
-    x_BTD, diagnostics, cache = block.mix(x_BTD, context, cache)
+    x_BTD, of_mixer, cache = block.mix(x_BTD, context, cache)
     x_BTD, aux = block.feed_forward(x_BTD, context)
-    if "mixer_loss" in diagnostics:
-        aux["mixer_loss"] = diagnostics.pop("mixer_loss")
+    if "mixer_loss" in of_mixer:
+        aux["mixer_loss"] = of_mixer.pop("mixer_loss")
     aux["diagnostics"] = (
-        diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.stats_mask)
+        of_mixer | aux.get("diagnostics", {}) | _activations(x_BTD, context.stats_mask)
     )
     return x_BTD, aux, cache
 

@@ -23,15 +23,17 @@ from qwen3next_jax.sharding.rules import constrain
 
 class Block(nnx.Module):
     """A decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)). A block may hold the stacked
-    parameters of several layers; the argument `layers` has the numbers of these layers.
+    parameters of several layers, whose numbers are the argument `layers`; `layer_stack` calls it
+    with those of one layer.
 
     The residual stream x is as wide as the model here. Subclasses are other placements of the norms
-    (`model.block.placement`). They override `before` and `after`, or `around`. A subclass with a
-    wider residual stream also overrides `enter`, `make_last`, `leave` and `multi_token_prediction`.
+    (the setting `model.block.placement`). They override `before` and `after`, or `around`. A
+    subclass with a wider residual stream also overrides `enter`, `make_last`, `leave` and
+    `multi_token_prediction`.
     """
 
-    # The module of `model.ple`, which adds an embedding of the tokens before the mixer. `Qwen3Next`
-    # sets it in the layers that have one.
+    # The nnx.Module that the settings `model.ple` choose, which adds an embedding of the tokens
+    # before the mixer. `Qwen3Next` sets it in the layers that have one.
     embedding: nnx.Module | None = None
     multi_token_prediction = MultiTokenPrediction
 
@@ -42,8 +44,8 @@ class Block(nnx.Module):
         self.mixer_norm = self.make_norm(make)
         self.mixer = mixer_class(mixer)(config, make, layers)
         self.mlp_norm = self.make_norm(make)
-        mlp = config.moe.mixture() if sparse else config.block.resolve("mlp")
-        self.mlp = mlp(config, make)
+        mlp_class = config.moe.mixture_class() if sparse else config.block.resolve("mlp")
+        self.mlp = mlp_class(config, make)
 
     def __call__(
         self, x_BTD: jax.Array, context: Context, cache: dict | None = None
@@ -59,17 +61,17 @@ class Block(nnx.Module):
 
     def mix(self, x_BTD: jax.Array, context: Context, cache: dict | None = None):
         """Computes x + mixer(norm(x)), the auxiliary outputs of the mixer, and its cache."""
-        input_BTD, add = self.whole_around(x_BTD, "mixer", context)
+        input_BTD, add = self.unsplit_around(x_BTD, "mixer", context)
         y_BTD, aux, cache = self.mixer.run(input_BTD, context, cache)
         return save_for_backward(add(y_BTD), "mixer"), aux, cache
 
     def feed_forward(self, x_BTD: jax.Array, context: Context):
         """Computes x + mlp(norm(x)), and the auxiliary outputs of the MLP."""
-        input_BTD, add = self.whole_around(x_BTD, "mlp", context)
+        input_BTD, add = self.unsplit_around(x_BTD, "mlp", context)
         y_BTD, aux = self.mlp(input_BTD, context)
         return add(y_BTD), aux
 
-    def whole_around(
+    def unsplit_around(
         self, x_BTD: jax.Array, part: str, context: Context
     ) -> tuple[jax.Array, Callable]:
         """Returns what `around` returns, with arrays that the mesh axis `tensor` does not split.
@@ -77,11 +79,11 @@ class Block(nnx.Module):
         products.
         """
 
-        def whole(x_BTD):
+        def unsplit(x_BTD):
             return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
         input_BTD, add = self.around(x_BTD, part, context)
-        return whole(input_BTD), lambda y_BTD: whole(add(y_BTD))
+        return unsplit(input_BTD), lambda y_BTD: unsplit(add(y_BTD))
 
     def make_norm(self, make: Make) -> nnx.Module | nnx.Param:
         """Makes the parameters of `before` and `after`, once for the mixer and once for the MLP."""

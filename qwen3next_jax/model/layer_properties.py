@@ -114,7 +114,7 @@ def versions(config: ModelConfig) -> dict[str, int]:
             name = getattr(config.block, setting)
             parts[f"block.{setting} = {name}"] = config.block.resolve(setting)
     if config.has_experts:
-        parts[f"moe.experts = {config.moe.experts}"] = config.moe.mixture()
+        parts[f"moe.experts = {config.moe.experts}"] = config.moe.mixture_class()
     return {name: getattr(part, "version", 1) for name, part in parts.items()}
 
 

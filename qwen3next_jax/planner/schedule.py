@@ -85,7 +85,7 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
             is_kernel = entry.group(2) == "custom-call"
             schedules[entry.group(1)] = Schedule(
                 cycles(loops, total) - skipped_bundles(text, loops),
-                _copied_bytes(text, loops) if is_kernel else 0.0,
+                _window_bytes(text, loops) if is_kernel else 0.0,
                 all(loop.trips or not loop.matrix for loop in loops),
                 2 if _CORE in text else 1,
             )
@@ -123,7 +123,7 @@ def _signature(program: Program, computation: Computation, instruction: Instruct
     )
 
 
-def _copied_bytes(text: str, loops: list[Loop]) -> float:
+def _window_bytes(text: str, loops: list[Loop]) -> float:
     """Returns `Schedule.copied` of a kernel, computed from the block sizes ("window shapes") in the
     header of the compiler's text.
     """

@@ -23,9 +23,9 @@ _SAME_SIGNAL_SECONDS = 0.25
 class Signals:
     """Catches SIGINT and SIGTERM. Use it as a context manager.
 
-    The first signal sets `caught` and prints a line; the training loop then ends the current step,
-    saves and stops. A second signal ends the process at once, without saving. A thread reads the
-    signals, so this works while the main thread waits for a device.
+    The first signal sets `caught` and prints a line; the training loop then ends this step or the
+    next one, saves and stops. A second signal ends the process at once, without saving. A thread
+    reads the signals, so this works while the main thread waits for a device.
     """
 
     def __init__(self, show: Callable[[str], None]):

@@ -51,7 +51,7 @@ class Halted(Exception):
     Attributes:
       reason: why the guards ended the run, as text.
       spike: whether a loss spike ended the run.
-      state: the train state before `step`; later steps updated no parameter.
+      state: the train state when the run ended. `step` and those after it updated no parameter.
     """
 
     def __init__(self, step: int, reason: str, spike: bool, state: State):
@@ -193,9 +193,7 @@ def write_dump(
         batches.close()
 
     broadcast_from_process_0(write_batch)
-    # Steps after the halted step increased `step` but changed nothing else.
-    state = halt.state | {"step": jnp.full_like(halt.state["step"], halt.step - 1)}
-    write_arrays(folder / "state", state)
+    write_arrays(folder / "state", _state_before(halt))
     if is_process_0():
         record = {
             "format": _FORMAT,
@@ -209,6 +207,20 @@ def write_dump(
         (folder / "dump.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         store.write_manifest(folder)
     return folder, documents
+
+
+def _state_before(halt: Halted) -> State:
+    """Returns the train state before the halted step. That step and those after it were skipped:
+    they counted themselves and set `halted`, but updated no parameter. `spikes` and
+    `skipped_in_a_row`, which no update depends on, may still count them.
+    """
+    step, guards = halt.state["step"], halt.state["guards"]
+    before = jnp.full_like(step, halt.step - 1)
+    guards = guards | {
+        "skipped": guards["skipped"] - (step - before),
+        "halted": jnp.zeros_like(guards["halted"]),
+    }
+    return halt.state | {"step": before, "guards": guards}
 
 
 def read_dump(folder: pathlib.Path) -> Dump:

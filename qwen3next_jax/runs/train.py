@@ -413,7 +413,7 @@ def _add_hooks(
     run, config = trainer.run, trainer.run.config
     display, metrics, tokenizer = observers.display, observers.metrics, data[0].tokenizer
     flags = GuardFlags(config.guards, run.model, first.cursors, metrics)
-    for hook in (  # called after every step; their errors end the run
+    for hook in (  # their methods are called around every step; their errors end the run
         hooks.WatchdogHook(observers.watchdog, config.train),
         hooks.StopHook(trainer, lambda: observers.signals.caught or errors.is_fatal()),
         hooks.ProfilerHook(observers.profiler),

@@ -1,14 +1,15 @@
 """Numerical guards: a part of the compiled step that decides whether the step's update is applied.
 
-The update is never applied if the loss or the gradient norm is not finite, or if the batch has no
-token to predict; a batch without one is no reason to end the run, and its loss of 0 is not compared
-with others. A spike is a loss or a
-gradient norm whose robust z-score, relative to a window of past steps, exceeds a threshold. The
-setting `guards.on_spike` says what follows a spike: the step's update is applied ("continue") or
-skipped ("skip"), or the step halts the run ("rewind", "stop"). The compiled steps after a halt
-change neither the parameters nor the optimizer state. The host may therefore notice the halt one
-step late, and still finds them as they were before the bad batch. It then returns to a checkpoint
-("rewind") or ends the run ("stop").
+The update is never applied if the loss or the gradient norm is not finite. Neither is it if the
+batch has no token to predict; that is no reason to end the run, and its loss of 0 is not compared
+with others.
+
+A spike is a loss or a gradient norm whose robust z-score, relative to a window of past steps,
+exceeds a threshold. The setting `guards.on_spike` says what follows a spike: the step's update is
+applied ("continue") or skipped ("skip"), or the step halts the run ("rewind", "stop"). The compiled
+steps after a halt change neither the parameters nor the optimizer state. The host may therefore
+notice the halt one step late, and still finds them as they were before the bad batch. It then
+returns to a checkpoint ("rewind") or ends the run ("stop").
 
 The guards keep their state in the train state, so a resumed run makes the same decisions as a run
 that was not interrupted.
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from qwen3next_jax.config import GuardConfig
 
 NON_FINITE, SPIKE, SKIPPED, HALTED = 1, 2, 4, 8  # bits of a step's flags
-NO_TARGETS = 16  # another bit: the batch had no token to predict
+NO_TARGETS = 16  # the batch had no token to predict
 
 # A z-score divides by the spread of the window. The spread counts as at least _MIN_RELATIVE_SPREAD
 # × max(|median|, m), where m is _MIN_LOSS for losses and _MIN_NORM for gradient norms. Without this

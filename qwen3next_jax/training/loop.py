@@ -102,7 +102,8 @@ def make_train_step(
         )
 
         # Optimizer: clipping, direction, weight decay, learning rate. The learning rate follows
-        # the number of updates, which are the steps that were not skipped.
+        # the number of updates, which are the steps that were not skipped. The optimizer counts
+        # its updates itself, to the same number.
         learning_rate = schedule(state["step"] - state["guards"]["skipped"])
         params, opt_state = update(grads, state["params"], state["opt_state"], learning_rate, skip)
         after = state | {
@@ -198,9 +199,9 @@ class Trainer:
             these numbers; 0: no such calls.
           at_stage_end: whether the hook is also called after the last step of every stage.
           at_stop: whether the hook is also called after the step at which the run is stopped.
-          after_stop: whether the hook, if it is due after the step at which the run is stopped, is
-            called after the hooks without `after_stop`, one of which saves. `call_missed_hooks`
-            calls it with a `StepInfo` that has no batch and no metrics.
+          after_stop: whether a stop calls the hook last, after the save, if the hook is due at
+            that step. If the process is killed before, the next one calls it (`call_missed_hooks`),
+            with a `StepInfo` that has no batch and no metrics.
           name: the hook's name in messages; default: the name of the function or class.
           required: whether training needs the hook. An error in a required hook ends the run with
             this error; errors in other hooks go to `on_hook_error`.

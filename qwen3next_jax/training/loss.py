@@ -194,8 +194,8 @@ def total_loss(
     )
 
     def cross_entropy(hidden_BTD, offset, targets, z_weight=0.0):
-        """Returns (loss, top-1 accuracy, mean of logsumexp²), each this batch's share of the whole
-        batch's mean. The loss is the cross-entropy and the z-loss. The target of a token is the
+        """Returns (cross-entropy + z_weight · z, top-1 accuracy, z), each this batch's share of the
+        whole batch's mean. z is the squared logsumexp of the logits. The target of a token is the
         token `offset` positions later in the same document. `targets`: the sum of the weights of
         the targets in the whole batch.
         """

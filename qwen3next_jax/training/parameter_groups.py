@@ -9,7 +9,7 @@ What is frozen takes no gradient and has no optimizer state. Two arrays can be f
   are trained. The backward pass still computes the gradient of every layer of the stack, and the
   gradients of its frozen layers are dropped.
 - Several matrices may be parts of one array. The main group then has the whole array, with
-  gradients that are 0 in the frozen parts. They take part in the optimizer's state. The rule
+  gradients that are 0 in the frozen parts. The frozen parts have optimizer state, too. The rule
   `KeepFrozen` undoes what weight decay changes in them.
 """
 

@@ -26,9 +26,8 @@ class Bahdanau(Mixer):
     """Bahdanau's attention: o_i = Σ_j softmax_j(uᵀ tanh(q_i + k_j)) v_j for each head, over the
     tokens j ≤ i, with a learned vector u for each head.
 
-    Diagnostics: first_token_share [N], the share of attention that a token gives to the first token
-    of its document, averaged over the tokens that count (`Context.stats_mask`) and are not
-    themselves the first of a document.
+    Diagnostics: first_token_share [N], for each head the mean weight that tokens give to the first
+    token of their document. First tokens, and tokens outside of `Context.stats_mask`, are left out.
     """
 
     cache_kind = "slots"

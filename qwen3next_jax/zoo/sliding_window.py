@@ -88,7 +88,7 @@ class SlidingWindow(BiasedProjections):
                 segment_ids=ids,
                 kv_segment_ids=kv_ids,
                 sink=sink,
-                first=first and First(*first, positions, s.first_tokens),
+                first=first and FirstTokens(*first, positions, s.first_tokens),
                 window=s.window,
                 axis_name=context.time_axis,
             )
@@ -169,7 +169,7 @@ REFERENCES = {"sliding_window": sliding_window_reference}
 # --------------------------------------------------------------------------------------------------
 
 
-class First(NamedTuple):
+class FirstTokens(NamedTuple):
     """The first tokens of documents, which stay visible beyond the window.
 
     Attributes:
@@ -194,7 +194,7 @@ def window_attention(
     segment_ids=None,
     kv_segment_ids=None,
     sink=None,
-    first: First | None = None,
+    first: FirstTokens | None = None,
     axis_name: str | None = None,
     window: int,
 ):
@@ -320,7 +320,7 @@ def _attend_chunk(chunk, k_BSMK, v_BSMK, kv_ids_BS, sink, first, window):
     return o.reshape(q_BCNK.shape).astype(q_BCNK.dtype)
 
 
-def _rows_of_first(first: First, start_BC, groups, width):
+def _rows_of_first(first: FirstTokens, start_BC, groups, width):
     """Returns the keys and the values [B, C, F, M, K] of the first tokens of each query's
     document.
     """

@@ -87,7 +87,7 @@ def test_a_row_installs_the_published_settings(monkeypatch):
     monkeypatch.setattr(kernels, "KERNELS", dict(kernels.KERNELS))
     script = runpy.run_path(str(SCRIPT))
     rows = script["ROWS"]
-    mixture = script["configuration"](rows["hunyuan3_v5p"]).model.moe.mixture()
+    mixture = script["configuration"](rows["hunyuan3_v5p"]).model.moe.mixture_class()
     with refused("decoding", error=ValueError):
         mixture.expert_form(None, layer=0)
     assert mixture.expert_form(None, layer=None) is experts_of_maxtext

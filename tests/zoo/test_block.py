@@ -124,7 +124,7 @@ def test_experts_are_their_formula(name):
     """Outputs and gradients in float32, biases away from 0; some gates are clipped."""
     c, rng = mixture(name), np.random.default_rng(0)
     with numpy_draws():
-        graph, params = nnx.split(c.moe.mixture()(c, Make(c, nnx.Rngs(0))))
+        graph, params = nnx.split(c.moe.mixture_class()(c, Make(c, nnx.Rngs(0))))
     params = away_from_zero(params, rng)
     x, dy = rng.normal(size=(2, T, c.hidden_size))
     x *= 4
@@ -186,7 +186,7 @@ def test_other_experts_decode_and_split(name):
     whole, steps = whole_and_steps(params)
     np.testing.assert_allclose(steps, whole, rtol=0, atol=2e-5)
 
-    graph, params = nnx.split(drawn(lambda: c.moe.mixture()(c, Make(c, nnx.Rngs(0)))))
+    graph, params = nnx.split(drawn(lambda: c.moe.mixture_class()(c, Make(c, nnx.Rngs(0)))))
     params = away_from_zero(params, rng)
     x = jnp.asarray(rng.normal(size=(4, T, c.hidden_size)), jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (4, T))

@@ -283,6 +283,8 @@ def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
     """
     mask = lower_mask(total_C1.shape[-2])
     gamma, rho, carry = total_C1, total_11 - total_C1, total_11
+    # No row sees another document. Only rows of the document that the chunk continues (number 0)
+    # read the state before the chunk, and only rows of its last document write to the state after.
     if documents is not None:
         mask = mask & (documents.column == documents.row)
         gamma = jnp.where(documents.column == 0, gamma, -jnp.inf)
