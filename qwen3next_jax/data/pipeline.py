@@ -210,6 +210,7 @@ class Data(Protocol):
         rows: int | None = None,
         share: Sequence[int] | None = None,
         source: str | None = None,
+        least: int = 0,
     ) -> Iterator[Batch]:
         """Yields held-out rows in batches. The last batch is filled up with empty rows, whose
         segment ids are 0.
@@ -218,16 +219,23 @@ class Data(Protocol):
           rows: number of held-out rows, from the first on; None: all.
           share: ascending indices of the rows of every batch to read; None: all rows.
           source: the name of a source: of these rows, only those of the source; None: all.
+          least: of a source, at least so many of its rows, if it has them.
         """
         share = range(self.batch_size) if share is None else share
-        indices = self._heldout_indices(rows or self.heldout_rows, source)
+        indices = self._heldout_indices(rows or self.heldout_rows, source, least)
         for start in range(0, len(indices), self.batch_size):
             batch = indices[start : start + self.batch_size]
             rows_of_share = [self.heldout_row(batch[b]) for b in share if b < len(batch)]
             yield self._stack(rows_of_share, len(share))
 
-    def _heldout_indices(self, rows: int, source: str | None) -> Sequence[int]:
-        """Returns which of the first `rows` held-out rows belong to `source`; None: all."""
+    def count_heldout(self, rows: int | None, source: str) -> int:
+        """Returns how many of the first `rows` held-out rows (None: of all) belong to a source."""
+        return len(self._heldout_indices(rows or self.heldout_rows, source))
+
+    def _heldout_indices(self, rows: int, source: str | None, least: int = 0) -> Sequence[int]:
+        """Returns which of the first `rows` held-out rows belong to `source`, and the first ones
+        after them up to `least`; None: all of the first `rows` rows.
+        """
         return range(rows)
 
     def _read_rows(self, indices: Sequence[int]) -> list[Batch]:
@@ -410,11 +418,12 @@ class TextData(Data):
             found["loss_weights"] = row.segment_ids > 0 if is_text else row.loss_weights
         return found
 
-    def _heldout_indices(self, rows: int, source: str | None) -> Sequence[int]:
+    def _heldout_indices(self, rows: int, source: str | None, least: int = 0) -> Sequence[int]:
         rows = min(rows, self.heldout_rows)
         if source is None:
             return range(rows)
-        return np.flatnonzero(self._heldout_order[:rows, 0] == self._names.index(source)).tolist()
+        own = np.flatnonzero(self._heldout_order[:, 0] == self._names.index(source))
+        return own[: max(np.searchsorted(own, rows), least)].tolist()
 
     def names(self, index: int) -> list[str]:
         source, row = self._stream[index]

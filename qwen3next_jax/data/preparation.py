@@ -176,7 +176,8 @@ def prepare(
         if not one.statistics[HELDOUT].documents:
             warn(
                 f"{one.source.name}: too few documents: by their hashes, none is held out; the "
-                "held-out rows are those of the other sources"
+                "held-out rows are those of the other sources; raise data.heldout_fraction, or add "
+                "documents"
             )
         if not one.is_counted:
             warn(

@@ -285,7 +285,7 @@ class RecordedData(Data):
     def heldout_row(self, index: int) -> Batch:
         return self._row(self._texts[self._heldout[index]])
 
-    def _heldout_indices(self, rows: int, source: str | None) -> Sequence[int]:
+    def _heldout_indices(self, rows: int, source: str | None, least: int = 0) -> Sequence[int]:
         return range(min(rows, self.heldout_rows))
 
     def names(self, index: int) -> list[str]:

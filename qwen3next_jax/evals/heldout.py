@@ -28,10 +28,12 @@ from qwen3next_jax.model.multi_token_prediction import (
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 
 Batch = dict[str, jax.Array]
+_LEAST_ROWS = 8  # of a source, for its own loss
 
 
 class Heldout(Evaluation):
-    """The evaluation "heldout". Data of several sources also have a loss and bits per byte of each.
+    """The evaluation "heldout". Data of several sources also have a loss and bits per byte of each,
+    from at least eight of its rows if it has so many.
     The main metrics are bits per byte and the acceptance of drafts. If
     the model was trained on a synthetic task, accuracy is a main metric too, and there are no bits
     per byte. If the bytes of a text cannot be counted by its tokens, the loss takes their place.
@@ -61,15 +63,18 @@ class Heldout(Evaluation):
         context = self.eval_context
         data = context.open_data()
 
-        def measure(source: str | None) -> dict[str, float]:
-            batches = (
-                place_on_mesh(batch, context.mesh) for batch in context.heldout(source=source)
-            )
+        def measure(source: str | None, least: int = 0) -> dict[str, float]:
+            rows = context.heldout(source=source, least=least)
+            batches = (place_on_mesh(batch, context.mesh) for batch in rows)
             return sum_over_batches(self._step, params, batches, data.token_bytes)
 
         if data.heldout_sources:
             totals = {source: measure(source) for source in data.heldout_sources}
-            values = summarise(add_sums(totals.values())) | summarise_sources(totals)
+            values = summarise(add_sums(totals.values()))
+            for source in totals:  # a small source has few of the rows that make up the total
+                if data.count_heldout(context.options.rows, source) < _LEAST_ROWS:
+                    totals[source] = measure(source, _LEAST_ROWS)
+            values |= summarise_sources(totals)
         else:
             values = summarise(measure(None))
         if "bits_per_byte" not in values and context.tokenizer.reads_text:

@@ -32,6 +32,8 @@ class Quantity(NamedTuple):
       name: its field in these events.
       each_depth: whether each depth of multi-token prediction has such a number. `{depth}` in the
         name then stands for the depth, and `{target}` in the label for the token that it predicts.
+      each_source: whether each source of the data has such a number. `{source}` in the name and in
+        the label then stands for the source.
       averaged: whether the chart also shows the number of the parameters' moving average
         (train.ema), where a run has measured it.
     """
@@ -40,6 +42,7 @@ class Quantity(NamedTuple):
     kind: str
     name: str
     each_depth: bool = False
+    each_source: bool = False
     averaged: bool = False
 
 
@@ -111,6 +114,25 @@ LOSS = (
         "Held-out bits per byte",
         (Quantity("", "heldout", "bits_per_byte", averaged=True),),
         fit_late=True,
+    ),
+    Chart(
+        "Held-out bits per byte by source",
+        (Quantity("{source}", "heldout", "bits_per_byte/{source}", each_source=True),),
+        fit_late=True,
+        note="Rows of each source of the data by themselves.",
+    ),
+    Chart(
+        "Held-out loss by source",
+        (Quantity("{source}", "heldout", "loss/{source}", each_source=True),),
+        unit="nats per token",
+        fit_late=True,
+        only_if=_some_run_has_no_bits_per_byte,
+    ),
+    Chart(
+        "Epochs by source",
+        (Quantity("{source}", "train", "epochs/{source}", each_source=True),),
+        from_zero=True,
+        note="How often the run has read each source of the data.",
     ),
     Chart(
         "Held-out accuracy",
@@ -312,7 +334,8 @@ def evaluations(runs: Sequence[Run]) -> list[Chart]:
 
 def quantities(chart: Chart, runs: Sequence[Run]) -> list[Quantity]:
     """Returns the quantities of a chart over steps: those of its row, with one for each depth of
-    multi-token prediction and one for the average of the parameters where the runs have them.
+    multi-token prediction, for each source of the data, and for the average of the parameters where
+    the runs have them.
     """
     found = []
     for quantity in chart.shows:
@@ -324,12 +347,27 @@ def quantities(chart: Chart, runs: Sequence[Run]) -> list[Quantity]:
                 )
                 for depth in _mtp_depths(runs)
             ]
+        elif quantity.each_source:
+            found += [
+                quantity._replace(
+                    label=quantity.label.format(source=source),
+                    name=quantity.name.format(source=source),
+                )
+                for source in _sources(runs, quantity)
+            ]
         elif quantity.averaged and any("heldout_average" in run.events for run in runs):
             found.append(quantity._replace(label="held-out"))
             found.append(quantity._replace(label="held-out, average", kind="heldout_average"))
         else:
             found.append(quantity)
     return found
+
+
+def _sources(runs: Sequence[Run], quantity: Quantity) -> list[str]:
+    """Returns the sources of which a run has recorded the quantity."""
+    prefix = quantity.name.partition("{")[0]
+    names = dict.fromkeys(name for run in runs for name in run.names(quantity.kind, prefix))
+    return [name.removeprefix(prefix) for name in names]
 
 
 def _mtp_depths(runs: Sequence[Run]) -> list[int]:

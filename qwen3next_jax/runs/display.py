@@ -74,6 +74,13 @@ def _by_source(value: MetricValue, values: Sequence[MetricValue], evaluation: st
     return f" ({', '.join(parts)})" if parts else ""
 
 
+def _mix_text(event: Mapping[str, Any]) -> str:
+    """Returns the shares of the sources in the rows of a stage that begins; "" of one source."""
+    shares = (f"{name} {share:.0%}" for name, share in event.get("mix", {}).items())
+    text = ", ".join(shares)
+    return f" ({text})" if text else ""
+
+
 class _Wait:
     """What a run waits for, and since when.
 
@@ -237,7 +244,7 @@ class Display:
             shape = f"{event['batch_size']} × {event['sequence_length']:,}"
             line = (
                 f"step {step}  stage {event['stage']} begins: {event['steps']:,} steps of {shape} "
-                "tokens; compiling for it"
+                f"tokens{_mix_text(event)}; compiling for it"
             )
         elif kind == "sample":
             self._sample = event["text"]

@@ -68,7 +68,8 @@ def dry_run(start: Start, *, devices: Sequence[Any] | None = None) -> ExitCode:
     _print_devices(run)
     print(f"Data: {data.text}")
     _print_stages(run, taken)
-    _print_epochs(run, data.estimates, taken)
+    begins = start.parent.step if start.parent and train.init_state == "all" else 0
+    _print_epochs(run, data.estimates, begins)
     if step:
         first = f"after step {step}"
     elif not train.init_from:
@@ -196,19 +197,19 @@ def _describe_data(config: DataConfig, vocab_size: int, row_lengths: Sequence[in
     return _Described(text, estimates)
 
 
-def _print_epochs(run: ResolvedRun, estimates: Sequence[Estimate | None], taken: int) -> None:
+def _print_epochs(run: ResolvedRun, estimates: Sequence[Estimate | None], begins: int) -> None:
     """Prints how often the run reads each source, by the sizes of their first documents.
 
     Args:
       estimates: the size of each source of the data; None: unknown.
-      taken: the number of steps that are already taken.
+      begins: the step after which the run begins, which its parent has taken; 0 without one.
     """
     if not estimates or None in estimates:
         return
     read: dict[str, SourceReading] = {}
     sources = run.config.data.sources
     for stage in run.stages:
-        first = max(stage.steps_before, taken)
+        first = max(stage.steps_before, begins)
         tokens = max(stage.last_step - first, 0) * stage.tokens_per_step
         weights = stage.data.source_weights or [one.tokens for one in estimates]
         for source, one, weight in zip(sources, estimates, weights, strict=True):
@@ -217,8 +218,9 @@ def _print_epochs(run: ResolvedRun, estimates: Sequence[Estimate | None], taken:
             read[source.name] = SourceReading(
                 before.epochs + share / one.tokens, before.tokens + share, round(one.documents)
             )
-    if run.steps > taken:
-        print(f"The run {describe_epochs(read, run.steps - taken)}, as the first documents suggest")
+    if run.steps > begins:
+        epochs = describe_epochs(read, run.steps - begins)
+        print(f"The run {epochs}, as the first documents suggest")
     if line := warn_of_epochs(read):
         print(f"warning: {line}")
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config import EvalConfig, TrainConfig
-from qwen3next_jax.data.pipeline import Epoch
+from qwen3next_jax.data.pipeline import Data, Epoch
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import StopVote, broadcast_from_process_0
 from qwen3next_jax.processes.watchdog import Watchdog
@@ -170,6 +170,7 @@ class MetricsHook(Hook):
                 steps=stage.steps,
                 batch_size=stage.batch_size,
                 sequence_length=stage.sequence_length,
+                **_mix(self._trainer.data),
             )
 
     def __call__(self, info: StepInfo) -> None:
@@ -186,6 +187,14 @@ class MetricsHook(Hook):
         rows = self._cursor.rows_read(info.step, int(info.state["guards"]["data_offset"]))
         record |= reading_fields(sources_read(rows, self._epochs))
         self._metrics.write("train", info.step, **record)
+
+
+def _mix(data: Data) -> dict[str, dict[str, float]]:
+    """Returns {"mix": {source: its share of the rows}} of data of several sources; else {}."""
+    if len(data.streams) < 2:
+        return {}
+    total = sum(data.streams.values())
+    return {"mix": {data.epochs[name].source: w / total for name, w in data.streams.items()}}
 
 
 def reading_fields(read: Mapping[str, SourceReading]) -> dict[str, float]:

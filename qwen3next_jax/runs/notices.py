@@ -39,6 +39,6 @@ def _short_warm_up(stage: ResolvedStage) -> str:
         return ""
     of_stage = f" of stage {stage.name}" if stage.name else ""
     return (
-        f"optimizer.warmup_steps = {warm_up} is more than the {steps} steps of the schedule"
-        f"{of_stage}: the learning rate rises to the last step"
+        f"warning: optimizer.warmup_steps = {warm_up} is more than the {steps} steps of the "
+        f"schedule{of_stage}: the learning rate rises to the last step; give fewer, or more steps"
     )

@@ -159,7 +159,11 @@ def train(
 
     # ---- End
     if errors.first and is_saved:
-        raise errors.first
+        raise UserError(
+            f"{errors.first}: saved after step {step}. The same command continues from there: "
+            f"{HOOK_ADVICE}",
+            errors.first.exit_code,
+        )
     if not is_saved or step < run.steps:
         return end_before_last_step(run, store.workdir, step, is_saved)
     heldout = evaluation.heldout_text if evaluation else "not evaluated"
@@ -483,9 +487,8 @@ class _HookErrors:
         if not self._ends_run:
             warn(text)
         elif self.first is None:
-            warn(f"{text}: saving after the next step")
             code = getattr(error, "exit_code", ExitCode.HOOK_FAILED)
-            self.first = UserError(f"{text}: {HOOK_ADVICE}", code)
+            self.first = UserError(text, code)
 
     def is_fatal(self) -> bool:
         """Whether the run is to end."""

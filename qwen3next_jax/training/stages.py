@@ -339,7 +339,7 @@ def warn_of_epochs(read: Mapping[str, SourceReading]) -> str:
         return ""
     return (
         f"the run reads {', '.join(often)}: after {_MOST_EPOCHS} times a model learns little more "
-        "from the same documents; add data, or take fewer steps"
+        "from the same documents; add data, lower the weight of the source, or take fewer steps"
     )
 
 

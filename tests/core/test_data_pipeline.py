@@ -296,3 +296,14 @@ def test_unusable_places_are_named(config, tmp_path):
         load(config, path=f"{config.path},{tmp_path}/absent/*.txt")
     with refused("257", "100"):
         TextData(config, T, B, vocab_size=100)
+
+
+def test_a_small_source_has_its_least_rows(config, tmp_path):
+    write_jsonl(tmp_path / "small.jsonl", TEXTS[:20])
+    both = load(config, path=f"large={config.path},small={tmp_path}/small.jsonl")
+    assert both.heldout_sources == ["large", "small"]
+    held = both.count_heldout(None, "small")
+    assert held >= 1 and both.count_heldout(1, "small") == 0
+    batches = list(both.heldout(1, source="small", least=held + 5))
+    rows = sum(int((batch["segment_ids"].max(axis=1) > 0).sum()) for batch in batches)
+    assert rows == held
