@@ -79,11 +79,9 @@ def save_adapter(
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    safetensors.numpy.save_file(
-        tensors,
-        partial / "adapter_model.safetensors",
-        metadata={"format": "pt", "base_digest": digest},
-    )
+    # Not `save_file`, which makes a file that only its owner can read.
+    file = safetensors.numpy.save(tensors, {"format": "pt", "base_digest": digest})
+    (partial / "adapter_model.safetensors").write_bytes(file)
     (partial / "adapter_config.json").write_text(json.dumps(fields, indent=1))
     os.replace(partial, out)
     return len(ranks)

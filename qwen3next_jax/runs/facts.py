@@ -382,7 +382,8 @@ def _read_tokens(data: DataConfig, vocab_size: int, source: ParentRun | Pretrain
     """Loads the tokenizers of a new run and of the model with which it begins."""
     from qwen3next_jax.data.synthetic import TaskTokens
 
-    ours = source_of(data).tokenizer_of(data, vocab_size)
+    # `runs.checks` compares sizes. Before that, `decide` names a tokenizer that is another one.
+    ours = source_of(data).tokenizer_of(data, None if data.source in TEXT_SOURCES else vocab_size)
     if isinstance(source, ParentRun):
         fingerprint = source.record.tokenizer
         is_text = fingerprint != TaskTokens(source.model.vocab_size).fingerprint

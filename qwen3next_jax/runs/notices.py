@@ -24,10 +24,16 @@ def describe_notices(run: ResolvedRun, start: Start) -> list[str]:
             f"(its model.hidden_size is {released.hidden_size}, not {model.hidden_size}): the "
             "configuration gives no width of its dense MLPs"
         )
-    if model.lora.rank and start.facts.source is None and not start.facts.folder.complete_steps:
+    source = start.facts.source
+    if model.lora.rank and source is None and not start.facts.folder.complete_steps:
         lines.append(
             "warning: model.lora.rank without train.init_from: the adapters are beside random "
             "weights, which nothing trains"
+        )
+    if model.lora.rank and source and source.model.vocab_size != model.vocab_size:
+        lines.append(
+            f"note: the vocabulary grows from {source.model.vocab_size:,} to {model.vocab_size:,}, "
+            "so the adapters cannot be exported alone (export --adapter), only merged"
         )
     return lines
 

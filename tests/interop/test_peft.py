@@ -4,6 +4,7 @@ difference of the two weights is what PEFT adds, alpha / r · B A.
 
 import dataclasses
 import json
+import os
 
 import jax
 import numpy as np
@@ -41,6 +42,11 @@ def _exported(config, out):
     return hf_tensors(base_params(params), plain), hf_tensors(base_params(merged), plain)
 
 
+def _umask():
+    os.umask(mask := os.umask(0))
+    return mask
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -76,6 +82,8 @@ def test_peft_adds_what_merging_adds(changes, tmp_path):
         scale = fields["alpha_pattern"][module] / len(a)
         np.testing.assert_allclose(after[name] - base, scale * b @ a, atol=1e-6, err_msg=name)
     assert modules == set(fields["target_modules"]) and len(pairs) == 2 * len(modules)
+    (mode,) = {file.stat().st_mode for file in (tmp_path / "adapter").iterdir()}
+    assert mode & 0o777 == 0o666 & ~_umask()
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ import pytest
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import LoRAConfig, ModelConfig
 from qwen3next_jax.runs.checks import resolve_start
+from qwen3next_jax.runs.facts import PretrainedModel
 from qwen3next_jax.runs.memory import activation_bytes, check_activations_fit
 from qwen3next_jax.runs.notices import describe_notices
 from qwen3next_jax.runs.start import prepare_start
 from qwen3next_jax.sharding.mesh import single_device_mesh
+from qwen3next_jax.training.resolve import resolve_run
 from tests.runs.test_branching import with_
 
 
@@ -36,6 +38,17 @@ def notices(tmp_path, **groups):
 def test_a_setting_that_surprises_is_named(tmp_path, groups, names):
     (line,) = (line for line in notices(tmp_path, **groups) if names[0] in line)
     assert all(name in line for name in names)
+
+
+def test_adapters_beside_a_vocabulary_that_grows_are_named(tmp_path):
+    start = prepare_start(with_(model={"lora": LoRAConfig(rank=2)}), tmp_path)
+    model = start.config.model
+    for smaller in (0, 1):
+        theirs = dataclasses.replace(model, vocab_size=model.vocab_size - smaller)
+        facts = dataclasses.replace(start.facts, source=PretrainedModel(tmp_path, theirs, ""))
+        begun = dataclasses.replace(start, facts=facts)
+        lines = describe_notices(resolve_run(start.config, single_device_mesh()), begun)
+        assert any("export --adapter" in line for line in lines) == bool(smaller)
 
 
 def test_a_batch_beyond_the_memory_is_refused(tmp_path):

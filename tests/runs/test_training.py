@@ -404,6 +404,13 @@ def test_a_run_reads_the_tokens_of_the_model_that_it_begins_with(config, finishe
         with pytest.raises(UserError, match="another tokenizer than data.tokenizer = 'bytes'"):
             taken(begins(tmp_path / parent, "bytes"))
         prepare_start(begins(tmp_path / parent, source="mqar", path=""), tmp_path / "new")
+    # another tokenizer is named before its size is, which no larger vocabulary would mend
+    ids |= {f"token{i}": i for i in range(len(ids), 2 * MODEL.vocab_size)}
+    (tmp_path / "large").mkdir()
+    shutil.copy(file.with_name("tokenizer_config.json"), tmp_path / "large")
+    (tmp_path / "large" / "tokenizer.json").write_text(json.dumps(written))
+    with pytest.raises(UserError, match="another tokenizer than data.tokenizer"):
+        taken(begins(finished, str(tmp_path / "large" / "tokenizer.json")))
     # a run that goes on has its own copy
     assert taken(begins(""), tmp_path / "run of swapped") == swapped.fingerprint
 
