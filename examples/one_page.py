@@ -4,12 +4,13 @@
 
 It trains 2.7 million parameters on the source code of Python's standard library, as
 configs/tiny.py does, and then writes some code. The names and shapes of the parameters are the
-package's, and a test compares logits, losses, gradients and updates with the package's. That adds
-speed (kernels, experts that compute only their own tokens, many devices) and runs that survive.
+package's, and a test compares logits, losses, gradients and updates with the package's, which adds
+speed (kernels, experts that compute only their own tokens, many devices) and runs that resume after
+an interruption. Numbers such as 2412.06464 are papers on arXiv.
 
-Letters: B rows, T tokens of a row, D model, V vocabulary; N query heads, M key/value heads, K width
-of a head; G key heads and H value heads of a recurrent layer; E experts, A experts of a token, I
-width of an expert; C tokens of a chunk.
+Letters: B rows, T tokens of a row, D width of the model, V vocabulary; N query heads, M key/value
+heads, K width of a head; G key heads and H value heads of a recurrent layer; E experts, A experts
+that a token uses, I width of an expert; C tokens of a chunk.
 """
 
 import pathlib
@@ -32,7 +33,7 @@ class Config:
     num_heads: int = 4
     num_key_value_heads: int = 2
     head_dim: int = 32
-    rotary_dim: int = 8  # the first dimensions of a head, which its position rotates
+    rotary_dim: int = 8  # so many first dimensions of a head are rotated by the position
     rope_theta: float = 1e7
     linear_key_heads: int = 2
     linear_value_heads: int = 4
@@ -52,7 +53,7 @@ END = 256  # the token that ends a document
 
 
 def init_params(config: Config, key: jax.Array) -> dict:
-    """Draws matrices from N(0, 0.02²). Norms are zero-centred: their weight 0 stands for 1."""
+    """Draws matrices from N(0, 0.02²). Norms are zero-centred, one apart: their 0 stands for 1."""
     c, keys = config, iter(jax.random.split(key, 1000))
     matrix = lambda *shape: 0.02 * jax.random.normal(next(keys), shape)
     uniform = lambda low, high, n: jax.random.uniform(next(keys), (n,), minval=low, maxval=high)
@@ -63,12 +64,12 @@ def init_params(config: Config, key: jax.Array) -> dict:
         r = h // g  # value heads of a key head
         step = jnp.exp(uniform(jnp.log(1e-3), jnp.log(0.1), h))
         return {
-            "in_proj_qkvz": matrix(d, g, 2 * k + 2 * r * k),  # q, k, and r times v and z
-            "in_proj_ba": matrix(d, g, 2 * r),  # r write strengths, r decays
+            "in_proj_qkvz": matrix(d, g, 2 * k + 2 * r * k),  # q, k, r values, r output gates z
+            "in_proj_ba": matrix(d, g, 2 * r),  # of r write strengths and r decays
             "conv_kernel": matrix(c.conv_width, g, 2 * k + r * k),
             "a_log": jnp.log(uniform(1e-4, 16.0, h)),
             "dt_bias": step + jnp.log(-jnp.expm1(-step)),  # softplus of it is `step`
-            "norm": jnp.ones(k),
+            "norm": jnp.ones(k),  # the one that is not zero-centred
             "out_proj": matrix(h, k, d),
         }
 
@@ -124,14 +125,14 @@ def swiglu(gate_up):
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
 
-def delta_rule(q, k, v, g, beta, starts):
+def delta_rule(q, k, v, log_decay, beta, starts):
     """The gated delta rule (2412.06464), token by token. The state S [B, H, K, K] maps keys to
-    values. It decays by e^g; then the value that it holds for the key k moves towards v by the
-    share β. At the first token of a document it is forgotten.
+    values. It decays; then the value that it holds for the key k moves towards v by the share β. A
+    document begins with an empty state. This form is for reading; the model uses the next one.
 
-    q, k, v: [B, T, H, K]; g, beta: [B, T, H]; starts: [B, T] bool. Returns o [B, T, H, K].
+    q, k, v: [B, T, H, K]; log_decay, beta: [B, T, H]; starts: [B, T] bool. Returns o [B, T, H, K].
     """
-    decay = jnp.where(starts[..., None], 0.0, jnp.exp(g))
+    decay = jnp.where(starts[..., None], 0.0, jnp.exp(log_decay))
 
     def step(state, token):
         q, k, v, decay, beta = token
@@ -146,9 +147,9 @@ def delta_rule(q, k, v, g, beta, starts):
     return jnp.moveaxis(o, 0, 1)
 
 
-def delta_rule_in_chunks(q, k, v, g, beta, starts, chunk=64):
-    """The same for C tokens at a time. The errors of a chunk's tokens depend on each other, and are
-    the solution of a triangular system. T is a multiple of C, or shorter.
+def delta_rule_in_chunks(q, k, v, log_decay, beta, starts, chunk=64):
+    """The same for C tokens at a time. What the tokens of a chunk write (β times the error) depends
+    on each other, and solves a triangular system. T is a multiple of C, or less than C.
     """
     b, t, h, width = q.shape
     chunk = min(chunk, t)
@@ -156,28 +157,28 @@ def delta_rule_in_chunks(q, k, v, g, beta, starts, chunk=64):
     lower = jnp.tril(jnp.ones((chunk, chunk), bool))
 
     def step(state, tokens):
-        q, k, v, g, beta, starts = tokens
-        total = jnp.cumsum(g, axis=1)  # [B, C, H] the log of the decay from the chunk's start
-        document = jnp.cumsum(starts, axis=1)[..., None]  # [B, C, 1], 0 is the chunk's first one
+        q, k, v, log_decay, beta, starts = tokens
+        total = jnp.cumsum(log_decay, axis=1)  # [B, C, H] from the chunk's start
+        document = jnp.cumsum(starts, axis=1)[..., None]  # [B, C, 1], 0: began in an earlier chunk
         same = lower & (document == document.swapaxes(1, 2))  # [B, C, C] j ≤ i, in one document
         # The exponent is masked, not the power: above the diagonal it could overflow.
         gap = total[:, :, None] - total[:, None]
         between = jnp.exp(jnp.where(same[..., None], gap, -jnp.inf))  # decay from j to i
         since = jnp.exp(total) * (document == 0)  # [B, C, H] from before the chunk to i
         until = between[:, -1]  # [B, C, H] from j to the chunk's end
-        keys = jnp.einsum("bihk,bjhk,bijh,bih->bhij", k, k, between, beta)
-        system = jnp.eye(chunk) + jnp.where(jnp.eye(chunk, dtype=bool), 0, keys)
+        overlap = jnp.einsum("bihk,bjhk,bijh,bih->bhij", k, k, between, beta)
+        system = jnp.eye(chunk) + jnp.where(jnp.eye(chunk, dtype=bool), 0, overlap)
         right = beta[..., None] * (v - since[..., None] * jnp.einsum("bihk,bhkv->bihv", k, state))
-        errors = jax.scipy.linalg.solve_triangular(
+        writes = jax.scipy.linalg.solve_triangular(
             system, jnp.moveaxis(right, 2, 1), lower=True, unit_diagonal=True
-        )  # [B, H, C, K] β times the error of each token
+        )  # [B, H, C, K]
         scores = jnp.einsum("bihk,bjhk,bijh->bhij", q, k, between)
         o = since[..., None] * jnp.einsum("bihk,bhkv->bihv", q, state)
-        o = o + jnp.einsum("bhij,bhjv->bihv", scores, errors)
+        o = o + jnp.einsum("bhij,bhjv->bihv", scores, writes)
         state = since[:, -1, :, None, None] * state
-        return state + jnp.einsum("bjhk,bjh,bhjv->bhkv", k, until, errors), o
+        return state + jnp.einsum("bjhk,bjh,bhjv->bhkv", k, until, writes), o
 
-    chunks = [in_chunks(x) for x in (q, k, v, g, beta, starts)]
+    chunks = [in_chunks(x) for x in (q, k, v, log_decay, beta, starts)]
     _, o = jax.lax.scan(step, jnp.zeros((b, h, width, width)), chunks)
     return jnp.moveaxis(o, 0, 1).reshape(b, t, h, width)
 
@@ -188,21 +189,21 @@ def gated_deltanet(p, x, segments, config):
     g, h, k = c.linear_key_heads, c.linear_value_heads, c.linear_head_dim
     qkvz = jnp.einsum("btd,dgc->btgc", x, p["in_proj_qkvz"])
     qkv, z = jnp.split(qkvz, [2 * k + h // g * k], axis=-1)
-    # The convolution sums over the last tokens of the same document, in each channel by itself.
+    # Convolution over the last tokens of the document, by channel; the last tap is t's own.
     mixed = 0.0
     for back in range(c.conv_width):
         earlier = jnp.pad(qkv, ((0, 0), (back, 0), (0, 0), (0, 0)))[:, :t]
         inside = jnp.pad(segments, ((0, 0), (back, 0)))[:, :t] == segments
         mixed += jnp.where(inside[..., None, None], earlier, 0) * p["conv_kernel"][-1 - back]
     q, key, v = jnp.split(jax.nn.silu(mixed), [k, 2 * k], axis=-1)
-    # A key head serves several value heads; queries and keys have length 1.
+    # A key head serves several value heads. Queries and keys get length 1, then queries K^-1/2.
     unit = lambda x: x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
     q, key = (jnp.repeat(unit(x), h // g, axis=2) for x in (q, key))
     write, decay = jnp.split(jnp.einsum("btd,dgr->btgr", x, p["in_proj_ba"]), 2, axis=-1)
     beta = jax.nn.sigmoid(write).reshape(b, t, h)
-    rate = -jnp.exp(p["a_log"]) * jax.nn.softplus(decay.reshape(b, t, h) + p["dt_bias"])
+    log_decay = -jnp.exp(p["a_log"]) * jax.nn.softplus(decay.reshape(b, t, h) + p["dt_bias"])
     starts = jnp.pad(segments, ((0, 0), (1, 0)))[:, :t] != segments
-    o = delta_rule_in_chunks(q * k**-0.5, key, v.reshape(b, t, h, k), rate, beta, starts)
+    o = delta_rule_in_chunks(q * k**-0.5, key, v.reshape(b, t, h, k), log_decay, beta, starts)
     o = rms_norm(o, p["norm"], c) * jax.nn.silu(z.reshape(b, t, h, k))
     return jnp.einsum("bthv,hvd->btd", o, p["out_proj"])
 
@@ -236,11 +237,11 @@ def rotate(x, segments, config):
 
 def mixture_of_experts(p, x, counted, config):
     """Each token goes through its A likeliest experts and a shared one. Here every expert computes
-    every token, and the others get the weight 0. Also returns the router's statistics, sums over
+    every token, with the weight 0 if not chosen. Also returns the router's statistics, sums over
     the `counted` tokens [B, T]: how often each expert was chosen, its probability, the tokens.
     """
-    share = jax.nn.softmax(x @ p["router"], axis=-1)  # [B, T, E]
-    best, chosen = jax.lax.top_k(share, config.experts_per_token)
+    probability = jax.nn.softmax(x @ p["router"], axis=-1)  # [B, T, E]
+    best, chosen = jax.lax.top_k(probability, config.experts_per_token)
     is_chosen = jax.nn.one_hot(chosen, config.num_experts)  # [B, T, A, E]
     weight = jnp.einsum("bta,btae->bte", best / best.sum(axis=-1, keepdims=True), is_chosen)
     hidden = swiglu(jnp.einsum("btd,edci->bteci", x, p["expert_gate_up"]))
@@ -248,11 +249,11 @@ def mixture_of_experts(p, x, counted, config):
     shared = swiglu(jnp.einsum("btd,dci->btci", x, p["shared_gate_up"])) @ p["shared_down"]
     y = y + jax.nn.sigmoid(x @ p["shared_gate"])[..., None] * shared
     chosen_often = jnp.einsum("btae,bt->e", is_chosen, counted)
-    return y, (chosen_often, jnp.einsum("bte,bt->e", share, counted), counted.sum())
+    return y, (chosen_often, jnp.einsum("bte,bt->e", probability, counted), counted.sum())
 
 
 def balance_loss(statistics, config):
-    """The balance loss of one router (2101.03961): 1 if it chooses all experts equally often."""
+    """The sum over a router's experts of load (1 if even) · mean probability (2101.03961)."""
     chosen_often, probability, tokens = statistics
     tokens = jnp.maximum(tokens, 1)
     load = chosen_often * config.num_experts / (tokens * config.experts_per_token)
@@ -279,38 +280,39 @@ def forward(params, tokens, segments, config):
         statistics.append(of_layer)
     hidden = rms_norm(x, 1 + params["final_norm"], c)
     logits = [hidden @ params["head"]]
-    # Multi-token prediction (2412.19437): one more layer joins the last state with the embedding of
-    # the next token, and predicts the token after it. Deeper, the same layer reads its own output.
+    # Multi-token prediction (2412.19437): one more layer joins the normed output with the embedding
+    # of the next token, and predicts the token after it. Deeper, it reads its own output.
+    # At a document's end the next token is foreign; nothing counts such places or looks at them.
     p, of_depths = params["mtp"], []
     for depth in range(c.mtp_depth):
-        following = jnp.roll(embedded, -(1 + depth), axis=1)
-        following = rms_norm(following, 1 + p["embedding_norm"], c)
+        following = rms_norm(jnp.roll(embedded, -(1 + depth), axis=1), 1 + p["embedding_norm"], c)
         hidden = rms_norm(hidden, 1 + p["hidden_norm"], c)
         x = jnp.concatenate([following, hidden], axis=-1) @ p["fc"]
-        x, of_depth = decoder_layer(p["block"], x, segments, targets(segments, 2 + depth) * 1.0, c)
+        counted = has_target(segments, 2 + depth) * 1.0
+        x, of_depth = decoder_layer(p["block"], x, segments, counted, c)
         of_depths.append(of_depth)
         hidden = rms_norm(x, 1 + p["norm"], c)
         logits.append(hidden @ params["head"])
-    if of_depths:
+    if of_depths:  # one router for all depths
         statistics.append(jax.tree.map(lambda *x: sum(x), *of_depths))
     return logits, sum(balance_loss(one, c) for one in statistics) / len(statistics)
 
 
-def targets(segments, offset):
+def has_target(segments, offset):
     """Whether the token `offset` positions later belongs to the same document, [B, T] bool."""
     later = jnp.pad(segments[:, offset:], ((0, 0), (0, offset)))
     return (segments > 0) & (later == segments)
 
 
 def loss_of(params, tokens, segments, config):
-    """Returns the training loss, and the cross-entropy of the next token (nats)."""
+    """Returns the training loss, and its part for the next token, the cross-entropy in nats."""
     logits, balance = forward(params, tokens, segments, config)
     losses = []
-    for offset, logits_BTV in enumerate(logits, start=1):
+    for offset, predicted in enumerate(logits, start=1):
         later = jnp.roll(tokens, -offset, axis=1)
-        own = jnp.take_along_axis(logits_BTV, later[..., None], axis=-1)[..., 0]
-        counts = targets(segments, offset)
-        nll = (jax.nn.logsumexp(logits_BTV, axis=-1) - own) * counts
+        of_token = jnp.take_along_axis(predicted, later[..., None], axis=-1)[..., 0]
+        counts = has_target(segments, offset)
+        nll = (jax.nn.logsumexp(predicted, axis=-1) - of_token) * counts
         losses.append(nll.sum() / jnp.maximum(counts.sum(), 1))
     next_token, *mtp = losses
     total = next_token + config.mtp_loss_weight * sum(mtp) / max(len(mtp), 1)
@@ -332,7 +334,7 @@ def adamw(params, gradients, means, squares, step, rate, b1=0.9, b2=0.95, decay=
 
     def update(path, p, m, s):
         direction = (m / (1 - b1 ** (step + 1))) / (jnp.sqrt(s / (1 - b2 ** (step + 1))) + 1e-8)
-        decays = path[-1].key not in ("a_log", "dt_bias")
+        decays = path[-1].key not in ("a_log", "dt_bias")  # all else does, norms too
         return p - rate * (direction + (decay * p if decays else 0.0))
 
     return jax.tree_util.tree_map_with_path(update, params, means, squares), means, squares
@@ -354,7 +356,7 @@ def pack(documents, length, seed=0):
 
 
 def sample(params, prompt, config, length=256, seed=0, temperature=0.8):
-    """Continues a prompt to `length` bytes. Each byte takes a pass over the whole row here."""
+    """Continues a prompt to `length` bytes, a multiple of 64. Each takes a pass over the row."""
 
     @jax.jit
     def following(params, tokens, end, key):
@@ -383,16 +385,14 @@ def main(steps):
         rate = learning_rate(step, steps)
         return *adamw(params, gradients, means, squares, step, rate), loss
 
-    order, begun = np.random.default_rng(1), time.time()
+    draw, begun = np.random.default_rng(1), time.time()
     for step in range(steps):
-        batch = order.integers(len(tokens), size=rows)
+        batch = draw.integers(len(tokens), size=rows)
         state = params, means, squares, step
         params, means, squares, loss = train_step(*state, tokens[batch], segments[batch])
         if (step + 1) % 20 == 0 or step + 1 == steps:
-            seconds = time.time() - begun
-            print(
-                f"step {step + 1}: {loss / np.log(2):.3f} bits a token, {seconds:.0f} s", flush=True
-            )
+            bits, seconds = loss / np.log(2), time.time() - begun
+            print(f"step {step + 1}: {bits:.3f} bits a token, {seconds:.0f} s", flush=True)
     print(sample(params, "def ", config))
 
 
