@@ -127,7 +127,7 @@ class DataConfig:
             f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, "
             "gs://BUCKET/FOLDER or s3://BUCKET/FOLDER",
         )
-        parse_weights(self.weights, self.sources)
+        parse_weights(self.weights, self.path)
         reads_messages = any(source.messages_field for source in self.sources)
         require(
             bool(self.path) or not reads_messages,
@@ -152,7 +152,7 @@ class DataConfig:
     @property
     def source_weights(self) -> tuple[float, ...]:
         """The weight of each source; () if their sizes decide."""
-        return parse_weights(self.weights, self.sources)
+        return parse_weights(self.weights, self.path)
 
 
 def _is_day(text: str) -> bool:

@@ -36,96 +36,112 @@ def parse_sources(path: str, text_field: str, messages_field: str) -> tuple[Sour
     `data.messages_field` describe; none if `path` has commas alone.
 
     Raises:
-      UserError: two sources have one name, or a field is for no source.
+      UserError: two sources have one name, a name has no files, or a field is for no source.
     """
-    globs = [text.strip() for text in path.split(",") if text.strip()]
-    if not path:
-        globs = [""]
-    given, globs = _split_names(globs)
-    twice = next((name for name in given if name and given.count(name) > 1), None)
-    require(twice is None, f"data.path = {path!r} names two sources {twice!r}: expected two names")
-    names = []
-    for name, glob in zip(given, globs, strict=True):
-        same = sum(glob == other for other in globs[: len(names)])
-        names.append(name or (f"{glob} ({same + 1})" if same else glob))
-    texts = _fields("data.text_field", text_field, given, "text")
-    messages = _fields("data.messages_field", messages_field, given, "")
+    names, globs = _names_and_globs(path)
+    texts = _fields("data.text_field", text_field, names, "text")
+    messages = _fields("data.messages_field", messages_field, names, "")
     return tuple(map(SourceConfig, names, globs, texts, messages))
 
 
-def parse_weights(
-    weights: str, sources: Sequence[SourceConfig], where: str = "data.weights"
-) -> tuple[float, ...]:
-    """Returns the weight of each source; () if `weights` is "".
+def parse_weights(weights: str, path: str) -> tuple[float, ...]:
+    """Returns the weight of each source of `data.path`; () if `weights` is "".
 
     Args:
       weights: the setting: "3,1" or "web=3,code=1".
-      sources: the sources.
-      where: the name of the setting.
+      path: the setting `data.path`.
 
     Raises:
       UserError: a weight is not a number or for no source, a source has none, or all are 0.
     """
+    require(
+        isinstance(weights, str),
+        f"data.weights = {weights!r}: expected a text, such as '3,1' or 'web=3,code=1'",
+    )
     if not weights:
         return ()
-    names = [source.name for source in sources]
-    values = _value_per_source(where, weights, names)
-    missing = [name for name in names if name not in values]
+    names, _ = _names_and_globs(path)
+    values = _value_per_source("data.weights", weights, names)
+    missing = [name for name, value in zip(names, values, strict=True) if value is None]
     require(
         not missing,
-        f"{where} = {weights!r} has no weight for {', '.join(map(repr, missing))}: expected one "
-        "for each source of data.path, 0 for one that is not read",
+        f"data.weights = {weights!r} has no weight for {', '.join(map(repr, missing))}: expected "
+        "one for each source of data.path, 0 for one that is not read (NAME=GLOB gives it a name)",
     )
-    numbers = tuple(_number(where, weights, values[name]) for name in names)
-    require(max(numbers) > 0, f"{where} = {weights!r}: expected at least one number above 0")
+    numbers = tuple(_number(weights, value) for value in values)
+    require(max(numbers) > 0, f"data.weights = {weights!r}: expected at least one number above 0")
     return numbers
 
 
-def _number(where: str, weights: str, text: str) -> float:
+def _names_and_globs(path: str) -> tuple[list[str], list[str]]:
+    """Returns the names of the sources of `data.path`, and their globs.
+
+    Raises:
+      UserError: two sources have one name, or a name has no files.
+    """
+    items = [text.strip() for text in path.split(",") if text.strip()]
+    given, globs = _split_names(items if path else [""])
+    names = []
+    for name, glob in zip(given, globs, strict=True):
+        require(
+            not name or glob,
+            f"data.path = {path!r}: the source {name!r} has no files: expected {name}=GLOB",
+        )
+        same = sum(glob == other for other in globs[: len(names)])
+        names.append(name or (f"{glob} ({same + 1})" if same else glob))
+    twice = next((name for name in names if names.count(name) > 1), None)
+    require(twice is None, f"data.path = {path!r} names two sources {twice!r}: expected two names")
+    return names, globs
+
+
+def _number(weights: str, text: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     require(
         0 <= number < math.inf,
-        f"{where} = {weights!r}: {text!r} is no weight: expected numbers of 0 or more, such as 3,1 "
-        "or web=3,code=1",
+        f"data.weights = {weights!r}: {text!r} is no weight: expected numbers of 0 or more, such "
+        "as 3,1 or web=3,code=1",
     )
     return number
 
 
-def _fields(where: str, text: str, given: Sequence[str], default: str) -> list[str]:
+def _fields(where: str, text: str, names: Sequence[str], default: str) -> list[str]:
     """Returns the field of each source.
 
     Args:
       where: the name of the setting.
       text: the setting: one field for all sources, one for each, or fields by name.
-      given: the name that the user gave each source; "" for none.
+      names: the names of the sources.
       default: the field of a source for which `text`, by name, has none.
     """
     fields = [field.strip() for field in text.split(",")]
     if len(fields) == 1 and not _NAMED.fullmatch(fields[0]):
-        return fields * len(given)
-    keys = [name or str(i) for i, name in enumerate(given)]
-    values = _value_per_source(where, text, keys)
-    return [values.get(key, default) for key in keys]
+        return fields * len(names)
+    values = _value_per_source(where, text, names)
+    return [default if value is None else value for value in values]
 
 
-def _value_per_source(where: str, text: str, names: Sequence[str]) -> dict[str, str]:
-    """Returns name of a source → its value in the setting `text`.
+def _value_per_source(where: str, text: str, names: Sequence[str]) -> list[str | None]:
+    """Returns the value of each source in the setting `text`; None for a source that has none.
+
+    Args:
+      where: the name of the setting.
+      text: a value for each source, in order, or values by name.
+      names: the names of the sources.
 
     Raises:
-      UserError: the values are for other sources than `names`.
+      UserError: the values are for other sources.
     """
-    items = [item.strip() for item in text.split(",")]
-    keys, values = _split_names(items)
+    keys, values = _split_names([item.strip() for item in text.split(",")])
     if not any(keys):
         require(
             len(values) == len(names),
             f"{where} = {text!r} has {len(values)} values for {len(names)} sources in data.path: "
             "expected one for each",
         )
-        return dict(zip(names, values, strict=True))
+        return list(values)
     require(all(keys), f"{where} = {text!r}: expected a name for each value, or for none")
     for key in keys:
         if key not in names:
@@ -134,7 +150,8 @@ def _value_per_source(where: str, text: str, names: Sequence[str]) -> dict[str, 
                 f"expected one of {', '.join(map(repr, names))}"
             )
         require(keys.count(key) == 1, f"{where} = {text!r} has two values for {key!r}")
-    return dict(zip(keys, values, strict=True))
+    by_name = dict(zip(keys, values, strict=True))
+    return [by_name.get(name) for name in names]
 
 
 def _split_names(items: Sequence[str]) -> tuple[list[str], list[str]]:

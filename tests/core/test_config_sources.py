@@ -38,6 +38,10 @@ def test_fields_by_name_leave_others_their_default():
     ("settings", "names"),
     [
         ({"path": "web=a,web=b"}, ["'web'"]),
+        ({"path": "web=a,web"}, ["two sources 'web'"]),
+        ({"path": "web=,b"}, ["'web' has no files"]),
+        ({"text_field": "0=x"}, ["no source '0'"]),
+        ({"weights": (3.0, 1.0)}, ["expected a text"]),
         ({"weights": "web=1,code=1"}, ["'c'"]),
         ({"weights": "web=1,cod=1,c=1"}, ["'cod'", "'code'"]),
         ({"weights": "web=1,web=2,code=1,c=1"}, ["two values", "'web'"]),
