@@ -526,7 +526,7 @@ class EvalConfig:
     suites: tuple[str, ...] = ()
     # number of rows of each of these evaluations
     suite_rows: int = 64
-    # row lengths, in tokens, of the evaluations induction, copy and niah
+    # row lengths, in tokens, of the evaluations induction, copy, niah and state
     suite_lengths: tuple[int, ...] = (256,)
     # numbers of key-value pairs of the evaluation mqar
     suite_pairs: tuple[int, ...] = (4, 8, 16)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.metrics import Metric
-from qwen3next_jax.config import EvalConfig, ModelConfig
+from qwen3next_jax.config import DataConfig, EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import EVALUATIONS, resolve
 from qwen3next_jax.data.pipeline import Batch, Data
 from qwen3next_jax.data.tokens import Tokenizer
@@ -31,7 +31,7 @@ class EvalOptions:
       rows: number of rows that an evaluation runs: for mqar, induction, copy and niah under each of
         their conditions, for the others in all (at most the held-out rows, if the data are text).
         None: each evaluation's own default.
-      lengths: row lengths in tokens, for induction, copy and niah.
+      lengths: row lengths in tokens, for induction, copy, niah and state.
       pairs: numbers of key-value pairs in a row, for mqar.
     """
 
@@ -131,6 +131,14 @@ class Evaluation:
           UserError: the evaluation cannot run on a model of this config.
         """
 
+    @classmethod
+    def check_data(cls, options: EvalOptions, data: DataConfig, vocab_size: int) -> None:
+        """Checks the evaluation's requirements on the data of a run. The base class has none.
+
+        Raises:
+          UserError: the evaluation cannot measure on these data.
+        """
+
     def run(self, params: dict) -> dict[str, float]:
         """Evaluates the model with these parameters and returns the measured numbers by name.
 
@@ -149,11 +157,13 @@ def check_evaluations(
     config: ModelConfig,
     tokenizer: Tokenizer,
     setting: str = "eval.suites",
+    data: DataConfig | None = None,
 ) -> None:
     """Checks that every named evaluation can run on the model, before anything is compiled.
 
     Args:
       setting: the setting or flag that holds the names; error messages name it.
+      data: the data that the evaluations measure on, if they are to be checked too.
 
     Raises:
       UserError: an evaluation cannot run. The message names it and what it requires.
@@ -177,6 +187,8 @@ def check_evaluations(
         )
         try:
             evaluation.check(options, config, tokenizer)
+            if data is not None:
+                evaluation.check_data(options, data, config.vocab_size)
         except UserError as error:
             raise UserError(f"suite {name}: {error}") from error
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.metrics import Metric
-from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.config import DataConfig, ModelConfig
+from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.state_tasks import StateData
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.evals.evaluation import EvalOptions, Evaluation
@@ -22,8 +23,8 @@ _ROWS = 64
 class State(Evaluation):
     """The evaluation "state", on the task of the run's own data. It reads rows as long as the
     largest of `eval.suite_lengths`, and measures the accuracy between each two of these lengths:
-    with 64 and 512, at the positions 1 to 64 and 65 to 512. A label at each position makes the
-    accuracy up to a length part of that of longer rows.
+    with 64 and 512, at the positions 1 to 64 and 65 to 512. The first ranges of long rows stand for
+    shorter rows.
     """
 
     metrics = {"accuracy": Metric("accuracy", "share", "higher", main=True)}
@@ -40,6 +41,18 @@ class State(Evaluation):
                 "eval.suites: state measures a task of data.state_tasks, such as parity: expected "
                 "such a data.source"
             )
+
+    @classmethod
+    def check_data(cls, options: EvalOptions, data: DataConfig, vocab_size: int) -> None:
+        source = source_of(data)
+        require(
+            issubclass(source, StateData),
+            f"data.source = {data.source!r}: expected a task of data.state_tasks, such as parity",
+        )
+        try:
+            source.check(data, max(options.lengths), vocab_size)
+        except UserError as error:
+            raise UserError(f"the largest of eval.suite_lengths: {error}") from error
 
     def run(self, params: dict) -> dict[str, float]:
         context = self.eval_context

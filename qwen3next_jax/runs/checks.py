@@ -5,10 +5,9 @@ import dataclasses
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.subpackages import warn_without
-from qwen3next_jax.config import Config, EvalConfig, ModelConfig
+from qwen3next_jax.config import Config, DataConfig, EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import source_of
-from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.layer_properties import check_mixers
 from qwen3next_jax.runs.facts import ParentRun, PretrainedModel
 from qwen3next_jax.runs.start import Start
@@ -32,9 +31,7 @@ def resolve_start(start: Start, mesh: Mesh) -> ResolvedRun:
     for name in start.config.train.hooks:
         resolve({}, name, "train.hooks")
     run = resolve_run(start.config, mesh)
-    data = start.config.data
-    tokenizer = source_of(data).tokenizer_of(data, run.model.vocab_size)
-    check_evaluations(start.config.eval, run.model, tokenizer)
+    check_evaluations(start.config.eval, start.config.data, run.model)
     if isinstance(start.facts.source, PretrainedModel):
         from qwen3next_jax.interop.huggingface import check_hf
 
@@ -70,23 +67,24 @@ def check_without_devices(config: Config) -> None:
     check_mixers(config.model)
     resolve(OPTIMIZERS, config.optimizer.name, "optimizer.name")
     source = source_of(config.data)
-    tokenizer = source.tokenizer_of(config.data, config.model.vocab_size)
-    check_evaluations(config.eval, config.model, tokenizer)
     for stage in resolve_stages(config):
         source.check(stage.data, stage.sequence_length, config.model.vocab_size)
+        source.check_model(stage.data, config.model)
+    check_evaluations(config.eval, config.data, config.model)
 
 
-def check_evaluations(config: EvalConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Checks that the evaluations and the sample of a run can run on the model.
+def check_evaluations(config: EvalConfig, data: DataConfig, model: ModelConfig) -> None:
+    """Checks that the evaluations and the sample of a run can run on the model and its data.
 
     Raises:
-      UserError: an evaluation or the sample cannot run on the model; the message names it.
+      UserError: an evaluation or the sample cannot run; the message names it.
     """
+    tokenizer = source_of(data).tokenizer_of(data, model.vocab_size)
     if warn_without("evals", "nothing is evaluated"):
         from qwen3next_jax.evals import evaluation
 
         evaluation.check_evaluations(
-            config.suites, evaluation.options_from_config(config), model, tokenizer
+            config.suites, evaluation.options_from_config(config), model, tokenizer, data=data
         )
     if config.sample_tokens and warn_without("inference", "no samples are drawn"):
         from qwen3next_jax.inference.decode import check_request

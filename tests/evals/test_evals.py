@@ -39,6 +39,7 @@ from qwen3next_jax.evals.state import State
 from qwen3next_jax.inference.decode import complete
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.reporting.page import write_report
+from qwen3next_jax.runs.checks import check_without_devices
 from qwen3next_jax.sharding.mesh import compute_mesh, make_mesh
 from qwen3next_jax.sweeps.points import Point
 from qwen3next_jax.sweeps.results import main_metrics, read_result
@@ -305,6 +306,27 @@ def test_what_cannot_run_is_refused_before_anything_is_computed(
     config = ModelConfig(**{"vocab_size": 257, "max_position_embeddings": 2048} | model)
     with refused(*names) if names else contextlib.nullcontext():
         evaluation.check_evaluations(suites, options, config, tokens)
+
+
+@pytest.mark.parametrize(
+    "data, lengths, names",
+    [
+        ({"source": "mqar"}, (64,), ("state", "data.source", "mqar")),
+        ({"source": "state_recall"}, (16,), ("state", "eval.suite_lengths", 16)),
+        ({"source": "parity"}, (64,), ("model.mtp_depth",)),
+        ({"source": "state_recall"}, (64,), ()),
+    ],
+)
+def test_a_sweep_refuses_data_that_do_not_fit(data, lengths, names):
+    config = dataclasses.replace(
+        NANO,
+        model=dataclasses.replace(NANO.model, mtp_depth=int("model.mtp_depth" in names)),
+        data=DataConfig(**data),
+        train=TrainConfig(batch_size=4, sequence_length=64),
+        eval=EvalConfig(sample_tokens=0, suites=("state",), suite_lengths=lengths),
+    )
+    with refused(*names) if names else contextlib.nullcontext():
+        check_without_devices(config)
 
 
 def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys):
