@@ -209,7 +209,6 @@ class Data(Protocol):
         self,
         rows: int | None = None,
         share: Sequence[int] | None = None,
-        source: str | None = None,
         least: int = 0,
     ) -> Iterator[Batch]:
         """Yields held-out rows in batches. The last batch is filled up with empty rows, whose
@@ -218,19 +217,39 @@ class Data(Protocol):
         Args:
           rows: number of held-out rows, from the first on; None: all.
           share: ascending indices of the rows of every batch to read; None: all rows.
-          source: the name of a source: of these rows, only those of the source; None: all.
-          least: of a source, at least so many of its rows, if it has them.
+          least: number of rows of each source, if it has so many: after the first `rows` rows
+            come those that a source lacks.
         """
         share = range(self.batch_size) if share is None else share
-        indices = self._heldout_indices(rows or self.heldout_rows, source, least)
+        indices = self._heldout_with_least(rows or self.heldout_rows, least)
         for start in range(0, len(indices), self.batch_size):
             batch = indices[start : start + self.batch_size]
             rows_of_share = [self.heldout_row(batch[b]) for b in share if b < len(batch)]
             yield self._stack(rows_of_share, len(share))
 
-    def count_heldout(self, rows: int | None, source: str) -> int:
-        """Returns how many of the first `rows` held-out rows (None: of all) belong to a source."""
-        return len(self._heldout_indices(rows or self.heldout_rows, source))
+    def heldout_places(self, rows: int | None, least: int) -> dict[str, list[int]]:
+        """Returns which rows of `heldout(rows, least=least)` belong to each source: name of the
+        source → the places of its rows, from 0.
+        """
+        rows = rows or self.heldout_rows
+        place = {index: at for at, index in enumerate(self._heldout_with_least(rows, least))}
+        return {
+            source: [place[index] for index in self._heldout_indices(rows, source, least)]
+            for source in self.heldout_sources
+        }
+
+    def _heldout_with_least(self, rows: int, least: int) -> list[int]:
+        """Returns the indices of the first `rows` held-out rows, then of the rows that a source
+        lacks to have `least`.
+        """
+        first = self._heldout_indices(rows, None)
+        lacking = (
+            index
+            for source in self.heldout_sources
+            for index in self._heldout_indices(rows, source, least)
+            if index >= len(first)
+        )
+        return [*first, *lacking]
 
     def _heldout_indices(self, rows: int, source: str | None, least: int = 0) -> Sequence[int]:
         """Returns which of the first `rows` held-out rows belong to `source`, and the first ones

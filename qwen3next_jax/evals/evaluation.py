@@ -70,18 +70,16 @@ class EvalContext:
     options: EvalOptions = EvalOptions()
     mesh: Mesh | None = None
 
-    def heldout(
-        self, rows: int | None = None, source: str | None = None, least: int = 0
-    ) -> Iterator[Batch]:
+    def heldout(self, rows: int | None = None, least: int = 0) -> Iterator[Batch]:
         """Yields batches of held-out rows as host arrays; `scoring.place_on_mesh` moves them to
         the mesh.
 
         Args:
           rows: the number of rows if `options.rows` is None; None: all rows.
-          source: the name of a source of the data: only the rows of this source; None: all.
-          least: of a source, at least so many of its rows, if it has them.
+          least: number of rows of each source of the data, if it has so many: after the first
+            rows come those that a source lacks.
         """
-        return self.open_data().heldout(self.options.rows or rows, source=source, least=least)
+        return self.open_data().heldout(self.options.rows or rows, least=least)
 
     def scorer(self, params: dict) -> Scorer:
         """Returns a scorer of the model with these parameters: a function that computes, for the

@@ -2,13 +2,12 @@
 held-out rows; and for every depth of multi-token prediction (MTP), its loss and the share of its
 drafts that greedy decoding would accept.
 
-Letters: B batch, T time, D model, V vocabulary.
+Letters: B batch, R rows of all batches, T time, D model, V vocabulary.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.evals.evaluation import EvalContext, Evaluation
-from qwen3next_jax.evals.scoring import place_on_mesh
+from qwen3next_jax.evals.scoring import place_on_mesh, replicated
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.multi_token_prediction import (
     later_tokens,
@@ -34,9 +33,10 @@ _LEAST_ROWS = 8  # of a source, for its own loss
 class Heldout(Evaluation):
     """The evaluation "heldout". Data of several sources also have a loss and bits per byte of each,
     from at least eight of its rows if it has so many.
-    The main metrics are bits per byte and the acceptance of drafts. If
-    the model was trained on a synthetic task, accuracy is a main metric too, and there are no bits
-    per byte. If the bytes of a text cannot be counted by its tokens, the loss takes their place.
+
+    The main metrics are bits per byte and the acceptance of drafts. If the model was trained on a
+    synthetic task, accuracy is a main metric too, and there are no bits per byte. If the bytes of a
+    text cannot be counted by its tokens, the loss takes their place.
     """
 
     metrics = {
@@ -63,20 +63,12 @@ class Heldout(Evaluation):
         context = self.eval_context
         data = context.open_data()
 
-        def measure(source: str | None, least: int = 0) -> dict[str, float]:
-            rows = context.heldout(source=source, least=least)
-            batches = (place_on_mesh(batch, context.mesh) for batch in rows)
-            return sum_over_batches(self._step, params, batches, data.token_bytes)
-
-        if data.heldout_sources:
-            totals = {source: measure(source) for source in data.heldout_sources}
-            values = summarise(add_sums(totals.values()))
-            for source in totals:  # a small source has few of the rows that make up the total
-                if data.count_heldout(context.options.rows, source) < _LEAST_ROWS:
-                    totals[source] = measure(source, _LEAST_ROWS)
-            values |= summarise_sources(totals)
-        else:
-            values = summarise(measure(None))
+        batches = context.heldout(least=_LEAST_ROWS)
+        rows = measure_rows(self._step, params, batches, data.token_bytes, context.mesh)
+        # The rows that a small source lacks come after those that make up the total.
+        values = summarise(add_rows(rows, slice(context.options.rows)))
+        places = data.heldout_places(context.options.rows, _LEAST_ROWS)
+        values |= summarise_sources({name: add_rows(rows, own) for name, own in places.items()})
         if "bits_per_byte" not in values and context.tokenizer.reads_text:
             loss = dataclasses.replace(self.metrics["loss"], main=True)
             self.metrics = self.metrics | {"loss": loss}
@@ -86,8 +78,8 @@ class Heldout(Evaluation):
 def make_heldout_step(
     graphdef: nnx.GraphDef, mesh: Mesh | None = None
 ) -> Callable[[dict, Batch, jax.Array], dict[str, jax.Array]]:
-    """Returns a jitted function (params, batch, token_bytes) → dict of sums over the tokens of the
-    batch. `summarise` turns the sums over all batches into metrics.
+    """Returns a jitted function (params, batch, token_bytes) → dict of sums over the tokens of each
+    row of the batch, [B]. `summarise` turns the sums over all rows into metrics.
 
     `batch` has the arrays "tokens" and "segment_ids" [B, T] and may have "target_mask" [B, T]. If
     it has "loss_weights" [B, T], the tokens with a weight above 0 count, all alike.
@@ -108,8 +100,8 @@ def make_heldout_step(
             """Predicts from every position t the token at position t + `offset`.
 
             Returns:
-              The sum of the losses in nats; is_target [B, T] bool, whether the loss counts the
-              token at t + `offset`; guess [B, T], the most likely token.
+              The sum of the losses of each row in nats, [B]; is_target [B, T] bool, whether the
+              loss counts the token at t + `offset`; guess [B, T], the most likely token.
             """
             is_target_BT = target_positions(batch, offset)
             found = model.cross_entropy(
@@ -118,56 +110,72 @@ def make_heldout_step(
                 is_target_BT.astype(jnp.float32),
                 mesh,
             )
-            return found.loss, is_target_BT, found.best
+            nll_B = jnp.sum(jnp.where(is_target_BT, found.nll, 0), axis=1)
+            return nll_B, is_target_BT, found.best
 
-        nll, is_target_BT, trunk_guess_BT = predict(features.hidden, 1)
+        nll_B, is_target_BT, trunk_guess_BT = predict(features.hidden, 1)
         next_token_BT = later_tokens(batch, 1)
         bytes_BT = jnp.where(is_target_BT, token_bytes[next_token_BT], 0)
         correct_BT = is_target_BT & (trunk_guess_BT == next_token_BT)
         sums = {
-            "nll": nll,
-            "targets": jnp.sum(is_target_BT),
-            "bytes": jnp.sum(bytes_BT),
-            "correct": jnp.sum(correct_BT),
+            "nll": nll_B,
+            "targets": jnp.sum(is_target_BT, axis=1),
+            "bytes": jnp.sum(bytes_BT, axis=1),
+            "correct": jnp.sum(correct_BT, axis=1),
         }
         # Greedy decoding accepts the draft of depth d if it and the drafts of all lower depths are
         # the tokens that the trunk itself would choose.
         accepted_BT = jnp.ones_like(is_target_BT)
         for d, hidden_BTD in enumerate(features.mtp_hidden):
-            nll, is_target_BT, guess_BT = predict(hidden_BTD, 2 + d)
+            nll_B, is_target_BT, guess_BT = predict(hidden_BTD, 2 + d)
             accepted_BT &= guess_BT == jnp.roll(trunk_guess_BT, -(1 + d), axis=1)
             sums |= {
-                f"mtp_nll/{d}": nll,
-                f"mtp_targets/{d}": jnp.sum(is_target_BT),
-                f"mtp_accepted/{d}": jnp.sum(accepted_BT & is_target_BT),
+                f"mtp_nll/{d}": nll_B,
+                f"mtp_targets/{d}": jnp.sum(is_target_BT, axis=1),
+                f"mtp_accepted/{d}": jnp.sum(accepted_BT & is_target_BT, axis=1),
             }
         return sums
 
-    return jax.jit(step)
+    return jax.jit(step, out_shardings=replicated(mesh))
 
 
 def sum_over_batches(
     step: Callable, params: dict, batches: Iterable[Batch], token_bytes: np.ndarray
 ) -> dict[str, float]:
-    """Runs `step` over the batches and adds up its results, for `summarise`.
+    """Returns the sums of `measure_rows` over all rows, for `summarise`."""
+    return add_rows(measure_rows(step, params, batches, token_bytes))
+
+
+def measure_rows(
+    step: Callable,
+    params: dict,
+    batches: Iterable[Batch],
+    token_bytes: np.ndarray,
+    mesh: Mesh | None = None,
+) -> dict[str, np.ndarray]:
+    """Runs `step` over the batches and returns its results for each row, [R], in order.
 
     Args:
       step: the function that `make_heldout_step` returned.
       params: the model's parameters.
-      batches: the arguments `batch` of `step`.
+      batches: the arguments `batch` of `step`; host arrays, if there is a mesh.
       token_bytes: [V] int32, the number of UTF-8 bytes of each token, 0 for special tokens.
+      mesh: the mesh on which the parameters lie; None for a single device.
     """
     token_bytes = jnp.asarray(token_bytes)
-    return add_sums(jax.device_get(step(params, batch, token_bytes)) for batch in batches)
+    found = []
+    for batch in batches:
+        sums = jax.device_get(step(params, place_on_mesh(batch, mesh), token_bytes))
+        # `place_on_mesh` may have added empty rows at the end.
+        found.append({name: x[: len(batch["tokens"])] for name, x in sums.items()})
+    return {name: np.concatenate([one[name] for one in found]) for name in found[0]}
 
 
-def add_sums(sums: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Adds up the values under each name."""
-    total: dict[str, float] = {}
-    for one in sums:
-        for name, value in one.items():
-            total[name] = total.get(name, 0.0) + float(value)
-    return total
+def add_rows(
+    rows: Mapping[str, np.ndarray], chosen: slice | Sequence[int] = slice(None)
+) -> dict[str, float]:
+    """Adds up the values of the chosen rows under each name."""
+    return {name: float(np.sum(x[chosen], dtype=np.float64)) for name, x in rows.items()}
 
 
 def summarise_sources(totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -179,8 +187,6 @@ def summarise_sources(totals: Mapping[str, Mapping[str, float]]) -> dict[str, fl
     """
     metrics = {}
     for source, total in totals.items():
-        if not total:
-            continue
         for name, value in summarise(total).items():
             if name in ("loss", "bits_per_byte"):
                 metrics[f"{name}/{source}"] = value

@@ -302,8 +302,15 @@ def test_a_small_source_has_its_least_rows(config, tmp_path):
     write_jsonl(tmp_path / "small.jsonl", TEXTS[:20])
     both = load(config, path=f"large={config.path},small={tmp_path}/small.jsonl")
     assert both.heldout_sources == ["large", "small"]
-    held = both.count_heldout(None, "small")
-    assert held >= 1 and both.count_heldout(1, "small") == 0
-    batches = list(both.heldout(1, source="small", least=held + 5))
-    rows = sum(int((batch["segment_ids"].max(axis=1) > 0).sum()) for batch in batches)
-    assert rows == held
+    held = len(both.heldout_places(None, 0)["small"])
+    assert held >= 1 and not both.heldout_places(1, 0)["small"]
+    places = both.heldout_places(1, held + 5)
+    assert places["large"][0] == 0 and len(places["large"]) == held + 5
+    assert len(places["small"]) == held
+    read = [row for batch in both.heldout(1, least=held + 5) for row in batch["tokens"]]
+    every = [row for batch in both.heldout() for row in batch["tokens"]]
+    where = both.heldout_places(None, 0)
+    for source, own in places.items():
+        np.testing.assert_array_equal(
+            [read[i] for i in own], [every[i] for i in where[source][: held + 5]]
+        )

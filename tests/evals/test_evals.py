@@ -32,7 +32,7 @@ from qwen3next_jax.config.registry import EVALUATIONS
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.synthetic import TaskTokens
 from qwen3next_jax.data.tokens import ByteTokenizer
-from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
+from qwen3next_jax.evals import continuation, evaluation, heldout, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.evals.sinks import measure_sinks
 from qwen3next_jax.evals.state import State
@@ -327,6 +327,43 @@ def test_a_sweep_refuses_data_that_do_not_fit(data, lengths, names):
     )
     with refused(*names) if names else contextlib.nullcontext():
         check_without_devices(config)
+
+
+def test_sources_are_measured_in_one_pass(tmp_path, monkeypatch):
+    """Each row counts once: 3 rows make up the total, and the missing rows of each source are in
+    the same batch.
+    """
+    for name, size in (("large", 60), ("small", 6)):
+        lines = (json.dumps({"text": f"{name} {i} " * 9}) for i in range(size))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    config = DataConfig(
+        path=f"large={tmp_path}/large.jsonl,small={tmp_path}/small.jsonl",
+        heldout_fraction=0.5,
+        prepared_dir=str(tmp_path / "prepared"),
+    )
+    data = open_data(config, 64, 32)
+    context = evaluation.EvalContext(
+        NANO.model, None, data.tokenizer, lambda: data, evaluation.EvalOptions(rows=3)
+    )
+    calls = []
+
+    def step(params, batch, token_bytes):  # the "loss" of a row is the sum of its tokens
+        calls.append(batch)
+        one = np.asarray(batch["segment_ids"]).max(axis=1) > 0
+        nll = np.asarray(batch["tokens"]).sum(axis=1)
+        return {"nll": nll, "targets": one, "bytes": one, "correct": one}
+
+    monkeypatch.setattr(heldout, "make_heldout_step", lambda *args: step)
+    values = heldout.Heldout(context).run(None)
+    assert len(calls) == 1
+    rows = [data.heldout_row(i) for i in range(data.heldout_rows)]
+    sums = [row["tokens"].sum() for row in rows]
+    is_large = [b"large" in bytes(row["tokens"].clip(0, 255).astype(np.uint8)) for row in rows]
+    assert 1 <= len(rows) - sum(is_large) < 8 < sum(is_large)
+    assert values["targets"] == 3 and values["loss"] == np.mean(sums[:3])
+    large = [value for value, is_so in zip(sums, is_large, strict=True) if is_so]
+    small = [value for value, is_so in zip(sums, is_large, strict=True) if not is_so]
+    assert values["loss/large"] == np.mean(large[:8]) and values["loss/small"] == np.mean(small)
 
 
 def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys):
