@@ -1,5 +1,6 @@
 """What the first documents of a source say about all of it, for a start that writes nothing."""
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 
@@ -33,15 +34,17 @@ class Estimate:
 
 
 def estimate(source: Source, tokenizer: Tokenizer, row_lengths: Sequence[int] = ()) -> Estimate:
-    """Reads the first documents of a source, of about a megabyte of its files.
+    """Reads the first documents of a source: about a megabyte of its files, and on until there is
+    a document.
 
     Raises:
       UserError: they cannot be read, or the source holds none.
     """
     tokens = documents = size = 0
     long: tuple[str, ...] = ()
-    for file in source.files:
-        job = Job(file, readers.parts(file)[0], source.text_field, chat=source.chat)
+    counts: collections.Counter[str] = collections.Counter()
+    for file, part in ((f, part) for f in source.files for part in readers.parts(f)):
+        job = Job(file, part, source.text_field, chat=source.chat)
         bad = BadRecords(source.on_bad_text, source.bad_records)
         position = 0
         for batch in encoded_documents(job, tokenizer, bad):
@@ -50,19 +53,20 @@ def estimate(source: Source, tokenizer: Tokenizer, row_lengths: Sequence[int] = 
             documents += len(batch.documents)
             if batch.documents and source.chat and not long:
                 long = tuple(_describe_fit(batch.documents, tokenizer, n) for n in row_lengths)
-            if size + position >= _SAMPLE_BYTES:
+            if documents and size + position >= _SAMPLE_BYTES:
                 break
+        counts += bad.counts
         size += position
-        if size >= _SAMPLE_BYTES:
+        if documents and size >= _SAMPLE_BYTES:
             break
     if not documents:
-        raise readers.no_text(source, {})
+        raise readers.no_text(source, counts)
     factor = source.size / max(size, 1)
     return Estimate(tokens * factor, documents * factor, long)
 
 
 def _describe_fit(conversations: Sequence, tokenizer: Tokenizer, row_length: int) -> str:
-    """Returns how many of these `units` documents are longer than a row; "" for none."""
+    """Returns how many of these conversations are longer than a row, as text; "" for none."""
     tokens = [with_weights(c.tokens[0], c.weights) for c in conversations]
     ends = np.cumsum([len(own) for own in tokens])
     documents = Documents(np.concatenate(tokens), ends, 0, np.zeros_like(ends))

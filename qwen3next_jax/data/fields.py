@@ -59,8 +59,11 @@ def column_type(schema: pyarrow.Schema, path: str) -> tuple[pyarrow.DataType | N
         return None, f"two columns {path!r}; it has {_quoted_each(schema.names)}"
     fields, names, walked = schema, schema.names, []
     for name in path.split("."):
+        place = f"{_quoted(walked)} has" if walked else "it has"
+        if names.count(name) > 1:
+            what = f"{'fields' if walked else 'columns'} {_quoted([*walked, name])}"
+            return None, f"two {what}; {place} {_quoted_each(names)}"
         if name not in names:
-            place = f"{_quoted(walked)} has" if walked else "it has"
             hint = did_you_mean(name, names)
             return None, f"no column {path!r}{hint}; {place} {_quoted_each(names)}"
         type_ = fields.field(name).type

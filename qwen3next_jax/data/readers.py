@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import gzip
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -604,8 +605,11 @@ def _read_parquet(
         count = max(sum(rows[group] for group in groups), 1)
         size = file.size * count // max(sum(rows), 1)
         number = 0
-        batches = table.iter_batches(batch_size=256, row_groups=list(groups), columns=[text_field])
-        for batch in batches:
+        # One row group at a time: pyarrow cannot join dictionaries of several inside a struct.
+        for batch in itertools.chain.from_iterable(
+            table.iter_batches(batch_size=256, row_groups=[group], columns=[text_field])
+            for group in groups
+        ):
             for text in _texts(
                 file, part, number, fields.column(batch, text_field), text_field, bad
             ):

@@ -67,6 +67,10 @@ def _arrow_with_offsets(path, offsets):
     path.write_bytes(path.read_bytes().replace(good, bad))
 
 
+def _in_struct(arrays, names):
+    return pyarrow.table({"content": pyarrow.StructArray.from_arrays(arrays, names)})
+
+
 ARRAY = json.dumps([{"id": i, "text": text} for i, text in enumerate(TEXTS)], indent=1).encode()
 DICTIONARY = pyarrow.table({"text": pyarrow.array(TEXTS).dictionary_encode()})
 VIEW = pyarrow.table({"text": pyarrow.array(TEXTS, pyarrow.string_view())})
@@ -110,6 +114,9 @@ NESTED_FORMATS = {
         "\n".join(json.dumps(record | {"filler": "x" * texts.LONG}) for record in NESTED)
     ),
     "a.parquet": lambda path: write_parquet(path, pyarrow.Table.from_pylist(NESTED)),
+    "dictionary.parquet": lambda path: pyarrow.parquet.write_table(
+        _in_struct([DICTIONARY["text"].combine_chunks()], ["text"]), path, row_group_size=2
+    ),
     "a.arrow": lambda path: write_arrow(path, pyarrow.Table.from_pylist(NESTED)),
 }
 
@@ -136,6 +143,14 @@ def test_a_struct_that_is_null_has_no_text(name, tmp_path):
     table = pyarrow.table({"content": pyarrow.array([{"text": "x"}, None], type_)})
     (write_parquet if name == "a.parquet" else write_arrow)(tmp_path / name, table)
     with refused("row 2", "'content.text'"):
+        read(tmp_path / name, "content.text")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_path_to_two_fields_is_refused(name, tmp_path):
+    table = _in_struct([pyarrow.array(["a"]), pyarrow.array(["b"])], ["text", "text"])
+    (write_parquet if name == "a.parquet" else write_arrow)(tmp_path / name, table)
+    with refused(tmp_path / name, "two", "'content.text'"):
         read(tmp_path / name, "content.text")
 
 
