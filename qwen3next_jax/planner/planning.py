@@ -344,6 +344,7 @@ def make_plan(
     lowered = lower_step(run, topology)
     lowered_at, cpu_before = time.perf_counter(), used_cpu_seconds()
     compiled, failure = compile_step(lowered, topology, optimization_level)
+    refusal = failure
     if compiled is None and topology.chip.torus and _nearly_fits(failure):
         compiled, failure = compile_step(lowered, topology, optimization_level, COMPILE_ANYWAY)
     plan = functools.partial(
@@ -376,13 +377,15 @@ def make_plan(
     state = run.abstract_state
     beside_params = {name: state[name] for name in state.keys() - {"params", "step", "guards"}}
     memory = memory_use(compiled, program, state["params"], beside_params)
-    usable = topology.chip.usable_hbm
-    fits = memory.peak <= usable  # at O1 the compiler accepts programs that do not fit
+    needs, usable = memory.peak, topology.chip.usable_hbm
+    fits = needs <= usable  # at O1 the compiler accepts programs that do not fit
+    if fits and refusal:  # by the compiler, which knows of less memory than the table of chips
+        fits, (needs, usable) = False, out_of_memory(refusal)
     plan = functools.partial(
         plan,
         fits=fits,
-        reason="" if fits else _too_much(memory.peak, usable),
-        needs=memory.peak,
+        reason="" if fits else _too_much(needs, usable),
+        needs=needs,
         usable_hbm=usable,
         memory=memory,
         collectives=tuple(program_collectives(program, mesh)),
@@ -403,8 +406,8 @@ def price_again(
     plan: Plan, config: Config, topology: Topology, dump_folder: str | pathlib.Path
 ) -> Plan:
     """Returns `plan`, which `make_plan` made of `config`, with estimates that the cost models make
-    now from the program and the schedules in `dump_folder`. Nothing is compiled. A plan that does
-    not fit is returned as it is.
+    now from the program and the schedules in `dump_folder`. Nothing is compiled. A plan without
+    predictions is returned as it is.
     """
     plan = dataclasses.replace(plan, topology=topology)
     if not plan.memory:

@@ -432,7 +432,10 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
 
 
 @needs_compiler
-def test_what_nearly_fits_has_a_time(monkeypatch):
+@pytest.mark.parametrize("table_s_share", [1, 2])
+def test_what_nearly_fits_has_a_time(table_s_share, monkeypatch):
+    """Also if the table of chips knows of more memory than the compiler does."""
+
     def slightly_too_large(config, mesh):
         def step(state, batch):
             x = jnp.sum(batch["tokens"]) * jnp.arange(131_584.0)[:, None] * jnp.arange(128.0)
@@ -442,7 +445,9 @@ def test_what_nearly_fits_has_a_time(monkeypatch):
         return jax.jit(step)
 
     monkeypatch.setattr(planning, "make_train_step", slightly_too_large)
-    plan = planning.make_plan(config(data=4), topology.describe_topology("v6e:2x2"))
+    slice_ = topology.describe_topology("v6e:2x2")
+    chip = dataclasses.replace(slice_.chip, usable_hbm=table_s_share * slice_.chip.usable_hbm)
+    plan = planning.make_plan(config(data=4), slice_._replace(chip=chip))
     over = plan.needs - plan.usable_hbm
     assert plan.verdict == "does not fit" and 0 < over < planning.NEAR * plan.usable_hbm
     assert f"{over / 2**30:.2f} GiB" in plan.reason
