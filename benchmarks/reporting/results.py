@@ -50,6 +50,7 @@ SECTIONS = (
     "planner",
     "muon",
     "ratio",
+    "state",
     "sweeps",
     "widths",
     "scaling",
