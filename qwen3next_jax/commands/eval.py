@@ -21,7 +21,7 @@ _suite = flags.DEFINE_list(
     "suite", ["heldout"], f"evaluations, comma-separated: {', '.join(EVALUATIONS)}"
 )
 _lengths = flags.DEFINE_list(
-    "lengths", ["256"], "row lengths in tokens of induction, copy and niah"
+    "lengths", ["256"], "row lengths in tokens of induction, copy, niah and state"
 )
 _pairs = flags.DEFINE_list("pairs", ["4", "8", "16"], "numbers of pairs of mqar")
 _rows = flags.DEFINE_integer(
