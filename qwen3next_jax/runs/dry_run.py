@@ -56,10 +56,10 @@ def dry_run(start: Start, *, devices: Sequence[Any] | None = None) -> ExitCode:
     run = run_on_all(lambda: resolve_start(start, mesh))
     lengths = sorted({stage.sequence_length for stage in run.stages})
     data = run_on_all(lambda: _describe_data(run.config.data, run.model.vocab_size, lengths))
+    step = 0 if start.facts.restart else _newest_step(start.workdir)  # all processes take part
     if not is_process_0():
         return ExitCode.DONE
     train = run.config.train
-    step = 0 if start.facts.restart else _newest_step(start.workdir)
     taken = start.parent.step if start.parent and train.init_state == "all" else step
     if not step and not start.facts.restart:
         check_checkpoints_not_lost(start.workdir)

@@ -18,6 +18,7 @@ from qwen3next_jax.runs.record import RunRecord, read_record
 # Events that a process may write before it has taken a step that updates a parameter.
 _UNTRAINED_EVENTS = {
     "start",
+    "operators",
     "stop",
     "stage",
     "changed",

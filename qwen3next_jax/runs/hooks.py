@@ -258,16 +258,18 @@ def event_name(event: Mapping[str, Any]) -> str:
     return f"suite {event.get('suite')}" if kind == "suite" else kind
 
 
+_NOT_EVALUATED = "not evaluated"
+
+
 class EvaluationHook:
     """Runs the held-out evaluation, also on the average of the parameters (`train.ema`) if the run
     has it, and the evaluations in `eval.suites`, and writes an event with
     the results of each.
 
     Attributes:
-      heldout_text: name and value of the main metric of the newest held-out evaluation, as text; ""
-        before the first evaluation.
-      heldout_loss: loss of the newest held-out evaluation, in nats per token; 0 before the first
-        evaluation.
+      heldout_text: name and value of the main metric of the newest held-out evaluation, as text;
+        "not evaluated" before the first one, and where the newest one failed.
+      heldout_loss: loss of the newest held-out evaluation, in nats per token; 0 likewise.
     """
 
     def __init__(
@@ -282,7 +284,7 @@ class EvaluationHook:
 
         self._metrics = metrics
         self._during = during
-        self.heldout_text = ""
+        self.heldout_text = _NOT_EVALUATED
         self.heldout_loss = 0.0
         run = trainer.run
 
@@ -301,6 +303,7 @@ class EvaluationHook:
         from qwen3next_jax.common.metrics import event_fields, main_values, to_metric_values
 
         params = info.state["params"]
+        self.heldout_text, self.heldout_loss = _NOT_EVALUATED, 0.0  # if this evaluation fails
         with self._during("evaluating on held-out text"):
             values = self._heldout.run(params)
         self.heldout_loss = values.get("loss", 0.0)

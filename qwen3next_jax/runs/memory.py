@@ -63,9 +63,10 @@ def check_activations_fit(run: ResolvedRun, stage: ResolvedStage) -> None:
 def activation_bytes(run: ResolvedRun, stage: ResolvedStage) -> int:
     """Returns a lower bound of the bytes that the backward pass of a micro-batch needs on a device:
     the inputs of all layers, which it keeps with every `train.remat` that does not offload them.
+    With frozen parameters the bound is 0: layers without gradients keep no inputs.
     """
     saved = parse_remat(stage.train.remat)
-    if saved.policy == "offload" or "input" in saved.offload:
+    if saved.policy == "offload" or "input" in saved.offload or stage.train.freeze:
         return 0
     mesh = run.mesh
     shards = num_shards(mesh, *ROWS) * num_shards(mesh, CONTEXT)

@@ -325,8 +325,9 @@ class Trainer:
         return due
 
     def _call_due(self, due: Sequence[RegisteredHook], info: StepInfo) -> None:
-        for registered in due:
-            self._call(registered, registered.hook, info.step, info)
+        for registered in due:  # one of them may stop the run
+            now = dataclasses.replace(info, stopping=self._stopping)
+            self._call(registered, registered.hook, info.step, now)
 
     def _trace_step(self, step: int, state: State, batch: Batch) -> None:
         """Traces the stage's update step, unless this was already done or `make_step` made a

@@ -381,11 +381,6 @@ def place_cursors(
     return cursors
 
 
-def recorded_cursors(run: Mapping[str, Any]) -> DataCursors:
-    """Returns the cursors that `run`, the content of a run.json, records."""
-    return [cursor and DataCursor(**cursor) for cursor in run["data"]]
-
-
 def first_cursor(cursors: DataCursors) -> DataCursor:
     """Returns the cursor of the stage that contains the first step of the run."""
     return next(cursor for cursor in cursors if cursor)

@@ -322,6 +322,11 @@ def test_processes_that_differ_are_refused_by_name(corpus, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_of_two_processes_ends(corpus, tmp_path):
+    Processes(*by_flags(2), arguments(corpus, tmp_path / "run", "--dry-run")).succeed()
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_a_coordinator_that_nobody_reaches_costs_a_bounded_wait(corpus, tmp_path):
     began = time.monotonic()

@@ -118,11 +118,15 @@ def test_a_failing_hook_ends_the_run_with_a_save(run, tmp_path, monkeypatch):
 
 
 def test_a_hook_that_stops_the_run_has_it_saved(tmp_path):
+    stopping = []
+
     def add(trainer):
         trainer.add_hook(lambda info: trainer.stop(), every=2)
+        trainer.add_hook(lambda info: stopping.append(info.stopping), every=2)
 
     assert train(with_train(), tmp_path, add_hooks=add) == ExitCode.INTERRUPTED
     assert saved_steps(tmp_path) == [2]
+    assert stopping == [True]
 
 
 def test_a_hook_that_fails_is_passed_over_by_a_setting(run, tmp_path, monkeypatch, capsys):

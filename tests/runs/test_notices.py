@@ -59,8 +59,9 @@ def test_a_batch_beyond_the_memory_is_refused(tmp_path):
     assert activation_bytes(run, stage) == expected * config.model.num_hidden_layers
     with pytest.raises(UserError, match="train.batch_size = 1000000000"):
         check_activations_fit(run, stage)
-    offloaded = dataclasses.replace(stage.train, remat="offload")
-    assert activation_bytes(run, dataclasses.replace(stage, train=offloaded)) == 0
+    for changes in ({"remat": "offload"}, {"freeze": ("kind=matrix",)}):
+        keeps_none = dataclasses.replace(stage.train, **changes)
+        assert activation_bytes(run, dataclasses.replace(stage, train=keeps_none)) == 0
 
 
 def test_a_hook_that_is_missing_is_no_start(tmp_path):

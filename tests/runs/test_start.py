@@ -1,6 +1,7 @@
 """The decision about a start: from facts alone, and once."""
 
 import dataclasses
+import json
 import pathlib
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, TrainConfig
 from qwen3next_jax.runs import begin
 from qwen3next_jax.runs.facts import Facts, read_facts
-from qwen3next_jax.runs.folder import RunFolder
+from qwen3next_jax.runs.folder import RunFolder, read_folder
 from qwen3next_jax.runs.record import (
     BaseModel,
     Change,
@@ -46,6 +47,16 @@ def test_a_start_is_refused_without_a_file():
         decide(CONFIG, facts)
     begins = dataclasses.replace(facts, folder=RunFolder(nowhere))
     assert decide(CONFIG, begins).changes == ()
+
+
+def test_a_run_that_took_no_step_holds_no_settings(tmp_path):
+    """It may have ended because they did not fit in memory."""
+    open_store(tmp_path).write_run(trained_record(OTHER))
+    events = ("start", "operators", "train")
+    for count in (2, 3):
+        lines = [json.dumps({"event": event, "step": 0, "time": 0.0}) for event in events[:count]]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        assert read_folder(tmp_path).has_trained == (count == 3)
 
 
 def test_an_unchanged_folder_is_decided_once(tmp_path, monkeypatch):
