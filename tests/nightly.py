@@ -183,14 +183,16 @@ def merged(one: dict[str, dict], other: dict[str, dict]) -> dict[str, dict]:
 
 
 def without_gone(table: dict[str, dict], tests: list[str]) -> dict[str, dict]:
-    """The table without tests whose file is gone or no longer has them as slow ones. A file without
-    any test here, for want of a package, keeps its rows.
+    """The table without tests that are gone or no longer slow. A file that has slow tests, of which
+    none is collected here for want of a package, keeps its rows.
     """
     files = {test.partition("::")[0] for test in tests}
 
     def stays(test: str) -> bool:
-        file = test.partition("::")[0]
-        return test in tests if file in files else (ROOT / file).exists()
+        file = ROOT / test.partition("::")[0]
+        if str(file.relative_to(ROOT)) in files:
+            return test in tests
+        return file.exists() and "mark.slow" in file.read_text()
 
     return {test: row for test, row in table.items() if stays(test)}
 
