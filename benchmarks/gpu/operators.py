@@ -1,5 +1,5 @@
 """The operators of one layer, forward and backward at a config's sizes, with kernels and in XLA's
-forms: milliseconds by the clock and by kernel.
+forms: the milliseconds of each operator, and of each of its kernels.
 
     uv run --extra gpu python benchmarks/gpu/operators.py --config=configs/small.py
     python benchmarks/gpu/operators.py --config=configs/tiny.py --length=64     on a CPU
@@ -176,7 +176,7 @@ def main() -> int:
         cells = []
         for enabled in (is_enabled, lambda *_, **__: False):
             self_test.is_enabled = enabled
-            jax.clear_caches()  # they may know a part as it was traced in the other form
+            jax.clear_caches()  # a part may be cached as the other form traced it
             try:
                 cells.append(measure(name, config, options.rounds))
             except Exception as error:

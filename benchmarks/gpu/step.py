@@ -1,4 +1,4 @@
-"""Times one training step of this project on one GPU, by the clock and by kernel.
+"""Times one training step of this project on one GPU: the seconds of the step, and of each kernel.
 
     uv run --extra gpu python benchmarks/gpu/step.py --shape=period [--json=FILE]
     uv run --extra gpu python benchmarks/gpu/step.py --shape=period --flags

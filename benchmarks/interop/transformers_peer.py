@@ -7,8 +7,8 @@ it in an interpreter that has torch.
     transformers_peer.py generate MODEL_DIR
         the same for greedy continuations
     transformers_peer.py kimi_reference DIRECTORY
-        writes a tiny Kimi Linear and its cases, of which `python -m tests.references` makes the
-        fixture
+        writes a tiny Kimi Linear and its cases; `python -m tests.references` makes the fixture
+        from them
     transformers_peer.py qwen4_reference DIRECTORY SETTINGS.json
         writes a tiny Qwen3.8-Flash-Next of these settings and its cases
     transformers_peer.py olmo_hybrid_reference DIRECTORY SETTINGS.json

@@ -4,7 +4,7 @@ second, fourth and eighth layer and in none, at the size of configs/small.py; 5 
     uv run --extra gpu qwen3next sweep configs/sweeps/ratio_gpu.py
 
 The text is the Python source of the packages in `.venv`, where uv installs them, byte by byte: tens
-of megabytes, of which a run reads a part, once (another text: `--set data.path=…`). Equal FLOPs are
+of megabytes. A run reads a part of it, once (another text: `--set data.path=…`). Equal FLOPs are
 418 steps of 65,536 tokens with attention in every layer to 609 with none; `--emit` prints the
 commands. The sweep has not been run.
 """

@@ -8,7 +8,7 @@ Size: 22 models × 6 tasks × 3 seeds, 396 points. It has not been run as a whol
 """
 
 LINEAR, FULL = "linear_attention", "full_attention"
-# Four layers, of which every layer, every second one, the last, or none has attention.
+# Four layers. Attention is in every layer, in every second one, in the last one, or in none.
 PATTERNS = {
     "attention": (FULL,) * 4,
     "1:1": (LINEAR, FULL) * 2,
