@@ -4,6 +4,7 @@ compiler.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -288,18 +289,15 @@ def test_a_run_s_compiler_options_replace_the_chip_s():
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(
-    scope="module",
-    params=[0, pytest.param(2, marks=pytest.mark.slow)],
-    ids=("recurrent layers", "every second of attention"),
-)
-def plan(request):
+@functools.cache
+def plan_of(interval: int):
+    """A plan of recurrent layers, of which every `interval`-th is attention; 0 for none."""
     periods = UNROLLED["tpu"] + 1  # else there is no loop over them
     of_kind = dataclasses.replace(
         MODEL,
-        full_attention_interval=request.param,
+        full_attention_interval=interval,
         layer_types=(),
-        num_hidden_layers=periods * max(request.param, 1),
+        num_hidden_layers=periods * max(interval, 1),
     )
     return make_plan_in_subprocess(
         dataclasses.replace(config(data=2, expert=2), model=of_kind),
@@ -308,9 +306,23 @@ def plan(request):
     )
 
 
+@pytest.fixture
+def plan():
+    return plan_of(0)
+
+
+of_both_kinds = pytest.mark.parametrize(
+    "interval",
+    [0, pytest.param(2, marks=pytest.mark.slow)],
+    ids=("recurrent layers", "every second of attention"),
+)
+
+
 @pytest.mark.needs("kernels")
 @needs_compiler
-def test_a_plan_of_a_real_step_fits(plan):
+@of_both_kinds
+def test_a_plan_of_a_real_step_fits(interval):
+    plan = plan_of(interval)
     assert plan.fits, plan.reason
     assert plan.mesh == {"slice": 1, "data": 2, "expert": 2, "context": 1, "tensor": 1}
     assert not plan.unknown_kernels
@@ -318,7 +330,9 @@ def test_a_plan_of_a_real_step_fits(plan):
 
 @pytest.mark.needs("kernels")
 @needs_compiler
-def test_the_memory_of_a_plan_adds_up(plan):
+@of_both_kinds
+def test_the_memory_of_a_plan_adds_up(interval):
+    plan = plan_of(interval)
     # two moments, and counters
     assert plan.memory.optimizer == pytest.approx(2 * plan.memory.parameters, rel=1e-3)
     assert plan.memory.peak == pytest.approx(sum(plan.memory[:-1]))
@@ -335,8 +349,10 @@ def test_only_the_rounds_of_experts_are_unstated(plan):
 
 @pytest.mark.needs("kernels")
 @needs_compiler
-def test_flops_of_a_plan_are_the_recomputed_model_s(plan):
+@of_both_kinds
+def test_flops_of_a_plan_are_the_recomputed_model_s(interval):
     """Everything the model needs and the recomputed forward passes, but no expert twice."""
+    plan = plan_of(interval)
     assert 1.2 < plan.estimate.flops / plan.model_flops < 3
     assert 0 < plan.mfu < plan.as_dict()["mfu_roofline"] < 0.5
     assert dataclasses.replace(plan, unknown_kernels=("k",)).mfu is None
@@ -363,7 +379,9 @@ def test_estimates_are_in_their_order(plan):
 
 @pytest.mark.needs("kernels")
 @needs_compiler
-def test_collectives_of_a_plan_follow_its_mesh(plan):
+@of_both_kinds
+def test_collectives_of_a_plan_follow_its_mesh(interval):
+    plan = plan_of(interval)
     assert {axis for c in plan.collectives for axis in c.axes} == {"data", "expert"}
     assert {c.times for c in plan.collectives} >= {1, len(plan.model.stacks[-1])}
 
