@@ -44,7 +44,6 @@ def measured():
     return graphdef, params, step, jax.device_get(step(params, BATCH))
 
 
-@pytest.mark.slow
 def test_attention_is_measured_as_the_explicit_scores_say():
     layer = GatedAttention(MODEL, Make(MODEL, nnx.Rngs(0)), (0,))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32, 16)), jnp.float32)

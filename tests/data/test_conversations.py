@@ -231,7 +231,6 @@ def test_packed_conversations_have_separate_ones_losses(tmp_path, marked):
     assert not np.allclose(measured(without)[0], total)
 
 
-@pytest.mark.slow
 def test_texts_beside_conversations_count_in_full(tmp_path, marked):
     texts = tmp_path / "texts.jsonl"
     write_jsonl(texts, [f"text {i} " * 9 for i in range(40)])

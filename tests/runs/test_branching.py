@@ -224,8 +224,8 @@ def test_what_cannot_be_is_told_before_anything_is_read(
 @pytest.mark.parametrize(
     "when",
     [
-        pytest.param("as it is digested", marks=pytest.mark.slow),
-        pytest.param("before it is read", marks=pytest.mark.slow),
+        "as it is digested",
+        "before it is read",
         "while it is read",
     ],
 )
@@ -270,8 +270,8 @@ def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when
     "when",
     [
         "record",
-        pytest.param("settings", marks=pytest.mark.slow),
-        pytest.param("newest step", marks=pytest.mark.slow),
+        "settings",
+        "newest step",
         "structure",
     ],
 )

@@ -216,7 +216,6 @@ def test_other_experts_decode_and_split(name):
     )
 
 
-@pytest.mark.slow
 def test_gradients_of_experts_biases_sum_many_rows():
     """A scatter-add in bfloat16 would stop at 256 where it adds ones."""
     rows, sizes = 2048, jnp.array([1500, 548])
@@ -234,7 +233,6 @@ def test_gradients_of_experts_biases_sum_many_rows():
     np.testing.assert_allclose(down_bias, jnp.repeat(sizes[:, None], 4, axis=1), rtol=0.01)
 
 
-@pytest.mark.slow
 def test_deep_norm_starts_smaller():
     def start(name):
         c = dataclasses.replace(BASE, block=BlockConfig(placement=name))
@@ -268,8 +266,6 @@ PREFIX = MixerConfig(mask="prefix", prefix_tokens=5)
     [
         ("t5_bias", PREFIX | {"buckets": 8, "max_distance": 12}),
         ("masked_attention", PREFIX),
-        ("alibi", PREFIX),
-        ("masked_attention", MixerConfig(mask="bidirectional")),
         ("alibi", MixerConfig(mask="bidirectional")),
         ("t5_bias", MixerConfig(mask="bidirectional", buckets=8, max_distance=12)),
     ],
@@ -387,7 +383,6 @@ def test_stretched_rotations():
     )
 
 
-@pytest.mark.slow
 def test_positions_that_are_added():
     make = Make(
         dataclasses.replace(
