@@ -103,7 +103,8 @@ def test_padding_has_no_part_in_diagnostics(measured):
     _, params, step, result = measured
     load = np.array([[2, 1, 1, 0], [1, 1, 1, 1], [4, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
     record = summarise(result, result["param_norms"], load)
-    assert record["dead_experts"] == [1, 0, 3, 0, 0] and record["load_max_violation"] == [
+    assert record["dead_experts"] == [1, 0, 3, 0, 0]
+    assert record["load_max_violation"] == [
         1,
         0,
         3,

@@ -245,10 +245,8 @@ def test_splash_interpreted_equals_the_plain_softmax(t, d, private, monkeypatch)
         monkeypatch.setattr(splash, "compile_target", lambda: two_cores)
         monkeypatch.setattr(splash, "BLOCK", 128)
         monkeypatch.setattr(splash, "LONG_BLOCK", 256)
-        assert (
-            splash.block_size(1024, d, 4) == 256
-            and splash.block_size(1024, 256, 4) == splash.block_size(768, d, 4) == 128
-        )
+        assert splash.block_size(1024, d, 4) == 256
+        assert splash.block_size(1024, 256, 4) == splash.block_size(768, d, 4) == 128
     else:  # a JAX without the backward kernels' name
         monkeypatch.delattr(
             "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel._splash_attention_bwd"

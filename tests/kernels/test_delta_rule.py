@@ -390,7 +390,8 @@ def test_x64_changes_nothing_for_float32(implementation):
         )
         got = _run(arrays, cotangents, None, implementation=implementation)
     for name, x in got.items():
-        assert x.dtype == jnp.float32 and error(np.asarray(x), want[name]) < 1e-5, name
+        assert x.dtype == jnp.float32, name
+        assert error(np.asarray(x), want[name]) < 1e-5, name
 
 
 def check_growth(implementation, dtype, period, time=32_768, width=16):

@@ -317,7 +317,9 @@ def test_an_older_step_than_the_newest_is_said(parent, tmp_path):
         config = with_(train={"init_from": str(init_from)})
         start, run = prepare_start(config, tmp_path), resolved(config)
         text = describe_first_state(run, opened(run), start)
-        assert start.parent.step == 20 and "step 20" in text and ("step 30" in text) == says
+        assert start.parent.step == 20
+        assert "step 20" in text
+        assert ("step 30" in text) == says
 
 
 def test_a_run_records_what_its_parent_began_with(tmp_path):

@@ -142,7 +142,8 @@ def _run_on_one_device(model: ModelConfig, steps: int):
     """As `_run`, on one device."""
     metrics, gradient, losses, biases = _run({}, model, steps)
     if steps == CONFIG.train.steps:
-        assert losses[-1] < losses[0] - 0.1 and np.abs(biases[-1][0]).max() > 0.002
+        assert losses[-1] < losses[0] - 0.1
+        assert np.abs(biases[-1][0]).max() > 0.002
     return metrics, gradient, losses, biases
 
 

@@ -189,7 +189,8 @@ def test_the_cache_continues_scores_of_any_size(name):
     run = jax.jit(lambda x, cache: _run(graph, params, x, Context(positions), cache))
     whole = run(x, None)[0]
     np.testing.assert_allclose(run(x, cache)[0], whole, rtol=0, atol=2e-5)
-    assert np.isfinite(whole).all() and np.abs(whole).max() > 1e-2
+    assert np.isfinite(whole).all()
+    assert np.abs(whole).max() > 1e-2
 
 
 def predictor(name):
@@ -326,7 +327,8 @@ def test_a_mesh_gives_what_one_device_gives(name):
     jax.tree.map(equal, one, many)
     # heads are really apart: by construction every matrix is stored in parts
     large = [leaf for leaf in jax.tree.leaves(placed) if leaf.ndim > 1 and leaf.size > 64]
-    assert large and all(leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in large)
+    assert large
+    assert all(leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in large)
 
 
 def layers(name, **settings):
@@ -351,14 +353,16 @@ def test_a_layer_is_its_paper_s_recurrence(name):
     output, gradients = errors(
         name, dataclasses.replace(base(name), decay_init="log_uniform"), "float32", 40
     )
-    assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
+    assert output <= 5e-6, (output, gradients)
+    assert max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
 
 
 @pytest.mark.parametrize("name", quick(("gated_deltanet", "kda")))
 def test_a_layer_with_negative_eigenvalues_is_the_recurrence(name):
     config = dataclasses.replace(base(name), decay_init="log_uniform", beta_range=2)
     output, gradients = errors(name, config, "float32", 40)
-    assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
+    assert output <= 5e-6, (output, gradients)
+    assert max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
 
 
 def deltaproduct(writes, **settings):
@@ -403,7 +407,8 @@ def test_one_write_a_token_is_gated_deltanet_to_the_bit():
 def test_several_writes_a_token_by_every_implementation(writes, implementation):
     config = deltaproduct(writes, delta_rule=implementation, decay_init="log_uniform")
     output, gradients = errors("gated_deltaproduct", config, "float32", 40)
-    assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
+    assert output <= 5e-6, (output, gradients)
+    assert max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
 
 
 @pytest.mark.slow
@@ -721,9 +726,8 @@ def test_every_delta_rule_can_be_trained_with():
     programs = {
         name: program(name) for name in ("recurrent", "chunked", "associative", "pallas_tpu")
     }
-    assert len(set(programs.values())) == 4 and [
-        name for name, text in programs.items() if "pallas_call" in text
-    ] == ["pallas_tpu"]
+    assert len(set(programs.values())) == 4
+    assert [name for name, text in programs.items() if "pallas_call" in text] == ["pallas_tpu"]
 
 
 @pytest.fixture(params=(*MIXERS, "retention"))
@@ -776,7 +780,8 @@ def test_the_page_s_mixer_trains_on_a_mesh():
         losses.append(float(metrics["loss"]))
     # neither learns nor decays
     np.testing.assert_array_equal(state["params"]["layers"][0]["mixer"]["log_decay"], log_decay)
-    assert losses[-1] < losses[0] and flops_per_token(config.model, T) > 0
+    assert losses[-1] < losses[0]
+    assert flops_per_token(config.model, T) > 0
     with refused("retention", "layers 0"):
         check_hf_form(config.model)
 
@@ -797,7 +802,8 @@ def test_names_of_the_pattern_stand_for_mixers():
 
 def test_the_same_mixers_are_the_same_model():
     same = dataclasses.replace(SWAPPED, layer_types=("gated_attention", FULL))
-    assert same.mixers == SWAPPED.mixers and not SWAPPED.differs(same)
+    assert same.mixers == SWAPPED.mixers
+    assert not SWAPPED.differs(same)
     other = dataclasses.replace(HYBRID, layer_types=(FULL, LINEAR))
     assert HYBRID.differs(other) == ("layer_types",)
 
@@ -888,7 +894,8 @@ def test_every_line_traces_in_bfloat16(name):
     )
     y, _, after = jax.eval_shape(step, params, one, cache)
     alike = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)
-    assert alike(jax.eval_shape(packed, params, x), x) and alike(y, one)
+    assert alike(jax.eval_shape(packed, params, x), x)
+    assert alike(y, one)
     assert all(jax.tree.leaves(jax.tree.map(alike, cache, after)))
     rates = [
         p

@@ -467,7 +467,8 @@ def test_the_indexer_learns_by_its_formula(mode, ratio, budget):
         others = {name: p for name, p in wide[0].items() if name not in indexer}
         of_indexer = jax.jit(jax.value_and_grad(lambda p: theirs(p | others, wide[1])))
         want, d_want = of_indexer(indexer)
-    assert want > 0.1 and float(got) == pytest.approx(float(want), rel=1e-5)
+    assert want > 0.1
+    assert float(got) == pytest.approx(float(want), rel=1e-5)
     counted = qsa.QSA.loss_tokens(config, document_positions(segments), segments > 0)
     assert int(counted.sum()) == sum(max(n - ratio + 1, 0) for n in np.diff(cuts))
     for name, d in d_want.items():
@@ -488,7 +489,8 @@ def test_rows_of_two_tokens():
         return total_loss(nnx.merge(graph, params), batch, train, counts)[0]
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(params)
-    assert np.isfinite(value) and all(np.isfinite(d).all() for d in jax.tree.leaves(gradient))
+    assert np.isfinite(value)
+    assert all(np.isfinite(d).all() for d in jax.tree.leaves(gradient))
 
 
 # ---- a mesh
@@ -804,7 +806,8 @@ train(config, pathlib.Path({str(killed)!r}))"""
     events = read_events(killed / "metrics.jsonl")
     starts = [e["first_step"] for e in events if e["event"] == "start"]
     assert starts in ([0, 2], [0, 4])
-    assert losses_of(killed) == losses_of(undisturbed) and len(losses_of(killed)) == 8
+    assert losses_of(killed) == losses_of(undisturbed)
+    assert len(losses_of(killed)) == 8
     states = []
     for workdir in (undisturbed, killed):
         with Checkpoints(workdir) as checkpoints:
