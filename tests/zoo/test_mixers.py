@@ -754,6 +754,16 @@ def test_flops_are_weights_and_the_mixer_s(declarations):
     assert forward_flops_per_token(config, T)[name] == products + own > 0
 
 
+def test_matrices_are_stored_in_parts(declarations):
+    """On a mesh of rows, tokens and heads."""
+    axes = MeshConfig(data=2, context=2, tensor=2)
+    mesh = make_mesh(ParallelConfig(mesh=axes), jax.devices()[:8])
+    for path, p in declarations[2].items():
+        if len(p.shape) > 1 and p.size > 64:
+            part = NamedSharding(mesh, storage_spec(p, p.shape, mesh)).shard_shape(p.shape)
+            assert part != p.shape, path
+
+
 def test_rates_do_not_decay(declarations):
     assert all(not p.decays(True) for p in declarations[2].values() if p.kind == "rate")
 
