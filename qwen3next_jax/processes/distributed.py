@@ -266,6 +266,21 @@ def run_on_all(
     return result
 
 
+def gather_from_all(value: Any) -> list[Any]:
+    """Sends `value`, which must be JSON-serializable, to all processes at the same time. Returns the
+    values of all processes, in the order of the processes, on every process.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    key = _new_key()
+    _client().key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+    timeout = _milliseconds(_WORK_TIMEOUT)
+    return [
+        json.loads(_client().blocking_key_value_get(f"{key}/{process}", timeout))
+        for process in range(jax.process_count())
+    ]
+
+
 def process_0_first(work: Callable[[], Any]) -> Any:
     """Calls `work` on process 0, and then on all other processes. Returns the result of this
     process.

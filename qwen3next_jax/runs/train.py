@@ -52,7 +52,7 @@ from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
 from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile, describe_environment, open_metrics
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.training.hooks import HOOK_ADVICE, Metrics, describe_hook_error
+from qwen3next_jax.training.hooks import HOOK_ADVICE, Metrics
 from qwen3next_jax.training.loop import Trainer, TrainStep, make_train_step
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
@@ -132,8 +132,8 @@ def train(
             _record_start(run, data, start, first, store, checkpoints, metrics, display)
 
             # ---- Hooks
-            errors = _HookErrors(run, metrics)
-            trainer = Trainer(run, data, first.cursors, make_step, errors)
+            errors = hooks.HookErrors(run.config.train.on_hook_error == "stop", metrics)
+            trainer = Trainer(run, data, first.cursors, make_step, errors.add)
             saving = hooks.CheckpointHook(checkpoints, metrics, run.steps, display.during)
             evaluation = _add_hooks(
                 trainer, data, first, store, observers, errors, saving, add_hooks
@@ -147,9 +147,11 @@ def train(
             try:
                 step, state, last_metrics = _take_steps(trainer, first, rewinder, watchdog)
             except Halted as halt:
+                errors.tell_all()
                 return end_with_dump(trainer, first.cursors, halt, store, metrics)
             checkpoints.wait()
             saving.write_events()
+            errors.tell_all()
             is_saved = broadcast_from_process_0(lambda: step in checkpoints.steps())
             divergence = ""
             if step == run.steps:
@@ -158,11 +160,11 @@ def train(
                 metrics.write("stop", step, reason=divergence, exit_code=int(ExitCode.DIVERGED))
 
     # ---- End
-    if errors.first and is_saved:
+    if errors.fatal and is_saved:
         raise UserError(
-            f"{errors.first}: saved after step {step}. The same command continues from there: "
+            f"{errors.fatal}: saved after step {step}. The same command continues from there: "
             f"{HOOK_ADVICE}",
-            errors.first.exit_code,
+            errors.fatal.exit_code,
         )
     if not is_saved or step < run.steps:
         return end_before_last_step(run, store.workdir, step, is_saved)
@@ -398,7 +400,7 @@ def _add_hooks(
     first: _FirstState,
     store: RunStore,
     observers: _Observers,
-    errors: "_HookErrors",
+    errors: hooks.HookErrors,
     saving: hooks.CheckpointHook,
     add_hooks: Callable[[Trainer], None] | None,
 ) -> hooks.EvaluationHook | None:
@@ -419,7 +421,7 @@ def _add_hooks(
     flags = GuardFlags(config.guards, run.model, first.cursors, metrics)
     for hook in (  # their methods are called around every step; their errors end the run
         hooks.WatchdogHook(observers.watchdog, config.train),
-        hooks.StopHook(trainer, lambda: observers.signals.caught or errors.is_fatal()),
+        hooks.StopHook(trainer, lambda: observers.signals.caught or errors.asks_to_stop()),
         hooks.ProfilerHook(observers.profiler),
         hooks.GuardFlagsHook(flags),
         hooks.OperatorsHook(store, metrics),
@@ -463,33 +465,6 @@ def _add_hooks(
         resolve({}, name, "train.hooks")(trainer)
     if add_hooks:
         add_hooks(trainer)
-    trainer.add_hook(saving, every=save_every, at_stage_end=True, at_stop=True, required=True)
+    for hook in (errors, saving):
+        trainer.add_hook(hook, every=save_every, at_stage_end=True, at_stop=True, required=True)
     return evaluation
-
-
-class _HookErrors:
-    """What happens after an error in a hook that training does not need (`train.on_hook_error`):
-    the run ends after the next step, which it saves; or it goes on without the hook.
-
-    Attributes:
-      first: the error with which the run is to end; None: there is none.
-    """
-
-    def __init__(self, run: ResolvedRun, metrics: MetricsFile):
-        self._ends_run = run.config.train.on_hook_error == "stop"
-        self._metrics = metrics
-        self.first: UserError | None = None
-
-    def __call__(self, name: str, step: int, error: Exception) -> None:
-        """Handles an error. It has the arguments of `Trainer`'s `on_hook_error`."""
-        text = describe_hook_error(name, step, error)
-        self._metrics.write("hook_failed", step, hook=name, reason=text)
-        if not self._ends_run:
-            warn(text)
-        elif self.first is None:
-            code = getattr(error, "exit_code", ExitCode.HOOK_FAILED)
-            self.first = UserError(text, code)
-
-    def is_fatal(self) -> bool:
-        """Whether the run is to end."""
-        return self.first is not None

@@ -7,6 +7,7 @@ import pytest
 from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError
 from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import Stage
+from qwen3next_jax.runs import hooks
 from qwen3next_jax.runs.folder import saved_steps
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.training.hooks import Hook
@@ -115,6 +116,18 @@ def test_a_failing_hook_ends_the_run_with_a_save(run, tmp_path, monkeypatch):
     assert saved_steps(tmp_path / "run") == [3]
     assert train(with_train(), tmp_path / "run") == 0
     assert measured(tmp_path / "run") == measured(run[0])
+
+
+def test_an_error_on_another_process_ends_the_run_too(run, tmp_path, monkeypatch):
+    """Process 1 has told of it before the first save."""
+    told = {"hook": "theirs", "step": 3, "reason": "it failed", "exit_code": ExitCode.HOOK_FAILED}
+    theirs = iter([[told]])
+    monkeypatch.setattr(hooks, "gather_from_all", lambda ours: [ours, next(theirs, [])])
+    with pytest.raises(UserError, match="it failed: saved after step 4") as raised:
+        train(with_train(), tmp_path)
+    assert raised.value.exit_code == ExitCode.HOOK_FAILED
+    events = read_events(tmp_path / "metrics.jsonl")
+    assert [e["hook"] for e in events if e["event"] == "hook_failed"] == ["theirs"]
 
 
 def test_a_hook_that_stops_the_run_has_it_saved(tmp_path):
