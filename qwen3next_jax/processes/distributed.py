@@ -267,8 +267,8 @@ def run_on_all(
 
 
 def gather_from_all(value: Any) -> list[Any]:
-    """Sends `value`, which must be JSON-serializable, to all processes at the same time. Returns the
-    values of all processes, in the order of the processes, on every process.
+    """Sends `value`, which must be JSON-serializable, to all processes. Returns the values of all
+    processes, in the order of the processes, on every process.
     """
     if jax.process_count() == 1:
         return [value]

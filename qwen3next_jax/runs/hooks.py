@@ -34,7 +34,14 @@ from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.training.average import averaged_params
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.guards import NO_TARGETS
-from qwen3next_jax.training.hooks import Decision, Hook, Metrics, StepInfo, describe_hook_error
+from qwen3next_jax.training.hooks import (
+    Decision,
+    Hook,
+    Metrics,
+    StepInfo,
+    describe_hook_error,
+    hook_exit_code,
+)
 from qwen3next_jax.training.loop import Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage, SourceReading, sources_read
@@ -97,11 +104,11 @@ class HookErrors(Hook):
         reason = describe_hook_error(name, step, error)
         if jax.process_count() > 1:
             reason += f" (process {jax.process_index()} on {socket.gethostname()})"
-        code = getattr(error, "exit_code", ExitCode.HOOK_FAILED)
-        self._untold.append({"hook": name, "step": step, "reason": reason, "exit_code": int(code)})
-        if not self._ends_run or not is_process_0():
+        code = int(hook_exit_code(error))
+        self._untold.append({"hook": name, "step": step, "reason": reason, "exit_code": code})
+        self._metrics.write("hook_failed", step, hook=name, reason=reason)  # and shows it
+        if not is_process_0():
             warn(reason)
-        self._metrics.write("hook_failed", step, hook=name, reason=reason)
 
     def asks_to_stop(self) -> bool:
         """Whether this process knows of an error with which the run is to end."""

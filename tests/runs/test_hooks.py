@@ -10,7 +10,7 @@ from qwen3next_jax.config import Stage
 from qwen3next_jax.runs import hooks
 from qwen3next_jax.runs.folder import saved_steps
 from qwen3next_jax.runs.telemetry import MetricsFile
-from qwen3next_jax.training.hooks import Hook
+from qwen3next_jax.training.hooks import Hook, hook_exit_code
 from tests.in_process import train
 from tests.runs.test_branching import with_
 
@@ -64,9 +64,10 @@ def test_a_hook_is_called_when_it_is_due_with_what_the_step_gave(run):
 
 
 FAILING = """
+import json
 def add(trainer):
     def fail(info):
-        raise KeyError("nothing there")
+        json.loads("nothing there")
     trainer.add_hook(fail, every=2, name="my hook")
 """
 
@@ -110,7 +111,8 @@ def test_a_stopped_run_saves_first_and_what_it_then_could_not_evaluate_follows(
 def test_a_failing_hook_ends_the_run_with_a_save(run, tmp_path, monkeypatch):
     (tmp_path / "failing_hooks.py").write_text(FAILING)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match="my hook.*step 2.*KeyError.*line 4.*on_hook_error") as told:
+    said = "my hook.*step 2.*JSONDecodeError.*failing_hooks.py, line 5.*on_hook_error"
+    with pytest.raises(UserError, match=said) as told:
         train(with_train(hooks=("failing_hooks:add",)), tmp_path / "run")
     assert told.value.exit_code == ExitCode.HOOK_FAILED not in RESTARTED
     assert saved_steps(tmp_path / "run") == [3]
@@ -128,6 +130,15 @@ def test_an_error_on_another_process_ends_the_run_too(run, tmp_path, monkeypatch
     assert raised.value.exit_code == ExitCode.HOOK_FAILED
     events = read_events(tmp_path / "metrics.jsonl")
     assert [e["hook"] for e in events if e["event"] == "hook_failed"] == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("code", "ends_with"),
+    [(ExitCode.USER_ERROR, ExitCode.HOOK_FAILED), (ExitCode.STORAGE, ExitCode.STORAGE)],
+)
+def test_a_mistake_in_a_hook_is_a_failed_hook(code, ends_with):
+    assert hook_exit_code(UserError("", code)) == ends_with
+    assert hook_exit_code(KeyError()) == ExitCode.HOOK_FAILED
 
 
 def test_a_hook_that_stops_the_run_has_it_saved(tmp_path):
@@ -148,10 +159,29 @@ def test_a_hook_that_fails_is_passed_over_by_a_setting(run, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     going_on = with_train(hooks=("failing_hooks:add",), on_hook_error="continue")
     assert train(going_on, tmp_path / "goes on") == 0
-    assert capsys.readouterr().err.count("my hook") == 3
+    assert "".join(capsys.readouterr()).count("my hook") == 3  # once for each time
     events = read_events(tmp_path / "goes on" / "metrics.jsonl")
     assert [e["step"] for e in events if e["event"] == "hook_failed"] == [2, 4, 6]
     assert measured(tmp_path / "goes on") == measured(run[0])
+
+
+def test_an_evaluation_that_failed_after_the_last_step_is_repeated(run, tmp_path, monkeypatch):
+    """By the same command, also with another train.log_every; not by one that goes on without."""
+
+    def fail(self, info):
+        if info.step == 6:
+            raise KeyError("no evaluation")
+        evaluate(self, info)
+
+    evaluate = hooks.EvaluationHook.__call__
+    monkeypatch.setattr(hooks.EvaluationHook, "__call__", fail)
+    with pytest.raises(UserError, match="eval.every.*saved after step 6"):
+        train(with_train(), tmp_path)
+    monkeypatch.setattr(hooks.EvaluationHook, "__call__", evaluate)
+    assert train(with_train(on_hook_error="continue"), tmp_path) == ExitCode.DONE
+    assert measured(tmp_path)[-1]["event"] == "train"
+    assert train(with_train(log_every=2), tmp_path) == ExitCode.DONE
+    assert measured(tmp_path) == measured(run[0])
 
 
 @pytest.mark.parametrize("name", ["hooks", "no_such_module:add", "sys:no_such_name"])
