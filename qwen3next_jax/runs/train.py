@@ -17,6 +17,7 @@ from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, war
 from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.installation import unused_gpu
 from qwen3next_jax.common.subpackages import has_subpackage
+from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.pipeline import Data, TextData
 from qwen3next_jax.data.progress import PreparationProgress
@@ -63,6 +64,7 @@ from qwen3next_jax.training.stages import (
     first_cursor,
     open_stages,
     place_cursors,
+    resolve_stages,
     sources_read,
     warn_of_epochs,
 )
@@ -161,9 +163,9 @@ def train(
 
     # ---- End
     if errors.fatal and is_saved:
+        again = "continues from there" if step < run.steps else "repeats a failed evaluation"
         raise UserError(
-            f"{errors.fatal}: saved after step {step}. The same command continues from there: "
-            f"{HOOK_ADVICE}",
+            f"{errors.fatal}: saved after step {step}. The same command {again}: {HOOK_ADVICE}",
             errors.fatal.exit_code,
         )
     if not is_saved or step < run.steps:
@@ -202,8 +204,11 @@ def _open_checkpoints(run: ResolvedRun, store: RunStore) -> CheckpointWriter:
 def _missing_evaluations(run: ResolvedRun, start: Start, step: int) -> list[str]:
     """Returns the kinds of events that evaluations and samples write, if they were due after
     `step`, the newest checkpoint, and the record does not hold all of them. A run that is asked to
-    stop saves before it evaluates, and may be killed in between. If the start changes what is
-    evaluated when, nothing is missing: the run was to evaluate something else.
+    stop saves before it evaluates, and may be killed in between. An evaluation that ended the run
+    with an error is missing too, unless errors in hooks no longer end the run.
+
+    If the start changes what is evaluated, or evaluates after other steps, nothing is missing: the
+    run was to evaluate something else.
     """
 
     def find() -> list[str]:
@@ -211,18 +216,27 @@ def _missing_evaluations(run: ResolvedRun, start: Start, step: int) -> list[str]
         of_step = [event for _, event in events if event["step"] == step]
         recorded = {hooks.event_name(event) for event in of_step}
         failed = {event["hook"] for event in of_step if event["event"] == "hook_failed"}
+        continues_without = run.config.train.on_hook_error == "continue"
+        if continues_without and failed & {EVALUATION, SAMPLE}:
+            return []
         # A run that begins with the state of another has a checkpoint, but did not take this step.
         expected = hooks.evaluation_events(run)
-        if "train" not in recorded or failed & {EVALUATION, SAMPLE} or expected <= recorded:
+        if "train" not in recorded or expected <= recorded:
             return []
         return sorted({name.partition(" ")[0] for name in expected})
 
-    if any(change.name.startswith(("config.eval", "config.train")) for change in start.changes):
+    if not step or any(change.name.startswith("config.eval") for change in start.changes):
         return []
-    every, ends_stage = run.config.eval.every, any(step == s.last_step for s in run.stages)
-    if not step or not (ends_stage or every and step % every == 0):
+    recorded = start.facts.folder.record.read_config(start.workdir)
+    if not all(_evaluates_after(step, config) for config in (recorded, run.config)):
         return []
     return broadcast_from_process_0(find)
+
+
+def _evaluates_after(step: int, config: Config) -> bool:
+    """Whether a run with these settings evaluates after `step`."""
+    every, ends_stage = config.eval.every, any(step == s.last_step for s in resolve_stages(config))
+    return ends_stage or step % every == 0
 
 
 # ---- State
