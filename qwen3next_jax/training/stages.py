@@ -254,6 +254,11 @@ class DataCursor(NamedTuple):
     def _row_of_mix(self, step: int, data_offset: int) -> int:
         return self.row + (step - self.step + data_offset) * self.batch_size
 
+    @property
+    def continues_stream(self) -> bool:
+        """Whether the stage continues a stream that the run, or its parent, has read before."""
+        return bool(self.row or self.starts.keys() & {self.fingerprint, *self.streams})
+
     def same_stream(self, other: "DataCursor") -> bool:
         """Whether the stages of both cursors read batches of the same size from the same training
         stream, so that their losses and gradient norms are comparable.
