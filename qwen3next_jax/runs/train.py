@@ -66,6 +66,7 @@ from qwen3next_jax.training.stages import (
     place_cursors,
     resolve_stages,
     sources_read,
+    stage_at,
     warn_of_epochs,
 )
 from qwen3next_jax.training.state import State
@@ -109,8 +110,7 @@ def train(
 
     # ---- Folder
     store = open_store(start.workdir, run.config.checkpoint.patience, is_owner=is_process_0())
-    start = lock_folder(start, data, store)
-    with store, _open_checkpoints(run, store) as checkpoints:
+    with lock_folder(start, data, store) as start, _open_checkpoints(run, store) as checkpoints:
         saved_step = checkpoints.newest_good_step() or 0
         missing = _missing_evaluations(run, start, saved_step)
         if saved_step > run.steps or (saved_step == run.steps and not missing):
@@ -145,7 +145,8 @@ def train(
             rewinder = Rewinder(run, data, first.cursors, start, checkpoints, metrics)
             if missing:
                 watchdog.allow(run.config.train.compile_timeout, "an evaluation", first.step)
-                trainer.call_missed_hooks(first.step, first.state)
+                with reports_out_of_memory(lambda: stage_at(run.stages, first.step)):
+                    trainer.call_missed_hooks(first.step, first.state)
             try:
                 step, state, last_metrics = _take_steps(trainer, first, rewinder, watchdog)
             except Halted as halt:

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import pytest
 
 from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError
@@ -173,9 +174,15 @@ def test_an_evaluation_that_failed_after_the_last_step_is_repeated(run, tmp_path
             raise KeyError("no evaluation")
         evaluate(self, info)
 
+    def run_out_of_memory(self, info):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 7 bytes")
+
     evaluate = hooks.EvaluationHook.__call__
     monkeypatch.setattr(hooks.EvaluationHook, "__call__", fail)
     with pytest.raises(UserError, match="eval.every.*saved after step 6"):
+        train(with_train(), tmp_path)
+    monkeypatch.setattr(hooks.EvaluationHook, "__call__", run_out_of_memory)
+    with pytest.raises(UserError, match="out of memory .*7 bytes.* train.batch_size"):
         train(with_train(), tmp_path)
     monkeypatch.setattr(hooks.EvaluationHook, "__call__", evaluate)
     assert train(with_train(on_hook_error="continue"), tmp_path) == ExitCode.DONE
