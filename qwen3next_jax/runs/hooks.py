@@ -133,18 +133,20 @@ class StopHook(Hook):
     """Stops all processes after the same step when one of them asks for it."""
 
     def __init__(self, trainer: Trainer, asks: Callable[[], bool]):
-        """Makes the hook. `asks`: whether this process is to stop, such as after a signal."""
+        """Makes the hook. `asks`: whether this process is to stop, such as after a signal. It also
+        is if one of its hooks has called `Trainer.stop`.
+        """
         self._trainer = trainer
         self._asks = asks
         self._votes = StopVote()
 
     def before_step(self, step: int, pending: Metrics) -> None:
         # A process is asked once per step; what comes later counts for the next step.
-        self._vote = self._votes.cast(self._asks())
+        self._vote = self._votes.cast(self._asks() or self._trainer.wants_to_stop)
 
     def after_dispatch(self, step: int, pending: Metrics) -> None:
         if self._vote:
-            self._trainer.stop()
+            self._trainer.stop(agreed=True)
 
 
 class ProfilerHook(Hook):

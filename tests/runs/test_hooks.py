@@ -1,6 +1,7 @@
 """Hooks of a user's own: when they are called, what they see, and what happens when one fails."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -11,8 +12,11 @@ from qwen3next_jax.config import Stage
 from qwen3next_jax.runs import hooks
 from qwen3next_jax.runs.folder import saved_steps
 from qwen3next_jax.runs.telemetry import MetricsFile
+from qwen3next_jax.training import loop
 from qwen3next_jax.training.hooks import Hook, hook_exit_code
-from tests.in_process import train
+from qwen3next_jax.training.loop import Trainer
+from qwen3next_jax.training.stages import DataCursor, open_stages, place_cursors
+from tests.in_process import resolved, shared_step, train
 from tests.runs.test_branching import with_
 
 
@@ -131,6 +135,33 @@ def test_an_error_on_another_process_ends_the_run_too(run, tmp_path, monkeypatch
     assert raised.value.exit_code == ExitCode.HOOK_FAILED
     events = read_events(tmp_path / "metrics.jsonl")
     assert [e["hook"] for e in events if e["event"] == "hook_failed"] == ["theirs"]
+
+
+def trainer_of(config):
+    """A trainer without hooks, and the first state."""
+    run = resolved(config)
+    data = open_stages(run.stages, run.model.vocab_size)
+    first = DataCursor(data[0].fingerprint, data[0].batch_size)
+    trainer = Trainer(run, data, place_cursors(run.stages, data, first), shared_step)
+    return trainer, run.init_state()
+
+
+def test_a_stop_by_one_of_several_processes_waits_for_the_vote(monkeypatch):
+    """The others begin the next step before they are told."""
+    trainer, state = trainer_of(with_train())
+    trainer.add_hook(hooks.StopHook(trainer, lambda: False), every=0, required=True)
+    trainer.add_hook(lambda info: trainer.stop(), every=2)
+    several = SimpleNamespace(**vars(jax) | {"process_count": lambda: 2})
+    monkeypatch.setattr(loop, "jax", several)
+    assert trainer.train(state)[0] == 3
+
+
+def test_a_stop_before_the_next_step_is_not_forgotten():
+    trainer, state = trainer_of(with_train())
+    trainer.add_hook(lambda info: trainer.stop(), every=2, after_stop=True)
+    step, state, _ = trainer.train(state)
+    trainer.call_missed_hooks(step, state)
+    assert (step, trainer.train(state, step)[0]) == (2, 3)
 
 
 @pytest.mark.parametrize(
