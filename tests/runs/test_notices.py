@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import LoRAConfig, ModelConfig
+from qwen3next_jax.config import LoRAConfig, ModelConfig, Stage
 from qwen3next_jax.runs.checks import resolve_start
 from qwen3next_jax.runs.facts import PretrainedModel
 from qwen3next_jax.runs.memory import activation_bytes, check_activations_fit
@@ -25,13 +25,16 @@ def notices(tmp_path, **groups):
     ("groups", "names"),
     [
         (
-            {"train": {"steps": 3}, "optimizer": {"warmup_steps": 5}},
+            {
+                "train": {"steps": 3, "stages": (Stage(1), Stage(2))},
+                "optimizer": {"warmup_steps": 5},
+            },
             ["warmup_steps = 5", "3 steps"],
         ),
         ({"model": {"lora": LoRAConfig(rank=2)}}, ["model.lora.rank", "train.init_from"]),
         (
             {"model": {"num_experts": 0, "intermediate_size": ModelConfig.intermediate_size}},
-            ["model.intermediate_size = 5120"],
+            ["model.intermediate_size = 5120", "hidden_size is 2048", "note"],  # true if given too
         ),
     ],
 )
