@@ -114,9 +114,10 @@ def _print_devices(run: ResolvedRun) -> None:
         + (f" of {gigabytes(limit)}" if limit else "")
     )
     activations = max(activation_bytes(run, stage) for stage in run.stages)
+    at_least = f" at least {gigabytes(activations)}, the layers' inputs alone"
     print(
-        f"Activations add at least {gigabytes(activations)}, the layers' inputs alone; qwen3next "
-        "plan compiles the real step and says all"
+        f"Activations add to this{at_least if activations else ''}; qwen3next plan compiles the "
+        "real step and says how much"
     )
 
 
