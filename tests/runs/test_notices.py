@@ -13,6 +13,7 @@ from qwen3next_jax.runs.notices import describe_notices
 from qwen3next_jax.runs.start import prepare_start
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training.resolve import resolve_run
+from tests.in_process import dry_run
 from tests.runs.test_branching import with_
 
 
@@ -71,3 +72,10 @@ def test_a_hook_that_is_missing_is_no_start(tmp_path):
     start = prepare_start(with_(train={"hooks": ("no_such_module:add",)}), tmp_path)
     with pytest.raises(UserError, match="train.hooks.*no_such_module"):
         resolve_start(start, single_device_mesh())
+
+
+def test_a_dry_run_prints_no_bound_of_zero(tmp_path, capsys):
+    for remat, is_bound in (("none", True), ("offload", False)):
+        dry_run(with_(train={"remat": remat}), tmp_path)
+        (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("Activations"))
+        assert ("at least" in line) == is_bound and " 0.0 MB" not in line
