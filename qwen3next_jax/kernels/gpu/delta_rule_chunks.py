@@ -270,7 +270,7 @@ def chunk_kernel(p, *refs):
         k_norm = q_norm = plgpu.layout_cast(jnp.ones((C,), jnp.float32), ROW)
     plgpu.barrier_wait(refs.rows_arrived.at[0])
     row = lambda slot, i: plgpu.load(refs.rows.at[slot, i], layout=ROW)
-    q_norm = jnp.where(row(0, DOCUMENT) >= 0, q_norm * p.key**-0.5, 0.0)
+    q_norm = jnp.where(row(0, DOCUMENT) >= 0, q_norm * p.key_channels**-0.5, 0.0)
     factors[K_NORM], factors[K_NORM_J], factors[Q_NORM] = k_norm, k_norm, q_norm
     plgpu.commit_smem()
 
