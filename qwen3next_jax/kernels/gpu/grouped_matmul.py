@@ -52,10 +52,8 @@ def is_default(x, weights) -> bool:
     GPU. For MIN_ROWS rows or more the function prints the decision once.
     """
     if x.shape[0] < MIN_ROWS:
-        few = (
-            f"has {x.shape[0]} rows: the kernels run {MIN_ROWS} or more {implementations.BY_DESIGN}"
-        )
-        implementations.give_reason(False, few)
+        few = f"has {x.shape[0]} rows: the kernels run {MIN_ROWS} or more"
+        implementations.give_reason(False, f"{few} {implementations.BY_DEFAULT}")
         return False
     refusal = supports(x, weights)
     shapes = [w.shape[1:] for w in weights]
