@@ -406,8 +406,8 @@ def price_again(
     plan: Plan, config: Config, topology: Topology, dump_folder: str | pathlib.Path
 ) -> Plan:
     """Returns `plan`, which `make_plan` made of `config`, with estimates that the cost models make
-    now from the program and the schedules in `dump_folder`. Nothing is compiled. A plan without
-    predictions is returned as it is.
+    now from the program and the schedules in `dump_folder`. Nothing is compiled. If the step of the
+    plan was not compiled (`plan.memory` is None), there is nothing to estimate.
     """
     plan = dataclasses.replace(plan, topology=topology)
     if not plan.memory:

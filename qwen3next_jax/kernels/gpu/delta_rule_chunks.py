@@ -228,7 +228,7 @@ class _Refs(NamedTuple):
     inverse_parts: Any  # P beta, then the high and the low part of the inverse
     diagonal: Any
     rows: Any
-    factors: Any
+    factors: Any  # the 6 rows of numbers for each token that `delta_rule_tiles` lists
     keys_arrived: Any
     rows_arrived: Any
 

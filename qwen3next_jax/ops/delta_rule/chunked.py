@@ -381,7 +381,10 @@ def _state_pass_backward(c: Chunk, do, dfinal, dots: Products, exact: Products, 
 
 
 def _backward_through_inverse(c: Chunk, dwritten, exact: Products):
-    """Returns dR = A^T dV' and X = beta gamma dR. Without the delta term they are dV' and None."""
+    """Returns two gradients of V' = A R, where A is the inverse and R = beta (V - gamma K S): that
+    of R, dR = A^T dV', and that of -K S, X = beta gamma dR. Without the delta term there is no
+    inverse, and the result is dV' and None.
+    """
     if c.inverse is None:
         return dwritten, None
     dr = exact.tn(c.inverse, dwritten)
