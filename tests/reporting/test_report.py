@@ -177,7 +177,7 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path):
 def test_runs_are_compared_at_common_steps(tmp_path):
     write_run(tmp_path / "a", steps=200)
     write_run(tmp_path / "b", steps=300)
-    warning, of_rates = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
+    warning, of_rates, _ = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
     assert "(a: 200, b: 300)" in warning
     events = load_run(tmp_path / "b").events["train"]
     (rate,) = (event["learning_rate"] for event in events if event["step"] == 200)
