@@ -5,9 +5,10 @@
 
 A sweep runs one training run, called a point, for every combination of the values in the sweep
 file. After an interruption the same command continues the sweep; it does not repeat points that are
-done. Whenever a point ends, the command rewrites report.html and results.csv in the workdir. With
---emit, the command runs nothing and prints one shell command per point, which another machine can
-run; when all points have run, the command without --emit writes their report. A sweep file is
+done. Whenever a point ends, the command rewrites report.html and results.csv in the workdir. At the
+end of a sweep over several budgets of compute, it prints the effective speed-ups (docs/sweeps.md).
+With --emit, the command runs nothing and prints one shell command per point, which another machine
+can run; when all points have run, the command without --emit writes their report. A sweep file is
 Python code and is executed.
 """
 

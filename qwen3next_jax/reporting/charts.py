@@ -27,7 +27,7 @@ DASHES = ("", "6 3", "2 3", "9 3 2 3")
 # Numbers of larger magnitude than this are not drawn, and numbers of smaller magnitude than its
 # inverse are drawn as 0, because arithmetic with them could overflow.
 LARGEST = 1e100
-LEGEND_LINES = 12  # a chart with more named lines has no legend: the page's table of runs names them
+LEGEND_LINES = 12  # with more named lines there is no legend: the table of runs names them
 EMPTY = '<p class="empty">nothing recorded yet</p>'
 
 

@@ -58,7 +58,8 @@ class Arm:
     Attributes:
       name: its name.
       losses: [S, B], the loss at the end of every budget.
-      spent: unit → [S, B], the budgets in this unit. A unit that was not measured is absent.
+      spent: unit → [S, B], the budgets in this unit. A unit that was not measured is absent,
+        or NaN.
       devices: the devices that trained it, such as {"8 × TPU v5"}.
     """
 
@@ -225,8 +226,8 @@ def speed_up(baseline: Arm, arm: Arm, unit: str) -> SpeedUp:
     for one, misfit in zip((baseline, arm), misfits, strict=True):
         require(
             misfit < math.inf,
-            f"{one.name}: the loss at the largest budget no longer falls with the {UNITS[unit]}, "
-            "so it tells no compute: add budgets at which it falls",
+            f"{one.name}: its loss does not fall with the {UNITS[unit]}, so a loss tells no "
+            "compute: add budgets at which it falls",
         )
         require(
             misfit <= LARGEST_MISFIT,

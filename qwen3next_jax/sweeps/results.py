@@ -7,6 +7,7 @@ Every number comes from a run's metrics.jsonl or is computed from its configurat
 import contextlib
 import csv
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -59,7 +60,7 @@ class Result:
         """Whether the run has taken its last step and recorded all its evaluations there."""
         return bool(self.metrics)
 
-    @property
+    @functools.cached_property
     def costs(self) -> dict[str, float]:
         """Name → value of the fields of `Costs`, computed from the configuration."""
         return count_costs(self.point.config)._asdict()

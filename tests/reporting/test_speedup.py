@@ -127,8 +127,8 @@ def test_the_better_budgets_are_never_left():
         ([2.0, 1.9], [1e11, 3e11], ("2 budgets",)),
         ([2.0, 1.9, 1.8], [1e11, 3e11, 3e11], ("2 budgets",)),
         (np.zeros((0, 4)), BUDGETS, ("no seed", "4 budgets")),
-        ([2.0, 2.1, 2.2, 2.3], BUDGETS, ("no longer falls",)),
-        ([2.0, 2.0, 2.0, 2.0], BUDGETS, ("no longer falls",)),
+        ([2.0, 2.1, 2.2, 2.3], BUDGETS, ("does not fall",)),
+        ([2.0, 2.0, 2.0, 2.0], BUDGETS, ("does not fall",)),
         ([3.0, 1.9, 2.6, 2.2], BUDGETS, ("law",)),
     ],
 )
