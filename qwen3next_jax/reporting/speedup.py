@@ -517,13 +517,13 @@ def _explanation(told: Sequence[SpeedUp]) -> str:
 
 def _row(comparison: Comparison) -> list[str]:
     told = [found for found in comparison.found.values() if isinstance(found, SpeedUp)]
-    misfits = [found.misfit for found in told if found.misfit]
+    misfits = [f"{f.misfit:.3g}" if f.misfit else "–" for f in told]
     return [
         comparison.arm,
         comparison.baseline,
         *("–" if isinstance(found, str) else str(found) for found in comparison.found.values()),
         f"{told[0].loss:.4g}" if told else "–",
-        f"{max(misfits):.3g}" if misfits else "–",
+        " · ".join(misfits) if len(set(misfits)) > 1 else next(iter(misfits), "–"),
     ]
 
 
