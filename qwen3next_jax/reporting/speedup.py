@@ -509,8 +509,8 @@ def _explanation(told: Sequence[SpeedUp]) -> str:
         text += " One seed has no interval: differences may be chance."
     if any(found.misfit for found in told):
         text += (
-            " Misfit: the distance of the losses from the law, as a factor of compute. A speed-up "
-            "that is nearer to 1 than the misfit says nothing."
+            " Misfit: the distance of the losses from the law, as a factor of compute, for each "
+            "unit where they differ. A speed-up that is nearer to 1 than its misfit says nothing."
         )
     return text
 
