@@ -412,7 +412,7 @@ def test_a_wrong_kernel_is_refused_and_remembered(monkeypatch, tmp_path):
         ("right", "", "gave another dk"),
         ("gave another o", "gave another o (process 1)", "gave another dk"),
     ):
-        assert verdict("right") == right and list(said.store.values()) == ["right"]
+        assert verdict("right") == right and list(said.store.values()) == ["passed"]
         assert verdict("wrong").startswith(wrong) and list(said.store.values())[0].startswith(
             "gave another dk"
         )

@@ -45,7 +45,7 @@ def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
     """
     if x.q.shape[1] <= C // 2:  # XLA takes shorter chunks for such short rows
         few = f"has rows of {x.q.shape[1]} tokens: the kernels run longer ones"
-        implementations.give_reason(False, f"{few} {implementations.BY_DESIGN}")
+        implementations.give_reason(False, f"{few} {implementations.BY_DEFAULT}")
         return False
     key, value, over_chip = x.q.shape[3], x.v.shape[3], Problem.of(x, settings).split
     test = delta_rule_self_test.test(key, value, settings.normalize_qk, settings.erase, over_chip)
