@@ -233,9 +233,9 @@ CHIP = "on a GPU of compute capability 8.0: expected 9.0 (H100, H200)"
 @pytest.mark.parametrize(
     "chip, other, told, refused",
     [
-        ("9.0", "right", "right", ""),
-        ("8.0", "right", CHIP, CHIP),
-        ("9.0", CHIP, "right", f"{CHIP} (process 1)"),
+        ("9.0", self_test.PASSED, self_test.PASSED, ""),
+        ("8.0", self_test.PASSED, CHIP, CHIP),
+        ("9.0", CHIP, self_test.PASSED, f"{CHIP} (process 1)"),
     ],
 )
 def test_a_chip_without_the_kernels_is_known_to_all(monkeypatch, chip, other, told, refused):
