@@ -174,7 +174,7 @@ def run_evaluations(
     eval_context = evaluation.EvalContext(
         described, graphdef, tokenizer, open_once, options, places
     )
-    evaluations = evaluation.make_evaluations(names, eval_context, "--suite")
+    evaluations = evaluation.make_evaluations(names, eval_context, "--suite", data)
 
     title = str(path)
     if step is not None:

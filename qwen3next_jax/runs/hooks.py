@@ -2,6 +2,8 @@
 to `training.loop.Trainer`. Each hook is one class and uses no other hook.
 """
 
+import itertools
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,11 +12,17 @@ import jax
 import numpy as np
 from flax import nnx
 
+from qwen3next_jax.common.errors import ExitCode, UserError, warn
 from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config import EvalConfig, TrainConfig
 from qwen3next_jax.data.pipeline import Data, Epoch
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.processes.distributed import StopVote, broadcast_from_process_0
+from qwen3next_jax.processes.distributed import (
+    StopVote,
+    broadcast_from_process_0,
+    gather_from_all,
+    is_process_0,
+)
 from qwen3next_jax.processes.watchdog import Watchdog
 from qwen3next_jax.runs.checks import SAMPLE_TEMPERATURE
 from qwen3next_jax.runs.display import Display
@@ -26,7 +34,14 @@ from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.training.average import averaged_params
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.guards import NO_TARGETS
-from qwen3next_jax.training.hooks import Decision, Hook, Metrics, StepInfo
+from qwen3next_jax.training.hooks import (
+    Decision,
+    Hook,
+    Metrics,
+    StepInfo,
+    describe_hook_error,
+    hook_exit_code,
+)
 from qwen3next_jax.training.loop import Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage, SourceReading, sources_read
@@ -66,22 +81,72 @@ class WatchdogHook(Hook):
             self._watchdog.allow(self._config.compile_timeout, "an evaluation or a save", step)
 
 
+class HookErrors(Hook):
+    """What happens after an error in a hook that training does not need (`train.on_hook_error`):
+    the run ends after the next step, which it saves; or it continues without the hook.
+
+    Such a hook may fail on one process alone. As a hook, this class tells all processes of the
+    errors that each of them had; the run calls it before each save, and at its end.
+
+    Attributes:
+      fatal: the error with which all processes of the run end; None: there is none.
+    """
+
+    def __init__(self, ends_run: bool, metrics: MetricsFile):
+        """Makes the hook. `ends_run`: whether the run ends after an error."""
+        self._ends_run = ends_run
+        self._metrics = metrics
+        self._untold: list[dict[str, Any]] = []
+        self.fatal: UserError | None = None
+
+    def add(self, name: str, step: int, error: Exception) -> None:
+        """Handles an error. It has the arguments of `Trainer`'s `on_hook_error`."""
+        reason = describe_hook_error(name, step, error)
+        if jax.process_count() > 1:
+            reason += f" (process {jax.process_index()} on {socket.gethostname()})"
+        code = int(hook_exit_code(error))
+        self._untold.append({"hook": name, "step": step, "reason": reason, "exit_code": code})
+        self._metrics.write("hook_failed", step, hook=name, reason=reason)  # and shows it
+        if not is_process_0():
+            warn(reason)
+
+    def asks_to_stop(self) -> bool:
+        """Whether this process knows of an error with which the run is to end."""
+        return self._ends_run and bool(self._untold or self.fatal)
+
+    def __call__(self, info: StepInfo) -> None:
+        self.tell_all()
+
+    def tell_all(self) -> None:
+        """Tells all processes of the errors since the last call. All processes call it together."""
+        told, self._untold = gather_from_all(self._untold), []
+        for error in itertools.chain(*told[1:]):  # process 0 has written its own, and alone writes
+            self._metrics.write(
+                "hook_failed", error["step"], hook=error["hook"], reason=error["reason"]
+            )
+        first = next(itertools.chain(*told), None)
+        if first and self._ends_run and not self.fatal:
+            self.fatal = UserError(first["reason"], ExitCode(first["exit_code"]))
+
+
 class StopHook(Hook):
     """Stops all processes after the same step when one of them asks for it."""
 
     def __init__(self, trainer: Trainer, asks: Callable[[], bool]):
-        """Makes the hook. `asks`: whether this process is to stop, such as after a signal."""
+        """Makes the hook. `asks`: whether this process is to stop, such as after a signal. It also
+        is if one of its hooks has called `Trainer.stop`.
+        """
         self._trainer = trainer
         self._asks = asks
         self._votes = StopVote()
 
     def before_step(self, step: int, pending: Metrics) -> None:
         # A process is asked once per step; what comes later counts for the next step.
-        self._vote = self._votes.cast(self._asks())
+        self._vote = self._votes.cast(self._asks() or self._trainer.wants_to_stop)
 
     def after_dispatch(self, step: int, pending: Metrics) -> None:
         if self._vote:
-            self._trainer.stop()
+            self._trainer.stop(agreed=True)
 
 
 class ProfilerHook(Hook):

@@ -254,6 +254,11 @@ class DataCursor(NamedTuple):
     def _row_of_mix(self, step: int, data_offset: int) -> int:
         return self.row + (step - self.step + data_offset) * self.batch_size
 
+    @property
+    def continues_stream(self) -> bool:
+        """Whether the stage continues a stream that the run, or its parent, has read before."""
+        return bool(self.row or self.starts.keys() & {self.fingerprint, *self.streams})
+
     def same_stream(self, other: "DataCursor") -> bool:
         """Whether the stages of both cursors read batches of the same size from the same training
         stream, so that their losses and gradient norms are comparable.
@@ -407,7 +412,8 @@ def after_rewind(cursors: DataCursors, step: int, data_offset: int, to_step: int
     Args:
       cursors: the cursors of the run's stages.
       step: the step at which the run was rewound. The run also skips the batch of this step.
-      data_offset: the data offset at that step.
+      data_offset: the `data_offset` of the train state at that step: the number of batches that
+        earlier rewinds had skipped.
       to_step: the step to whose train state the run returns.
 
     Returns:

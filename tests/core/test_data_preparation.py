@@ -579,7 +579,7 @@ def test_a_dead_worker_is_named(texts, tmp_path, monkeypatch):
         prepare([source], Fatal(), Recipe(64, 0.1, 0), tmp_path / "q", workers=2)
 
 
-def test_damaged_units_are_named(texts, tmp_path):
+def test_damaged_parts_are_named(texts, tmp_path):
     run(texts, tmp_path / "p")
     manifest = next((tmp_path / "p").glob("tokens/*/*.json"))
     tokens = manifest.with_suffix(".tokens")
@@ -930,7 +930,7 @@ def test_progress_is_reported(texts, tmp_path, monkeypatch):
 # ---- two libraries that tokenize
 
 
-def test_units_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeypatch, capsys):
+def test_parts_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeypatch, capsys):
     pytest.importorskip("tiktoken")
     small = tokenizers.Tokenizer(tokenizers.models.BPE())
     small.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

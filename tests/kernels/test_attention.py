@@ -80,12 +80,11 @@ def tolerance(t, dtype=jnp.float32):
 @pytest.mark.parametrize(
     "t, n, m, packed",
     [
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((1, 2, 2, False), (63, 4, 2, True), (64, 4, 1, False))
-        ),
+        (1, 2, 2, False),
+        (63, 4, 2, True),
+        (64, 4, 1, False),
         (65, 3, 3, True),
-        pytest.param(200, 8, 2, True, marks=pytest.mark.slow),
+        (200, 8, 2, True),
     ],
 )
 def test_equals_the_plain_softmax(t, n, m, packed):
@@ -134,8 +133,8 @@ def test_padding_gives_nothing_to_other_rows():
 @pytest.mark.parametrize(
     "new, layers",
     [
-        pytest.param(1, 1, marks=pytest.mark.slow),
-        pytest.param(8, 2, marks=pytest.mark.slow),
+        (1, 1),
+        (8, 2),
         (9, 1),
     ],
 )

@@ -60,10 +60,9 @@ LAYOUTS = {
     [
         (4, "silu", "whole"),
         (4, "silu", "documents"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((1, None, "documents"), (2, "silu", "whole"), (8, None, "documents"))
-        ),
+        (1, None, "documents"),
+        (2, "silu", "whole"),
+        (8, None, "documents"),
     ],
 )
 def test_matches_the_token_loop(width, activation, layout):
@@ -82,7 +81,6 @@ def test_matches_the_token_loop(width, activation, layout):
     np.testing.assert_allclose(final, want_final, atol=1e-13)
 
 
-@pytest.mark.slow
 def test_gradients_match_finite_differences():
     x, kernel, state = problem(4)
     ids = LAYOUTS["documents"]
@@ -111,7 +109,7 @@ def test_gradients_match_finite_differences():
 
 @pytest.mark.parametrize(
     "width, activation, time, documents",
-    [(4, "silu", 48, True), pytest.param(2, None, 64, False, marks=pytest.mark.slow)],
+    [(4, "silu", 48, True), (2, None, 64, False)],
 )
 def test_the_kernels_interpreted_match_the_products(width, activation, time, documents):
     """Blocks of 16 tokens and two columns of lanes, against the products in float64; a document

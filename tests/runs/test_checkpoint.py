@@ -219,8 +219,8 @@ SMALL = ModelConfig(hidden_size=16, num_hidden_layers=1, full_attention_interval
 def _open(workdir, config, data="data", tokens="tokens"):
     """→ the changes, written down as a run does before its first step."""
     rows = SimpleNamespace(fingerprint=data, tokenizer=SimpleNamespace(fingerprint=tokens))
-    with open_store(workdir) as store:
-        start = lock_folder(decide(config, read_facts(config, workdir)), [rows], store)
+    store, start = open_store(workdir), decide(config, read_facts(config, workdir))
+    with lock_folder(start, [rows], store) as start:
         run = SimpleNamespace(config=start.config, model=config.model)
         cursors = [DataCursor(data, config.train.batch_size)]
         if now := make_record(start, run, cursors, tokens):
