@@ -77,7 +77,7 @@ PLACEMENTS = {
     # several streams: f reads a mixture of them, and gates add its output to each (model.streams)
     "gated_residual": "qwen3next_jax.zoo.gated_residual:GatedResidual",
     # several streams: a doubly stochastic matrix mixes them around f (model.streams)
-    "mhc": "qwen3next_jax.zoo.hyper_connections:HyperConnections",
+    "mhc": "qwen3next_jax.zoo.hyper_connections:MHC",
     # f reads a weighted mean of the outputs of earlier blocks of layers (model.streams)
     "attention_residual": "qwen3next_jax.zoo.attention_residual:AttentionResidual",
 }

@@ -137,7 +137,7 @@ def _weighted(weight_SBT: jax.Array, slices: list[jax.Array]) -> jax.Array:
     )
 
 
-class HyperConnections(Block):
+class MHC(Block):
     """A layer whose mixer and MLP read and write several residual streams, which a doubly
     stochastic matrix mixes.
     """

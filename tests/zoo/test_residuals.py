@@ -92,7 +92,8 @@ class Stack(nnx.Module):
 
     def __init__(self, config):
         placement, make = config.block.resolve("placement"), Make(config, nnx.Rngs(0))
-        blocks = [placement(config, "gated_attention", False, make, (i,)) for i in range(3)]
+        layers = (0, 1, 2)  # a layer finds its number among these by `Context.layer`
+        blocks = [placement(config, "gated_attention", False, make, layers) for _ in layers]
         for block in blocks:
             del block.mixer, block.mlp
         self.blocks, self.last = nnx.List(blocks), placement.make_last(config, make)
@@ -111,8 +112,8 @@ def test_a_residual_stream_is_its_formula(name):
         stack = nnx.merge(graph, params)
         h = placement.enter(x[None, None], config)
         for number, f in enumerate(MAPS):
-            part = ("mixer", "mlp")[number % 2]
-            read, add = stack.blocks[number // 2].around(h, part, Context(None))
+            layer, part = number // 2, ("mixer", "mlp")[number % 2]
+            read, add = stack.blocks[layer].around(h, part, Context(None, layer=layer))
             h = add(f(read[0, 0])[None, None])
         y = placement.leave(h, stack.last, config)[0, 0]
         return y @ weight, y
@@ -224,7 +225,9 @@ def test_packed_and_cached_states_are_those_of_whole_rows(name):
 
 @forms
 def test_scanned_layers_are_those_of_a_loop(name):
-    """The number of a layer reaches a layer in the scan, and its diagnostics are finite."""
+    """The number of a layer reaches a layer in the scan. Diagnostics measure all streams, or the
+    sum of all blocks.
+    """
     config = config_of(name)
     model = model_of(config)
     graph, params = nnx.split(model.layers[0])
@@ -237,14 +240,44 @@ def test_scanned_layers_are_those_of_a_loop(name):
         for i in range(config.num_hidden_layers):
             block = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], params))
             x, aux, _ = measured(block, x, Context(positions, layer=i))
-        return model.leave(x), aux["diagnostics"]
+        left = model.leave(x)
+        if name == "attention_residual":
+            x = x.reshape(*x.shape[:2], -1, config.hidden_size).sum(axis=2)
+        return left, jnp.abs(x).max(), aux["diagnostics"]
 
     options = ForwardOptions(collect_stats=True)
     features = jax.jit(lambda model: model.features(tokens, options=options))(model)
-    want, diagnostics = loop(model)
+    want, largest, diagnostics = loop(model)
     np.testing.assert_allclose(features.hidden, want, **CLOSE)
     for found in (diagnostics, features.diagnostics[2]):
-        assert 0 < found["activation_median"] < found["activation_max"]
+        np.testing.assert_allclose(found["activation_max"], largest, **CLOSE)
+
+
+@forms
+def test_the_module_is_a_model_of_one_layer(name):
+    """The residual stream of multi-token prediction, which the trunk's depth does not change."""
+    config = config_of(name)
+    module = model_of(config).mtp
+    streams = dataclasses.replace(config.streams, block_layers=1)
+    one = dataclasses.replace(config, num_hidden_layers=1, streams=streams)
+    placement = config.block.resolve("placement")
+    graph, _ = nnx.split(
+        nnx.eval_shape(
+            lambda: placement(one, "gated_attention", False, Make(one, nnx.Rngs(0)), (0,))
+        )
+    )
+    context = Context(jnp.arange(7)[None])
+    state, embedded = np.random.default_rng(0).normal(size=(2, 1, 7, config.hidden_size))
+
+    @jax.jit
+    def run(module, state, embedded):
+        x = module.input(state, embedded, context)[..., : config.hidden_size]
+        layer = nnx.merge(graph, nnx.state(module.block))
+        after, _, _ = layer(placement.enter(x, one), context)
+        return module(state, embedded, context)[0], placement.leave(after, module.norm, one)
+
+    found, want = run(module, jnp.asarray(state, jnp.float32), jnp.asarray(embedded, jnp.float32))
+    np.testing.assert_allclose(found, want, **CLOSE)
 
 
 def batch_of(rows):
