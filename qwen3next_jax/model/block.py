@@ -28,8 +28,8 @@ class Block(nnx.Module):
 
     The residual stream x is as wide as the model here. Subclasses are other placements of the norms
     (the setting `model.block.placement`). They override `before` and `after`, or `around`. A
-    subclass with a wider residual stream also overrides `enter` and `leave`, and where its stream
-    asks for it `make_last`, `observed`, `residual_flops` and `multi_token_prediction`.
+    subclass with a wider residual stream also overrides `enter` and `leave`. It may override
+    `make_last`, `observed`, `residual_flops` and `multi_token_prediction`.
     """
 
     # The nnx.Module that the settings `model.ple` choose, which adds an embedding of the tokens

@@ -60,7 +60,7 @@ _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
     **{
         f"model.streams.{field.name}": (
             lambda c, name=field.name: name in STREAM_SETTINGS.get(c.model.block.placement, ()),
-            "the residual stream does not have it (model.block.placement)",
+            "the placement of the blocks does not read it (model.block.placement)",
         )
         for field in dataclasses.fields(StreamsConfig)
     },
