@@ -121,6 +121,7 @@ def train(
         with _observe(run, store, data, start, first, missing) as observers:
             display, metrics, watchdog = observers.display, observers.metrics, observers.watchdog
             checkpoints.before_manifest = metrics.flush
+            metrics.add_listener(checkpoints.hear)
             metrics.start(
                 first.step,
                 start_time,
@@ -151,6 +152,7 @@ def train(
             checkpoints.wait()
             saving.write_events()
             is_saved = broadcast_from_process_0(lambda: step in checkpoints.steps())
+            best = checkpoints.best_step()
             divergence = ""
             if step == run.steps:
                 divergence = divergence_at_last_step(last_metrics, state, evaluation)
@@ -168,6 +170,8 @@ def train(
         return end_before_last_step(run, store.workdir, step, is_saved)
     heldout = evaluation.heldout_text if evaluation else "not evaluated"
     summary = f"Trained {step} steps: held-out {heldout}."
+    if run.config.checkpoint.keep_best:
+        summary += f" The checkpoint with the lowest held-out loss is {best} (--step=best)."
     return end_at_last_step(run, store.workdir, step, divergence, summary, data[0].tokenizer)
 
 
