@@ -27,8 +27,9 @@ stop() {
   echo "error: $1" >&2
   exit 2
 }
-workdir=${1:?expected a folder or a bucket for the run}
-[[ $workdir == -* ]] && stop "$workdir: expected the folder of the run first, then flags of train.py"
+[[ $1 && $1 != -* ]] ||
+  stop "usage: sbatch deploy/slurm.sh FOLDER [flags of train.py], with a folder or bucket for the run, not ${1:-nothing}"
+workdir=$1
 shift
 [[ " $*" == *" --config="* ]] || set -- --config=configs/small.py "$@"
 command -v srun >/dev/null || stop "srun: not found: this script is for a SLURM cluster"

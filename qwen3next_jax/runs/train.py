@@ -171,7 +171,7 @@ def train(
     heldout = evaluation.heldout_text if evaluation else "not evaluated"
     summary = f"Trained {step} steps: held-out {heldout}."
     if run.config.checkpoint.keep_best:
-        summary += f" The checkpoint with the lowest held-out loss is {best} (--step=best)."
+        summary += f" The lowest held-out loss of a checkpoint is that of step {best} (--step=best)."
     return end_at_last_step(run, store.workdir, step, divergence, summary, data[0].tokenizer)
 
 
