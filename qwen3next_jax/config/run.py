@@ -521,7 +521,8 @@ class EvalConfig:
     every: int = 250
     # number of held-out rows of an evaluation during training; eval.py uses all rows by default
     rows: int = 64
-    # text that the model continues at each evaluation, as a sample
+    # text that the model continues at each evaluation, as a sample. In place of the default, a run
+    # on conversations continues their first turn
     sample_prompt: str = "def "
     # number of tokens of the sample; 0: no sample
     sample_tokens: int = 96

@@ -457,7 +457,7 @@ def _add_hooks(
         )
     if config.eval.sample_tokens and has_subpackage("inference"):
         trainer.add_hook(
-            hooks.SampleHook(run, metrics, config.eval, tokenizer, display.during),
+            hooks.SampleHook(run, metrics, config.eval, data[0], display.during),
             every=config.eval.every,
             at_stage_end=True,
             after_stop=True,
