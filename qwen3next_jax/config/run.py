@@ -751,8 +751,8 @@ class Config:
         require(
             not self.checkpoint.keep_best or max(every, evaluated) % min(every, evaluated) == 0,
             f"checkpoint.keep_best with checkpoint.every = {every} and eval.every = {evaluated}: "
-            "the best is chosen among the checkpoints that were also evaluated: make one of the two "
-            "numbers a multiple of the other",
+            "the best is chosen among the checkpoints that were also evaluated: make one of the "
+            "two numbers a multiple of the other",
         )
 
 

@@ -218,9 +218,7 @@ class TrainedAdapters(NamedTuple):
     base_digest: str
 
 
-def load_adapters(
-    workdir: pathlib.Path, step: Step = None, ema: bool = False
-) -> TrainedAdapters:
+def load_adapters(workdir: pathlib.Path, step: Step = None, ema: bool = False) -> TrainedAdapters:
     """Loads the adapters from a checkpoint of the run in `workdir`.
 
     Args:

@@ -170,8 +170,8 @@ def train(
         return end_before_last_step(run, store.workdir, step, is_saved)
     heldout = evaluation.heldout_text if evaluation else "not evaluated"
     summary = f"Trained {step} steps: held-out {heldout}."
-    if run.config.checkpoint.keep_best:
-        summary += f" The lowest held-out loss of a checkpoint is that of step {best} (--step=best)."
+    if run.config.checkpoint.keep_best and best is not None:
+        summary += f" Of the checkpoints, step {best} has the lowest held-out loss (--step=best)."
     return end_at_last_step(run, store.workdir, step, divergence, summary, data[0].tokenizer)
 
 

@@ -61,7 +61,9 @@ def test_a_hook_is_called_when_it_is_due_with_what_the_step_gave(run):
     steps = {name: [i.step for n, i in seen if n == name] for name, _ in seen}
     assert steps == {"every 2": [2, 4, 6], "2 and 3": [2, 3, 4, 6], "ends": [3, 6]}
     losses = {e["step"]: e["loss"] for e in measured(folder) if e["event"] == "train"}
-    (fields,) = {frozenset(e) for e in read_events(folder / "metrics.jsonl") if e["event"] == "train"}
+    (fields,) = {
+        frozenset(e) for e in read_events(folder / "metrics.jsonl") if e["event"] == "train"
+    }
     for _, info in seen:
         scalars = {name for name, value in info.metrics.items() if getattr(value, "ndim", 1) == 0}
         assert {"loss", "grad_norm", "learning_rate"} <= scalars - {"flags"} <= fields

@@ -504,7 +504,7 @@ def test_the_best_checkpoint_of_a_run_is_named_and_loaded(config, finished, tmp_
     record.write_text(json.dumps(best_so_far) + "\n" + record.read_text())
     keeps_best = dataclasses.replace(config.checkpoint, keep_best=True)
     assert train(dataclasses.replace(config, checkpoint=keeps_best), workdir) == 0
-    assert "step 20 (--step=best)" in capsys.readouterr().out
+    assert "step 20 has the lowest held-out loss" in capsys.readouterr().out
     assert load_model(workdir, step="best").step == 20
     record.write_text(record.read_text().replace('"loss": 99.0', '"loss": 0.01'))
     assert load_model(workdir, step="best").step == 10
