@@ -1,5 +1,6 @@
 """`model.depth_scaled_init`, and `optimizer.scaling`: the table of 2203.03466 and 2505.01618, that
-paper's own form of the model trained beside ours, and the sizes of activations over width and depth.
+paper's own form of the model trained beside ours, and the sizes of activations over width and
+depth.
 """
 
 import dataclasses
