@@ -115,7 +115,7 @@ def load_settings(path: str) -> dict[str, Any]:
       UserError: the file cannot be read, or the text of an override is not a value of its type.
     """
     folder = to_path(path)
-    if (folder / "run.json").is_file():
+    if folder.is_dir():
         values = to_dict(read_config(folder))
     else:
         values = load_config_file(find_file(path), flag="")

@@ -81,7 +81,7 @@ def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
     require_path(f"{flag}{path}", path)
     if not path.is_file():
         if path.is_dir():
-            reason = "a folder, without the run.json of a run"
+            reason = "a folder"
         else:
             reason = "not a regular file" if path.exists() else "no such file"
         known = [file.name for file in path.parent.glob("*.py")]
