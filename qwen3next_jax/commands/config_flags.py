@@ -11,7 +11,6 @@ from absl import flags
 
 from qwen3next_jax.commands.run_flags import workdir_of
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import Config, from_dict, registry, to_dict
 from qwen3next_jax.config.files import (
     UserInput,
@@ -114,11 +113,11 @@ def load_settings(path: str) -> dict[str, Any]:
     Raises:
       UserError: the file cannot be read, or the text of an override is not a value of its type.
     """
-    folder = to_path(path)
-    if folder.is_dir():
-        values = to_dict(read_config(folder))
+    found = find_file(path)
+    if found.is_dir():
+        values = to_dict(read_config(found))
     else:
-        values = load_config_file(find_file(path), flag="")
+        values = load_config_file(found, flag="")
     apply_overrides(values, _overrides)
     return values
 
