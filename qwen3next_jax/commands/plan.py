@@ -563,8 +563,8 @@ _rows = flags.DEFINE_list(
 _quick = flags.DEFINE_bool(
     "quick",
     False,
-    "for TPU slices: compile at optimization level O1, in less time: memory and network hold, times "
-    "differ from those of the level that training uses",
+    "for TPU slices: compile at optimization level O1, in less time: memory and network hold, "
+    "times differ from those of the level that training uses",
 )
 _cost_model = flags.DEFINE_enum(
     "cost_model",
