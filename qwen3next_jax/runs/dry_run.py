@@ -137,8 +137,8 @@ def _print_stages(run: ResolvedRun, taken: int) -> None:
         flops = flops_per_token(run.model, stage.sequence_length)
         total += flops * tokens * steps
         print(
-            f"Tokens{of_stage}: {stage.batch_size} × {stage.sequence_length} = {tokens:,} a step, "
-            f"{tokens * steps:,} in {steps:,} steps ({first + 1:,} … {stage.last_step:,}), "
+            f"Tokens{of_stage}: {stage.batch_size:,} × {stage.sequence_length:,} = {tokens:,} a "
+            f"step, {tokens * steps:,} in {steps:,} steps ({first + 1:,} … {stage.last_step:,}), "
             f"{tokens_at_once:,} a device and micro-batch"
         )
         print(
@@ -192,11 +192,12 @@ def _describe_data(config: DataConfig, vocab_size: int, row_lengths: Sequence[in
         for source in resolved
     ]
     long = "".join(text for one in estimates if one for text in one.long)
+    files = sum(len(source.files) for source in resolved)
     text = (
-        f"{sum(len(source.files) for source in resolved):,} files, "
+        f"{files:,} {'file' if files == 1 else 'files'}, "
         f"{gigabytes(sum(source.size for source in resolved))}, tokenizer of "
-        f"{tokenizer.vocab_size:,} tokens; the first documents of "
-        f"{'each source' if len(resolved) > 1 else 'it'} have been read{long}"
+        f"{tokenizer.vocab_size:,} tokens; the first documents"
+        f"{' of each source' if len(resolved) > 1 else ''} have been read{long}"
     )
     return _Described(text, estimates)
 

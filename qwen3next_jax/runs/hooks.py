@@ -386,37 +386,57 @@ class EvaluationHook:
             self._metrics.write("suite", info.step, suite=name, **measured)
 
 
+def sample_prompt(config: EvalConfig, data: Data, longest: int) -> tuple[str, np.ndarray]:
+    """Returns the prompt of samples, as text and as tokens [n]: `eval.sample_prompt`. In place of
+    the default, data of conversations have the first turn of a held-out row: the tokens before the
+    first answer, at most the last `longest`.
+    """
+    rows = range(min(data.heldout_rows, _ROWS_FOR_A_PROMPT))
+    if config.sample_prompt == EvalConfig.sample_prompt and "loss_weights" in data.kinds:
+        for row in map(data.heldout_row, rows):
+            answers = np.flatnonzero(row["loss_weights"] > 0)
+            if len(answers) and answers[0]:  # in a row of texts all tokens count
+                turn = row["tokens"][: answers[0]][-longest:]
+                return data.tokenizer.decode(turn), turn
+    return config.sample_prompt, data.tokenizer.encode(config.sample_prompt)
+
+
+_ROWS_FOR_A_PROMPT = 64
+
+
 class SampleHook:
-    """Generates a continuation of `eval.sample_prompt` and writes a "sample" event."""
+    """Generates a continuation of `sample_prompt` and writes a "sample" event."""
 
     def __init__(
         self,
         run: ResolvedRun,
         metrics: MetricsFile,
         config: EvalConfig,
-        tokenizer: Tokenizer,
+        data: Data,
         during: During,
     ):
         self._during = during
         self._run = run
         self._metrics = metrics
-        self._config = config
-        self._tokenizer = tokenizer
+        self._sample_tokens = config.sample_tokens
+        self._tokenizer = data.tokenizer
+        longest = max(run.model.context_length - config.sample_tokens, 1)
+        self._prompt, self._prompt_tokens = sample_prompt(config, data, longest)
 
     def __call__(self, info: StepInfo) -> None:
         from qwen3next_jax.inference.decode import complete
 
-        prompt = self._config.sample_prompt
         with self._during("generating a sample"):
             new = complete(
                 nnx.merge(self._run.graphdef, info.state["params"]),
-                [self._tokenizer.encode(prompt)],
-                max_new_tokens=self._config.sample_tokens,
+                [self._prompt_tokens],
+                max_new_tokens=self._sample_tokens,
                 temperature=SAMPLE_TEMPERATURE,
                 stop_ids=[id for id in (self._tokenizer.eos_id,) if id >= 0],
                 mesh=self._run.compute_mesh,
             )[0]
-        self._metrics.write("sample", info.step, text=prompt + self._tokenizer.decode(new))
+        text = self._prompt + self._tokenizer.decode(new)
+        self._metrics.write("sample", info.step, text=text)
 
 
 class CheckpointHook(Hook):

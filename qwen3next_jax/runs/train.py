@@ -123,6 +123,7 @@ def train(
         with _observe(run, store, data, start, first, missing) as observers:
             display, metrics, watchdog = observers.display, observers.metrics, observers.watchdog
             checkpoints.before_manifest = metrics.flush
+            metrics.add_listener(checkpoints.hear)
             metrics.start(
                 first.step,
                 start_time,
@@ -156,6 +157,7 @@ def train(
             saving.write_events()
             errors.tell_all()
             is_saved = broadcast_from_process_0(lambda: step in checkpoints.steps())
+            best = checkpoints.best_step()
             divergence = ""
             if step == run.steps:
                 divergence = divergence_at_last_step(last_metrics, state, evaluation)
@@ -173,6 +175,8 @@ def train(
         return end_before_last_step(run, store.workdir, step, is_saved)
     heldout = evaluation.heldout_text if evaluation else "not evaluated"
     summary = f"Trained {step} steps: held-out {heldout}."
+    if run.config.checkpoint.keep_best and best is not None:
+        summary += f" Of the checkpoints, step {best} has the lowest held-out loss (--step=best)."
     return end_at_last_step(run, store.workdir, step, divergence, summary, data[0].tokenizer)
 
 
@@ -470,7 +474,7 @@ def _add_hooks(
         )
     if config.eval.sample_tokens and has_subpackage("inference"):
         trainer.add_hook(
-            hooks.SampleHook(run, metrics, config.eval, tokenizer, display.during),
+            hooks.SampleHook(run, metrics, config.eval, data[0], display.during),
             every=config.eval.every,
             at_stage_end=True,
             after_stop=True,

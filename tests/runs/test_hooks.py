@@ -4,13 +4,16 @@ import functools
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError
 from qwen3next_jax.common.events import read_events
-from qwen3next_jax.config import Stage
+from qwen3next_jax.config import EvalConfig, Stage
+from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.runs import hooks
 from qwen3next_jax.runs.folder import saved_steps
+from qwen3next_jax.runs.hooks import sample_prompt
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.training import loop
 from qwen3next_jax.training.hooks import Hook, hook_exit_code
@@ -63,9 +66,33 @@ def test_a_hook_is_called_when_it_is_due_with_what_the_step_gave(run):
     steps = {name: [i.step for n, i in seen if n == name] for name, _ in seen}
     assert steps == {"every 2": [2, 4, 6], "2 and 3": [2, 3, 4, 6], "ends": [3, 6]}
     losses = {e["step"]: e["loss"] for e in measured(folder) if e["event"] == "train"}
+    (fields,) = {
+        frozenset(e) for e in read_events(folder / "metrics.jsonl") if e["event"] == "train"
+    }
     for _, info in seen:
+        scalars = {name for name, value in info.metrics.items() if getattr(value, "ndim", 1) == 0}
+        assert {"loss", "grad_norm", "learning_rate"} <= scalars - {"flags"} <= fields
+        assert info.state.keys() >= {"params", "opt_state", "step", "guards"}
         assert float(info.metrics["loss"]) == losses[info.step]
         assert info.stage.last_step == (3 if info.step <= 3 else 6)
+
+
+def test_a_chat_run_samples_the_first_turn_of_its_data():
+    """The second held-out row: the first holds a text, all of whose tokens count."""
+    tokenizer, row = load_tokenizer("bytes"), np.frombuffer(b"user: Lima? bot: Yes", np.uint8)
+    is_answer = np.arange(len(row)) >= len("user: Lima? bot: ")
+    rows = [{"tokens": row, "loss_weights": weights} for weights in (row > 0, is_answer)]
+    data = SimpleNamespace(
+        heldout_rows=2,
+        kinds=("tokens", "loss_weights"),
+        heldout_row=rows.__getitem__,
+        tokenizer=tokenizer,
+    )
+    assert sample_prompt(EvalConfig(), data, 99)[0] == "user: Lima? bot: "
+    assert tokenizer.decode(sample_prompt(EvalConfig(), data, 5)[1]) == "bot: "
+    assert sample_prompt(EvalConfig(sample_prompt="mine"), data, 99)[0] == "mine"
+    data.kinds = ("tokens",)
+    assert sample_prompt(EvalConfig(), data, 99)[0] == EvalConfig.sample_prompt
 
 
 FAILING = """
