@@ -155,7 +155,7 @@ def tokens_of(shape, seed=0):
 # ---- the parts against their formulas
 
 
-@pytest.mark.parametrize("streams", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("streams", [1, 2])
 def test_streams_are_their_formula(streams):
     """Two blocks and the last mix, of one token, in float64."""
     config = config_of(streams=StreamsConfig(hc_count=streams, hc_lowrank=3))
