@@ -204,7 +204,7 @@ def show(name: str, lowered, options: argparse.Namespace) -> None:
     seconds, memory, text = time.time() - begun, compiled.memory_analysis(), compiled.as_text()
     if options.hlo:
         options.hlo.write_text(text)
-    program = hlo.parse(text)
+    program = hlo.parse_program(text)
     sizes = [s.bytes for computation, instruction, _ in program.walk() for s in instruction.shapes]
     print(
         f"{name}: compiled in {seconds:.0f} s, arguments "

@@ -182,7 +182,7 @@ def count(options):
         }
     for name, traced in programs.items():
         compiled = traced.lower(lowering_platforms=("cuda",)).compile(planning.FAST_GPU_COMPILE)
-        found, others = passes(hlo.parse(compiled.as_text()), n * a * i // 2)
+        found, others = passes(hlo.parse_program(compiled.as_text()), n * a * i // 2)
         times = sum(t for _, t, *_ in found)
         read = sum(t * r for _, t, r, *_ in found)
         wrote = sum(t * w for _, t, _, w, _ in found)

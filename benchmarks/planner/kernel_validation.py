@@ -86,7 +86,7 @@ def predict(kernel: Kernel) -> float:
     devices = MeshConfig(data=len(topology.devices))
     mesh = make_mesh(ParallelConfig(mesh=devices), topology.devices)
     found = estimate_time(
-        hlo.parse(text), mesh, topology.chip, topology.shape, ONE_CORE, "calibrated"
+        hlo.parse_program(text), mesh, topology.chip, topology.shape, ONE_CORE, "calibrated"
     )
     return 1e3 * found.seconds
 

@@ -22,7 +22,7 @@ from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
 from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.data.progress import PreparationProgress
-from qwen3next_jax.data.tokens import Tokenizer, same_tokens
+from qwen3next_jax.data.tokens import Tokenizer, same_token_ids
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.processes.distributed import is_process_0, process_0_first
 from qwen3next_jax.runs.facts import tokenizer_of_model
@@ -222,7 +222,7 @@ def _open(
     """
     with PreparationProgress() as progress:
         opened = open_data(data, sequence_length, batch_size, vocab_size, progress)
-    if not same_tokens(opened.tokenizer.fingerprint, tokenizer.fingerprint):
+    if not same_token_ids(opened.tokenizer.fingerprint, tokenizer.fingerprint):
         raise UserError(
             f"{path} was trained with another tokenizer than data.tokenizer = "
             f"{data.tokenizer!r} of the configuration: give the run's own (a copy is in "

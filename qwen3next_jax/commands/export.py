@@ -28,7 +28,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.interop.writing import require_new
+from qwen3next_jax.interop.writing import require_empty_folder
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
     out = to_path(_out.value, "--out=")
     checks.check_model("workdir", workdir)
     loading = get_loading()
-    require_new(out)
+    require_empty_folder(out)
     # SIGTERM acts like Ctrl-C: the folder --out does not appear, and complete files are kept in a
     # folder beside it.
     interrupts.interrupt_at_sigterm()

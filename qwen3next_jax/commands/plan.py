@@ -231,13 +231,13 @@ def search(
     Raises:
       UserError: no mesh divides the dimensions of the model and the batch.
     """
-    from qwen3next_jax.planner.search import choose, rank_candidates
+    from qwen3next_jax.planner.search import choose_to_compile, rank_candidates
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 
     ranked = rank_candidates(
         config.model, config.train, topology, fixed, rows, config.parallel, config.optimizer
     )
-    chosen = choose([c for c in ranked if not c.reason], COMPILED)
+    chosen = choose_to_compile([c for c in ranked if not c.reason], COMPILED)
     if not chosen:  # the estimate is rough, so the smallest candidate may fit anyway
         chosen = [c for c in ranked if c.bytes < float("inf")][:1]
     if not chosen:
@@ -353,10 +353,10 @@ def _memory_table(plan, device: str) -> Table:
 
 
 def _network_table(plan, device: str) -> Table:
-    from qwen3next_jax.planner.planning import traffic
+    from qwen3next_jax.planner.planning import traffic_by_axes
 
     table = Table("mesh axes", "collective", "times", f"GB sent per {device}")
-    for (axes, kind), (size, count) in traffic(plan.collectives).items():
+    for (axes, kind), (size, count) in traffic_by_axes(plan.collectives).items():
         table.add_row("+".join(axes), kind, f"{count:,.0f}", f"{size / 1e9:.4g}")
     return table
 
@@ -374,11 +374,11 @@ def _waits_table(plan) -> Table:
 
 def _sources_table(plan) -> Table:
     """Returns a table of the parts of the model that take at least 1 % of the step."""
-    from qwen3next_jax.planner.parts import by_part
+    from qwen3next_jax.planner.parts import cost_by_part
 
     estimate = plan.estimate
     table = Table("part", "ms", "GB through HBM", "TFLOP")
-    for name, cost in by_part(estimate.by_source).items():
+    for name, cost in cost_by_part(estimate.by_source).items():
         if cost.seconds >= 0.01 * estimate.seconds:
             table.add_row(
                 name,
@@ -415,9 +415,9 @@ def _verdict(plan) -> str:
     """
     estimates = plan.estimates.items()
     times = sorted(estimate.seconds for _, estimate in estimates)
-    slowest, fastest = plan.mfu_in(times[-1]), plan.mfu_in(times[0])
+    slowest, fastest = plan.mfu_at(times[-1]), plan.mfu_in(times[0])
     each = "; ".join(
-        f"{name} {estimate.seconds:.4g} s, {percent(plan.mfu_in(estimate.seconds))}"
+        f"{name} {estimate.seconds:.4g} s, {percent(plan.mfu_at(estimate.seconds))}"
         for name, estimate in estimates
     )
     mfu = percent(slowest) if slowest == fastest else f"{percent(slowest)}–{percent(fastest)}"
@@ -442,9 +442,9 @@ def _summary(plan, device: str) -> Iterator[str]:
         )
     needs = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in ideal.bound.items())
     yield (
-        f"ideal: max({needs}) = {ideal.seconds:.3g} s, MFU {percent(plan.mfu_in(ideal.seconds))}; "
+        f"ideal: max({needs}) = {ideal.seconds:.3g} s, MFU {percent(plan.mfu_at(ideal.seconds))}; "
         f"at rates that chips were measured to reach {ideal.realistic:.3g} s, "
-        f"{percent(plan.mfu_in(ideal.realistic))}. This step takes "
+        f"{percent(plan.mfu_at(ideal.realistic))}. This step takes "
         f"{estimate.seconds / ideal.realistic:.2f} times the second"
     )
     if taken := rates_of(chip).taken_from_others:

@@ -38,7 +38,7 @@ _PROBE = ("one", "Two", "3", "four", "5x", "é", "中", "ж", "x", "Yy", "77")
 
 
 @functools.cache
-def _say_uncut() -> None:
+def _note_uncut_text() -> None:
     warn(
         f"a document has more than {_SAID >> 20} million characters without a place where a cut is "
         "known to change no token: they are tokenized as a whole, which takes 100 bytes of memory "
@@ -73,7 +73,7 @@ class Cutter:
                 else:
                     searched += LONGEST
                     if searched >= _SAID:
-                        _say_uncut()
+                        _note_uncut_text()
         yield rest
 
     def _find(self, text: str, first: int, stop: int) -> tuple[int, int] | None:

@@ -72,7 +72,7 @@ def text_of_long_json(line: bytes, field: str) -> Text | None:
         return None
     try:
         plain = _without_escapes(line.removeprefix(codecs.BOM_UTF8)).decode("latin-1")
-        value = fields.find(json_files.parse(plain), field.encode().decode("latin-1")).value
+        value = fields.find_field(json_files.parse(plain), field.encode().decode("latin-1")).value
     except ValueError:
         return None
     del plain  # frees memory

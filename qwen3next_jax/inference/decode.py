@@ -72,7 +72,7 @@ class TokenStream:
     def __next__(self) -> list[np.ndarray]:
         return next(self._pieces)
 
-    def count(self, piece: list[np.ndarray], emitted: plain.Emitted) -> None:
+    def add_to_totals(self, piece: list[np.ndarray], emitted: plain.EmittedTokens) -> None:
         """Adds the tokens, passes and drafts of one call of "advance" to the totals."""
         if self.tokens:
             self.drafted += emitted.passes
@@ -126,7 +126,7 @@ def generate(
     """
     is_chat = min_cache_length > 0
     chunk = _CHAT_CHUNK if is_chat else PREFILL_CHUNK
-    prompts = check_request(model.config, prompts, max_new_tokens, temperature, chunk)
+    prompts = checked_prompts(model.config, prompts, max_new_tokens, temperature, chunk)
     sampling = Sampling(temperature, top_k, top_p, min_p)
     stop_ids = np.asarray(stop_ids, np.int64).reshape(-1)
     _check_options(model.config, sampling, stop_ids, speculative, record_routing)
@@ -155,7 +155,7 @@ def generate(
         caches.
         """
         chunk = tokens_BX, np.int32(begin)
-        prefill = programs.compiled("prefill", on_compile, params, initial_state, *chunk)
+        prefill = programs.compile_for("prefill", on_compile, params, initial_state, *chunk)
         return lambda state: prefill(params, state, *chunk)
 
     lookahead = 1 if speculative else 0
@@ -165,7 +165,7 @@ def generate(
         for size in (PREFILL_CHUNK, _CHAT_CHUNK):
             if size <= length:
                 compile_prefill(0, np.zeros((len(prompts), size + lookahead), np.int32))
-    advance = programs.compiled(
+    advance = programs.compile_for(
         "advance", on_compile, params, initial_state, np.int32(1), *arguments
     )
 
@@ -177,7 +177,7 @@ def generate(
         programs.max_steps,
         record_routing,
     )
-    return TokenStream(decoding.pieces, speculative)
+    return TokenStream(decoding.new_tokens, speculative)
 
 
 def _check_options(
@@ -217,7 +217,7 @@ class _Decoding:
     max_steps: int
     record_routing: bool
 
-    def pieces(self, stream: "TokenStream") -> Iterator[list[np.ndarray]]:
+    def new_tokens(self, stream: "TokenStream") -> Iterator[list[np.ndarray]]:
         """Yields the new tokens of all prompts, several steps at a time."""
         state, num_prompts = self.initial_state, self.num_prompts
         for prefill in self.prefills:
@@ -229,9 +229,9 @@ class _Decoding:
             state, *results = self.advance(state, steps)
             emitted, remaining_B = jax.device_get(results)
             is_active = bool(np.any(remaining_B[:num_prompts] > 0))
-            rows = zip(emitted.tokens[:num_prompts], emitted.count[:num_prompts])
+            rows = zip(emitted.tokens[:num_prompts], emitted.add_to_totals[:num_prompts])
             piece = [tokens[:count] for tokens, count in rows]
-            stream.count(piece, emitted)
+            stream.add_to_totals(piece, emitted)
             steps = _next_step_count(steps, time.perf_counter() - started, self.max_steps)
             if any(map(len, piece)):
                 yield piece
@@ -335,7 +335,7 @@ class DecodePrograms:
 
         return make(*map(jnp.asarray, rows_B)) if self._mesh is None else jax.jit(make)(*rows_B)
 
-    def compiled(self, name: str, on_compile: Callable[[], None], *args) -> Callable:
+    def compile_for(self, name: str, on_compile: Callable[[], None], *args) -> Callable:
         """Returns the function `name` ("prefill" or "advance") compiled for arguments of these
         shapes. Calls `on_compile` if it is not compiled yet.
         """
@@ -393,7 +393,7 @@ def cache_length(
     return round_up_length(max(longest + max_new_tokens + 2 * speculative, min_cache_length, *ends))
 
 
-def check_request(
+def checked_prompts(
     config: ModelConfig,
     prompts: Sequence,
     max_new_tokens: int,

@@ -29,7 +29,7 @@ from qwen3next_jax.sharding.rules import EXPERT
 _DRAWS = 64  # number of routers over which the load is averaged
 
 
-class Layout(NamedTuple):
+class ExpertLayout(NamedTuple):
     """The buffers of one call of the experts' kernels.
 
     Attributes:
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     tile: int
 
     @property
-    def gathered(self) -> bool:
+    def uses_gathered_exchange(self) -> bool:
         """Whether the shards exchange choices by the gathered exchange."""
         return 1 < self.shards <= GATHERED_SHARDS
 
@@ -53,11 +53,11 @@ class Layout(NamedTuple):
     def capacity(self) -> int:
         """The number of choices that the layout has room for, whatever their experts."""
         # The layouts of one shard and of the ragged exchange have room for choices of any experts.
-        padding = self.experts // 2 if self.gathered else self.experts
+        padding = self.experts // 2 if self.uses_gathered_exchange else self.experts
         return max(self.tiles - padding, 0) * self.tile
 
     @property
-    def balanced(self) -> float:
+    def balanced_choices(self) -> float:
         """The number of choices that a shard gets from a balanced router."""
         return self.capacity / (1 if self.shards == 1 else CAPACITY_FACTOR)
 
@@ -119,7 +119,9 @@ def find_expert_kernel(
     return next((found for found in candidates if is_expert_kernel(found[1])), None)
 
 
-def expert_layout(computation: Computation, kernel: Instruction, mesh: jax.sharding.Mesh) -> Layout:
+def expert_layout(
+    computation: Computation, kernel: Instruction, mesh: jax.sharding.Mesh
+) -> ExpertLayout:
     """Returns the layout of a call of one of the experts' kernels
     (`kernels/tpu/routed_experts.py`). Its operands begin with the expert of each tile, the number
     of tiles in use, and an array of rows. The first array of three dimensions among its operands
@@ -128,11 +130,11 @@ def expert_layout(computation: Computation, kernel: Instruction, mesh: jax.shard
     arrays = [shape for name in kernel.operands for shape in computation[name].shapes]
     tiles, rows = arrays[0].elements, arrays[2].dims[0]
     experts = next(s.dims[0] for s in (*arrays, *kernel.shapes) if len(s.dims) == 3)
-    return Layout(mesh.shape[EXPERT], experts, tiles, rows // tiles)
+    return ExpertLayout(mesh.shape[EXPERT], experts, tiles, rows // tiles)
 
 
 @functools.cache
-def expert_load(layout: Layout, skew: float) -> ExpertLoad:
+def expert_load(layout: ExpertLayout, skew: float) -> ExpertLoad:
     """Returns the load of the experts.
 
     Args:
@@ -142,7 +144,7 @@ def expert_load(layout: Layout, skew: float) -> ExpertLoad:
     random = np.random.default_rng(0)
     popularity = np.exp(skew * random.standard_normal((_DRAWS, layout.shards, layout.experts)))
     popularity /= popularity.sum(axis=(1, 2), keepdims=True)
-    choices = random.poisson(popularity * layout.balanced * layout.shards)
+    choices = random.poisson(popularity * layout.balanced_choices * layout.shards)
     loads = choices.sum(axis=2)
     fullest = loads.argmax(axis=1)
     choices = choices[np.arange(_DRAWS), fullest]
@@ -157,7 +159,7 @@ def expert_load(layout: Layout, skew: float) -> ExpertLoad:
         steps_beyond=0.0,
         rounds=0.0,
     )
-    if layout.gathered:
+    if layout.uses_gathered_exchange:
         room = np.clip(layout.tiles - (ends - tiles), 0, tiles) * layout.tile
         beyond = np.maximum(choices - room, 0)
         steps, experts = -(-beyond // LOOP_ROWS), np.sum(ends > layout.tiles, axis=1)

@@ -53,11 +53,11 @@ def grouped_product(
     if instruction.opcode == "fusion":
         inner = [program.computations[name] for name in instruction.called]
         candidates = [(within, i) for within in inner for i in within.values()]
-    calls = (_read(within, i) for within, i in candidates if is_kernel(i))
+    calls = (_read_kernel(within, i) for within, i in candidates if is_kernel(i))
     return next((call for call in calls if call), None)
 
 
-def _read(computation: Computation, kernel: Instruction) -> GroupedProduct | None:
+def _read_kernel(computation: Computation, kernel: Instruction) -> GroupedProduct | None:
     """Returns what a kernel for grouped products computes; None for any other kernel."""
     by_xla = re.search(rf'{TILING}="(\d+),(\d+),(\d+)"', kernel.attributes)
     found = by_xla or re.search(rf"{TILING}_(\d+)_(\d+)_(\d+)", kernel.op_name)

@@ -27,7 +27,7 @@ from qwen3next_jax.common.storage import BucketPath, is_bucket
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.compatibility import weights_differ
-from qwen3next_jax.data.tokens import same_tokens
+from qwen3next_jax.data.tokens import same_token_ids
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.facts import (
@@ -188,7 +188,7 @@ def find_sources(names: Sequence[str]) -> list[MergeSource]:
                 "expected checkpoints of the same model",
             )
         require(
-            same_tokens(source.record.tokenizer, last.record.tokenizer),
+            same_token_ids(source.record.tokenizer, last.record.tokenizer),
             f"{source.name}: it was trained with another tokenizer than {last.name} (fingerprint "
             f"{source.record.tokenizer[:12]}, there {last.record.tokenizer[:12]}), so its "
             "ids have another meaning: expected runs with the same tokenizer",

@@ -20,7 +20,7 @@ from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.config.registry import EXPERTS, MLPS, NORMS, PLACEMENTS, WITH_STREAMS
-from qwen3next_jax.inference.decode import check_request
+from qwen3next_jax.inference.decode import checked_prompts
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.layer_properties import mixer_class
@@ -340,9 +340,9 @@ def test_a_prefix_in_one_row_packs_decodes_and_sees_no_target():
 def test_what_a_mask_cannot_do():
     config = dataclasses.replace(BASE, full_mixer="masked_attention", mixer=PREFIX)
     with refused("prompt 1", "model.mixer.prefix_tokens = 5"):
-        check_request(config, [np.arange(9), np.arange(5)], 2, 0.0)
+        checked_prompts(config, [np.arange(9), np.arange(5)], 2, 0.0)
     with refused("4 tokens"):
-        check_request(config, [np.arange(9)], 2, 0.0, chunk=4)
+        checked_prompts(config, [np.arange(9)], 2, 0.0, chunk=4)
     both_ways = dataclasses.replace(config, mixer=MixerConfig(mask="bidirectional"))
     layer = mixer_class("masked_attention")(both_ways, Make(both_ways, nnx.Rngs(0)), (0,))
     with refused("'causal'", "'prefix'"):
