@@ -76,8 +76,9 @@ def main(names: list[str]) -> int:
 
 
 def _write_export(sources, weights, mesh, out) -> None:
-    """Writes the mean as a Hugging Face directory, in the form of the one that the last run began
-    with. The arguments are those of `merging.write_merged_run`.
+    """Writes the mean as a Hugging Face directory. If the last run began with a Hugging Face
+    directory, both directories have the same form. `merging.write_merged_run` explains the
+    arguments.
     """
     from flax import nnx
 

@@ -216,7 +216,7 @@ def resolve(table: Table, name: str, setting: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a module's code can raise anything
-        reason = f"{type(error).__name__}: {error_message(error)}{_place(error)}"
+        reason = f"{type(error).__name__}: {error_message(error)}{_error_place(error)}"
         if name not in table and isinstance(error, NameError):
             raise UserError(
                 f"{setting} = {name!r} cannot be imported ({reason}): add the import or correct "
@@ -238,7 +238,7 @@ def resolve(table: Table, name: str, setting: str) -> Any:
         ) from error
 
 
-def _place(error: Exception) -> str:
+def _error_place(error: Exception) -> str:
     """Returns "; FILE, line N", the place in a user's module that raised an error while it was
     imported; "" if the import itself failed, and for modules of this package.
     """
@@ -265,14 +265,14 @@ def trust(package: str) -> None:
 def trust_user_settings(settings: Mapping[str, Any]) -> None:
     """Trusts the packages of all import strings in nested settings that a user wrote."""
     for _, name in _import_strings(settings):
-        trust(_package(name))
+        trust(_package_of(name))
 
 
 def trust_flags(settings: Mapping[str, Any]) -> str:
     """Returns the flags, each with a space before it, that a command needs to read nested settings
     with import strings; "" if there are none.
     """
-    packages = {_package(name): None for _, name in _import_strings(settings)}
+    packages = {_package_of(name): None for _, name in _import_strings(settings)}
     return "".join(f" --trust={package}" for package in packages)
 
 
@@ -287,7 +287,7 @@ def check_trusted(settings: Mapping[str, Any], where: str) -> None:
       UserError: the value of a setting is an import string whose package is not trusted.
     """
     for setting, name in _import_strings(settings):
-        package = _package(name)
+        package = _package_of(name)
         require(
             package in _trusted,
             f"{where}: {setting} = {name!r} would run code of the package {package!r}: if you "
@@ -296,7 +296,7 @@ def check_trusted(settings: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _package(import_string: str) -> str:
+def _package_of(import_string: str) -> str:
     """Returns the top-level package of an import string."""
     return re.split(r"[.:]", import_string)[0]
 

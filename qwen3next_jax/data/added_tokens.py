@@ -1,9 +1,9 @@
-"""Added tokens: those that stand outside of a tokenizer's ordinary vocabulary and are cut out of a
-text before anything else happens to it.
+"""Added tokens: tokens outside of a tokenizer's ordinary vocabulary, which the tokenizer cuts out
+of a text before it does anything else.
 
-Special ones mark things, such as the end of a document or whose turn it is. Others are text, such
-as runs of spaces. `tokenizer.json` lists both; a tokenizer's folder may name more in two other
-files, which transformers reads.
+Special tokens mark things, such as the end of a document or whose turn it is. Other added tokens
+are text, such as runs of spaces. `tokenizer.json` lists both; a tokenizer's folder may name more in
+two other files, which transformers reads.
 """
 
 import contextlib
@@ -119,7 +119,9 @@ def _special_token_texts(fields: Mapping[str, Any]) -> set[str]:
 
 @contextlib.contextmanager
 def panic_as_user_error() -> Iterator[None]:
-    """The library panics at some texts whose added tokens depend on what is around them."""
+    """Turns a panic of the tokenizers library into a UserError. The library panics at some texts if
+    an added token matches only in certain surroundings, such as at word boundaries.
+    """
     try:
         yield
     except BaseException as error:  # a PanicException is no Exception, and cannot be imported
@@ -132,8 +134,8 @@ def panic_as_user_error() -> Iterator[None]:
 
 
 def hide_tokens(tokenizer: Mapping[str, Any], hidden: Set[str]) -> dict[str, Any]:
-    """Returns a tokenizer that encodes `hidden` tokens as ordinary text where a text contains them
-    in writing, and gives all else the same ids.
+    """Returns a tokenizer.json that encodes the names of the `hidden` tokens, where a text contains
+    these names, as ordinary text. All other text gets the same ids as before.
 
     The tokens get names that no document contains, and keep their ids. A token may be part of the
     model's vocabulary, too, from which the model could take it.
@@ -201,7 +203,7 @@ class AddedTokenSplitter:
 
     @staticmethod
     def can_split(token: tokenizers.AddedToken) -> bool:
-        """Whether a token takes no space around it and does not depend on what is around it."""
+        """Whether a token matches in any surroundings, and does not swallow spaces beside it."""
         return not (token.single_word or token.lstrip or token.rstrip)
 
     def split(self, text: str) -> Iterator[str | int]:

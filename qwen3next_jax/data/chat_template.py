@@ -131,7 +131,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of everything that determines the rendered text, but for jinja2's version."""
+        """A digest of everything that determines the rendered text, except jinja2's version."""
         # A template that does not ask for the date writes the same on any day.
         date = self._date if "strftime_now" in self._file.text else ""
         return digests.sha256_json([self._file.text, self._file.special, date])
@@ -219,8 +219,8 @@ class ChatTemplate:
 
 
 def _with_reasoning(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages that have the reasoning under both of its names, or, where it is null, under
-    none: templates ask whether a name is there.
+    """Returns messages that have the reasoning under both of its names. Where the reasoning is
+    null, the result has neither name, because templates test whether a name exists.
     """
     found = []
     for message in messages:
@@ -231,7 +231,7 @@ def _with_reasoning(messages: Sequence[Message]) -> list[Message]:
 
 
 def _parse_answer(answer: Mapping[str, Any]) -> RenderedConversation:
-    """Returns what `render_template` answered for one conversation."""
+    """Converts the answer of `render_template` about one conversation."""
     if "refused" in answer:
         return RenderedConversation(
             "", fault=f"refuses these messages ({_shortened(answer['refused'])})"

@@ -1,5 +1,5 @@
-"""Conversations: records with messages, which a chat template writes as text, and of which the loss
-counts what the assistant says.
+"""Conversations: records with messages. A chat template writes the messages as text, and the loss
+counts the text of the assistant.
 
 A record of JSON has a list of messages in the field `data.messages_field`:
 
@@ -8,17 +8,17 @@ A record of JSON has a list of messages in the field `data.messages_field`:
 The first message may have the role "system" or "developer". After it, "user" and "assistant" take
 turns; messages of the role "tool" may stand between two messages of the assistant. The last message
 is the assistant's. A message of the assistant may have a "weight": the loss weight of its tokens, 1
-by default, which is 0 or within `LEAST_WEIGHT` … `LARGEST_WEIGHT`. All else in a message is the
-template's to read. A record with "tools" beside its messages is refused, because the text would not
-say which tools there are.
+by default, which is 0 or within `LEAST_WEIGHT` … `LARGEST_WEIGHT`. The template may read any other
+field of a message. A record with "tools" beside its messages is refused, because the rendered text
+would lack the description of the tools.
 
 The text of a turn is encoded by itself, and so is the text between two turns, as generation encodes
 its prompt. A conversation ends with the tokenizer's end token.
 
-Generation stops at the end token, so the assistant has to learn where it stands. If a turn does not
+Generation stops at the end token, so the assistant has to learn to write it. If a turn does not
 contain it, and the token after the turn is the end token, that token belongs to the turn: some
-templates end a turn by the marker of the next role, and some write no end after the last turn. The
-end token has the loss weight 0 everywhere else.
+templates end a turn with the marker of the next role, and some write nothing after the last turn.
+The end token has the loss weight 0 everywhere else.
 """
 
 import dataclasses
@@ -276,7 +276,7 @@ def _encode_turns(
         position = stop
     add_between(np.append(tokenizer.encode(rendered.text[position:]), tokenizer.eos_id))
     weights_N = np.concatenate(loss_weights)
-    weights_N[0] = 0.0  # nothing comes before the first token, from which it could be predicted
+    weights_N[0] = 0.0  # the first token is not predicted, because no token comes before it
     return np.concatenate(ids).astype(np.int32), weights_N
 
 

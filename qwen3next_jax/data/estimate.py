@@ -1,4 +1,4 @@
-"""What the first documents of a source say about all of it, for a start that writes nothing."""
+"""Estimates the size of a source from its first documents, for a dry run."""
 
 import collections
 import dataclasses
@@ -19,7 +19,7 @@ _SAMPLE_BYTES = 1 << 20  # of files
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The size of a source, in proportion to that of its first documents.
+    """The size of a source, extrapolated from its first documents.
 
     Attributes:
       tokens: the number of tokens.
@@ -34,11 +34,11 @@ class Estimate:
 
 
 def estimate(source: Source, tokenizer: Tokenizer, row_lengths: Sequence[int] = ()) -> Estimate:
-    """Reads the first documents of a source: about a megabyte of its files, and on until there is
-    a document.
+    """Estimates the size of a source. Reads about the first megabyte of its files, or more if the
+    first document is longer.
 
     Raises:
-      UserError: they cannot be read, or the source holds none.
+      UserError: the documents cannot be read, or the source holds no document.
     """
     tokens = documents = size = 0
     long: tuple[str, ...] = ()

@@ -1,5 +1,6 @@
 """Fields of records by a dotted path: `content.text` is the field `text` inside the object
-`content`. A field whose own name holds the dots comes first.
+`content`. If the record has a field whose own name is the whole path, dots included, that field is
+taken.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The finished rows of a source, and the index from which they are opened.
+"""The finished rows of a source, and the index from which a process opens these rows.
 
 To find the rows of a corpus of 15 T tokens without an index, a process would read a manifest for
 each of some 450,000 parts and 56,000 folders of rows. The index is one file of some tens of bytes

@@ -1,9 +1,10 @@
 """Reads chunks of rows of a shard that is in a bucket: only their bytes, never the whole shard.
 
-ArrayRecord's own reader needs a local file, and it is what verifies the hash of every chunk. So a
-shard gets a local file of its size that is all hole (it takes no space). Before a chunk is read,
-its bytes are downloaded and written into their place; after that they are cut out again. The index
-at the end of the shard says where each chunk is.
+ArrayRecord's own reader, which verifies the hash of every chunk, needs a local file. So each shard
+gets a local sparse file of the same size, which takes no space on the disk. Before a chunk is read,
+its bytes are downloaded and written at their position in the local file; after the chunk is read,
+this part of the file becomes a hole again. The index at the end of the shard says where each chunk
+is.
 
 An ArrayRecord file is a Riegeli file of one chunk per record, as `rows` writes it, and at its end a
 chunk with the places of all chunks (https://github.com/google/riegeli, riegeli_format.md;

@@ -307,8 +307,8 @@ def fit_conversations(
 
 
 def describe_fit(counts: Statistics, row_length: int) -> str:
-    """Describes the conversations that are longer than a row of `row_length` tokens; "" if there
-    are none.
+    """Returns a phrase about the conversations that are longer than a row of `row_length` tokens;
+    "" if there are none.
     """
     if not counts.dropped:
         return ""

@@ -187,7 +187,7 @@ class RowTable:
       sizes: int64 [S], number of bytes of each shard.
       part_ends: int64 [F], number of parts in the folders up to each folder, inclusive.
       origins: int64 [P, 2], for each part: the index of its file, and the number of the file's
-        records before the part. [0, 2] if nobody asks where a row is from.
+        records before the part. Shape [0, 2] if the origin of rows is not needed.
       weighted: whether each token has a loss weight.
     """
 

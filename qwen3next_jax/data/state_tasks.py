@@ -1,9 +1,9 @@
-"""Rows of tasks that need a state: what is asked at a token depends on all tokens before it, and no
-token shows the answer.
+"""Rows of tasks that need a state: the answer at a token depends on all tokens before it, and no
+token of the row shows the answer.
 
-A row holds inputs alone. What the model is to say after token t, the state there, is not the next
-token of the row but its label. So the model sees no earlier answer, from which the next one would
-follow in one step (a scratchpad).
+A row holds inputs alone. The model is to predict the state after token t. This state is not the
+next token of the row; it is a label beside the tokens. So the model sees no earlier answer, from
+which the next one would follow in one step (a scratchpad).
 
     parity            The inputs are bits; the label is the parity of the bits so far. A layer whose
                       state has transitions with positive eigenvalues alone cannot, at a finite
@@ -50,7 +50,7 @@ class StateRow(NamedTuple):
 
     Attributes:
       tokens: int32 [T], the inputs.
-      labels: int32 [T]; labels[t + 1] is what the model is to predict after token t, in the place
+      labels: int32 [T]; labels[t + 1] is the id that the model is to predict after token t, instead
         of tokens[t + 1].
       targets: bool [T], whether each label counts as a target.
     """

@@ -32,7 +32,7 @@ from qwen3next_jax.data.conversations import Chat
 from qwen3next_jax.data.readers import BadRecords, Part, Record
 from qwen3next_jax.data.sources import SourceFile
 from qwen3next_jax.data.store import Store
-from qwen3next_jax.data.text import Text, batches, byte_count, is_blank, pieces
+from qwen3next_jax.data.text import Text, batches_by_size, byte_count, is_blank, text_pieces
 from qwen3next_jax.data.tokens import Tokenizer, miscounted_bytes
 
 FORMAT = 4  # raise it when the same text no longer gives the same part
@@ -406,7 +406,7 @@ def _nfc_pieces(text: Text) -> Iterator[str]:
     characters, because composition does not cross them.
     """
     held: list[str] = []
-    for piece in pieces(text):
+    for piece in text_pieces(text):
         if boundary := _ASCII.search(piece):
             yield unicodedata.normalize("NFC", "".join([*held, piece[: boundary.start()]]))
             held, piece = [], piece[boundary.start() :]
@@ -415,7 +415,7 @@ def _nfc_pieces(text: Text) -> Iterator[str]:
 
 
 def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:
-    return batches(records, lambda record: len(record.text or ""), _BATCH_CHARACTERS)
+    return batches_by_size(records, lambda record: len(record.text or ""), _BATCH_CHARACTERS)
 
 
 def stored_part_keys(store: Store) -> tuple[list[str], list[str]]:

@@ -28,7 +28,7 @@ from qwen3next_jax.data.added_tokens import (
 )
 from qwen3next_jax.data.chat_template import TemplateFile, read_template
 from qwen3next_jax.data.cuts import Cutter
-from qwen3next_jax.data.text import batches, pieces
+from qwen3next_jax.data.text import batches_by_size, text_pieces
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
@@ -285,7 +285,9 @@ class HuggingFaceTokenizer:
 
     @property
     def _hidden(self) -> set[str]:
-        """The special tokens that documents do not get."""
+        """The special tokens that are encoded as ordinary text in documents: all but
+        `parse_tokens`.
+        """
         return set(self.special_tokens) - set(self.parse_tokens)
 
     def _literal_json(self) -> dict[str, Any]:
@@ -304,7 +306,7 @@ class HuggingFaceTokenizer:
 
     @property
     def _added(self) -> dict[int, tokenizers.AddedToken]:
-        """The added tokens that documents get."""
+        """The added tokens that the tokenizer may give to documents: all but the `_hidden` ones."""
         added, hidden = self._tokenizer.get_added_tokens_decoder(), self._hidden
         return {i: token for i, token in added.items() if token.content not in hidden}
 
@@ -318,7 +320,7 @@ class HuggingFaceTokenizer:
         return None if fast_bpe.tiktoken_version() is None else self._table_if_installed()
 
     def _table_if_installed(self) -> fast_bpe.TiktokenTable | None:
-        """The same, whether or not tiktoken is installed."""
+        """What `_table` would be if tiktoken were installed."""
         added = self._added.values()
         if not self._may_be_fast or not all(map(AddedTokenSplitter.can_split, added)):
             return None
@@ -387,7 +389,7 @@ class HuggingFaceTokenizer:
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        parts = [list(self._cutter.cut(pieces(text) if text else [""])) for text in texts]
+        parts = [list(self._cutter.cut(text_pieces(text) if text else [""])) for text in texts]
         encoded = self._encode(part for parts_of_text in parts for part in parts_of_text)
         end = np.array([self.eos_id], np.int32)
         return [
@@ -396,7 +398,7 @@ class HuggingFaceTokenizer:
         ]
 
     def encode_long(self, text: bytes) -> Iterator[np.ndarray]:
-        yield from self._encode(self._cutter.cut(pieces(text)))
+        yield from self._encode(self._cutter.cut(text_pieces(text)))
         yield np.array([self.eos_id], np.int32)
 
     def _encode(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
@@ -436,7 +438,7 @@ class HuggingFaceTokenizer:
             yield np.fromiter(ids, np.int32, len(ids))  # faster than np.array
 
     def _encode_slowly(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        for batch in batches(texts, len, _ENCODED_AT_ONCE):
+        for batch in batches_by_size(texts, len, _ENCODED_AT_ONCE):
             with panic_as_user_error():
                 encodings = self._literal.encode_batch_fast(batch, add_special_tokens=False)
             for encoding in encodings:

@@ -36,8 +36,8 @@ _CHAT_CHUNK = 64  # in a chat, the end of a prompt is divided into chunks of thi
 # The most seconds that one call of the program "advance" should take. The tokens of a call are
 # shown only when it ends.
 MAX_CALL_SECONDS = 0.05
-# The most steps per call if several processes decode together. They must all choose the same number
-# of steps, so they cannot choose it by the time that a call takes.
+# The most steps per call if several processes decode together. All processes must take the same
+# number of steps, so they cannot derive this number from the time that a call took.
 _MAX_STEPS_OF_PROCESSES = 8
 
 
@@ -52,9 +52,10 @@ class TokenStream:
       passes: number of passes through the trunk that these tokens took; a pass with n rows counts n
         times.
       drafted: [K], for each MTP depth how often a draft of this depth was verified.
-      accepted: [K], for each MTP depth how often its draft was accepted, together with all drafts
-        before it. `drafted` and `accepted` do not count the first round of each row, because its
-        drafts were not made by the module (`speculative.init_state`).
+      accepted: [K], for each MTP depth how often its draft was accepted. A draft is accepted only
+        if all earlier drafts of its round are. `drafted` and `accepted` do not count the first
+        round of each row, because its drafts were not made by the module
+        (`speculative.init_state`).
       routed_experts: for each prompt the experts of its tokens and of the new ones, int16 [n - 1,
         layers, experts per token]: the last of the n tokens never enters the model. The list is
         empty before the stream has ended, and if the experts are not recorded.

@@ -25,9 +25,9 @@ A rejected draft has already changed the caches:
   the accepted tokens, the next round overwrites these entries with entries that are computed from
   the trunk's states. So the module makes the first draft of a round under the same conditions as at
   depth 0 in training. The later drafts attend to these entries and to the entries of the same
-  round; in training, a depth attends only to its own entries. To do the same here would take a
-  cache for each depth, and more time than it saves by more accepted drafts
-  (docs/notes/cpu.md).
+  round; in training, a depth attends only to its own entries. A cache for each depth would give the
+  drafts the conditions of training, but it would take more time than the additional accepted drafts
+  save (docs/notes/cpu.md).
 
 Letters: B batch, T time, X = T + 1, D model, V vocabulary, K drafts, J = K + 1 positions from the
 pending token on, N the most tokens that one call generates per row.
@@ -303,7 +303,7 @@ def _accept_samples(
         jnp.exp(_gather_positions(x, accepted_B[:, None])[:, 0]) for x in (log_p_BJV, log_q_BJV)
     )
     residual_BV = jnp.maximum(p_BV - q_BV, 0)
-    # The residual is 0 everywhere only if p and q are equal up to rounding; then p itself is
+    # max(p - q, 0) is 0 everywhere only if p and q are equal up to rounding; then p itself is
     # sampled.
     has_residual_B1 = jnp.sum(residual_BV, axis=-1, keepdims=True) > 0
     residual_BV = jnp.where(has_residual_B1, residual_BV, p_BV)

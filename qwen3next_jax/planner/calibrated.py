@@ -1,15 +1,17 @@
 """The cost model "calibrated": the simulation of `roofline.py` at rates that chips were measured to
-reach, with what the other two cost models leave out.
+reach. It also counts costs that the other two cost models leave out, listed here.
 
-- An instruction takes the measured seconds for its bytes through HBM, or for the FLOPs of its
-  products, or the cycles of its schedule, whichever are most. Measured seconds include the start of
-  a kernel (`Curve`).
-- A collective takes a start, and then its bytes at the rate that a link was measured to reach.
+- An instruction takes the longest of three times: the measured seconds for its bytes through HBM,
+  the measured seconds for the FLOPs of its products, and the cycles of its schedule. Measured
+  seconds include the start of a kernel (`Curve`).
+- A collective takes a fixed start time, and then sends its bytes at the rate that a link was
+  measured to reach.
 - The links along one dimension of the torus are one resource. Collectives over different mesh axes
-  that lie along the same dimension wait for each other, unless one is shorter than what is left of
-  those before it: it shares the links with them, takes twice its time, and delays them by its time.
-- An asynchronous copy to or from the memory of the host takes its bytes at the published rate of
-  the link between them, one copy after another in each direction.
+  that lie along the same dimension wait for each other. There is one exception: a collective that
+  is shorter than the rest of the collectives before it shares the links with them, takes twice its
+  time, and delays them by its time.
+- An asynchronous copy to or from the memory of the host moves its bytes at the published rate of
+  the link between device and host, one copy after another in each direction.
 - A kernel for grouped products computes whole tiles, and a tile again for each group that has rows
   in it (`grouped_products.py`). Each step of its grid takes its products at the published peak, a
   start, what the vector unit does beside them, and the wait for the next block of a matrix. Each
@@ -19,13 +21,14 @@ reach, with what the other two cost models leave out.
 - A copy that the compiler started early, and the HBM traffic of a collective (a byte that a chip
   sends is read once, and a byte that it receives is written once), take only the HBM time that the
   instructions beside it leave. Several at once share this time evenly, so that a short copy does
-  not wait for a long one. What is left of a copy at its end is waited for.
+  not wait for a long one. If a copy is unfinished at its end instruction, the device waits for the
+  rest.
 
 `RATES` has the rates and says where each comes from. For a chip without a measurement it uses the
 nearest chip with one, scaled by the published peaks; `ChipRates.sources` says so.
 
-The prediction leaves out the same as the others otherwise: stalls inside a schedule, input data,
-and checkpoints.
+Like the other cost models, the prediction leaves out stalls inside a schedule, input data, and
+checkpoints.
 """
 
 import copy
@@ -120,8 +123,8 @@ class ChipRates:
         return [source for source in self.sources.values() if "the nearest" in source]
 
 
-# microseconds of a kernel that does nothing: what the copies below 16 MB on TPU7x take beyond
-# their bytes at 3,210 GB/s
+# seconds of a kernel that does nothing: the time that copies below 16 MB on TPU7x take beyond their
+# bytes at 3,210 GB/s
 _START = 1.7e-6
 _TPU7X_PRODUCTS = Curve(
     _START,

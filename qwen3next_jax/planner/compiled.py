@@ -473,7 +473,7 @@ def kernel_bytes(computation: Computation, instruction: Instruction) -> float:
     The grid of splash attention goes through the pairs of a block of queries and a block of keys
     that the mask leaves. Within a row of pairs, the kernel keeps one of the two blocks in VMEM and
     reads the other: keys and values for the forward kernel and that of dq, queries and their
-    output's gradient for that of dk and dv. Every array is read or written once beside that.
+    output's gradient for that of dk and dv. In addition, every array is read or written once.
     """
     stated = _stated_cost(instruction, "bytes_accessed")
     if stated is not None:
@@ -494,8 +494,8 @@ def kernel_bytes(computation: Computation, instruction: Instruction) -> float:
 def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None = None) -> list[str]:
     """Returns the names, without repetition, of the TPU kernels whose cost is unknown:
     `_kernel_flops` returns None for them, and they have no schedule whose `states_all_trips` is
-    true. A name is the kernel's `op_name` in the traced program or, if the compiled program does
-    not record it, the name of the instruction.
+    true, so their cycles are unknown, too. A name is the kernel's `op_name` in the traced program
+    or, if the compiled program does not record it, the name of the instruction.
 
     Args:
       schedules: {name of an instruction: its schedule}; None if there are no schedules.
@@ -521,7 +521,7 @@ class DeltaRuleCall(NamedTuple):
         or "backward".
       tokens: number of tokens in all rows of the batch together.
       heads: number of value heads.
-      key, value: widths of a head's keys and values.
+      key_width, value_width: widths of a head's keys and values.
       chunk: number of tokens in a chunk.
     """
 
@@ -534,9 +534,7 @@ class DeltaRuleCall(NamedTuple):
 
 
 def delta_rule_call(computation: Computation, instruction: Instruction) -> DeltaRuleCall | None:
-    """Returns the call of a delta rule kernel that an instruction is; None for any other
-    instruction.
-    """
+    """Parses a call of a delta rule kernel; returns None for any other instruction."""
     kernel = re.search(r"gated_delta_rule_(forward|map|backward)", instruction.name)
     if instruction.opcode != "custom-call" or not kernel:
         return None
@@ -720,11 +718,12 @@ def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> 
 
 
 def _temporary_bytes(stats: Any, kept: float) -> float:
-    """Returns the HBM of a program beside its arguments and outputs, which take `kept` bytes.
+    """Returns the bytes of HBM that a program needs in addition to its arguments and outputs, which
+    take `kept` bytes.
 
     The total of all allocations in HBM is what the compiler holds against the chip's memory.
-    `temp_size_in_bytes` can be several GiB more (docs/notes/planner.md). It is read
-    where the version of jaxlib does not tell the total.
+    `temp_size_in_bytes` can be several GiB more (docs/notes/planner.md). It is used only if the
+    version of jaxlib does not report the total.
     """
     allocated = getattr(stats, "total_allocation_bytes", 0)
     return allocated - kept if allocated > kept else float(stats.temp_size_in_bytes)

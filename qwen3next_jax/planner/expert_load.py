@@ -1,12 +1,12 @@
 """The load of the routed experts that the cost model "calibrated" assumes.
 
 The buffers of the experts have room for somewhat more rows than a balanced router sends, and loops
-compute what does not fit (`ops/routed_experts/layout.py`, `model/expert_parallelism.py`). How much
-of the buffers is in use, and how often the loops run, depends on the router, which no program
-states. This module draws it: the popularity of expert e is proportional to exp(σ z_e), with
-standard normal z_e, and each expert gets a Poisson number of choices. With σ = 0 all experts are
-equally popular. All devices wait for the one with the most choices, so the load is that of the
-fullest shard.
+compute what does not fit (`ops/routed_experts/layout.py`, `model/expert_parallelism.py`). The
+router decides how much of the buffers is in use and how often the loops run, and no program states
+its choices. So this module draws random routers: the popularity of expert e is proportional to
+exp(σ z_e), with standard normal z_e, and each expert gets a Poisson number of choices. With σ = 0
+all experts are equally popular. All devices wait for the one with the most choices, so the load is
+that of the fullest shard.
 """
 
 import dataclasses
@@ -108,9 +108,9 @@ def is_expert_kernel(instruction: Instruction) -> bool:
 def find_expert_kernel(
     program: Program, computation: Computation, instruction: Instruction
 ) -> tuple[Computation, Instruction] | None:
-    """Returns the call of one of the experts' kernels that an instruction is, or that it contains
-    if it is a fusion, with its computation; None if there is none. The compiler fuses a kernel with
-    the update in place of an array in which a scan saves its result.
+    """Returns the call of one of the experts' kernels, with its computation, if `instruction` is
+    such a call or a fusion that contains one; otherwise None. The compiler fuses a kernel with the
+    update in place of an array in which a scan saves its result.
     """
     candidates = [(computation, instruction)]
     if instruction.opcode == "fusion":
@@ -125,7 +125,7 @@ def expert_layout(
     """Returns the layout of a call of one of the experts' kernels
     (`kernels/tpu/routed_experts.py`). Its operands begin with the expert of each tile, the number
     of tiles in use, and an array of rows. The first array of three dimensions among its operands
-    and results is of the experts' matrices.
+    and results holds matrices of the experts.
     """
     arrays = [shape for name in kernel.operands for shape in computation[name].shapes]
     tiles, rows = arrays[0].elements, arrays[2].dims[0]

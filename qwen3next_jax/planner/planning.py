@@ -54,8 +54,8 @@ FAST_GPU_COMPILE = {
     "xla_llvm_disable_expensive_passes": True,
     "xla_backend_optimization_level": 0,
 }
-# A program that needs at most this share more than the usable memory is compiled all the same, so
-# that its plan says what time the last bytes are worth.
+# A program that needs at most this share more than the usable memory is compiled nevertheless, so
+# that the user sees how fast the step would be if a little memory were saved.
 NEAR = 0.1
 COMPILE_ANYWAY = {"xla_tpu_no_crash_on_oom": "true"}
 PROGRAM = "program.hlo"  # the file of the compiled program in the folder of its schedules
@@ -99,8 +99,8 @@ class Plan:
       expert_load: the load of the experts that follows from it; None if the program has no kernels
         of experts.
       unstated_loops: names of loops that count as if they ran once, because the program does not
-        state how often they run. The cost model "calibrated" counts those of the experts as often
-        as `expert_load` says.
+        state how often they run. The cost model "calibrated" counts the loops of the experts as
+        often as `expert_load` says.
       unknown_kernels: names of kernels whose FLOPs or cycles are unknown. If there are any, `mfu`
         is None.
       compiler_options: the options that training gives the compiler, name → value.
@@ -126,7 +126,7 @@ class Plan:
     gpu_flops: float = 0.0
     cost_model: str = COST_MODELS[0]
     ideal: IdealTime | None = None
-    predict_slice_traffic: SliceTraffic | None = None
+    between_slices: SliceTraffic | None = None
     collectives: tuple[Collective, ...] = ()
     skew: float = 0.0
     expert_load: ExpertLoad | None = None
@@ -427,7 +427,7 @@ def _with_estimates(
     program: hlo.Program,
     schedules: Mapping[str, schedule.Schedule],
 ) -> Plan:
-    """Returns `plan` with what the cost models say about its program."""
+    """Returns `plan` with the estimates that the cost models make of its program."""
     topology = plan.topology
     estimates = {
         name: estimate_time(

@@ -5,7 +5,7 @@ The compiler can write the final instruction bundles (VLIW instructions) of each
 to text files. The chip issues at most one bundle per cycle, so the number of bundles in a loop
 times the number of its trips is a lower bound of the loop's cycles, if every trip issues them all.
 A trip may skip bundles: a product goes through its contracted dimension in steps, and writes its
-result in the last of them. `skipped_bundles` takes those away.
+result in the last of them. `skipped_bundles` subtracts the skipped bundles.
 """
 
 import math
@@ -25,14 +25,14 @@ class Schedule(NamedTuple):
 
     Attributes:
       cycles: number of bundles, each counted as often as it runs.
-      copied: bytes that a kernel would copy between HBM and VMEM if every grid step copied the
-        blocks of all operands. (A real kernel does not copy a block again that stays the same.)
-      whole: whether the compiler states the number of trips of every loop with matrix work. If not,
-        `count_cycles` is too small.
-      cores: number of cores that share the work; `count_cycles` are those of one.
+      copied_bytes: bytes that a kernel would copy between HBM and VMEM if every grid step copied
+        the blocks of all operands. (A real kernel does not copy a block again that stays the same.)
+      states_all_trips: whether the compiler states the number of trips of every loop with matrix
+        work. If not, `cycles` is too small.
+      cores: number of cores that share the work; `cycles` are the cycles of one core.
     """
 
-    count_cycles: float
+    cycles: float
     copied_bytes: float
     states_all_trips: bool
     cores: int = 1
@@ -45,7 +45,7 @@ class Loop(NamedTuple):
       start, end: addresses of its first and last bundle.
       bundles: number of bundles in its body.
       trips: how often its body runs; 0 if the compiler does not state it.
-      matrix: number of matrix-unit instructions in its body.
+      matrix_instructions: number of matrix-unit instructions in its body.
     """
 
     start: int

@@ -278,9 +278,9 @@ def estimated_bytes(
 @functools.cache
 def _optimizer_bytes(m: ModelConfig, optimizer: OptimizerConfig) -> tuple[float, float]:
     """Returns the bytes of a parameter, on average over the model, that an optimizer keeps
-    (its moments), and that it needs during its update. AdamW has two moments, the mean of the
-    gradients and that of their squares. Muon has the first for each matrix, and AdamW's two for all
-    other parameters.
+    (its moments), and that it needs during its update. AdamW has two moments: the mean of the
+    gradients and the mean of their squares. Muon has the first moment for each matrix, and both
+    moments for all other parameters.
     """
     mean = 2.0 if optimizer.mean_dtype == "bfloat16" else 4.0
     if optimizer.name != "muon":

@@ -133,7 +133,9 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
 
 
 def _known_grids(chip: str) -> str:
-    """Returns the grids of a chip, for messages; those of all chips if there is no such chip."""
+    """Returns the grids of a chip as text for messages; the grids of all chips if there is no such
+    chip.
+    """
     if chip in KNOWN:
         return f"{chip}: {KNOWN[chip]}"
     of_gpus = "HOSTSxGPUS, such as 1x8, 16x8"

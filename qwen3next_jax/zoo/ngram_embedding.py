@@ -85,7 +85,7 @@ class NgramEmbedding(nnx.Module):
             before_BK, before_BCE = cache["tokens"], cache["conv"]
         if context.layer_rows is None:
             ids_BTH = ngram_ids(c, self.number, context.tokens, context.positions, before_BK)
-            e_BTP = row_tables.look_up(
+            e_BTP = row_tables.look_up_rows(
                 self.table[...], ids_BTH, self.table.declared, context.mesh, context.time, c.dtype
             )
         else:

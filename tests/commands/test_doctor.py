@@ -16,7 +16,7 @@ from qwen3next_jax.ops.implementations import Form, choose
 
 
 def test_every_part_traces_and_asks_for_its_operators():
-    results = doctor.parts(1, 128)
+    results = doctor.tested_parts(1, 128)
     for part in results:
         decisions = implementations.trace_and_record(
             lambda: jax.jit(part.function).trace(*part.shapes)
@@ -42,7 +42,7 @@ FORMS = (Form("xla", ("cpu", "gpu"), {"run": lambda x: x + x}),)
 
 def part():
     """Returns a part with a function of its own, which JAX has not traced yet."""
-    return doctor.Part(
+    return doctor.TestedPart(
         "double",
         ("doubled",),
         lambda x: choose("doubled", None, FORMS, x=x).function_named("run")(x),
@@ -78,7 +78,7 @@ def no_memory(x):
 def test_the_exit_code_says_what_is_wrong(kernel, capsys, change, code, why):
     vars(kernel).update(change)
     device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
-    (result,) = doctor.check([part()], device)
+    (result,) = doctor.check_parts([part()], device)
     assert doctor._verdict([result]) == result.code == code and why in result.why
     assert (result.share is None) == (result.seconds is None) == ("run" in change)
     assert ("double" in capsys.readouterr().out) == (code > 0)
@@ -93,7 +93,7 @@ def test_a_second_trace_forgets_the_first_error(kernel, monkeypatch):
     twice = lambda trace: (trace(), trace())[:0]
     monkeypatch.setattr(implementations, "trace_and_record", twice)
     device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
-    (result,) = doctor.check([dataclasses.replace(part(), function=function)], device)
+    (result,) = doctor.check_parts([dataclasses.replace(part(), function=function)], device)
     assert result.code == 0 and result.seconds is not None
 
 

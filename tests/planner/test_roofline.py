@@ -395,8 +395,8 @@ backend_config={"custom_call_config":{"cost_estimate":{"flops":"5"}}}
     assert compiled.unknown_kernels(program) == ["jit(f)/unmarked", "new"]
     # A schedule with all its trips says it; one of a loop of unknown length does not.
     schedules = {
-        "splash_mha_fwd.1": schedule.Schedule(cycles=1e6, copied=0.0, states_all_trips=True),
-        "new": schedule.Schedule(cycles=1e6, copied=0.0, states_all_trips=False),
+        "splash_mha_fwd.1": schedule.Schedule(cycles=1e6, copied_bytes=0.0, states_all_trips=True),
+        "new": schedule.Schedule(cycles=1e6, copied_bytes=0.0, states_all_trips=False),
     }
     assert compiled.unknown_kernels(program, schedules) == ["new"]
 
@@ -463,7 +463,7 @@ def test_a_kernel_lasts_its_schedule_and_copies(tmp_path):
     found = schedule.read_schedules(tmp_path, plain)
     assert found == dict.fromkeys(
         ("twin.1", "twin.2"),
-        schedule.Schedule(cycles=20, copied=2048 * 6 * 2, states_all_trips=True, cores=2),
+        schedule.Schedule(cycles=20, copied_bytes=2048 * 6 * 2, states_all_trips=True, cores=2),
     )
     mesh, others = Mesh(np.array(jax.devices()[:1]), ("data",)), 3 * 2**14 / v5p.hbm_bandwidth
     network = mock.patch("qwen3next_jax.planner.estimate.Network", lambda *_: None)

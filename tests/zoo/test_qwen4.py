@@ -641,7 +641,7 @@ def test_rows_of_a_split_table_are_exchanged(axes, spread):
 
     def run(table, ids, mesh):
         def total(table):
-            rows = row_tables.look_up(table, ids, declared.declared, mesh)
+            rows = row_tables.look_up_rows(table, ids, declared.declared, mesh)
             return jnp.sum(rows * weight), rows
 
         def write(old, row, gradient):  # not additive: a row in two parts would show
@@ -649,7 +649,7 @@ def test_rows_of_a_split_table_are_exchanged(axes, spread):
             return old.at[row].set(now, mode="drop")
 
         (_, rows), d_table = jax.value_and_grad(total, has_aux=True)(table)
-        updated = row_tables.update(table, ids, weight, declared.declared, mesh, write)
+        updated = row_tables.update_rows(table, ids, weight, declared.declared, mesh, write)
         return rows, d_table, updated
 
     one = run(table, ids, None)
