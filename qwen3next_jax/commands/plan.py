@@ -426,7 +426,7 @@ def _verdict(plan) -> str:
     """
     estimates = plan.estimates.items()
     times = sorted(estimate.seconds for _, estimate in estimates)
-    slowest, fastest = plan.mfu_at(times[-1]), plan.mfu_in(times[0])
+    slowest, fastest = plan.mfu_at(times[-1]), plan.mfu_at(times[0])
     each = "; ".join(
         f"{name} {estimate.seconds:.4g} s, {percent(plan.mfu_at(estimate.seconds))}"
         for name, estimate in estimates

@@ -230,7 +230,7 @@ class _Decoding:
             state, *results = self.advance(state, steps)
             emitted, remaining_B = jax.device_get(results)
             is_active = bool(np.any(remaining_B[:num_prompts] > 0))
-            rows = zip(emitted.tokens[:num_prompts], emitted.add_to_totals[:num_prompts])
+            rows = zip(emitted.tokens[:num_prompts], emitted.count[:num_prompts])
             piece = [tokens[:count] for tokens, count in rows]
             stream.add_to_totals(piece, emitted)
             steps = _next_step_count(steps, time.perf_counter() - started, self.max_steps)
