@@ -61,7 +61,7 @@ SPLITS = Split(1, 1), Split(1, 2), Split(3, 1), Split(5, 1), Split(9, 1)
 TINY_SPLITS = Split(1, 1), Split(3, 1)
 NAMES = "o", "final state", "dq", "dk", "dv", "dg", "dbeta", "gradient of the initial state"
 CALLS = 5  # that follow one another, so that what the host does to start one is not waited for
-SETTINGS = Settings(64, normalize_qk=True, erase=True)
+SETTINGS = Settings(64, normalize_qk=True, delta_term=True)
 
 
 def arrays(batch, tokens, key_heads, value_heads, width):

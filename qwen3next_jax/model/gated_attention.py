@@ -249,7 +249,7 @@ class GatedAttention(Mixer):
         return {"k": jnp.zeros(shape, config.dtype), "v": jnp.zeros(shape, config.dtype)}
 
     @classmethod
-    def forward_flops(cls, config: ModelConfig, length: int) -> float:
+    def activation_flops(cls, config: ModelConfig, length: int) -> float:
         """Returns the FLOPs per token of the scores and of the weighted sum of values. A causal
         query reads (length + 1) / 2 keys on average.
         """

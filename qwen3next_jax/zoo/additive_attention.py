@@ -114,7 +114,7 @@ class Bahdanau(Mixer):
         return {"k": empty, "v": empty}
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of the scores and of the weighted sum of values. A causal
         query reads (length + 1) / 2 keys on average.
         """
@@ -141,12 +141,12 @@ class Luong(Bahdanau):
         return attend(q_BTNK, k_BSMK, v_BSMK, context, context.positions if cached else None)
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of the products with W, of the scores, and of the weighted sum
         of values.
         """
         matrices = 2 * config.num_attention_heads * config.head_dim**2
-        return super().forward_flops(config, length) + matrices
+        return super().activation_flops(config, length) + matrices
 
 
 def additive_attention(q_BTNK, k_BSMK, v_BSMK, score_NK, at_BT, ids_BT, key_ids_BS):

@@ -104,7 +104,7 @@ class GatedDeltaProduct(GatedDeltaNet):
         return o_BLHV[:, n - 1 :: n], states
 
     @classmethod
-    def forward_flops(cls, config: ModelConfig, length: int) -> float:
+    def activation_flops(cls, config: ModelConfig, length: int) -> float:
         """Returns the FLOPs of the recurrence for one token: n writes, and one reading of the
         output.
         """
@@ -114,7 +114,7 @@ class GatedDeltaProduct(GatedDeltaNet):
             * config.linear_key_head_dim
             * config.linear_value_head_dim
         )
-        return _writes(config) * (super().forward_flops(config, length) - read) + read
+        return _writes(config) * (super().activation_flops(config, length) - read) + read
 
 
 def _writes(config: ModelConfig) -> int:

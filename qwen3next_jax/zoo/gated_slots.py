@@ -70,7 +70,7 @@ class Slots(Recurrent):
     def recurrence(self, heads, state):
         g_BTHM, strength_BTHM, gate_states = self.gates(heads, state)
         strength_BTHM = strength_BTHM.astype(heads.v.dtype)
-        common = dict(erase=False, segment_ids=heads.segment_ids, axis_name=heads.axis_name)
+        common = dict(delta_term=False, segment_ids=heads.segment_ids, axis_name=heads.axis_name)
         no_decay_BTHK = jnp.zeros((*heads.v.shape[:3], heads.q.shape[-1]), jnp.float32)
         scores_BTHM, keys = channel_delta_rule(
             heads.q,
@@ -101,7 +101,7 @@ class Slots(Recurrent):
         }
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of writing and reading both states."""
         return (
             4

@@ -154,7 +154,7 @@ class Hyena(Mixer):
         return {"input": empty((ORDER + 1) * v)} | {f"z_{n}": empty(v) for n in range(ORDER)}
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of the long convolutions. Each needs a Fourier transform and
         an inverse transform of n ≥ 2 `length` points, with 2.5 n log₂ n operations each, and the
         product with the transformed filter. The computation of the filters is not counted, because

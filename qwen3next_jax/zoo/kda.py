@@ -167,7 +167,7 @@ def kda_reference(config, params, x):
         v,
         _log_decay(params, x),
         config.beta_range * jax.nn.sigmoid(x @ params["beta_proj"]),
-        erase=True,
+        delta_term=True,
     )
     gate = jax.nn.sigmoid(_low_rank(params, "gate", x))
     return project_out(params, rms_norm(config, o) * params["norm"] * gate)
@@ -182,7 +182,7 @@ def gdn2_reference(config, params, x):
         unit(k),
         w * v,
         _log_decay(params, x),
-        erase=True,
+        delta_term=True,
         erase_key=b * unit(k),
     )
     gate = jax.nn.silu(_low_rank(params, "gate", x))

@@ -94,9 +94,9 @@ class ScalarDecay(Recurrent):
         return cache
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of writing and reading the states S and z."""
-        flops = super().forward_flops(config, length)
+        flops = super().activation_flops(config, length)
         if cls.normalises(config):
             flops += 4 * config.linear_num_value_heads * config.linear_key_head_dim
         return flops

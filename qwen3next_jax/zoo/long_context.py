@@ -157,8 +157,8 @@ class SelectedTokens(ReRoPE):
     @classmethod
     def pairs(cls, config, length):
         """Returns half the number of causal pairs plus half the number of pairs that the mask
-        leaves. `forward_flops` counts two products per pair, a score and a weighted value; here all
-        causal pairs need a score, but only the pairs that the mask leaves have a weighted value.
+        leaves. `activation_flops` counts two products per pair, a score and a weighted value. Here
+        all causal pairs need a score, but only the pairs that the mask leaves have a weighted value.
         """
         s = cls.settings(config)
         causal = length * (length + 1) / 2

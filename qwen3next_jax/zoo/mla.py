@@ -181,7 +181,7 @@ class MLA(Mixer):
         return {"latent": jnp.zeros((batch, length, 1, width), config.dtype)}
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of the scores (K products per key) and of the weighted sum of
         values (P products per key). A query reads (length + 1) / 2 keys on average.
         """

@@ -104,10 +104,10 @@ class MLSTM(Recurrent):
         }
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of writing and reading the states S and n."""
         of_n = 4 * config.linear_num_value_heads * config.linear_key_head_dim
-        return super().forward_flops(config, length) + of_n
+        return super().activation_flops(config, length) + of_n
 
     @classmethod
     def uses_delta_term(cls, config):

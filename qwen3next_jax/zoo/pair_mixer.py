@@ -143,7 +143,7 @@ class PairAttention(GatedAttention):
         }
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of two products of K numbers for each key that a query sees:
         one for the score, one for the weighted sum of values.
         """

@@ -423,7 +423,7 @@ class QSA(GatedAttention):
         }
 
     @classmethod
-    def forward_flops(cls, config: ModelConfig, length: int) -> float:
+    def activation_flops(cls, config: ModelConfig, length: int) -> float:
         """Returns the FLOPs per token: attention's scores and values for the keys that a query sees
         on average, and the indexer's scores of the blocks.
         """

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 
 def outer_product_recurrence(
-    q, k, v, g, beta=None, *, erase=False, erase_key=None, bonus=None, normaliser=False
+    q, k, v, g, beta=None, *, delta_term=False, erase_key=None, bonus=None, normaliser=False
 ):
     """Computes the recurrence S ← e^g S + β k vᵀ, o = Sᵀq, where S [H, K, V] starts at zero.
 
@@ -26,7 +26,7 @@ def outer_product_recurrence(
       v: values, [T, H, V].
       g: log decay, [T, H] or, for each key channel, [T, H, K].
       beta: write strength, [T, H]; None for 1.
-      erase: whether to compute the delta rule, S ← e^g S, then S ← S + β k (v - Sᵀe)ᵀ.
+      delta_term: whether to compute the delta rule, S ← e^g S, then S ← S + β k (v - Sᵀe)ᵀ.
       erase_key: the key e of the delta rule, [T, H, K]; None for k.
       bonus: [H, K] or None. With a bonus u, a token reads the state before its own decay and write:
         o = Sᵀq + (Σ_c q_c u_c k_c) v, with S before the token.
@@ -49,7 +49,7 @@ def outer_product_recurrence(
         if bonus is not None:
             o = read(s) + jnp.sum(q * bonus * k, axis=-1, keepdims=True) * v
         s = jnp.exp(g)[..., None] * s
-        written = v - jnp.einsum("hkv,hk->hv", s, e) if erase else v
+        written = v - jnp.einsum("hkv,hk->hv", s, e) if delta_term else v
         s = s + beta[:, None, None] * k[..., None] * written[:, None]
         return s, read(s) if bonus is None else o
 

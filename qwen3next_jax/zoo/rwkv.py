@@ -165,7 +165,7 @@ class RWKV4(Mixer):
         return states | {"shift": jnp.zeros((batch, 1, config.hidden_size), config.dtype)}
 
     @staticmethod
-    def forward_flops(config, length):
+    def activation_flops(config, length):
         return 0.0  # every matrix product has a parameter, so it is counted from its declaration
 
     @staticmethod
@@ -262,7 +262,7 @@ class RWKV6(Recurrent):
             heads.v,
             g=heads.g,
             beta=heads.beta,
-            erase=False,
+            delta_term=False,
             read="before",
             bonus=bonus_HK,
             initial_state=state and state["state"],

@@ -50,7 +50,7 @@ class ChannelStates(Mixer):
         state_size: Annotated[int, "at least 1"] = 16
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of writing and reading the states of all channels."""
         channels = config.linear_num_value_heads * config.linear_value_head_dim
         return 4 * channels * cls.settings(config).state_size

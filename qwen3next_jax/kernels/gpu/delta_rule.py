@@ -48,5 +48,7 @@ def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
         implementations.give_reason(False, f"{few} {implementations.BY_DEFAULT}")
         return False
     key, value, over_chip = x.q.shape[3], x.v.shape[3], Problem.of(x, settings).split
-    test = delta_rule_self_test.test(key, value, settings.normalize_qk, settings.erase, over_chip)
+    test = delta_rule_self_test.test(
+        key, value, settings.normalize_qk, settings.delta_term, over_chip
+    )
     return self_test.is_enabled(test, supports(x, settings, split))

@@ -201,7 +201,7 @@ class _Refs(NamedTuple):
 
 def gradient_kernel(p, *refs):
     """Computes dQ, dK, dg and dbeta of one chunk of a value head."""
-    block = _Block(p, named_refs(_Refs, refs, missing="" if p.erase else "inverses_gmem"))
+    block = _Block(p, named_refs(_Refs, refs, missing="" if p.delta_term else "inverses_gmem"))
     block.start_copies()
     error_highs, error_dstate, pairs = block.errors()
     block.rebase()
@@ -396,7 +396,7 @@ class _Block:
             dv_low_term, pairs, error_dstate = self.add_products_of_errors(
                 c, ks, high, low, pairs, error_dstate
             )
-            if self.p.erase:
+            if self.p.delta_term:
                 self.add_to_sum(ENTER, -dv_low_term)
             plgpu.commit_smem()
             if self.one_warpgroup:
@@ -416,7 +416,7 @@ class _Block:
         )
         self.add_to_sum(CARRIED, carried)
         ks = None
-        if self.p.erase:
+        if self.p.delta_term:
             ks = along_i(self.factors, K_GAMMA) * product(
                 *((k.at[t], slots.at[t]) for t in self.keys)
             )
@@ -446,7 +446,7 @@ class _Block:
 
         @self.on_first_warpgroup
         def _():
-            if self.p.erase:
+            if self.p.delta_term:
                 self.copy_to_slot(
                     self.low_slot, self.value_tile(self.refs.dv_low_gmem, c), self.low_arrived
                 )
@@ -520,7 +520,7 @@ class _Block:
             return dv_low_term, of_pairs, *(x.read() for x in products)
 
         count = len(self.own_tiles)
-        if self.one_warpgroup and p.erase:
+        if self.one_warpgroup and p.delta_term:
             dv_low_term, pairs, *error_dstate = with_accumulators(
                 p, [C] * (1 + count), errors_and_keys
             )
@@ -532,7 +532,7 @@ class _Block:
         if not self.one_warpgroup:
             to_pairs = functools.partial(with_accumulators, p, [C])
             errors = zero_pairs
-            if p.erase:
+            if p.delta_term:
                 errors = functools.partial(to_pairs, to_errors)
             outputs = functools.partial(to_pairs, to_outputs)
             dv_low_term, pairs = jax.lax.cond(self.w == 0, errors, outputs)
@@ -570,11 +570,11 @@ class _Block:
             of_outputs = outputs * along_j(factors, Q_NORM) * decay
             a[0] = (of_outputs * along_i(self.rows, BETA)).astype(jnp.bfloat16)
             store_triangle()
-            if p.erase:
+            if p.delta_term:
                 before = jnp.where(column > row, pairs, 0.0)
                 of_errors = before * (-along_j(factors, K_NORM_J) * decay)
             products = jax.lax.optimization_barrier(of_outputs * of_queries())
-            if p.erase:
+            if p.delta_term:
                 products = products + of_errors * of_keys()
                 of_errors = (of_errors * along_i(self.rows, BETA)).astype(jnp.bfloat16)
         else:
@@ -604,7 +604,7 @@ class _Block:
         after = with_accumulators(p, [C], from_column_on)
         spans = jnp.where(row < column, after + leave_rows, along_rows(load_row(sums, ENTER)))
         sums[DG] = jnp.sum(spans, axis=0)
-        if self.one_warpgroup and p.erase:
+        if self.one_warpgroup and p.delta_term:
             plgpu.commit_smem()  # all reads of the triangle are done
             a[1] = of_errors
             plgpu.commit_smem()
@@ -644,7 +644,7 @@ class _Block:
             if c < last:
                 plgpu.barrier_wait(self.spare_arrived)
             of_q.add(do.at[c], transposed(state))
-            if p.erase:
+            if p.delta_term:
                 of_k.add(dv.at[c], transposed(state))
             if 0 < c < last:
                 plgpu.wgmma_wait(0)
@@ -657,11 +657,11 @@ class _Block:
         of_q.start(read)
         of_q.add(transposed(a.at[0]), k.at[t])
         gradient = along_i(factors, K_RHO) * error_dstate
-        if p.erase:
+        if p.delta_term:
             gradient = gradient - along_i(factors, K_GAMMA) * of_k.read(1)
         of_k.start(gradient)
         of_k.add(a.at[0], slots.at[self.dstate_slot(t)])
-        if p.erase:
+        if p.delta_term:
             of_k.add(a.at[1], k.at[t])
             of_k.add(transposed(a.at[1]), k.at[t])
         return row_sums(read, load_tile(slots.at[self.dstate_slot(t)])), of_q.read(), of_k.read()

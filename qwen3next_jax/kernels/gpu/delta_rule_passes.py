@@ -55,9 +55,9 @@ def forward(
     p = Problem.of(x, settings, split, save=save, interpret=interpret)
     q, k, v = p.pad_keys(x.q), p.pad_keys(x.k), p.pad_values(x.v)
     rows = p.rows(x)
-    made = p.run_chunks(q, k, rows, settings.erase and inverses is None)
+    made = p.run_chunks(q, k, rows, settings.delta_term and inverses is None)
     inputs = [q, k, v, made["factors"], rows, made["p"]]
-    if settings.erase:
+    if settings.delta_term:
         inverses = made["inverses"] if inverses is None else from_residual(inverses, p.value_heads)
         inputs.append(inverses)
     outputs = dict(o=p.shaped(*v.shape))
@@ -69,7 +69,7 @@ def forward(
     final = cut(final, initial_state.shape)
     if not save:
         return o, final, None, None
-    return o, final, results["states"], to_residual(inverses) if settings.erase else None
+    return o, final, results["states"], to_residual(inverses) if settings.delta_term else None
 
 
 def backward(
@@ -91,7 +91,7 @@ def backward(
     v, do = p.pad_values(x.v), p.pad_values(do.astype(x.v.dtype))
     rows = p.rows(x)
     made = p.run_chunks(q, k, rows, False)
-    known = [from_residual(inverses, p.value_heads)] if settings.erase else []
+    known = [from_residual(inverses, p.value_heads)] if settings.delta_term else []
     outputs = dict(
         dv=p.shaped(*v.shape), dv_low=p.shaped(*v.shape), dstates=p.shaped(p.chunks, *p.state_shape)
     )

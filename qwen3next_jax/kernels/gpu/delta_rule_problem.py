@@ -76,7 +76,7 @@ class Problem:
       value: V, one of WIDTHS.
       key_channels: the key width of the caller's arrays. Scores are divided by its square root.
       normalize: whether q and k are L2-normalised.
-      erase: whether a write to the state has the delta term (`Settings.erase`).
+      delta_term: whether a write to the state has the delta term (`Settings.delta_term`).
       save: whether the forward pass writes the state before each chunk.
       interpret: whether a CPU interprets the kernels.
       split: how the passes of the state split the work over the chip.
@@ -90,7 +90,7 @@ class Problem:
     value: int
     key_channels: int
     normalize: bool
-    erase: bool
+    delta_term: bool
     save: bool = False
     interpret: bool = False
     split: Split = Split(1, 1)
@@ -102,9 +102,9 @@ class Problem:
         """
         batch, time, key_heads, channels = x.q.shape
         value_heads, value = x.v.shape[2:]
-        normalize, erase = settings.normalize_qk, settings.erase
+        normalize, delta_term = settings.normalize_qk, settings.delta_term
         heads = key_heads, value_heads, padded_width(channels), padded_width(value)
-        p = cls(batch, -(-time // C), *heads, channels, normalize, erase, **others)
+        p = cls(batch, -(-time // C), *heads, channels, normalize, delta_term, **others)
         return dataclasses.replace(p, split=split or p.best_split())
 
     # ---- numbers that follow from the sizes
@@ -127,7 +127,7 @@ class Problem:
     @property
     def inverse_tiles(self) -> int:
         """The number of tiles of the inverse: its high and low part; 0 without the delta term."""
-        return 2 if self.erase else 0
+        return 2 if self.delta_term else 0
 
     @property
     def state_shape(self):
@@ -380,7 +380,7 @@ class Problem:
         `warpgroups` warpgroups that compute. `not_read`: how many of the inputs q, k, P beta, the
         factors, the rows and the inverse the blocks do not read.
         """
-        copies = warpgroups + (6 if self.erase else 5) - not_read
+        copies = warpgroups + (6 if self.delta_term else 5) - not_read
         return [
             plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for n in (copies, warpgroups)
         ]

@@ -179,9 +179,9 @@ def _split_refs(kind, p, refs):
     """Returns the `Inputs`, the references to the outputs with an axis of tokens or chunks, and
     all others.
     """
-    inputs = len(Inputs._fields) if p.erase else len(Inputs._fields) - 1
+    inputs = len(Inputs._fields) if p.delta_term else len(Inputs._fields) - 1
     outputs = inputs + kind.outputs(p)
-    named = named_refs(Inputs, refs[:inputs], missing="" if p.erase else "inverses")
+    named = named_refs(Inputs, refs[:inputs], missing="" if p.delta_term else "inverses")
     return named, refs[inputs:outputs], refs[outputs:]
 
 
@@ -345,7 +345,7 @@ class _StatePass:
         for source, target in (products, factors, rows):
             if source is not None:
                 copy(source.at[b, h, n], target.at[slot])
-        if p.erase:
+        if p.delta_term:
             copy(inverses[0].at[n, b, h], inverses[1].at[slot])
 
     def state_operand(self, state, tile, target, in_flight: int):
@@ -403,13 +403,13 @@ class _Forward(_StatePass):
             None if self.states_gmem is None else self.states_gmem.at[n, b, h, :, channels(c)],
             in_flight=1,
         )
-        if p.erase:
+        if p.delta_term:
             k_state.add(before, transposed(self.k.at[slot]))
         if not (maps or from_shared):
             outputs.add(before, transposed(self.q.at[slot]))
         copy_state()
         values = self.load_values(slot).astype(jnp.float32)
-        if p.erase:
+        if p.delta_term:
             in_flight = 0 if maps or from_shared else 1
             values = (values - along_j(factors, K_GAMMA) * k_state.read(in_flight)).astype(
                 jnp.bfloat16
@@ -419,10 +419,10 @@ class _Forward(_StatePass):
         if from_shared and not maps:
             outputs.add(before, transposed(self.q.at[slot]))
         if not maps:
-            in_flight = 2 if p.erase and not from_shared else 0
+            in_flight = 2 if p.delta_term and not from_shared else 0
             outputs.start(along_j(factors, Q_GAMMA) * outputs.read(in_flight))
         after.start(self.rows[slot, GAMMA, C - 1] * state)
-        if p.erase:
+        if p.delta_term:
             values = errors.read()
         parts = high_and_low(values)
         if from_shared:
@@ -493,14 +493,14 @@ class _Backward(_StatePass):
             dvalues = p_do.read()
         else:
             dvalues = along_j(factors, K_RHO) * k_dstate.read(1) + p_do.read()
-        if p.erase:
+        if p.delta_term:
             high, low = high_and_low(dvalues)
             for x, part in ((high, 0), (high, 1), (low, 0)):
                 values.add(x, self.inverse.at[slot, part])
         before.start(self.rows[slot, GAMMA, C - 1] * dstate)
         scaled = along_j(factors, Q_GAMMA) * doutputs.astype(jnp.float32)
         before.add(scaled.astype(jnp.bfloat16), self.q.at[slot])
-        if p.erase:
+        if p.delta_term:
             dvalues = values.read(1)
             dread = -along_j(factors, K_GAMMA) * dvalues
             before.add(dread.astype(jnp.bfloat16), self.k.at[slot])

@@ -64,7 +64,7 @@ def forward(
     )
     if save:
         outputs["states"] = jax.ShapeDtypeStruct((p.chunks, *p.state_shape), v.dtype)
-        if settings.erase and inverses is None:
+        if settings.delta_term and inverses is None:
             outputs["inverses"] = p.inverses_shape
     results = p.call(_forward_kernel, inputs, outputs, settings, False, interpret)
     o = p.unflatten(results["o"], v.shape)
@@ -87,14 +87,14 @@ def affine_map(x: Inputs, initial_state, settings: Settings, *, interpret: bool 
         m=jax.ShapeDtypeStruct((*heads, p.key, p.key), jnp.float32),
         reads=jax.ShapeDtypeStruct((p.chunks, *heads, p.chunk_size, p.key), x.v.dtype),
     )
-    if settings.erase:
+    if settings.delta_term:
         outputs["inverses"] = p.inverses_shape
     results = p.call(_map_kernel, inputs, outputs, settings, False, interpret)
     key, value_heads = p.unpadded_key, p.unpadded_value_heads
     m = results["m"][:, :value_heads, :key, :key]
     reads = results["reads"][:, :, :value_heads, :, :key]
     u = p.unpad_state(results["final"])
-    return u, m, reads, p.unpad_pairs(results["inverses"]) if settings.erase else None
+    return u, m, reads, p.unpad_pairs(results["inverses"]) if settings.delta_term else None
 
 
 def backward(
@@ -108,7 +108,7 @@ def backward(
     inputs = p.inputs(x)
     inputs |= dict(do=p.flatten(do.astype(v.dtype), p.value_heads), states=p.pad_state(states))
     inputs["dfinal"] = p.pad_state(dfinal.astype(jnp.float32))
-    if settings.erase:
+    if settings.delta_term:
         inputs["inverses"] = p.pad_pairs(inverses)
     outputs = dict(
         dq=p.flat_shape(p.key_heads, p.key, q.dtype),
@@ -417,7 +417,7 @@ def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     # unit, which can overlap with the product.
     kq_state = c.read(c.kq, state)
     inverse = None
-    if settings.erase:
+    if settings.delta_term:
         inverse = refs["inverses"][0, 0] if "inverses" in inputs else _inverse(c)
     if "inverses" in outputs:
         refs["inverses"][0, 0] = inverse
@@ -445,7 +445,7 @@ def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     values = jnp.concatenate([values, jnp.zeros((*values.shape[:-1], p.key), jnp.float32)], axis=-1)
     state = jnp.concatenate([refs["final"][0], refs["m"][0]], axis=-1)
     kq_state, inverse = c.read(c.kq, state), None
-    if settings.erase:
+    if settings.delta_term:
         inverse = refs["inverses"][0, 0] = _inverse(c)
     errors = _errors(c, values, kq_state, inverse)
     state = _next_state(c, state, errors)
@@ -459,24 +459,24 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     it.
     """
     refs = dict(zip(inputs + outputs, refs))
-    erase = settings.erase
+    delta_term = settings.delta_term
     _copy_initial_state(p, refs["dinitial"], refs["dfinal"])
     c = _Block(p, refs, settings.normalize_qk)
     dots, size, value = c.dots, p.chunk_size, p.value
     do, values = c.load("do", value).astype(p.operand), c.load("v", value).astype(jnp.float32)
     state, dstate = refs["states"][0, 0], refs["dinitial"][0]
-    inverse = refs["inverses"][0, 0] if erase else None
+    inverse = refs["inverses"][0, 0] if delta_term else None
     q_pair, k_pair = c.qk_scale * c.pair_decay, c.kk_scale * c.pair_decay
     kq_state, k_dstate = c.read(c.kq, state), c.read(c.k, dstate)
     k_state, q_state = kq_state[:, :size], kq_state[:, size:]
     k_gamma, k_rho = _over_lanes(c.k_gamma, value), _over_lanes(c.k_rho, value)
     q_gamma = head_pairs.tile_lanes(head_pairs.pairs_over_lanes_by_product(c.q_gamma), value)
     errors = values
-    if erase:
+    if delta_term:
         errors = dots.nn(dots.split(inverse), dots.split(values - k_gamma * k_state))
     p_CC = (c.qk * q_pair * c.beta).astype(p.operand)
     dv = dots.tn((p_CC,), (do,)) + k_rho * k_dstate  # beta dV'
-    if erase:
+    if delta_term:
         dv = dots.tn(dots.split(inverse), dots.split(dv))
     c.store("dv", dv)
 
@@ -486,7 +486,7 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     dq_read, dk_write = q_gamma * do.astype(jnp.float32), k_rho * errors
     enter, leave = q_state * dq_read, k_dstate * errors
     reads = [dq_read]
-    if erase:
+    if delta_term:
         dk_read = -k_gamma * dv
         enter += k_state * dk_read
         reads.append(dk_read)
@@ -501,12 +501,12 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     d_kk = dots.nt([dots.split(dv)], error_parts)
     d_qk = d_qk * q_pair
     pairs = c.qk * d_qk
-    if erase:
+    if delta_term:
         d_kk = jnp.where(c.strict, d_kk[0], 0) * k_pair
         pairs = pairs - c.kk * d_kk
     before = dots.sums_before(pairs * c.beta)
     d_pairs, rows = (d_qk * c.beta).astype(p.operand), c.q
-    if erase:
+    if delta_term:
         d_pairs = jnp.concatenate([d_pairs, (-d_kk * c.beta).astype(p.operand)], axis=1)
         rows = jnp.concatenate([c.q, c.k], axis=1)
 
@@ -515,7 +515,7 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     (dq, *dk_reads), dk = c.times_states(reads, dk_write, state, dstate)
     dq = dq + through_pairs[:, :size]
     dk = sum(dk_reads, dk) + c.transposed_times(d_pairs, rows)
-    if erase:
+    if delta_term:
         dk = dk + through_pairs[:, size:]
     if settings.normalize_qk:
         dk, dq = _through_norms(c, dk, dq)

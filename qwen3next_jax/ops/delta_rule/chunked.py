@@ -267,7 +267,7 @@ def _prepare_chunks(
     kk, qk = to_value_heads(dots.nt(k_, k_)), to_value_heads(dots.nt(q_, k_))
     beta_ = beta_[..., None]
     a = None if known_inverses is None else _from_head_pairs(known_inverses, heads)
-    if settings.erase and a is None:
+    if settings.delta_term and a is None:
         a = inverse.unit_lower_inverse(chunk_math.interaction(kk, beta_, d), exact)
     q_, k_ = to_value_heads(q_), to_value_heads(k_)
     return Chunk(q_, k_, v_, beta_, d, kk, qk, a, qk * d.pair), dots, exact

@@ -69,7 +69,7 @@ def _run_recurrent(operator: Operator, axis_name, x: Inputs, initial_state, cont
     """
     settings = operator.settings
     pass_over = functools.partial(
-        reference.recurrent, normalize_qk=settings.normalize_qk, erase=settings.erase
+        reference.recurrent, normalize_qk=settings.normalize_qk, delta_term=settings.delta_term
     )
     batch, heads, width, _ = initial_state.shape
     identity = jnp.broadcast_to(

@@ -26,12 +26,12 @@ class Options(typing.NamedTuple):
 
     Attributes:
       implementation: the argument `implementation` of `channel_delta_rule`.
-      erase: the argument `erase`.
+      delta_term: the argument `delta_term`.
       before: whether the argument `read` is "before".
     """
 
     implementation: str | None
-    erase: bool
+    delta_term: bool
     before: bool
 
 
@@ -42,7 +42,7 @@ def channel_delta_rule(
     *,
     g,
     beta=None,
-    erase: bool = True,
+    delta_term: bool = True,
     erase_key=None,
     read: str = "after",
     bonus=None,
@@ -68,17 +68,17 @@ def channel_delta_rule(
       g: [B, T, H, K] log decay, <= 0. With -inf the channel is forgotten exactly. Even a very
         strong decay costs no accuracy.
       beta: [B, T, H] write strength; None for 1.
-      erase: whether the write has the delta term -S^T k_t. Without it the function is gated linear
-        attention (GLA, https://arxiv.org/abs/2312.06635).
-      erase_key: [B, T, H, K], the key e_t in S <- S + beta_t k_t (v_t - S^T e_t)^T, for models that
-        erase with another key than they write with (Gated DeltaNet-2,
+      delta_term: whether the write has the delta term -S^T k_t. Without it the function computes
+        gated linear attention (GLA, https://arxiv.org/abs/2312.06635).
+      erase_key: [B, T, H, K], the key e_t in S <- S + beta_t k_t (v_t - S^T e_t)^T, for models whose
+        delta term reads the state with another key than k_t (Gated DeltaNet-2,
         https://arxiv.org/abs/2605.22791). None means e_t = k_t.
       read: "after": each token reads the state after its own decay and write. "before": each token
         reads the state before its own decay and write (RWKV).
       bonus: [H, K] or None, only with read="before": the token's own term (sum_c q_c bonus_c k_c)
         v_t is added to o_t.
       value_decay: [B, T, H, V] or None, log decay <= 0 of the value channels, only with
-        erase=False. The decay is then S <- Diag(exp(g_t)) S Diag(exp(value_decay_t)).
+        delta_term=False. The decay is then S <- Diag(exp(g_t)) S Diag(exp(value_decay_t)).
       initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first
         segment.
       segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
@@ -112,7 +112,7 @@ def channel_delta_rule(
         v,
         g,
         beta,
-        erase,
+        delta_term,
         erase_key,
         read,
         bonus,
@@ -150,7 +150,7 @@ def channel_delta_rule(
         own = q
         # otherwise a document's first token would read the state of the document before
         q = jnp.where(over(new, q), 0, q) if before else q
-    run = functools.partial(_run, Options(implementation, erase, before))
+    run = functools.partial(_run, Options(implementation, delta_term, before))
     x = Inputs(q, k, v, g, beta, value_decay, erase_key)
     if axis_name is None:
         o, final = run(x, state)
@@ -172,7 +172,7 @@ def _check(
     v,
     g,
     beta,
-    erase,
+    delta_term,
     erase_key,
     read,
     bonus,
@@ -210,10 +210,10 @@ def _check(
             "bonus with read='after': a token that reads after its write reads itself already; "
             "expected read='before'"
         )
-    if erase_key is not None and not erase:
-        raise ValueError("erase_key with erase=False: expected erase=True")
-    if value_decay is not None and erase:
-        raise ValueError("value_decay with erase=True: expected erase=False")
+    if erase_key is not None and not delta_term:
+        raise ValueError("erase_key with delta_term=False: expected delta_term=True")
+    if value_decay is not None and delta_term:
+        raise ValueError("value_decay with delta_term=True: expected delta_term=False")
     if jax.config.jax_debug_nans:
         checks.values(
             {
@@ -227,7 +227,9 @@ def _check(
 def _run(options: Options, x: Inputs, initial_state):
     """Returns o [B, T, H, V] in the state's dtype, and the final state [B, H, K, V]."""
     if options.implementation == "recurrent":
-        return reference.recurrent(x, initial_state, erase=options.erase, before=options.before)
+        return reference.recurrent(
+            x, initial_state, delta_term=options.delta_term, before=options.before
+        )
     if x.value_decay is not None:
         return two_sided.forward(x, initial_state, size=chunk_size(x), before=options.before)
     return _operator(options, x, initial_state)
@@ -264,7 +266,7 @@ def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
             pass_over,
             size=size,
             piece=-(-chunks // count),
-            erase=options.erase,
+            delta_term=options.delta_term,
             before=options.before,
         )
 

@@ -129,7 +129,7 @@ def _cut(x, size: int):
 
 
 def _chunks(
-    x: Inputs, known_inverse, size: int, erase: bool, before: bool, dtype
+    x: Inputs, known_inverse, size: int, delta_term: bool, before: bool, dtype
 ) -> tuple[Chunks, Products, Products]:
     """Returns the arrays of the chunks of a piece; `Products` whose operands are cast to v's dtype;
     and `Products` whose operands have the dtype `dtype`, the dtype of the state.
@@ -145,7 +145,7 @@ def _chunks(
     p, ek, a = ladder.pairs(reads, keys, dots.nt), None, known_inverse
     if not before:
         p = p + jnp.eye(size, dtype=dtype) * rows_dot(q, k)
-    if erase:
+    if delta_term:
         ek = ladder.pairs(erased, keys, lambda x, y: dots.nt(x, y, fine=True))
         a = inverse.unit_lower_inverse(beta * ek, exact) if a is None else a
     return (
@@ -191,7 +191,7 @@ def _needed(c: Chunks) -> Chunks:
     )
 
 
-def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, before: bool):
+def forward(x: Inputs, initial_state, *, size: int, piece: int, delta_term: bool, before: bool):
     """Computes the forward pass.
 
     Args:
@@ -199,7 +199,7 @@ def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, bef
       initial_state: [B, H, K, V].
       size: the number of tokens of a chunk.
       piece: the number of chunks that are computed at once.
-      erase: whether the write has the delta term -S^T e (e is k if there is no erase_key).
+      delta_term: whether the write has the delta term -S^T e (e is k if there is no erase_key).
       before: whether a token reads the state before its own decay and write.
 
     Returns:
@@ -209,7 +209,7 @@ def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, bef
     """
 
     def one(state, x):
-        c, dots, exact = _chunks(x, None, size, erase, before, state.dtype)
+        c, dots, exact = _chunks(x, None, size, delta_term, before, state.dtype)
 
         def step(state, chunk):
             written, _ = _written(chunk, state, dots, exact)
@@ -233,7 +233,16 @@ def _joined(x, time: int):
 
 
 def backward(
-    x: Inputs, states, inverses, do, dfinal, *, size: int, piece: int, erase: bool, before: bool
+    x: Inputs,
+    states,
+    inverses,
+    do,
+    dfinal,
+    *,
+    size: int,
+    piece: int,
+    delta_term: bool,
+    before: bool,
 ):
     """Returns the gradients of the fields of `Inputs`, in their order, and the gradient of the
     initial state. The gradient of value_decay is None, because this implementation is not used with
@@ -244,12 +253,12 @@ def backward(
       states, inverses: the last two results of `forward`.
       do: [B, T, H, V], the gradient of o.
       dfinal: [B, H, K, V], the gradient of the final state.
-      size, piece, erase, before: the arguments of `forward`.
+      size, piece, delta_term, before: the arguments of `forward`.
     """
 
     def one(dstate, inputs):
         x, states, inverses, do = inputs
-        c, dots, exact = _chunks(x, inverses, size, erase, before, dstate.dtype)
+        c, dots, exact = _chunks(x, inverses, size, delta_term, before, dstate.dtype)
         do = _cut(do, size)
         written, unseen = _written(c, states, dots, exact)
         po, qo = dots.tn(c.p, do), dots.tn(c.q_enter, do)
@@ -257,11 +266,11 @@ def backward(
         def step(dstate, inputs):
             chunk, po, qo = inputs
             dwritten = po + dots.nn(chunk.k_leave, dstate)
-            dr = exact.tn(chunk.inverse, dwritten) if erase else dwritten
-            if erase and dots == exact:
+            dr = exact.tn(chunk.inverse, dwritten) if delta_term else dwritten
+            if delta_term and dots == exact:
                 dr += exact.tn(chunk.inverse, dwritten - dr - exact.tn(chunk.ek, chunk.beta * dr))
             entering = chunk.carry * dstate + qo
-            if erase:
+            if delta_term:
                 entering = entering - both(dots.tn, chunk.e_enter, chunk.beta * dr, dots, -2, -2)
             return entering, (dstate, dr)
 

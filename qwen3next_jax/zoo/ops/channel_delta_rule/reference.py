@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
 
 
-def recurrent(x: Inputs, initial_state, *, erase: bool, before: bool):
+def recurrent(x: Inputs, initial_state, *, delta_term: bool, before: bool):
     """Runs the recurrence in the dtype of the state. JAX differentiates the code.
 
     Args:
       x: the arrays of the call.
       initial_state: [B, H, K, V].
-      erase: whether the write has the delta term -S^T e (e is k if there is no erase_key).
+      delta_term: whether the write has the delta term -S^T e (e is k if there is no erase_key).
       before: whether a token reads the state before its own decay and write.
 
     Returns:
@@ -31,7 +31,9 @@ def recurrent(x: Inputs, initial_state, *, erase: bool, before: bool):
         if value_decay_BHV is not None:
             state_BHKV = state_BHKV * jnp.exp(value_decay_BHV)[..., None, :]
         erase_BHK = k_BHK if erase_BHK is None else erase_BHK
-        write_BHV = v_BHV - jnp.sum(state_BHKV * erase_BHK[..., None], axis=-2) if erase else v_BHV
+        write_BHV = (
+            v_BHV - jnp.sum(state_BHKV * erase_BHK[..., None], axis=-2) if delta_term else v_BHV
+        )
         state_BHKV = state_BHKV + (beta_BH[..., None] * k_BHK)[..., None] * write_BHV[..., None, :]
         return state_BHKV, o_BHV if before else read(state_BHKV)
 
