@@ -126,7 +126,7 @@ def interpreted():
     return mock.patch.multiple(
         routed_experts,
         sum_by_token=sums,
-        _by_choice=functools.partial(sum_by_token.by_choice, interpret=True),
+        _values_by_choice=functools.partial(sum_by_token.values_by_choice, interpret=True),
         _mlp=lambda p, *a: kernels.mlp(
             a[0], p.weight_P, *a[1:3], p.expert_T, p.used, keep_hidden=a[3], interpret=True
         ),

@@ -2,8 +2,8 @@
 layer for one row [T, D] that is one document, written as plainly as possible.
 
 A reference is a function (config, params, x): the ModelConfig, the parameters by name, and the row.
-It computes the recurrence token by token, as the paper prints it, in the dtype of its arguments;
-autodiff computes its gradients. Every file of zoo/ that defines mixers has two dicts: `REFERENCES`
+It computes the recurrence token by token, as the paper prints it, in the dtype of its arguments.
+Autodiff computes its gradients. Every file of zoo/ that defines mixers has two dicts: `REFERENCES`
 maps the name of a mixer to its reference, and `EXAMPLES` maps the same name to the settings that
 select the mixer, with small values of its own settings. tests/zoo/test_mixers.py makes the mixer of
 a small configuration with these settings, and compares its output and gradients with those of the
@@ -59,7 +59,7 @@ def outer_product_recurrence(
     return (o[..., :-1], o[..., -1:]) if normaliser else o
 
 
-def split_projection(config, params, x, convolved=False):
+def queries_keys_values_gate(config, params, x, convolved=False):
     """Computes the projection that `Recurrent.make_projection` makes.
 
     Args:
@@ -91,12 +91,12 @@ def causal_convolution(x, kernel):
     return sum(padded[w : w + len(x)] * kernel[w] for w in range(width))
 
 
-def token_before(x):
+def shift_by_one_token(x):
     """Returns x [T, D] shifted by one token: row t holds x[t - 1], and row 0 holds zeros."""
     return jnp.pad(x, ((1, 0), (0, 0)))[:-1]
 
 
-def unit(x):
+def unit_length(x):
     """Returns x normalised to length 1 over the last axis."""
     return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 

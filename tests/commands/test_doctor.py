@@ -32,9 +32,9 @@ def kernel(monkeypatch):
     monkeypatch.setitem(plugin.KERNELS, "doubled", {"kernel": ("gpu", "doubled_kernel")})
     monkeypatch.setitem(sys.modules, "doubled_kernel", module)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    implementations.kernels.cache_clear()
+    implementations.kernels_by_name.cache_clear()
     yield module
-    implementations.kernels.cache_clear()
+    implementations.kernels_by_name.cache_clear()
 
 
 FORMS = (Form("xla", ("cpu", "gpu"), {"run": lambda x: x + x}),)

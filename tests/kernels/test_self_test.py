@@ -41,9 +41,9 @@ def operators(monkeypatch, tmp_path):
     monkeypatch.setattr(self_test, "FOLDER", tmp_path)
     monkeypatch.setattr(self_test, "_agreed_outcomes", {})
     self_test._say_once.cache_clear()
-    implementations.kernels.cache_clear()
+    implementations.kernels_by_name.cache_clear()
     yield results
-    implementations.kernels.cache_clear()
+    implementations.kernels_by_name.cache_clear()
 
 
 def step():

@@ -222,7 +222,7 @@ def _short_forward(q, k, v, segment_ids, short_BT, scale):
     queries, own, earlier = _short_blocks(q, k, v, segment_ids, short_BT)
     settings = dict(scale=scale, block=SHORT)
     (q, ids), (k, v, kv_ids), (k0, v0, kv_ids0) = queries, own, earlier
-    o, logsumexp = xla.combine(
+    o, logsumexp = xla.combine_key_sets(
         xla.forward(q, k, v, ids, kv_ids, causal=True, **settings),
         xla.forward(q, k0, v0, ids, kv_ids0, causal=False, **settings),
     )

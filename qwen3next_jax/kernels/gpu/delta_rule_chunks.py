@@ -139,9 +139,9 @@ def inverse_norms(squares):
 def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
     """Writes X = (I + L)^{-1} to `x_refs`, as a high and a low part.
 
-    Like `ladder` in `ops/delta_rule/inverse.py`, it starts with the inverses of diagonal blocks of
-    2 rows and doubles the number m of their rows step by step: it adds X (-L) X to X in the lower
-    left quarter of each diagonal block of 2m rows.
+    Like `diagonal_block_inverses` in `ops/delta_rule/inverse.py`, it starts with the inverses of
+    diagonal blocks of 2 rows and doubles the number m of their rows step by step: it adds X (-L) X
+    to X in the lower left quarter of each diagonal block of 2m rows.
 
     X stays in registers. Until its diagonal blocks have 16 rows, it is an array [C, 16] that holds
     the four diagonal blocks of 16 rows below each other. As the right operand of a product, X has

@@ -161,7 +161,9 @@ def _carry(p: Problem, name: str, inputs: list, first, outputs: dict, results) -
         [*inputs, transpose(first)],
     )
     u, m, _ = jnp.split(transpose(p.by_piece(made["maps"])), [p.value, p.value + p.key], axis=-1)
-    firsts, after = associative.states((m, u), transpose(made["last"]), EXACT, reverse=False)
+    firsts, after = associative.states_before_maps(
+        (m, u), transpose(made["last"]), EXACT, reverse=False
+    )
     firsts = jnp.concatenate([firsts, after[None]]).reshape(-1, *p.state_shape[1:])
     # The second call writes to the same arrays, which hold the first piece already.
     refs = {output: jax.new_ref(made[output]) for output in outputs}

@@ -39,7 +39,7 @@ def processors() -> int:
     program is compiled for a GPU that is not here, or interpreted.
     """
     target = compile_target()
-    if target.described or target.platform != "gpu":
+    if target.may_lack_device or target.platform != "gpu":
         return PROCESSORS
     return getattr(jax.local_devices()[0], "core_count", PROCESSORS)
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import COLUMN, C, channels, tiles, tokens
-from qwen3next_jax.ops.gated_norm import in_xla
+from qwen3next_jax.ops.gated_norm import gated_norm_in_xla
 
 TOLERANCE = 0.02  # largest allowed relative L2 difference between the kernels and XLA
 INTERPRETER = plgpu.InterpretGPUParams()
@@ -71,7 +71,7 @@ def max_error(eps: float, width: int, interpret: bool = False) -> tuple[str, flo
 
     @jax.jit
     def want():
-        y, pullback = jax.vjp(functools.partial(in_xla, eps), o, gate, weight)
+        y, pullback = jax.vjp(functools.partial(gated_norm_in_xla, eps), o, gate, weight)
         return y, *pullback(dy)
 
     return self_test.largest_error(("y", "do", "dgate", "dweight"), got(), want())

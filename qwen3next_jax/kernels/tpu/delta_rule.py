@@ -162,7 +162,7 @@ class _Block:
         self.p, self.refs, size = p, refs, p.chunk_size
         self.dots = head_pairs.PairProducts(p.operand)
         total, beta = refs["total"][0, 0, 0], refs["beta"][0, 0, 0]  # [E, 2C]
-        row, column = chunk_math.indices(size, 2 * size)
+        row, column = chunk_math.row_and_column_indices(size, 2 * size)
         self.lower, self.strict, on_diagonal = (
             f(row, column % size) for f in (jnp.greater_equal, jnp.greater, jnp.equal)
         )
@@ -437,7 +437,7 @@ def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        row, column = chunk_math.indices(p.key, p.key)
+        row, column = chunk_math.row_and_column_indices(p.key, p.key)
         refs["m"][0] = jnp.broadcast_to((row == column).astype(jnp.float32), refs["m"].shape[1:])
 
     c = _Block(p, refs, settings.normalize_qk)

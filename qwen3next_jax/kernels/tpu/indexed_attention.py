@@ -34,11 +34,11 @@ LEAST = -1e29  # a query's largest score before its first key: exp(HIDDEN - LEAS
 LAST = 2**31 - 1  # the largest int32
 
 # The rows of the arrays that describe the queries, the keys and the blocks.
-# Of queries: their place, their segment, the place after their last complete block, and the two
-# numbers of the choice. Of keys: beside the first two the number of their block and the place of
-# its last token (LAST if the block is not complete). Of blocks: the place of their last token in
-# PLACE, and their segment.
-PLACE, SEGMENT, TAIL, LOWEST, CUT = range(5)
+# Of queries: their position, their segment, the position after their last complete block, and the
+# two numbers of the choice. Of keys: beside the first two the number of their block and the place
+# of its last token (LAST if the block is not complete). Of blocks: the place of their last token in
+# POSITION, and their segment.
+POSITION, SEGMENT, TAIL, LOWEST, CUT = range(5)
 NUMBER, END = 2, 3
 ROWS = 8  # the sublanes of a register, so also the number of rows of these arrays
 
@@ -153,13 +153,13 @@ def _find_seen(index_q, queries, index_k, keys, bias):
     """Writes to `bias` [S, C] 0 where the query sees the key, and HIDDEN elsewhere. Returns whether
     some query of the tile sees some key.
     """
-    place, segment, tail, lowest, cut = (queries[row : row + 1] for row in range(5))
+    position, segment, tail, lowest, cut = (queries[row : row + 1] for row in range(5))
     columns = keys[...].T
     of_key = lambda row: columns[:, row : row + 1]
     bits_SC = _score_bits(index_k[...], index_q)
     selected_SC = (bits_SC > lowest) | ((bits_SC == lowest) & (of_key(NUMBER) < cut))
-    seen_SC = selected_SC & (of_key(END) <= place)
-    seen_SC |= (of_key(PLACE) >= tail) & (of_key(PLACE) <= place)
+    seen_SC = selected_SC & (of_key(END) <= position)
+    seen_SC |= (of_key(POSITION) >= tail) & (of_key(POSITION) <= position)
     bias[...] = jnp.where(seen_SC & (of_key(SEGMENT) == segment), 0.0, HIDDEN)
     return jnp.max(bias[...]) == 0.0
 
@@ -309,16 +309,16 @@ def _mask_inputs(sizes: _Sizes, ratio: int, rows, chosen, index_q):
     and those of keys; and its limits: [B, tiles] int32, for each tile of queries the first tile of
     keys in their documents, and for each tile of keys the last tile of queries in theirs.
     """
-    count = rows.block_k.shape[1]
-    tail = (rows.place + 1) // ratio * ratio
-    queries = _rows(sizes.padded, rows.place, rows.segment, tail, *chosen, filler=-2)
-    inside = rows.number < count
-    number = jnp.minimum(rows.number, count - 1)
+    count = rows.block_key.shape[1]
+    tail = (rows.position + 1) // ratio * ratio
+    queries = _rows(sizes.padded, rows.position, rows.segment, tail, *chosen, filler=-2)
+    inside = rows.blocks_before < count
+    number = jnp.minimum(rows.blocks_before, count - 1)
     take = jax.vmap(lambda x, i: x[i])
     complete = inside & (take(rows.block_segment, number) == rows.segment) & (rows.segment > 0)
-    end = jnp.where(complete, take(rows.block_end, number), LAST)
-    keys = _rows(sizes.padded, rows.place, rows.segment, number, end, filler=-1)
-    token_k = _pad(take(rows.block_k, number), sizes.padded)
+    end = jnp.where(complete, take(rows.block_end_position, number), LAST)
+    keys = _rows(sizes.padded, rows.position, rows.segment, number, end, filler=-1)
+    token_k = _pad(take(rows.block_key, number), sizes.padded)
     start = _document_starts(rows.segment)
     stop = sizes.tokens - 1 - _document_starts(rows.segment[:, ::-1])[:, ::-1]
     # Padding is a document of its own.
@@ -341,7 +341,7 @@ def forward(ratio: int, rows, chosen, index_q, q, k, v, *, interpret: bool = Fal
 
     Args:
       ratio: number of tokens of a block.
-      rows: the `Rows` of `zoo.ops.indexed_attention`.
+      rows: the `TokensAndBlocks` of `zoo.ops.indexed_attention`.
       chosen: the results of `choose_blocks`.
       index_q: [B, T, H, I], the indexer's queries.
       q: [B, T, N, K].
@@ -608,11 +608,11 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
 
     Args:
       number_chosen: the number of blocks that a query selects.
-      rows: the `Rows` of `zoo.ops.indexed_attention`.
+      rows: the `TokensAndBlocks` of `zoo.ops.indexed_attention`.
       index_q: [B, T, H, I], the indexer's queries.
       interpret: whether a CPU interprets the kernel.
     """
-    (batch, count, width), tokens = rows.block_k.shape, index_q.shape[1]
+    (batch, count, width), tokens = rows.block_key.shape, index_q.shape[1]
     memory = lambda tile: _vmem_of_choice(tile, count, width, index_q.dtype.itemsize)
     small = (t for t in TILES if t <= tokens and memory(t) <= chip.vmem_budget())
     tile = next(small, TILES[-1])
@@ -620,16 +620,19 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
     at_once = next(n for n in range(CHUNKS_AT_ONCE, 0, -1) if chunks % n == 0)
     size, padded, all_queries = at_once * CHUNK, chunks * CHUNK, tiles * tile
     beyond = ((0, 0), (0, padded - count))
-    block_k = jnp.pad(rows.block_k, (*beyond, (0, 0)))
+    block_k = jnp.pad(rows.block_key, (*beyond, (0, 0)))
     blocks = _rows(
-        padded, rows.block_end, jnp.where(rows.block_segment > 0, rows.block_segment, -1), filler=-1
+        padded,
+        rows.block_end_position,
+        jnp.where(rows.block_segment > 0, rows.block_segment, -1),
+        filler=-1,
     )
     flat = _pad(_flat(index_q), all_queries)
-    queries = _rows(all_queries, rows.place, rows.segment, filler=-2)
+    queries = _rows(all_queries, rows.position, rows.segment, filler=-2)
 
     # The blocks from the first one of the document of a tile's first query to that of its last
     # query. `number` is the number of complete blocks before a token, so it never decreases.
-    number = jnp.pad(rows.number, ((0, 0), (0, all_queries - tokens)), mode="edge")
+    number = jnp.pad(rows.blocks_before, ((0, 0), (0, all_queries - tokens)), mode="edge")
     start = _pad(_document_starts(rows.segment), all_queries)
     first = jnp.take_along_axis(number, start[:, ::tile], axis=1)
     last = number[:, tile - 1 :: tile]
@@ -701,9 +704,9 @@ def _choice_kernel(number_chosen, *refs):
         def _(part=part, chunk=chunk):
             here = slice(part * CHUNK, (part + 1) * CHUNK)
             columns = refs.blocks[:, here].T
-            visible = (columns[:, PLACE : PLACE + 1] <= refs.queries[PLACE : PLACE + 1]) & (
-                columns[:, SEGMENT : SEGMENT + 1] == refs.queries[SEGMENT : SEGMENT + 1]
-            )
+            visible = (
+                columns[:, POSITION : POSITION + 1] <= refs.queries[POSITION : POSITION + 1]
+            ) & (columns[:, SEGMENT : SEGMENT + 1] == refs.queries[SEGMENT : SEGMENT + 1])
             score = _score_bits(refs.block_k[here], refs.index_q)
             refs.bits[_at(chunk, CHUNK), :] = jnp.where(visible, score, -1)
 

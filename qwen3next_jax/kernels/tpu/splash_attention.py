@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.blocks import wide
+from qwen3next_jax.ops.blocks import accumulation_dtype
 from qwen3next_jax.ops.compile_target import compile_target
 
 LANES = 128
@@ -147,7 +147,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=Fa
         o, (logsumexp,) = jax.vmap(kernel)(
             *inputs, _segments(q, segment_ids, kv_segment_ids, causal)
         )
-    return _from_splash(o, q), logsumexp[:, :, :t].astype(wide(q))
+    return _from_splash(o, q), logsumexp[:, :, :t].astype(accumulation_dtype(q))
 
 
 def _row_backward(kernel):

@@ -29,7 +29,7 @@ def sum_by_token(rows, choice, shape: tuple[int, int], *, interpret: bool = Fals
     return sum_rows(rows, choice // shape[1], shape[0], interpret=interpret)
 
 
-def by_choice(values, choice, shape: tuple[int, int], *, interpret: bool = False):
+def values_by_choice(values, choice, shape: tuple[int, int], *, interpret: bool = False):
     """Returns [Q] with `values` [P], float32, at the indices `choice` [P], and 0 elsewhere; indices
     of Q or more are left out.
 

@@ -51,8 +51,9 @@ def gated_delta_rule(
         everything, -100 is enough (exp(-100) is 4e-44); -inf gives NaN.
       beta: [B, T, H] write strength, from 0 to 2. For keys of length 1 (`normalize_qk`), the factor
         I - beta k k^T of the state then has eigenvalues from -1 to 1, so that nothing grows: the
-        distance of two states that get the same tokens never increases, and a state whose values
-        are a linear function of the keys, v = M^T k, stays as near to M as it began.
+        distance of two states that get the same tokens never increases. Without decay (g = 0), if
+        the values are a linear function of the keys, v = M^T k, the distance of the state to M
+        never increases, either.
       initial_state: [B, H, K, V], the state before the first token; None means zeros. With
         `segment_ids` it belongs to the first segment.
       segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per

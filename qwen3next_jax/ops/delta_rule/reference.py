@@ -41,7 +41,7 @@ def recurrent(
     dtype = jnp.result_type(jnp.float32, q.dtype, initial_state.dtype)
     heads, (batch, time) = v.shape[2], q.shape[:2]
     q, k = q.astype(dtype), k.astype(dtype)
-    q_scale, k_scale = chunk_math.scales(q, k, normalize_qk)
+    q_scale, k_scale = chunk_math.query_and_key_scales(q, k, normalize_qk)
     q_BTHK, k_BTHK = (
         jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q * q_scale, k * k_scale)
     )

@@ -27,12 +27,12 @@ class Options(typing.NamedTuple):
     Attributes:
       implementation: the argument `implementation` of `channel_delta_rule`.
       delta_term: the argument `delta_term`.
-      before: whether the argument `read` is "before".
+      read_before: whether the argument `read` is "before".
     """
 
     implementation: str | None
     delta_term: bool
-    before: bool
+    read_before: bool
 
 
 def channel_delta_rule(
@@ -70,8 +70,8 @@ def channel_delta_rule(
       beta: [B, T, H] write strength; None for 1.
       delta_term: whether the write has the delta term -S^T k_t. Without it the function computes
         gated linear attention (GLA, https://arxiv.org/abs/2312.06635).
-      erase_key: [B, T, H, K], the key e_t in S <- S + beta_t k_t (v_t - S^T e_t)^T, for models whose
-        delta term reads the state with another key than k_t (Gated DeltaNet-2,
+      erase_key: [B, T, H, K], the key e_t in S <- S + beta_t k_t (v_t - S^T e_t)^T, for models
+        whose delta term reads the state with another key than k_t (Gated DeltaNet-2,
         https://arxiv.org/abs/2605.22791). None means e_t = k_t.
       read: "after": each token reads the state after its own decay and write. "before": each token
         reads the state before its own decay and write (RWKV).
@@ -101,9 +101,9 @@ def channel_delta_rule(
       ValueError: shapes, dtypes, the implementation's name or the combination of arguments do
         not fit.
 
-    If the function is traced under `jax.debug_nans(True)`, a host callback raises a ValueError for
-    a g or value_decay, also of padding, that is positive or NaN; a compiled program reports it as a
-    `jax.errors.JaxRuntimeError`.
+    If the function is traced under `jax.debug_nans(True)`, a host callback raises a ValueError if a
+    number of g or value_decay is positive or NaN, in padding, too; a compiled program reports it as
+    a `jax.errors.JaxRuntimeError`.
     """
     q, k, v, g = map(jnp.asarray, (q, k, v, g))
     _check(
@@ -129,7 +129,7 @@ def channel_delta_rule(
         if initial_state is None
         else initial_state.astype(wide)
     )
-    before, own = read == "before", q
+    read_before, own = read == "before", q
     if segment_ids is not None:
         ids = segment_ids
         earlier = ids[:, :1]
@@ -149,15 +149,15 @@ def channel_delta_rule(
         g = jnp.where(over(new, g), -jnp.inf, g)
         own = q
         # otherwise a document's first token would read the state of the document before
-        q = jnp.where(over(new, q), 0, q) if before else q
-    run = functools.partial(_run, Options(implementation, delta_term, before))
+        q = jnp.where(over(new, q), 0, q) if read_before else q
+    run = functools.partial(_run, Options(implementation, delta_term, read_before))
     x = Inputs(q, k, v, g, beta, value_decay, erase_key)
     if axis_name is None:
         o, final = run(x, state)
     elif value_decay is None:
-        o, final = context.across(run, axis_name, x, state)
+        o, final = context.across_shards(run, axis_name, x, state)
     else:
-        o, final = two_sided.across(run, axis_name, x, state, before)
+        o, final = two_sided.across_shards(run, axis_name, x, state, read_before)
     if bonus is not None:
         q_BTHK, k_BTHK = (jnp.repeat(x.astype(wide), heads // x.shape[2], axis=2) for x in (own, k))
         o = o + jnp.sum(q_BTHK * bonus.astype(wide) * k_BTHK, axis=-1, keepdims=True) * v.astype(
@@ -228,10 +228,12 @@ def _run(options: Options, x: Inputs, initial_state):
     """Returns o [B, T, H, V] in the state's dtype, and the final state [B, H, K, V]."""
     if options.implementation == "recurrent":
         return reference.recurrent(
-            x, initial_state, delta_term=options.delta_term, before=options.before
+            x, initial_state, delta_term=options.delta_term, read_before=options.read_before
         )
     if x.value_decay is not None:
-        return two_sided.forward(x, initial_state, size=chunk_size(x), before=options.before)
+        return two_sided.forward(
+            x, initial_state, size=chunk_size(x), read_before=options.read_before
+        )
     return _operator(options, x, initial_state)
 
 
@@ -249,7 +251,7 @@ def chunk_size(x: Inputs) -> int:
     return min(16 if narrow else 64, max(16, 1 << (x.q.shape[1] - 1).bit_length()))
 
 
-def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
+def _run_with_platform_sizes(options: Options, pass_over, x: Inputs, *arguments):
     """Calls `pass_over` (`chunked.forward` or `chunked.backward`) with the sizes of a chunk and of
     a piece. A piece has as many chunks as fit in a CPU's caches, or in a small part of an
     accelerator's memory.
@@ -267,7 +269,7 @@ def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
             size=size,
             piece=-(-chunks // count),
             delta_term=options.delta_term,
-            before=options.before,
+            read_before=options.read_before,
         )
 
     return jax.lax.platform_dependent(x, *arguments, cpu=bound(CPU_LIMITS), default=bound(LIMITS))
@@ -275,17 +277,19 @@ def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _operator(options: Options, x: Inputs, initial_state):
-    return _on_platform(options, chunked.forward, x, initial_state)[:2]
+    return _run_with_platform_sizes(options, chunked.forward, x, initial_state)[:2]
 
 
 def _operator_forward(options, x, initial_state):
-    o, final, *saved = _on_platform(options, chunked.forward, x, initial_state)
+    o, final, *saved = _run_with_platform_sizes(options, chunked.forward, x, initial_state)
     return (o, final), (x, saved)
 
 
 def _operator_backward(options, residuals, cotangents):
     x, saved = residuals
-    *gradients, dinitial = _on_platform(options, chunked.backward, x, *saved, *cotangents)
+    *gradients, dinitial = _run_with_platform_sizes(
+        options, chunked.backward, x, *saved, *cotangents
+    )
     gradients = (
         None if array is None else dx.astype(array.dtype) for dx, array in zip(gradients, x)
     )
