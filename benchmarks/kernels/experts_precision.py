@@ -121,7 +121,7 @@ def interpreted():
         token, order = jax.lax.sort(
             (choice // shape[1], jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1
         )
-        return kernels.sum_rows(rows[order], token, shape[0], interpret=True)
+        return kernels.sum_rows_by_token(rows[order], token, shape[0], interpret=True)
 
     return mock.patch.multiple(
         routed_experts,

@@ -77,10 +77,11 @@ class Kernel:
       name: name of the kernels, which the operator's argument `implementation` takes.
       platform: "tpu" or "gpu".
       module: import string of the module that has the operator's functions, each with an argument
-        `interpret`. The module also has a function `supports(**call)`, which returns "" or the
-        reason why the kernels cannot run a call. It may have a function `is_default(**call)`, which
-        returns whether a call that names no implementation runs the kernels; in a module without
-        `is_default`, every such call that the kernels support runs them.
+        `interpret`. The module also has a function `unsupported_reason(**call)`, which returns ""
+        or the reason why the kernels cannot run a call. It may have a function
+        `is_default(**call)`, which returns whether a call that names no implementation runs the
+        kernels; in a module without `is_default`, every such call that the kernels support runs
+        them.
     """
 
     operator: str
@@ -102,18 +103,18 @@ class Kernel:
 
     def is_default(self, call: Mapping[str, Any]) -> bool:
         """Returns whether a call that names no implementation runs these kernels. `call` holds the
-        arguments that `supports` of the module takes.
+        arguments that `unsupported_reason` of the module takes.
         """
         module = self.load()
         if hasattr(module, "is_default"):
             return module.is_default(**call)
-        return not module.supports(**call)
+        return not module.unsupported_reason(**call)
 
     def refusal(self, platform: str, call: Mapping[str, Any]) -> str:
         """Returns why a call that names these kernels cannot run on `platform`; "" if it can."""
         if platform not in (self.platform, "cpu"):
             return f"on {platform}: expected {_PLATFORMS[self.platform]}, or a CPU to interpret it"
-        return self.load().supports(**call)
+        return self.load().unsupported_reason(**call)
 
 
 class Chosen(NamedTuple):
@@ -161,8 +162,8 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
       operator: name of the operator in the plugin's table.
       named: name of the implementation that the caller asks for; None asks for the best one.
       forms: the operator's forms. The message of `Unsupported` recommends the first one.
-      call: the arrays and settings of the call, which the function `supports` of the operator's
-        kernels takes.
+      call: the arrays and settings of the call, which the function `unsupported_reason` of the
+        operator's kernels takes.
 
     Raises:
       Unsupported: the named implementation cannot run this call, or the plugin that has it is
@@ -187,7 +188,7 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
                 _record_decision(operator, call, chosen, _state.reason or reason)
                 return chosen
             if is_recording():
-                refusal = refusal or _state.refusal or kernel.load().supports(**call)
+                refusal = refusal or _state.refusal or kernel.load().unsupported_reason(**call)
                 refusal = refusal or f"is not one that {kernel.name} runs {BY_DEFAULT}"
     chosen = Chosen(next((form for form in forms if platform in form.platforms), forms[0]))
     _record_decision(operator, call, chosen, reason, refusal)

@@ -555,8 +555,8 @@ def seen_tokens(
     tail_BCS &= same_document_BCS
     if not selected_BCG.shape[-1]:
         return tail_BCS
-    # `of_token` gives an incomplete block at the end of a document the index of the next document's
-    # first block. At the end of a row, this index may lie beyond the last block.
+    # `block_of_token` gives an incomplete block at the end of a document the index of the next
+    # document's first block. At the end of a row, this index may lie beyond the last block.
     inside_BS = row_blocks.block_of_token < selected_BCG.shape[-1]
     number_BS = jnp.where(inside_BS, row_blocks.block_of_token, 0)
     chosen_BCS = jax.vmap(lambda selected, number: selected[:, number])(selected_BCG, number_BS)
@@ -572,7 +572,7 @@ def blocks_to_read(
 
     Args:
       number_BCJ, is_selected_BCJ: as `list_blocks` returns them.
-      t_BC, index_BC: `t` and `index` of `Tokens`, for these queries.
+      t_BC, index_BC: `query_position` and `own_key_index` of `Tokens`, for these queries.
     """
     ratio = settings.indexer_compress_ratio
     start_BCJ = take_rows(row_blocks.last_index, number_BCJ) - (ratio - 1)

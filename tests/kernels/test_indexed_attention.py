@@ -234,4 +234,4 @@ def test_calls_without_a_kernel_are_refused():
         ({"tokens": 3, "blocks": 0}, "has no block"),
         ({"blocks": 65_536}, "bytes of VMEM"),  # of the smallest chip
     ):
-        assert words in tpu_kernels.supports(**call | changes)
+        assert words in tpu_kernels.unsupported_reason(**call | changes)

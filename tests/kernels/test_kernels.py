@@ -96,7 +96,7 @@ def test_every_listed_module_says_what_it_supports():
     for operator, listed in plugin.KERNELS.items():
         for platform, module in listed.values():
             assert platform in ("tpu", "gpu"), operator
-            assert callable(importlib.import_module(module).supports), module
+            assert callable(importlib.import_module(module).unsupported_reason), module
 
 
 FORMS = Form("xla", ("cpu",), {}), Form("xla", ("gpu", "tpu"), {}), Form("other", (), {})
@@ -108,9 +108,13 @@ def two_kernels(monkeypatch):
     monkeypatch.setitem(
         plugin.KERNELS, "test", {"even": ("tpu", "even_kernel"), "all": ("tpu", "all_kernel")}
     )
-    even = types.SimpleNamespace(supports=lambda size: "has an odd size" if size % 2 else "")
+    even = types.SimpleNamespace(
+        unsupported_reason=lambda size: "has an odd size" if size % 2 else ""
+    )
     monkeypatch.setitem(sys.modules, "even_kernel", even)
-    monkeypatch.setitem(sys.modules, "all_kernel", types.SimpleNamespace(supports=lambda size: ""))
+    monkeypatch.setitem(
+        sys.modules, "all_kernel", types.SimpleNamespace(unsupported_reason=lambda size: "")
+    )
     implementations.kernels_by_name.cache_clear()
     yield
     implementations.kernels_by_name.cache_clear()

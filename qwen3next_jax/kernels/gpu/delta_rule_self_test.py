@@ -22,7 +22,7 @@ AVOID = "--config.model.delta_rule=chunked avoids it"
 TOLERANCE = 0.03
 
 
-def test(
+def make_self_test(
     key: int, value: int, normalize: bool, delta_term: bool, split: Split, interpret: bool = False
 ) -> self_test.SelfTest:
     """Returns the test for calls of one kind.
@@ -59,7 +59,7 @@ def max_error(
 
     The arrays have three chunks, two documents, padding, and one key head with two value heads. If
     rows are split, each chunk is a piece, and the gates are weak, so that the state before the
-    second piece still matters after it. The arguments have the same meaning as in `test`.
+    second piece still matters after it. The arguments have the same meaning as in `make_self_test`.
     """
     rng = np.random.default_rng(0)
     time, heads = 2 * C + 6, 2
