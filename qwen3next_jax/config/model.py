@@ -161,6 +161,9 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     # standard deviation of the random initial weights
     initializer_range: float = 0.02
+    # whether the last matrix of each mixer and MLP starts 1 / √(2 · num_hidden_layers) times as
+    # large, so that the residual stream does not grow with the depth (GPT-2, Megatron-LM)
+    depth_scaled_init: bool = False
     # id of the token that begins a text; -1: none
     bos_token_id: int = -1
     # id of the token that ends a text; -1: none

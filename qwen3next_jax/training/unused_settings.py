@@ -70,6 +70,10 @@ _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
             "no layer embeds n-grams (model.ple.layer_ids = ())",
         ),
     ),
+    "model.depth_scaled_init": (
+        lambda c: not c.train.init_from,
+        "the weights are those of train.init_from",
+    ),
     "train.indexer_loss_weight": (
         lambda c: any(stage.train.indexer_training != "frozen" for stage in resolve_stages(c)),
         "no stage trains an indexer (train.indexer_training)",

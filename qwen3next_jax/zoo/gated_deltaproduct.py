@@ -52,25 +52,18 @@ class GatedDeltaProduct(GatedDeltaNet):
 
     names_kept = True
 
-    def __init__(self, config, make, layers):
-        super().__init__(config, make, layers)
-        n, g = _writes_per_token(config), config.linear_num_key_heads
-        r = config.linear_num_value_heads // g
-        if n > 1 and config.beta_gate:
-            # This matrix replaces the one that Gated DeltaNet makes, which has one β per head.
-            gates = (Part("b", n * r, n * r),)
-            if config.decay_gate:
-                gates += (Part("a", r, r),)
-            self.in_proj_ba = make.matrix(
-                (config.hidden_size, g, sum(gate.width for gate in gates)),
-                "embed -> key_heads .",
-                parts=gates,
-            )
-
     @classmethod
     def channels(cls, config: ModelConfig) -> tuple[int, int, int]:
         query, key, values = super().channels(config)
         return query, _writes_per_token(config) * key, _writes_per_token(config) * values
+
+    @classmethod
+    def gate_parts(cls, config: ModelConfig) -> tuple[Part, ...]:
+        n = _writes_per_token(config)  # there are n β per head
+        return tuple(
+            Part("b", n * part.width, n * part.width) if part.name == "b" else part
+            for part in super().gate_parts(config)
+        )
 
     def uses_fused_layout(self) -> bool:
         return _writes_per_token(self.config) == 1 and super().uses_fused_layout()

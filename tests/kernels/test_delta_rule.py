@@ -542,6 +542,14 @@ def test_a_tpu_takes_kernels_that_fit():
     assert "gated_delta_rule_forward" not in traced(1, 16, 128)
 
 
+def test_a_gpu_takes_xlas_form_for_narrow_heads():
+    """Heads of 32 channels are narrower than a tile of the kernels."""
+    inputs, _ = problem(time=2 * CHUNK, key=32, value=32)
+    with compiling_for("gpu"):
+        jaxpr = jax.make_jaxpr(lambda: gated_delta_rule(**inputs)[0])()
+    assert "pallas_call" not in str(jaxpr)
+
+
 def test_the_kernel_takes_numpys_float64_as_jax_does():
     inputs, _ = problem(time=4)
     assert (
