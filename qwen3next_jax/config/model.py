@@ -58,7 +58,7 @@ class ModelConfig:
     mixer: MixerConfig = MixerConfig()
     # the parts of a block other than its mixer
     block: BlockConfig = BlockConfig()
-    # settings of a model with several residual streams (model.block.placement)
+    # settings of a residual stream that is wider than the model (model.block.placement)
     streams: StreamsConfig = StreamsConfig()
     # settings of the n-gram embeddings that some layers add to their input (model.ple.layer_ids)
     ple: PLEConfig = PLEConfig()

@@ -76,9 +76,18 @@ PLACEMENTS = {
     "deep": "qwen3next_jax.zoo.block_parts:DeepNorm",  # N(α x + f(x))
     # several streams: f reads a mixture of them, and gates add its output to each (model.streams)
     "gated_residual": "qwen3next_jax.zoo.gated_residual:GatedResidual",
+    # several streams: a doubly stochastic matrix mixes them around f (model.streams)
+    "mhc": "qwen3next_jax.zoo.hyper_connections:MHC",
+    # f reads a weighted mean of the outputs of earlier blocks of layers (model.streams)
+    "attention_residual": "qwen3next_jax.zoo.attention_residual:AttentionResidual",
 }
-# The placements with which a block has several residual streams (model.streams).
-WITH_STREAMS = ("gated_residual",)
+# The placements whose residual stream is wider than the model → the settings of model.streams that
+# each of them reads.
+STREAM_SETTINGS = {
+    "gated_residual": ("hc_count", "hc_lowrank"),
+    "mhc": ("hc_count", "sinkhorn_iterations"),
+    "attention_residual": ("block_layers",),
+}
 # Dense MLPs: model.block.mlp.
 MLPS = {
     "swiglu": "qwen3next_jax.model.moe:DenseMLP",

@@ -64,7 +64,8 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
     Returns:
       {name of the part: FLOPs}. The names are the mixers' names, and "router", "experts" (the
       routed experts that a token chooses), "mlp" (dense MLPs and the shared expert), "residual"
-      (the gates between several residual streams), "embedding" (the projections of `model.ple`),
+      (what a residual stream that is wider than the model computes), "embedding" (the projections
+      of `model.ple`),
       "head", and "mtp" (all of the MTP module and its use of the head, once per depth).
     """
     head = 2.0 * config.hidden_size * config.vocab_size  # the same if the embedding is the head
@@ -79,10 +80,13 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
         parts[mixer] = parts.get(mixer, 0.0) + mixer_class(mixer).activation_flops(
             config, sequence_length
         )
+    placement = config.block.resolve("placement")
+    of_residual = placement.residual_flops(config, config.num_hidden_layers)
+    if of_residual:
+        parts["residual"] = parts.get("residual", 0.0) + of_residual
     if config.mtp_depth:
-        parts["mtp"] += config.mtp_depth * mixer_class(config.full_mixer).activation_flops(
-            config, sequence_length
-        )
+        mixer = mixer_class(config.full_mixer).activation_flops(config, sequence_length)
+        parts["mtp"] += config.mtp_depth * (mixer + placement.residual_flops(config, 1))
     return parts
 
 

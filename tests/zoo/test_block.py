@@ -19,7 +19,7 @@ from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.moe import MoEConfig
-from qwen3next_jax.config.registry import EXPERTS, MLPS, NORMS, PLACEMENTS, WITH_STREAMS
+from qwen3next_jax.config.registry import EXPERTS, MLPS, NORMS, PLACEMENTS, STREAM_SETTINGS
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import declared
@@ -57,8 +57,8 @@ def test_a_block_is_its_formula(name):
     is in; norms away from their start.
     """
     blocks = [BlockConfig(**example["block"]) for example in EXAMPLES.values()]
-    # tests/zoo/test_qwen4.py has those with several streams
-    assert {block.placement for block in blocks} == set(PLACEMENTS) - set(WITH_STREAMS)
+    # tests/zoo/test_qwen4.py and test_residuals.py have those with a wider residual stream
+    assert {block.placement for block in blocks} == set(PLACEMENTS) - set(STREAM_SETTINGS)
     assert {block.norm for block in blocks} == set(NORMS)
     assert {*(block.mlp for block in blocks), "none"} == set(MLPS)
     groups = {"block": BlockConfig, "mixer": MixerConfig}
