@@ -135,7 +135,9 @@ def test_a_new_mixer_with_one_setting(tmp_path):
     for mixer in (own, of_readme):
         np.testing.assert_allclose(run(mixer), run(known), rtol=0, atol=1e-5)
     for length in (3, 16):
-        assert own.forward_flops(own.config, length) == known.forward_flops(known.config, length)
+        assert own.activation_flops(own.config, length) == known.activation_flops(
+            known.config, length
+        )
     for settings, named in [
         ({"window": 0}, "model.mixer.window = 0"),
         ({"window": "5"}, "model.mixer.window = '5'"),

@@ -508,10 +508,12 @@ def test_damaged_files_of_tokens_are_refused_or_give_tokens(
         at %= len(content)
         path.write_bytes(content[:at] + bytes_ + (b"" if cut else content[at + len(bytes_) :]))
     pattern = f"{folder}/{'shard_*' if (folder / 'input_ids').exists() else '*'}"
-    source = sources.resolve(pattern, "text")
+    source = sources.find_files_of_glob(pattern, "text")
 
     def read() -> int:
-        found = [ids for file in source.files for ids, _ in token_files.read(file, BYTES)]
+        found = [
+            ids for file in source.files for ids, _ in token_files.read_token_file(file, BYTES)
+        ]
         assert all(ids.dtype == np.int32 and ((0 <= ids) & (ids < 257)).all() for ids in found)
         return sum(map(len, found))
 

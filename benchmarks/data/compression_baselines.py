@@ -15,9 +15,9 @@ import numpy as np
 
 from benchmarks import harness
 from qwen3next_jax.config import DataConfig
-from qwen3next_jax.data.readers import documents
+from qwen3next_jax.data.readers import read_documents
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN
-from qwen3next_jax.data.sources import resolve
+from qwen3next_jax.data.sources import find_files_of_glob
 from qwen3next_jax.data.tokenized_parts import text_hash
 
 _XZ = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
@@ -41,9 +41,9 @@ def main() -> None:
     parser.add_argument("--heldout_fraction", type=float, default=DataConfig.heldout_fraction)
     args = parser.parse_args()
 
-    source = resolve(args.path, args.text_field)
+    source = find_files_of_glob(args.path, args.text_field)
     texts: dict[str, list[bytes]] = {TRAIN: [], HELDOUT: []}
-    for document in documents(source):
+    for document in read_documents(source):
         is_heldout = text_hash(document.text) / 2**64 < args.heldout_fraction
         texts[HELDOUT if is_heldout else TRAIN].append(document.text.encode())
     train, heldout = b"".join(texts[TRAIN]), b"".join(texts[HELDOUT])

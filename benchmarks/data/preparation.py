@@ -51,20 +51,20 @@ path, tokenizer, prepared, workers, length, engine = sys.argv[1:]
 tokenizer = tokens.load_tokenizer(tokenizer)
 if engine == "tokenizers":
     tokenizer = tokenizer.fallback or tokenizer
-source, store, workers = sources.resolve(path, "text"), Store(prepared), int(workers)
+source, store, workers = sources.find_files_of_glob(path, "text"), Store(prepared), int(workers)
 used = lambda: sum(sum(resource.getrusage(who)[:2])
                    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 start, begin = used(), time.perf_counter()
-corpus = preparation.tokenize(source, tokenizer, store, workers=workers)
+corpus = preparation.tokenize_source(source, tokenizer, store, workers=workers)
 found = {"tokens": sum(part.tokens for part in corpus.tokenized), "digest": corpus.digest,
          "library": str(dict(tokenizer.libraries)), "parts": len(corpus.tokenized),
          "wall": time.perf_counter() - begin, "cpu": used() - start}
 if int(length):
     start, begin = used(), time.perf_counter()
     recipe = preparation.Recipe(int(length), 0.02, 0)
-    divided = preparation._divided({0: corpus}, tokenizer, recipe, store)
-    rows = preparation.pack(corpus, divided.get(0), tokenizer, recipe, store, workers=workers)
-    found |= {"rows": rows.fingerprint, "pack_wall": time.perf_counter() - begin,
+    divided = preparation._choose_divided_documents({0: corpus}, tokenizer, recipe, store)
+    rows = preparation.pack_source(corpus, divided.get(0), tokenizer, recipe, store,
+    workers=workers) found |= {"rows": rows.fingerprint, "pack_wall": time.perf_counter() - begin,
               "pack_cpu": used() - start}
 found["peak_bytes"] = 1024 * max(resource.getrusage(who).ru_maxrss
                                  for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -250,7 +250,7 @@ def _rounds(args: argparse.Namespace) -> None:
 
         def verify(model, carry):
             state, hidden_BJD = carry
-            new_BJ, accepted_B, _, cache = speculative._verify(
+            new_BJ, accepted_B, _, cache = speculative._verify_drafts(
                 model, *greedy, state, number, np.uint32(0)
             )
             return state._replace(
@@ -260,7 +260,7 @@ def _rounds(args: argparse.Namespace) -> None:
         def draft(model, carry):
             state, hidden_BJD = carry
             new_BJ = jnp.concatenate((state.token[:, None], state.drafts), axis=1)
-            state = speculative._draft(
+            state = speculative._draft_next_tokens(
                 model,
                 *greedy,
                 state,

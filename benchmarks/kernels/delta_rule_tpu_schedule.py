@@ -197,7 +197,7 @@ def main():
 
 def show_schedule(name: str, files: list[str], arguments: argparse.Namespace) -> None:
     """Prints the cycles of a program's kernels and of XLA's parts, from the bundles of each."""
-    from qwen3next_jax.planner.schedule import cycles, read_loops
+    from qwen3next_jax.planner.schedule import count_cycles, read_loops
 
     kernels = rest = worst = 0
     for path in files:
@@ -208,21 +208,21 @@ def show_schedule(name: str, files: list[str], arguments: argparse.Namespace) ->
             text = file.read()
         loops, total = read_loops(text)
         if not re.search(r"entry bundle: %\S+ = custom-call\(", text):
-            rest += cycles(loops, total)
+            rest += count_cycles(loops, total)
             continue
         spills = len(re.findall(r"vst \[vmem:\[#allocation\d+_spill", text))
-        kernels, worst = kernels + cycles(loops, total), max(worst, spills)
-        inner = max(loops, key=lambda l: l.matrix)
+        kernels, worst = kernels + count_cycles(loops, total), max(worst, spills)
+        inner = max(loops, key=lambda l: l.matrix_instructions)
         unstated = (
             " (a loop with matrix work has no stated trips)"
-            if any(l.matrix and not l.trips for l in loops)
+            if any(l.matrix_instructions and not l.trips for l in loops)
             else ""
         )
         print(
-            f"  {program}: {cycles(loops, total) / 1e6:.3f} M cycles, {inner.bundles} bundles "
-            f"x {inner.trips} trips, "
-            f"{inner.matrix / inner.bundles:.2f} matrix-unit issues a bundle, {spills} spill "
-            f"stores{unstated}"
+            f"  {program}: {count_cycles(loops, total) / 1e6:.3f} M cycles, "
+            f"{inner.bundles} bundles x {inner.trips} trips, "
+            f"{inner.matrix_instructions / inner.bundles:.2f} matrix-unit issues a bundle, "
+            f"{spills} spill stores{unstated}"
         )
     print(
         f"  kernels {kernels / 1e6:.3f} + XLA's parts {rest / 1e6:.3f} M cycles, {worst} "

@@ -101,7 +101,7 @@ def main():
         print(f"temporaries {compiled.memory_analysis().temp_size_in_bytes / 2**30:.2f} GiB")
         text = compiled.as_text()
         (dumped / "program.hlo").write_text(text)
-    program = hlo.parse(text)
+    program = hlo.parse_program(text)
     schedules = schedule.read_schedules(dumped, program)
 
     def part(instruction):

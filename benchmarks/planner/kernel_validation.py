@@ -33,7 +33,7 @@ TIMES = pathlib.Path(__file__).with_name("grouped_products.csv")
 # a slice of four devices of each chip; one of them runs the kernel
 SLICES = {"v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x1x1"}
 # tokamax's loop over tiles does not split over the cores of a device
-ONE_CORE = {"kernel": Schedule(cycles=0.0, copied=0.0, whole=False, cores=1)}
+ONE_CORE = {"kernel": Schedule(cycles=0.0, copied_bytes=0.0, states_all_trips=False, cores=1)}
 PROGRAM = """ENTRY %main () -> f32[] {{
   %rows = bf16[{rows},{width}]{{1,0}} parameter(0)
   %matrices = bf16[{groups},{width},{columns}]{{2,1,0}} parameter(1)
@@ -86,7 +86,7 @@ def predict(kernel: Kernel) -> float:
     devices = MeshConfig(data=len(topology.devices))
     mesh = make_mesh(ParallelConfig(mesh=devices), topology.devices)
     found = estimate_time(
-        hlo.parse(text), mesh, topology.chip, topology.shape, ONE_CORE, "calibrated"
+        hlo.parse_program(text), mesh, topology.chip, topology.shape, ONE_CORE, "calibrated"
     )
     return 1e3 * found.seconds
 

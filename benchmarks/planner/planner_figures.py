@@ -25,7 +25,7 @@ from qwen3next_jax.commands.python import load_config
 from qwen3next_jax.common.version import code_version, git
 from qwen3next_jax.config import MeshConfig
 from qwen3next_jax.planner import schedule
-from qwen3next_jax.planner.planning import make_plan, price_again
+from qwen3next_jax.planner.planning import estimate_again, make_plan
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.mesh import mesh_text
 
@@ -166,7 +166,7 @@ def make(name: str, path: pathlib.Path, programs: pathlib.Path | None):
             pickle.loads(kept.read_bytes()) if kept.exists() else (None, None, "")
         )
         if compiled_for == config:
-            plan = price_again(plan, config, topology, folder)
+            plan = estimate_again(plan, config, topology, folder)
         else:
             plan, code = make_plan(config, topology, "", folder), code_version()
             without = dataclasses.replace(plan, topology=None)

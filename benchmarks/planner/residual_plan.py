@@ -102,7 +102,7 @@ def _count(blocks: int, backward: bool, implementation: str, args, mesh, topolog
             lowered = jax.jit(both).lower(params, matrices, h, h)
         else:
             lowered = jax.jit(chain).lower(params, matrices, h)
-    program = hlo.parse(lowered.compile({"optimization_level": "O1"}).as_text())
+    program = hlo.parse_program(lowered.compile({"optimization_level": "O1"}).as_text())
     bytes_of_streams = args.tokens * s * d * 2
     entry, large = program.computations[program.entry], {}
 

@@ -442,7 +442,7 @@ def make(name: str, programs: pathlib.Path | None, level: str):
         found = json.loads(out.read_text())
         for field in OF_PRICES:
             found.pop(field, None)
-        program = hlo.parse((folder / PROGRAM).read_text())
+        program = hlo.parse_program((folder / PROGRAM).read_text())
         schedules = schedule.read_schedules(folder, program)
         mesh = make_mesh(config.parallel, topology.devices)
         estimates = {

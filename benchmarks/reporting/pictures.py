@@ -38,7 +38,7 @@ from benchmarks.reporting.part_figures import draw_parts
 from qwen3next_jax.commands.show import draw_config
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import find_file, load_config_file
-from qwen3next_jax.planner.parts import by_part
+from qwen3next_jax.planner.parts import cost_by_part
 from qwen3next_jax.planner.roofline import SourceCost
 from qwen3next_jax.reporting.charts import Line, line_chart, series_colour, short_number
 from qwen3next_jax.reporting.page import render_report
@@ -166,7 +166,7 @@ def draw_sweep(sweep: dict) -> str:
 def draw_plan(plan: dict) -> str:
     """Draws the time of a planned step by part of the model, as one bar."""
     costs = {name: SourceCost(**cost) for name, cost in plan["parts"].items()}
-    parts = by_part(costs)
+    parts = cost_by_part(costs)
     total = math.fsum(cost.seconds for cost in parts.values())
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan["mesh"].items() if size > 1)
     title = f"A step of {plan['config']} on {plan['topology']}, as predicted"

@@ -51,7 +51,7 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
 
     def guarded(argv: Sequence[str]) -> int | None:
         if len(argv) > 1 and not arguments:
-            return _report(
+            return _report_error(
                 f"unexpected argument {argv[1]!r}: expected flags of the form --name=value"
             )
         for package in flags.FLAGS.trust:
@@ -61,20 +61,20 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
                 require_path(path, path)
             return main(list(argv[1:])) if arguments else main()
         except UserError as error:
-            return _report(str(error), error.exit_code)
+            return _report_error(str(error), error.exit_code)
         except NotImplementedError as error:
             from qwen3next_jax.ops.implementations import Unsupported  # this imports JAX
 
             if not isinstance(error, Unsupported):
                 raise
-            return _report(str(error))
+            return _report_error(str(error))
         except KeyboardInterrupt:
-            _report("interrupted")
+            _report_error("interrupted")
             return ExitCode.INTERRUPTED
         except RuntimeError as error:
             if not (requested := out_of_memory(error)):
                 raise
-            return _report(
+            return _report_error(
                 f"out of memory ({requested}): give fewer rows or tokens at a time, or more "
                 "devices; qwen3next plan shows what a training step needs"
             )
@@ -84,7 +84,7 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
     # At INFO, JAX logs the accelerators that this machine does not have.
     logging.set_verbosity(logging.WARNING)
     try:
-        app.run(guarded, flags_parser=functools.partial(_parse, command.__doc__ or ""))
+        app.run(guarded, flags_parser=functools.partial(_parse_flags, command.__doc__ or ""))
     except BrokenPipeError:
         if not _reader_has_gone():
             raise
@@ -103,12 +103,12 @@ def _reader_has_gone() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _report(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
+def _report_error(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
     print(f"error: {escape_lines(message)}", file=sys.stderr)
     return code
 
 
-def _parse(doc: str, argv: Sequence[str]) -> list[str]:
+def _parse_flags(doc: str, argv: Sequence[str]) -> list[str]:
     """Parses the flags and returns the other arguments. Prints the help and exits if the user asks
     for it; exits with one line on standard error if a flag is wrong.
     """
@@ -119,17 +119,17 @@ def _parse(doc: str, argv: Sequence[str]) -> list[str]:
             sys.exit(ExitCode.DONE)
         return flags.FLAGS(take_overrides(argv))
     except UserError as error:
-        sys.exit(_report(str(error)))
+        sys.exit(_report_error(str(error)))
     except flags.UnrecognizedFlagError as error:
         hint = (
             (flags_hint(settings_called(error.flagname)) if reads_settings() else "")
             or did_you_mean(error.flagname, own_flags()).replace("'", "--", 1).replace("'", "")
             or "; --help shows them"
         )
-        sys.exit(_report(f"--{error.flagname}: no such flag{hint}"))
+        sys.exit(_report_error(f"--{error.flagname}: no such flag{hint}"))
     except flags.Error as error:
         text = re.sub(
             r"invalid literal for int\(\) with base 10: .*", "expected a whole number", str(error)
         )
         text = re.sub(r"could not convert string to float: .*", "expected a number", text)
-        sys.exit(_report(text.removeprefix("flag ")))
+        sys.exit(_report_error(text.removeprefix("flag ")))

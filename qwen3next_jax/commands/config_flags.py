@@ -55,7 +55,7 @@ def define_config_flag() -> Callable[..., Config | None]:
         values = load_config_file(find_file(holder.value))
         _file_values.update(copy.deepcopy(values))
         apply_overrides(values, _overrides)
-        return _read(values, may_resume)
+        return _read_config(values, may_resume)
 
     return get
 
@@ -128,7 +128,7 @@ def validate_settings(values: dict[str, Any]) -> Config:
     Raises:
       UserError: a setting does not exist or is not valid.
     """
-    return _read(values, may_resume=False)
+    return _read_config(values, may_resume=False)
 
 
 def given_settings(may_resume: bool = False) -> UserInput | None:
@@ -139,13 +139,13 @@ def given_settings(may_resume: bool = False) -> UserInput | None:
     if file is None:
         return None
     try:
-        file_config = _read(copy.deepcopy(_file_values), may_resume)
+        file_config = _read_config(copy.deepcopy(_file_values), may_resume)
     except UserError:  # the file is valid only with the overrides
         file_config = None
     return UserInput(frozenset(name for name, _ in _overrides), find_file(file), file_config)
 
 
-def _read(values: dict[str, Any], may_resume: bool) -> Config:
+def _read_config(values: dict[str, Any], may_resume: bool) -> Config:
     """Makes the Config of the settings in the nested dict `values`, which the user wrote. It fills
     in the vocabulary size and trusts the packages that the settings name.
     """

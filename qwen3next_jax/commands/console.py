@@ -1,4 +1,4 @@
-"""What a command shows on a terminal: tables, and what it waits for."""
+"""The terminal output of commands: tables, and a line that says what the command is waiting for."""
 
 import contextlib
 from collections.abc import Iterator

@@ -61,7 +61,7 @@ def main() -> int:
         _print_plan(console)
         return ExitCode.DONE
     with console.status("compiling, testing and timing each operator"):
-        results = check(parts(ROWS, LENGTH), jax.local_devices()[0])
+        results = check_parts(tested_parts(ROWS, LENGTH), jax.local_devices()[0])
     _print_results(results, console)
     return _verdict(results)
 
@@ -89,7 +89,7 @@ def _describe_devices(devices: Sequence[Any]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class TestedPart:
     """One operator, as a layer of the released model calls it in a training step.
 
     Attributes:
@@ -109,27 +109,27 @@ class Part:
     bytes: float
 
 
-def parts(rows: int, length: int) -> list[Part]:
+def tested_parts(rows: int, length: int) -> list[TestedPart]:
     """Returns the operators, with the released model's widths, 64 of its 512 experts, and `rows`
     rows of `length` tokens in bfloat16.
     """
     return [
-        _experts(rows * length),
-        _attention(rows, length),
-        _delta_rule(rows, length),
-        _convolution(rows, length),
-        _norm_and_gate(rows, length),
+        _experts_part(rows * length),
+        _attention_part(rows, length),
+        _delta_rule_part(rows, length),
+        _convolution_part(rows, length),
+        _norm_and_gate_part(rows, length),
     ]
 
 
-def _bfloat16(*shape: int) -> Any:
+def _bfloat16_shape(*shape: int) -> Any:
     import jax
     import jax.numpy as jnp
 
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
-def _float32(*shape: int) -> Any:
+def _float32_shape(*shape: int) -> Any:
     import jax
     import jax.numpy as jnp
 
@@ -147,7 +147,7 @@ def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: jax.grad(loss, tuple(range(len(arguments))))(*arguments)
 
 
-def _attention(rows: int, length: int) -> Part:
+def _attention_part(rows: int, length: int) -> TestedPart:
     """Grouped heads of 256, in rows of several documents, as in training. A causal query reads half
     of the keys of its document; the backward pass has five products, the forward pass two.
     """
@@ -156,7 +156,7 @@ def _attention(rows: int, length: int) -> Part:
     from qwen3next_jax import ops
 
     queries, keys, head = 16, 2, 256
-    q, kv = _bfloat16(rows, length, queries, head), _bfloat16(rows, length, keys, head)
+    q, kv = _bfloat16_shape(rows, length, queries, head), _bfloat16_shape(rows, length, keys, head)
     ends = length // 2, 3 * length // 4, 7 * length // 8, length
     pairs = sum((end - begin) ** 2 for begin, end in zip((0, *ends[:-1]), ends, strict=True))
 
@@ -165,7 +165,7 @@ def _attention(rows: int, length: int) -> Part:
         ids = jnp.broadcast_to(documents.astype(jnp.int32), (rows, length))
         return ops.attention(q, k, v, segment_ids=ids)
 
-    return Part(
+    return TestedPart(
         "attention",
         ("attention",),
         _with_gradients(attention_of_documents),
@@ -179,7 +179,7 @@ def _attention(rows: int, length: int) -> Part:
 _KEYS, _VALUES, _HEAD = 16, 32, 128
 
 
-def _delta_rule(rows: int, length: int) -> Part:
+def _delta_rule_part(rows: int, length: int) -> TestedPart:
     """Per token and value head the recurrence decays a state of 128 x 128, reads it twice and
     writes it once.
     """
@@ -191,9 +191,12 @@ def _delta_rule(rows: int, length: int) -> Part:
         o, _ = ops.gated_delta_rule(q, k, v, g=-jax.nn.softplus(g), beta=jax.nn.sigmoid(beta))
         return o
 
-    q, v = _bfloat16(rows, length, _KEYS, _HEAD), _bfloat16(rows, length, _VALUES, _HEAD)
-    gate = _float32(rows, length, _VALUES)
-    return Part(
+    q, v = (
+        _bfloat16_shape(rows, length, _KEYS, _HEAD),
+        _bfloat16_shape(rows, length, _VALUES, _HEAD),
+    )
+    gate = _float32_shape(rows, length, _VALUES)
+    return TestedPart(
         "gated delta rule",
         ("gated_delta_rule",),
         _with_gradients(rule),
@@ -203,38 +206,38 @@ def _delta_rule(rows: int, length: int) -> Part:
     )
 
 
-def _convolution(rows: int, length: int) -> Part:
+def _convolution_part(rows: int, length: int) -> TestedPart:
     """The convolution before the delta rule, with its activation. It only passes over memory."""
     from qwen3next_jax import ops
 
     channels = (2 * _KEYS + _VALUES) * _HEAD
-    return Part(
+    return TestedPart(
         "convolution",
         ("causal_conv1d",),
         _with_gradients(lambda x, kernel: ops.causal_conv1d(x, kernel, activation="silu")[0]),
-        (_bfloat16(rows, length, channels), _bfloat16(4, channels)),
+        (_bfloat16_shape(rows, length, channels), _bfloat16_shape(4, channels)),
         0,
         2 * 5 * rows * length * channels,
     )
 
 
-def _norm_and_gate(rows: int, length: int) -> Part:
+def _norm_and_gate_part(rows: int, length: int) -> TestedPart:
     """The norm and gate after the delta rule. They only pass over memory."""
     from qwen3next_jax.ops.gated_norm import gated_norm
 
     width = _VALUES * _HEAD
-    o = _bfloat16(rows, length, width)
-    return Part(
+    o = _bfloat16_shape(rows, length, width)
+    return TestedPart(
         "norm and gate",
         ("gated_norm",),
         _with_gradients(lambda o, z, w: gated_norm(o, z, w, eps=1e-6)),
-        (o, o, _float32(_HEAD)),
+        (o, o, _float32_shape(_HEAD)),
         0,
         2 * 8 * rows * length * width,
     )
 
 
-def _experts(tokens: int) -> Part:
+def _experts_part(tokens: int) -> TestedPart:
     """Routed experts: three products forward, six backward."""
     import jax.numpy as jnp
 
@@ -248,15 +251,15 @@ def _experts(tokens: int) -> Part:
         y, kept = routed_experts(*inputs, capacity=tokens * chosen, keep_hidden=True)
         return routed_experts_gradients(*inputs, y, capacity=tokens * chosen, kept=kept)
 
-    return Part(
+    return TestedPart(
         "experts",
         ("routed_experts", "grouped_matmul"),
         step,
         (
-            _bfloat16(tokens, d),
-            _float32(tokens, chosen),
-            _bfloat16(experts, d, 2, inner),
-            _bfloat16(experts, inner, d),
+            _bfloat16_shape(tokens, d),
+            _float32_shape(tokens, chosen),
+            _bfloat16_shape(experts, d, 2, inner),
+            _bfloat16_shape(experts, inner, d),
         ),
         18 * tokens * chosen * d * inner,
         2 * (9 * experts * d * inner + 4 * tokens * d),
@@ -264,7 +267,7 @@ def _experts(tokens: int) -> Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class PartResult:
     """What the check of one operator found.
 
     Attributes:
@@ -277,7 +280,7 @@ class Result:
       code: 0, SLOW or BROKEN.
     """
 
-    part: Part
+    part: TestedPart
     runs_as: str
     why: str
     seconds: float | None
@@ -285,7 +288,7 @@ class Result:
     code: int
 
 
-def check(parts: Sequence[Part], device: Any) -> list[Result]:
+def check_parts(parts: Sequence[TestedPart], device: Any) -> list[PartResult]:
     """Traces all parts, runs the tests of their kernels, compiles the parts side by side, and times
     one after the other on `device`.
     """
@@ -319,7 +322,7 @@ def check(parts: Sequence[Part], device: Any) -> list[Result]:
         if part.name in errors:
             continue
         try:
-            seconds[part.name] = _time(compiled[part.name], part.shapes)
+            seconds[part.name] = _shortest_seconds(compiled[part.name], part.shapes)
         except Exception as error:
             errors[part.name] = error
     return [
@@ -334,7 +337,7 @@ def check(parts: Sequence[Part], device: Any) -> list[Result]:
     ]
 
 
-def _result(part: Part, decisions, error: Exception | None, seconds, device) -> Result:
+def _result(part: TestedPart, decisions, error: Exception | None, seconds, device) -> PartResult:
     """Returns the result of a part.
 
     Args:
@@ -363,14 +366,14 @@ def _result(part: Part, decisions, error: Exception | None, seconds, device) -> 
     )
     why = "; ".join(reasons)
     if error is not None and out_of_memory(error):
-        return Result(part, names, f"not timed, for lack of memory; {why}", None, None, code)
+        return PartResult(part, names, f"not timed, for lack of memory; {why}", None, None, code)
     if error is not None:
         text = f"{type(error).__name__}: {one_line(str(error))}"
-        return Result(part, names, text, None, None, BROKEN)
-    return Result(part, names, why, seconds, _share(part, seconds, device), code)
+        return PartResult(part, names, text, None, None, BROKEN)
+    return PartResult(part, names, why, seconds, _share_of_peak(part, seconds, device), code)
 
 
-def _time(compiled, shapes) -> float:
+def _shortest_seconds(compiled, shapes) -> float:
     """Returns the shortest time of some calls of a compiled function with random arguments."""
     import jax
 
@@ -387,7 +390,7 @@ def _time(compiled, shapes) -> float:
     return min(times)
 
 
-def _share(part: Part, seconds: float, device) -> float | None:
+def _share_of_peak(part: TestedPart, seconds: float, device) -> float | None:
     from qwen3next_jax.sharding.chips import find_chip
 
     chip = find_chip(device.device_kind)
@@ -397,7 +400,7 @@ def _share(part: Part, seconds: float, device) -> float | None:
     return max(part.flops / chip.device_flops, part.bytes / bandwidth) / seconds
 
 
-def _print_results(results: Sequence[Result], console: Console) -> None:
+def _print_results(results: Sequence[PartResult], console: Console) -> None:
     """Prints a table of the times, and below it why each implementation runs."""
     table = Table("operator", "runs as", box=SIMPLE)
     table.add_column("forward and backward", justify="right")
@@ -417,7 +420,7 @@ def _print_results(results: Sequence[Result], console: Console) -> None:
         console.print(f"{', '.join(same)}: {why}", markup=False)
 
 
-def _verdict(results: Sequence[Result]) -> int:
+def _verdict(results: Sequence[PartResult]) -> int:
     """Prints the verdict, and returns the exit code."""
     code = max(result.code for result in results)
     names = ", ".join(result.part.name for result in results if result.code == code)
@@ -440,7 +443,7 @@ def _print_plan(console: Console) -> None:
     table = Table("operator", "forward and backward on", box=SIMPLE)
     table.add_column("TFLOP", justify="right")
     table.add_column("GB", justify="right")
-    for part in parts(ROWS, LENGTH):
+    for part in tested_parts(ROWS, LENGTH):
         table.add_row(
             part.name,
             ", ".join(f"{x.dtype} {list(x.shape)}" for x in part.shapes[:2]),

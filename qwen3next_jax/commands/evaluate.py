@@ -22,7 +22,7 @@ from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
 from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.data.progress import PreparationProgress
-from qwen3next_jax.data.tokens import Tokenizer, same_tokens
+from qwen3next_jax.data.tokens import Tokenizer, same_token_ids
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.processes.distributed import is_process_0, process_0_first
 from qwen3next_jax.runs.checkpoint import Step
@@ -33,7 +33,7 @@ from qwen3next_jax.training.stages import resolve_stages, stage_at
 from qwen3next_jax.training.state import abstract_model
 
 
-class Result(NamedTuple):
+class EvaluationResult(NamedTuple):
     """The results of one evaluation.
 
     Attributes:
@@ -82,16 +82,16 @@ def evaluate(
     results, wrote = {}, False
     during = waiting if is_process_0() else nullcontext
     for result in run_evaluations(config, path, names, options, step, mesh, dtype, ema, during):
-        _print(result.title, to_metric_values(result.values, result.metrics))
+        _print_values(result.title, to_metric_values(result.values, result.metrics))
         results[result.name] = {"step": result.step} | result.values
         if result.belongs_to_run:
             name = f"{result.name}_average" if ema else result.name
-            _write(path / "eval" / f"{name}.json", results[result.name])
+            _write_values(path / "eval" / f"{name}.json", results[result.name])
             wrote = True
     if wrote:
         print(f"The same as JSON: {path / 'eval'}")
     if json_path:
-        _write(to_path(json_path), results)
+        _write_values(to_path(json_path), results)
     return 0
 
 
@@ -105,7 +105,7 @@ def run_evaluations(
     dtype: str = "float32",
     ema: bool = False,
     during: Callable[[str], AbstractContextManager[None]] = nullcontext,
-) -> Iterator[Result]:
+) -> Iterator[EvaluationResult]:
     """Yields the results of each evaluation when it ends.
 
     If there are several processes, all must call this function.
@@ -170,7 +170,9 @@ def run_evaluations(
 
     @functools.cache
     def open_once() -> Data:
-        return process_0_first(lambda: _open(data, length, batch_size, path, tokenizer, vocab_size))
+        return process_0_first(
+            lambda: _open_data(data, length, batch_size, path, tokenizer, vocab_size)
+        )
 
     eval_context = evaluation.EvalContext(
         described, graphdef, tokenizer, open_once, options, places
@@ -187,7 +189,9 @@ def run_evaluations(
     for name, one in evaluations.items():
         with during(f"{name}: compiling, then evaluating"):
             values = one.run(nnx.to_pure_dict(params))
-        yield Result(name, f"{name} · {title}", step, values, one.metrics, is_run and not other)
+        yield EvaluationResult(
+            name, f"{name} · {title}", step, values, one.metrics, is_run and not other
+        )
 
 
 def _check_same_weights(model: ModelConfig, trained: ModelConfig, workdir: pathlib.Path) -> None:
@@ -207,7 +211,7 @@ def _check_same_weights(model: ModelConfig, trained: ModelConfig, workdir: pathl
         )
 
 
-def _open(
+def _open_data(
     data: DataConfig,
     sequence_length: int,
     batch_size: int,
@@ -223,7 +227,7 @@ def _open(
     """
     with PreparationProgress() as progress:
         opened = open_data(data, sequence_length, batch_size, vocab_size, progress)
-    if not same_tokens(opened.tokenizer.fingerprint, tokenizer.fingerprint):
+    if not same_token_ids(opened.tokenizer.fingerprint, tokenizer.fingerprint):
         raise UserError(
             f"{path} was trained with another tokenizer than data.tokenizer = "
             f"{data.tokenizer!r} of the configuration: give the run's own (a copy is in "
@@ -232,7 +236,7 @@ def _open(
     return opened
 
 
-def _print(title: str, values: list[MetricValue]) -> None:
+def _print_values(title: str, values: list[MetricValue]) -> None:
     """Prints the values as a table. If there are several metrics, all measured under the same
     conditions (loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition
     and a column per metric; otherwise it has a row per value.
@@ -253,7 +257,7 @@ def _print(title: str, values: list[MetricValue]) -> None:
     console.print(table)
 
 
-def _write(path: pathlib.Path, values: dict) -> None:
+def _write_values(path: pathlib.Path, values: dict) -> None:
     if not is_process_0():
         return
     try:

@@ -28,7 +28,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.interop.writing import require_new
+from qwen3next_jax.interop.writing import require_empty_folder
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
     out = to_path(_out.value, "--out=")
     checks.check_model("workdir", workdir)
     loading = get_loading()
-    require_new(out)
+    require_empty_folder(out)
     # SIGTERM acts like Ctrl-C: the folder --out does not appear, and complete files are kept in a
     # folder beside it.
     interrupts.interrupt_at_sigterm()
@@ -62,7 +62,7 @@ def main() -> int:
             model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
         model.config = config_for_export(model.config, _form.value, source, form)
         which = "the model" if step is None else f"the model after step {step}"
-        which += "" if step is None else _averaged(workdir, loading.ema)
+        which += "" if step is None else _parameters_note(workdir, loading.ema)
         with waiting(f"writing {which} to {out}, as {model.config.hf_form}"):
             save_hf(
                 model,
@@ -82,7 +82,7 @@ def main() -> int:
     return 0
 
 
-def _averaged(workdir: str, ema: bool) -> str:
+def _parameters_note(workdir: str, ema: bool) -> str:
     """Says for a run with `train.ema` which parameters are exported; "" for others."""
     from qwen3next_jax.runs.record import read_config
     from qwen3next_jax.trained.load import describe_parameters
@@ -106,7 +106,7 @@ def _export_adapter(workdir: str, out: pathlib.Path, step, ema: bool) -> int:
     described = base or "an export of the model with which the run began"
     print(
         f"{_out.value}: adapters of {modules} modules after step {found.step}"
-        f"{_averaged(workdir, ema)}; load them with "
+        f"{_parameters_note(workdir, ema)}; load them with "
         f"PeftModel.from_pretrained(base, {_out.value!r}), where base is {described}"
     )
     return 0

@@ -264,8 +264,8 @@ class _Timer:
                 f"accepted {accepted}"
             )
         parts.append(
-            f"cache {_bytes(sum(size.values()))} (states {_bytes(size['state'])}, slots "
-            f"{_bytes(size['slots'])})"
+            f"cache {_format_bytes(sum(size.values()))} (states {_format_bytes(size['state'])}, "
+            f"slots {_format_bytes(size['slots'])})"
         )
         print(" · ".join(parts), file=sys.stderr)
 
@@ -379,7 +379,7 @@ def _chat_loop(
             print(f"error: {error}", file=sys.stderr, flush=True)
 
 
-def _bytes(count: int) -> str:
+def _format_bytes(count: int) -> str:
     return f"{count / 1e6:,.2f} MB"
 
 

@@ -19,13 +19,13 @@ def help_text(doc: str) -> str:
     width = _help_width()
     lines = [doc.strip(), "", "flags:"]
     for name, text in _flag_entries():
-        lines += _entry(name, text, width)
+        lines += _format_entry(name, text, width)
     if reads_settings():
         lines += ["", "settings, with their defaults (--help WORD shows those with this word):"]
         for _, entries in itertools.groupby(_setting_entries(), lambda entry: entry[0]):
             lines.append("")
             for _, name, text in entries:
-                lines += _entry(name, text, width)
+                lines += _format_entry(name, text, width)
     return "\n".join(lines)
 
 
@@ -46,7 +46,7 @@ def help_on(word: str) -> str:
             f"--help {word}: no flag or setting has this word{did_you_mean(word, sorted(parts))}; "
             "--help alone shows all"
         )
-    return "\n".join(line for entry in found for line in _entry(*entry, _help_width()))
+    return "\n".join(line for entry in found for line in _format_entry(*entry, _help_width()))
 
 
 def own_flags() -> list[str]:
@@ -91,7 +91,7 @@ def _setting_entries() -> Iterator[tuple[str, str, str]]:
         yield group, f"--config.{name}={default}", text
 
 
-def _entry(name: str, text: str, width: int) -> list[str]:
+def _format_entry(name: str, text: str, width: int) -> list[str]:
     """Returns the lines of `--help` for one name. The text begins on the line of the name, or below
     it if the name is long.
     """

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: what a command does when the user, or a scheduler, ends it."""
+"""Handles Ctrl-C and SIGTERM, with which a user or a scheduler ends a command."""
 
 import os
 import signal

@@ -26,7 +26,7 @@ from qwen3next_jax.common.errors import UserError, escape_control
 from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MeshConfig
-from qwen3next_jax.interop.writing import require_new
+from qwen3next_jax.interop.writing import require_empty_folder
 
 ARGUMENTS = "RUN@STEP …"
 
@@ -41,7 +41,7 @@ def main(names: list[str]) -> int:
     out, sizes = to_path(_out.value, "--out="), run_flags.read_mesh(_mesh.value)
     launch = get_launch()
     if _export.value:
-        require_new(out)
+        require_empty_folder(out)
     process_setup.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.sharding.mesh import single_device_mesh
@@ -76,8 +76,9 @@ def main(names: list[str]) -> int:
 
 
 def _write_export(sources, weights, mesh, out) -> None:
-    """Writes the mean as a Hugging Face directory, in the form of the one that the last run began
-    with. The arguments are those of `merging.write_merged_run`.
+    """Writes the mean as a Hugging Face directory. If the last run began with a Hugging Face
+    directory, both directories have the same form. `merging.write_merged_run` explains the
+    arguments.
     """
     from flax import nnx
 

@@ -82,7 +82,7 @@ def main() -> int:
     if out:
         records = [plan.as_dict() for plan in plans]
         out.write_text(json.dumps(records if _search.value else records[0], indent=1) + "\n")
-        draw(plans, out.with_suffix(".png"))
+        draw_plans(plans, out.with_suffix(".png"))
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
 
 
@@ -109,7 +109,7 @@ def _mesh_of_the_search(config: Config, topology) -> str:
 
 
 def _compiling(config: Config, topology) -> str:
-    """Returns what the command says while it compiles."""
+    """Returns the text that the command shows while it compiles."""
     from qwen3next_jax.sharding.mesh import mesh_text
 
     mesh = mesh_text(config.parallel.mesh.sizes(len(topology.devices), topology.slices))
@@ -242,13 +242,13 @@ def search(
     Raises:
       UserError: no mesh divides the dimensions of the model and the batch.
     """
-    from qwen3next_jax.planner.search import choose, rank_candidates
+    from qwen3next_jax.planner.search import choose_to_compile, rank_candidates
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 
     ranked = rank_candidates(
         config.model, config.train, topology, fixed, rows, config.parallel, config.optimizer
     )
-    chosen = choose([c for c in ranked if not c.reason], COMPILED)
+    chosen = choose_to_compile([c for c in ranked if not c.reason], COMPILED)
     if not chosen:  # the estimate is rough, so the smallest candidate may fit anyway
         chosen = [c for c in ranked if c.bytes < float("inf")][:1]
     if not chosen:
@@ -286,7 +286,7 @@ def _show_search(plans: list, ranked: list, console: Console) -> None:
 
     head = ("mesh", "rows", "remat", "micro-batches", "peak GiB", "step s by calibrated")
     head += (f"by {plans[0].cost_model}", "tokens/s", "MFU", "bound by")
-    table = Table(*head, title=_title(plans[0]))
+    table = Table(*head, title=_plan_title(plans[0]))
     for p in plans:
         train = p.train
         figures = [p.reason, "", "", "", "", p.verdict]
@@ -331,11 +331,11 @@ def show(plan, console: Console) -> None:
             f"{plan.compile_seconds:.0f} s)",
             markup=False,
         )
-        console.print(_title(plan), markup=False)
+        console.print(_plan_title(plan), markup=False)
         return
     if plan.estimates:
         console.print(_verdict(plan), markup=False)
-    console.print(_title(plan), markup=False)
+    console.print(_plan_title(plan), markup=False)
     device = "device" if plan.topology.chip.devices_per_chip > 1 else "chip"
     console.print(_memory_table(plan, device))
     if plan.collectives:
@@ -364,10 +364,10 @@ def _memory_table(plan, device: str) -> Table:
 
 
 def _network_table(plan, device: str) -> Table:
-    from qwen3next_jax.planner.planning import traffic
+    from qwen3next_jax.planner.planning import traffic_by_axes
 
     table = Table("mesh axes", "collective", "times", f"GB sent per {device}")
-    for (axes, kind), (size, count) in traffic(plan.collectives).items():
+    for (axes, kind), (size, count) in traffic_by_axes(plan.collectives).items():
         table.add_row("+".join(axes), kind, f"{count:,.0f}", f"{size / 1e9:.4g}")
     return table
 
@@ -385,11 +385,11 @@ def _waits_table(plan) -> Table:
 
 def _sources_table(plan) -> Table:
     """Returns a table of the parts of the model that take at least 1 % of the step."""
-    from qwen3next_jax.planner.parts import by_part
+    from qwen3next_jax.planner.parts import cost_by_part
 
     estimate = plan.estimate
     table = Table("part", "ms", "GB through HBM", "TFLOP")
-    for name, cost in by_part(estimate.by_source).items():
+    for name, cost in cost_by_part(estimate.by_source).items():
         if cost.seconds >= 0.01 * estimate.seconds:
             table.add_row(
                 name,
@@ -400,7 +400,7 @@ def _sources_table(plan) -> Table:
     return table
 
 
-def _fits(plan) -> str:
+def _fit_text(plan) -> str:
     from qwen3next_jax.sharding.mesh import mesh_text
 
     if not plan.fits:
@@ -413,9 +413,9 @@ def _fits(plan) -> str:
 
 def _gpu_summary(plan, device: str) -> str:
     return (
-        f"{_fits(plan)} Products: {plan.model_flops / 1e12:.4g} TFLOP of the model per {device}, "
-        f"{plan.gpu_flops / 1e12:.4g} executed. The program contains XLA's forms alone, because "
-        "kernels are tested on the GPU itself. There is no prediction of time. Lowered in "
+        f"{_fit_text(plan)} Products: {plan.model_flops / 1e12:.4g} TFLOP of the model per "
+        f"{device}, {plan.gpu_flops / 1e12:.4g} executed. The program contains XLA's forms alone, "
+        "because kernels are tested on the GPU itself. There is no prediction of time. Lowered in "
         f"{plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s"
     )
 
@@ -426,14 +426,14 @@ def _verdict(plan) -> str:
     """
     estimates = plan.estimates.items()
     times = sorted(estimate.seconds for _, estimate in estimates)
-    slowest, fastest = plan.mfu_in(times[-1]), plan.mfu_in(times[0])
+    slowest, fastest = plan.mfu_at(times[-1]), plan.mfu_at(times[0])
     each = "; ".join(
-        f"{name} {estimate.seconds:.4g} s, {percent(plan.mfu_in(estimate.seconds))}"
+        f"{name} {estimate.seconds:.4g} s, {percent(plan.mfu_at(estimate.seconds))}"
         for name, estimate in estimates
     )
     mfu = percent(slowest) if slowest == fastest else f"{percent(slowest)}–{percent(fastest)}"
     return (
-        f"{_fits(plan)} Step {times[0]:.3g}–{times[-1]:.3g} s, MFU {mfu} ({each}). By "
+        f"{_fit_text(plan)} Step {times[0]:.3g}–{times[-1]:.3g} s, MFU {mfu} ({each}). By "
         f"--cost_model={plan.cost_model}: bound by {plan.binding}, "
         f"{plan.tokens_per_second:,.0f} tokens/s"
     )
@@ -453,9 +453,9 @@ def _summary(plan, device: str) -> Iterator[str]:
         )
     needs = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in ideal.bound.items())
     yield (
-        f"ideal: max({needs}) = {ideal.seconds:.3g} s, MFU {percent(plan.mfu_in(ideal.seconds))}; "
+        f"ideal: max({needs}) = {ideal.seconds:.3g} s, MFU {percent(plan.mfu_at(ideal.seconds))}; "
         f"at rates that chips were measured to reach {ideal.realistic:.3g} s, "
-        f"{percent(plan.mfu_in(ideal.realistic))}. This step takes "
+        f"{percent(plan.mfu_at(ideal.realistic))}. This step takes "
         f"{estimate.seconds / ideal.realistic:.2f} times the second"
     )
     if taken := rates_of(chip).taken_from_others:
@@ -479,7 +479,7 @@ def _summary(plan, device: str) -> Iterator[str]:
         yield (
             f"experts by calibrated: --skew={plan.skew:g}; the fullest device gets "
             f"{load.fullest:.2f} times the mean, its choices fill {load.used:.0%} of the tiles of "
-            f"its buffers, and {load.beyond:.1%} of them do not fit{_loops(load)}"
+            f"its buffers, and {load.beyond:.1%} of them do not fit{_loops_text(load)}"
         )
     if plan.unstated_loops:
         yield (
@@ -494,7 +494,7 @@ def _summary(plan, device: str) -> Iterator[str]:
         )
 
 
-def _loops(load) -> str:
+def _loops_text(load) -> str:
     """Returns what loops do with the choices that do not fit in the buffers of the experts."""
     if load.rounds:
         return f": {load.rounds:.1f} further rounds exchange and compute them"
@@ -504,7 +504,7 @@ def _loops(load) -> str:
     return ""
 
 
-def draw(plans: list, path: pathlib.Path) -> None:
+def draw_plans(plans: list, path: pathlib.Path) -> None:
     """Draws a bar of memory by part for every plan that was compiled, and a line at the usable
     memory.
     """
@@ -527,13 +527,13 @@ def draw(plans: list, path: pathlib.Path) -> None:
         axes.barh(labels, sizes, left=left, label=part)
         left = [a + b for a, b in zip(left, sizes)]
     axes.axvline(plans[0].usable_hbm / 2**30, color="black", linestyle="--", label="usable HBM")
-    axes.set(xlabel="GiB per device", title=_title(plans[0]))
+    axes.set(xlabel="GiB per device", title=_plan_title(plans[0]))
     figure.legend(ncols=7, fontsize="small", loc="outside lower center")
     axes.invert_yaxis()
     figure.savefig(path, dpi=120)
 
 
-def _title(plan) -> str:
+def _plan_title(plan) -> str:
     topology, train = plan.topology, plan.train
     devices = f"{topology.chips} chips"
     if len(topology.devices) != topology.chips:

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         )
     # scipy takes a moment to load.
     from qwen3next_jax.sweeps.scaling import analyse, missing_points, read_runs
-    from qwen3next_jax.sweeps.scaling_report import as_json, as_text, page
+    from qwen3next_jax.sweeps.scaling_report import as_json, as_text, render_page
 
     paths = [to_path(argument) for argument in arguments]
     runs = read_runs(paths, _METRIC.value, _SIZE.value)
@@ -59,7 +59,9 @@ def main(arguments: list[str]) -> int:
     folder = to_path(_OUT.value, "--out=") if _OUT.value else folder
     title = "Scaling: " + " · ".join(path.name for path in paths)
     try:
-        write_whole(folder / "scaling.html", page(scaling, title, _METRIC.value, _RESAMPLES.value))
+        write_whole(
+            folder / "scaling.html", render_page(scaling, title, _METRIC.value, _RESAMPLES.value)
+        )
         write_whole(folder / "scaling.json", as_json(scaling))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to ({error.strerror}): give --out") from error

@@ -43,12 +43,12 @@ def main(arguments: Sequence[str]) -> int:
         print(escape_control(sentence), file=sys.stderr, flush=True)
     from rich.console import Console
 
-    from qwen3next_jax.reporting.speedup import sentence
+    from qwen3next_jax.reporting.speedup import comparison_sentence
     from qwen3next_jax.sweeps import runner
     from qwen3next_jax.sweeps.check import check_points, check_settings
     from qwen3next_jax.sweeps.report import write_report
     from qwen3next_jax.sweeps.results import Result, read_result
-    from qwen3next_jax.sweeps.speedups import budget_axis, speed_ups
+    from qwen3next_jax.sweeps.speedups import budget_axis, compare_arms
 
     check_points(sweep)
     workdir = to_path(_workdir.value or f"runs/sweeps/{pathlib.Path(path).stem}", "--workdir=")
@@ -84,8 +84,8 @@ def main(arguments: Sequence[str]) -> int:
         on_point_end=update_report,
     ).run()
     if budget_axis(sweep):
-        for comparison in speed_ups(sweep, read_results({})):
-            log(sentence(comparison))
+        for comparison in compare_arms(sweep, read_results({})):
+            log(comparison_sentence(comparison))
     log(f"Report: {workdir / 'report.html'} · figures: {workdir / 'results.csv'}")
     return code
 

@@ -97,8 +97,8 @@ def print_contamination(
 
     if tokenizer is None:
         raise UserError("--evaluation needs --tokenizer: data.tokenizer of the prepared data")
-    source = sources.resolve(evaluation, text_field)
-    texts = list(readers.documents(source))
+    source = sources.find_files_of_glob(evaluation, text_field)
+    texts = list(readers.read_documents(source))
     with PreparationProgress("reading") as progress:
         found = find_contamination(
             [text.text for text in texts],
@@ -108,7 +108,7 @@ def print_contamination(
         )
     print(escape_control(f"{evaluation} in {prepared_dir}: {found.summary()}"))
     for i, share in found.worst():
-        place = readers.describe(source, texts[i].file, texts[i].record)
+        place = readers.describe_place(source, texts[i].file, texts[i].record)
         print(f"  {share:4.0%}  {escape_control(place)}")
 
 
@@ -206,7 +206,12 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
     from qwen3next_jax.data.prepared import open_index
     from qwen3next_jax.data.row_groups import METADATA
     from qwen3next_jax.data.store import Store
-    from qwen3next_jax.data.tokenized_parts import find_part, open_part, open_weights, part_names
+    from qwen3next_jax.data.tokenized_parts import (
+        find_part,
+        open_part,
+        open_weights,
+        stored_part_keys,
+    )
 
     older = "of an older version, not used: it may be deleted"
 
@@ -234,7 +239,7 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
                 require(store.exists(rows), f"{rows}, which it names, is missing: prepare it again")
 
     store = Store(path)
-    finished, unfinished = part_names(store)
+    finished, unfinished = stored_part_keys(store)
     for key in finished:
         yield check(f"tokens/{key[:2]}/{key}.json", lambda: check_unit(key))
     for key in unfinished:

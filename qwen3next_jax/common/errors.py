@@ -177,7 +177,7 @@ def short_repr(value: object) -> str:
 
 
 def join_first(texts: Iterable[str], most: int, separator: str = ", ") -> str:
-    """Joins the first `most` texts. If there are more, an ellipsis stands for them."""
+    """Joins the first `most` texts. An ellipsis follows if there are more."""
     texts = list(texts)
     return separator.join([*texts[:most], "…"] if len(texts) > most else texts)
 

@@ -1,6 +1,6 @@
 """How this project was installed, for advice that names commands: in a checkout `uv run` makes the
-environment, and an installed package has its command on the PATH. And what JAX finds here: TPU
-chips, or only the compiler for them.
+environment, and an installed package has its command on the PATH. This module also tells whether
+JAX finds TPU chips on this machine, or only their compiler.
 """
 
 import ctypes

@@ -2,8 +2,8 @@
 
 An object is a key and bytes. It appears whole or not at all. Every write gives it a new version
 (the generation of Google Cloud Storage, the ETag of S3), and a write may demand the version that it
-replaces, so that of two writers one is refused (RFC 9110, section 13.1; Google Cloud Storage:
-`ifGenerationMatch`).
+replaces, so that the store refuses one of two concurrent writers (RFC 9110, section 13.1; Google
+Cloud Storage: `ifGenerationMatch`).
 
 Every function here makes one request and does not repeat it. `with_retries` repeats requests.
 """
@@ -237,16 +237,16 @@ class _GoogleStorage:
         try:
             yield
         except api.NotFound as error:
-            raise FileNotFoundError(errno.ENOENT, _said(error), url) from error
+            raise FileNotFoundError(errno.ENOENT, _server_message(error), url) from error
         except api.PreconditionFailed as error:
             raise Conflict(errno.EEXIST, "written by another process", url) from error
         except (api.Forbidden, api.Unauthorized) as error:
-            raise Forbidden(errno.EACCES, _said(error), url) from error
+            raise Forbidden(errno.EACCES, _server_message(error), url) from error
         except (api.TooManyRequests, api.ServerError) as error:
-            raise Unavailable(errno.EAGAIN, _said(error), url) from error
+            raise Unavailable(errno.EAGAIN, _server_message(error), url) from error
         except api.GoogleAPICallError as error:
             kind = Unavailable if error.code == 408 else OSError
-            raise kind(errno.EIO, _said(error), url) from error
+            raise kind(errno.EIO, _server_message(error), url) from error
         except auth.TransportError as error:
             raise Unavailable(errno.EAGAIN, one_line(str(error)), url) from error
         except auth.GoogleAuthError as error:
@@ -266,7 +266,7 @@ def _checksum_errors() -> tuple[type[Exception], ...]:
     return (DataCorruption, InvalidResponse)
 
 
-def _said(error: Any) -> str:
+def _server_message(error: Any) -> str:
     """Returns the code and the message of an answer of Google Cloud Storage in one line."""
     # The text of an error repeats the request before the answer.
     found = re.search(r'"message": "([^"]*)"', error.message or "")
@@ -348,7 +348,7 @@ class _S3:
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
-        """Turns the errors of botocore into those of `ObjectStore`."""
+        """Converts the errors of botocore to the errors that `ObjectStore` names."""
         import botocore.exceptions as boto
 
         url = f"s3://{self._bucket}/{key}"

@@ -1,11 +1,11 @@
-"""Folders in a bucket, gs://BUCKET/… or s3://BUCKET/…, beside those of a file system.
+"""Paths of folders and files, in a bucket (gs://BUCKET/… or s3://BUCKET/…) or in a file system.
 
 `to_path` returns a `pathlib.Path`, or a `BucketPath` with the same methods as far as a bucket has
 them. A bucket has no folders, only objects whose names hold "/". The functions of this module take
 either kind of path, so their callers need not know which one they have.
 
-A bucket has no rename, no append and no locks. What a run does with those on a file system, and
-what it does in a bucket instead, is in `runs.store`.
+A bucket has no rename, no append and no locks. `runs.store` says how a run uses renames, appends
+and locks on a file system, and what it does in a bucket instead.
 """
 
 import contextlib
@@ -168,7 +168,9 @@ class BucketPath:
         return bool(self._list(deep=True, limit=1)[0])
 
     def entry(self) -> Entry | None:
-        """Returns what the store says of the object; None if there is none."""
+        """Returns the size and the version of the object, as the store reports them; None if there
+        is no such object.
+        """
         if not self.key:
             return None
         try:

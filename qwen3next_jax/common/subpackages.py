@@ -1,5 +1,5 @@
-"""Finds out which optional subpackages are there. Some may be deleted; a run without one of them
-works, and prints one line about what it leaves out.
+"""Finds out which optional subpackages are installed. A user may delete some subpackages. A run
+without a deleted one works, and prints one line about the missing function.
 """
 
 import functools

@@ -53,9 +53,9 @@ def leaves_by_path(tree: Mapping[Any, Any]) -> dict[str, Any]:
     return leaves
 
 
-def join(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict:
+def join_trees(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict:
     """Returns a nested dict with the leaves of both nested dicts, which have no leaf in common."""
     joined = dict(first)
     for key, value in second.items():
-        joined[key] = join(joined[key], value) if key in joined else value
+        joined[key] = join_trees(joined[key], value) if key in joined else value
     return joined

@@ -64,7 +64,7 @@ class MixerConfig(Mapping[str, Any]):
         Raises:
           UserError: a value has the wrong type, or `settings` refuses it.
         """
-        return _read(self, settings)
+        return _read_settings(self, settings)
 
     def checked(self, mixers: Iterable[str]) -> "MixerConfig":
         """Checks the values for a model whose layers have the mixers named in `mixers`.
@@ -94,7 +94,7 @@ class MixerConfig(Mapping[str, Any]):
 
 
 @functools.lru_cache(maxsize=256)
-def _read(values: MixerConfig, settings: type) -> Any:
+def _read_settings(values: MixerConfig, settings: type) -> Any:
     return _checked_settings(settings, values)
 
 
@@ -105,12 +105,12 @@ def _checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
     Raises:
       UserError: a value is of the wrong type or out of its bound.
     """
-    built = from_dict(settings, _values_of(settings, values), "model.mixer")
+    built = from_dict(settings, _parse_values(settings, values), "model.mixer")
     check_declared_bounds(built, "model.mixer")
     return built
 
 
-def _values_of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_values(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of `values` whose names are fields of the dataclass `settings`. A value that
     is the text of a flag is parsed.
     """

@@ -22,7 +22,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 ABLATIONS = (
     "short_convolution",
     "decay_gate",
-    "erase",
+    "delta_term",
     "beta_gate",
     "linear_output_gate",
     "attention_output_gate",
@@ -143,7 +143,7 @@ class ModelConfig:
     # whether an update subtracts the value that the state holds for the key k before it adds the
     # new value v (the delta rule); off: S ← e^g S + β k vᵀ, which is gated linear attention with a
     # scalar decay
-    erase: bool = True
+    delta_term: bool = True
     # whether the write strength β is computed from the token; off: β = 1
     beta_gate: bool = True
     # whether a gate scales the output of recurrent layers

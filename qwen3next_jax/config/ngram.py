@@ -99,7 +99,7 @@ class PLEConfig:
         """Returns the number of rows of the table of embedding `number`, with the unused rows at
         its end.
         """
-        return _padded(sum(self.table_sizes(number)), self.make_ngram_vocab_size_divisible_by)
+        return _round_up(sum(self.table_sizes(number)), self.make_ngram_vocab_size_divisible_by)
 
     def parts(self, number: int) -> tuple[slice, ...]:
         """Returns the rows of each tensor that holds a part of the table of embedding `number` in a
@@ -167,7 +167,7 @@ class PLEConfig:
             )
 
 
-def _padded(rows: int, multiple: int) -> int:
+def _round_up(rows: int, multiple: int) -> int:
     return -(-rows // multiple) * multiple
 
 

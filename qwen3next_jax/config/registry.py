@@ -30,7 +30,7 @@ MIXERS = {
     "hgrn2": "qwen3next_jax.zoo.gated_linear:HGRN2",
     "rwkv6": "qwen3next_jax.zoo.rwkv:RWKV6",
     "mla": "qwen3next_jax.zoo.mla:MLA",
-    "linear": "qwen3next_jax.zoo.linear_attention:Linear",
+    "linear": "qwen3next_jax.zoo.linear_attention:LinearAttention",
     "retnet": "qwen3next_jax.zoo.linear_attention:RetNet",
     "lightning": "qwen3next_jax.zoo.linear_attention:Lightning",
     "gated_retention": "qwen3next_jax.zoo.linear_attention:GatedRetention",
@@ -54,7 +54,7 @@ MIXERS = {
     "biased_attention": "qwen3next_jax.zoo.biased_attention:BiasedAttention",
     "sink_attention": "qwen3next_jax.zoo.biased_attention:SinkAttention",
     "nope_attention": "qwen3next_jax.zoo.pairwise:NoPEAttention",
-    "masked_attention": "qwen3next_jax.zoo.pairwise:Masked",
+    "masked_attention": "qwen3next_jax.zoo.pairwise:MaskedAttention",
     "alibi": "qwen3next_jax.zoo.pairwise:ALiBi",
     "t5_bias": "qwen3next_jax.zoo.pairwise:T5Bias",
     "rerope": "qwen3next_jax.zoo.long_context:ReRoPE",
@@ -68,12 +68,12 @@ MIXERS = {
 # Placements of a block's norms, for model.block.placement; N is a norm, f the mixer or the MLP.
 PLACEMENTS = {
     "pre": "qwen3next_jax.model.block:Block",  # x + f(N(x))
-    "post": "qwen3next_jax.zoo.block_parts:Post",  # N(x + f(x))
+    "post": "qwen3next_jax.zoo.block_parts:PostNorm",  # N(x + f(x))
     "olmo2": "qwen3next_jax.zoo.block_parts:Olmo2",  # x + N(f(x))
     # recurrent layers x + f(N(x)), layers with attention x + N(f(x))
     "olmo_hybrid": "qwen3next_jax.zoo.block_parts:OlmoHybrid",
-    "sandwich": "qwen3next_jax.zoo.block_parts:Sandwich",  # x + N'(f(N(x)))
-    "deep": "qwen3next_jax.zoo.block_parts:Deep",  # N(α x + f(x))
+    "sandwich": "qwen3next_jax.zoo.block_parts:SandwichNorm",  # x + N'(f(N(x)))
+    "deep": "qwen3next_jax.zoo.block_parts:DeepNorm",  # N(α x + f(x))
     # several streams: f reads a mixture of them, and gates add its output to each (model.streams)
     "gated_residual": "qwen3next_jax.zoo.gated_residual:GatedResidual",
     # several streams: a doubly stochastic matrix mixes them around f (model.streams)
@@ -112,16 +112,16 @@ NORMS = {
 # mixers.)
 POSITIONS = {
     "none": "qwen3next_jax.model.positions:NoPositions",
-    "sinusoidal": "qwen3next_jax.zoo.block_parts:Sinusoidal",
-    "learned": "qwen3next_jax.zoo.block_parts:Learned",
+    "sinusoidal": "qwen3next_jax.zoo.block_parts:SinusoidalPositions",
+    "learned": "qwen3next_jax.zoo.block_parts:LearnedPositions",
 }
 # Ways to stretch rotary positions to texts `yarn_factor` times as long, for
 # model.block.rope_scaling.
 ROPE_SCALINGS = {
     "yarn": "qwen3next_jax.model.layers:yarn",
-    "linear": "qwen3next_jax.zoo.block_parts:linear",
-    "ntk": "qwen3next_jax.zoo.block_parts:ntk",
-    "truncated": "qwen3next_jax.zoo.block_parts:truncated",
+    "linear": "qwen3next_jax.zoo.block_parts:linear_scaling",
+    "ntk": "qwen3next_jax.zoo.block_parts:ntk_scaling",
+    "truncated": "qwen3next_jax.zoo.block_parts:truncated_scaling",
 }
 # Embeddings that a layer adds to the residual stream before its mixer, for model.ple.embedding.
 LAYER_EMBEDDINGS = {
@@ -225,7 +225,7 @@ def resolve(table: Table, name: str, setting: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a module's code can raise anything
-        reason = f"{type(error).__name__}: {error_message(error)}{_place(error)}"
+        reason = f"{type(error).__name__}: {error_message(error)}{_error_place(error)}"
         if name not in table and isinstance(error, NameError):
             raise UserError(
                 f"{setting} = {name!r} cannot be imported ({reason}): add the import or correct "
@@ -247,7 +247,7 @@ def resolve(table: Table, name: str, setting: str) -> Any:
         ) from error
 
 
-def _place(error: Exception) -> str:
+def _error_place(error: Exception) -> str:
     """Returns "; FILE, line N", the place in a user's module that raised an error while it was
     imported; "" if the import itself failed, and for modules of this package.
     """
@@ -274,14 +274,14 @@ def trust(package: str) -> None:
 def trust_user_settings(settings: Mapping[str, Any]) -> None:
     """Trusts the packages of all import strings in nested settings that a user wrote."""
     for _, name in _import_strings(settings):
-        trust(_package(name))
+        trust(_package_of(name))
 
 
 def trust_flags(settings: Mapping[str, Any]) -> str:
     """Returns the flags, each with a space before it, that a command needs to read nested settings
     with import strings; "" if there are none.
     """
-    packages = {_package(name): None for _, name in _import_strings(settings)}
+    packages = {_package_of(name): None for _, name in _import_strings(settings)}
     return "".join(f" --trust={package}" for package in packages)
 
 
@@ -296,7 +296,7 @@ def check_trusted(settings: Mapping[str, Any], where: str) -> None:
       UserError: the value of a setting is an import string whose package is not trusted.
     """
     for setting, name in _import_strings(settings):
-        package = _package(name)
+        package = _package_of(name)
         require(
             package in _trusted,
             f"{where}: {setting} = {name!r} would run code of the package {package!r}: if you "
@@ -305,7 +305,7 @@ def check_trusted(settings: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _package(import_string: str) -> str:
+def _package_of(import_string: str) -> str:
     """Returns the top-level package of an import string."""
     return re.split(r"[.:]", import_string)[0]
 

@@ -19,7 +19,7 @@ class SourceConfig(NamedTuple):
     """One source of the training data.
 
     Attributes:
-      name: what reports call it: the name that the user gave it, or else its glob.
+      name: the name of the source in reports: the name that the user gave, or else the glob.
       glob: the files; "" for the source code of Python's standard library.
       text_field: the field that holds the text.
       messages_field: the field that holds the messages of a conversation; "" for texts.
@@ -39,8 +39,8 @@ def parse_sources(path: str, text_field: str, messages_field: str) -> tuple[Sour
       UserError: two sources have one name, a name has no files, or a field is for no source.
     """
     names, globs = _names_and_globs(path)
-    texts = _fields("data.text_field", text_field, names, "text")
-    messages = _fields("data.messages_field", messages_field, names, "")
+    texts = _field_of_each_source("data.text_field", text_field, names, "text")
+    messages = _field_of_each_source("data.messages_field", messages_field, names, "")
     return tuple(map(SourceConfig, names, globs, texts, messages))
 
 
@@ -68,7 +68,7 @@ def parse_weights(weights: str, path: str) -> tuple[float, ...]:
         f"data.weights = {weights!r} has no weight for {', '.join(map(repr, missing))}: expected "
         "one for each source of data.path, 0 for one that is not read (NAME=GLOB gives it a name)",
     )
-    numbers = tuple(_number(weights, value) for value in values)
+    numbers = tuple(_parse_weight(weights, value) for value in values)
     require(max(numbers) > 0, f"data.weights = {weights!r}: expected at least one number above 0")
     return numbers
 
@@ -94,7 +94,7 @@ def _names_and_globs(path: str) -> tuple[list[str], list[str]]:
     return names, globs
 
 
-def _number(weights: str, text: str) -> float:
+def _parse_weight(weights: str, text: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -107,7 +107,7 @@ def _number(weights: str, text: str) -> float:
     return number
 
 
-def _fields(where: str, text: str, names: Sequence[str], default: str) -> list[str]:
+def _field_of_each_source(where: str, text: str, names: Sequence[str], default: str) -> list[str]:
     """Returns the field of each source.
 
     Args:
@@ -155,7 +155,9 @@ def _value_per_source(where: str, text: str, names: Sequence[str]) -> list[str |
 
 
 def _split_names(items: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the names before "=" in each item, "" for none, and what is left of the items."""
+    """Splits each item at "=". Returns the names before "=" ("" for an item without a name), and
+    the items without these names.
+    """
     found = [_NAMED.fullmatch(item) for item in items]
     names = [match[1] if match else "" for match in found]
     return names, [match[2].strip() if match else item for match, item in zip(found, items)]

@@ -1,9 +1,9 @@
-"""Added tokens: those that stand outside of a tokenizer's ordinary vocabulary and are cut out of a
-text before anything else happens to it.
+"""Added tokens: tokens outside of a tokenizer's ordinary vocabulary, which the tokenizer cuts out
+of a text before it does anything else.
 
-Special ones mark things, such as the end of a document or whose turn it is. Others are text, such
-as runs of spaces. `tokenizer.json` lists both; a tokenizer's folder may name more in two other
-files, which transformers reads.
+Special tokens mark things, such as the end of a document or whose turn it is. Other added tokens
+are text, such as runs of spaces. `tokenizer.json` lists both; a tokenizer's folder may name more in
+two other files, which transformers reads.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _NAMED += ("mask_token",)
 _HIDDEN = "\0"
 
 
-def add_named(folder: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:
+def add_named_tokens(folder: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:
     """Adds to `tokenizer` the tokens that its folder names beside tokenizer.json, as transformers
     does: those in `added_tokens_decoder` of tokenizer_config.json or, without it, in
     added_tokens.json.
@@ -60,9 +60,9 @@ def add_named(folder: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:
 def _read_named(folder: epath.Path) -> tuple[epath.Path, dict[int, tokenizers.AddedToken]]:
     """Returns (file, id → token that it names)."""
     path = folder / "tokenizer_config.json"
-    config = _read(path)
+    config = _read_json_object(path)
     decoder = config.get("added_tokens_decoder")
-    specials = _contents(config)
+    specials = _special_token_texts(config)
     if decoder is not None:
         where = f"{path}: added_tokens_decoder"
         require(isinstance(decoder, dict), f"{where}: expected an object of id → token")
@@ -83,10 +83,10 @@ def _read_named(folder: epath.Path) -> tuple[epath.Path, dict[int, tokenizers.Ad
                 flags["special"] = True
             found[int(key)] = tokenizers.AddedToken(content, **flags)
         return path, found
-    specials |= _contents(_read(folder / "special_tokens_map.json"))
+    specials |= _special_token_texts(_read_json_object(folder / "special_tokens_map.json"))
     path = folder / "added_tokens.json"
     found = {}
-    for content, i in _read(path).items():
+    for content, i in _read_json_object(path).items():
         require(
             type(i) is int and 0 <= i < 10**9 and _is_text(content),
             f"{path}: {short_repr(content)} names {short_repr(i)}: expected token → id",
@@ -101,14 +101,14 @@ def _is_text(content: Any) -> bool:
     return isinstance(content, str) and content.encode(errors="ignore").decode() == content != ""
 
 
-def _read(path: epath.Path) -> dict[str, Any]:
+def _read_json_object(path: epath.Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     with as_user_error(f"{path}: cannot be read", OSError, ValueError):
         return json_files.read(path)
 
 
-def _contents(fields: Mapping[str, Any]) -> set[str]:
+def _special_token_texts(fields: Mapping[str, Any]) -> set[str]:
     """Returns the special tokens that a tokenizer_config.json or special_tokens_map.json names."""
     extra = [fields.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
     lists = [value for value in extra if isinstance(value, list)]
@@ -119,7 +119,9 @@ def _contents(fields: Mapping[str, Any]) -> set[str]:
 
 @contextlib.contextmanager
 def panic_as_user_error() -> Iterator[None]:
-    """The library panics at some texts whose added tokens depend on what is around them."""
+    """Turns a panic of the tokenizers library into a UserError. The library panics at some texts if
+    an added token matches only in certain surroundings, such as at word boundaries.
+    """
     try:
         yield
     except BaseException as error:  # a PanicException is no Exception, and cannot be imported
@@ -131,9 +133,9 @@ def panic_as_user_error() -> Iterator[None]:
         ) from None
 
 
-def hide(tokenizer: Mapping[str, Any], hidden: Set[str]) -> dict[str, Any]:
-    """Returns a tokenizer that encodes `hidden` tokens as ordinary text where a text contains them
-    in writing, and gives all else the same ids.
+def hide_tokens(tokenizer: Mapping[str, Any], hidden: Set[str]) -> dict[str, Any]:
+    """Returns a tokenizer.json that encodes the names of the `hidden` tokens, where a text contains
+    these names, as ordinary text. All other text gets the same ids as before.
 
     The tokens get names that no document contains, and keep their ids. A token may be part of the
     model's vocabulary, too, from which the model could take it.
@@ -170,11 +172,11 @@ def hide(tokenizer: Mapping[str, Any], hidden: Set[str]) -> dict[str, Any]:
 
 
 def is_hidden(token: str) -> bool:
-    """Whether `hide` gave a token of the vocabulary this name."""
+    """Whether `hide_tokens` gave a token of the vocabulary this name."""
     return token.startswith(_HIDDEN)
 
 
-class Splitter:
+class AddedTokenSplitter:
     """Cuts added tokens out of a text, as the tokenizers library does: first those that are matched
     in the text itself, then those that are matched in the normalized text. Of several that begin at
     the same character, the longest is matched.
@@ -197,31 +199,31 @@ class Splitter:
         self._keeps_ascii = isinstance(normalizer, tokenizers.normalizers.NFC)
         raw = {t.content: i for i, t in added.items() if not t.normalized}
         later = {normalized(t.content): i for i, t in added.items() if t.normalized}
-        self._passes = [(_any_of(tokens), tokens) for tokens in (raw, later)]
+        self._passes = [(_pattern_of_any(tokens), tokens) for tokens in (raw, later)]
 
     @staticmethod
     def can_split(token: tokenizers.AddedToken) -> bool:
-        """Whether a token takes no space around it and does not depend on what is around it."""
+        """Whether a token matches in any surroundings, and does not swallow spaces beside it."""
         return not (token.single_word or token.lstrip or token.rstrip)
 
     def split(self, text: str) -> Iterator[str | int]:
         """Yields the normalized texts between added tokens, and the ids of these tokens."""
-        for part in _split(text, *self._passes[0]):
+        for part in _split_at_matches(text, *self._passes[0]):
             if isinstance(part, int):
                 yield part
                 continue
             if self._normalizer and not (self._keeps_ascii and part.isascii()):
                 part = self._normalizer.normalize_str(part)
-            yield from _split(part, *self._passes[1])
+            yield from _split_at_matches(part, *self._passes[1])
 
 
-def _any_of(tokens: Collection[str]) -> re.Pattern[str] | None:
+def _pattern_of_any(tokens: Collection[str]) -> re.Pattern[str] | None:
     if not tokens:
         return None
     return re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True)))})")
 
 
-def _split(
+def _split_at_matches(
     text: str, pattern: re.Pattern[str] | None, ids: Mapping[str, int]
 ) -> Iterator[str | int]:
     if pattern is None:

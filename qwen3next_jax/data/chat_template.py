@@ -33,7 +33,7 @@ _MAX_CPU_SECONDS = 10
 _TIMEOUT = 60
 
 
-class Rendered(NamedTuple):
+class RenderedConversation(NamedTuple):
     """A conversation as text, or why there is none.
 
     Attributes:
@@ -131,7 +131,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of everything that determines the rendered text, but for jinja2's version."""
+        """A digest of everything that determines the rendered text, except jinja2's version."""
         # A template that does not ask for the date writes the same on any day.
         date = self._date if "strftime_now" in self._file.text else ""
         return digests.sha256_json([self._file.text, self._file.special, date])
@@ -151,7 +151,9 @@ class ChatTemplate:
             raise UserError(f"{self._file.path}: the chat template {rendered.fault}")
         return rendered.text
 
-    def conversations(self, conversations: Iterable[Sequence[Message]]) -> list[Rendered]:
+    def conversations(
+        self, conversations: Iterable[Sequence[Message]]
+    ) -> list[RenderedConversation]:
         """Renders whole conversations, and finds the turns of the assistant: what stands in the
         template's blocks {% generation %}; or, if it has none, the text that a turn adds to the
         prompt before it.
@@ -162,14 +164,14 @@ class ChatTemplate:
         """
         return self._rendered({"conversations": list(map(_with_reasoning, conversations))})
 
-    def _rendered(self, request: dict[str, Any]) -> list[Rendered]:
+    def _rendered(self, request: dict[str, Any]) -> list[RenderedConversation]:
         answers = self._run(request)
         if any("dateless" in answer for answer in answers):
             raise UserError(
                 f"{self._file.path}: the chat template writes the date: name the day to write with "
                 "data.template_date = 'YYYY-MM-DD', so that prepared data are the same every day"
             )
-        return list(map(_checked, answers))
+        return list(map(_parse_answer, answers))
 
     def _run(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         """Runs `render_template` with this request, and returns the entry `rendered` of its answer.
@@ -212,13 +214,13 @@ class ChatTemplate:
             )
         answer = json.loads(process.stdout)
         if "error" in answer:
-            raise UserError(f"{where}: the chat template fails ({_short(answer['error'])})")
+            raise UserError(f"{where}: the chat template fails ({_shortened(answer['error'])})")
         return answer["rendered"]
 
 
 def _with_reasoning(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages that have the reasoning under both of its names, or, where it is null, under
-    none: templates ask whether a name is there.
+    """Returns messages that have the reasoning under both of its names. Where the reasoning is
+    null, the result has neither name, because templates test whether a name exists.
     """
     found = []
     for message in messages:
@@ -228,28 +230,36 @@ def _with_reasoning(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
-def _checked(answer: Mapping[str, Any]) -> Rendered:
-    """Returns what `render_template` answered for one conversation."""
+def _parse_answer(answer: Mapping[str, Any]) -> RenderedConversation:
+    """Converts the answer of `render_template` about one conversation."""
     if "refused" in answer:
-        return Rendered("", fault=f"refuses these messages ({_short(answer['refused'])})")
+        return RenderedConversation(
+            "", fault=f"refuses these messages ({_shortened(answer['refused'])})"
+        )
     if "error" in answer:
-        return Rendered("", fault=f"fails ({_short(answer['error'])})")
+        return RenderedConversation("", fault=f"fails ({_shortened(answer['error'])})")
     if "unclear" in answer:
-        return Rendered("", fault=f"does not tell the assistant's turns: {answer['unclear']}")
+        return RenderedConversation(
+            "", fault=f"does not tell the assistant's turns: {answer['unclear']}"
+        )
     text = answer["text"]
     try:
         text.encode()
     except UnicodeEncodeError:
-        return Rendered(
+        return RenderedConversation(
             "", fault="makes a lone surrogate, which no tokenizer can read: correct the template"
         )
     if not text or len(text) > _MAX_CHARACTERS:
         count = f"more than {_MAX_CHARACTERS}" if text else "0"
-        return Rendered("", fault=f"makes {count} characters: expected 1 … {_MAX_CHARACTERS}")
-    return Rendered(text, tuple((start, stop) for start, stop in answer.get("turns", ())))
+        return RenderedConversation(
+            "", fault=f"makes {count} characters: expected 1 … {_MAX_CHARACTERS}"
+        )
+    return RenderedConversation(
+        text, tuple((start, stop) for start, stop in answer.get("turns", ()))
+    )
 
 
-def _short(reason: str) -> str:
+def _shortened(reason: str) -> str:
     return " ".join(reason.split())[:200]
 
 

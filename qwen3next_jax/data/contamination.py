@@ -23,7 +23,7 @@ from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.data import fast_bpe
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokenized_parts import FORMAT, TokenizedPart, find_part, open_part
-from qwen3next_jax.data.tokens import Tokenizer, same_tokens
+from qwen3next_jax.data.tokens import Tokenizer, same_token_ids
 from qwen3next_jax.data.workers import run_all, usable_cores
 
 NGRAM = 13  # tokens
@@ -99,7 +99,7 @@ def find_contamination(
     parts = find_parts(store, tokenizer)
     try:
         documents = tokenizer.encode_documents(texts)
-    except fast_bpe.Differs:
+    except fast_bpe.DifferentIds:
         documents = tokenizer.fallback.encode_documents(texts)
     index = NgramIndex([ids[:-1] for ids in documents])  # without the end token
     found = np.zeros(len(index.ngrams), bool)
@@ -110,7 +110,7 @@ def find_contamination(
         size = 4 if tokenizer.vocab_size > 1 << 16 else 2
         progress(prepared_dir, size * sum(read), size * sum(part.tokens for part in parts))
 
-    scan = functools.partial(_scan, index=index, store=store)
+    scan = functools.partial(_find_ngrams, index=index, store=store)
     for item, numbers in run_all(scan, parts, workers or usable_cores(), show):
         found[numbers] = True
         show(item, parts[item].tokens)
@@ -129,7 +129,7 @@ def find_parts(store: Store, tokenizer: Tokenizer) -> list[TokenizedPart]:
         content = store.read_json(name)
         if content.get("format") != FORMAT:
             older += 1
-        elif same_tokens(content["tokenizer"], tokenizer.fingerprint):
+        elif same_token_ids(content["tokenizer"], tokenizer.fingerprint):
             keys |= {key: None for *_, key in content["parts"]}
     if older:
         warn(
@@ -146,7 +146,7 @@ def find_parts(store: Store, tokenizer: Tokenizer) -> list[TokenizedPart]:
     return parts
 
 
-def _scan(
+def _find_ngrams(
     part: TokenizedPart, progress: Callable[[int], None], index: "NgramIndex", store: Store
 ) -> np.ndarray:
     """Returns the numbers of the n-grams of `index` that a part contains, int64 [found]."""

@@ -1,5 +1,5 @@
-"""Conversations: records with messages, which a chat template writes as text, and of which the loss
-counts what the assistant says.
+"""Conversations: records with messages. A chat template writes the messages as text, and the loss
+counts the text of the assistant.
 
 A record of JSON has a list of messages in the field `data.messages_field`:
 
@@ -8,17 +8,17 @@ A record of JSON has a list of messages in the field `data.messages_field`:
 The first message may have the role "system" or "developer". After it, "user" and "assistant" take
 turns; messages of the role "tool" may stand between two messages of the assistant. The last message
 is the assistant's. A message of the assistant may have a "weight": the loss weight of its tokens, 1
-by default, which is 0 or within `LEAST_WEIGHT` … `LARGEST_WEIGHT`. All else in a message is the
-template's to read. A record with "tools" beside its messages is refused, because the text would not
-say which tools there are.
+by default, which is 0 or within `LEAST_WEIGHT` … `LARGEST_WEIGHT`. The template may read any other
+field of a message. A record with "tools" beside its messages is refused, because the rendered text
+would lack the description of the tools.
 
 The text of a turn is encoded by itself, and so is the text between two turns, as generation encodes
 its prompt. A conversation ends with the tokenizer's end token.
 
-Generation stops at the end token, so the assistant has to learn where it stands. If a turn does not
+Generation stops at the end token, so the assistant has to learn to write it. If a turn does not
 contain it, and the token after the turn is the end token, that token belongs to the turn: some
-templates end a turn by the marker of the next role, and some write no end after the last turn. The
-end token has the loss weight 0 everywhere else.
+templates end a turn with the marker of the next role, and some write nothing after the last turn.
+The end token has the loss weight 0 everywhere else.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from etils import epath
 
 from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.common.storage import is_bucket, to_path
-from qwen3next_jax.data.chat_template import REASONING, ChatTemplate, Message, Rendered
+from qwen3next_jax.data.chat_template import REASONING, ChatTemplate, Message, RenderedConversation
 from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
 
 # The loss weights that a message may have, besides 0. The loss divides each weight by the sum S of
@@ -130,7 +130,7 @@ def find_fault(messages: Any) -> str:
     return ""
 
 
-def find_unread(record: dict[str, Any]) -> str:
+def find_ignored_fields(record: dict[str, Any]) -> str:
     """Returns what a record has beside its messages that the assistant's turns depend on and the
     text would lack; "" if it has nothing such.
     """
@@ -153,7 +153,7 @@ def _fault_of_message(message: Any) -> str:
         return f"has the content {short_repr(content)}: expected a string"
     if not (content or "").strip() and not message.get("tool_calls"):
         return "is empty or blank: expected content"
-    if any("\0" in text for text in _texts(message)):
+    if any("\0" in text for text in _all_strings(message)):
         return "contains NUL, which is no text"
     weight = message.get("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
@@ -174,7 +174,7 @@ def _fault_of_message(message: Any) -> str:
     return ""
 
 
-class Encoded(NamedTuple):
+class EncodedConversation(NamedTuple):
     """A conversation as N tokens, or why there are none.
 
     Attributes:
@@ -190,9 +190,9 @@ class Encoded(NamedTuple):
     fault: str = ""
 
 
-def encode(
+def encode_conversations(
     conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer, template: ChatTemplate
-) -> list[Encoded]:
+) -> list[EncodedConversation]:
     """Encodes conversations in which `find_fault` finds no fault.
 
     Raises:
@@ -210,9 +210,11 @@ def encode(
     ]
 
 
-def _encode_one(messages: Sequence[Message], rendered: Rendered, tokenizer: Tokenizer) -> Encoded:
-    def faulty(fault: str) -> Encoded:
-        return Encoded("", np.zeros(0, np.int32), np.zeros(0, np.float32), fault)
+def _encode_one(
+    messages: Sequence[Message], rendered: RenderedConversation, tokenizer: Tokenizer
+) -> EncodedConversation:
+    def faulty(fault: str) -> EncodedConversation:
+        return EncodedConversation("", np.zeros(0, np.int32), np.zeros(0, np.float32), fault)
 
     if rendered.fault:
         return faulty(f"the chat template {rendered.fault}")
@@ -232,7 +234,7 @@ def _encode_one(messages: Sequence[Message], rendered: Rendered, tokenizer: Toke
         )
     known = [t for t in tokenizer.special_tokens if t not in tokenizer.parse_tokens]
     for i, message in enumerate(messages, start=1):
-        for text in _texts(message):
+        for text in _all_strings(message):
             if found := next((token for token in known if token in text), None):
                 return faulty(
                     f"message {i} writes out the special token {found!r}: name it in "
@@ -241,11 +243,11 @@ def _encode_one(messages: Sequence[Message], rendered: Rendered, tokenizer: Toke
     ids, loss_weights = _encode_turns(rendered, weights, tokenizer)
     if not loss_weights.any():
         return faulty("no token of it counts in the loss: the assistant's turns have no tokens")
-    return Encoded(rendered.text, ids, loss_weights)
+    return EncodedConversation(rendered.text, ids, loss_weights)
 
 
 def _encode_turns(
-    rendered: Rendered, weights: Sequence[float], tokenizer: Tokenizer
+    rendered: RenderedConversation, weights: Sequence[float], tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (the tokens of a conversation, int32 [N]; their loss weights, float32 [N]).
 
@@ -274,28 +276,28 @@ def _encode_turns(
         position = stop
     add_between(np.append(tokenizer.encode(rendered.text[position:]), tokenizer.eos_id))
     weights_N = np.concatenate(loss_weights)
-    weights_N[0] = 0.0  # nothing comes before the first token, from which it could be predicted
+    weights_N[0] = 0.0  # the first token is not predicted, because no token comes before it
     return np.concatenate(ids).astype(np.int32), weights_N
 
 
 def parse(text: str) -> list[dict[str, Any]]:
-    """Returns the messages in the text that `as_text` returned."""
+    """Returns the messages in the text that `messages_as_text` returned."""
     return json.loads(text)
 
 
-def as_text(messages: Sequence[Message]) -> str:
+def messages_as_text(messages: Sequence[Message]) -> str:
     """Returns messages as one text, as a `readers.Record` holds them."""
     return json.dumps(messages, ensure_ascii=False)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _all_strings(value: Any) -> Iterator[str]:
     """Yields all strings in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for key, inner in value.items():
             yield key
-            yield from _texts(inner)
+            yield from _all_strings(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from _texts(inner)
+            yield from _all_strings(inner)

@@ -1,8 +1,8 @@
 """Where a long text is cut, so that its parts get the ids that they have in the whole text.
 
 The tokenizers library encodes a text on one core, and needs about a hundred bytes of memory per
-byte of text. A long document is therefore encoded in parts. It is cut after line ends or at a
-single space between words, and there only if both of these hold:
+byte of text. A long document is therefore encoded in parts. It is cut only after line ends or at a
+single space between words, and only if both of these hold:
   - The model sees the two sides apart: the tokenizer splits texts there, or the model is a BPE
     without a token that has characters of both sides. Otherwise the document is encoded whole.
   - The characters around the cut get the same ids with the cut and without it. This fails where a
@@ -30,7 +30,7 @@ _LINE_ENDS = re.compile(r"(?<=\S)(?:[ \t]{0,8}\r?\n){1,8}(?=[ \t]{0,64}\S)")
 # them with that text, and all others with the line end.
 _INDENTED = re.compile(r"(?<=\S)(?:[ \t]{0,8}\r?\n){1,8}[ \t]{1,64}(?=\S)")
 _SPACE = re.compile(r"(?<=\w) (?=\w)")
-_SAID = 1 << 23  # characters without a place for a cut, from which on the user is told
+_SAID = 1 << 23  # if a text has so many characters without a place for a cut, a note tells the user
 # What a piece, or a token, holds that has characters of both sides. Byte-level vocabularies write Ċ
 # for the line end and Ġ for the space, vocabularies of SentencePiece ▁ for the space.
 _OVER_LINE_END, _OVER_SPACE = re.compile("[\nĊ][^\nĊ]"), re.compile("[^ Ġ▁][ Ġ▁]")
@@ -38,7 +38,7 @@ _PROBE = ("one", "Two", "3", "four", "5x", "é", "中", "ж", "x", "Yy", "77")
 
 
 @functools.cache
-def _say_uncut() -> None:
+def _note_uncut_text() -> None:
     warn(
         f"a document has more than {_SAID >> 20} million characters without a place where a cut is "
         "known to change no token: they are tokenized as a whole, which takes 100 bytes of memory "
@@ -73,7 +73,7 @@ class Cutter:
                 else:
                     searched += LONGEST
                     if searched >= _SAID:
-                        _say_uncut()
+                        _note_uncut_text()
         yield rest
 
     def _find(self, text: str, first: int, stop: int) -> tuple[int, int] | None:

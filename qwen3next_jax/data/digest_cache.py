@@ -43,13 +43,13 @@ class DigestCache:
 
     def get(self, file: SourceFile, part: Part) -> str:
         """Returns the recorded digest of a part; "" if there is none."""
-        return self._known.get(_entry(file, part), "") if self.in_use else ""
+        return self._known.get(_cache_key(file, part), "") if self.in_use else ""
 
     def add(self, file: SourceFile, part: Part, digest: str) -> None:
         """Records a digest, unless the file was modified in the last two seconds: such a file may
         change again and keep its modification time.
         """
-        entry = _entry(file, part)
+        entry = _cache_key(file, part)
         is_new = self._known.get(entry) != digest
         if self.in_use and is_new and not is_remote(os.fspath(file.path)) and _is_settled(file):
             self._record(json.dumps([entry, digest]) + "\n")
@@ -72,7 +72,7 @@ class DigestCache:
         self._known = {}
 
 
-def identity(source: Source) -> list | None:
+def content_identity(source: Source) -> list | None:
     """Returns JSON values that change when the content of the source's files changes.
 
     For a source of fewer than `_SMALLEST` bytes, the values are digests of the files' content. For
@@ -89,10 +89,10 @@ def identity(source: Source) -> list | None:
         return None
     if not all(file.version for file in source.files):
         return None
-    return [_entry(file, Part(0, file.size)) for file in source.files]
+    return [_cache_key(file, Part(0, file.size)) for file in source.files]
 
 
-def _entry(file: SourceFile, part: Part) -> str:
+def _cache_key(file: SourceFile, part: Part) -> str:
     path = os.path.abspath(file.path)
     beside = ""
     if not is_remote(os.fspath(file.path)):

@@ -1,4 +1,4 @@
-"""What the first documents of a source say about all of it, for a start that writes nothing."""
+"""Estimates the size of a source from its first documents, for a dry run."""
 
 import collections
 import dataclasses
@@ -11,7 +11,7 @@ from qwen3next_jax.data.packing import Documents
 from qwen3next_jax.data.readers import BadRecords
 from qwen3next_jax.data.row_groups import describe_fit, fit_conversations, with_weights
 from qwen3next_jax.data.sources import Source
-from qwen3next_jax.data.tokenized_parts import Job, encoded_documents
+from qwen3next_jax.data.tokenized_parts import TokenizeJob, encoded_documents
 from qwen3next_jax.data.tokens import Tokenizer
 
 _SAMPLE_BYTES = 1 << 20  # of files
@@ -19,7 +19,7 @@ _SAMPLE_BYTES = 1 << 20  # of files
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The size of a source, in proportion to that of its first documents.
+    """The size of a source, extrapolated from its first documents.
 
     Attributes:
       tokens: the number of tokens.
@@ -34,17 +34,17 @@ class Estimate:
 
 
 def estimate(source: Source, tokenizer: Tokenizer, row_lengths: Sequence[int] = ()) -> Estimate:
-    """Reads the first documents of a source: about a megabyte of its files, and on until there is
-    a document.
+    """Estimates the size of a source. Reads about the first megabyte of its files, or more if the
+    first document is longer.
 
     Raises:
-      UserError: they cannot be read, or the source holds none.
+      UserError: the documents cannot be read, or the source holds no document.
     """
     tokens = documents = size = 0
     long: tuple[str, ...] = ()
     counts: collections.Counter[str] = collections.Counter()
-    for file, part in ((f, part) for f in source.files for part in readers.parts(f)):
-        job = Job(file, part, source.text_field, chat=source.chat)
+    for file, part in ((f, part) for f in source.files for part in readers.file_parts(f)):
+        job = TokenizeJob(file, part, source.text_field, chat=source.chat)
         bad = BadRecords(source.on_bad_text, source.bad_records)
         position = 0
         for batch in encoded_documents(job, tokenizer, bad):
@@ -60,7 +60,7 @@ def estimate(source: Source, tokenizer: Tokenizer, row_lengths: Sequence[int] = 
         if documents and size >= _SAMPLE_BYTES:
             break
     if not documents:
-        raise readers.no_text(source, counts)
+        raise readers.no_text_error(source, counts)
     factor = source.size / max(size, 1)
     return Estimate(tokens * factor, documents * factor, long)
 

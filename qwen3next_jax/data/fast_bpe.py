@@ -21,13 +21,13 @@ _BYTES_OF_TEXT = (*range(0xC0), *range(0xC2, 0xF5))
 _SPLITS = (("Isolated", False), ("Removed", True))
 
 
-class Differs(Exception):
+class DifferentIds(Exception):
     """tiktoken and the tokenizers library give a text different ids, or tiktoken rejects a
     pattern.
     """
 
 
-def version() -> str | None:
+def tiktoken_version() -> str | None:
     """Returns the version of tiktoken; None if it is not installed."""
     try:
         import tiktoken
@@ -36,7 +36,7 @@ def version() -> str | None:
     return tiktoken.__version__
 
 
-class Table(NamedTuple):
+class TiktokenTable(NamedTuple):
     """The arguments from which a tiktoken.Encoding is made.
 
     Attributes:
@@ -59,19 +59,19 @@ class Table(NamedTuple):
         try:
             return tiktoken.Encoding(
                 "tokenizer.json",
-                pat_str=_faster(self.pattern),
+                pat_str=_faster_pattern(self.pattern),
                 mergeable_ranks=self.ranks,
                 special_tokens={},
             )
         except ValueError as error:  # tiktoken cannot read the pattern
-            raise Differs from error
+            raise DifferentIds from error
 
 
-def table(
+def tiktoken_table(
     tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int], added: Collection[str]
-) -> Table | None:
-    """Returns the `Table` of a tokenizer. Returns None if the tokenizer is not a byte-level BPE, or
-    if its ids are not in the order of its merges.
+) -> TiktokenTable | None:
+    """Returns the `TiktokenTable` of a tokenizer. Returns None if the tokenizer is not a byte-level
+    BPE, or if its ids are not in the order of its merges.
 
     Args:
       tokenizer: the content of a tokenizer.json.
@@ -79,7 +79,7 @@ def table(
       added: tokens that are cut out of a text before.
     """
     model = tokenizer["model"]
-    pattern = _pattern(tokenizer.get("pre_tokenizer") or {})
+    pattern = _split_pattern(tokenizer.get("pre_tokenizer") or {})
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     is_plain = model.get("type") == "BPE" and not any(model.get(option) for option in options)
     if pattern is None or not is_plain:
@@ -97,10 +97,10 @@ def table(
         ranks[bytes(bytes_of[character] for character in token)] = i
     ids = [model["vocab"].get(token, -1) for token in merged]
     has_all_bytes = all(bytes([byte]) in ranks for byte in _BYTES_OF_TEXT)
-    return Table(pattern, ranks) if has_all_bytes and ids == sorted(ids) else None
+    return TiktokenTable(pattern, ranks) if has_all_bytes and ids == sorted(ids) else None
 
 
-def _faster(pattern: str) -> str:
+def _faster_pattern(pattern: str) -> str:
     """Returns a pattern that matches as `pattern` does and that tiktoken matches faster.
 
     tiktoken tries the alternatives of a pattern with a look-ahead one after the other. It tries a
@@ -112,9 +112,9 @@ def _faster(pattern: str) -> str:
     return rf"(?:{pattern.removesuffix(_WHITE_SPACE)})|\s+(?!\S)|\s"
 
 
-def _pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
+def _split_pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
     """Returns the regular expression by which the tokenizer splits a text; None if it splits
-    texts in a way that `Table` cannot express.
+    texts in a way that `TiktokenTable` cannot express.
     """
     steps = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
     if steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):

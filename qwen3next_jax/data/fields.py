@@ -1,5 +1,6 @@
 """Fields of records by a dotted path: `content.text` is the field `text` inside the object
-`content`. A field whose own name holds the dots comes first.
+`content`. If the record has a field whose own name is the whole path, dots included, that field is
+taken.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from qwen3next_jax.common.errors import did_you_mean
 _MOST_NAMES = 20  # that a message lists
 
 
-class Found(NamedTuple):
+class FoundField(NamedTuple):
     """A field of a record, or why there is none.
 
     Attributes:
@@ -27,22 +28,26 @@ class Found(NamedTuple):
     fault: str = ""
 
 
-def find(record: Mapping[str, Any], path: str) -> Found:
+def find_field(record: Mapping[str, Any], path: str) -> FoundField:
     """Returns the field of a JSON record that a dotted path names."""
     if path in record:
-        return Found(record[path], [record])
+        return FoundField(record[path], [record])
     objects, value, walked = [], record, []
     for name in path.split("."):
         if not isinstance(value, dict):
-            return Found(None, objects, f"{_no_field(path)}: {_quoted(walked)} {_what(value)}")
+            return FoundField(
+                None, objects, f"{_no_field(path)}: {_quoted(walked)} {_describe_type(value)}"
+            )
         objects.append(value)
         if name not in value:
             place = f"{_quoted(walked)} has" if walked else "it has"
             hint = did_you_mean(name, value)
-            return Found(None, objects, f"{_no_field(path)}{hint}; {place} {_names(value)}")
+            return FoundField(
+                None, objects, f"{_no_field(path)}{hint}; {place} {_names_in_object(value)}"
+            )
         value = value[name]
         walked.append(name)
-    return Found(value, objects)
+    return FoundField(value, objects)
 
 
 def describe_object(value: Mapping[str, Any], path: str) -> str:
@@ -75,7 +80,7 @@ def column_type(schema: pyarrow.Schema, path: str) -> tuple[pyarrow.DataType | N
     return type_, ""
 
 
-def column(batch: pyarrow.RecordBatch, path: str) -> pyarrow.Array:
+def column_at(batch: pyarrow.RecordBatch, path: str) -> pyarrow.Array:
     """Returns the column of a batch that a dotted path names. A row is null where a struct on the
     path is.
 
@@ -108,7 +113,7 @@ def _quoted_each(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-def _what(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     if value is None:
         return "is null"
     if isinstance(value, list):
@@ -116,7 +121,7 @@ def _what(value: Any) -> str:
     return f"is of type {type(value).__name__}: a path leads through objects"
 
 
-def _names(value: Mapping[str, Any]) -> str:
+def _names_in_object(value: Mapping[str, Any]) -> str:
     """Returns the names of an object's fields, and of the fields inside those that are objects."""
     found = []
     for name, inner in list(value.items())[:_MOST_NAMES]:

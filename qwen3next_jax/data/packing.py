@@ -178,7 +178,7 @@ class Packer:
         )
         # A piece that is cut off another one is appended, and refers to the index in `pieces`.
         parents = list(range(len(lengths)))
-        pool = _Pool(lengths)
+        pool = _PiecesByLength(lengths)
         order, ends = [], []
         while pool:
             row = []
@@ -215,7 +215,7 @@ class Packer:
         return packed, np.array(ends, np.int64)
 
 
-class _Pool:
+class _PiecesByLength:
     """Pieces sorted by length. Finding the longest piece of at most n tokens takes logarithmic
     time.
 

@@ -446,7 +446,9 @@ class TextData(Data):
 
     def names(self, index: int) -> list[str]:
         source, row = self._stream[index]
-        return [readers.describe(self._prepared[source].source, *origin) for origin in row.origins]
+        return [
+            readers.describe_place(self._prepared[source].source, *origin) for origin in row.origins
+        ]
 
     def describe(self) -> dict[str, Any]:
         """Returns facts about the data. The entries `documents`, `cut_documents`, `bytes` (of UTF-8

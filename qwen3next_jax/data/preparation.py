@@ -29,11 +29,11 @@ from qwen3next_jax.data import readers, row_groups, sources, tokenized_parts
 from qwen3next_jax.data.digest_cache import DigestCache
 from qwen3next_jax.data.prepared import Prepared, index_name, read_index, write_index
 from qwen3next_jax.data.readers import Part
-from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Divided, Recipe, Statistics
+from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, DividedDocument, Recipe, Statistics
 from qwen3next_jax.data.rows import RowReader, RowTable
 from qwen3next_jax.data.sources import Source, SourceFile
 from qwen3next_jax.data.store import Store
-from qwen3next_jax.data.tokenized_parts import Job, TokenizedPart
+from qwen3next_jax.data.tokenized_parts import TokenizedPart, TokenizeJob
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.data.workers import run_all, usable_cores
 
@@ -86,7 +86,7 @@ class Corpus:
     def bad_places(self) -> list[str]:
         """Where the first five bad records are, such as "part.jsonl:17"."""
         found = (
-            readers.describe(self.source, file, records + number)
+            readers.describe_place(self.source, file, records + number)
             for (file, records), part in zip(self.origins, self.tokenized, strict=True)
             for number, _ in part.bad_first
         )
@@ -231,16 +231,16 @@ def _prepare_all(
     missing = in_all = 0
     for i, source in enumerate(all_sources):
         try:
-            corpora[i] = tokenize(source, tokenizer, store, progress, workers, share)
+            corpora[i] = tokenize_source(source, tokenizer, store, progress, workers, share)
         except Unfinished as error:
             missing, in_all = missing + error.missing, in_all + error.parts
         else:
             in_all += len(corpora[i].tokenized)
     if missing:
         raise Unfinished(missing, in_all)
-    divided = _divided(corpora, tokenizer, recipe, store)
+    divided = _choose_divided_documents(corpora, tokenizer, recipe, store)
     return [
-        pack(corpus, divided.get(i), tokenizer, recipe, store, progress, workers, share)
+        pack_source(corpus, divided.get(i), tokenizer, recipe, store, progress, workers, share)
         for i, corpus in corpora.items()
     ]
 
@@ -248,7 +248,7 @@ def _prepare_all(
 # ---- tokens
 
 
-def tokenize(
+def tokenize_source(
     source: Source,
     tokenizer: Tokenizer,
     store: Store,
@@ -268,9 +268,9 @@ def tokenize(
     if source.text_is_gone:
         return _read_corpus(source, tokenizer, store)
     cache = DigestCache(store, source)
-    parts = [(i, part) for i, file in enumerate(source.files) for part in readers.parts(file)]
+    parts = [(i, part) for i, file in enumerate(source.files) for part in readers.file_parts(file)]
     jobs = [
-        Job(
+        TokenizeJob(
             source.files[i],
             part,
             source.text_field,
@@ -313,7 +313,7 @@ def tokenize(
             cache.add(job.file, job.part, digest)
             found[todo[item]] = part
             show(item, job.size)
-    except tokenized_parts.Changed:
+    except tokenized_parts.FileChanged:
         cache.forget_all()  # a file may change and keep its size and modification time
         raise
     if len(found) < len(jobs):
@@ -332,7 +332,7 @@ def tokenize(
 
 def _finished_parts(
     numbers: Iterable[int],
-    jobs: list[Job],
+    jobs: list[TokenizeJob],
     cache: DigestCache,
     tokenizer: Tokenizer,
     store: Store,
@@ -348,12 +348,14 @@ def _finished_parts(
         if not digest and (not cache.in_use or sources.is_remote(os.fspath(job.file.path))):
             digest = readers.part_digest(job.file, job.part, job.text_field)
         jobs[number] = job = dataclasses.replace(job, digest=digest)
-        if digest and (part := tokenized_parts.find_part_of(store, job, tokenizer)):
+        if digest and (part := tokenized_parts.find_part_of_job(store, job, tokenizer)):
             found[number] = part
     return found
 
 
-def _tokenize_part(job: Job, progress: Callable[[int], None], tokenizer: Tokenizer, store: Store):
+def _tokenize_part(
+    job: TokenizeJob, progress: Callable[[int], None], tokenizer: Tokenizer, store: Store
+):
     return tokenized_parts.tokenize_part(job, tokenizer, store, progress)
 
 
@@ -366,7 +368,7 @@ def _check_records(corpus: Corpus) -> None:
     """
     _check_bad_records(corpus.source, corpus.bad, corpus.bad_places, corpus.records)
     if not any(part.documents for part in corpus.tokenized):
-        raise readers.no_text(corpus.source, corpus.bad)
+        raise readers.no_text_error(corpus.source, corpus.bad)
 
 
 def _check_bad_records(
@@ -406,7 +408,7 @@ def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Sour
       UserError: there are neither files nor tokens that this code made with these settings.
     """
     try:
-        found = sources.resolve(source.name, source.text_field)
+        found = sources.find_files_of_glob(source.name, source.text_field)
         return dataclasses.replace(source, name=found.name, files=found.files)
     except sources.NothingFound:
         store = Store(prepared_dir)
@@ -537,9 +539,9 @@ def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
 # ---- rows
 
 
-def pack(
+def pack_source(
     corpus: Corpus,
-    divided: Divided | None,
+    divided: DividedDocument | None,
     tokenizer: Tokenizer,
     recipe: Recipe,
     store: Store,
@@ -568,7 +570,9 @@ def pack(
     Raises:
       UserError: prepared data that are damaged.
     """
-    found = row_groups.groups(corpus.filled, divided, keep_whole=corpus.source.chat is not None)
+    found = row_groups.group_parts(
+        corpus.filled, divided, keep_whole=corpus.source.chat is not None
+    )
     missing = [
         i
         for i, group in enumerate(found)
@@ -608,12 +612,12 @@ def _pack_group(
     row_groups.pack_group(group, recipe, store, tokenizer, progress)
 
 
-def _divided(
+def _choose_divided_documents(
     corpora: Mapping[int, Corpus],
     tokenizer: Tokenizer,
     recipe: Recipe,
     store: Store,
-) -> dict[int, Divided]:
+) -> dict[int, DividedDocument]:
     """Chooses the documents that are divided between the splits, whatever their hashes say.
 
     By its hash alone, each document is trained on or held out. A source whose documents would all
@@ -631,16 +635,18 @@ def _divided(
     largest = {i: max(part.largest_hash for part in c.filled) for i, c in corpora.items()}
     without_heldout = [i for i in corpora if share_of_hash(smallest[i]) >= recipe.heldout_fraction]
     without_train = [i for i in corpora if share_of_hash(largest[i]) < recipe.heldout_fraction]
-    chosen = {i: _divide(corpora[i], True, tokenizer, recipe, store) for i in without_train}
+    chosen = {
+        i: _divide_document(corpora[i], True, tokenizer, recipe, store) for i in without_train
+    }
     if without_heldout and len(without_heldout) == len(corpora):
         i = min(without_heldout, key=lambda i: smallest[i])
-        chosen[i] = _divide(corpora[i], False, tokenizer, recipe, store)
+        chosen[i] = _divide_document(corpora[i], False, tokenizer, recipe, store)
     return chosen
 
 
-def _divide(
+def _divide_document(
     corpus: Corpus, all_heldout: bool, tokenizer: Tokenizer, recipe: Recipe, store: Store
-) -> Divided:
+) -> DividedDocument:
     """Divides the document of `corpus` with the smallest hash.
 
     If `all_heldout`, this document is trained on as a whole. Otherwise its end is held out, with
@@ -662,11 +668,11 @@ def _divide(
     start = int(table["end"][document - 1]) if document else 0
     own = tokens[start : int(table["end"][document]) - 1]  # without the end token
     if all_heldout and documents > 1:
-        return Divided(number, document, len(own), int(table["bytes"][document]))
+        return DividedDocument(number, document, len(own), int(table["bytes"][document]))
     in_all = sum(part.tokens for part in filled) - documents
     heldout = max(round(recipe.heldout_fraction * in_all), 1)
     if documents > 1 and heldout >= len(own):
-        return Divided(number, document, 0, 0)
+        return DividedDocument(number, document, 0, 0)
     require(
         len(own) >= 2,
         f"{corpus.source.name!r} holds a single document of {len(own)} token: too little to train "
@@ -676,7 +682,7 @@ def _divide(
     # The bytes of the held-out end are counted, because only a text's first token may stand for a
     # space that the text does not have.
     of_end = int(tokenizer.token_bytes[own[kept:]].sum())
-    return Divided(number, document, kept, max(int(table["bytes"][document]) - of_end, 0))
+    return DividedDocument(number, document, kept, max(int(table["bytes"][document]) - of_end, 0))
 
 
 def _open_rows(

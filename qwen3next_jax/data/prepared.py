@@ -1,4 +1,4 @@
-"""The finished rows of a source, and the index from which they are opened.
+"""The finished rows of a source, and the index from which a process opens these rows.
 
 To find the rows of a corpus of 15 T tokens without an index, a process would read a manifest for
 each of some 450,000 parts and 56,000 folders of rows. The index is one file of some tens of bytes
@@ -118,7 +118,7 @@ def index_name(
     """
     parts = []
     for i, source in enumerate(sources):
-        content = corpora[i] if i in corpora else digest_cache.identity(source)
+        content = corpora[i] if i in corpora else digest_cache.content_identity(source)
         if content is None:
             return None
         parts.append(
@@ -149,17 +149,17 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
     Raises:
       UserError: the folder cannot be written to.
     """
-    headers, arrays, listed = [], {}, _list(store)
+    headers, arrays, listed = [], {}, _list_rows(store)
     for i, one in enumerate(prepared):
         tables = {side: one.rows[side].table for side in (TRAIN, HELDOUT)}
         for side, table in tables.items():
-            found = _stats(table.paths(), listed)
+            found = _sizes_and_times(table.paths(), listed)
             if found is None:
                 return  # another process has removed a file
             arrays[f"{i}.{side}.shard_ends"] = table.shard_ends
             arrays[f"{i}.{side}.rows"] = table.rows
             arrays[f"{i}.{side}.files"] = found
-        found = _stats(_metadata_paths(table), listed)
+        found = _sizes_and_times(_metadata_paths(table), listed)
         if found is None:
             return
         arrays[f"{i}.metadata"] = found
@@ -183,7 +183,7 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
     content = io.BytesIO()
     np.savez(content, **arrays)
     with store.new_file(name) as path:
-        path.write_bytes(_seal(name, content.getvalue()) + content.getvalue())
+        path.write_bytes(_digest_prefix(name, content.getvalue()) + content.getvalue())
 
 
 def read_index(
@@ -199,7 +199,7 @@ def read_index(
         headers, arrays = open_index(store, name)
     except (OSError, ValueError):
         return None
-    listed = _list(store)
+    listed = _list_rows(store)
     found = [
         _read_source(store, arrays, i, source, recipe, header, listed)
         for i, (source, header) in enumerate(zip(sources, headers, strict=True))
@@ -215,15 +215,15 @@ def open_index(store: Store, name: str) -> tuple[list[dict[str, Any]], dict[str,
       ValueError: it is damaged, or was written under another name.
     """
     sealed = store.path(name).read_bytes()
-    content = sealed[len(_seal("", b"")) :]
-    if not sealed.startswith(_seal(name, content)):
+    content = sealed[len(_digest_prefix("", b"")) :]
+    if not sealed.startswith(_digest_prefix(name, content)):
         raise ValueError("its name or its bytes are not those that were written: delete it")
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         arrays = {key: file[key] for key in file.files}
     return json.loads(arrays.pop("header").tobytes()), arrays
 
 
-def _seal(name: str, content: bytes) -> bytes:
+def _digest_prefix(name: str, content: bytes) -> bytes:
     """Returns the beginning of an index: a digest of its name and of the bytes that follow."""
     return digests.sha256(name.encode() + b"\n" + content).encode() + b"\n"
 
@@ -276,11 +276,11 @@ def _metadata_paths(table: RowTable) -> Iterator[str]:
 
 
 def _are_unchanged(paths: Iterable[str], before: np.ndarray, listed: Listing) -> bool:
-    now = _stats(paths, listed)
+    now = _sizes_and_times(paths, listed)
     return now is not None and np.array_equal(now, before)
 
 
-def _list(store: Store) -> Listing:
+def _list_rows(store: Store) -> Listing:
     """Returns a listing of all rows of a store in a bucket; None for a local store."""
     root = store.path("rows")
     if not isinstance(root, BucketPath):
@@ -288,7 +288,7 @@ def _list(store: Store) -> Listing:
     return {str(path): entry for path, entry in root.entries().items()}
 
 
-def _stats(paths: Iterable[str], listed: Listing) -> np.ndarray | None:
+def _sizes_and_times(paths: Iterable[str], listed: Listing) -> np.ndarray | None:
     """Returns int64 [n, 2], the size in bytes and the modification time in nanoseconds of each
     file; None if one does not exist. In a bucket, `listed` has the sizes, and a digest of an
     object's version takes the place of the time.
@@ -301,11 +301,11 @@ def _stats(paths: Iterable[str], listed: Listing) -> np.ndarray | None:
         return np.array(numbers, np.int64).reshape(-1, 2)
     batches = itertools.batched(paths, _AT_ONCE)
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(_stats_of_some, batches))
+        found = list(pool.map(_local_sizes_and_times, batches))
     return None if None in found else np.array(sum(found, []), np.int64).reshape(-1, 2)
 
 
-def _stats_of_some(paths: Sequence[str]) -> list[tuple[int, int]] | None:
+def _local_sizes_and_times(paths: Sequence[str]) -> list[tuple[int, int]] | None:
     try:
         stats = [os.stat(path) for path in paths]
     except FileNotFoundError:

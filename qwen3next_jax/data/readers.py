@@ -1,6 +1,6 @@
 """Reads documents from files of text, JSON, Parquet and Arrow.
 
-`parts` cuts a file into parts, which are tokenized one by one (`tokenized_parts`). `read_part`
+`file_parts` cuts a file into parts, which are tokenized one by one (`tokenized_parts`). `read_part`
 streams the records of a part. A record is an entry of a file: a line of JSON, a row of Parquet, or
 a whole file of text; it holds a document or a conversation.
 
@@ -70,7 +70,7 @@ class Document:
     record: int  # as `Record.number`, but counted in the whole file
 
 
-def documents(source: Source) -> Iterator[Document]:
+def read_documents(source: Source) -> Iterator[Document]:
     """Yields the documents of `source` in the order of its files, except blank ones. Warns with the
     number of bad records if there are any.
 
@@ -82,7 +82,7 @@ def documents(source: Source) -> Iterator[Document]:
     first: list[str] = []
     for index, file in enumerate(source.files):
         before = 0  # records of the parts before this one
-        for part in parts(file):
+        for part in file_parts(file):
             count = 0
             bad = BadRecords(source.on_bad_text, source.bad_records)
             for record in read_part(file, part, source.text_field, bad):
@@ -92,12 +92,12 @@ def documents(source: Source) -> Iterator[Document]:
                     text = record.text if isinstance(record.text, str) else record.text.decode()
                     yield Document(text, index, before + record.number)
             counts += bad.counts
-            first += [describe(source, index, before + number) for number, _ in bad.first]
+            first += [describe_place(source, index, before + number) for number, _ in bad.first]
             before += count
     if counts:
         warn(f"{source.name}: {bad_summary(counts, first[:5])}")
     if not any_text:
-        raise no_text(source, counts)
+        raise no_text_error(source, counts)
 
 
 def bad_summary(counts: Mapping[str, int], first: Sequence[str] = ()) -> str:
@@ -116,7 +116,7 @@ def bad_summary(counts: Mapping[str, int], first: Sequence[str] = ()) -> str:
     return f"{summary}: {', '.join(places)}"
 
 
-def no_text(source: Source, bad: Mapping[str, int]) -> UserError:
+def no_text_error(source: Source, bad: Mapping[str, int]) -> UserError:
     """Returns the error for a source without text. `bad`: kind of fault → number of bad records."""
     which = (
         f"{source.files[0].path} is"
@@ -127,14 +127,14 @@ def no_text(source: Source, bad: Mapping[str, int]) -> UserError:
     return UserError(f"{which} empty or blank{but}: expected text")
 
 
-def parts(file: SourceFile) -> list[Part]:
+def file_parts(file: SourceFile) -> list[Part]:
     """Returns the parts of a file in order. When lines are appended to a file of JSON lines, all of
     its parts but the last stay the same.
     """
     name = file.path.name.lower()
     if file.size <= _PART_BYTES:
         return [Part(0, file.size)]
-    with _readable(file.path):
+    with _read_errors(file.path):
         if name.endswith((".jsonl", ".ndjson")):
             return _parts_at_line_ends(file)
         if name.endswith(".parquet"):
@@ -154,7 +154,7 @@ def _parts_at_line_ends(file: SourceFile) -> list[Part]:
 
 
 def _parts_of_row_groups(file: SourceFile) -> list[Part]:
-    with file.path.open("rb") as stream, _parquet_errors(file.path):
+    with file.path.open("rb") as stream, _parquet_read_errors(file.path):
         metadata = pyarrow.parquet.ParquetFile(stream).metadata
         sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
     edges, size = [0], 0
@@ -166,14 +166,14 @@ def _parts_of_row_groups(file: SourceFile) -> list[Part]:
     return [Part(*edge) for edge in zip(edges, [*edges[1:], len(sizes)], strict=True)]
 
 
-def kind(file: SourceFile) -> str:
+def reader_name(file: SourceFile) -> str:
     """Returns the name of the reader for a file, by the ending of the file's name."""
     name = file.path.name.lower()
-    tokens = token_files.kind(name)
+    tokens = token_files.token_format(name)
     return tokens or next((kind for kind in _READERS if name.endswith(f".{kind}")), "text")
 
 
-def is_whole(file: SourceFile, part: Part) -> bool:
+def is_whole_file(file: SourceFile, part: Part) -> bool:
     return part == (0, file.size)
 
 
@@ -188,16 +188,16 @@ def part_digest(file: SourceFile, part: Part, text_field: str) -> str:
     Raises:
       UserError: the file cannot be read.
     """
-    if is_whole(file, part) or is_remote(os.fspath(file.path)):
+    if is_whole_file(file, part) or is_remote(os.fspath(file.path)):
         whole = content_digest(file)
         for other in token_files.companion_files(pathlib.Path(file.path)):
             whole = digests.sha256(f"{whole} {digests.sha256_file(other)}")
-        return whole if is_whole(file, part) else digests.sha256(f"{whole} {list(part)}")
+        return whole if is_whole_file(file, part) else digests.sha256(f"{whole} {list(part)}")
     with as_user_error(f"{file.path}: cannot be read", OSError):
-        if kind(file) != "parquet":
+        if reader_name(file) != "parquet":
             return digests.sha256_file(file.path, part.start, part.stop - part.start)
         chunks = []
-        with file.path.open("rb") as stream, _parquet_errors(file.path):
+        with file.path.open("rb") as stream, _parquet_read_errors(file.path):
             metadata = pyarrow.parquet.ParquetFile(stream).metadata
             for group in range(part.start, part.stop):
                 columns = [
@@ -224,8 +224,8 @@ def read_part(file: SourceFile, part: Part, text_field: str, bad: "BadRecords") 
     Raises:
       UserError: the file or a record cannot be read.
     """
-    read = _READERS.get(kind(file), _read_text)
-    with _readable(file.path):
+    read = _READERS.get(reader_name(file), _read_text)
+    with _read_errors(file.path):
         yield from read(file, part, text_field, bad)
 
 
@@ -233,29 +233,29 @@ def read_conversations(
     file: SourceFile, part: Part, messages_field: str, bad: "BadRecords"
 ) -> Iterator[Record]:
     """Yields the records of a part of a JSON file, each with its messages as
-    `conversations.as_text` writes them. The messages are a conversation
+    `conversations.messages_as_text` writes them. The messages are a conversation
     (`conversations.find_fault`).
 
     Raises:
       UserError: the file is no JSON file, or the file or a record cannot be read.
     """
-    read = _READERS.get(kind(file))
+    read = _READERS.get(reader_name(file))
     if read not in (_read_json, _read_json_lines):
         raise UserError(
             f"{file.path}: data.messages_field = {messages_field!r} reads conversations from "
             ".jsonl and .json files: expected such a file"
         )
-    with _readable(file.path):
+    with _read_errors(file.path):
         yield from read(file, part, messages_field, bad, messages=True)
 
 
-def place(file: SourceFile, part: Part, record: int) -> "_Place":
+def record_place(file: SourceFile, part: Part, record: int) -> "_RecordPlace":
     """Returns the place of a record of a part, which `str` describes for messages."""
-    return _Place(file, part, record)
+    return _RecordPlace(file, part, record)
 
 
 @contextlib.contextmanager
-def _readable(path: epath.Path) -> Iterator[None]:
+def _read_errors(path: epath.Path) -> Iterator[None]:
     """Turns an OSError inside the `with` block into a UserError. For a remote path it does so with
     any error, because the library of every object store raises errors of its own.
     """
@@ -269,7 +269,7 @@ def _readable(path: epath.Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be read ({error_message(error)})") from error
 
 
-def _parquet_errors(path: epath.Path) -> contextlib.AbstractContextManager:
+def _parquet_read_errors(path: epath.Path) -> contextlib.AbstractContextManager:
     return as_user_error(f"{path}: not a readable Parquet file", *_ARROW_ERRORS)
 
 
@@ -277,7 +277,7 @@ def _parquet_errors(path: epath.Path) -> contextlib.AbstractContextManager:
 _ARROW_ERRORS = (pyarrow.ArrowException, MemoryError, UnicodeDecodeError)
 
 
-def describe(source: Source, file: int, record: int) -> str:
+def describe_place(source: Source, file: int, record: int) -> str:
     """Returns where a document is: "dir/part.jsonl:17" (the line or row, from 1) or
     "dir/book.txt".
 
@@ -287,7 +287,7 @@ def describe(source: Source, file: int, record: int) -> str:
       record: number of the record in the file, from 0.
     """
     label = source.files[file].label
-    return f"{label}:{record + 1}" if kind(source.files[file]) != "text" else label
+    return f"{label}:{record + 1}" if reader_name(source.files[file]) != "text" else label
 
 
 # ---- one reader for each kind of file
@@ -354,7 +354,7 @@ class BadRecords:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _RecordPlace:
     """The place of a record, which `str` describes for messages. Finding the number of the record
     in the file takes time, so `str` is called only if the record is bad.
     """
@@ -365,10 +365,10 @@ class _Place:
     field: str = ""
 
     def __str__(self) -> str:
-        if kind(self.file) == "text":
+        if reader_name(self.file) == "text":
             return str(self.file.path)
         number = _records_before(self.file, self.part) + self.number + 1
-        if kind(self.file) in ("parquet", "arrow"):
+        if reader_name(self.file) in ("parquet", "arrow"):
             return f"{self.file.path}: row {number} of column {self.field!r}"
         where = f"{self.file.path}:{number}"
         return f"{where}: field {self.field!r}" if self.field else where
@@ -377,7 +377,7 @@ class _Place:
 def _records_before(file: SourceFile, part: Part) -> int:
     """Returns the number of lines or rows of the file before the part."""
     with file.path.open("rb") as stream:
-        if kind(file) == "parquet":
+        if reader_name(file) == "parquet":
             metadata = pyarrow.parquet.ParquetFile(stream).metadata
             return sum(metadata.row_group(i).num_rows for i in range(part.start))
         if not part.start:
@@ -388,7 +388,9 @@ def _records_before(file: SourceFile, part: Part) -> int:
         return count
 
 
-def _decoded(data: bytes, bad: BadRecords, where: _Place, start: int = 0) -> str | None:
+def _decode_or_mend(
+    data: bytes, bad: BadRecords, where: _RecordPlace, start: int = 0
+) -> str | None:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -400,7 +402,7 @@ def _decoded(data: bytes, bad: BadRecords, where: _Place, start: int = 0) -> str
         return bad.mend(where.number, where, data, "utf-8", what)
 
 
-def _checked(text: object, bad: BadRecords, where: _Place) -> str | None:
+def _text_or_mended(text: object, bad: BadRecords, where: _RecordPlace) -> str | None:
     """Returns `text`, or its mended form, if it can be tokenized; None if it is left out."""
     if not isinstance(text, str):
         if isinstance(text, dict):
@@ -426,14 +428,14 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")  # the JSON reader makes one characte
 
 def _read_text(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
     del text_field
-    where = _Place(file, part, 0)
+    where = _RecordPlace(file, part, 0)
     data = file.path.read_bytes()
     if is_long_text(data):
         yield Record(0, data.removeprefix(codecs.BOM_UTF8), file.size)
         return
-    text = _decoded(data, bad, where)
+    text = _decode_or_mend(data, bad, where)
     if text is not None:
-        text = _checked(text.removeprefix("\ufeff"), bad, where)
+        text = _text_or_mended(text.removeprefix("\ufeff"), bad, where)
     yield Record(0, text, file.size)
 
 
@@ -454,7 +456,7 @@ def _read_json_lines(
                 number += 1
                 if not is_compressed and offset >= part.stop:
                     return
-                where = _Place(file, part, number)
+                where = _RecordPlace(file, part, number)
                 text = _text_of_line(line, field, bad, where, offset, messages)
                 offset += len(line)
                 del line  # frees memory: a line may be large
@@ -463,18 +465,20 @@ def _read_json_lines(
         except _DECOMPRESSION_ERRORS as error:
             if not is_compressed:
                 raise
-            what = f"damaged {_ending(file)} file ({error_message(error)})"
-            bad.leave_out(number + 1, _Place(file, part, number + 1), "damaged compression", what)
+            what = f"damaged {_name_ending(file)} file ({error_message(error)})"
+            bad.leave_out(
+                number + 1, _RecordPlace(file, part, number + 1), "damaged compression", what
+            )
 
 
 def _text_of_line(
-    line: bytes, field: str, bad: BadRecords, where: _Place, offset: int, messages: bool
+    line: bytes, field: str, bad: BadRecords, where: _RecordPlace, offset: int, messages: bool
 ) -> Text | None:
     if len(line) >= LONG and not messages:
         long_text = text_of_long_json(line, field)
         if long_text is not None:
             return long_text
-    text = _decoded(line, bad, where, offset)
+    text = _decode_or_mend(line, bad, where, offset)
     if text is None:
         return None
     return _json_text(text.removeprefix("\ufeff"), field, bad, where, messages)
@@ -485,7 +489,7 @@ _DECOMPRESSION_ERRORS = (EOFError, OSError, zlib.error)  # gzip and pyarrow rais
 
 def _decompressed(raw: Any, file: SourceFile) -> tuple[Any, bool]:
     """Returns (stream of uncompressed lines, whether `raw` is compressed)."""
-    ending = _ending(file)
+    ending = _name_ending(file)
     if ending == "gzip":
         return gzip.open(raw), True
     if ending == "zstd":
@@ -497,14 +501,14 @@ def has_no_checksum(file: SourceFile) -> bool:
     """Whether a local file is a frame of zstd without a checksum of its content (RFC 8878, 3.1.1).
     Such a file may be damaged without an error.
     """
-    if _ending(file) != "zstd" or is_remote(os.fspath(file.path)):
+    if _name_ending(file) != "zstd" or is_remote(os.fspath(file.path)):
         return False
-    with _readable(file.path), file.path.open("rb") as stream:
+    with _read_errors(file.path), file.path.open("rb") as stream:
         start = stream.read(5)
     return len(start) == 5 and start[:4] == b"\x28\xb5\x2f\xfd" and not start[4] & 4
 
 
-def _ending(file: SourceFile) -> str:
+def _name_ending(file: SourceFile) -> str:
     name = file.path.name.lower()
     if name.endswith(".gz"):
         return "gzip"
@@ -527,8 +531,8 @@ def _read_json(
         except _DECOMPRESSION_ERRORS as error:
             if not is_compressed:
                 raise
-            what = f"damaged {_ending(file)} file ({error_message(error)})"
-            bad.leave_out(0, _Place(file, part, 0), "damaged compression", what)
+            what = f"damaged {_name_ending(file)} file ({error_message(error)})"
+            bad.leave_out(0, _RecordPlace(file, part, 0), "damaged compression", what)
             return
     yield from _read_json_lines(file, part, field, bad, messages)
 
@@ -536,15 +540,15 @@ def _read_json(
 def _read_array(
     file: SourceFile, part: Part, data: bytes, field: str, bad: BadRecords, messages: bool
 ) -> Iterator[Record]:
-    where = _Place(file, part, 0)
-    content = _decoded(data, bad, where)
+    where = _RecordPlace(file, part, 0)
+    content = _decode_or_mend(data, bad, where)
     del data
     if content is None:
         return
     decode = json.JSONDecoder().raw_decode
     number, position = 0, content.index("[") + 1
     while (found := _NEXT_ELEMENT.match(content, position)) and found[1] != "]":
-        where = _Place(file, part, number)
+        where = _RecordPlace(file, part, number)
         try:
             _, end = decode(content, found.start(1))
         except (ValueError, RecursionError) as error:
@@ -556,7 +560,7 @@ def _read_array(
         yield Record(number - 1, text, file.size * end // len(content))
     if not found:
         what = f"not JSON: the array breaks off after element {number}"
-        bad.leave_out(number, _Place(file, part, number), "broken JSON", what)
+        bad.leave_out(number, _RecordPlace(file, part, number), "broken JSON", what)
 
 
 _NEXT_ELEMENT = re.compile(r"\s*(?:,\s*)?([^\s,])")
@@ -565,7 +569,9 @@ _NEXT_ELEMENT = re.compile(r"\s*(?:,\s*)?([^\s,])")
 _ONE_RECORD_A_LINE = "expected JSON lines, with one record a line, or an array of records"
 
 
-def _json_text(line: str, field: str, bad: BadRecords, where: _Place, messages: bool) -> str | None:
+def _json_text(
+    line: str, field: str, bad: BadRecords, where: _RecordPlace, messages: bool
+) -> str | None:
     if not line.strip():
         return None
     try:
@@ -576,7 +582,7 @@ def _json_text(line: str, field: str, bad: BadRecords, where: _Place, messages: 
         hint = ": the record breaks off at the end of the line: " + _ONE_RECORD_A_LINE
         bad.leave_out(where.number, where, "broken JSON", f"{error}{hint if breaks_off else ''}")
         return None
-    found = fields.find(record, field)
+    found = fields.find_field(record, field)
     if found.fault:
         setting = "messages_field" if messages else "text_field"
         what = f"{found.fault}; name the right one with data.{setting}"
@@ -584,25 +590,25 @@ def _json_text(line: str, field: str, bad: BadRecords, where: _Place, messages: 
         return None
     value, where = found.value, dataclasses.replace(where, field=field)
     if messages:
-        unread = next(filter(None, map(conversations.find_unread, found.objects)), "")
+        unread = next(filter(None, map(conversations.find_ignored_fields, found.objects)), "")
         if fault := conversations.find_fault(value) or unread:
             bad.leave_out(where.number, where, "no conversation", fault)
             return None
-        value = conversations.as_text(value)
-    return _checked(value, bad, where)
+        value = conversations.messages_as_text(value)
+    return _text_or_mended(value, bad, where)
 
 
 def _read_parquet(
     file: SourceFile, part: Part, text_field: str, bad: BadRecords
 ) -> Iterator[Record]:
-    with file.path.open("rb") as stream, _parquet_errors(file.path):
+    with file.path.open("rb") as stream, _parquet_read_errors(file.path):
         table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
         _check_column(file, table.schema_arrow, text_field)
         rows = [
             table.metadata.row_group(group).num_rows
             for group in range(table.metadata.num_row_groups)
         ]
-        groups = range(len(rows)) if is_whole(file, part) else range(part.start, part.stop)
+        groups = range(len(rows)) if is_whole_file(file, part) else range(part.start, part.stop)
         count = max(sum(rows[group] for group in groups), 1)
         size = file.size * count // max(sum(rows), 1)
         number = 0
@@ -611,8 +617,8 @@ def _read_parquet(
             table.iter_batches(batch_size=256, row_groups=[group], columns=[text_field])
             for group in groups
         ):
-            for text in _texts(
-                file, part, number, fields.column(batch, text_field), text_field, bad
+            for text in _column_texts(
+                file, part, number, fields.column_at(batch, text_field), text_field, bad
             ):
                 number += 1
                 yield Record(number - 1, text, size * number // count)
@@ -630,10 +636,12 @@ def _read_arrow(file: SourceFile, part: Part, text_field: str, bad: BadRecords) 
         for batch in _arrow_batches(file, stream, text_field):
             if batch is None:
                 what = "no end marker after it: the file was cut short, or is still being written"
-                bad.leave_out(number, _Place(file, part, number, text_field), "cut short", what)
+                bad.leave_out(
+                    number, _RecordPlace(file, part, number, text_field), "cut short", what
+                )
                 return
-            for text in _texts(
-                file, part, number, fields.column(batch, text_field), text_field, bad
+            for text in _column_texts(
+                file, part, number, fields.column_at(batch, text_field), text_field, bad
             ):
                 number += 1
                 yield Record(number - 1, text, min(stream.tell(), file.size))
@@ -672,7 +680,7 @@ def _arrow_batches(
 _ARROW_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 
 
-def _texts(
+def _column_texts(
     file: SourceFile,
     part: Part,
     number: int,
@@ -692,16 +700,16 @@ def _texts(
     if pyarrow.types.is_string_view(column.type):
         column = column.cast(pyarrow.large_string())
     for i, value in enumerate(column):
-        where = _Place(file, part, number + i, text_field)
+        where = _RecordPlace(file, part, number + i, text_field)
         if not value.is_valid:
-            yield _checked(None, bad, where)
+            yield _text_or_mended(None, bad, where)
             continue
         data = value.as_buffer().to_pybytes()
         if is_long_text(data):
             yield data
             continue
-        text = _decoded(data, bad, where)
-        yield None if text is None else _checked(text, bad, where)
+        text = _decode_or_mend(data, bad, where)
+        yield None if text is None else _text_or_mended(text, bad, where)
 
 
 def _check_offsets(column: pyarrow.Array) -> None:

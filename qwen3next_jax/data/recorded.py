@@ -354,6 +354,7 @@ def _find_files(config: DataConfig) -> list[tuple[str, pathlib.Path]]:
         in_folder = f"{local_glob.escape(str(folder))}/*.safetensors"
         pattern = in_folder if folder.is_dir() else glob
         found += [
-            (file.label, pathlib.Path(file.path)) for file in sources.resolve(pattern, "").files
+            (file.label, pathlib.Path(file.path))
+            for file in sources.find_files_of_glob(pattern, "").files
         ]
     return found

@@ -1,9 +1,10 @@
 """Reads chunks of rows of a shard that is in a bucket: only their bytes, never the whole shard.
 
-ArrayRecord's own reader needs a local file, and it is what verifies the hash of every chunk. So a
-shard gets a local file of its size that is all hole (it takes no space). Before a chunk is read,
-its bytes are downloaded and written into their place; after that they are cut out again. The index
-at the end of the shard says where each chunk is.
+ArrayRecord's own reader, which verifies the hash of every chunk, needs a local file. So each shard
+gets a local sparse file of the same size, which takes no space on the disk. Before a chunk is read,
+its bytes are downloaded and written at their position in the local file; after the chunk is read,
+this part of the file becomes a hole again. The index at the end of the shard says where each chunk
+is.
 
 An ArrayRecord file is a Riegeli file of one chunk per record, as `rows` writes it, and at its end a
 chunk with the places of all chunks (https://github.com/google/riegeli, riegeli_format.md;
@@ -56,7 +57,7 @@ class RemoteShard:
         index = _place_of_index(tail, size)
         if index < start:
             start, tail = index, path.read_bytes(index, start) + tail
-        self._places = _places(tail, start, index)
+        self._places = _chunk_places(tail, start, index)
         folder = tempfile.TemporaryDirectory(prefix="qwen3next-shard-")
         try:
             local = pathlib.Path(folder.name) / "shard"
@@ -151,28 +152,28 @@ def _place_of_index(tail: bytes, size: int) -> int:
     """Returns the place of the index in a shard of `size` bytes; `tail` are its last bytes."""
     if size % _BLOCK or size < 2 * _BLOCK:
         raise ValueError(f"{size} bytes are no ArrayRecord file")
-    records = _records(tail, size - len(tail), size - _BLOCK)
-    fields = _fields(records[0])
+    records = _chunk_records(tail, size - len(tail), size - _BLOCK)
+    fields = _message_fields(records[0])
     if fields.get(2) != _MAGIC or not 0 < fields.get(1, 0) < size:
         raise ValueError("it does not end as an ArrayRecord file")
     return fields[1]
 
 
-def _places(tail: bytes, start: int, index: int) -> list[int]:
+def _chunk_places(tail: bytes, start: int, index: int) -> list[int]:
     """Returns the place of every row's chunk, and, last, the end of the last one.
 
     Args:
       tail: the bytes of the shard from `start` on.
       index: the place of the index.
     """
-    _, *chunks = _records(tail, start, index)  # the first record describes the file
-    entries = [_fields(chunk) for chunk in chunks]
+    _, *chunks = _chunk_records(tail, start, index)  # the first record describes the file
+    entries = [_message_fields(chunk) for chunk in chunks]
     if any(entry.get(3, 0) != 1 for entry in entries):
         raise ValueError("it has chunks of several rows")
     return [entry.get(1, 0) for entry in entries] + [index]
 
 
-def _records(tail: bytes, start: int, place: int) -> list[bytes]:
+def _chunk_records(tail: bytes, start: int, place: int) -> list[bytes]:
     """Returns the records of the chunk at `place`; `tail` are the bytes from `start` on."""
     header, place = _without_block_headers(tail, start, place, _CHUNK_HEADER.size)
     _, size, _, kind, _ = _CHUNK_HEADER.unpack(header)
@@ -231,7 +232,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def _fields(message: bytes) -> dict[int, int]:
+def _message_fields(message: bytes) -> dict[int, int]:
     """Returns number of field → value, for a Protocol Buffers message of integers."""
     found, at = {}, 0
     while at < len(message):

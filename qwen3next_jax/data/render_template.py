@@ -166,7 +166,7 @@ class Renderer:
         return turns
 
 
-def render(request: dict) -> list[dict]:
+def render_request(request: dict) -> list[dict]:
     """Returns the entry `rendered` of the answer."""
     limit, conversations = request["characters"], request.get("conversations")
     marks = conversations is not None
@@ -175,14 +175,18 @@ def render(request: dict) -> list[dict]:
         found = []
         for messages in conversations:
             _limit_time(request["seconds"])
-            found.append(_guarded(renderer.conversation, messages))
+            found.append(_render_or_refuse(renderer.conversation, messages))
         return found
     if request.get("prompt") is None:
         return []
-    return [_guarded(lambda messages: {"text": renderer.text(messages, True)}, request["prompt"])]
+    return [
+        _render_or_refuse(
+            lambda messages: {"text": renderer.text(messages, True)}, request["prompt"]
+        )
+    ]
 
 
-def _guarded(render_one, messages: list) -> dict:
+def _render_or_refuse(render_one, messages: list) -> dict:
     try:
         return render_one(messages)
     except Refused as error:
@@ -202,7 +206,7 @@ def main() -> None:
     _set_limit(resource.RLIMIT_AS, request["bytes"])
     _limit_time(request["seconds"])
     try:
-        answer = {"rendered": render(request)}
+        answer = {"rendered": render_request(request)}
     except MemoryError:
         answer = {"error": f"it needs more than {request['bytes'] >> 20} MiB of memory"}
     except Exception as error:

@@ -70,7 +70,7 @@ class Statistics:
 
 
 @dataclasses.dataclass(frozen=True)
-class Divided:
+class DividedDocument:
     """The document of a small source that is divided between the two splits, whatever its hash
     says, so that neither split is empty.
 
@@ -95,7 +95,7 @@ class Group:
 
     first: int  # index of the first part, among the parts of the source that hold documents
     parts: tuple[TokenizedPart, ...]
-    divided: Divided | None  # its `part` is the index in the group
+    divided: DividedDocument | None  # its `part` is the index in the group
     # whether no document is divided between rows: a long one loses its end
     keep_whole: bool = False
 
@@ -114,8 +114,8 @@ class Group:
         return any(part.weights for part in self.parts)
 
 
-def groups(
-    parts: Sequence[TokenizedPart], divided: Divided | None, keep_whole: bool = False
+def group_parts(
+    parts: Sequence[TokenizedPart], divided: DividedDocument | None, keep_whole: bool = False
 ) -> list[Group]:
     """Returns the groups of a source's parts, in the order of the parts.
 
@@ -193,7 +193,7 @@ def pack_group(
                 counts[side] += Statistics(rows=len(rows.ends), padding=padding)
 
         done = 0
-        for side, documents, text_bytes, is_part in _documents(group, recipe, store):
+        for side, documents, text_bytes, is_part in _read_documents(group, recipe, store):
             done += len(documents.tokens)
             if group.keep_whole:
                 documents, found = fit_conversations(documents, length, tokenizer)
@@ -233,7 +233,7 @@ def pack_group(
 _Split = tuple[str, Documents, int, bool]
 
 
-def _documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Split]:
+def _read_documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Split]:
     """Yields the documents of a group, several at a time, in their order within each split."""
     for number, part in enumerate(group.parts):
         tokens, table = open_part(store, part)
@@ -255,9 +255,9 @@ def _documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Split]:
             if group.weighted:
                 own = with_weights(own, 1 if weights is None else weights[start:end])
             if divided and divided.document == first:
-                yield from _both_sides(own, some[0], number, divided)
+                yield from _pieces_of_divided(own, some[0], number, divided)
             else:
-                yield from _by_split(own, some, start, number, recipe.heldout_fraction)
+                yield from _documents_by_split(own, some, start, number, recipe.heldout_fraction)
 
 
 def fit_conversations(
@@ -307,8 +307,8 @@ def fit_conversations(
 
 
 def describe_fit(counts: Statistics, row_length: int) -> str:
-    """Describes the conversations that are longer than a row of `row_length` tokens; "" if there
-    are none.
+    """Returns a phrase about the conversations that are longer than a row of `row_length` tokens;
+    "" if there are none.
     """
     if not counts.dropped:
         return ""
@@ -329,7 +329,7 @@ def with_weights(tokens: np.ndarray, weights: np.ndarray | int) -> np.ndarray:
     return found
 
 
-def _by_split(
+def _documents_by_split(
     tokens: np.ndarray, table: np.ndarray, start: int, part: int, heldout_fraction: float
 ) -> Iterator[_Split]:
     """Yields consecutive documents of a part, those of each split together.
@@ -360,8 +360,8 @@ def _by_split(
             yield split, documents, int(table["bytes"][chosen].sum()), False
 
 
-def _both_sides(
-    tokens: np.ndarray, entry: np.void, part: int, divided: Divided
+def _pieces_of_divided(
+    tokens: np.ndarray, entry: np.void, part: int, divided: DividedDocument
 ) -> Iterator[_Split]:
     """Yields the two pieces of a divided document.
 

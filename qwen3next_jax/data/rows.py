@@ -106,7 +106,7 @@ class RowWriter:
         Raises:
           UserError: the folder cannot be written to.
         """
-        for row in _encoded(rows, self._dtype):
+        for row in _encode_rows(rows, self._dtype):
             self._waiting += row
             self._in_chunk += 1
             self._in_shard += 1
@@ -142,7 +142,7 @@ class RowWriter:
         self._in_shard = 0
 
 
-def _encoded(rows: Rows, dtype: np.dtype) -> Iterator[list[memoryview]]:
+def _encode_rows(rows: Rows, dtype: np.dtype) -> Iterator[list[memoryview]]:
     """Yields the bytes of each row as a shard stores them, in parts."""
     counts = np.diff(rows.ends, prepend=0)  # pieces of each row
     headers = np.empty(len(counts) + 3 * len(rows.lengths), _INTEGER)
@@ -187,7 +187,7 @@ class RowTable:
       sizes: int64 [S], number of bytes of each shard.
       part_ends: int64 [F], number of parts in the folders up to each folder, inclusive.
       origins: int64 [P, 2], for each part: the index of its file, and the number of the file's
-        records before the part. [0, 2] if nobody asks where a row is from.
+        records before the part. Shape [0, 2] if the origin of rows is not needed.
       weighted: whether each token has a loss weight.
     """
 
@@ -274,9 +274,9 @@ class RowTable:
         for number in range(len(self.rows)):
             path, shard = self.shard(number)
             if (size := sizes.get(str(path))) is None:
-                raise _damaged(path, "it is missing")
+                raise _damaged_error(path, "it is missing")
             if size != shard.size:
-                raise _damaged(path, f"it has {size} bytes instead of {shard.size}")
+                raise _damaged_error(path, f"it has {size} bytes instead of {shard.size}")
 
 
 def shard_name(split: str, number: int) -> str:
@@ -315,7 +315,7 @@ class RowReader:
         position = int(index - (self._ends[number - 1] if number else 0))
         path, shard = self.table.shard(number)
         per_chunk = int(self.table.rows_per_chunk[self.table.folder_of(number)])
-        reader = _opened((self._number, number), lambda: _open_shard(path, shard, per_chunk))
+        reader = _open_cached((self._number, number), lambda: _open_shard(path, shard, per_chunk))
         try:
             (chunk,) = reader.read([position // per_chunk])
             return self._decode(chunk, number, path, position, position % per_chunk)
@@ -325,7 +325,7 @@ class RowReader:
                 error.exit_code,
             ) from error
         except (RuntimeError, IndexError, ValueError) as error:
-            raise _damaged(
+            raise _damaged_error(
                 path, f"row {position} cannot be read: {error_message(error)}"
             ) from error
 
@@ -346,7 +346,7 @@ class RowReader:
         )
         stored = np.frombuffer(chunk, dtype, int(lengths.sum()), offset + 4 + 12 * pieces)
         if len(stored) > self.row_length:
-            raise _damaged(
+            raise _damaged_error(
                 path, f"row {position} holds {len(stored)} tokens, more than {self.row_length}"
             )
         tokens_T = np.zeros(self.row_length, np.int32)
@@ -376,7 +376,7 @@ _open_lock = (
 _reader_numbers = itertools.count()
 
 
-def _opened(key: tuple[int, int], open_it: Callable[[], Any]) -> Any:
+def _open_cached(key: tuple[int, int], open_it: Callable[[], Any]) -> Any:
     """Returns the open shard `key`. If it is not open, it is opened with `open_it`; of more than
     `_MOST_OPEN` open shards, those that were read longest ago are then dropped. A dropped shard
     closes when the last thread that reads it has finished.
@@ -422,9 +422,9 @@ def _check_size(path: pathlib.Path, shard: Shard) -> None:
     try:
         size = os.stat(path).st_size
     except FileNotFoundError:
-        raise _damaged(path, "it is missing") from None
+        raise _damaged_error(path, "it is missing") from None
     if size != shard.size:
-        raise _damaged(path, f"it has {size} bytes instead of {shard.size}")
+        raise _damaged_error(path, f"it has {size} bytes instead of {shard.size}")
 
 
 def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_chunk: int) -> Any:
@@ -435,9 +435,9 @@ def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_chunk: i
         try:
             reader = RemoteShard(path, shard.size, open_array_record)
         except ValueError as error:
-            raise _damaged(path, str(error)) from error
+            raise _damaged_error(path, str(error)) from error
         if (chunks := reader.num_records()) != expected:
-            raise _damaged(path, f"it has {chunks} chunks instead of {expected}")
+            raise _damaged_error(path, f"it has {chunks} chunks instead of {expected}")
         return reader
     _check_size(path, shard)
     reader = open_array_record(path)
@@ -452,7 +452,7 @@ def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_chunk: i
                 f"shard {path} cannot be opened ({error_message(error)}); this process may open "
                 f"{limit} files: raise the limit with ulimit -n"
             ) from error
-        raise _damaged(path, f"it has {chunks} readable chunks instead of {expected}")
+        raise _damaged_error(path, f"it has {chunks} readable chunks instead of {expected}")
     return reader
 
 
@@ -463,7 +463,7 @@ def open_array_record(path: pathlib.Path) -> Any:
     )
 
 
-def _damaged(path: pathlib.Path, what: str) -> UserError:
+def _damaged_error(path: pathlib.Path, what: str) -> UserError:
     return UserError(
         f"shard {path} is damaged ({what}): delete {path.parent} to have it prepared again"
     )

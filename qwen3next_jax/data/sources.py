@@ -131,7 +131,7 @@ class NothingFound(UserError):
     """A glob matches no file."""
 
 
-def resolve(
+def find_files_of_glob(
     path: str, text_field: str, on_bad_text: str = "stop", bad_records: str = "stop"
 ) -> Source:
     """Finds the files of one glob.
@@ -187,7 +187,7 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-def _fixed_part(path: str) -> str:
+def _folder_before_wildcard(path: str) -> str:
     """Returns the directory before the first wildcard of a glob."""
     wildcard = _WILDCARD.search(path)
     return (path[: wildcard.start()] if wildcard else path).rpartition("/")[0]
@@ -196,7 +196,9 @@ def _fixed_part(path: str) -> str:
 def _local_files(path: str) -> list[SourceFile]:
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
-        every = _files(_glob(os.path.join(local_glob.escape(expanded), "**", "*")), expanded)
+        every = _distinct_files(
+            _glob(os.path.join(local_glob.escape(expanded), "**", "*")), expanded
+        )
         if not (files := [file for file in every if file.label.lower().endswith(TEXT_SUFFIXES)]):
             raise UserError(
                 f"data.path {path!r}: a folder without text files: expected names that end in "
@@ -207,7 +209,9 @@ def _local_files(path: str) -> list[SourceFile]:
         return files
     # A file whose name contains glob characters is still found when it is named exactly.
     found = [expanded] if os.path.exists(expanded) else _glob(expanded)
-    return _files(found, _fixed_part(expanded) or ("/" if expanded.startswith("/") else "."))
+    return _distinct_files(
+        found, _folder_before_wildcard(expanded) or ("/" if expanded.startswith("/") else ".")
+    )
 
 
 def _warn_of_others(path: str, every: Sequence[SourceFile], read: Sequence[SourceFile]) -> None:
@@ -227,7 +231,7 @@ def _warn_of_others(path: str, every: Sequence[SourceFile], read: Sequence[Sourc
         )
 
 
-def _files(found: Iterable[str], root: str) -> list[SourceFile]:
+def _distinct_files(found: Iterable[str], root: str) -> list[SourceFile]:
     """Returns the files among the paths `found`. If several paths lead to one file by links, the
     file is taken once, by the path with the fewest folders.
     """
@@ -282,7 +286,7 @@ def _remote_files(path: str) -> list[SourceFile]:
         ) from error
     except Exception as error:  # the library of every object store raises errors of its own
         raise UserError(f"data.path {path!r}: cannot be listed ({error_message(error)})") from error
-    root = filesystem._strip_protocol(_fixed_part(path)).strip("/") + "/"
+    root = filesystem._strip_protocol(_folder_before_wildcard(path)).strip("/") + "/"
     return [
         SourceFile(
             epath.Path(f"{scheme}://{name}"),

@@ -1,9 +1,9 @@
-"""Rows of tasks that need a state: what is asked at a token depends on all tokens before it, and no
-token shows the answer.
+"""Rows of tasks that need a state: the answer at a token depends on all tokens before it, and no
+token of the row shows the answer.
 
-A row holds inputs alone. What the model is to say after token t, the state there, is not the next
-token of the row but its label. So the model sees no earlier answer, from which the next one would
-follow in one step (a scratchpad).
+A row holds inputs alone. The model is to predict the state after token t. This state is not the
+next token of the row; it is a label beside the tokens. So the model sees no earlier answer, from
+which the next one would follow in one step (a scratchpad).
 
     parity            The inputs are bits; the label is the parity of the bits so far. A layer whose
                       state has transitions with positive eigenvalues alone cannot, at a finite
@@ -50,7 +50,7 @@ class StateRow(NamedTuple):
 
     Attributes:
       tokens: int32 [T], the inputs.
-      labels: int32 [T]; labels[t + 1] is what the model is to predict after token t, in the place
+      labels: int32 [T]; labels[t + 1] is the id that the model is to predict after token t, instead
         of tokens[t + 1].
       targets: bool [T], whether each label counts as a target.
     """
@@ -110,7 +110,7 @@ class _Task(NamedTuple):
     length: int = 2
 
 
-def _addition(modulus: int) -> _Task:
+def _addition_task(modulus: int) -> _Task:
     def make(rng: np.random.Generator, length: int, vocab_size: int) -> StateRow:
         inputs = rng.integers(0, modulus, length)
         return _row_of_states(inputs, np.cumsum(inputs) % modulus)
@@ -118,8 +118,8 @@ def _addition(modulus: int) -> _Task:
     return _Task(make, FIRST_ID + modulus, f"and one for each number below {modulus}")
 
 
-def _word_problem(things: int, even: bool) -> _Task:
-    product = _products(things, even)
+def _word_problem_task(things: int, even: bool) -> _Task:
+    product = _product_table(things, even)
 
     def make(rng: np.random.Generator, length: int, vocab_size: int) -> StateRow:
         inputs = rng.integers(0, len(product), length)
@@ -130,7 +130,7 @@ def _word_problem(things: int, even: bool) -> _Task:
 
 
 @functools.cache
-def _products(things: int, even: bool) -> np.ndarray:
+def _product_table(things: int, even: bool) -> np.ndarray:
     """Returns the table of a group of permutations: [a, b] is the number of the element "first a,
     then b". Element 0 changes nothing. `even`: whether only the even permutations belong to it.
     """
@@ -154,7 +154,7 @@ def _row_of_states(inputs: np.ndarray, states: np.ndarray) -> StateRow:
     return StateRow((FIRST_ID + inputs).astype(np.int32), labels.astype(np.int32), targets)
 
 
-def _state_recall(keys: int) -> _Task:
+def _state_recall_task(keys: int) -> _Task:
     def make(rng: np.random.Generator, length: int, vocab_size: int) -> StateRow:
         first_value = _FIRST_KEY + keys
         values = rng.integers(first_value, vocab_size, (keys, 2))
@@ -181,12 +181,12 @@ def _state_recall(keys: int) -> _Task:
 
 # Name of a task → function (settings) → the task.
 TASKS: dict[str, Callable[[SyntheticConfig], _Task]] = {
-    "parity": lambda options: _addition(2),
-    "modular_addition": lambda options: _addition(options.modulus),
-    "s3": lambda options: _word_problem(3, even=False),
-    "a5": lambda options: _word_problem(5, even=True),
-    "s5": lambda options: _word_problem(5, even=False),
-    "state_recall": lambda options: _state_recall(options.pairs),
+    "parity": lambda options: _addition_task(2),
+    "modular_addition": lambda options: _addition_task(options.modulus),
+    "s3": lambda options: _word_problem_task(3, even=False),
+    "a5": lambda options: _word_problem_task(5, even=True),
+    "s5": lambda options: _word_problem_task(5, even=False),
+    "state_recall": lambda options: _state_recall_task(options.pairs),
 }
 _SETTINGS = {
     "modular_addition": ("synthetic.modulus",),

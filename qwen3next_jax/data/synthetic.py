@@ -67,7 +67,7 @@ class TaskRows:
         seed: int,
         split: int,
     ):
-        self._make, needed_length, needed_vocab = _task(task, options)
+        self._make, needed_length, needed_vocab = _row_maker(task, options)
         if length < needed_length:
             raise UserError(
                 f"{task} rows have {length} tokens: expected at least {needed_length}"
@@ -79,30 +79,30 @@ class TaskRows:
             )
         self._arguments = length, vocab_size, options
         self._key = np.array([seed, split], np.uint64)
-        self._chain = _chain(vocab_size, seed) if task == "backcopy" else None
+        self._chain = _markov_chain(vocab_size, seed) if task == "backcopy" else None
 
     def __getitem__(self, index: int) -> TaskRow:
         # Philox has a counter of 256 bits, so every row has 2^64 draws of its own.
         rng = np.random.Generator(np.random.Philox(key=self._key, counter=[0, index, 0, 0]))
         if self._chain is not None:
-            return _backcopy(rng, self._arguments[0], *self._chain)
+            return _backcopy_row(rng, self._arguments[0], *self._chain)
         return self._make(rng, *self._arguments)
 
 
-def _task(task: str, options: SyntheticConfig) -> tuple[Callable | None, int, int]:
+def _row_maker(task: str, options: SyntheticConfig) -> tuple[Callable | None, int, int]:
     """Returns (function that makes a row, smallest row length, smallest vocabulary). The function
-    is None for backcopy, whose rows `_backcopy` makes.
+    is None for backcopy, whose rows `_backcopy_row` makes.
     """
     pairs = options.pairs
     return {
-        "mqar": (_mqar, 4 * pairs, 2 * pairs + 2),
-        "induction": (_induction, 4, 8),
-        "copy": (_copy, 4, 4),
+        "mqar": (_mqar_row, 4 * pairs, 2 * pairs + 2),
+        "induction": (_induction_row, 4, 8),
+        "copy": (_copy_row, 4, 4),
         "backcopy": (None, 8, 4 * _TRIGGERS),
     }[task]
 
 
-def _mqar(
+def _mqar_row(
     rng: np.random.Generator, length: int, vocab_size: int, options: SyntheticConfig
 ) -> TaskRow:
     """Makes an mqar row. Keys are the ids 1 … V/2 - 1; values are the ids V/2 … V - 1. The
@@ -125,7 +125,7 @@ def _mqar(
     return TaskRow(tokens.astype(np.int32), targets)
 
 
-def _induction(
+def _induction_row(
     rng: np.random.Generator, length: int, vocab_size: int, options: SyntheticConfig
 ) -> TaskRow:
     trigger = int(rng.integers(1, vocab_size))
@@ -138,7 +138,7 @@ def _induction(
     return TaskRow(tokens.astype(np.int32), targets)
 
 
-def _copy(
+def _copy_row(
     rng: np.random.Generator, length: int, vocab_size: int, options: SyntheticConfig
 ) -> TaskRow:
     half = (length - 2) // 2
@@ -150,7 +150,7 @@ def _copy(
     return TaskRow(tokens.astype(np.int32), targets)
 
 
-def _chain(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _markov_chain(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns (cumulative transition probabilities [V, V], whether each token is a trigger [V]) of
     the backcopy task of this seed.
     """
@@ -165,7 +165,7 @@ def _chain(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return cumulative / cumulative[:, -1:], trigger
 
 
-def _backcopy(
+def _backcopy_row(
     rng: np.random.Generator, length: int, cumulative: np.ndarray, trigger: np.ndarray
 ) -> TaskRow:
     draws = rng.random(length)

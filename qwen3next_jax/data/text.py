@@ -27,7 +27,7 @@ _ESCAPES = re.compile(
 )
 
 
-def pieces(text: Text) -> Iterator[str]:
+def text_pieces(text: Text) -> Iterator[str]:
     """Yields a text in pieces of at most 2^20 characters.
 
     Raises:
@@ -44,12 +44,12 @@ def pieces(text: Text) -> Iterator[str]:
 
 def is_blank(text: Text) -> bool:
     """Whether a text is empty, or holds white space alone."""
-    return all(piece.isspace() for piece in pieces(text))
+    return all(piece.isspace() for piece in text_pieces(text))
 
 
 def byte_count(text: Text) -> int:
     """Returns the number of bytes of a text as UTF-8."""
-    return len(text) if isinstance(text, bytes) else sum(len(p.encode()) for p in pieces(text))
+    return len(text) if isinstance(text, bytes) else sum(len(p.encode()) for p in text_pieces(text))
 
 
 def is_long_text(data: bytes) -> bool:
@@ -59,7 +59,7 @@ def is_long_text(data: bytes) -> bool:
 
 def _is_utf8(data: bytes) -> bool:
     try:
-        for _ in pieces(data):
+        for _ in text_pieces(data):
             pass
     except UnicodeDecodeError:
         return False
@@ -77,7 +77,7 @@ def text_of_long_json(line: bytes, field: str) -> Text | None:
         return None
     try:
         plain = _without_escapes(line.removeprefix(codecs.BOM_UTF8)).decode("latin-1")
-        value = fields.find(json_files.parse(plain), field.encode().decode("latin-1")).value
+        value = fields.find_field(json_files.parse(plain), field.encode().decode("latin-1")).value
     except ValueError:
         return None
     del plain  # frees memory
@@ -105,7 +105,9 @@ def _without_escapes(line: bytes) -> bytes | bytearray:
     return result
 
 
-def batches[T](items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+def batches_by_size[T](
+    items: Iterable[T], size: Callable[[T], int], limit: int
+) -> Iterator[list[T]]:
     """Yields consecutive items in lists. A list ends with the item at which its sizes reach
     `limit`.
     """

@@ -33,7 +33,7 @@ _READ_AT_ONCE = 1 << 24  # tokens
 _MOST = 1 << 48  # tokens or documents of a file
 
 
-def kind(name: str) -> str:
+def token_format(name: str) -> str:
     """Returns the name of the format of a file of tokens, by the file's lower-case name; "" for any
     other file.
     """
@@ -66,7 +66,7 @@ def companion_files(path: pathlib.Path) -> list[pathlib.Path]:
     return [other] if other.exists() else []
 
 
-def read(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+def read_token_file(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
     """Yields (ids of a document without its end token, bytes of the file read so far) for every
     document: int32 [n], int.
 
@@ -78,11 +78,20 @@ def read(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, i
     require(not is_remote(str(file.path)), f"{path}: files of tokens are read from a local disk")
     other = companion(path)
     require(other is None or other.exists(), f"{path}: {other} is missing beside it")
-    reader = {"megatron": _megatron, "datatrove": _datatrove, "olmo": _olmo, "llm.c": _llm_c}
-    reader["levanter"] = _levanter
+    reader = {
+        "megatron": _open_megatron,
+        "datatrove": _open_datatrove,
+        "olmo": _open_olmo,
+        "llm.c": _open_llm_c,
+    }
+    reader["levanter"] = _open_levanter
     with as_user_error(f"{path}: cannot be read", OSError):
-        tokens, ends = reader[kind(path.name.lower())](path, tokenizer)
-    pieces = _at_end_tokens(path, tokens, tokenizer) if ends is None else _at(tokens, ends)
+        tokens, ends = reader[token_format(path.name.lower())](path, tokenizer)
+    pieces = (
+        _split_at_end_tokens(path, tokens, tokenizer)
+        if ends is None
+        else _split_at_ends(tokens, ends)
+    )
     for ids, stop in pieces:
         bad = np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))
         if len(bad):
@@ -110,14 +119,14 @@ def _check_ends(path: pathlib.Path, ends: np.ndarray, tokens: int) -> None:
     )
 
 
-def _at(tokens: np.ndarray, ends: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+def _split_at_ends(tokens: np.ndarray, ends: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
     start = 0
     for stop in ends.tolist():
         yield tokens[start:stop], stop
         start = stop
 
 
-def _at_end_tokens(
+def _split_at_end_tokens(
     path: pathlib.Path, tokens: np.ndarray, tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, int]]:
     start = 0
@@ -145,7 +154,7 @@ def _memory_map(path: pathlib.Path, dtype: str, offset: int = 0) -> np.ndarray:
     return np.memmap(path, dtype, "r", offset)
 
 
-def _megatron(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def _open_megatron(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     del tokenizer
     data = path.read_bytes()
     require(data[:9] == _MEGATRON_MAGIC, f"{path}: not an index of Megatron-LM")
@@ -177,7 +186,7 @@ def _megatron(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.
     return tokens, ends
 
 
-def _datatrove(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def _open_datatrove(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     tokens = _memory_map(path, "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     ends = np.fromfile(path.with_name(path.name + ".index"), "<u8").astype(np.int64)
     require(
@@ -189,7 +198,7 @@ def _datatrove(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np
     return tokens, ends
 
 
-class _Levanter:
+class _LevanterArray:
     """An array of a cache of levanter, integers [n]. Slices have to be taken in order.
 
     Args:
@@ -258,13 +267,13 @@ class _Levanter:
         return self._block[entries.start - self._start : entries.stop - self._start]
 
 
-def _levanter(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[_Levanter, np.ndarray]:
+def _open_levanter(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[_LevanterArray, np.ndarray]:
     del tokenizer
     with as_user_error(f"{path}: not a ledger of levanter", ValueError):
         finished = json_files.read(path).get("is_finished", True)
     require(bool(finished), f"{path}: the cache is not finished, by what it says")
     folder = path.parent / "input_ids"
-    offsets, data = _Levanter(folder / "offsets"), _Levanter(folder / "data")
+    offsets, data = _LevanterArray(folder / "offsets"), _LevanterArray(folder / "data")
     offsets.check_chunks(1)
     documents = int(offsets[0:1][0])
     require(
@@ -296,7 +305,7 @@ _HEADER_ERRORS = (
 )
 
 
-def _olmo(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, None]:
+def _open_olmo(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, None]:
     with path.open("rb") as file:
         has_header = file.read(6) == b"\x93NUMPY"
     if not has_header:
@@ -319,7 +328,7 @@ def _olmo(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, None]:
     return tokens, None
 
 
-def _llm_c(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, None]:
+def _open_llm_c(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, None]:
     del tokenizer
     header = np.fromfile(path, "<i4", 3)
     dtype = _LLM_C_MAGIC.get(int(header[0]) if len(header) == 3 else 0)

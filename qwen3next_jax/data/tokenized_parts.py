@@ -1,5 +1,5 @@
-"""Tokenized parts. One holds the tokens of a part of a file (`readers.parts`): it is made once, and
-all preparations that need these tokens share it.
+"""Tokenized parts. One holds the tokens of a part of a file (`readers.file_parts`): it is made
+once, and all preparations that need these tokens share it.
 
 A tokenized part with key "ab…" consists of the file `tokens/ab/<key>.tokens` and of its manifest
 `tokens/ab/<key>.json`, which is written last. The key is a digest of everything that determines the
@@ -32,7 +32,7 @@ from qwen3next_jax.data.conversations import Chat
 from qwen3next_jax.data.readers import BadRecords, Part, Record
 from qwen3next_jax.data.sources import SourceFile
 from qwen3next_jax.data.store import Store
-from qwen3next_jax.data.text import Text, batches, byte_count, is_blank, pieces
+from qwen3next_jax.data.text import Text, batches_by_size, byte_count, is_blank, text_pieces
 from qwen3next_jax.data.tokens import Tokenizer, miscounted_bytes
 
 FORMAT = 4  # raise it when the same text no longer gives the same part
@@ -51,7 +51,7 @@ DOCUMENT = np.dtype(
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TokenizeJob:
     """A part of a file that is to be tokenized.
 
     Attributes:
@@ -75,14 +75,14 @@ class Job:
     @property
     def holds_texts(self) -> bool:
         """Whether the file holds documents of text, neither conversations nor tokens."""
-        return not self.chat and not token_files.kind(self.file.path.name.lower())
+        return not self.chat and not token_files.token_format(self.file.path.name.lower())
 
     @property
     def size(self) -> int:
         """The number of bytes of the part on disk; an estimate for a part of a Parquet file."""
-        if readers.is_whole(self.file, self.part):
+        if readers.is_whole_file(self.file, self.part):
             return self.file.size
-        if readers.kind(self.file) == "parquet":  # its parts are counted in row groups
+        if readers.reader_name(self.file) == "parquet":  # its parts are counted in row groups
             return readers._PART_BYTES
         return self.part.stop - self.part.start
 
@@ -117,13 +117,13 @@ class TokenizedPart:
         return self.tokens * np.dtype(self.dtype).itemsize + self.documents * DOCUMENT.itemsize
 
 
-class Changed(UserError):
+class FileChanged(UserError):
     """A file changed while it was being read."""
 
 
-def part_key(job: Job, tokenizer: Tokenizer) -> str:
+def part_key(job: TokenizeJob, tokenizer: Tokenizer) -> str:
     """Returns the key of the tokenized part of `job`, whose digest must be known."""
-    kind = readers.kind(job.file)
+    kind = readers.reader_name(job.file)
     parts: dict[str, Any] = {
         "format": FORMAT,
         "content": job.digest,
@@ -140,7 +140,7 @@ def part_key(job: Job, tokenizer: Tokenizer) -> str:
     return digests.sha256_json(parts)[:32]
 
 
-def _name(key: str, suffix: str) -> str:
+def _stored_name(key: str, suffix: str) -> str:
     return f"tokens/{key[:2]}/{key}.{suffix}"  # 256 folders keep each folder small
 
 
@@ -150,7 +150,7 @@ def find_part(store: Store, key: str) -> TokenizedPart | None:
     Raises:
       UserError: the part's manifest is damaged.
     """
-    name = _name(key, "json")
+    name = _stored_name(key, "json")
     try:
         content = store.read_json(name)
     except FileNotFoundError:
@@ -173,7 +173,7 @@ def find_part(store: Store, key: str) -> TokenizedPart | None:
     return part
 
 
-def find_part_of(store: Store, job: Job, tokenizer: Tokenizer) -> TokenizedPart | None:
+def find_part_of_job(store: Store, job: TokenizeJob, tokenizer: Tokenizer) -> TokenizedPart | None:
     """Returns the part of `job`, whose digest must be known; None if it is not finished."""
     part = find_part(store, part_key(job, tokenizer))
     if part is None and tokenizer.fallback:
@@ -182,7 +182,10 @@ def find_part_of(store: Store, job: Job, tokenizer: Tokenizer) -> TokenizedPart 
 
 
 def tokenize_part(
-    job: Job, tokenizer: Tokenizer, store: Store, progress: Callable[[int], None] = lambda _: None
+    job: TokenizeJob,
+    tokenizer: Tokenizer,
+    store: Store,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> tuple[str, TokenizedPart]:
     """Tokenizes the part of `job`, unless this has been done already.
 
@@ -202,17 +205,17 @@ def tokenize_part(
     if not job.digest:
         digest = readers.part_digest(job.file, job.part, job.text_field)
         job = dataclasses.replace(job, digest=digest)
-    if part := find_part_of(store, job, tokenizer):
+    if part := find_part_of_job(store, job, tokenizer):
         return job.digest, part
     try:
         return job.digest, _tokenize_part(job, tokenizer, store, progress)
-    except fast_bpe.Differs:
+    except fast_bpe.DifferentIds:
         assert tokenizer.fallback
         return job.digest, _tokenize_part(job, tokenizer.fallback, store, progress)
 
 
 def _tokenize_part(
-    job: Job, tokenizer: Tokenizer, store: Store, progress: Callable[[int], None]
+    job: TokenizeJob, tokenizer: Tokenizer, store: Store, progress: Callable[[int], None]
 ) -> TokenizedPart:
     key = part_key(job, tokenizer)
     bad = BadRecords(job.on_bad_text, job.bad_records)
@@ -224,9 +227,11 @@ def _tokenize_part(
     with contextlib.ExitStack() as files:
         # The manifest of a part is written after both files.
         weights = (
-            files.enter_context(_weights_file(store, _name(key, "weights"))) if job.chat else None
+            files.enter_context(_weights_file(store, _stored_name(key, "weights")))
+            if job.chat
+            else None
         )
-        path = files.enter_context(store.new_file(_name(key, "tokens")))
+        path = files.enter_context(store.new_file(_stored_name(key, "tokens")))
         with path.open("wb") as file:
 
             def write(data: bytes) -> None:
@@ -261,7 +266,7 @@ def _tokenize_part(
                 table[field] = values
             write(table.tobytes())
         if readers.part_digest(job.file, job.part, job.text_field) != job.digest:
-            raise Changed(
+            raise FileChanged(
                 f"{job.file.path}: changed while it was being prepared; its tokens were "
                 "discarded: start again when the file no longer changes"
             )
@@ -285,7 +290,7 @@ def _tokenize_part(
     manifest = dataclasses.asdict(part)
     if not part.weights:  # a part of texts has none
         del manifest["weights"]
-    store.write_json(_name(key, "json"), manifest)
+    store.write_json(_stored_name(key, "json"), manifest)
     return part
 
 
@@ -323,7 +328,7 @@ class _Batch(NamedTuple):
     position: int  # number of bytes of the part read so far
 
 
-def encoded_documents(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterator[_Batch]:
+def encoded_documents(job: TokenizeJob, tokenizer: Tokenizer, bad: BadRecords) -> Iterator[_Batch]:
     """Yields the documents of a part, with their texts and tokens, in batches. The text of a
     document in a file of tokens is the decoded tokens, so that the same document is held out
     whether it comes from a file of tokens or of text.
@@ -331,9 +336,9 @@ def encoded_documents(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterat
     if job.chat:
         yield from _encoded_conversations(job, job.chat, tokenizer, bad)
         return
-    if token_files.kind(job.file.path.name.lower()):
+    if token_files.token_format(job.file.path.name.lower()):
         end = np.array([tokenizer.eos_id], np.int32)
-        for number, (ids, position) in enumerate(token_files.read(job.file, tokenizer)):
+        for number, (ids, position) in enumerate(token_files.read_token_file(job.file, tokenizer)):
             text = tokenizer.decode(ids)
             # Special tokens have no text. A document of special tokens alone stays.
             if len(ids) and not (text and is_blank(text)):
@@ -357,17 +362,17 @@ def encoded_documents(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterat
 
 
 def _encoded_conversations(
-    job: Job, chat: Chat, tokenizer: Tokenizer, bad: BadRecords
+    job: TokenizeJob, chat: Chat, tokenizer: Tokenizer, bad: BadRecords
 ) -> Iterator[_Batch]:
     """Yields the conversations of a part in batches, as `encoded_documents` yields documents."""
     for batch in _batched(readers.read_conversations(job.file, job.part, chat.field, bad)):
         filled = [record for record in batch if record.text]
         messages = [conversations.parse(record.text) for record in filled]
         documents = []
-        encoded = conversations.encode(messages, tokenizer, chat.template)
+        encoded = conversations.encode_conversations(messages, tokenizer, chat.template)
         for record, one in zip(filled, encoded, strict=True):
             if one.fault:
-                where = readers.place(job.file, job.part, record.number)
+                where = readers.record_place(job.file, job.part, record.number)
                 bad.leave_out(record.number, where, "no conversation", one.fault)
             else:
                 counted = int(tokenizer.token_bytes[one.tokens[one.weights > 0]].sum())
@@ -383,7 +388,7 @@ def text_hash(text: Text) -> int:
     """
     digest = hashlib.blake2b(digest_size=8)
     is_first, after_space = True, False
-    for piece in _normalized(text):
+    for piece in _nfc_pieces(text):
         words = " ".join(piece.split())
         if words and not is_first and (after_space or piece[0].isspace()):
             digest.update(b" ")
@@ -396,12 +401,12 @@ def text_hash(text: Text) -> int:
 _ASCII = re.compile(r"[\0-\x7f]")
 
 
-def _normalized(text: Text) -> Iterator[str]:
+def _nfc_pieces(text: Text) -> Iterator[str]:
     """Yields a text in Unicode's composed form, NFC, in pieces. A long text is cut before ASCII
     characters, because composition does not cross them.
     """
     held: list[str] = []
-    for piece in pieces(text):
+    for piece in text_pieces(text):
         if boundary := _ASCII.search(piece):
             yield unicodedata.normalize("NFC", "".join([*held, piece[: boundary.start()]]))
             held, piece = [], piece[boundary.start() :]
@@ -410,10 +415,10 @@ def _normalized(text: Text) -> Iterator[str]:
 
 
 def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:
-    return batches(records, lambda record: len(record.text or ""), _BATCH_CHARACTERS)
+    return batches_by_size(records, lambda record: len(record.text or ""), _BATCH_CHARACTERS)
 
 
-def part_names(store: Store) -> tuple[list[str], list[str]]:
+def stored_part_keys(store: Store) -> tuple[list[str], list[str]]:
     """Returns the keys of all parts whose manifests are there, and those of the parts of which only
     the tokens are there; both sorted.
     """
@@ -433,8 +438,8 @@ def open_part(store: Store, part: TokenizedPart) -> tuple[np.ndarray, np.ndarray
     Raises:
       UserError: the file is missing, or its bytes do not have the digest in the manifest.
     """
-    path = store.path(_name(part.key, "tokens"))
-    manifest = store.path(_name(part.key, "json"))
+    path = store.path(_stored_name(part.key, "tokens"))
+    manifest = store.path(_stored_name(part.key, "json"))
     remedy = f"delete {manifest} to have it prepared again"
     if not path.exists():
         raise UserError(f"{path} is missing: {remedy}")
@@ -444,7 +449,7 @@ def open_part(store: Store, part: TokenizedPart) -> tuple[np.ndarray, np.ndarray
             f"{remedy}"
         )
     # The memory map of a downloaded file stays valid after its name is gone.
-    with store.local(_name(part.key, "tokens")) as local:
+    with store.local(_stored_name(part.key, "tokens")) as local:
         if digests.sha256_file(local) != part.content:
             raise UserError(f"{path} is damaged (its bytes have another digest): {remedy}")
         if not part.documents:
@@ -464,11 +469,11 @@ def open_weights(store: Store, part: TokenizedPart) -> np.ndarray | None:
     """
     if not part.weights:
         return None
-    path = store.path(_name(part.key, "weights"))
-    remedy = f"delete {store.path(_name(part.key, 'json'))} to have it prepared again"
+    path = store.path(_stored_name(part.key, "weights"))
+    remedy = f"delete {store.path(_stored_name(part.key, 'json'))} to have it prepared again"
     if not path.exists():
         raise UserError(f"{path} is missing: {remedy}")
-    with store.local(_name(part.key, "weights")) as local:
+    with store.local(_stored_name(part.key, "weights")) as local:
         if digests.sha256_file(local) != part.weights:
             raise UserError(f"{path} is damaged (its bytes have another digest): {remedy}")
         if not part.tokens:

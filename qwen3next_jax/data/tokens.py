@@ -21,14 +21,14 @@ from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, 
 from qwen3next_jax.common.storage import is_bucket, to_path
 from qwen3next_jax.data import cuts, fast_bpe
 from qwen3next_jax.data.added_tokens import (
-    Splitter,
-    add_named,
-    hide,
+    AddedTokenSplitter,
+    add_named_tokens,
+    hide_tokens,
     panic_as_user_error,
 )
 from qwen3next_jax.data.chat_template import TemplateFile, read_template
 from qwen3next_jax.data.cuts import Cutter
-from qwen3next_jax.data.text import batches, pieces
+from qwen3next_jax.data.text import batches_by_size, text_pieces
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
       parse_tokens: the special tokens that get their own ids where documents contain them in
         writing.
       fallback: the same tokenizer with a slower library, for texts to which the faster library
-        gives other ids (`fast_bpe.Differs`); None if there is only one library.
+        gives other ids (`fast_bpe.DifferentIds`); None if there is only one library.
       misses_tiktoken: whether tiktoken is not installed, and would encode documents if it were.
       special_tokens: the texts of all special tokens, which mark things and are no text.
       reads_text: whether the ids stand for text; False for the ids of a synthetic task.
@@ -82,7 +82,8 @@ class Tokenizer(Protocol):
         unless it is one of `parse_tokens`.
 
         Raises:
-          fast_bpe.Differs: the faster library gives other ids; the caller has to use `fallback`.
+          fast_bpe.DifferentIds: the faster library gives other ids; the caller has to use
+          `fallback`.
         """
 
     def encode_long(self, text: bytes) -> Iterator[np.ndarray]:
@@ -92,7 +93,7 @@ class Tokenizer(Protocol):
           text: the text as UTF-8.
 
         Raises:
-          fast_bpe.Differs: as `encode_documents` raises it, maybe after some pieces.
+          fast_bpe.DifferentIds: as `encode_documents` raises it, maybe after some pieces.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -136,7 +137,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def same_tokens(one: str, other: str) -> bool:
+def same_token_ids(one: str, other: str) -> bool:
     """Whether the tokenizers with these two fingerprints give every text the same ids, as far as
     their files show. `ByteTokenizer` has two fingerprints: its own, and the fingerprint of the
     tokenizer.json that its `save` writes.
@@ -144,7 +145,7 @@ def same_tokens(one: str, other: str) -> bool:
     return one == other or {one, other} == {ByteTokenizer.fingerprint, _saved_bytes()}
 
 
-def extends(one: Tokenizer, other: Tokenizer) -> bool:
+def extends_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether the tokenizer `one` is `other` with further added tokens, such as those of a chat
     format: then it gives all other text the same ids.
     """
@@ -251,7 +252,7 @@ class HuggingFaceTokenizer:
         ):
             with json_files.open_regular(path) as file:
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(json_files.MAX_BYTES))
-        add_named(path.parent, self._tokenizer)
+        add_named_tokens(path.parent, self._tokenizer)
         _check_not_random(path, self._tokenizer)
         # `token_bytes` and the library allocate tables with an entry for every id up to the
         # largest.
@@ -284,14 +285,16 @@ class HuggingFaceTokenizer:
 
     @property
     def _hidden(self) -> set[str]:
-        """The special tokens that documents do not get."""
+        """The special tokens that are encoded as ordinary text in documents: all but
+        `parse_tokens`.
+        """
         return set(self.special_tokens) - set(self.parse_tokens)
 
     def _literal_json(self) -> dict[str, Any]:
         """Returns the content of a tokenizer.json that encodes `_hidden` tokens as ordinary text
         where a text contains them in writing.
         """
-        return hide(json.loads(self.json), self._hidden)
+        return hide_tokens(json.loads(self.json), self._hidden)
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:
@@ -303,30 +306,32 @@ class HuggingFaceTokenizer:
 
     @property
     def _added(self) -> dict[int, tokenizers.AddedToken]:
-        """The added tokens that documents get."""
+        """The added tokens that the tokenizer may give to documents: all but the `_hidden` ones."""
         added, hidden = self._tokenizer.get_added_tokens_decoder(), self._hidden
         return {i: token for i, token in added.items() if token.content not in hidden}
 
     @functools.cached_property
-    def _splitter(self) -> Splitter:
-        return Splitter(self._added, self._tokenizer.normalizer)
+    def _splitter(self) -> AddedTokenSplitter:
+        return AddedTokenSplitter(self._added, self._tokenizer.normalizer)
 
     @functools.cached_property
-    def _table(self) -> fast_bpe.Table | None:
+    def _table(self) -> fast_bpe.TiktokenTable | None:
         """The data for tiktoken; None if the tokenizers library encodes documents."""
-        return None if fast_bpe.version() is None else self._table_if_installed()
+        return None if fast_bpe.tiktoken_version() is None else self._table_if_installed()
 
-    def _table_if_installed(self) -> fast_bpe.Table | None:
-        """The same, whether or not tiktoken is installed."""
+    def _table_if_installed(self) -> fast_bpe.TiktokenTable | None:
+        """What `_table` would be if tiktoken were installed."""
         added = self._added.values()
-        if not self._may_be_fast or not all(map(Splitter.can_split, added)):
+        if not self._may_be_fast or not all(map(AddedTokenSplitter.can_split, added)):
             return None
         bytes_of = {character: byte for byte, character in enumerate(_byte_characters())}
-        return fast_bpe.table(self._literal_json(), bytes_of, [token.content for token in added])
+        return fast_bpe.tiktoken_table(
+            self._literal_json(), bytes_of, [token.content for token in added]
+        )
 
     @property
     def misses_tiktoken(self) -> bool:
-        return fast_bpe.version() is None and self._table_if_installed() is not None
+        return fast_bpe.tiktoken_version() is None and self._table_if_installed() is not None
 
     @functools.cached_property
     def _fast(self) -> Any:
@@ -337,7 +342,7 @@ class HuggingFaceTokenizer:
     def libraries(self) -> Mapping[str, str]:
         if self._table is None:
             return {"tokenizers": tokenizers.__version__}
-        return {"tiktoken": fast_bpe.version()}
+        return {"tiktoken": fast_bpe.tiktoken_version()}
 
     @property
     def fallback(self) -> "HuggingFaceTokenizer | None":
@@ -358,7 +363,7 @@ class HuggingFaceTokenizer:
         added = {t.content for t in self._tokenizer.get_added_tokens_decoder().values()}
         content = json.loads(self.json)
         # Without a decoder, the pre-tokenizer says what the characters of a token are.
-        kinds = _kinds(content, "decoder") or _kinds(content, "pre_tokenizer")
+        kinds = _step_types(content, "decoder") or _step_types(content, "pre_tokenizer")
         # A decoder may treat the first token of a text in another way than those after it.
         before = next((i for token, i in ids.items() if token not in added), 0)
         decoded = self._tokenizer.decode_batch(
@@ -384,7 +389,7 @@ class HuggingFaceTokenizer:
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        parts = [list(self._cutter.cut(pieces(text) if text else [""])) for text in texts]
+        parts = [list(self._cutter.cut(text_pieces(text) if text else [""])) for text in texts]
         encoded = self._encode(part for parts_of_text in parts for part in parts_of_text)
         end = np.array([self.eos_id], np.int32)
         return [
@@ -393,14 +398,14 @@ class HuggingFaceTokenizer:
         ]
 
     def encode_long(self, text: bytes) -> Iterator[np.ndarray]:
-        yield from self._encode(self._cutter.cut(pieces(text)))
+        yield from self._encode(self._cutter.cut(text_pieces(text)))
         yield np.array([self.eos_id], np.int32)
 
     def _encode(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """Yields the ids of each text.
 
         Raises:
-          fast_bpe.Differs: the two libraries give a sample of the texts different ids.
+          fast_bpe.DifferentIds: the two libraries give a sample of the texts different ids.
         """
         if self._fast is None:
             return self._encode_slowly(texts)
@@ -416,11 +421,11 @@ class HuggingFaceTokenizer:
         """Compares the ids that both libraries give to a text.
 
         Raises:
-          fast_bpe.Differs: the ids differ.
+          fast_bpe.DifferentIds: the ids differ.
         """
         (fast,), (slow,) = self._encode_fast([text]), self._encode_slowly([text])
         if not np.array_equal(fast, slow):
-            raise fast_bpe.Differs
+            raise fast_bpe.DifferentIds
 
     def _encode_fast(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         for text in texts:
@@ -433,7 +438,7 @@ class HuggingFaceTokenizer:
             yield np.fromiter(ids, np.int32, len(ids))  # faster than np.array
 
     def _encode_slowly(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        for batch in batches(texts, len, _ENCODED_AT_ONCE):
+        for batch in batches_by_size(texts, len, _ENCODED_AT_ONCE):
             with panic_as_user_error():
                 encodings = self._literal.encode_batch_fast(batch, add_special_tokens=False)
             for encoding in encodings:
@@ -533,7 +538,7 @@ def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
     )
 
 
-def _kinds(tokenizer: Mapping[str, Any], part: str) -> list[str]:
+def _step_types(tokenizer: Mapping[str, Any], part: str) -> list[str]:
     """Returns the types of the steps of a part of a tokenizer.json, such as its decoder."""
     step = tokenizer.get(part) or {}
     inner = [value for value in step.values() if isinstance(value, list)]

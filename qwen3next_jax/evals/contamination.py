@@ -26,7 +26,9 @@ def contamination_of_tasks(
       UserError: the folder holds no tokens of this tokenizer.
     """
     texts = [
-        " ".join(_strings(example["doc"])) for examples in samples.values() for example in examples
+        " ".join(_all_strings(example["doc"]))
+        for examples in samples.values()
+        for example in examples
     ]
     found = find_contamination(texts, tokenizer, prepared_dir)
     by_task, start = {}, 0
@@ -37,10 +39,10 @@ def contamination_of_tasks(
     return by_task
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _all_strings(value: Any) -> Iterator[str]:
     """Yields the strings in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
         for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _strings(inner)
+            yield from _all_strings(inner)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.evals.evaluation import EvalContext, Evaluation
-from qwen3next_jax.evals.scoring import place_on_mesh, replicated
+from qwen3next_jax.evals.scoring import place_on_mesh, replicated_sharding
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.multi_token_prediction import (
     later_tokens,
@@ -66,9 +66,9 @@ class Heldout(Evaluation):
         batches = context.heldout(least=_LEAST_ROWS)
         rows = measure_rows(self._step, params, batches, data.token_bytes, context.mesh)
         # The rows that a small source lacks come after those that make up the total.
-        values = summarise(add_rows(rows, slice(context.options.rows)))
+        values = summarise_totals(sum_rows(rows, slice(context.options.rows)))
         places = data.heldout_places(context.options.rows, _LEAST_ROWS)
-        values |= summarise_sources({name: add_rows(rows, own) for name, own in places.items()})
+        values |= summarise_sources({name: sum_rows(rows, own) for name, own in places.items()})
         if "bits_per_byte" not in values and context.tokenizer.reads_text:
             loss = dataclasses.replace(self.metrics["loss"], main=True)
             self.metrics = self.metrics | {"loss": loss}
@@ -79,7 +79,7 @@ def make_heldout_step(
     graphdef: nnx.GraphDef, mesh: Mesh | None = None
 ) -> Callable[[dict, Batch, jax.Array], dict[str, jax.Array]]:
     """Returns a jitted function (params, batch, token_bytes) → dict of sums over the tokens of each
-    row of the batch, [B]. `summarise` turns the sums over all rows into metrics.
+    row of the batch, [B]. `summarise_totals` turns the sums over all rows into metrics.
 
     `batch` has the arrays "tokens" and "segment_ids" [B, T] and may have "target_mask" [B, T]. If
     it has "loss_weights" [B, T], the tokens with a weight above 0 count, all alike.
@@ -136,14 +136,14 @@ def make_heldout_step(
             }
         return sums
 
-    return jax.jit(step, out_shardings=replicated(mesh))
+    return jax.jit(step, out_shardings=replicated_sharding(mesh))
 
 
 def sum_over_batches(
     step: Callable, params: dict, batches: Iterable[Batch], token_bytes: np.ndarray
 ) -> dict[str, float]:
-    """Returns the sums of `measure_rows` over all rows, for `summarise`."""
-    return add_rows(measure_rows(step, params, batches, token_bytes))
+    """Returns the sums of `measure_rows` over all rows, for `summarise_totals`."""
+    return sum_rows(measure_rows(step, params, batches, token_bytes))
 
 
 def measure_rows(
@@ -171,7 +171,7 @@ def measure_rows(
     return {name: np.concatenate([one[name] for one in found]) for name in found[0]}
 
 
-def add_rows(
+def sum_rows(
     rows: Mapping[str, np.ndarray], chosen: slice | Sequence[int] = slice(None)
 ) -> dict[str, float]:
     """Adds up the values of the chosen rows under each name."""
@@ -187,13 +187,13 @@ def summarise_sources(totals: Mapping[str, Mapping[str, float]]) -> dict[str, fl
     """
     metrics = {}
     for source, total in totals.items():
-        for name, value in summarise(total).items():
+        for name, value in summarise_totals(total).items():
             if name in ("loss", "bits_per_byte"):
                 metrics[f"{name}/{source}"] = value
     return metrics
 
 
-def summarise(total: dict[str, float]) -> dict[str, float]:
+def summarise_totals(total: dict[str, float]) -> dict[str, float]:
     """Turns the sums over all batches into metrics.
 
     Returns:

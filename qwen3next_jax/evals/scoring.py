@@ -48,7 +48,7 @@ def make_score_step(
         found = model.cross_entropy(hidden_BTD, jnp.roll(tokens_BT, -1, axis=1), weights_BT, mesh)
         return found.nll, found.best
 
-    return jax.jit(step, out_shardings=replicated(mesh))
+    return jax.jit(step, out_shardings=replicated_sharding(mesh))
 
 
 def make_scorer(step: Callable, params: dict, mesh: Mesh | None = None) -> Scorer:
@@ -107,6 +107,6 @@ def _batch_layout(mesh: Mesh, rows: int) -> BatchLayout:
     return BatchLayout(batch_sharding(mesh), rows)
 
 
-def replicated(mesh: Mesh | None) -> NamedSharding | None:
+def replicated_sharding(mesh: Mesh | None) -> NamedSharding | None:
     """Returns the sharding of an array that every device holds completely; None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())

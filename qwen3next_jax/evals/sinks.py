@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.evals.evaluation import EvalContext, Evaluation
-from qwen3next_jax.evals.scoring import place_on_mesh, replicated
+from qwen3next_jax.evals.scoring import place_on_mesh, replicated_sharding
 from qwen3next_jax.model.layers import SINK_HEAD, ForwardOptions
 
 _ROWS = 32  # held-out rows, if the user chooses no other number
@@ -60,7 +60,7 @@ def make_diagnostics_step(
         options = ForwardOptions(collect_stats=True)
         return model.features(tokens_BT, segment_ids_BT, mesh=mesh, options=options).diagnostics
 
-    return jax.jit(step, out_shardings=replicated(mesh))
+    return jax.jit(step, out_shardings=replicated_sharding(mesh))
 
 
 def measure_sinks(

@@ -1,7 +1,7 @@
 """Lengths and sizes of the caches for decoding.
 
 The cache of a recurrent layer (the window of its convolution, and its state) has the same size for
-every context length, and so has that of attention to a sliding window. The caches of other
+every context length. So has the cache of attention to a sliding window. The caches of other
 attention layers have a slot for every token.
 """
 

@@ -36,8 +36,8 @@ _CHAT_CHUNK = 64  # in a chat, the end of a prompt is divided into chunks of thi
 # The most seconds that one call of the program "advance" should take. The tokens of a call are
 # shown only when it ends.
 MAX_CALL_SECONDS = 0.05
-# The most steps per call if several processes decode together. They must all choose the same number
-# of steps, so they cannot choose it by the time that a call takes.
+# The most steps per call if several processes decode together. All processes must take the same
+# number of steps, so they cannot derive this number from the time that a call took.
 _MAX_STEPS_OF_PROCESSES = 8
 
 
@@ -52,9 +52,10 @@ class TokenStream:
       passes: number of passes through the trunk that these tokens took; a pass with n rows counts n
         times.
       drafted: [K], for each MTP depth how often a draft of this depth was verified.
-      accepted: [K], for each MTP depth how often its draft was accepted, together with all drafts
-        before it. `drafted` and `accepted` do not count the first round of each row, because its
-        drafts were not made by the module (`speculative.init_state`).
+      accepted: [K], for each MTP depth how often its draft was accepted. A draft is accepted only
+        if all earlier drafts of its round are. `drafted` and `accepted` do not count the first
+        round of each row, because its drafts were not made by the module
+        (`speculative.init_state`).
       routed_experts: for each prompt the experts of its tokens and of the new ones, int16 [n - 1,
         layers, experts per token]: the last of the n tokens never enters the model. The list is
         empty before the stream has ended, and if the experts are not recorded.
@@ -72,7 +73,7 @@ class TokenStream:
     def __next__(self) -> list[np.ndarray]:
         return next(self._pieces)
 
-    def count(self, piece: list[np.ndarray], emitted: plain.Emitted) -> None:
+    def add_to_totals(self, piece: list[np.ndarray], emitted: plain.EmittedTokens) -> None:
         """Adds the tokens, passes and drafts of one call of "advance" to the totals."""
         if self.tokens:
             self.drafted += emitted.passes
@@ -126,7 +127,7 @@ def generate(
     """
     is_chat = min_cache_length > 0
     chunk = _CHAT_CHUNK if is_chat else PREFILL_CHUNK
-    prompts = check_request(model.config, prompts, max_new_tokens, temperature, chunk)
+    prompts = checked_prompts(model.config, prompts, max_new_tokens, temperature, chunk)
     sampling = Sampling(temperature, top_k, top_p, min_p)
     stop_ids = np.asarray(stop_ids, np.int64).reshape(-1)
     _check_options(model.config, sampling, stop_ids, speculative, record_routing)
@@ -155,7 +156,7 @@ def generate(
         caches.
         """
         chunk = tokens_BX, np.int32(begin)
-        prefill = programs.compiled("prefill", on_compile, params, initial_state, *chunk)
+        prefill = programs.compile_for("prefill", on_compile, params, initial_state, *chunk)
         return lambda state: prefill(params, state, *chunk)
 
     lookahead = 1 if speculative else 0
@@ -165,7 +166,7 @@ def generate(
         for size in (PREFILL_CHUNK, _CHAT_CHUNK):
             if size <= length:
                 compile_prefill(0, np.zeros((len(prompts), size + lookahead), np.int32))
-    advance = programs.compiled(
+    advance = programs.compile_for(
         "advance", on_compile, params, initial_state, np.int32(1), *arguments
     )
 
@@ -177,7 +178,7 @@ def generate(
         programs.max_steps,
         record_routing,
     )
-    return TokenStream(decoding.pieces, speculative)
+    return TokenStream(decoding.new_tokens, speculative)
 
 
 def _check_options(
@@ -217,7 +218,7 @@ class _Decoding:
     max_steps: int
     record_routing: bool
 
-    def pieces(self, stream: "TokenStream") -> Iterator[list[np.ndarray]]:
+    def new_tokens(self, stream: "TokenStream") -> Iterator[list[np.ndarray]]:
         """Yields the new tokens of all prompts, several steps at a time."""
         state, num_prompts = self.initial_state, self.num_prompts
         for prefill in self.prefills:
@@ -231,7 +232,7 @@ class _Decoding:
             is_active = bool(np.any(remaining_B[:num_prompts] > 0))
             rows = zip(emitted.tokens[:num_prompts], emitted.count[:num_prompts])
             piece = [tokens[:count] for tokens, count in rows]
-            stream.count(piece, emitted)
+            stream.add_to_totals(piece, emitted)
             steps = _next_step_count(steps, time.perf_counter() - started, self.max_steps)
             if any(map(len, piece)):
                 yield piece
@@ -335,7 +336,7 @@ class DecodePrograms:
 
         return make(*map(jnp.asarray, rows_B)) if self._mesh is None else jax.jit(make)(*rows_B)
 
-    def compiled(self, name: str, on_compile: Callable[[], None], *args) -> Callable:
+    def compile_for(self, name: str, on_compile: Callable[[], None], *args) -> Callable:
         """Returns the function `name` ("prefill" or "advance") compiled for arguments of these
         shapes. Calls `on_compile` if it is not compiled yet.
         """
@@ -393,7 +394,7 @@ def cache_length(
     return round_up_length(max(longest + max_new_tokens + 2 * speculative, min_cache_length, *ends))
 
 
-def check_request(
+def checked_prompts(
     config: ModelConfig,
     prompts: Sequence,
     max_new_tokens: int,

@@ -47,7 +47,7 @@ class DecodeState(NamedTuple):
     routing: jax.Array | None = None
 
 
-class Emitted(NamedTuple):
+class EmittedTokens(NamedTuple):
     """The tokens that one call generated.
 
     Attributes:
@@ -135,7 +135,7 @@ def advance(
     stop_ids: jax.Array,
     sampling: Sampling,
     seed: jax.Array,
-) -> tuple[DecodeState, Emitted]:
+) -> tuple[DecodeState, EmittedTokens]:
     """Takes `steps` steps, or fewer if every row ends before. The caller must not ask for more than
     MAX_STEPS.
 
@@ -190,4 +190,4 @@ def advance(
     _, state, *emitted = jax.lax.while_loop(
         any_active, take_step, (0, state, tokens_BN, count_B, 0)
     )
-    return state, Emitted(*emitted, jnp.zeros(0, jnp.int32))
+    return state, EmittedTokens(*emitted, jnp.zeros(0, jnp.int32))

@@ -17,7 +17,7 @@ TOKEN, ACCEPT, RESAMPLE, DRAFT = range(4)
 
 class Sampling(NamedTuple):
     """How tokens are sampled. The filters top_k, top_p and min_p are applied in this order, each to
-    the tokens that the filters before it have kept. The most likely token is always kept. A token
+    the tokens that the earlier filters have kept. The most likely token is always kept. A token
     that is exactly as likely as the least likely kept token is kept, too.
 
     Attributes:

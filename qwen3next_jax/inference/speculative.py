@@ -25,9 +25,9 @@ A rejected draft has already changed the caches:
   the accepted tokens, the next round overwrites these entries with entries that are computed from
   the trunk's states. So the module makes the first draft of a round under the same conditions as at
   depth 0 in training. The later drafts attend to these entries and to the entries of the same
-  round; in training, a depth attends only to its own entries. To do the same here would take a
-  cache for each depth, and more time than it saves by more accepted drafts
-  (docs/notes/cpu.md).
+  round; in training, a depth attends only to its own entries. A cache for each depth would give the
+  drafts the conditions of training, but it would take more time than the additional accepted drafts
+  save (docs/notes/cpu.md).
 
 Letters: B batch, T time, X = T + 1, D model, V vocabulary, K drafts, J = K + 1 positions from the
 pending token on, N the most tokens that one call generates per row.
@@ -43,7 +43,7 @@ from jax.sharding import Mesh
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.inference.cache import cache_after_token
-from qwen3next_jax.inference.plain import Emitted
+from qwen3next_jax.inference.plain import EmittedTokens
 from qwen3next_jax.inference.sampling import (
     ACCEPT,
     DRAFT,
@@ -155,7 +155,7 @@ def prefill(
         tokens_BX[:, :size], t_BT, state.cache, is_token_BT, mesh, leave=False
     )
     state_BTD = model.mtp.state(x_BTD, model.leave(x_BTD))
-    run_mtp = _mtp_step(model, mesh)
+    run_mtp = _mtp_function(model, mesh)
     *_, mtp_cache = run_mtp(state_BTD, tokens_BX[:, 1:], t_BT, state.mtp_cache)
     return state._replace(cache=cache, mtp_cache=mtp_cache)
 
@@ -170,7 +170,7 @@ def advance(
     stop_ids: jax.Array,
     sampling: Sampling,
     seed: jax.Array,
-) -> tuple[DraftState, Emitted]:
+) -> tuple[DraftState, EmittedTokens]:
     """Takes `rounds` rounds, or fewer if every row ends before. The caller must not ask for more
     than MAX_ROUNDS.
 
@@ -184,7 +184,7 @@ def advance(
 
     def take_round(carry):
         step, state, emitted = carry
-        new_BJ, accepted_B, state_BJD, cache = _verify(
+        new_BJ, accepted_B, state_BJD, cache = _verify_drafts(
             model, mesh, greedy, filters, state, sampling, seed
         )
         active_B = state.remaining > 0
@@ -200,13 +200,13 @@ def advance(
             emitted.tokens.shape[1],
         )
         accepted_K = jnp.sum(active_B[:, None] & (accepted_B[:, None] > jnp.arange(k)), axis=0)
-        emitted = Emitted(
+        emitted = EmittedTokens(
             _scatter_tokens(emitted.tokens, index_BJ, new_BJ),
             emitted.count + count_B,
             emitted.passes + jnp.sum(active_B),
             emitted.accepted + accepted_K,
         )
-        drafted = _draft(
+        drafted = _draft_next_tokens(
             model,
             mesh,
             greedy,
@@ -227,7 +227,7 @@ def advance(
         )
         return step + 1, state, emitted
 
-    nothing = Emitted(
+    nothing = EmittedTokens(
         tokens=jnp.zeros((batch, MAX_ROUNDS * (k + 1)), jnp.int32),
         count=jnp.zeros(batch, jnp.int32),
         passes=0,
@@ -236,7 +236,7 @@ def advance(
     return jax.lax.while_loop(any_active, take_round, (0, state, nothing))[1:]
 
 
-def _verify(
+def _verify_drafts(
     model: Qwen3Next,
     mesh: Mesh | None,
     greedy: bool,
@@ -303,7 +303,7 @@ def _accept_samples(
         jnp.exp(_gather_positions(x, accepted_B[:, None])[:, 0]) for x in (log_p_BJV, log_q_BJV)
     )
     residual_BV = jnp.maximum(p_BV - q_BV, 0)
-    # The residual is 0 everywhere only if p and q are equal up to rounding; then p itself is
+    # max(p - q, 0) is 0 everywhere only if p and q are equal up to rounding; then p itself is
     # sampled.
     has_residual_B1 = jnp.sum(residual_BV, axis=-1, keepdims=True) > 0
     residual_BV = jnp.where(has_residual_B1, residual_BV, p_BV)
@@ -313,7 +313,7 @@ def _accept_samples(
     return jnp.where(jnp.arange(k + 1) < accepted_B[:, None], drafts_BJ, own_B[:, None]), accepted_B
 
 
-def _draft(
+def _draft_next_tokens(
     model: Qwen3Next,
     mesh: Mesh | None,
     greedy: bool,
@@ -331,15 +331,15 @@ def _draft(
     draft, it reads its own state of the draft before.
 
     Args:
-      state: the state, with the cache that `_verify` returned.
-      state_BJD, new_BJ, accepted_B: the other results of `_verify`.
+      state: the state, with the cache that `_verify_drafts` returned.
+      state_BJD, new_BJ, accepted_B: the other results of `_verify_drafts`.
       `advance` explains the other arguments.
 
     Returns:
       The state with new drafts and the module's new cache.
     """
     k = state.drafts.shape[1]
-    run_mtp = _mtp_step(model, mesh)
+    run_mtp = _mtp_function(model, mesh)
     t_BJ = state.position[:, None] + jnp.arange(k + 1, dtype=jnp.int32)
     # This call only writes keys and values of the accepted tokens into the cache; XLA removes the
     # rest of it.
@@ -364,7 +364,7 @@ def _draft(
     )
 
 
-def _mtp_step(model: Qwen3Next, mesh: Mesh | None):
+def _mtp_function(model: Qwen3Next, mesh: Mesh | None):
     """Returns a function that applies the MTP module once.
 
     Its arguments are states [B, T, D], the token after each of them [B, T], positions [B, T], and

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.interop import shard_slices, tensor_rows
 from qwen3next_jax.interop.entries import TensorSlice
-from qwen3next_jax.interop.layout import Parameter
+from qwen3next_jax.interop.layout import StoredParameter
 from qwen3next_jax.interop.shard_slices import ShardSlice
 
 MAX_PIECE_BYTES = 64 * 2**20
@@ -28,13 +28,13 @@ ReadSlice = Callable[[ShardSlice], np.ndarray]
 
 
 def make_array(
-    parameter: Parameter, dtype: np.dtype, sharding: Sharding | None, read_values: ReadSlice
+    parameter: StoredParameter, dtype: np.dtype, sharding: Sharding | None, read_values: ReadSlice
 ) -> jax.Array:
     """Makes the array of `parameter` on the devices.
 
     Args:
-      parameter: the parameter (`layout.Parameter`): where it is in the tree, and which tensors of
-        the file hold it.
+      parameter: the parameter (`layout.StoredParameter`): where it is in the tree, and which
+        tensors of the file hold it.
       dtype: the array's dtype.
       sharding: the array's sharding; None: the array is on the default device, and JAX may move it
         (it is uncommitted).
@@ -49,7 +49,7 @@ def make_array(
 
 
 def make_shards(
-    parameter: Parameter,
+    parameter: StoredParameter,
     dtype: np.dtype,
     indices: Mapping[jax.Device | None, tuple[slice, ...]],
     read_values: ReadSlice,
@@ -61,16 +61,17 @@ def make_shards(
       dtype: the dtype of the shards.
       indices: device → the index of its shard in the parameter; the device None is the default
         device.
-      read_values: function from a slice of the parameter to its values in `dtype`. Its calls cover
-        each element that the devices hold once, and no other element. If the shards together form
-        one slice, they are read together, because long rows of a file are read faster than short
-        ones.
+      read_values: function from a slice of the parameter to its values in `dtype`. The calls ask
+        for each element that the devices hold exactly once, and for no other element. If the shards
+        together form one slice, one call may read several shards, because long rows of a file are
+        read faster than short ones.
 
     Returns:
       The shards, in the order of `indices`.
     """
     part_of = {
-        device: shard_slices.normalized(index, parameter.shape) for device, index in indices.items()
+        device: shard_slices.with_start_and_stop(index, parameter.shape)
+        for device, index in indices.items()
     }
     # If several devices hold the same slice, the first device reads it and the others copy it.
     reader_of = {part: device for device, part in reversed(part_of.items())}
@@ -90,7 +91,7 @@ def make_shards(
 
 
 def _read_group(
-    parameter: Parameter,
+    parameter: StoredParameter,
     dtype: np.dtype,
     device_of: Mapping[ShardSlice, jax.Device | None],
     read_values: ReadSlice,
@@ -119,7 +120,7 @@ def _read_group(
         part: jnp.zeros(shard_slices.shape_of(part), dtype, device=device)
         for part, device in device_of.items()
     }
-    for piece in tensor_rows.pieces(parameter, bounding, max_elements):
+    for piece in tensor_rows.split_along_rows(parameter, bounding, max_elements):
         values = read_values(piece)
         # The host may read faster than the devices copy. If it did not wait here, pieces would fill
         # up its memory.
@@ -151,12 +152,12 @@ class TensorReader:
 
     def __init__(self):
         # The parameter, the slice of it that is cached, and the values of that slice.
-        self._cached: tuple[Parameter, ShardSlice, np.ndarray] | None = None
+        self._cached: tuple[StoredParameter, ShardSlice, np.ndarray] | None = None
 
     def blocks(
         self,
         array: jax.Array | np.ndarray,
-        parameter: Parameter,
+        parameter: StoredParameter,
         tensor: TensorSlice,
         layer: int,
     ) -> Iterator[np.ndarray]:
@@ -181,7 +182,7 @@ class TensorReader:
     def _read_rows(
         self,
         array: jax.Array | np.ndarray,
-        parameter: Parameter,
+        parameter: StoredParameter,
         tensor: TensorSlice,
         layer: int,
         rows: slice,
@@ -192,16 +193,18 @@ class TensorReader:
         needed = tensor_rows.slice_around_rows(parameter, tensor, layer, rows)
         cached, values = self._read_cached(array, parameter, needed)
         index = shard_slices.relative_to(cached, needed)
-        ((_, layer_part, layer_values),) = tensor_rows.layers(parameter, needed, values[index])
+        ((_, layer_part, layer_values),) = tensor_rows.transposed_layers(
+            parameter, needed, values[index]
+        )
         block = np.empty((rows.stop - rows.start, tensor.shape[-1]), values.dtype)
-        for run in tensor_rows.runs(parameter, tensor, layer_part, rows):
+        for run in tensor_rows.row_runs(parameter, tensor, layer_part, rows):
             source = layer_values[run.index]
             target = block[run.rows.start - rows.start : run.rows.stop - rows.start]
-            tensor_rows.copy(target.reshape(source.shape), source)
+            tensor_rows.copy_rows(target.reshape(source.shape), source)
         return block
 
     def _read_cached(
-        self, array: jax.Array | np.ndarray, parameter: Parameter, needed: ShardSlice
+        self, array: jax.Array | np.ndarray, parameter: StoredParameter, needed: ShardSlice
     ) -> tuple[ShardSlice, np.ndarray]:
         """Returns a slice that contains `needed`, and the values of this slice on the host."""
         if self._cached is not None:
@@ -217,7 +220,7 @@ class TensorReader:
 
 
 def _extend_to_piece(
-    needed: ShardSlice, parameter: Parameter, array: jax.Array | np.ndarray
+    needed: ShardSlice, parameter: StoredParameter, array: jax.Array | np.ndarray
 ) -> ShardSlice:
     """Extends the slice `needed` to as much as fits into `MAX_PIECE_BYTES`. If the whole array
     fits, the result is the whole array. Otherwise the slice is extended along the first dimension
@@ -247,7 +250,7 @@ def read_slice(array: jax.Array | np.ndarray, part: ShardSlice) -> np.ndarray:
         return np.asarray(array)
     values = np.empty(shard_slices.shape_of(part), array.dtype)
     for shard in array.addressable_shards:
-        shard_part = shard_slices.normalized(shard.index, array.shape)
+        shard_part = shard_slices.with_start_and_stop(shard.index, array.shape)
         common = shard_slices.intersection(part, shard_part)
         if shard.replica_id or common is None:
             continue

@@ -2,8 +2,8 @@
 `writing.PartialExport`.
 
 A file of weights is written on the local disk, uploaded, and removed. progress.json in the bucket
-names what is complete, and an export with the same identity continues from there. config.json is
-uploaded after all other files, so an export that was killed is no Hugging Face directory.
+names the complete files; a later export with the same identity skips these files. config.json is
+uploaded after all other files, so a reader refuses the folder of an export that was killed.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import numpy as np
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.errors import UserError, as_user_error, require
 from qwen3next_jax.common.storage import BucketPath
-from qwen3next_jax.interop.writing import DIGESTS, INDEX, Tensor, header, write_json
+from qwen3next_jax.interop.writing import DIGESTS, INDEX, Tensor, safetensors_header, write_json
 
 _PROGRESS = "progress.json"
 _LAST = "config.json"
@@ -82,7 +82,7 @@ class BucketExport:
         order.
         """
         path, digest = pathlib.Path(self._folder.name) / name, hashlib.sha256()
-        begin = np.frombuffer(header(self._files[name]), np.uint8)
+        begin = np.frombuffer(safetensors_header(self._files[name]), np.uint8)
         with as_user_error(f"{self._out / name}: cannot be written", OSError):
             with path.open("wb") as file:
                 for block in itertools.chain([begin], blocks):

@@ -52,10 +52,10 @@ class Entry(NamedTuple):
 
 
 # A function from a model's settings to the entries of one of its modules.
-Entries = Callable[[ModelConfig], Iterator[Entry]]
+EntryFunction = Callable[[ModelConfig], Iterator[Entry]]
 
 
-def one_tensor(
+def one_tensor_entry(
     path: str,
     name: str,
     axes: tuple[int, ...],
@@ -68,19 +68,19 @@ def one_tensor(
     return Entry(path, axes, (TensorSlice((), name, tensor_shape, row_order),))
 
 
-def vector(path: str, name: str, width: int) -> Entry:
+def vector_entry(path: str, name: str, width: int) -> Entry:
     """Returns the entry of a parameter [width] that a single tensor [width] holds."""
-    return one_tensor(path, name, (0,), (width,))
+    return one_tensor_entry(path, name, (0,), (width,))
 
 
-def under_module(module: str, entries: Iterator[Entry]) -> Iterator[Entry]:
+def entries_under_module(module: str, entries: Iterator[Entry]) -> Iterator[Entry]:
     """Returns the entries of the submodule `module` of a layer. Their paths, which begin in the
     submodule, get the prefix "MODULE/".
     """
     return (entry._replace(path=f"{module}/{entry.path}") for entry in entries)
 
 
-def swiglu(path_prefix: str, name_prefix: str, width: int, hidden: int) -> Iterator[Entry]:
+def swiglu_entries(path_prefix: str, name_prefix: str, width: int, hidden: int) -> Iterator[Entry]:
     """Yields the entries of a SwiGLU MLP.
 
     Args:
@@ -94,6 +94,6 @@ def swiglu(path_prefix: str, name_prefix: str, width: int, hidden: int) -> Itera
         TensorSlice((1,), f"{name_prefix}.up_proj.weight", (hidden, width)),
     )
     yield Entry(f"{path_prefix}gate_up", (1, 2, 0), gate_and_up)
-    yield one_tensor(
+    yield one_tensor_entry(
         f"{path_prefix}down", f"{name_prefix}.down_proj.weight", (1, 0), (width, hidden)
     )

@@ -66,7 +66,7 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     fields = form.text_fields(raw, where)
     check_sizes(form, fields, {name: weights.shape(name) for name in weights.names}, where)
     checkpoint = Checkpoint(
-        directory, raw, form, weights, _settings(form, fields, weights.names, where)
+        directory, raw, form, weights, _parse_settings(form, fields, weights.names, where)
     )
     if tower := checkpoint.vision_tensors:
         note_once(
@@ -112,14 +112,14 @@ def parse_hf_config(fields: Fields, names: Collection[str], where: str) -> Model
       UserError: the model_type is unknown, or this project does not compute the model.
     """
     form = form_of(fields, where)
-    return _settings(form, form.text_fields(fields, where), names, where)
+    return _parse_settings(form, form.text_fields(fields, where), names, where)
 
 
-def _settings(form: Form, fields: Fields, names: Collection[str], where: str) -> ModelConfig:
+def _parse_settings(form: Form, fields: Fields, names: Collection[str], where: str) -> ModelConfig:
     """Does the work of `parse_hf_config`. `fields` are the fields of the text model, as
     `form.text_fields` returns them.
     """
-    values = form.read(fields, where)
+    values = form.read_settings(fields, where)
     dtype = first_present(fields, "dtype", "torch_dtype")
     require(
         dtype is None or isinstance(dtype, str),
@@ -127,8 +127,8 @@ def _settings(form: Form, fields: Fields, names: Collection[str], where: str) ->
     )
     values["dtype"] = "bfloat16" if dtype == "bfloat16" else "float32"
     values["mtp_depth"] = _mtp_depth(form, fields, names)
-    values["bos_token_id"] = _token(fields, "bos_token_id", where)
-    values["eos_token_id"] = _token(fields, "eos_token_id", where)
+    values["bos_token_id"] = _token_id(fields, "bos_token_id", where)
+    values["eos_token_id"] = _token_id(fields, "eos_token_id", where)
     values["hf_form"] = form.name
     values["hf_fused_experts"] = _fused_experts(names)
     check_trusted({"model": values}, where)
@@ -147,13 +147,13 @@ def _settings(form: Form, fields: Fields, names: Collection[str], where: str) ->
 
 def _mtp_depth(form: Form, fields: Fields, names: Collection[str]) -> Any:
     """Returns the value of `mtp_depth` (see `parse_hf_config`) without checking it."""
-    if not form.multi_token_prediction or not any(name.startswith("mtp.") for name in names):
+    if not form.mtp_entries or not any(name.startswith("mtp.") for name in names):
         return 0
     depth = first_present(fields, "mtp_depth", "mtp_num_hidden_layers")
     return 1 if depth is None else depth
 
 
-def _token(fields: Fields, name: str, where: str) -> Any:
+def _token_id(fields: Fields, name: str, where: str) -> Any:
     """Returns the token id in the field `name`; -1 if the field is missing, null or an empty list.
     For a list of ids, the result is the first one, because the documents of the training data end
     with a single token.
@@ -202,23 +202,26 @@ def check_sizes(
         )
     for name in ("num_hidden_layers", "layer_types", "mlp_only_layers"):
         require(
-            _count(fields, name) <= len(layers),
-            f"{where}: {name}: {short_repr(_count(fields, name))} layers, "
+            _integer_or_length(fields, name) <= len(layers),
+            f"{where}: {name}: {short_repr(_integer_or_length(fields, name))} layers, "
             f"the weights have {len(layers)}",
         )
     # A field that no layer uses may be larger than all tensors, but not larger than _SMALL_WIDTH.
     widest = max((max(shape, default=0) for shape in shapes.values()), default=0)
     for names in form.width_fields:
-        product = " × ".join(f"{name} = {short_repr(_count(fields, name))}" for name in names)
+        product = " × ".join(
+            f"{name} = {short_repr(_integer_or_length(fields, name))}" for name in names
+        )
         require(
-            math.prod(_count(fields, name) for name in names) <= max(widest, _SMALL_WIDTH),
+            math.prod(_integer_or_length(fields, name) for name in names)
+            <= max(widest, _SMALL_WIDTH),
             f"{where}: {product}: the widest of the weights has {widest}",
         )
 
 
-def _count(fields: Fields, name: str) -> int:
+def _integer_or_length(fields: Fields, name: str) -> int:
     """Returns the value of a field that is an integer, or the length of a field that is a list; 0
-    for any other field. `Form.read` checks the types later.
+    for any other field. `Form.read_settings` checks the types later.
     """
     value = fields.get(name)
     if isinstance(value, list):
@@ -239,17 +242,17 @@ def format_hf_config(config: ModelConfig, dtype: str, source: Fields | None = No
         text model and a vision tower), the result also keeps the fields outside of the text model.
     """
     form = FORMS[config.hf_form]
-    fields = form.write(config, dtype, {}, {})
+    fields = form.write_fields(config, dtype, {}, {})
     if not source:
         return fields
     source_form = form_of(source, "the source's config.json")
     if source_form.model_types[source["model_type"]] != form.model_types[fields["model_type"]]:
         return fields
     wrapper = source if source_form.text_group else {}
-    return form.write(config, dtype, text_group(source), wrapper)
+    return form.write_fields(config, dtype, text_fields_as_written(source), wrapper)
 
 
-def text_group(fields: Fields) -> Fields:
+def text_fields_as_written(fields: Fields) -> Fields:
     """Returns the fields of the text model in a config.json, as they are written there."""
     group = form_of(fields, "config.json").text_group
     return fields[group] if group else fields

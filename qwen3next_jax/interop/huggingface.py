@@ -32,13 +32,18 @@ from qwen3next_jax.interop.hf_config import (
     format_hf_config,
     open_checkpoint,
     read_hf_config,
-    text_group,
+    text_fields_as_written,
 )
-from qwen3next_jax.interop.layout import Parameter, check_hf_form, constants, parameters
+from qwen3next_jax.interop.layout import (
+    StoredParameter,
+    check_hf_form,
+    constant_tensors,
+    stored_parameters,
+)
 from qwen3next_jax.interop.shard_slices import ShardSlice
-from qwen3next_jax.interop.source import read_source
+from qwen3next_jax.interop.source import read_export_source
 from qwen3next_jax.interop.weights import Weights, count_and_names
-from qwen3next_jax.interop.writing import PartialExport, Tensor, files_of, write_json
+from qwen3next_jax.interop.writing import PartialExport, Tensor, tensors_by_file, write_json
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.parameters import Declared
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0, run_on_all
@@ -67,11 +72,11 @@ def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
     check_hf_form(config)
     return {
         tensor.name: np.concatenate(list(tensor.blocks())).reshape(tensor.shape)
-        for tensor in _tensors(tree, config)
+        for tensor in _tensors_to_write(tree, config)
     }
 
 
-def _tensors(tree: Any, config: ModelConfig, dtype: str | None = None) -> Iterator[Tensor]:
+def _tensors_to_write(tree: Any, config: ModelConfig, dtype: str | None = None) -> Iterator[Tensor]:
     """Yields the tensors of a parameter tree, each with a function that reads its values.
 
     Args:
@@ -84,7 +89,7 @@ def _tensors(tree: Any, config: ModelConfig, dtype: str | None = None) -> Iterat
         path_string(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
     reader = TensorReader()
-    for parameter in parameters(config):
+    for parameter in stored_parameters(config):
         leaf = leaves.get(parameter.path)
         if leaf is None or leaf.shape != parameter.shape:
             raise ValueError(
@@ -98,9 +103,9 @@ def _tensors(tree: Any, config: ModelConfig, dtype: str | None = None) -> Iterat
                 yield Tensor(prefix + tensor.name, tensor_dtype, tensor.shape, blocks)
 
 
-def _constants(config: ModelConfig) -> Iterator[Tensor]:
-    """Yields the tensors of integers that hold no parameters (`layout.constants`)."""
-    for name, value in constants(config).items():
+def _constant_tensors(config: ModelConfig) -> Iterator[Tensor]:
+    """Yields the tensors of integers that hold no parameters (`layout.constant_tensors`)."""
+    for name, value in constant_tensors(config).items():
         yield Tensor(name, value.dtype, value.shape, lambda value=value: iter([value]))
 
 
@@ -116,7 +121,7 @@ def check_hf(path: str | os.PathLike) -> ModelConfig:
     """
     checkpoint = open_checkpoint(path)
     with checkpoint.weights:
-        _check_tensors(checkpoint, parameters(checkpoint.config))
+        _check_tensors(checkpoint, stored_parameters(checkpoint.config))
     return checkpoint.config
 
 
@@ -203,7 +208,7 @@ def load_params(path: str | os.PathLike, like: Any) -> Any:
     def read() -> dict[str, jax.Array]:
         checkpoint = open_checkpoint(path)
         with checkpoint.weights as weights:
-            stored = parameters(checkpoint.config)
+            stored = stored_parameters(checkpoint.config)
             _check_tensors(checkpoint, stored)
             if spans_processes:
                 process, processes = jax.process_index(), jax.process_count()
@@ -224,7 +229,9 @@ def load_params(path: str | os.PathLike, like: Any) -> Any:
     )
 
 
-def _read_array(weights: Weights, parameter: Parameter, like: jax.ShapeDtypeStruct) -> jax.Array:
+def _read_array(
+    weights: Weights, parameter: StoredParameter, like: jax.ShapeDtypeStruct
+) -> jax.Array:
     """Reads a parameter into an array with the dtype and the sharding of `like`."""
 
     def read(part: ShardSlice) -> np.ndarray:
@@ -234,7 +241,7 @@ def _read_array(weights: Weights, parameter: Parameter, like: jax.ShapeDtypeStru
 
 
 def read_parameter_slice(
-    weights: Weights, parameter: Parameter, part: ShardSlice, dtype: np.dtype
+    weights: Weights, parameter: StoredParameter, part: ShardSlice, dtype: np.dtype
 ) -> np.ndarray:
     """Reads the values of a slice of a stacked parameter. Of the parameter's tensors, it reads only
     the rows and columns that the slice holds.
@@ -249,17 +256,17 @@ def read_parameter_slice(
       UserError: a value is not finite in `dtype`.
     """
     values = np.empty(shard_slices.shape_of(part), dtype)
-    for prefix, layer_part, layer in tensor_rows.layers(parameter, part, values):
+    for prefix, layer_part, layer in tensor_rows.transposed_layers(parameter, part, values):
         for tensor in parameter.entry.slices:
-            for run in tensor_rows.runs(parameter, tensor, layer_part):
+            for run in tensor_rows.row_runs(parameter, tensor, layer_part):
                 blocks = [
                     weights.read(prefix + tensor.name, run.rows, columns)
-                    for columns in tensor_rows.columns(parameter, tensor, layer_part)
+                    for columns in tensor_rows.column_ranges(parameter, tensor, layer_part)
                 ]
                 rows = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
                 target = layer[run.index]
                 with np.errstate(over="ignore"):  # an overflow gives inf, which is refused below
-                    tensor_rows.copy(target, rows.reshape(target.shape))
+                    tensor_rows.copy_rows(target, rows.reshape(target.shape))
                 if not np.isfinite(target).all():
                     raise UserError(
                         f"{weights.directory}: tensor {prefix + tensor.name} holds values that are "
@@ -269,7 +276,7 @@ def read_parameter_slice(
     return values
 
 
-def _check_tensors(checkpoint: Checkpoint, stored: Iterable[Parameter]) -> None:
+def _check_tensors(checkpoint: Checkpoint, stored: Iterable[StoredParameter]) -> None:
     """Checks the names and shapes of a checkpoint's tensors.
 
     Raises:
@@ -286,7 +293,7 @@ def _check_tensors(checkpoint: Checkpoint, stored: Iterable[Parameter]) -> None:
         for tensor in parameter.entry.slices
     }
     _check_constants(checkpoint)
-    names -= constants(config).keys()
+    names -= constant_tensors(config).keys()
     missing = expected.keys() - names
     if missing:
         raise UserError(
@@ -311,10 +318,10 @@ def _check_tensors(checkpoint: Checkpoint, stored: Iterable[Parameter]) -> None:
 
 
 def _check_constants(checkpoint: Checkpoint) -> None:
-    """Raises UserError if the checkpoint has a tensor of integers (`layout.constants`) with other
-    values than its settings require. A checkpoint may lack these tensors.
+    """Raises UserError if the checkpoint has a tensor of integers (`layout.constant_tensors`) with
+    other values than its settings require. A checkpoint may lack these tensors.
     """
-    for name, expected in constants(checkpoint.config).items():
+    for name, expected in constant_tensors(checkpoint.config).items():
         if name not in checkpoint.weights.names:
             continue
         found = checkpoint.weights.read_integers(name)
@@ -381,11 +388,15 @@ def save_hf(
     check_hf_form(config)
     if source is None and to_path(getattr(model, "hf_source", "") or os.devnull).is_dir():
         source = model.hf_source
-    from_source = read_source(source, config, vision, out_dir)
+    from_source = read_export_source(source, config, vision, out_dir)
     if from_source.directory is not None:
         require_undamaged(from_source.directory)
-    files = files_of(
-        [*_tensors(params, config, dtype), *_constants(config), *from_source.vision_tensors]
+    files = tensors_by_file(
+        [
+            *_tensors_to_write(params, config, dtype),
+            *_constant_tensors(config),
+            *from_source.vision_tensors,
+        ]
     )
     stored_as = dtype or str(params["embedding"][...].dtype)
     fields = format_hf_config(config, stored_as, from_source.fields)
@@ -399,7 +410,9 @@ def save_hf(
         return broadcast_from_process_0(work) if spans_processes else work()
 
     def write_other_files(directory: pathlib.Path) -> None:
-        tokens = {name: text_group(fields)[name] for name in ("bos_token_id", "eos_token_id")}
+        tokens = {
+            name: text_fields_as_written(fields)[name] for name in ("bos_token_id", "eos_token_id")
+        }
         generation = {"_from_model_config": True} | from_source.generation | tokens
         write_json(directory / "config.json", fields)
         write_json(directory / "generation_config.json", generation)

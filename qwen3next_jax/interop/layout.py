@@ -1,8 +1,9 @@
 """Says which tensors of a Hugging Face checkpoint hold which parameters of a model.
 
 The tensors of a layer hold its norms, its mixer and its MLP, and their names begin with the layer's
-name. A form (`interop.families`) has the entries of the mixers that it stores. The class of any
-other mixer may define its entries itself (`hf_entries`, docs/extending.md).
+name. A form (`interop.families.form.Form`) is one way to store a model in files. It has entries
+(`interop.entries.Entry`: the tensors of a parameter) for the mixers that it stores. The class of
+any other mixer may define its entries itself (`hf_entries`, docs/extending.md).
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,13 @@ import numpy as np
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ModelConfig, to_dict
-from qwen3next_jax.interop.entries import Entries, Entry, one_tensor, swiglu, under_module
+from qwen3next_jax.interop.entries import (
+    Entry,
+    EntryFunction,
+    entries_under_module,
+    one_tensor_entry,
+    swiglu_entries,
+)
 from qwen3next_jax.interop.families import FORMS
 from qwen3next_jax.interop.families.form import NOT_IN_FILES, Form
 from qwen3next_jax.model import declared
@@ -21,7 +28,7 @@ from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.parameters import Declared
 
 
-class Parameter(NamedTuple):
+class StoredParameter(NamedTuple):
     """One parameter of the model, with the tensors that hold it.
 
     Attributes:
@@ -43,7 +50,7 @@ class Parameter(NamedTuple):
         return self.declared.stack + self.declared.shape
 
 
-def parameters(config: ModelConfig) -> list[Parameter]:
+def stored_parameters(config: ModelConfig) -> list[StoredParameter]:
     """Returns all parameters of a model, with the tensors that hold them in the form
     `config.hf_form`. The form must be able to hold the model (`check_hf_form`).
 
@@ -52,7 +59,7 @@ def parameters(config: ModelConfig) -> list[Parameter]:
         name one that it has.
     """
     declarations = declared(config)
-    found = list(_parameters(config, declarations))
+    found = list(_stored_parameters(config, declarations))
     stored, existing = {parameter.path for parameter in found}, declarations.keys()
     require(
         stored == existing,
@@ -63,7 +70,9 @@ def parameters(config: ModelConfig) -> list[Parameter]:
     return found
 
 
-def _parameters(config: ModelConfig, declarations: Mapping[str, Declared]) -> Iterator[Parameter]:
+def _stored_parameters(
+    config: ModelConfig, declarations: Mapping[str, Declared]
+) -> Iterator[StoredParameter]:
     """Yields all parameters of a model, as its form's entries name them. `declarations`: path of a
     parameter → its declaration. A parameter whose path is not among them has None in place of the
     declaration.
@@ -77,27 +86,27 @@ def _parameters(config: ModelConfig, declarations: Mapping[str, Declared]) -> It
             if entry.all_experts and part in config.hf_fused_experts:
                 entry = entry._replace(slices=(entry.all_experts,))
             full_path = module + entry.path
-            yield Parameter(full_path, entry, prefixes, declarations.get(full_path))
+            yield StoredParameter(full_path, entry, prefixes, declarations.get(full_path))
 
-    yield from with_paths("", (form.trunk_prefix,), _embedding(config))
-    yield from with_paths("", (form.trunk_prefix,), form.final_norm(config))
+    yield from with_paths("", (form.trunk_prefix,), _embedding_entries(config))
+    yield from with_paths("", (form.trunk_prefix,), form.final_norm_entries(config))
     if not config.tie_word_embeddings:
-        yield from with_paths("", ("",), _head(config))
+        yield from with_paths("", ("",), _head_entries(config))
     for position, layers in enumerate(config.stacks):
         prefixes = tuple(f"{form.trunk_prefix}layers.{layer}." for layer in layers)
-        entries = _layer(form, config, *config.layer_kinds[layers[0]])
+        entries = _layer_entries(form, config, *config.layer_kinds[layers[0]])
         yield from with_paths(f"layers/{position}/", prefixes, entries)
         number = config.ple.number(layers[0])
         if number is not None:
-            entries = form.layer_embedding(config, number)
+            entries = form.layer_embedding_entries(config, number)
             yield from with_paths(f"layers/{position}/embedding/", prefixes, entries)
     if config.mtp_depth:
-        yield from with_paths("mtp/", ("mtp.",), form.multi_token_prediction(config))
-        entries = _layer(form, config, *config.layer_kinds[-1])
+        yield from with_paths("mtp/", ("mtp.",), form.mtp_entries(config))
+        entries = _layer_entries(form, config, *config.layer_kinds[-1])
         yield from with_paths("mtp/block/", ("mtp.layers.0.",), entries)
 
 
-def constants(config: ModelConfig) -> dict[str, np.ndarray]:
+def constant_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     """Returns the tensors that hold no parameters, but integers that follow from the settings (the
     hashing of n-grams in `model.ple`): name → integers.
     """
@@ -109,30 +118,32 @@ def constants(config: ModelConfig) -> dict[str, np.ndarray]:
     }
 
 
-def _embedding(config: ModelConfig) -> Iterator[Entry]:
+def _embedding_entries(config: ModelConfig) -> Iterator[Entry]:
     size = (config.vocab_size, config.hidden_size)
-    yield one_tensor("embedding", "embed_tokens.weight", (0, 1), size)
+    yield one_tensor_entry("embedding", "embed_tokens.weight", (0, 1), size)
 
 
-def _head(config: ModelConfig) -> Iterator[Entry]:
-    yield one_tensor("head", "lm_head.weight", (1, 0), (config.vocab_size, config.hidden_size))
+def _head_entries(config: ModelConfig) -> Iterator[Entry]:
+    yield one_tensor_entry(
+        "head", "lm_head.weight", (1, 0), (config.vocab_size, config.hidden_size)
+    )
 
 
-def _layer(form: Form, config: ModelConfig, mixer: str, sparse: bool) -> Iterator[Entry]:
+def _layer_entries(form: Form, config: ModelConfig, mixer: str, sparse: bool) -> Iterator[Entry]:
     """Yields the entries of a layer with the mixer named `mixer`, and with experts if `sparse`,
     otherwise with a dense MLP.
     """
-    yield from form.layer_norms(config, mixer)
-    yield from under_module("mixer", _mixer_entries(form, mixer)(config))
+    yield from form.layer_norm_entries(config, mixer)
+    yield from entries_under_module("mixer", _mixer_entries(form, mixer)(config))
     if sparse:
-        yield from under_module("mlp", form.experts(config))
+        yield from entries_under_module("mlp", form.expert_entries(config))
     else:
-        yield from under_module(
-            "mlp", swiglu("", "mlp", config.hidden_size, config.intermediate_size)
+        yield from entries_under_module(
+            "mlp", swiglu_entries("", "mlp", config.hidden_size, config.intermediate_size)
         )
 
 
-def _mixer_entries(form: Form, mixer: str) -> Entries | None:
+def _mixer_entries(form: Form, mixer: str) -> EntryFunction | None:
     """Returns the function that yields the entries of a mixer; None if the form cannot store the
     mixer.
 
@@ -140,8 +151,8 @@ def _mixer_entries(form: Form, mixer: str) -> Entries | None:
     `hf_entries` does not count, because a mixer that derives from another one computes something
     else.
     """
-    if mixer in form.mixers:
-        return form.mixers[mixer]
+    if mixer in form.mixer_entries:
+        return form.mixer_entries[mixer]
     cls = mixer_class(mixer)
     return cls.hf_entries if vars(cls).get("hf_entries") else None
 
@@ -167,7 +178,7 @@ def check_hf_form(config: ModelConfig) -> None:
         )
     default = flatten(to_dict(ModelConfig()))
     for name, value in flatten(to_dict(config)).items():
-        if name.partition(".")[0] in form.settings | NOT_IN_FILES:
+        if name.partition(".")[0] in form.stored_settings | NOT_IN_FILES:
             continue
         expected = repr(default[name]) if name in default else "its default"
         require(
@@ -175,7 +186,7 @@ def check_hf_form(config: ModelConfig) -> None:
             f"model.{name} = {value!r}: transformers' {form.title} has only {expected}, so "
             "this model has no Hugging Face form",
         )
-    form.check(config)
+    form.check_model(config)
 
 
 def _layers_with(config: ModelConfig, mixer: str) -> str:
@@ -193,6 +204,6 @@ def _other_mixers(form: Form) -> str:
     others = [
         f"{other.name} has {' and '.join(sorted(mixers))}"
         for other in FORMS.values()
-        if (mixers := other.mixers.keys() - form.mixers.keys())
+        if (mixers := other.mixer_entries.keys() - form.mixer_entries.keys())
     ]
     return f" (--form: {'; '.join(others)})"

@@ -8,7 +8,7 @@ all parts one below the other, and lora_B is 0 where the rank of a part meets th
 The ranks and alphas of modules are in `rank_pattern` and `alpha_pattern`.
 
 transformers' experts, and the multi-token prediction module, are not modules that PEFT adapts in
-this way; their adapters are refused.
+this way; `check_adapters` refuses adapters of these parts.
 """
 
 import json
@@ -26,15 +26,15 @@ from qwen3next_jax.common.trees import leaves_by_path
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.entries import TensorSlice
 from qwen3next_jax.interop.families import FORMS
-from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
+from qwen3next_jax.interop.layout import StoredParameter, check_hf_form, stored_parameters
 from qwen3next_jax.interop.tensor_rows import layer_rows
-from qwen3next_jax.interop.writing import require_new
+from qwen3next_jax.interop.writing import require_empty_folder
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.adapter_names import SUFFIX, is_adapter, without_adapters
 
 # The forms whose models transformers builds of modules that PEFT can adapt.
 FORMS_WITH_MODULES = ("qwen3_next", "qwen3_5_text", "qwen3_5", "olmo_hybrid")
-Pair = tuple[np.ndarray, np.ndarray]
+LoraPair = tuple[np.ndarray, np.ndarray]
 
 
 def save_adapter(
@@ -56,10 +56,10 @@ def save_adapter(
       UserError: transformers has no modules for some of the adapters, or `out` is not new.
     """
     check_adapters(config)
-    require_new(out)
+    require_empty_folder(out)
     scale = config.lora.alpha / config.lora.rank
     tensors, ranks = {}, {}
-    for module, (a, b) in _pairs(config, leaves_by_path(adapters)).items():
+    for module, (a, b) in _lora_pairs(config, leaves_by_path(adapters)).items():
         tensors[f"base_model.model.{module}.lora_A.weight"] = np.ascontiguousarray(a)
         tensors[f"base_model.model.{module}.lora_B.weight"] = np.ascontiguousarray(b)
         ranks[module] = len(a)
@@ -91,7 +91,8 @@ def check_adapters(config: ModelConfig) -> None:
     """Checks that transformers has a module for each adapter of the model.
 
     Raises:
-      UserError: it has not; the message names the adapters, or the form.
+      UserError: some adapters have no module; the message names these adapters, or the form of the
+        model if transformers has no modules for the whole form.
     """
     plain = without_adapters(config)
     require(
@@ -104,15 +105,15 @@ def check_adapters(config: ModelConfig) -> None:
         f"the merged weights (PEFT has modules in {', '.join(FORMS_WITH_MODULES)})",
     )
     check_hf_form(plain)
-    own = {mixer for mixer, _ in config.layer_kinds} - FORMS[config.hf_form].mixers.keys()
+    own = {mixer for mixer, _ in config.layer_kinds} - FORMS[config.hf_form].mixer_entries.keys()
     require(
         not own,
         f"transformers has no modules of the mixers {', '.join(sorted(own))}: leave --adapter out",
     )
     refused = [
         parameter.path
-        for parameter in parameters(plain)
-        if parameter.path in _adapted(config)
+        for parameter in stored_parameters(plain)
+        if parameter.path in _adapted_paths(config)
         and (parameter.path.startswith("mtp/") or parameter.declared.experts > 1)
     ]
     require(
@@ -123,16 +124,16 @@ def check_adapters(config: ModelConfig) -> None:
     )
 
 
-def _adapted(config: ModelConfig) -> set[str]:
+def _adapted_paths(config: ModelConfig) -> set[str]:
     """Returns the paths of the parameters that have adapters."""
     return {path.partition(SUFFIX + "/")[0] for path in declared(config) if is_adapter(path)}
 
 
-def _pairs(config: ModelConfig, adapters: Mapping[str, np.ndarray]) -> dict[str, Pair]:
+def _lora_pairs(config: ModelConfig, adapters: Mapping[str, np.ndarray]) -> dict[str, LoraPair]:
     """Returns name of a module → (lora_A, lora_B)."""
     pairs = {}
-    for parameter in parameters(without_adapters(config)):
-        parts = _parts(parameter, adapters)
+    for parameter in stored_parameters(without_adapters(config)):
+        parts = _adapted_parts(parameter, adapters)
         for layer, prefix in enumerate(parameter.prefixes if parts else ()):
             of_layer = {
                 own: tuple(x[layer] if parameter.declared.stack else x for x in pair)
@@ -144,8 +145,12 @@ def _pairs(config: ModelConfig, adapters: Mapping[str, np.ndarray]) -> dict[str,
     return pairs
 
 
-def _parts(parameter: Parameter, adapters: Mapping[str, np.ndarray]) -> dict[tuple[int, int], Pair]:
-    """Returns (first column, last column + 1) of each adapted part of a parameter → its A and B."""
+def _adapted_parts(
+    parameter: StoredParameter, adapters: Mapping[str, np.ndarray]
+) -> dict[tuple[int, int], LoraPair]:
+    """Returns the adapters of a parameter: (first column, last column + 1) of each adapted part →
+    its A and B.
+    """
     prefix, begin, found = parameter.path + SUFFIX, 0, {}
     columns = parameter.declared.parts or (("", parameter.declared.shape[-1]),)
     for name, width, *_ in columns:
@@ -157,8 +162,8 @@ def _parts(parameter: Parameter, adapters: Mapping[str, np.ndarray]) -> dict[tup
 
 
 def _pair_of_tensor(
-    parameter: Parameter, tensor: TensorSlice, parts: Mapping[tuple[int, int], Pair]
-) -> Pair | None:
+    parameter: StoredParameter, tensor: TensorSlice, parts: Mapping[tuple[int, int], LoraPair]
+) -> LoraPair | None:
     """Returns lora_A and lora_B of the module with the weight `tensor`, for one layer; None if the
     tensor holds no adapted part.
     """
@@ -167,7 +172,7 @@ def _pair_of_tensor(
     inputs = [axis for axis in axes if letters[axis] == "i"]
     of_rows = [axis for axis in axes if letters[axis] != "i"]
     assert list(axes) == of_rows + inputs, f"{tensor.name}: its columns are not the inputs"
-    # the last axis of the parameter as rows of the tensor: its column at each row
+    # for each row of the tensor: the index of that row on the last axis of the parameter
     column = np.broadcast_to(np.arange(shape[-1]), [shape[axis] for axis in sorted(of_rows)])
     column = column.transpose(np.argsort(np.argsort(of_rows))).ravel()[rows]
     lora_a, lora_b = [], []
@@ -186,7 +191,7 @@ def _pair_of_tensor(
     return np.concatenate(lora_a, axis=0), np.concatenate(lora_b, axis=1)
 
 
-def _columns_of_a(parameter: Parameter, tensor: TensorSlice, a: np.ndarray) -> np.ndarray:
+def _columns_of_a(parameter: StoredParameter, tensor: TensorSlice, a: np.ndarray) -> np.ndarray:
     """Returns A [in, rank] of a tensor, with its inputs in the order of the tensor's columns. Of
     several matrices with the same input (gate and up) the tensor holds one.
     """

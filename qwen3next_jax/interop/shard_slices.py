@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 ShardSlice = tuple[slice, ...]
 
 
-def normalized(index: tuple[slice, ...], shape: tuple[int, ...]) -> ShardSlice:
+def with_start_and_stop(index: tuple[slice, ...], shape: tuple[int, ...]) -> ShardSlice:
     """Returns `index`, an index of an array of `shape`, with a start and a stop in each
     dimension.
     """
@@ -55,7 +55,7 @@ def relative_to(outer: ShardSlice, part: ShardSlice) -> ShardSlice:
     )
 
 
-def split(part: ShardSlice, dims: Sequence[int], max_elements: int) -> Iterator[ShardSlice]:
+def split_slice(part: ShardSlice, dims: Sequence[int], max_elements: int) -> Iterator[ShardSlice]:
     """Splits a slice into slices of at most `max_elements` elements.
 
     Args:
@@ -73,4 +73,4 @@ def split(part: ShardSlice, dims: Sequence[int], max_elements: int) -> Iterator[
     step = max(1, max_elements * (stop - start) // num_elements(part))
     for first in range(start, stop, step):
         narrower = slice(first, min(first + step, stop))
-        yield from split((*part[:dim], narrower, *part[dim + 1 :]), later_dims, max_elements)
+        yield from split_slice((*part[:dim], narrower, *part[dim + 1 :]), later_dims, max_elements)

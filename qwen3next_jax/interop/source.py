@@ -24,7 +24,7 @@ from qwen3next_jax.interop.writing import Tensor
 _IMAGE_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
 
 
-class Source(NamedTuple):
+class ExportSource(NamedTuple):
     """The data that an export copies from the checkpoint with which its model was initialised.
 
     Attributes:
@@ -48,9 +48,9 @@ class Source(NamedTuple):
                 (directory / name).write_bytes((self.directory / name).read_bytes())
 
 
-def read_source(
+def read_export_source(
     path: str | os.PathLike | None, config: ModelConfig, vision: bool, out: str | os.PathLike
-) -> Source:
+) -> ExportSource:
     """Reads the data that an export copies from its source. Prints a note if the export does not
     copy the source's vision tower, or is a wrapper without a vision tower.
 
@@ -72,7 +72,7 @@ def read_source(
     if path is None:
         if is_wrapper:
             warn(without_tower, "note")
-        return Source()
+        return ExportSource()
     checkpoint = open_checkpoint(path)
     directory, weights = checkpoint.directory, checkpoint.weights
     for name in ("hidden_size", "vocab_size"):
@@ -92,7 +92,7 @@ def read_source(
     if is_wrapper and not copied:
         warn(without_tower, "note")
     generation = directory / "generation_config.json"
-    return Source(
+    return ExportSource(
         directory,
         checkpoint.fields,
         read_json(generation) if generation.exists() else {},

@@ -18,15 +18,15 @@ import numpy as np
 
 from qwen3next_jax.interop import shard_slices
 from qwen3next_jax.interop.entries import TensorSlice
-from qwen3next_jax.interop.layout import Parameter
+from qwen3next_jax.interop.layout import StoredParameter
 from qwen3next_jax.interop.shard_slices import ShardSlice
 
-# The number of rows that `copy` copies at once. Most copies transpose. With more rows at once, the
-# data do not fit into the processor's caches, and the copy takes five times as long.
+# The number of rows that `copy_rows` copies at once. Most copies transpose. With more rows at once,
+# the data do not fit into the processor's caches, and the copy takes five times as long.
 _ROWS_PER_COPY = 32
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """A range of rows that are consecutive in a tensor and in a slice of a layer.
 
     Attributes:
@@ -38,18 +38,20 @@ class Run(NamedTuple):
     index: tuple[int | slice | None, ...]
 
 
-def pieces(parameter: Parameter, part: ShardSlice, max_elements: int) -> Iterator[ShardSlice]:
+def split_along_rows(
+    parameter: StoredParameter, part: ShardSlice, max_elements: int
+) -> Iterator[ShardSlice]:
     """Splits the slice `part` of a parameter into slices of at most `max_elements` elements (but at
     least one element). Each of these slices needs few rows of few tensors, because the slice is
     split first by layer, and then along the first dimensions of the transposed layer.
     """
     num_stack_dims = len(parameter.declared.stack)
     layer_dims = (num_stack_dims + axis for axis in parameter.entry.axes)
-    return shard_slices.split(part, (*range(num_stack_dims), *layer_dims), max_elements)
+    return shard_slices.split_slice(part, (*range(num_stack_dims), *layer_dims), max_elements)
 
 
-def layers(
-    parameter: Parameter, part: ShardSlice, array: np.ndarray
+def transposed_layers(
+    parameter: StoredParameter, part: ShardSlice, array: np.ndarray
 ) -> Iterator[tuple[str, ShardSlice, np.ndarray]]:
     """Iterates over the layers in `array`, which holds the slice `part` of `parameter`.
 
@@ -65,7 +67,7 @@ def layers(
         yield prefix, part[1:], layer.transpose(parameter.entry.axes)
 
 
-def layer_rows(parameter: Parameter, tensor: TensorSlice) -> range | np.ndarray:
+def layer_rows(parameter: StoredParameter, tensor: TensorSlice) -> range | np.ndarray:
     """Returns, for each row of the tensor, the number of the row of the transposed layer that holds
     its values: integers [number of rows of the tensor].
     """
@@ -85,9 +87,9 @@ def layer_rows(parameter: Parameter, tensor: TensorSlice) -> range | np.ndarray:
     return rows if order is None else rows[order]
 
 
-def runs(
-    parameter: Parameter, tensor: TensorSlice, part: ShardSlice, selected: slice = slice(None)
-) -> Iterator[Run]:
+def row_runs(
+    parameter: StoredParameter, tensor: TensorSlice, part: ShardSlice, selected: slice = slice(None)
+) -> Iterator[RowRun]:
     """Yields the runs of a tensor's rows that a slice of one layer holds.
 
     Args:
@@ -98,7 +100,7 @@ def runs(
     """
     row_shape, _ = _row_and_column_shape(parameter, tensor)
     if not row_shape:  # the whole tensor is one row
-        yield Run(slice(0, 1), (None,))
+        yield RowRun(slice(0, 1), (None,))
         return
     row_dims = [part[axis] for axis in parameter.entry.axes][: len(row_shape)]
     rows = layer_rows(parameter, tensor)[selected]
@@ -129,14 +131,14 @@ def runs(
         ]
         count = int(end - begin)
         first_row = (selected.start or 0) + int(held[begin])
-        yield Run(
+        yield RowRun(
             slice(first_row, first_row + count),
             (*start[:-1], slice(start[-1], start[-1] + count)),
         )
 
 
 def slice_around_rows(
-    parameter: Parameter, tensor: TensorSlice, layer: int, rows: slice
+    parameter: StoredParameter, tensor: TensorSlice, layer: int, rows: slice
 ) -> ShardSlice:
     """Returns a slice of the stacked parameter that contains the range `rows` of a tensor's rows,
     for the layer with the index `layer`. The slice has a range of the first dimension of the
@@ -152,7 +154,7 @@ def slice_around_rows(
     return (*(slice(layer, layer + 1) for _ in parameter.declared.stack), *layer_part)
 
 
-def columns(parameter: Parameter, tensor: TensorSlice, part: ShardSlice) -> list[slice]:
+def column_ranges(parameter: StoredParameter, tensor: TensorSlice, part: ShardSlice) -> list[slice]:
     """Returns the ranges of a tensor's columns that the slice `part` of one layer holds."""
     row_shape, column_shape = _row_and_column_shape(parameter, tensor)
     column_dims = [part[axis] for axis in parameter.entry.axes][len(row_shape) :]
@@ -161,7 +163,7 @@ def columns(parameter: Parameter, tensor: TensorSlice, part: ShardSlice) -> list
     return [slice(int(run[0]), int(run[-1]) + 1) for run in np.split(numbers, breaks)]
 
 
-def copy(target: np.ndarray, source: np.ndarray) -> None:
+def copy_rows(target: np.ndarray, source: np.ndarray) -> None:
     """Copies `source` into `target`. Both have the same shape [n, …]; their strides may be any."""
     for start in range(0, len(source), _ROWS_PER_COPY):
         rows = slice(start, start + _ROWS_PER_COPY)
@@ -169,7 +171,7 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _row_and_column_shape(
-    parameter: Parameter, tensor: TensorSlice
+    parameter: StoredParameter, tensor: TensorSlice
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Splits the shape of the transposed layer into the dimensions of its rows and the dimensions
     of its columns.

@@ -264,9 +264,9 @@ class Weights:
         if right - left == width:  # whole rows are contiguous in the file: read them at once
             row_bytes = values.nbytes
         with as_user_error(f"{file}: cannot be read: restore it, or start again", OSError):
-            descriptor = self._descriptor(file)
+            descriptor = self._open_descriptor(file)
             for begin in range(0, values.nbytes, row_bytes or 1):
-                if not _read_into(buffer[begin : begin + row_bytes], descriptor, position):
+                if not _fill_buffer(buffer[begin : begin + row_bytes], descriptor, position):
                     raise self._changed_error(file)
                 position += row_step
         return values
@@ -274,7 +274,9 @@ class Weights:
     def _read_from_bucket(
         self, name: str, dtype: np.dtype, rows: slice, columns: slice
     ) -> np.ndarray:
-        """Reads whole rows, in blocks, and keeps the columns."""
+        """Does the work of `_read` for an object in a bucket: downloads whole rows, in blocks, and
+        keeps only `columns` of them.
+        """
         file, _, shape, tensor_start = self._locations[name]
         height, width = math.prod(shape[:-1]), math.prod(shape[-1:])
         top, bottom, _ = rows.indices(height)
@@ -291,18 +293,18 @@ class Weights:
             values[first - top : last - top] = block[:, left:right]
         return values
 
-    def _descriptor(self, file: pathlib.Path) -> int:
+    def _open_descriptor(self, file: pathlib.Path) -> int:
         if file not in self._open_files:
             self._open_files[file] = file.open("rb", buffering=0)
-            self._check_identity(file, os.fstat(self._open_files[file].fileno()))
+            self._check_same_file(file, os.fstat(self._open_files[file].fileno()))
         return self._open_files[file].fileno()
 
     def check_unchanged(self) -> None:
         """Raises UserError if a file was replaced or rewritten since its header was read."""
         for file in self._file_identities:
-            self._check_identity(file, file.stat() if file.exists() else None)
+            self._check_same_file(file, file.stat() if file.exists() else None)
 
-    def _check_identity(self, file: pathlib.Path, status: os.stat_result | None) -> None:
+    def _check_same_file(self, file: pathlib.Path, status: os.stat_result | None) -> None:
         if status is None or _file_identity(status) != self._file_identities[file]:
             raise self._changed_error(file)
 
@@ -313,7 +315,7 @@ class Weights:
         )
 
 
-def _read_into(buffer: memoryview, descriptor: int, position: int) -> bool:
+def _fill_buffer(buffer: memoryview, descriptor: int, position: int) -> bool:
     """Fills `buffer` with the bytes of a file from `position` on. Returns False if the file ends
     before the buffer is full.
     """
@@ -329,8 +331,8 @@ def _read_into(buffer: memoryview, descriptor: int, position: int) -> bool:
 def _file_identity(status: os.stat_result) -> tuple[int, ...]:
     """Returns what identifies a state of a file: its device, inode, size and time of modification.
     When the file is replaced or rewritten, at least one of them changes, unless a file that is
-    rewritten in place keeps its size and gets its old time back. For an object in a bucket `status`
-    is `storage.stat_of` of it, with the object's version in place of the inode.
+    rewritten in place keeps its size and gets its old time back. For an object in a bucket,
+    `status` comes from `storage.stat_of`, which puts the object's version in place of the inode.
     """
     return getattr(status, "st_dev", 0), status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -385,7 +387,7 @@ def _header_in_bucket(file: BucketPath) -> tuple[tuple[int, ...], bytes, bytes]:
     status = file.stat()
     length = file.read_bytes(0, 8)
     end = 8 + int.from_bytes(length, "little")
-    # A length that is nonsense is left for `safe_open` to name.
+    # An impossible length is not refused here: `safe_open` reports it.
     text = file.read_bytes(8, end) if end <= min(status.st_size, json_files.MAX_BYTES) else b""
     with tempfile.NamedTemporaryFile() as local:
         local.write(length + text)
@@ -406,7 +408,7 @@ def count_and_names(names: Iterable[str], limit: int = 3) -> str:
     return f"{count}: {', '.join(names[:limit])}{', …' if len(names) > limit else ''}"
 
 
-def stamp_hf(path: str | os.PathLike) -> str:
+def modification_digest(path: str | os.PathLike) -> str:
     """Returns a digest that changes when a file of the model in a Hugging Face directory is
     replaced. It is computed from the names, sizes and modification times of config.json and the
     files of weights; the files are not read.

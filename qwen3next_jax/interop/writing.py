@@ -37,7 +37,7 @@ from qwen3next_jax.common.storage import BucketPath, check_bucket
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
 _PROGRESS = "progress.json"
-# The errors that can occur when a progress.json is read that no export wrote.
+# The errors that `_read_progress` may raise for a progress.json that no export wrote.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 # The name of a file of weights while the file is being written.
 _INCOMPLETE = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors\.tmp")
@@ -73,7 +73,7 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def files_of(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+def tensors_by_file(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     """Distributes tensors over files of at most 4 GiB each. A larger tensor gets a file of its own.
 
     Returns:
@@ -97,7 +97,7 @@ def files_of(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     }
 
 
-def header(tensors: Sequence[Tensor]) -> bytes:
+def safetensors_header(tensors: Sequence[Tensor]) -> bytes:
     """Returns the header of a safetensors file of these tensors."""
     fields = {"__metadata__": {"format": "pt"}}  # transformers insists on this entry
     end = 0
@@ -177,8 +177,8 @@ class PartialExport:
           UserError: `out` exists and is not empty, another process exports to `out`, the folder has
             files that no export wrote, or the disk has too little space.
         """
-        require_new(self.out)
-        with _writable(self.folder):
+        require_empty_folder(self.out)
+        with _write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY)
         with as_user_error(
@@ -187,8 +187,8 @@ class PartialExport:
             OSError,
         ):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        require_new(self.out)  # another export may have ended meanwhile
-        with _writable(self.folder):
+        require_empty_folder(self.out)  # another export may have ended meanwhile
+        with _write_errors(self.folder):
             self._take_progress_back()
             self._complete, others = self._find_complete()
             self._is_ours = True
@@ -198,14 +198,14 @@ class PartialExport:
             self._record_progress()
             free = shutil.disk_usage(self.folder).free
         needed = sum(
-            len(header(tensors)) + sum(tensor.nbytes for tensor in tensors)
+            len(safetensors_header(tensors)) + sum(tensor.nbytes for tensor in tensors)
             for name, tensors in self._files.items()
             if name not in self._complete
         )
         require(
             needed <= free,
-            f"{self.out}: {_bytes(needed)} are to be written, and its disk has {_bytes(free)} "
-            "free: make room, or give a folder on another disk",
+            f"{self.out}: {_format_bytes(needed)} are to be written, and its disk has "
+            f"{_format_bytes(free)} free: make room, or give a folder on another disk",
         )
         return list(self._complete)
 
@@ -215,8 +215,8 @@ class PartialExport:
         """
         path = self.folder / f"{name}.tmp"
         digest, size = hashlib.sha256(), 0
-        begin = np.frombuffer(header(self._files[name]), np.uint8)
-        with _writable(path), path.open("wb", buffering=0) as file:
+        begin = np.frombuffer(safetensors_header(self._files[name]), np.uint8)
+        with _write_errors(path), path.open("wb", buffering=0) as file:
             for block in itertools.chain([begin], blocks):
                 rest = memoryview(np.ascontiguousarray(block).reshape(-1).view(np.uint8))
                 digest.update(rest)
@@ -233,7 +233,7 @@ class PartialExport:
         `write_other_files(directory)` to write the files that are not weights, writes SHA256SUMS,
         and renames the directory.
         """
-        with _writable(self.folder):
+        with _write_errors(self.folder):
             if len(self._files) > 1:
                 self._write_index()
             self._add_other_files(write_other_files)
@@ -381,11 +381,11 @@ def _read_progress(file: pathlib.Path) -> tuple[str | None, dict[str, dict[str, 
     return record["identity"], recorded, {str(name) for name in record["rest"]}
 
 
-def _writable(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
+def _write_errors(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
     return as_user_error(f"{path}: cannot be written: make room, or give another folder", OSError)
 
 
-def require_new(out: pathlib.Path | BucketPath) -> None:
+def require_empty_folder(out: pathlib.Path | BucketPath) -> None:
     """Raises UserError unless `out` is an empty directory, or can be created. For a bucket, it only
     checks that the bucket can be used.
     """
@@ -409,5 +409,5 @@ def write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _bytes(size: int) -> str:
+def _format_bytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"

@@ -46,7 +46,7 @@ class GatedDeltaNet(Recurrent):
         *Recurrent.switches,
         "decay_gate",
         "decay_init",
-        "erase",
+        "delta_term",
         "beta_gate",
         "beta_range",
         "linear_output_gate",
@@ -167,7 +167,7 @@ class GatedDeltaNet(Recurrent):
 
     @classmethod
     def uses_delta_term(cls, config: ModelConfig) -> bool:
-        return config.erase
+        return config.delta_term
 
 
 def log_of_uniform(lowest: float) -> Callable[[jax.Array, tuple[int, ...]], jax.Array]:

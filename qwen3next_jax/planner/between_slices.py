@@ -27,7 +27,7 @@ from qwen3next_jax.sharding.rules import ROWS, SLICE, TENSOR
 DENSE_EFFICIENCY, GROUPED_EFFICIENCY = 0.75, 0.60
 
 
-class BetweenSlices(NamedTuple):
+class SliceTraffic(NamedTuple):
     """The traffic between slices in one step, for one device. (The planner's JSON contains the
     fields under these names.)
 
@@ -70,14 +70,14 @@ def crossing_seconds(sent: float, chip: Chip) -> float:
     return sent * chip.devices_per_chip / chip.slice_bandwidth
 
 
-def between_slices(
+def predict_slice_traffic(
     model: ModelConfig,
     train: TrainConfig,
     parallel: ParallelConfig,
     topology: Topology,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     stored: float,
-) -> BetweenSlices:
+) -> SliceTraffic:
     """Returns the traffic between the slices of `mesh`.
 
     Args:
@@ -97,4 +97,4 @@ def between_slices(
     tokens = seconds / token_seconds * mesh.size / mesh.shape[TENSOR]
     rows = tokens / train.sequence_length * train.gradient_accumulation
     step = math.prod(mesh.shape[axis] for axis in ROWS) * train.gradient_accumulation
-    return BetweenSlices(sent, seconds, math.ceil(rows / step) * step)
+    return SliceTraffic(sent, seconds, math.ceil(rows / step) * step)

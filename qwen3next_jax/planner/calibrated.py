@@ -1,15 +1,17 @@
 """The cost model "calibrated": the simulation of `roofline.py` at rates that chips were measured to
-reach, with what the other two cost models leave out.
+reach. It also counts costs that the other two cost models leave out, listed here.
 
-- An instruction takes the measured seconds for its bytes through HBM, or for the FLOPs of its
-  products, or the cycles of its schedule, whichever are most. Measured seconds include the start of
-  a kernel (`Curve`).
-- A collective takes a start, and then its bytes at the rate that a link was measured to reach.
+- An instruction takes the longest of three times: the measured seconds for its bytes through HBM,
+  the measured seconds for the FLOPs of its products, and the cycles of its schedule. Measured
+  seconds include the start of a kernel (`Curve`).
+- A collective takes a fixed start time, and then sends its bytes at the rate that a link was
+  measured to reach.
 - The links along one dimension of the torus are one resource. Collectives over different mesh axes
-  that lie along the same dimension wait for each other, unless one is shorter than what is left of
-  those before it: it shares the links with them, takes twice its time, and delays them by its time.
-- An asynchronous copy to or from the memory of the host takes its bytes at the published rate of
-  the link between them, one copy after another in each direction.
+  that lie along the same dimension wait for each other. There is one exception: a collective that
+  is shorter than the rest of the collectives before it shares the links with them, takes twice its
+  time, and delays them by its time.
+- An asynchronous copy to or from the memory of the host moves its bytes at the published rate of
+  the link between device and host, one copy after another in each direction.
 - A kernel for grouped products computes whole tiles, and a tile again for each group that has rows
   in it (`grouped_products.py`). Each step of its grid takes its products at the published peak, a
   start, what the vector unit does beside them, and the wait for the next block of a matrix. Each
@@ -19,13 +21,14 @@ reach, with what the other two cost models leave out.
 - A copy that the compiler started early, and the HBM traffic of a collective (a byte that a chip
   sends is read once, and a byte that it receives is written once), take only the HBM time that the
   instructions beside it leave. Several at once share this time evenly, so that a short copy does
-  not wait for a long one. What is left of a copy at its end is waited for.
+  not wait for a long one. If a copy is unfinished at its end instruction, the device waits for the
+  rest.
 
 `RATES` has the rates and says where each comes from. For a chip without a measurement it uses the
 nearest chip with one, scaled by the published peaks; `ChipRates.sources` says so.
 
-The prediction leaves out the same as the others otherwise: stalls inside a schedule, input data,
-and checkpoints.
+Like the other cost models, the prediction leaves out stalls inside a schedule, input data, and
+checkpoints.
 """
 
 import copy
@@ -45,7 +48,7 @@ from qwen3next_jax.planner.compiled import (
     read_collective,
 )
 from qwen3next_jax.planner.expert_load import (
-    Layout,
+    ExpertLayout,
     assumed_expert_load,
     expert_layout,
     expert_load,
@@ -120,8 +123,8 @@ class ChipRates:
         return [source for source in self.sources.values() if "the nearest" in source]
 
 
-# microseconds of a kernel that does nothing: what the copies below 16 MB on TPU7x take beyond
-# their bytes at 3,210 GB/s
+# seconds of a kernel that does nothing: the time that copies below 16 MB on TPU7x take beyond their
+# bytes at 3,210 GB/s
 _START = 1.7e-6
 _TPU7X_PRODUCTS = Curve(
     _START,
@@ -158,7 +161,7 @@ _MICROBENCHMARKS = "AI-Hypercomputer/tpu-recipes microbenchmarks"
 _PERMUTES = "marin-community/marin#6736, ppermute"
 
 
-def _like(measured: str, name: str, rate: str) -> float:
+def _relative_peak(measured: str, name: str, rate: str) -> float:
     """Returns the published peak rate of a device of the chip `name`, relative to `measured`."""
     peak = {
         "products": lambda chip: chip.device_flops,
@@ -167,11 +170,11 @@ def _like(measured: str, name: str, rate: str) -> float:
     return peak(CHIPS[name]) / peak(CHIPS[measured])
 
 
-def _unmeasured(rate: str, measured: str) -> str:
+def _unmeasured_source(rate: str, measured: str) -> str:
     return f"no {rate} measured: the nearest, {measured}, scaled by the published peaks"
 
 
-def _rates(
+def _rates_without_hbm_curve(
     name: str,
     link_share: float,
     collective_start: float,
@@ -188,15 +191,15 @@ def _rates(
         nearest.
     """
     return ChipRates(
-        products=_V6E_PRODUCTS.scaled(_like("v6e", name, "products")),
-        hbm=_TPU7X_HBM.scaled(_like("tpu7x", name, "hbm")),
+        products=_V6E_PRODUCTS.scaled(_relative_peak("v6e", name, "products")),
+        hbm=_TPU7X_HBM.scaled(_relative_peak("tpu7x", name, "hbm")),
         link_share=link_share,
         collective_start=collective_start,
         step_start=_STEP_STARTS[steps],
         host_bandwidth=CHIPS[name].host_bandwidth,
         sources={
-            "products": products or _unmeasured("product", "v6e"),
-            "hbm": _unmeasured("HBM curve", "tpu7x"),
+            "products": products or _unmeasured_source("product", "v6e"),
+            "hbm": _unmeasured_source("HBM curve", "tpu7x"),
             "network": network,
             "steps": _STEPS
             if steps == name
@@ -224,7 +227,7 @@ RATES: dict[str, ChipRates] = {
         },
     ),
     # Its one measured copy, 32 MiB at 1,360 GB/s, takes 2 % longer than the scaled curve says.
-    "v6e": _rates(
+    "v6e": _rates_without_hbm_curve(
         "v6e",
         0.868,
         2.29e-6,
@@ -232,9 +235,13 @@ RATES: dict[str, ChipRates] = {
         f"{_MICROBENCHMARKS}, 8192³ at 827 TFLOP/s",
         "tpu7x",
     ),
-    "v5p": _rates("v5p", 0.863, 4.55e-6, _PERMUTES, "", "v5p"),
-    "v5e": _rates("v5e", 0.868, 2.29e-6, _unmeasured("link", "v6e"), "", "v5p"),
-    "v4": _rates("v4", 0.863, 4.55e-6, _unmeasured("link", "v5p"), "", "v5p"),
+    "v5p": _rates_without_hbm_curve("v5p", 0.863, 4.55e-6, _PERMUTES, "", "v5p"),
+    "v5e": _rates_without_hbm_curve(
+        "v5e", 0.868, 2.29e-6, _unmeasured_source("link", "v6e"), "", "v5p"
+    ),
+    "v4": _rates_without_hbm_curve(
+        "v4", 0.863, 4.55e-6, _unmeasured_source("link", "v5p"), "", "v5p"
+    ),
 }
 
 
@@ -268,9 +275,9 @@ class CalibratedTimeline(Timeline):
 
     def add(self, seconds: float, costs: Costs, times: float = 1) -> None:
         super().add(seconds, costs, times)
-        self.serve(times * (seconds - costs.waits[HBM]))
+        self.serve_transfers(times * (seconds - costs.waits[HBM]))
 
-    def serve(self, seconds: float) -> None:
+    def serve_transfers(self, seconds: float) -> None:
         """Lets the transfers use HBM for `seconds`. They share it evenly, while they need it."""
         while self.backlog:
             share = seconds / len(self.backlog)
@@ -281,15 +288,15 @@ class CalibratedTimeline(Timeline):
             if used == share:
                 return
 
-    def start_on(
+    def start_on_links(
         self, name: str, seconds: float, resource: str, source: str, dimensions: Sequence[int]
     ) -> None:
         """Starts a transfer over the links along `dimensions` of the torus."""
-        finish = self.occupy(dimensions, seconds)
+        finish = self.occupy_links(dimensions, seconds)
         self._pending[name] = finish, resource, source
         self._over[name] = tuple(dimensions)
 
-    def occupy(self, dimensions: Sequence[int], seconds: float) -> float:
+    def occupy_links(self, dimensions: Sequence[int], seconds: float) -> float:
         """Lets a transfer use the links along these dimensions for `seconds`, and returns the time
         at which it finishes. It waits for the transfers before it, or, if it is shorter than what
         is left of them, shares the links with them.
@@ -326,12 +333,12 @@ class CalibratedTimeline(Timeline):
         _, _, source = self._pending[name]
         before = self.now
         super().finish(name)
-        self.serve(self.now - before)  # while it waited for the network, HBM was free
+        self.serve_transfers(self.now - before)  # while it waited for the network, HBM was free
         if name in self.backlog:
             own = self.backlog.pop(name)
             # while this one ends, each of the others gets as much, or all that it needs
             left = own + sum(min(own, other) for other in self.backlog.values())
-            self.serve(left - own)
+            self.serve_transfers(left - own)
             self.wait(left, HBM, source)
         return True
 
@@ -360,7 +367,7 @@ class CalibratedSimulation(Simulation):
         network.chip = measured
         super().__init__(program, network, measured, schedules, cost_model, source)
 
-    def _timeline(self) -> CalibratedTimeline:
+    def _new_timeline(self) -> CalibratedTimeline:
         return CalibratedTimeline()
 
     def _product_seconds(self, flops: float) -> float:
@@ -369,8 +376,10 @@ class CalibratedSimulation(Simulation):
     def _hbm_seconds(self, moved: float) -> float:
         return self.rates.hbm.seconds(moved)
 
-    def _network(self, computation: Computation, instruction: Instruction) -> tuple[str, float]:
-        resource, seconds = super()._network(computation, instruction)
+    def _collective_cost(
+        self, computation: Computation, instruction: Instruction
+    ) -> tuple[str, float]:
+        resource, seconds = super()._collective_cost(computation, instruction)
         return resource, seconds and self.rates.collective_start + seconds
 
     def _run_collective(
@@ -380,10 +389,10 @@ class CalibratedSimulation(Simulation):
         instruction: Instruction,
         source: str,
     ) -> None:
-        resource, seconds = self._network(computation, instruction)
-        dimensions = self._dimensions(computation, instruction)
+        resource, seconds = self._collective_cost(computation, instruction)
+        dimensions = self._torus_dimensions(computation, instruction)
         name = instruction.name
-        timeline.start_on(name, seconds, resource, source, dimensions)
+        timeline.start_on_links(name, seconds, resource, source, dimensions)
         sent = read_collective(computation, instruction, self.network.mesh).sent
         if sent:
             timeline.backlog[name] = self._hbm_rate_seconds(2 * sent)
@@ -407,10 +416,10 @@ class CalibratedSimulation(Simulation):
             d
             for step in self.program.walk(instruction.called[0])
             if collective_kind(step.instruction)
-            for d in self._dimensions(step.computation, step.instruction)
+            for d in self._torus_dimensions(step.computation, step.instruction)
         }
         if dimensions:
-            timeline.start_on(instruction.name, seconds, resource, source, sorted(dimensions))
+            timeline.start_on_links(instruction.name, seconds, resource, source, sorted(dimensions))
         elif resource == HBM:
             timeline.start_copy(instruction.name, seconds, source)
         else:
@@ -434,10 +443,10 @@ class CalibratedSimulation(Simulation):
         else:
             timeline.start_copy(instruction.name, self._hbm_rate_seconds(moved), source)
 
-    def _trips(self, computation: Computation, loop: Instruction) -> float:
+    def _loop_trips(self, computation: Computation, loop: Instruction) -> float:
         load = self.load
         if load is None or self.program.trips(computation, loop) is not None:
-            return super()._trips(computation, loop)
+            return super()._loop_trips(computation, loop)
         loops = {
             "_for_experts_beyond": load.experts_beyond,
             "_for_choices_beyond": load.steps_beyond,
@@ -449,45 +458,45 @@ class CalibratedSimulation(Simulation):
         seconds_of = super()._seconds_of(computation, instruction)
         if found := find_expert_kernel(self.program, computation, instruction):
             layout = expert_layout(*found, self.network.mesh)
-            in_steps = self._expert_seconds(layout, computation, instruction, found[1].name)
+            in_steps = self._expert_kernel_seconds(layout, computation, instruction, found[1].name)
             seconds_of[COMPUTE] = max(seconds_of[COMPUTE], in_steps)
             seconds_of[COMPUTE] *= expert_load(layout, self.skew).used
         if product := grouped_product(self.program, computation, instruction):
-            seconds_of[COMPUTE] = self._grouped_seconds(product, instruction)
+            seconds_of[COMPUTE] = self._grouped_product_seconds(product, instruction)
         return seconds_of
 
-    def _expert_seconds(
-        self, layout: Layout, computation: Computation, instruction: Instruction, kernel: str
+    def _expert_kernel_seconds(
+        self, layout: ExpertLayout, computation: Computation, instruction: Instruction, kernel: str
     ) -> float:
         """Returns the seconds of the products of one of the experts' kernels, whose grid has a step
         for each tile of rows. The cores share the tiles. For the gradients of the matrices, each
         core goes through all tiles, and computes its part of each matrix.
         """
-        cores = self._cores(instruction)
+        cores = self._core_count(instruction)
         steps = (
             layout.tiles if kernel.startswith("expert_backward_weights") else layout.tiles / cores
         )
         flops = instruction_flops(self.program, computation, instruction)
-        return steps * self._step_seconds(flops / (steps * cores))
+        return steps * self._grid_step_seconds(flops / (steps * cores))
 
-    def _grouped_seconds(self, product: GroupedProduct, instruction: Instruction) -> float:
+    def _grouped_product_seconds(self, product: GroupedProduct, instruction: Instruction) -> float:
         """Returns the seconds of a kernel for grouped products. The cores share the tiles of
         columns, the axis of the grid that megablox marks as parallel (of XLA's kernel this is
         assumed). With an odd number of tiles, one core waits while the other computes the last.
         """
-        cores = self._cores(instruction)
+        cores = self._core_count(instruction)
         rows, width, columns = product.tile
         along_width, along_columns = product.steps[0], -(-product.steps[1] // cores)
         steps = product.visits * along_width * along_columns
-        step = self._step_seconds(2.0 * rows * width * columns)
+        step = self._grid_step_seconds(2.0 * rows * width * columns)
         seconds = steps * step
         if product.of_matrices:
             # It sets the sums of each group to zero and writes them at the end.
             blocks = product.groups * along_width * along_columns
-            seconds += blocks * self._pass_seconds(width * columns)
+            seconds += blocks * self._vector_seconds(width * columns)
         else:
             # It adds the result of each step to sums, half of it while the matrix unit works.
-            seconds += steps * self._pass_seconds(rows * columns) / 2
+            seconds += steps * self._vector_seconds(rows * columns) / 2
             # While one step runs, the rows and the block of a matrix of the next one are fetched.
             blocks = product.groups * along_columns if along_width == 1 else steps
             fetched = _BYTES * width * (rows + columns) * cores
@@ -497,16 +506,16 @@ class CalibratedSimulation(Simulation):
             seconds = max(seconds, steps * schedule.cycles / self.chip.clock)
         return seconds
 
-    def _cores(self, instruction: Instruction) -> int:
+    def _core_count(self, instruction: Instruction) -> int:
         """Returns the number of cores that share the work of an instruction."""
         schedule = self.schedules.get(instruction.name)
         return schedule.cores if schedule else self.chip.cores
 
-    def _step_seconds(self, flops: float) -> float:
+    def _grid_step_seconds(self, flops: float) -> float:
         """Returns the seconds of a step of a kernel's grid that has so many FLOPs of products."""
         return flops * self.chip.cores / self.chip.device_flops + self.rates.step_start
 
-    def _pass_seconds(self, elements: int) -> float:
+    def _vector_seconds(self, elements: int) -> float:
         """Returns the seconds that the vector unit takes to compute with so many elements."""
         return elements / (_VECTOR_WIDTH * self.chip.clock)
 
@@ -519,9 +528,9 @@ class CalibratedSimulation(Simulation):
     ) -> None:
         seconds_of = self._seconds_of(computation, instruction)
         if fused := fused_collective(self.program, instruction):
-            resource, seconds = self._network(*fused)
-            dimensions = self._dimensions(*fused)
-            seconds_of[resource] = timeline.occupy(dimensions, seconds) - timeline.now
+            resource, seconds = self._collective_cost(*fused)
+            dimensions = self._torus_dimensions(*fused)
+            seconds_of[resource] = timeline.occupy_links(dimensions, seconds) - timeline.now
         longest = max(seconds_of, key=seconds_of.get)
         seconds = seconds_of[longest]
         timeline.wait(
@@ -531,9 +540,11 @@ class CalibratedSimulation(Simulation):
             hbm_bytes=hbm_bytes(self.program, computation, instruction),
             flops=instruction_flops(self.program, computation, instruction),
         )
-        timeline.serve(seconds - seconds_of[HBM])
+        timeline.serve_transfers(seconds - seconds_of[HBM])
 
-    def _dimensions(self, computation: Computation, instruction: Instruction) -> tuple[int, ...]:
+    def _torus_dimensions(
+        self, computation: Computation, instruction: Instruction
+    ) -> tuple[int, ...]:
         """Returns the dimensions of the torus over whose links a collective sends."""
         coordinates = self.network.coordinates
         if collective_kind(instruction) == "collective-permute":

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from qwen3next_jax.ops.implementations import kernels
+from qwen3next_jax.ops.implementations import kernels_by_name
 from qwen3next_jax.planner.hlo import (
     FREE,
     FREE_TARGETS,
@@ -105,7 +105,7 @@ def collective_kind(instruction: Instruction) -> str:
     return kind if kind in COLLECTIVES else ""
 
 
-class Transfer(NamedTuple):
+class SliceTransfer(NamedTuple):
     """A collective between TPU slices. The program of a slice hands its data to the host (`send`),
     and takes the result from it (`recv`); the hosts of all slices do the rest (the "megascale"
     runtime).
@@ -119,7 +119,7 @@ class Transfer(NamedTuple):
     kind: str
 
 
-def transfer_between_slices(instruction: Instruction) -> Transfer | None:
+def transfer_between_slices(instruction: Instruction) -> SliceTransfer | None:
     """Returns the transfer that a `send` or `recv` begins; None for every other instruction."""
     if instruction.opcode not in ("send", "recv"):
         return None
@@ -127,7 +127,7 @@ def transfer_between_slices(instruction: Instruction) -> Transfer | None:
     name = re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', instruction.attributes)
     if not kind or not name:
         return None
-    return Transfer(name.group(1), kind.group(1).lower().replace("_", "-"))
+    return SliceTransfer(name.group(1), kind.group(1).lower().replace("_", "-"))
 
 
 def read_transfer(
@@ -174,7 +174,7 @@ def fused_collective(
     return next(((inner, i) for i in inner.values() if collective_kind(i)), None)
 
 
-def _scatters(computation: Computation, reduction: Instruction) -> bool:
+def _is_reduce_scatter(computation: Computation, reduction: Instruction) -> bool:
     """Returns whether every result of a computation is a slice of the result of the all-reduce
     `reduction`. The TPU compiler expresses a reduce-scatter as a fusion of this form and runs it as
     a reduce-scatter ("AllReduceScatterFusion").
@@ -206,16 +206,16 @@ def read_collective(
       times: how often the instruction runs in one run of the program.
     """
     kind = collective_kind(instruction)
-    if kind == "all-reduce" and _scatters(computation, instruction):
+    if kind == "all-reduce" and _is_reduce_scatter(computation, instruction):
         kind = "reduce-scatter"
     sizes = [computation[name].bytes for name in instruction.operands]
     size = min(sizes[:2]) if kind == "ragged-all-to-all" else sum(sizes)
     if kind == "collective-permute":
         pairs = permuted_pairs(instruction)
-        axes, group = _differing(mesh, pairs), len(np.unique(pairs))
+        axes, group = _axes_that_differ(mesh, pairs), len(np.unique(pairs))
         sent = size if len(pairs) else 0.0
     else:
-        axes, group = _axes(instruction.attributes, mesh)
+        axes, group = _group_axes(instruction.attributes, mesh)
         sent = size * _sent_share(kind, group)
     return Collective(kind, axes, group, sent, times)
 
@@ -302,7 +302,7 @@ def _named_groups(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
     return devices.reshape(shape).transpose(outside + inside).reshape(-1, group_size)
 
 
-def _axes(text: str, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], int]:
+def _group_axes(text: str, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], int]:
     """Returns the mesh axes along which the first replica group in an instruction's attributes
     `text` lies, and the number of devices in this group. All groups of a collective are assumed to
     be alike.
@@ -310,12 +310,12 @@ def _axes(text: str, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], int]:
     groups = replica_groups(text)
     # A program for several TPU slices is that of one slice, and numbers the devices of a slice.
     first = np.arange(mesh.size // num_slices(mesh)) if groups is None else groups[0]
-    return _differing(
+    return _axes_that_differ(
         mesh, np.stack((np.broadcast_to(first[:1], first.shape), first), axis=1)
     ), len(first)
 
 
-def _differing(mesh: jax.sharding.Mesh, pairs: np.ndarray) -> tuple[str, ...]:
+def _axes_that_differ(mesh: jax.sharding.Mesh, pairs: np.ndarray) -> tuple[str, ...]:
     """Returns the mesh axes along which the two devices of at least one pair differ.
 
     Args:
@@ -359,7 +359,7 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
     the kernel states, or come from a formula for splash attention and for the kernels of the gated
     delta rule.
     """
-    stated = _stated(instruction, "flops")
+    stated = _stated_cost(instruction, "flops")
     if stated is not None:
         return stated
     splash = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
@@ -379,7 +379,7 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
     return 0.0 if all(s.dtype[0] in "su" for s in instruction.shapes) else None
 
 
-def _stated(instruction: Instruction, name: str) -> float | None:
+def _stated_cost(instruction: Instruction, name: str) -> float | None:
     """Returns a number of the cost estimate that a kernel states; None if it states none. The
     compiler writes the estimate of a kernel in another layout if it fused the kernel with an update
     in place, for example of what a scan saves.
@@ -402,7 +402,7 @@ def _delta_rule_flops(rule: "DeltaRuleCall") -> float:
     computing the inverses do not count, so a kernel that gets the inverses as an input counts as
     many FLOPs as a kernel that computes them.
     """
-    key, value, chunk = rule.key, rule.value, rule.chunk
+    key, value, chunk = rule.key_width, rule.value_width, rule.chunk
     if rule.kernel == "map":
         per_token = 6 * key * (key + value) + 2 * chunk * (4 * key + value)
     elif rule.kernel == "backward":
@@ -462,7 +462,7 @@ def _attention_blocks(x: Shape) -> int:
     """Returns the number of blocks into which splash attention divides queries or keys
     [..., T, D].
     """
-    block_size = kernels("attention")["splash"].load().block_size
+    block_size = kernels_by_name("attention")["splash"].load().block_size
     return -(-x.dims[-2] // block_size(*x.dims[-2:], 2 if x.dtype == "bf16" else 4))
 
 
@@ -473,9 +473,9 @@ def kernel_bytes(computation: Computation, instruction: Instruction) -> float:
     The grid of splash attention goes through the pairs of a block of queries and a block of keys
     that the mask leaves. Within a row of pairs, the kernel keeps one of the two blocks in VMEM and
     reads the other: keys and values for the forward kernel and that of dq, queries and their
-    output's gradient for that of dk and dv. Every array is read or written once beside that.
+    output's gradient for that of dk and dv. In addition, every array is read or written once.
     """
-    stated = _stated(instruction, "bytes_accessed")
+    stated = _stated_cost(instruction, "bytes_accessed")
     if stated is not None:
         return stated
     splash = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
@@ -487,15 +487,15 @@ def kernel_bytes(computation: Computation, instruction: Instruction) -> float:
     heads = math.prod(arrays[0].dims[:-2])
     visits = _attention_blocks(kept) * visited_grid_share(computation, instruction)
     again = 2 * heads * visits * (read.bytes / math.prod(read.dims[:-2]))
-    once = sum(_in_hbm(computation[name].shapes) for name in instruction.operands)
-    return again - 2 * read.bytes + once + _in_hbm(instruction.shapes)
+    once = sum(_bytes_in_hbm(computation[name].shapes) for name in instruction.operands)
+    return again - 2 * read.bytes + once + _bytes_in_hbm(instruction.shapes)
 
 
 def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None = None) -> list[str]:
     """Returns the names, without repetition, of the TPU kernels whose cost is unknown:
-    `_kernel_flops` returns None for them, and they have no schedule whose `whole` is true. A name
-    is the kernel's `op_name` in the traced program or, if the compiled program does not record it,
-    the name of the instruction.
+    `_kernel_flops` returns None for them, and they have no schedule whose `states_all_trips` is
+    true, so their cycles are unknown, too. A name is the kernel's `op_name` in the traced program
+    or, if the compiled program does not record it, the name of the instruction.
 
     Args:
       schedules: {name of an instruction: its schedule}; None if there are no schedules.
@@ -504,7 +504,9 @@ def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None =
     for computation, instruction, _ in program.walk():
         schedule = (schedules or {}).get(instruction.name)
         is_known = (
-            schedule and schedule.whole or _kernel_flops(computation, instruction) is not None
+            schedule
+            and schedule.states_all_trips
+            or _kernel_flops(computation, instruction) is not None
         )
         if is_kernel(instruction) and not is_known:
             names[instruction.op_name or instruction.name] = None
@@ -519,22 +521,20 @@ class DeltaRuleCall(NamedTuple):
         or "backward".
       tokens: number of tokens in all rows of the batch together.
       heads: number of value heads.
-      key, value: widths of a head's keys and values.
+      key_width, value_width: widths of a head's keys and values.
       chunk: number of tokens in a chunk.
     """
 
     kernel: str
     tokens: int
     heads: int
-    key: int
-    value: int
+    key_width: int
+    value_width: int
     chunk: int
 
 
 def delta_rule_call(computation: Computation, instruction: Instruction) -> DeltaRuleCall | None:
-    """Returns the call of a delta rule kernel that an instruction is; None for any other
-    instruction.
-    """
+    """Parses a call of a delta rule kernel; returns None for any other instruction."""
     kernel = re.search(r"gated_delta_rule_(forward|map|backward)", instruction.name)
     if instruction.opcode != "custom-call" or not kernel:
         return None
@@ -555,8 +555,8 @@ def delta_rule_call(computation: Computation, instruction: Instruction) -> Delta
         name,
         tokens=batch * time,
         heads=heads,
-        key=key,
-        value=value,
+        key_width=key,
+        value_width=value,
         chunk=chunk,
     )
 
@@ -584,18 +584,18 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
     operands = [computation[name] for name in instruction.operands]
     if op == "fusion":
         inner = program.computations[instruction.called[0]]
-        reads = sum(_read(inner, parameter) for parameter in inner.parameters)
-        return reads + _written(inner, inner.root, instruction.shapes)
+        reads = sum(_fusion_bytes_read(inner, parameter) for parameter in inner.parameters)
+        return reads + _fusion_bytes_written(inner, inner.root, instruction.shapes)
     if op in ("dynamic-slice", "slice", "gather"):
-        return 2 * _in_hbm(instruction.shapes)
+        return 2 * _bytes_in_hbm(instruction.shapes)
     if op in ("dynamic-update-slice", "dynamic-update-slice-start"):
         update, target = operands[1].shapes[0], operands[0].shapes[0]
         return update.bytes * (update.in_hbm + target.in_hbm)
     if op == "scatter":
         arrays = len(operands) // 2
         updates = [shape for o in operands[arrays + 1 :] for shape in o.shapes]
-        return _in_hbm(operands[arrays].shapes) + 3 * _in_hbm(updates)
-    return sum(_in_hbm(o.shapes) for o in operands) + _in_hbm(instruction.shapes)
+        return _bytes_in_hbm(operands[arrays].shapes) + 3 * _bytes_in_hbm(updates)
+    return sum(_bytes_in_hbm(o.shapes) for o in operands) + _bytes_in_hbm(instruction.shapes)
 
 
 def host_bytes(computation: Computation, instruction: Instruction) -> float:
@@ -610,12 +610,12 @@ def host_bytes(computation: Computation, instruction: Instruction) -> float:
     return min((s.bytes for s in arrays if not s.in_host), default=0.0)
 
 
-def _in_hbm(shapes: Sequence[Shape]) -> float:
+def _bytes_in_hbm(shapes: Sequence[Shape]) -> float:
     """Returns the bytes of the arrays that are in HBM."""
     return sum(s.bytes for s in shapes if s.in_hbm)
 
 
-def _read(inner: Computation, parameter: Instruction) -> float:
+def _fusion_bytes_read(inner: Computation, parameter: Instruction) -> float:
     """Returns the bytes that a fusion reads from HBM for one of its parameters. If the fusion only
     slices or gathers the parameter, scatters into it, or updates it in place, only the slices
     count.
@@ -636,18 +636,18 @@ def _read(inner: Computation, parameter: Instruction) -> float:
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
                 continue  # in place: the rest is not read
             elif user.opcode == "scatter" and user.operands[0] == value.name:
-                touched += _updates(inner, user)
+                touched += _scatter_bytes(inner, user)
             else:
                 return parameter.bytes
     return min(touched, parameter.bytes)
 
 
-def _updates(inner: Computation, scatter: Instruction) -> float:
+def _scatter_bytes(inner: Computation, scatter: Instruction) -> float:
     """Returns the bytes that a scatter changes."""
     return sum(inner[name].bytes for name in scatter.operands[len(scatter.operands) // 2 + 1 :])
 
 
-def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) -> float:
+def _fusion_bytes_written(inner: Computation, root: Instruction, results: Sequence[Shape]) -> float:
     """Returns the bytes that a fusion writes to HBM.
 
     Args:
@@ -659,7 +659,8 @@ def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) ->
         root = inner[root.operands[0]]
     if root.opcode == "tuple":
         return sum(
-            _written(inner, inner[name], (result,)) for name, result in zip(root.operands, results)
+            _fusion_bytes_written(inner, inner[name], (result,))
+            for name, result in zip(root.operands, results)
         )
     if root.opcode == "dynamic-update-slice":
         return inner[root.operands[1]].bytes if all(r.in_hbm for r in results) else 0
@@ -669,8 +670,8 @@ def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) ->
             target = inner[target.operands[0]]
         # An array that the fusion makes is written whole.
         if target.opcode == "parameter":
-            return _updates(inner, root) if all(r.in_hbm for r in results) else 0
-    return _in_hbm(results)
+            return _scatter_bytes(inner, root) if all(r.in_hbm for r in results) else 0
+    return _bytes_in_hbm(results)
 
 
 # ---- memory ----
@@ -700,7 +701,7 @@ def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> 
     stats = compiled.memory_analysis()
     parameters, optimizer = shard_bytes(params), shard_bytes(opt_state)
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    activations, gradients = _stacked(program)
+    activations, gradients = _stacked_bytes(program)
     temporary = _temporary_bytes(stats, kept)
     gradients = min(gradients, temporary)
     activations = min(activations, temporary - gradients)
@@ -717,17 +718,18 @@ def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> 
 
 
 def _temporary_bytes(stats: Any, kept: float) -> float:
-    """Returns the HBM of a program beside its arguments and outputs, which take `kept` bytes.
+    """Returns the bytes of HBM that a program needs in addition to its arguments and outputs, which
+    take `kept` bytes.
 
     The total of all allocations in HBM is what the compiler holds against the chip's memory.
-    `temp_size_in_bytes` can be several GiB more (docs/notes/planner.md). It is read
-    where the version of jaxlib does not tell the total.
+    `temp_size_in_bytes` can be several GiB more (docs/notes/planner.md). It is used only if the
+    version of jaxlib does not report the total.
     """
     allocated = getattr(stats, "total_allocation_bytes", 0)
     return allocated - kept if allocated > kept else float(stats.temp_size_in_bytes)
 
 
-def _stacked(program: Program) -> tuple[float, float]:
+def _stacked_bytes(program: Program) -> tuple[float, float]:
     """Returns two sums of bytes in HBM, over the arrays of which each trip of a loop fills one
     slice: first for the loops of the forward pass, then for the loops of the backward pass.
 
@@ -748,7 +750,7 @@ def _stacked(program: Program) -> tuple[float, float]:
                 and trips > 1
                 and shape.dims[:1] == (trips,)
                 and shape.in_hbm
-                and program.changes(body, i)
+                and program.may_change(body, i)
             ):
                 if "transpose(" in step.instruction.op_name:
                     backward += shape.bytes

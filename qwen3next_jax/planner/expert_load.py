@@ -1,12 +1,12 @@
 """The load of the routed experts that the cost model "calibrated" assumes.
 
 The buffers of the experts have room for somewhat more rows than a balanced router sends, and loops
-compute what does not fit (`ops/routed_experts/layout.py`, `model/expert_parallelism.py`). How much
-of the buffers is in use, and how often the loops run, depends on the router, which no program
-states. This module draws it: the popularity of expert e is proportional to exp(σ z_e), with
-standard normal z_e, and each expert gets a Poisson number of choices. With σ = 0 all experts are
-equally popular. All devices wait for the one with the most choices, so the load is that of the
-fullest shard.
+compute what does not fit (`ops/routed_experts/layout.py`, `model/expert_parallelism.py`). The
+router decides how much of the buffers is in use and how often the loops run, and no program states
+its choices. So this module draws random routers: the popularity of expert e is proportional to
+exp(σ z_e), with standard normal z_e, and each expert gets a Poisson number of choices. With σ = 0
+all experts are equally popular. All devices wait for the one with the most choices, so the load is
+that of the fullest shard.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from qwen3next_jax.sharding.rules import EXPERT
 _DRAWS = 64  # number of routers over which the load is averaged
 
 
-class Layout(NamedTuple):
+class ExpertLayout(NamedTuple):
     """The buffers of one call of the experts' kernels.
 
     Attributes:
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     tile: int
 
     @property
-    def gathered(self) -> bool:
+    def uses_gathered_exchange(self) -> bool:
         """Whether the shards exchange choices by the gathered exchange."""
         return 1 < self.shards <= GATHERED_SHARDS
 
@@ -53,11 +53,11 @@ class Layout(NamedTuple):
     def capacity(self) -> int:
         """The number of choices that the layout has room for, whatever their experts."""
         # The layouts of one shard and of the ragged exchange have room for choices of any experts.
-        padding = self.experts // 2 if self.gathered else self.experts
+        padding = self.experts // 2 if self.uses_gathered_exchange else self.experts
         return max(self.tiles - padding, 0) * self.tile
 
     @property
-    def balanced(self) -> float:
+    def balanced_choices(self) -> float:
         """The number of choices that a shard gets from a balanced router."""
         return self.capacity / (1 if self.shards == 1 else CAPACITY_FACTOR)
 
@@ -108,9 +108,9 @@ def is_expert_kernel(instruction: Instruction) -> bool:
 def find_expert_kernel(
     program: Program, computation: Computation, instruction: Instruction
 ) -> tuple[Computation, Instruction] | None:
-    """Returns the call of one of the experts' kernels that an instruction is, or that it contains
-    if it is a fusion, with its computation; None if there is none. The compiler fuses a kernel with
-    the update in place of an array in which a scan saves its result.
+    """Returns the call of one of the experts' kernels, with its computation, if `instruction` is
+    such a call or a fusion that contains one; otherwise None. The compiler fuses a kernel with the
+    update in place of an array in which a scan saves its result.
     """
     candidates = [(computation, instruction)]
     if instruction.opcode == "fusion":
@@ -119,20 +119,22 @@ def find_expert_kernel(
     return next((found for found in candidates if is_expert_kernel(found[1])), None)
 
 
-def expert_layout(computation: Computation, kernel: Instruction, mesh: jax.sharding.Mesh) -> Layout:
+def expert_layout(
+    computation: Computation, kernel: Instruction, mesh: jax.sharding.Mesh
+) -> ExpertLayout:
     """Returns the layout of a call of one of the experts' kernels
     (`kernels/tpu/routed_experts.py`). Its operands begin with the expert of each tile, the number
     of tiles in use, and an array of rows. The first array of three dimensions among its operands
-    and results is of the experts' matrices.
+    and results holds matrices of the experts.
     """
     arrays = [shape for name in kernel.operands for shape in computation[name].shapes]
     tiles, rows = arrays[0].elements, arrays[2].dims[0]
     experts = next(s.dims[0] for s in (*arrays, *kernel.shapes) if len(s.dims) == 3)
-    return Layout(mesh.shape[EXPERT], experts, tiles, rows // tiles)
+    return ExpertLayout(mesh.shape[EXPERT], experts, tiles, rows // tiles)
 
 
 @functools.cache
-def expert_load(layout: Layout, skew: float) -> ExpertLoad:
+def expert_load(layout: ExpertLayout, skew: float) -> ExpertLoad:
     """Returns the load of the experts.
 
     Args:
@@ -142,7 +144,7 @@ def expert_load(layout: Layout, skew: float) -> ExpertLoad:
     random = np.random.default_rng(0)
     popularity = np.exp(skew * random.standard_normal((_DRAWS, layout.shards, layout.experts)))
     popularity /= popularity.sum(axis=(1, 2), keepdims=True)
-    choices = random.poisson(popularity * layout.balanced * layout.shards)
+    choices = random.poisson(popularity * layout.balanced_choices * layout.shards)
     loads = choices.sum(axis=2)
     fullest = loads.argmax(axis=1)
     choices = choices[np.arange(_DRAWS), fullest]
@@ -157,7 +159,7 @@ def expert_load(layout: Layout, skew: float) -> ExpertLoad:
         steps_beyond=0.0,
         rounds=0.0,
     )
-    if layout.gathered:
+    if layout.uses_gathered_exchange:
         room = np.clip(layout.tiles - (ends - tiles), 0, tiles) * layout.tile
         beyond = np.maximum(choices - room, 0)
         steps, experts = -(-beyond // LOOP_ROWS), np.sum(ends > layout.tiles, axis=1)

@@ -2,8 +2,8 @@
 
 XLA's `ragged_dot` and megablox go through tiles of rows, and visit a tile once for each group that
 has rows in it. They compute whole tiles: rows of other groups, and columns beyond the end of a
-matrix, take as long as those that are wanted. The number of visits depends on the groups, so the
-compiler's text states no trips of these loops.
+matrix, take as long as rows and columns that count. The number of visits depends on the groups, so
+the compiler's text states no trips of these loops.
 """
 
 import math
@@ -30,9 +30,9 @@ class GroupedProduct(NamedTuple):
       steps: number of tiles along the width, and along the columns.
       groups: number of groups.
       of_matrices: whether it computes the gradients of the matrices, which add up over the rows.
-      schedule_is_step: whether the compiler's schedule of the kernel is that of one step. That of
-        XLA's kernel is: its loop has no stated trips. Megablox has its product twice in the loop,
-        for the last tile of the contracted axis and for the others.
+      schedule_is_step: whether the compiler's schedule of the kernel is that of one step. True for
+        XLA's kernel, whose loop has no stated trips. False for megablox, whose loop contains its
+        product twice: for the last tile of the contracted axis, and for the other tiles.
     """
 
     tile: tuple[int, int, int]
@@ -46,19 +46,19 @@ class GroupedProduct(NamedTuple):
 def grouped_product(
     program: Program, computation: Computation, instruction: Instruction
 ) -> GroupedProduct | None:
-    """Returns what a call of a kernel for grouped products computes, or what the one in a fusion
-    does; None for any other instruction.
+    """Parses an instruction that is a call of a kernel for grouped products, or a fusion that
+    contains such a call; returns None for any other instruction.
     """
     candidates = [(computation, instruction)]
     if instruction.opcode == "fusion":
         inner = [program.computations[name] for name in instruction.called]
         candidates = [(within, i) for within in inner for i in within.values()]
-    calls = (_read(within, i) for within, i in candidates if is_kernel(i))
+    calls = (_read_kernel(within, i) for within, i in candidates if is_kernel(i))
     return next((call for call in calls if call), None)
 
 
-def _read(computation: Computation, kernel: Instruction) -> GroupedProduct | None:
-    """Returns what a kernel for grouped products computes; None for any other kernel."""
+def _read_kernel(computation: Computation, kernel: Instruction) -> GroupedProduct | None:
+    """Parses a call of a kernel for grouped products; returns None for any other kernel."""
     by_xla = re.search(rf'{TILING}="(\d+),(\d+),(\d+)"', kernel.attributes)
     found = by_xla or re.search(rf"{TILING}_(\d+)_(\d+)_(\d+)", kernel.op_name)
     if not found:

@@ -168,7 +168,7 @@ class Computation(dict[str, Instruction]):
         return users
 
 
-class Step(NamedTuple):
+class InstructionRun(NamedTuple):
     """One instruction that `Program.walk` yields, its computation, and how often it runs in one run
     of the program.
     """
@@ -238,7 +238,10 @@ class Program:
         condition, body = (
             self.computations[loop.attribute(k).lstrip("%")] for k in ("condition", "body")
         )
-        before, after = _elements(computation, loop.operands[0]), _elements(body, body.root.name)
+        before, after = (
+            _tuple_elements(computation, loop.operands[0]),
+            _tuple_elements(body, body.root.name),
+        )
         if before is None or after is None or condition.root.opcode != "compare":
             return None
 
@@ -246,10 +249,10 @@ class Program:
             """Returns the value of an integer constant, or of an element of the loop's tuple that
             no trip changes; None for any other value.
             """
-            instruction = _source(inside, name)
+            instruction = _defining_instruction(inside, name)
             if instruction.opcode == "get-tuple-element":
                 i = int(instruction.attribute("index"))
-                instruction = instruction if self.changes(body, i) else before[i]
+                instruction = instruction if self.may_change(body, i) else before[i]
             literal = instruction.literal if instruction.opcode == "constant" else ""
             return int(literal) if re.fullmatch(r"-?\d+", literal) else None
 
@@ -261,7 +264,7 @@ class Program:
                 counter,
                 {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction),
             )
-        counter, bound = _source(condition, counter), constant(condition, bound)
+        counter, bound = _defining_instruction(condition, counter), constant(condition, bound)
         if (
             counter.opcode != "get-tuple-element"
             or bound is None
@@ -285,18 +288,18 @@ class Program:
             end += 1 if step > 0 else -1
         return max(-(-(end - start) // step), 0)
 
-    def changes(self, body: Computation, index: int) -> bool:
+    def may_change(self, body: Computation, index: int) -> bool:
         """Returns whether a trip of a loop with this body may change element `index` of the tuple
         that the loop carries. It is False only if the body returns the element that it received.
         """
-        after = _elements(body, body.root.name)
+        after = _tuple_elements(body, body.root.name)
         return (
             after is None
             or after[index].opcode != "get-tuple-element"
             or int(after[index].attribute("index")) != index
         )
 
-    def walk(self, name: str | None = None, times: float = 1) -> Iterator["Step"]:
+    def walk(self, name: str | None = None, times: float = 1) -> Iterator["InstructionRun"]:
         """Yields every instruction that runs in the computation `name` (by default the entry) and
         in the computations that it calls, with the number of times that the instruction runs. A
         loop with an unknown number of trips counts as one trip (see `unstated_loops`). All branches
@@ -307,7 +310,7 @@ class Program:
         """
         computation = self.computations[name or self.entry]
         for instruction in computation.values():
-            yield Step(computation, instruction, times)
+            yield InstructionRun(computation, instruction, times)
             inner = times
             called = instruction.called
             if instruction.opcode == "while":
@@ -332,7 +335,7 @@ class Program:
         )
 
 
-def _source(computation: Computation, name: str) -> Instruction:
+def _defining_instruction(computation: Computation, name: str) -> Instruction:
     """Returns the instruction that computes the value `name`. If `name` is a copy, a bitcast or an
     optimization barrier, this is the instruction that computes its operand.
     """
@@ -342,19 +345,19 @@ def _source(computation: Computation, name: str) -> Instruction:
     return instruction
 
 
-def _elements(computation: Computation, name: str) -> list[Instruction] | None:
+def _tuple_elements(computation: Computation, name: str) -> list[Instruction] | None:
     """Returns the instructions that compute the elements of the tuple `name`; None if no `tuple`
     instruction computes `name`.
     """
-    instruction = _source(computation, name)
+    instruction = _defining_instruction(computation, name)
     return (
-        [_source(computation, n) for n in instruction.operands]
+        [_defining_instruction(computation, n) for n in instruction.operands]
         if instruction.opcode == "tuple"
         else None
     )
 
 
-def parse(text: str) -> Program:
+def parse_program(text: str) -> Program:
     """Parses the text of an HLO module."""
     # Removes the code of the kernels, which is megabytes of base64.
     text = re.sub(r'"(?:body|debug_locations)": ?"[^"]*"', '""', text)
@@ -362,7 +365,7 @@ def parse(text: str) -> Program:
     entry, current, pending = "", None, ""
 
     def finish() -> None:
-        if pending and (instruction := _instruction(pending)):
+        if pending and (instruction := _parse_instruction(pending)):
             current[instruction.name] = instruction
 
     for line in text.splitlines():
@@ -379,10 +382,10 @@ def parse(text: str) -> Program:
             pending = line
         else:  # a further line of the pending instruction
             pending += " " + line
-    return Program(computations, entry, _functions(text))
+    return Program(computations, entry, _source_functions(text))
 
 
-def _functions(text: str) -> dict[int, str]:
+def _source_functions(text: str) -> dict[int, str]:
     """Reads `Program.functions` from the tables of stack frames in the text."""
 
     def numbered(name):
@@ -417,15 +420,15 @@ def _functions(text: str) -> dict[int, str]:
     return found
 
 
-def _instruction(line: str) -> Instruction | None:
+def _parse_instruction(line: str) -> Instruction | None:
     """Parses the text of one instruction. Returns None if `line` is no instruction."""
     m = re.match(r"\s+(ROOT )?%([\w.\-]+) = ", line)
     if not m:
         return None
     start = m.end()
-    end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
+    end = _closing_parenthesis(line, start) + 1 if line[start] == "(" else line.index(" ", start)
     paren = line.index("(", end)
-    close = _closing(line, paren)
+    close = _closing_parenthesis(line, paren)
     inside = line[paren + 1 : close]
     opcode = line[end:paren].strip()
     operands = (
@@ -452,7 +455,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     )
 
 
-def _closing(line: str, opening: int) -> int:
+def _closing_parenthesis(line: str, opening: int) -> int:
     """Returns the index of the parenthesis that closes the parenthesis at index `opening`."""
     depth = 0
     for m in re.finditer(r"[()]", line[opening:]):
@@ -498,7 +501,7 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> fl
             return window[name].split("x")[axis] if name in window else default
 
         low = int(of("pad", "0_0").split("_")[0])
-        pairs *= _pairs(
+        pairs *= _pairs_without_padding(
             base[left.index(label)],
             kernel[right.index(label)],
             result[out.index(label)],
@@ -511,7 +514,7 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> fl
 
 
 @functools.cache
-def _pairs(
+def _pairs_without_padding(
     base: int,
     kernel: int,
     out: int,

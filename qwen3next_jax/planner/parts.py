@@ -52,7 +52,7 @@ def part_name(source: str) -> str:
     return next((part for part, pattern in _PARTS if re.match(pattern, source)), OTHER)
 
 
-def by_part(by_source: Mapping[str, SourceCost]) -> dict[str, SourceCost]:
+def cost_by_part(by_source: Mapping[str, SourceCost]) -> dict[str, SourceCost]:
     """Sums the costs of functions by part, the longest first."""
     sums: dict[str, SourceCost] = {}
     for source, cost in by_source.items():

@@ -25,7 +25,7 @@ from qwen3next_jax.config import Config, ModelConfig, TrainConfig
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.planner import hlo, schedule
-from qwen3next_jax.planner.between_slices import BetweenSlices, between_slices
+from qwen3next_jax.planner.between_slices import SliceTraffic, predict_slice_traffic
 from qwen3next_jax.planner.compiled import (
     Collective,
     Memory,
@@ -54,8 +54,8 @@ FAST_GPU_COMPILE = {
     "xla_llvm_disable_expensive_passes": True,
     "xla_backend_optimization_level": 0,
 }
-# A program that needs at most this share more than the usable memory is compiled all the same, so
-# that its plan says what time the last bytes are worth.
+# A program that needs at most this share more than the usable memory is compiled nevertheless, so
+# that the user sees how fast the step would be if a little memory were saved.
 NEAR = 0.1
 COMPILE_ANYWAY = {"xla_tpu_no_crash_on_oom": "true"}
 PROGRAM = "program.hlo"  # the file of the compiled program in the folder of its schedules
@@ -99,8 +99,8 @@ class Plan:
       expert_load: the load of the experts that follows from it; None if the program has no kernels
         of experts.
       unstated_loops: names of loops that count as if they ran once, because the program does not
-        state how often they run. The cost model "calibrated" counts those of the experts as often
-        as `expert_load` says.
+        state how often they run. The cost model "calibrated" counts the loops of the experts as
+        often as `expert_load` says.
       unknown_kernels: names of kernels whose FLOPs or cycles are unknown. If there are any, `mfu`
         is None.
       compiler_options: the options that training gives the compiler, name → value.
@@ -126,7 +126,7 @@ class Plan:
     gpu_flops: float = 0.0
     cost_model: str = COST_MODELS[0]
     ideal: IdealTime | None = None
-    between_slices: BetweenSlices | None = None
+    between_slices: SliceTraffic | None = None
     collectives: tuple[Collective, ...] = ()
     skew: float = 0.0
     expert_load: ExpertLoad | None = None
@@ -160,9 +160,9 @@ class Plan:
     @property
     def mfu(self) -> float | None:
         """The predicted model FLOPs utilization (MFU); None if the cost of a kernel is unknown."""
-        return self.mfu_in(self.estimate.seconds)
+        return self.mfu_at(self.estimate.seconds)
 
-    def mfu_in(self, seconds: float) -> float | None:
+    def mfu_at(self, seconds: float) -> float | None:
         """Returns the model FLOPs utilization (MFU) of a step that takes `seconds`; None if the
         cost of a kernel is unknown.
         """
@@ -211,7 +211,7 @@ class Plan:
             "model_flops": self.model_flops,
             "network": [
                 {"axes": list(axes), "collective": kind, "bytes": size, "count": count}
-                for (axes, kind), (size, count) in traffic(self.collectives).items()
+                for (axes, kind), (size, count) in traffic_by_axes(self.collectives).items()
             ],
             "skew": self.skew,
             "expert_load": self.expert_load and dataclasses.asdict(self.expert_load),
@@ -246,7 +246,7 @@ class Plan:
         if not self.estimates:
             return times
         estimate = self.estimate
-        mfu_roofline = self.mfu_in(self.estimates["roofline"].seconds)
+        mfu_roofline = self.mfu_at(self.estimates["roofline"].seconds)
         return times | {
             "step_seconds": estimate.seconds,
             "tokens_per_second": self.tokens_per_second,
@@ -255,7 +255,7 @@ class Plan:
             "estimates": {
                 name: {
                     "step_seconds": e.seconds,
-                    "mfu": self.mfu_in(e.seconds),
+                    "mfu": self.mfu_at(e.seconds),
                     "bound_seconds": e.bound,
                 }
                 for name, e in self.estimates.items()
@@ -269,7 +269,7 @@ class Plan:
         }
 
 
-def traffic(
+def traffic_by_axes(
     collectives: tuple[Collective, ...],
 ) -> dict[tuple[tuple[str, ...], str], tuple[float, float]]:
     """Sums collectives by mesh axes and kind.
@@ -367,9 +367,11 @@ def make_plan(
         return plan(fits=False, failed=True, reason=reason)
     if compiled is None:
         needs, usable = out_of_memory(failure)
-        return plan(fits=False, reason=_too_much(needs, usable), needs=needs, usable_hbm=usable)
+        return plan(
+            fits=False, reason=_out_of_memory_reason(needs, usable), needs=needs, usable_hbm=usable
+        )
     text = compiled.as_text()
-    program = hlo.parse(text)
+    program = hlo.parse_program(text)
     schedules = {}
     if dump_folder:
         (pathlib.Path(dump_folder) / PROGRAM).write_text(text)
@@ -384,7 +386,7 @@ def make_plan(
     plan = functools.partial(
         plan,
         fits=fits,
-        reason="" if fits else _too_much(needs, usable),
+        reason="" if fits else _out_of_memory_reason(needs, usable),
         needs=needs,
         usable_hbm=usable,
         memory=memory,
@@ -393,8 +395,8 @@ def make_plan(
     )
     if not topology.chip.torus:
         return plan(gpu_flops=gpu_flops(program))
-    return _priced(
-        plan(between_slices=_between_slices(config, topology, mesh, memory)),
+    return _with_estimates(
+        plan(between_slices=_slice_traffic(config, topology, mesh, memory)),
         config,
         mesh,
         program,
@@ -402,7 +404,7 @@ def make_plan(
     )
 
 
-def price_again(
+def estimate_again(
     plan: Plan, config: Config, topology: Topology, dump_folder: str | pathlib.Path
 ) -> Plan:
     """Returns `plan`, which `make_plan` made of `config`, with estimates that the cost models make
@@ -412,20 +414,20 @@ def price_again(
     plan = dataclasses.replace(plan, topology=topology)
     if not plan.memory:
         return plan
-    program = hlo.parse((pathlib.Path(dump_folder) / PROGRAM).read_text())
+    program = hlo.parse_program((pathlib.Path(dump_folder) / PROGRAM).read_text())
     schedules = schedule.read_schedules(dump_folder, program)
     mesh = make_mesh(config.parallel, topology.devices)
-    return _priced(plan, config, mesh, program, schedules)
+    return _with_estimates(plan, config, mesh, program, schedules)
 
 
-def _priced(
+def _with_estimates(
     plan: Plan,
     config: Config,
     mesh: jax.sharding.Mesh,
     program: hlo.Program,
     schedules: Mapping[str, schedule.Schedule],
 ) -> Plan:
-    """Returns `plan` with what the cost models say about its program."""
+    """Returns `plan` with the estimates that the cost models make of its program."""
     topology = plan.topology
     estimates = {
         name: estimate_time(
@@ -442,14 +444,16 @@ def _priced(
     )
 
 
-def _between_slices(
+def _slice_traffic(
     config: Config, topology: Topology, mesh: jax.sharding.Mesh, memory: Memory
-) -> BetweenSlices | None:
+) -> SliceTraffic | None:
     """Returns the traffic between the slices of the mesh; None if it has one."""
     if mesh.shape[SLICE] == 1:
         return None
     stored = memory.parameters / 4  # parameters are float32
-    return between_slices(config.model, config.train, config.parallel, topology, mesh, stored)
+    return predict_slice_traffic(
+        config.model, config.train, config.parallel, topology, mesh, stored
+    )
 
 
 def lower_step(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
@@ -488,7 +492,7 @@ def _nearly_fits(failure: str) -> bool:
     return 0 < needs <= (1 + NEAR) * usable
 
 
-def _too_much(needs: float, usable: float) -> str:
+def _out_of_memory_reason(needs: float, usable: float) -> str:
     """Returns the reason of a plan that does not fit. Both arguments are bytes of HBM."""
     over = needs - usable
     return (

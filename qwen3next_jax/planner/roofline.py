@@ -191,13 +191,13 @@ class Simulation:
     def run(self, name: str) -> tuple[float, Costs]:
         """Returns the seconds and the costs of one run of the computation `name`."""
         if name not in self._done:
-            timeline, computation = self._timeline(), self.program.computations[name]
+            timeline, computation = self._new_timeline(), self.program.computations[name]
             for instruction in computation.values():
                 self._run(timeline, computation, instruction)
             self._done[name] = timeline.now, timeline.costs
         return self._done[name]
 
-    def _timeline(self) -> Timeline:
+    def _new_timeline(self) -> Timeline:
         return Timeline()
 
     def _run(self, timeline: Timeline, computation: Computation, instruction: Instruction) -> None:
@@ -221,7 +221,7 @@ class Simulation:
             self._run_collective(timeline, computation, instruction, source)
         elif op == "while":
             body = self.run(instruction.attribute("body").lstrip("%"))
-            timeline.add(*body, self._trips(computation, instruction))
+            timeline.add(*body, self._loop_trips(computation, instruction))
         elif op == "conditional":
             branches = [self.run(branch) for branch in instruction.called]
             timeline.add(*max(branches, key=lambda branch: branch[0]))
@@ -240,7 +240,7 @@ class Simulation:
         else:
             self._run_work(timeline, computation, instruction, source)
 
-    def _trips(self, computation: Computation, loop: Instruction) -> float:
+    def _loop_trips(self, computation: Computation, loop: Instruction) -> float:
         """Returns how often the body of a loop runs."""
         return self.program.trips(computation, loop) or 1
 
@@ -248,7 +248,7 @@ class Simulation:
         self, timeline: Timeline, computation: Computation, instruction: Instruction, source: str
     ) -> None:
         """Runs a collective, or starts it if the instruction is the start of one."""
-        resource, seconds = self._network(computation, instruction)
+        resource, seconds = self._collective_cost(computation, instruction)
         if instruction.opcode.endswith("-start"):
             timeline.start(instruction.name, seconds, resource, source)
         else:
@@ -281,13 +281,15 @@ class Simulation:
     ) -> None:
         """Runs an instruction that is neither a collective nor the start of a transfer."""
         timeline.wait(
-            *self._time(computation, instruction),
+            *self._longest_resource(computation, instruction),
             source,
             hbm_bytes=hbm_bytes(self.program, computation, instruction),
             flops=instruction_flops(self.program, computation, instruction),
         )
 
-    def _time(self, computation: Computation, instruction: Instruction) -> tuple[float, str]:
+    def _longest_resource(
+        self, computation: Computation, instruction: Instruction
+    ) -> tuple[float, str]:
         """Returns the seconds that an instruction takes, and the resource that it waits for."""
         seconds_of = self._seconds_of(computation, instruction)
         longest = max(seconds_of, key=seconds_of.get)
@@ -301,7 +303,7 @@ class Simulation:
             cycles = (
                 schedule.cycles * visited_grid_share(computation, instruction) / self.chip.clock
             )
-            moved = max(moved, kernel_bytes(computation, instruction) or schedule.copied)
+            moved = max(moved, kernel_bytes(computation, instruction) or schedule.copied_bytes)
         elif kernel:
             cycles = _delta_rule_seconds(computation, instruction, self.chip)
         flops = instruction_flops(self.program, computation, instruction)
@@ -311,7 +313,7 @@ class Simulation:
         }
         fused = fused_collective(self.program, instruction)
         if fused:
-            resource, seconds = self._network(*fused)
+            resource, seconds = self._collective_cost(*fused)
             seconds_of[resource] = seconds
         return seconds_of
 
@@ -323,7 +325,9 @@ class Simulation:
         """Returns the seconds in which one instruction moves `moved` bytes through HBM."""
         return moved / self.bandwidth
 
-    def _network(self, computation: Computation, instruction: Instruction) -> tuple[str, float]:
+    def _collective_cost(
+        self, computation: Computation, instruction: Instruction
+    ) -> tuple[str, float]:
         """Returns the resource of a collective ("network" and its mesh axes), and the seconds that
         the collective takes.
         """
@@ -354,7 +358,13 @@ def _delta_rule_seconds(computation: Computation, instruction: Instruction, chip
     if call is None or chip.name not in _CYCLES:
         return 0.0
     cycles = _CYCLES[chip.name][_KERNELS.index(call.kernel)]
-    return call.tokens * call.heads * (call.key * call.value / 128**2) * cycles / chip.clock
+    return (
+        call.tokens
+        * call.heads
+        * (call.key_width * call.value_width / 128**2)
+        * cycles
+        / chip.clock
+    )
 
 
 class Network:
@@ -406,23 +416,27 @@ class Network:
             if not transfers:
                 return collective.sent / self.chip.die_bandwidth
             return collective.sent * (transfers / self.chip.link_bandwidth)
-        spans, sharing = self._spans(collective.axes)
-        if (slices := self._slices(collective.axes)) > 1:
+        spans, sharing = self._torus_spans(collective.axes)
+        if (slices := self._slice_count(collective.axes)) > 1:
             # The devices of a slice share the work first, so only this part of what each device
             # sends has to cross.
             crosses = collective.sent * (slices - 1) / (collective.group - 1)
             within = collective._replace(sent=collective.sent - crosses)
-            return crossing_seconds(crosses, self.chip) + self._within(within, spans, sharing)
-        return self._within(collective, spans, sharing)
+            return crossing_seconds(crosses, self.chip) + self._seconds_within_slice(
+                within, spans, sharing
+            )
+        return self._seconds_within_slice(collective, spans, sharing)
 
-    def _slices(self, axes: tuple[str, ...]) -> int:
+    def _slice_count(self, axes: tuple[str, ...]) -> int:
         """Returns the number of slices over which a group along these mesh axes extends."""
         index = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
         return len(np.unique(self.slices[index]))
 
-    def _within(self, collective: Collective, spans: Sequence["_Span"], sharing: float) -> float:
+    def _seconds_within_slice(
+        self, collective: Collective, spans: Sequence["_TorusSpan"], sharing: float
+    ) -> float:
         """Returns the seconds of a collective on the links of a slice. `spans` and `sharing` are
-        the results of `_spans`.
+        the results of `_torus_spans`.
         """
         if not collective.sent:
             return 0.0
@@ -444,7 +458,7 @@ class Network:
         links = sum((2 if s.is_ring else 1) / s.stride for s in spans)
         return sent / (links * self.chip.link_bandwidth)
 
-    def _spans(self, axes: tuple[str, ...]) -> tuple[list["_Span"], float]:
+    def _torus_spans(self, axes: tuple[str, ...]) -> tuple[list["_TorusSpan"], float]:
         """Returns the dimensions of the torus that a group along these mesh axes spans, and the
         factor by which sharing the chip's links multiplies the bytes of a device: 2 if the two
         devices of a chip belong to different groups, else 1.
@@ -457,7 +471,7 @@ class Network:
             if len(places) > 1:
                 stride = int(np.min(np.diff(places)))
                 is_ring = self.closes[d] and len(places) * stride == side
-                spans.append(_Span(len(places), stride, is_ring))
+                spans.append(_TorusSpan(len(places), stride, is_ring))
         both_cores = len(np.unique(self.cores[index])) > 1
         # If both devices of a chip are in the group, the chip receives the data for both only once.
         return spans, self.chip.devices_per_chip / (2 if both_cores else 1)
@@ -492,7 +506,7 @@ class Network:
         return busiest
 
 
-class _Span(NamedTuple):
+class _TorusSpan(NamedTuple):
     """A dimension of the torus that a group spans.
 
     Attributes:

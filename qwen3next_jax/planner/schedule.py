@@ -5,7 +5,7 @@ The compiler can write the final instruction bundles (VLIW instructions) of each
 to text files. The chip issues at most one bundle per cycle, so the number of bundles in a loop
 times the number of its trips is a lower bound of the loop's cycles, if every trip issues them all.
 A trip may skip bundles: a product goes through its contracted dimension in steps, and writes its
-result in the last of them. `skipped_bundles` takes those away.
+result in the last of them. `skipped_bundles` subtracts the skipped bundles.
 """
 
 import math
@@ -25,16 +25,16 @@ class Schedule(NamedTuple):
 
     Attributes:
       cycles: number of bundles, each counted as often as it runs.
-      copied: bytes that a kernel would copy between HBM and VMEM if every grid step copied the
-        blocks of all operands. (A real kernel does not copy a block again that stays the same.)
-      whole: whether the compiler states the number of trips of every loop with matrix work. If not,
-        `cycles` is too small.
-      cores: number of cores that share the work; `cycles` are those of one.
+      copied_bytes: bytes that a kernel would copy between HBM and VMEM if every grid step copied
+        the blocks of all operands. (A real kernel does not copy a block again that stays the same.)
+      states_all_trips: whether the compiler states the number of trips of every loop with matrix
+        work. If not, `cycles` is too small.
+      cores: number of cores that share the work; `cycles` are the cycles of one core.
     """
 
     cycles: float
-    copied: float
-    whole: bool
+    copied_bytes: float
+    states_all_trips: bool
     cores: int = 1
 
 
@@ -45,14 +45,14 @@ class Loop(NamedTuple):
       start, end: addresses of its first and last bundle.
       bundles: number of bundles in its body.
       trips: how often its body runs; 0 if the compiler does not state it.
-      matrix: number of matrix-unit instructions in its body.
+      matrix_instructions: number of matrix-unit instructions in its body.
     """
 
     start: int
     end: int
     bundles: int
     trips: int
-    matrix: int
+    matrix_instructions: int
 
 
 def enable_schedule_dump(folder: str | pathlib.Path) -> None:
@@ -84,9 +84,9 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
             loops, total = read_loops(text)
             is_kernel = entry.group(2) == "custom-call"
             schedules[entry.group(1)] = Schedule(
-                cycles(loops, total) - skipped_bundles(text, loops),
+                count_cycles(loops, total) - skipped_bundles(text, loops),
                 _window_bytes(text, loops) if is_kernel else 0.0,
-                all(loop.trips or not loop.matrix for loop in loops),
+                all(loop.trips or not loop.matrix_instructions for loop in loops),
                 2 if _CORE in text else 1,
             )
     signatures = {
@@ -124,8 +124,8 @@ def _signature(program: Program, computation: Computation, instruction: Instruct
 
 
 def _window_bytes(text: str, loops: list[Loop]) -> float:
-    """Returns `Schedule.copied` of a kernel, computed from the block sizes ("window shapes") in the
-    header of the compiler's text.
+    """Returns `Schedule.copied_bytes` of a kernel, computed from the block sizes ("window shapes")
+    in the header of the compiler's text.
     """
     header = text[: text.find("entry bundle")]
     windows = sum(
@@ -133,7 +133,7 @@ def _window_bytes(text: str, loops: list[Loop]) -> float:
         for window in re.findall(r"The window shape is (\w+\[[\d,]*\]), while", header)
         for s in parse_shapes(window)
     )
-    outer = [loop for loop in loops if not any(_within(loop, other) for other in loops)]
+    outer = [loop for loop in loops if not any(_is_inside(loop, other) for other in loops)]
     return windows * max((loop.trips for loop in outer), default=1) * (2 if _CORE in header else 1)
 
 
@@ -175,8 +175,8 @@ def read_loops(text: str) -> tuple[list[Loop], int]:
 
 
 def skipped_bundles(text: str, loops: list[Loop]) -> float:
-    """Returns the number of bundles that `cycles` counts and that a run does not issue, because a
-    jump skips them unless a loop's index has its last value.
+    """Returns the number of bundles that `count_cycles` counts and that a run does not issue,
+    because a jump skips them unless a loop's index has its last value.
 
     Only those bundles count of which the text says how often they run: the jump's predicate
     compares an index, or several, with constants. If a part runs where the index is 7, the loop
@@ -217,13 +217,13 @@ def _conditional_parts(text: str) -> list[tuple[int, int, float]]:
     for start, no, predicate, region in jumps:
         end = starts.get(region, 0)
         if end > start and not any(start <= a < end for a in matrix):
-            share = 1.0 / _steps(text, predicate, "eq" if no else "ne")
+            share = 1.0 / _steps_per_run(text, predicate, "eq" if no else "ne")
             if share < 1:
                 parts.append((start, end, share))
     return parts
 
 
-def _steps(text: str, predicate: str, comparison: str) -> int:
+def _steps_per_run(text: str, predicate: str, comparison: str) -> int:
     """Returns the least number of steps of which one has the indices that a predicate asks for; 1
     if the text does not say it.
     """
@@ -245,7 +245,7 @@ def _steps(text: str, predicate: str, comparison: str) -> int:
     return steps
 
 
-def cycles(loops: list[Loop], total: int) -> int:
+def count_cycles(loops: list[Loop], total: int) -> int:
     """Returns the number of bundles that one run issues. A bundle in a loop counts once for each
     trip of the loop. A loop whose number of trips is not stated counts as one trip.
 
@@ -256,14 +256,14 @@ def cycles(loops: list[Loop], total: int) -> int:
 
     def issued(loop: Loop) -> int:
         """Returns the number of bundles that all trips of a loop issue."""
-        inside = [x for x in loops if _within(x, loop)]
-        children = [x for x in inside if not any(_within(x, y) for y in inside)]
+        inside = [x for x in loops if _is_inside(x, loop)]
+        children = [x for x in inside if not any(_is_inside(x, y) for y in inside)]
         return max(loop.trips, 1) * (loop.bundles + sum(issued(x) - x.bundles for x in children))
 
-    outer = [x for x in loops if not any(_within(x, y) for y in loops)]
+    outer = [x for x in loops if not any(_is_inside(x, y) for y in loops)]
     return total + sum(issued(x) - x.bundles for x in outer)
 
 
-def _within(a: Loop, b: Loop) -> bool:
+def _is_inside(a: Loop, b: Loop) -> bool:
     """Returns whether loop `a` is inside loop `b`."""
     return a is not b and b.start <= a.start and a.end <= b.end

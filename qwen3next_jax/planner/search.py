@@ -152,7 +152,7 @@ def rank_candidates(
     found = []
     for batch in rows or (train.batch_size,):
         of_batch = dataclasses.replace(train, batch_size=batch, gradient_accumulation=1)
-        for mesh in _meshes(model, of_batch, topology, fixed or {}):
+        for mesh in _possible_meshes(model, of_batch, topology, fixed or {}):
             tried = []
             for remat, micro_batches in itertools.product(RECOMPUTED, MICRO_BATCHES):
                 if batch % micro_batches:
@@ -160,7 +160,7 @@ def rank_candidates(
                 settings = dataclasses.replace(
                     of_batch, remat=remat, gradient_accumulation=micro_batches
                 )
-                estimate = _estimate(model, settings, mesh, topology, parallel, optimizer)
+                estimate = _estimate_candidate(model, settings, mesh, topology, parallel, optimizer)
                 tried.append(Candidate(settings, mesh, *estimate))
             fitting = [c for c in tried if not c.reason]
             found += sorted(fitting, key=lambda c: c.seconds)[:1]
@@ -169,7 +169,7 @@ def rank_candidates(
     return fitting + sorted((c for c in found if c.reason), key=lambda c: c.bytes)
 
 
-def choose(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
+def choose_to_compile(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
     """Returns the candidates that a search compiles, in the order of `fitting`: the first with each
     size of the axis `expert` in EXPERT_SIZES without tensor parallelism, and then the first of the
     others. The formulas are too rough to decide between expert parallelism and FSDP alone.
@@ -183,7 +183,7 @@ def choose(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
     return [fitting[i] for i in sorted(taken + others[: count - len(taken)])]
 
 
-def _meshes(
+def _possible_meshes(
     model: ModelConfig, train: TrainConfig, topology: Topology, fixed: Mapping[str, int]
 ) -> list[MeshConfig]:
     """Returns the meshes of this many devices in which the axes of `fixed` have the given sizes.
@@ -214,7 +214,7 @@ def _meshes(
     return [mesh for mesh in meshes if dataclasses.asdict(mesh).items() >= wanted]
 
 
-def _estimate(
+def _estimate_candidate(
     model: ModelConfig,
     train: TrainConfig,
     mesh: MeshConfig,
@@ -239,7 +239,7 @@ def _estimate(
     seconds = estimated_seconds(model, train, mesh, topology)
     if mesh.slice > 1:
         # The estimate assumes that nothing overlaps with this.
-        sent = crossing_bytes(_stored(model, mesh), mesh.slice, parallel)
+        sent = crossing_bytes(_stored_parameters(model, mesh), mesh.slice, parallel)
         seconds += crossing_seconds(sent, topology.chip)
     usable = topology.chip.usable_hbm
     reason = f"about {size / 2**30:.0f} GiB of {usable / 2**30:.0f} GiB" if size > usable else ""
@@ -265,22 +265,22 @@ def estimated_bytes(
     # micro-batches, the sum of the gradients.
     moments = in_moments / (mesh.slice if parallel.slice_state == "sharded" else 1)
     sum_of_gradients = 4 if train.gradient_accumulation > 1 else 0
-    state = (8 + moments + sum_of_gradients) * _stored(m, mesh)
+    state = (8 + moments + sum_of_gradients) * _stored_parameters(m, mesh)
     # Two copies in float32 that are split over the axis `tensor`, and two copies in bfloat16 that
     # are not split.
     embedding_and_head = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)
     saved = 0.0 if train.remat == "offload" else _saved_bytes(m, train, mesh)
-    weights = 2 * _gathered(m, mesh) / m.num_hidden_layers * len(m.stacks)
+    weights = 2 * _gathered_parameters(m, mesh) / m.num_hidden_layers * len(m.stacks)
     one_pass = saved + embedding_and_head + 3 * weights + 2 * layer_bytes(m) * tokens
-    return state + max(one_pass, in_update * _stored(m, mesh))
+    return state + max(one_pass, in_update * _stored_parameters(m, mesh))
 
 
 @functools.cache
 def _optimizer_bytes(m: ModelConfig, optimizer: OptimizerConfig) -> tuple[float, float]:
     """Returns the bytes of a parameter, on average over the model, that an optimizer keeps
-    (its moments), and that it needs during its update. AdamW has two moments, the mean of the
-    gradients and that of their squares. Muon has the first for each matrix, and AdamW's two for all
-    other parameters.
+    (its moments), and that it needs during its update. AdamW has two moments: the mean of the
+    gradients and the mean of their squares. Muon has the first moment for each matrix, and both
+    moments for all other parameters.
     """
     mean = 2.0 if optimizer.mean_dtype == "bfloat16" else 4.0
     if optimizer.name != "muon":
@@ -311,7 +311,9 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
         "keep=router": 2 * m.hidden_size,  # what the router saves is some percent of that
         "offload": 2 * m.hidden_size,
     }[remat]
-    weights = 2 * _gathered(m, mesh) if remat == "none" and _device_count(mesh) > 1 else 0
+    weights = (
+        2 * _gathered_parameters(m, mesh) if remat == "none" and _device_count(mesh) > 1 else 0
+    )
     return per_token * m.num_hidden_layers * _micro_batch_tokens(train, mesh) + weights
 
 
@@ -366,7 +368,7 @@ def estimated_seconds(
     weights = 0.0
     if max(mesh.data, mesh.context, mesh.expert) > 1:
         passes_over_weights = 2 if train.remat == "none" else 3
-        weights = micro_batches * 2 * _gathered(m, mesh) * passes_over_weights
+        weights = micro_batches * 2 * _gathered_parameters(m, mesh) * passes_over_weights
     layers, hidden = m.num_hidden_layers, 2 * m.hidden_size * tokens * micro_batches
     saves_rows = train.remat in ("none", "dots", "dots keep=experts") and _gathers_at_once(
         m, train, mesh
@@ -377,7 +379,7 @@ def estimated_seconds(
     # A weight is gathered over several axes, the longest last, which sends the most.
     longest = max(("data", "context", "expert"), key=lambda axis: getattr(mesh, axis))
     sent = [(longest, weights), ("expert", experts), ("tensor", tensor)]
-    links = _network(topology, mesh)
+    links = _mesh_network(topology, mesh)
     seconds = collections.Counter()
     for axis, size in sent:
         gather = Collective("all-gather", (axis,), getattr(mesh, axis), size, 1)
@@ -389,7 +391,7 @@ def estimated_seconds(
 
 
 @functools.cache
-def _network(topology: Topology, mesh: MeshConfig) -> Network:
+def _mesh_network(topology: Topology, mesh: MeshConfig) -> Network:
     """Returns the links on which the axes of a mesh send."""
     placed = make_mesh(ParallelConfig(mesh=mesh), topology.devices)
     return Network(placed, topology.chip, topology.shape)
@@ -400,7 +402,7 @@ def _device_count(mesh: MeshConfig) -> int:
     return math.prod(dataclasses.astuple(mesh))
 
 
-def _stored(m: ModelConfig, mesh: MeshConfig) -> float:
+def _stored_parameters(m: ModelConfig, mesh: MeshConfig) -> float:
     """Returns the number of parameters that one device stores."""
     return _counts(m).total / (_device_count(mesh) / mesh.slice)
 
@@ -415,15 +417,15 @@ def _micro_batch_tokens(train: TrainConfig, mesh: MeshConfig) -> float:
     )
 
 
-def _gathered(m: ModelConfig, mesh: MeshConfig) -> float:
+def _gathered_parameters(m: ModelConfig, mesh: MeshConfig) -> float:
     """Returns the number of parameters that one device gathers in a pass. The experts stay split
     over the axis `expert`, and all parameters stay split over the axis `tensor`.
     """
-    experts = _expert_weights(m)
+    experts = _expert_parameters(m)
     return (_counts(m).total - experts + experts / mesh.expert) / mesh.tensor
 
 
 @functools.cache
-def _expert_weights(m: ModelConfig) -> int:
+def _expert_parameters(m: ModelConfig) -> int:
     """Returns the number of parameters of all routed experts."""
     return sum(p.size for p in declared(m).values() if p.experts > 1)

@@ -76,11 +76,11 @@ def make_plan_in_subprocess(
         compile_cpu_seconds=used_cpu_seconds(resource.RUSAGE_CHILDREN) - cpu_then,
         fits=False,
         failed=True,
-        reason=_failure(done.returncode, done.stderr.decode(errors="replace")),
+        reason=_failure_reason(done.returncode, done.stderr.decode(errors="replace")),
     )
 
 
-def _failure(code: int, text: str) -> str:
+def _failure_reason(code: int, text: str) -> str:
     """Returns the reason why a process ended without an answer. If the process ended with an exit
     code, it also prints `text`, because then Python raised an exception and the mistake is in the
     planner, not in the compiler.

@@ -95,7 +95,7 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
                 f"--slices={slices}: {name} has GPUs, which belong to no TPU slices: expected 1, "
                 "or --mesh=slice=… for groups of hosts"
             )
-        return _gpus(name, CHIPS[GPUS[chip]], tuple(int(n) for n in grid.split("x")))
+        return _gpu_topology(name, CHIPS[GPUS[chip]], tuple(int(n) for n in grid.split("x")))
     if (
         chip not in KNOWN
         or not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*)*", grid)
@@ -133,7 +133,9 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
 
 
 def _known_grids(chip: str) -> str:
-    """Returns the grids of a chip, for messages; those of all chips if there is no such chip."""
+    """Returns the grids of a chip as text for messages; the grids of all chips if there is no such
+    chip.
+    """
     if chip in KNOWN:
         return f"{chip}: {KNOWN[chip]}"
     of_gpus = "HOSTSxGPUS, such as 1x8, 16x8"
@@ -144,7 +146,7 @@ def _known_grids(chip: str) -> str:
     )
 
 
-def _gpus(name: str, chip: Chip, shape: tuple[int, int]) -> Topology:
+def _gpu_topology(name: str, chip: Chip, shape: tuple[int, int]) -> Topology:
     """Returns the topology of `shape` (number of hosts, GPUs per host) GPUs. `name` is the name
     that the user gave.
 

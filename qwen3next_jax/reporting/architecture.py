@@ -70,8 +70,8 @@ def draw_model(title: str, subtitle: str, kinds: Sequence[LayerBox]) -> str:
         f'aria-label="{html.escape(f"{title}: {subtitle}", quote=True)}">\n'
         f"<style>{STYLE}</style>\n"
         f'<rect class="paper" width="{width}" height="{height}"/>\n'
-        + _text(20, 30, title, "title")
-        + _text(20, 52, subtitle, "soft")
+        + _svg_text(20, 30, title, "title")
+        + _svg_text(20, 52, subtitle, "soft")
         + stack
         + "".join(panels)
         + "</svg>\n"
@@ -110,13 +110,13 @@ def _draw_stack(kinds: Sequence[LayerBox]) -> tuple[str, int]:
         y = TOP + place * (LAYER_HEIGHT + LAYER_GAP)
         middle = y + LAYER_HEIGHT - 4
         if not colour:
-            drawn.append(_text(20, middle, name, "soft", 11))
+            drawn.append(_svg_text(20, middle, name, "soft", 11))
             continue
         drawn.append(
             f'<rect x="20" y="{y}" width="{STACK_WIDTH}" height="{LAYER_HEIGHT}" rx="3" '
             f'fill="{colour}"/>\n'
-            + _text(28, middle, name, "", 10, "#ffffff")
-            + _text(20 + STACK_WIDTH - 22, middle, index, "", 10, "#ffffff")
+            + _svg_text(28, middle, name, "", 10, "#ffffff")
+            + _svg_text(20 + STACK_WIDTH - 22, middle, index, "", 10, "#ffffff")
         )
     return "".join(drawn), len(rows) * (LAYER_HEIGHT + LAYER_GAP)
 
@@ -134,18 +134,18 @@ def _draw_kind(kind: LayerBox, colour: str, top: int) -> tuple[str, int]:
         f'<rect class="panel" x="{KIND_LEFT}" y="{top}" width="{KIND_WIDTH}" height="{height}" '
         'rx="6"/>\n'
         f'<rect x="{KIND_LEFT}" y="{top}" width="6" height="{height}" rx="3" fill="{colour}"/>\n',
-        _text(KIND_LEFT + 18, top + LINE + 2, title, "title", 14),
-        _text(KIND_LEFT + 18, top + 2 * LINE + 4, kind.note, "soft"),
-        _text(KIND_LEFT + 18, top + 3 * LINE + 4, kind.mlp, "soft"),
+        _svg_text(KIND_LEFT + 18, top + LINE + 2, title, "title", 14),
+        _svg_text(KIND_LEFT + 18, top + 2 * LINE + 4, kind.note, "soft"),
+        _svg_text(KIND_LEFT + 18, top + 3 * LINE + 4, kind.mlp, "soft"),
     ]
     for number, (path, shape) in enumerate(kind.parameters):
         y = top + (number + 4) * LINE + 8
-        lines.append(_text(KIND_LEFT + 18, y, path, "mono"))
-        lines.append(_text(KIND_LEFT + KIND_WIDTH - 190, y, shape, "mono soft"))
+        lines.append(_svg_text(KIND_LEFT + 18, y, path, "mono"))
+        lines.append(_svg_text(KIND_LEFT + KIND_WIDTH - 190, y, shape, "mono soft"))
     return "".join(lines), top + height + 12
 
 
-def _text(x: int, y: int, text: str, css: str, size: int = 0, fill: str = "") -> str:
+def _svg_text(x: int, y: int, text: str, css: str, size: int = 0, fill: str = "") -> str:
     style = (f"font-size:{size}px;" if size else "") + (f"fill:{fill}" if fill else "")
     return (
         f'<text x="{x}" y="{y}" class="{css}"'

@@ -301,7 +301,7 @@ ATTENTION = (
 )
 
 
-def evaluations(runs: Sequence[Run]) -> list[Chart]:
+def evaluation_charts(runs: Sequence[Run]) -> list[Chart]:
     """Returns a row for each metric of each evaluation in `eval.suites`, except for metrics with
     the unit "count". Its quantities are of events of the kind "suite NAME", which `Run.series` has
     after `run_charts.with_events_by_evaluation`.
@@ -332,7 +332,7 @@ def evaluations(runs: Sequence[Run]) -> list[Chart]:
     return charts
 
 
-def quantities(chart: Chart, runs: Sequence[Run]) -> list[Quantity]:
+def shown_quantities(chart: Chart, runs: Sequence[Run]) -> list[Quantity]:
     """Returns the quantities of a chart over steps: those of its row, with one for each depth of
     multi-token prediction, for each source of the data, and for the average of the parameters where
     the runs have them.
@@ -353,7 +353,7 @@ def quantities(chart: Chart, runs: Sequence[Run]) -> list[Quantity]:
                     label=quantity.label.format(source=source),
                     name=quantity.name.format(source=source),
                 )
-                for source in _sources(runs, quantity)
+                for source in _source_names(runs, quantity)
             ]
         elif quantity.averaged and any("heldout_average" in run.events for run in runs):
             found.append(quantity._replace(label="held-out"))
@@ -363,7 +363,7 @@ def quantities(chart: Chart, runs: Sequence[Run]) -> list[Quantity]:
     return found
 
 
-def _sources(runs: Sequence[Run], quantity: Quantity) -> list[str]:
+def _source_names(runs: Sequence[Run], quantity: Quantity) -> list[str]:
     """Returns the sources of which a run has recorded the quantity."""
     prefix = quantity.name.partition("{")[0]
     names = dict.fromkeys(name for run in runs for name in run.names(quantity.kind, prefix))

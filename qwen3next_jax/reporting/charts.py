@@ -3,7 +3,7 @@ inline SVG.
 
 The page that contains a chart must include page.css, which colours it, and page.js, which shows
 its values under the pointer, offers them as CSV, and draws line charts again when the reader asks
-for a logarithmic axis, smoothing or other runs; `page.document` makes such a page.
+for a logarithmic axis, smoothing or other runs; `page.html_document` makes such a page.
 """
 
 import base64
@@ -261,7 +261,7 @@ def heatmap(
         shown = _evenly_spaced(len(columns), 8)
         ticks = [(box.left + half + 2 * half * i, columns[i]) for i in shown]
     parts = [
-        _image(_png(index, colour_map), box),
+        _svg_image(_png_uri(index, colour_map), box),
         *(
             f'<text x="{box.left - 6}" '
             f'y="{box.top + (i + 0.5) / len(rows) * box.height + 3.5:.1f}" '
@@ -307,7 +307,7 @@ class _Box(NamedTuple):
 def _palette_index(
     values: np.ndarray, diverging: bool, log: bool
 ) -> tuple[np.ndarray, float, float]:
-    """Maps values to the palette indices that `_png` encodes.
+    """Maps values to the palette indices that `_png_uri` encodes.
 
     Returns:
       The indices, uint8, in the shape of `values`; the smallest and the largest value of the colour
@@ -336,9 +336,9 @@ def _palette_index(
 def _colour_bar(
     box: _Box, colour_map: Callable, low: float, high: float, diverging: bool, log: bool
 ) -> str:
-    """Draws the scale of a heatmap's colours beside it."""
-    ramp = _png(np.arange(255, 1, -1, np.uint8)[:, None], colour_map)
-    parts = [_image(ramp, _Box(box.right + 14, box.right + 24, box.top, box.bottom))]
+    """Draws the colour scale beside a heatmap."""
+    ramp = _png_uri(np.arange(255, 1, -1, np.uint8)[:, None], colour_map)
+    parts = [_svg_image(ramp, _Box(box.right + 14, box.right + 24, box.top, box.bottom))]
     middle = math.sqrt(low * high) if log or diverging else (low + high) / 2
     # Values beyond the ends of a diverging scale have the colours of its ends.
     signs = ("≥", "", "≤") if diverging else ("", "", "")
@@ -349,7 +349,7 @@ def _colour_bar(
     return "".join(parts)
 
 
-def _image(uri: str, box: _Box) -> str:
+def _svg_image(uri: str, box: _Box) -> str:
     return (
         f'<image href="{uri}" x="{box.left}" y="{box.top}" width="{box.width}" '
         f'height="{box.height}" preserveAspectRatio="none"/>'
@@ -375,7 +375,8 @@ def stacked_columns(
       width: the length of wall time that a column stands for, in seconds.
       colours: the CSS colour of each name.
       marks: (seconds since the start, text) of triangles above the columns.
-      unit: the unit of time, as `unit_of_time` returns it; None: that of the whole length.
+      unit: the unit of time, as `unit_of_time` returns it; None: the unit that suits the whole
+        length.
       run: as of a `Line`.
     """
     unit, scale = unit or unit_of_time(width * len(shares))
@@ -430,12 +431,14 @@ class Link(NamedTuple):
     href: str
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str | Link]], numeric: bool = False) -> str:
+def table_html(
+    head: Sequence[str], rows: Sequence[Sequence[str | Link]], numeric: bool = False
+) -> str:
     """Returns a table as HTML. The cells are plain text or links; `numeric` aligns them as
     numbers.
     """
     cells = "".join(
-        "<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td>{_table_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
     return (
         f'<div class="scroll"><table{" class=numeric" if numeric else ""}><thead><tr>'
@@ -444,7 +447,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str | Link]], numeric: bo
     )
 
 
-def _cell(cell: str | Link) -> str:
+def _table_cell(cell: str | Link) -> str:
     if isinstance(cell, Link):
         return f'<a href="{html.escape(cell.href, quote=True)}">{_escape(cell.text)}</a>'
     return _escape(cell)
@@ -642,7 +645,7 @@ def _line_svg(line: Line, x: Axis, y: Axis) -> str:
     parts = [_band_svg(line, px, y)]
     style = f'stroke="{line.stroke}"{line.dash_attribute}{line.run_attribute}'
     if line.joined:
-        parts.append(f'<path class="line" d="{_path(px, py)}" {style}/>')
+        parts.append(f'<path class="line" d="{_svg_path(px, py)}" {style}/>')
     single = len(px) == 1 or np.isfinite(py).sum() == 1
     if line.dots and len(px) <= 60 or single:
         parts += [
@@ -660,7 +663,7 @@ def _band_svg(line: Line, px: np.ndarray, y: Axis) -> str:
     if _band_height(line) <= 0:
         return ""
     low, high = np.asarray(line.low, float), np.asarray(line.high, float)
-    upper, lower = _path(px, y(high)), _path(px[::-1], y(low)[::-1])
+    upper, lower = _svg_path(px, y(high)), _svg_path(px[::-1], y(low)[::-1])
     if upper.count("M") != 1 or lower.count("M") != 1:
         return ""
     edge = f"{upper}L{lower[1:]}Z"
@@ -674,7 +677,7 @@ def _band_height(line: Line) -> float:
     return float(np.nanmax(np.asarray(line.high, float) - np.asarray(line.low, float), initial=0))
 
 
-def _path(px: np.ndarray, py: np.ndarray) -> str:
+def _svg_path(px: np.ndarray, py: np.ndarray) -> str:
     """Returns an SVG path that connects neighbouring points and has a gap at NaN."""
     parts, connected = [], False
     for a, b in zip(px, np.clip(py, -1e5, 1e5)):
@@ -742,7 +745,7 @@ def _diverging(level: float) -> tuple[int, int, int]:
     return _interpolate_colour(("2166ac", "92c5de", "f0efeb", "f4a582", "b2182b"), level)
 
 
-def _png(index: np.ndarray, colour_map: Callable[[float], tuple[int, int, int]]) -> str:
+def _png_uri(index: np.ndarray, colour_map: Callable[[float], tuple[int, int, int]]) -> str:
     """Encodes palette indices [rows, columns] as a PNG image in a data URI.
 
     Index 0 is transparent, 1 is black, and 2 … 255 are the colours of the levels 0 … 1.

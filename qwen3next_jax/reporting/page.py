@@ -21,7 +21,7 @@ from qwen3next_jax.reporting.chart_table import heldout_metric
 from qwen3next_jax.reporting.charts import (
     series_colour,
     short_number,
-    table,
+    table_html,
     unit_of_time,
 )
 from qwen3next_jax.reporting.run_charts import MANY_RUNS, MAX_FAULTS
@@ -29,11 +29,11 @@ from qwen3next_jax.reporting.runs import (
     TRAINING,
     Run,
     faults,
+    find_incomparable,
     goodput,
-    incomparable,
     load_run,
     setting_differences,
-    stages,
+    stage_starts,
     wall_time_spans,
     without_layers,
 )
@@ -63,7 +63,7 @@ def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> list[st
     text = render_report(runs)
     # A sampled text may contain half a surrogate pair, which UTF-8 cannot encode.
     write_whole(out, text, errors="backslashreplace")
-    return warnings(runs) + ([sentence_of_runs(*runs)] if len(runs) == 2 else [])
+    return comparison_warnings(runs) + ([sentence_of_runs(*runs)] if len(runs) == 2 else [])
 
 
 def render_report(runs: Sequence[Run]) -> str:
@@ -71,7 +71,7 @@ def render_report(runs: Sequence[Run]) -> str:
     sections = {}
     if len(runs) > 1:
         sections["Runs"] = _runs_html(runs)
-    for name, charts in run_charts.sections(runs).items():
+    for name, charts in run_charts.chart_sections(runs).items():
         sections[name] = _charts_html(charts, runs)
     if len(runs) == 2:
         sections["Effective speed-up"] = _speed_up_html(*runs)
@@ -82,7 +82,7 @@ def render_report(runs: Sequence[Run]) -> str:
     sections["Configuration"] = _configuration_html(runs)
     sections = {name: content for name, content in sections.items() if content}
     body = "".join(_section(name, content) for name, content in sections.items())
-    return document(
+    return html_document(
         " · ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs",
         _subtitle(runs),
         list(sections),
@@ -107,7 +107,7 @@ def _charts_html(charts: Sequence[str], runs: Sequence[Run]) -> str:
     )
 
 
-def document(title: str, subtitle: str, sections: Sequence[str], body: str) -> str:
+def html_document(title: str, subtitle: str, sections: Sequence[str], body: str) -> str:
     """Returns a self-contained HTML page.
 
     Args:
@@ -173,7 +173,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
         parts.append(f"commit {start['commit'][:10]}")
     if faults(runs[0]):
         parts.append("dashed red lines: faults and restarts")
-    if begun := ", ".join(f"{name} from step {step + 1}" for step, name in stages(runs[0])):
+    if begun := ", ".join(f"{name} from step {step + 1}" for step, name in stage_starts(runs[0])):
         parts.append(f"stages, at grey lines: {begun}")
     return " · ".join(parts)
 
@@ -183,7 +183,7 @@ def _tiles_html(run: Run) -> str:
     tiles = "".join(
         f'<div class="tile"><b title="{html.escape(value)}">{html.escape(value)}</b>'
         f"<span>{html.escape(name)}</span></div>"
-        for name, value in _summary(run, unit=None).items()
+        for name, value in _run_summary(run, unit=None).items()
     )
     return f'<div class="tiles">{tiles}</div>'
 
@@ -194,7 +194,7 @@ def _runs_html(runs: Sequence[Run]) -> str:
     """
     longest = max((spans[-1][1] for run in runs if (spans := wall_time_spans(run))), default=0.0)
     steps = _steps_to_compare(runs)
-    summaries = [_summary(run, unit_of_time(longest), steps) for run in runs]
+    summaries = [_run_summary(run, unit_of_time(longest), steps) for run in runs]
     names = list(dict.fromkeys(name for summary in summaries for name in summary))
     differing = [
         (setting, [_setting_text(value) for value in values])
@@ -244,14 +244,16 @@ def _speed_up_html(baseline: Run, run: Run) -> str:
 
 
 def _warnings_html(runs: Sequence[Run]) -> str:
-    return "".join(f'<p class="warning">{html.escape(text)}</p>' for text in warnings(runs))
+    return "".join(
+        f'<p class="warning">{html.escape(text)}</p>' for text in comparison_warnings(runs)
+    )
 
 
-def warnings(runs: Sequence[Run]) -> list[str]:
+def comparison_warnings(runs: Sequence[Run]) -> list[str]:
     """Returns a sentence for each thing that the page cannot show or compare."""
     sentences = []
     if len(runs) > 1:
-        sentences = [reason.sentence for reason in incomparable(runs).values()]
+        sentences = [reason.sentence for reason in find_incomparable(runs).values()]
     measured = {run.name: heldout_metric(run) for run in runs}
     if len(set(filter(None, measured.values()))) > 1:
         of_runs = "; ".join(f"{name}: {metric}" for name, metric in measured.items() if metric)
@@ -310,7 +312,7 @@ def _steps_to_compare(runs: Sequence[Run]) -> dict[tuple[str, str], int]:
     return found
 
 
-def _summary(
+def _run_summary(
     run: Run, unit: tuple[str, float] | None, steps: Mapping[tuple[str, str], int] = NO_STEPS
 ) -> dict[str, str]:
     """Returns the most important numbers of a run: name → newest value, as text.
@@ -418,7 +420,7 @@ def _faults_html(runs: Sequence[Run]) -> str:
         return ""
     more = len(rows) - MAX_FAULTS
     note = f"<p>{more:,} more are in metrics.jsonl.</p>" if more > 0 else ""
-    return table(head, rows[:MAX_FAULTS]) + note
+    return table_html(head, rows[:MAX_FAULTS]) + note
 
 
 def _bad_records_html(runs: Sequence[Run]) -> str:
@@ -429,7 +431,7 @@ def _bad_records_html(runs: Sequence[Run]) -> str:
         for glob, count, text in run.last("start", "bad_records") or ()
     ]
     head = [*(["run"] if len(runs) > 1 else []), "data.path", "records", ""]
-    return table(head, rows) if rows else ""
+    return table_html(head, rows) if rows else ""
 
 
 def _operators_html(runs: Sequence[Run]) -> str:
@@ -448,7 +450,7 @@ def _operators_html(runs: Sequence[Run]) -> str:
         for entry in run.last("operators", "operators") or ()
     ]
     head = [*(["run"] if len(runs) > 1 else []), "operator", "runs as", "why", "a call"]
-    return table(head, rows) if rows else ""
+    return table_html(head, rows) if rows else ""
 
 
 def _configuration_html(runs: Sequence[Run]) -> str:
@@ -457,7 +459,7 @@ def _configuration_html(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         rows = [[name, *map(_setting_text, values)] for name, values in setting_differences(runs)]
         parts.append(
-            table(["setting that differs", *(run.name for run in runs)], rows)
+            table_html(["setting that differs", *(run.name for run in runs)], rows)
             if rows
             else "<p>No setting differs.</p>"
         )
@@ -466,7 +468,7 @@ def _configuration_html(runs: Sequence[Run]) -> str:
         of_run = f' data-run="{r}"' if len(runs) > 1 else ""
         parts.append(
             f"<details{of_run}><summary>every setting of "
-            f"{html.escape(run.name)}</summary>{table(['setting', 'value'], rows)}</details>"
+            f"{html.escape(run.name)}</summary>{table_html(['setting', 'value'], rows)}</details>"
         )
     return "".join(parts)
 
@@ -480,8 +482,8 @@ def _setting_text(value: Any) -> str:
 
 
 def _repeats_text(names: Sequence[str]) -> str:
-    """Writes names of which many are equal, such as those of layers: "3 × a, b" for a, a, a, b, and
-    "2 × (3 × a, b)" for this twice.
+    """Shortens a list of names with many repeats, such as the names of layers: "3 × a, b" for a, a,
+    a, b, and "2 × (3 × a, b)" for this twice.
     """
     count = len(names)
     period = next(p for p in range(1, count + 1) if names == names[:p] * (count // p))

@@ -25,9 +25,9 @@ from qwen3next_jax.reporting.runs import (
     USES,
     Run,
     faults,
+    find_incomparable,
     goodput,
-    incomparable,
-    stages,
+    stage_starts,
     wall_time_columns,
     wall_time_spans,
     without_layers,
@@ -40,24 +40,24 @@ MAX_FAULTS = 200  # faults on the page; metrics.jsonl has all of them
 Marks = Sequence[tuple[float, str, str]]  # vertical lines, as `line_chart` takes them
 
 
-def sections(runs: Sequence[Run]) -> dict[str, list[str]]:
+def chart_sections(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Returns the name of each section of charts → its figures, as HTML."""
     # With several runs it would be unclear to which run a mark belongs, so there are no marks.
     marks = _vertical_marks(runs[0]) if len(runs) == 1 else []
     by_evaluation = [_with_events_by_evaluation(run) for run in runs]
     return {
-        "Loss": _draw(chart_table.LOSS, runs, marks),
-        "Evaluations": _draw(chart_table.evaluations(runs), by_evaluation, marks),
-        "Optimisation": _draw(chart_table.OPTIMISATION, runs, marks),
-        "Speed and use of time": _draw(chart_table.SPEED, runs) + _wall_time_charts(runs),
-        "Experts": _load_charts(runs) + _draw(chart_table.EXPERTS, runs),
-        "Recurrent layers": _draw(chart_table.RECURRENT_LAYERS, runs),
-        "Attention and activations": _draw(chart_table.ATTENTION, runs),
+        "Loss": _draw_charts(chart_table.LOSS, runs, marks),
+        "Evaluations": _draw_charts(chart_table.evaluation_charts(runs), by_evaluation, marks),
+        "Optimisation": _draw_charts(chart_table.OPTIMISATION, runs, marks),
+        "Speed and use of time": _draw_charts(chart_table.SPEED, runs) + _wall_time_charts(runs),
+        "Experts": _load_charts(runs) + _draw_charts(chart_table.EXPERTS, runs),
+        "Recurrent layers": _draw_charts(chart_table.RECURRENT_LAYERS, runs),
+        "Attention and activations": _draw_charts(chart_table.ATTENTION, runs),
     }
 
 
-def _draw(charts: Sequence[Chart], runs: Sequence[Run], marks: Marks = ()) -> list[str]:
-    """Draws those rows of the table that the runs have something for."""
+def _draw_charts(charts: Sequence[Chart], runs: Sequence[Run], marks: Marks = ()) -> list[str]:
+    """Draws the rows of the chart table for which the runs have values."""
     draw = {"steps": _over_steps, "layers": _by_layer, "groups": _by_group}
     figures = [draw[chart.over](chart, runs, marks) for chart in charts if chart.only_if(runs)]
     return [figure for figure in figures if figure]
@@ -85,7 +85,7 @@ def _vertical_marks(run: Run) -> list[tuple[float, str, str]]:
         (fault.step, f"{fault.kind} at step {fault.step}: {fault.text}", "fault")
         for fault in faults(run)[:MAX_FAULTS]
     ]
-    for step, name in stages(run):
+    for step, name in stage_starts(run):
         if step:
             marks.append((step, f"stage {name} begins after step {step}", "stage"))
     return marks
@@ -101,8 +101,8 @@ def _over_steps(chart: Chart, runs: Sequence[Run], marks: Marks) -> str:
     own colour, and each quantity its own dash pattern.
     """
     several = len(runs) > 1
-    points = _points(runs)
-    quantities = chart_table.quantities(chart, runs)
+    points = _points_per_line(runs)
+    quantities = chart_table.shown_quantities(chart, runs)
     lines = []
     for r, run in enumerate(runs):
         for q, quantity in enumerate(quantities):
@@ -131,26 +131,26 @@ def _over_steps(chart: Chart, runs: Sequence[Run], marks: Marks) -> str:
     if not lines:
         return ""
     references = chart.references[: len(quantities)]
-    warning = _incomparable(quantities, runs)
+    warning = _incomparable_note(quantities, runs)
     return _line_chart(chart, lines, marks, references=references, warning=warning)
 
 
-def _points(runs: Sequence[Run]) -> int:
+def _points_per_line(runs: Sequence[Run]) -> int:
     """Returns the largest number of points of a line. With it, a page of many runs stays small."""
     return min(POINTS, max(4 * POINTS // len(runs), 75))
 
 
-def _incomparable(quantities: Sequence[Quantity], runs: Sequence[Run]) -> str:
-    """Returns the sentences about what the quantities of several runs do not allow to compare."""
+def _incomparable_note(quantities: Sequence[Quantity], runs: Sequence[Run]) -> str:
+    """Returns sentences that say why quantities of these runs cannot be compared."""
     if len(runs) == 1:
         return ""
     depends_on = set().union(*map(_depends_on, quantities))
-    reasons = incomparable(runs)
+    reasons = find_incomparable(runs)
     return " ".join(reasons[key].short for key in sorted(depends_on & set(reasons)))
 
 
 def _depends_on(quantity: Quantity) -> set[str]:
-    """Returns on which of the keys of `incomparable` a quantity depends."""
+    """Returns on which of the keys of `find_incomparable` a quantity depends."""
     name, is_of_suite = quantity.name.partition("/")[0], quantity.kind.startswith("suite")
     is_loss = name in ("loss", "perplexity")
     found = set()
@@ -179,7 +179,7 @@ def _by_group(chart: Chart, runs: Sequence[Run], marks: Marks) -> str:
     lines = []
     for r, run in enumerate(runs):
         events = [e for e in run.events.get("diagnostics", ()) if "groups" in e]
-        events = events[:: -(-len(events) // _points(runs)) or 1]
+        events = events[:: -(-len(events) // _points_per_line(runs)) or 1]
         for g, group in enumerate(groups):
             y = [e["groups"].get(group, {}).get(chart.shows) for e in events]
             values = [v if isinstance(v, (int, float)) and v > 0 else np.nan for v in y]
@@ -282,7 +282,7 @@ def _layer_names(run: Run, count: int) -> list[str]:
 
 
 def _not_measured(runs: Sequence[Run]) -> str:
-    """Returns what a chart of the runs' layers says of those that did not measure them."""
+    """Returns the note of a chart over layers that names the runs without this measurement."""
     unmeasured = without_layers(runs)
     if not unmeasured:
         return ""
@@ -305,7 +305,7 @@ def _load_charts(runs: Sequence[Run]) -> list[str]:
         sparse = [names[i] for i, value in enumerate(entropy) if value is not None]
         figures.append(
             heatmap(
-                _of_run(f"Router load at step {step:,}", run, runs),
+                _title_of_run(f"Router load at step {step:,}", run, runs),
                 np.array(load, float),
                 rows=sparse if len(sparse) == len(load) else [str(i) for i in range(len(load))],
                 columns=[str(i) for i in range(len(load[0]))],
@@ -319,7 +319,7 @@ def _load_charts(runs: Sequence[Run]) -> list[str]:
     return figures
 
 
-def _of_run(title: str, run: Run, runs: Sequence[Run]) -> str:
+def _title_of_run(title: str, run: Run, runs: Sequence[Run]) -> str:
     """Returns the title of a chart about one run, with its name on a page of several runs."""
     return f"{title}: {run.name}" if len(runs) > 1 else title
 
@@ -341,7 +341,7 @@ def _wall_time_charts(runs: Sequence[Run]) -> list[str]:
         total = [f"{use} {share:.1%}" for use, share in goodput(spans).items() if share >= 5e-4]
         figures.append(
             stacked_columns(
-                _of_run("Use of wall time", run, runs),
+                _title_of_run("Use of wall time", run, runs),
                 shares,
                 width=width,
                 names=USES,

@@ -339,7 +339,7 @@ def faults(run: Run) -> list[Fault]:
     return sorted(found, key=lambda fault: fault.time)
 
 
-def stages(run: Run) -> list[tuple[int, str]]:
+def stage_starts(run: Run) -> list[tuple[int, str]]:
     """Returns (number of steps taken before the stage, name) of every stage that has begun."""
     return [
         (event["step"] - 1, str(event.get("stage")))
@@ -369,7 +369,7 @@ class Incomparable(NamedTuple):
     sentence: str
 
 
-def incomparable(runs: Sequence[Run]) -> dict[str, Incomparable]:
+def find_incomparable(runs: Sequence[Run]) -> dict[str, Incomparable]:
     """Returns why numbers of these runs cannot be compared: with the key "tokenizer" if the runs
     have different tokenizers, with "heldout" if they were evaluated on different text.
     """
@@ -377,7 +377,8 @@ def incomparable(runs: Sequence[Run]) -> dict[str, Incomparable]:
     if len({run.tokenizer for run in runs}) > 1:
         found["tokenizer"] = Incomparable(
             "Different tokenizers: not comparable.",
-            f"The runs have different tokenizers ({_grouped(runs, [r.tokenizer for r in runs])}): "
+            "The runs have different tokenizers "
+            f"({_runs_by_values(runs, [r.tokenizer for r in runs])}): "
             "losses per token and accuracies of one tokenizer say nothing about another's. Compare "
             "bits per byte.",
         )
@@ -391,14 +392,14 @@ def incomparable(runs: Sequence[Run]) -> dict[str, Incomparable]:
         found["heldout"] = Incomparable(
             "Different held-out text.",
             f"The runs were evaluated on different text ({', '.join(differing)}: "
-            f"{_grouped(runs, texts)}): a lower loss may be easier text.",
+            f"{_runs_by_values(runs, texts)}): a lower loss may be easier text.",
         )
     return found
 
 
-def _grouped(runs: Sequence[Run], keys: Sequence[str]) -> str:
-    """Returns the names of the runs, those with the same key together: "a, b | c". At most three
-    groups, and three runs of each, are named.
+def _runs_by_values(runs: Sequence[Run], keys: Sequence[str]) -> str:
+    """Returns the names of the runs, grouped by equal keys: "a, b | c". The text names at most
+    three groups, and three runs of each group.
     """
     groups: dict[str, list[str]] = {}
     for run, key in zip(runs, keys, strict=True):

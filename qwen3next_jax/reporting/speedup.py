@@ -1,4 +1,5 @@
-"""The effective speed-up: one number for what a change of the model or of its training is worth.
+"""The effective speed-up: one number that says how much compute a change of the model or of its
+training saves.
 
 The two sides of a comparison are its arms: the baseline, and the arm with the change. Each arm was
 trained with several budgets C, which are numbers of steps, of FLOPs, or of seconds. A law is fitted
@@ -35,8 +36,8 @@ import numpy as np
 
 from qwen3next_jax.common.errors import UserError, join_first, require
 from qwen3next_jax.common.events import devices_of
-from qwen3next_jax.reporting.charts import Line, line_chart, table
-from qwen3next_jax.reporting.runs import Run, incomparable
+from qwen3next_jax.reporting.charts import Line, line_chart, table_html
+from qwen3next_jax.reporting.runs import Run, find_incomparable
 
 # unit of a budget → its name for readers
 UNITS = {"steps": "steps", "flops": "FLOPs", "seconds": "wall time"}
@@ -154,8 +155,8 @@ class Comparison(NamedTuple):
 def fit_law(budgets: np.ndarray, losses: np.ndarray) -> Law:
     """Fits L(C) = E + A / C^α with the least squared residuals, E ≥ 0, A ≥ 0 and α in `_EXPONENTS`.
 
-    For a given α the best E and A are those of a linear problem, so α is searched alone: on a grid,
-    and then on ever finer grids around its best value.
+    For a given α, the best E and A solve a linear problem, so only α is searched: on a grid, and
+    then on ever finer grids around its best value.
 
     Args:
       budgets: [B], positive.
@@ -235,7 +236,7 @@ def speed_up(baseline: Arm, arm: Arm, unit: str) -> SpeedUp:
             f"{misfit:.2g} of {UNITS[unit]}; expected at most {LARGEST_MISFIT:g}: add seeds, or "
             "leave out budgets at which training was unstable",
         )
-    factor = _ratio(*laws)
+    factor = _budget_ratio(*laws)
     if not 0 < factor < math.inf:
         better, worse = (arm, baseline) if factor else (baseline, arm)
         ahead, behind = laws[::-1] if factor else laws
@@ -244,7 +245,7 @@ def speed_up(baseline: Arm, arm: Arm, unit: str) -> SpeedUp:
             f"it is more than {behind.high / ahead.low:.3g} times as fast by {UNITS[unit]}, and no "
             f"budget says by how much: give {better.name} smaller budgets, or {worse.name} larger"
         )
-    low, high = _interval(baseline, arm, unit, factor)
+    low, high = _factor_interval(baseline, arm, unit, factor)
     exact = min(len(one.losses[0]) for one in (baseline, arm)) == LEAST_BUDGETS
     return SpeedUp(
         factor=factor,
@@ -282,7 +283,7 @@ def _common_loss(baseline: Law, arm: Law) -> float:
     return float(max(baseline(baseline.high), arm(arm.high)))
 
 
-def _ratio(baseline: Law, arm: Law) -> float:
+def _budget_ratio(baseline: Law, arm: Law) -> float:
     """Returns C_baseline(ℓ) / C_arm(ℓ). It is infinite if the arm reaches ℓ below its smallest
     budget, and 0 if the baseline does.
     """
@@ -293,7 +294,7 @@ def _ratio(baseline: Law, arm: Law) -> float:
     return of_baseline / of_arm if of_baseline >= baseline.low else 0.0
 
 
-def _interval(
+def _factor_interval(
     baseline: Arm, arm: Arm, unit: str, factor: float
 ) -> tuple[float, float] | tuple[None, None]:
     """Returns the lowest and the highest speed-up over pairs of seeds, and over `factor`."""
@@ -303,7 +304,7 @@ def _interval(
         [fit_law(*seed) for seed in zip(one.spent[unit], one.losses, strict=True)]
         for one in (baseline, arm)
     ]
-    ratios = [_ratio(*pair) for pair in itertools.product(*of_seeds)]
+    ratios = [_budget_ratio(*pair) for pair in itertools.product(*of_seeds)]
     return min(factor, *ratios), max(factor, *ratios)
 
 
@@ -341,7 +342,7 @@ def arms_of_runs(baseline: Run, run: Run) -> tuple[str, Arm, Arm]:
     Raises:
       UserError: the runs do not compare, or have too few such evaluations.
     """
-    reasons = incomparable((baseline, run))
+    reasons = find_incomparable((baseline, run))
     metric, title = "bits_per_byte", "Held-out bits per byte"
     if any(one.last("heldout", metric) is None for one in (baseline, run)):
         metric, title = "loss", "Held-out loss, nats per token"
@@ -357,8 +358,8 @@ def sentence_of_runs(baseline: Run, run: Run) -> str:
     try:
         _, *arms = arms_of_runs(baseline, run)
     except UserError as error:
-        return _none(run.name, baseline.name, str(error))
-    return sentence(compare(*arms))
+        return _no_speed_up(run.name, baseline.name, str(error))
+    return comparison_sentence(compare(*arms))
 
 
 def _arm_of_run(run: Run, metric: str) -> Arm:
@@ -422,12 +423,12 @@ def _flops_of_step(train: Sequence[Mapping]) -> float | None:
 # ---- For readers
 
 
-def sentence(comparison: Comparison) -> str:
+def comparison_sentence(comparison: Comparison) -> str:
     """Returns the speed-up as one sentence, or why there is none."""
     told = {u: found for u, found in comparison.found.items() if isinstance(found, SpeedUp)}
     refused = dict.fromkeys(found for found in comparison.found.values() if isinstance(found, str))
     if not told:
-        return _none(comparison.arm, comparison.baseline, next(iter(refused)))
+        return _no_speed_up(comparison.arm, comparison.baseline, next(iter(refused)))
     factors = ", ".join(f"{found} by {UNITS[unit]}" for unit, found in told.items())
     first = next(iter(told.values()))
     seeds = " (one seed: no interval)"
@@ -439,7 +440,7 @@ def sentence(comparison: Comparison) -> str:
     )
 
 
-def _none(arm: str, baseline: str, reason: str) -> str:
+def _no_speed_up(arm: str, baseline: str, reason: str) -> str:
     return f"No effective speed-up of {arm} over {baseline}: {reason}."
 
 
@@ -474,7 +475,7 @@ def comparisons_html(comparisons: Sequence[Comparison]) -> str:
             "at a loss of",
             "misfit",
         ]
-        parts.append(table(head, [_row(c) for c in comparisons], numeric=True))
+        parts.append(table_html(head, [_comparison_row(c) for c in comparisons], numeric=True))
     reasons = dict.fromkeys(
         f"No effective speed-up of {c.arm} over {c.baseline}"
         f"{'' if _all_refused(c) else f' by {UNITS[unit]}'}: {found}."
@@ -515,7 +516,7 @@ def _explanation(told: Sequence[SpeedUp]) -> str:
     return text
 
 
-def _row(comparison: Comparison) -> list[str]:
+def _comparison_row(comparison: Comparison) -> list[str]:
     told = [found for found in comparison.found.values() if isinstance(found, SpeedUp)]
     misfits = [f"{f.misfit:.3g}" if f.misfit else "–" for f in told]
     return [

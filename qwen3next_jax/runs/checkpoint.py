@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.common.storage import BucketPath, to_path
-from qwen3next_jax.common.trees import join, map_leaves
+from qwen3next_jax.common.trees import join_trees, map_leaves
 from qwen3next_jax.config import Config, ModelConfig
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.adapter_names import is_adapter
@@ -168,7 +168,7 @@ class Checkpoints:
         state = read_arrays(where, trained, partial) if trained else {}
         if not frozen:
             return state
-        return join(state, read_arrays(self._frozen, frozen, partial=True))
+        return join_trees(state, read_arrays(self._frozen, frozen, partial=True))
 
 
 def split_frozen(state: State, frozen_paths: frozenset[str]) -> tuple[State, State]:
@@ -272,7 +272,7 @@ def _entries_of_params(workdir: pathlib.Path, config: Config, params: dict, ema:
 
 def _params_of_entries(state: State) -> dict:
     """Undoes `_entries_of_params`, for the arrays that were read."""
-    return join(state.get("params", {}), state.get("ema", {}).get("average", {}))
+    return join_trees(state.get("params", {}), state.get("ema", {}).get("average", {}))
 
 
 def load_trained(

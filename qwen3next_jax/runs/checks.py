@@ -87,7 +87,7 @@ def check_evaluations(config: EvalConfig, data: DataConfig, model: ModelConfig) 
             config.suites, evaluation.options_from_config(config), model, tokenizer, data=data
         )
     if config.sample_tokens and warn_without("inference", "no samples are drawn"):
-        from qwen3next_jax.inference.decode import check_request
+        from qwen3next_jax.inference.decode import checked_prompts
 
         prompt = tokenizer.encode(config.sample_prompt)
-        check_request(model, [prompt], config.sample_tokens, SAMPLE_TEMPERATURE)
+        checked_prompts(model, [prompt], config.sample_tokens, SAMPLE_TEMPERATURE)

@@ -19,7 +19,7 @@ from qwen3next_jax.common.subpackages import require_subpackage
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig
 from qwen3next_jax.config.registry import TEXT_SOURCES
 from qwen3next_jax.data.pipeline import source_of
-from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer, same_tokens
+from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer, same_token_ids
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import RunFolder, read_folder, saved_steps
 from qwen3next_jax.runs.record import RunRecord, read_config, read_record
@@ -76,7 +76,7 @@ class PretrainedModel:
     Attributes:
       folder: the directory.
       model: the settings of its model.
-      files: `interop.weights.stamp_hf` of the directory, as this process sees it.
+      files: `interop.weights.modification_digest` of the directory, as this process sees it.
     """
 
     folder: pathlib.Path | BucketPath
@@ -226,9 +226,9 @@ def _read_source(init_from: str, folder: RunFolder) -> ParentRun | PretrainedMod
         return _read_parent(path, step, recorded)
     require_subpackage("interop", f"train.init_from = {init_from}")
     from qwen3next_jax.interop.hf_config import read_hf_config
-    from qwen3next_jax.interop.weights import stamp_hf
+    from qwen3next_jax.interop.weights import modification_digest
 
-    return PretrainedModel(path, read_hf_config(path), stamp_hf(path))
+    return PretrainedModel(path, read_hf_config(path), modification_digest(path))
 
 
 def _read_parent(
@@ -369,7 +369,9 @@ def _tokenizer_of_directory(init_from: str, path: pathlib.Path | BucketPath) -> 
         f"train.init_from = {init_from}: it has no tokenizer.json: set data.tokenizer to that "
         "of its model ('bytes', or the path of a tokenizer.json)",
     )
-    saved_bytes = same_tokens(load_tokenizer(str(file)).fingerprint, load_tokenizer("").fingerprint)
+    saved_bytes = same_token_ids(
+        load_tokenizer(str(file)).fingerprint, load_tokenizer("").fingerprint
+    )
     return "bytes" if saved_bytes else str(file)
 
 
@@ -394,6 +396,6 @@ def _read_tokens(data: DataConfig, vocab_size: int, source: ParentRun | Pretrain
         is_text = (source.folder / "tokenizer.json").exists()
         fingerprint = load_tokenizer(name).fingerprint if is_text else ""
     theirs = None
-    if is_text and ours.reads_text and not same_tokens(ours.fingerprint, fingerprint):
+    if is_text and ours.reads_text and not same_token_ids(ours.fingerprint, fingerprint):
         theirs = load_tokenizer(name)
     return Tokens(ours, fingerprint, is_text, theirs, place)

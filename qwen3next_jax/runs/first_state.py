@@ -56,13 +56,13 @@ def first_state(run: ResolvedRun, data: Sequence[Data], start: Start) -> tuple[S
 
 def _state_from_pretrained(run: ResolvedRun, source: PretrainedModel) -> State:
     from qwen3next_jax.interop.huggingface import load_params
-    from qwen3next_jax.interop.weights import stamp_hf
+    from qwen3next_jax.interop.weights import modification_digest
 
     init_from = run.config.train.init_from
 
     def check_files() -> None:
         require(
-            stamp_hf(source.folder) == source.files,
+            modification_digest(source.folder) == source.files,
             f"train.init_from = {init_from}: its files were replaced since this run began with "
             "them (their sizes or times differ): put them back, or give another --workdir",
         )

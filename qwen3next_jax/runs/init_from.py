@@ -3,7 +3,7 @@
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, LoRAConfig, ModelConfig, OptimizerConfig
 from qwen3next_jax.config.compatibility import weights_differ
-from qwen3next_jax.data.tokens import extends, same_tokens
+from qwen3next_jax.data.tokens import extends_tokenizer, same_token_ids
 from qwen3next_jax.runs.facts import ParentRun, PretrainedModel, Tokens, require_saved
 from qwen3next_jax.runs.folder import RunFolder
 from qwen3next_jax.runs.record import Parent
@@ -197,9 +197,9 @@ def compare_tokens(config: Config, tokens: Tokens) -> str:
       UserError: the data and the model are both text, and their tokenizers differ.
     """
     ours, data = tokens.ours, config.data
-    if same_tokens(ours.fingerprint, tokens.fingerprint):
+    if same_token_ids(ours.fingerprint, tokens.fingerprint):
         return f"its tokenizer ({data.tokenizer})" if ours.reads_text else "its ids"
-    if tokens.theirs and extends(ours, tokens.theirs):
+    if tokens.theirs and extends_tokenizer(ours, tokens.theirs):
         return (
             f"its tokenizer with {ours.vocab_size - tokens.theirs.vocab_size} further tokens "
             f"({data.tokenizer})"

@@ -77,8 +77,8 @@ class BaseModel:
     Attributes:
       path: the path of the directory.
       form: its format, a value of `model.hf_form`.
-      files: `interop.weights.stamp_hf` of the directory, a digest of the names, sizes and times
-        of its files; "" unless the run itself began with the directory.
+      files: `interop.weights.modification_digest` of the directory, a digest of the names, sizes
+        and times of its files; "" unless the run itself began with the directory.
     """
 
     path: str

@@ -7,9 +7,9 @@ the number of links is the bandwidth of one direction of one link. NVIDIA: data 
 (80 GB), H100 SXM, H200 SXM and DGX B200, dense bf16. A clock rate is the peak FLOP/s divided by the
 FLOPs that the matrix units do in a cycle. Programs reach less than these peaks.
 
-The bandwidth between slices is that of the data center network. The page of v5p gives 50 Gbit/s a
-chip; those of v5e and v6e give 6.4 and 25.6 Tbit/s for a pod of 256 chips. The pages of v4 and
-TPU7x give none. The bandwidth to the host is that of the book "How to Scale Your Model"
+The bandwidth between slices is the bandwidth of the data center network. The page of v5p gives 50
+Gbit/s a chip; those of v5e and v6e give 6.4 and 25.6 Tbit/s for a pod of 256 chips. The pages of v4
+and TPU7x give none. The bandwidth to the host is from the book "How to Scale Your Model"
 (jax-ml.github.io/scaling-book): about 15 GB/s a chip, 32 GB/s on v6e; it says nothing of TPU7x.
 """
 

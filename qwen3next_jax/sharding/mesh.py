@@ -184,7 +184,7 @@ def check_divides(
     axes = [axis for axis in ("slice", "data", "expert") if size[axis] > 1 or axis != "slice"]
     shards = math.prod(size[axis] for axis in axes)
     if rows % shards:
-        nearest = _nearest(shards, range(1, rows + 1), lambda n: rows % n == 0)
+        nearest = _nearest_sizes(shards, range(1, rows + 1), lambda n: rows % n == 0)
         raise UserError(
             f"parallel.mesh: {' × '.join(axes)} = {' × '.join(str(size[axis]) for axis in axes)} "
             f"does not divide the {rows} rows of train.batch_size / train.gradient_accumulation; "
@@ -197,7 +197,7 @@ def check_divides(
         )
     context = _context_constraints(size, length, halo, whole_rows)
     _check_axis("context", size["context"], length // 2, context)
-    experts = [_divides("num_experts", model.num_experts)] if model.has_experts else []
+    experts = [_divisibility("num_experts", model.num_experts)] if model.has_experts else []
     _check_axis("expert", size["expert"], model.num_experts, experts)
     tensor = _tensor_constraints(model, split_by_mixers)
     _check_axis("tensor", size["tensor"], model.num_attention_heads, tensor)
@@ -243,7 +243,7 @@ def _tensor_constraints(
         split["shared_expert_intermediate_size"] = model.shared_expert_intermediate_size
     heads = model.num_key_value_heads
     return [
-        *(_divides(name, dimension) for name, dimension in split.items()),
+        *(_divisibility(name, dimension) for name, dimension in split.items()),
         _Constraint(
             f" neither divides model.num_key_value_heads = {heads} nor is a multiple of it (each "
             "shard needs whole key/value heads)",
@@ -252,7 +252,7 @@ def _tensor_constraints(
     ]
 
 
-def _divides(name: str, dimension: int) -> _Constraint:
+def _divisibility(name: str, dimension: int) -> _Constraint:
     return _Constraint(f" does not divide model.{name} = {dimension}", lambda n: dimension % n == 0)
 
 
@@ -262,7 +262,7 @@ def _check_axis(axis: str, size: int, largest: int, constraints: Sequence[_Const
     """
     for complaint, holds in constraints:
         if not holds(size):
-            nearest = _nearest(
+            nearest = _nearest_sizes(
                 size,
                 range(1, largest + 1),
                 lambda n: all(constraint.holds(n) for constraint in constraints),
@@ -273,7 +273,7 @@ def _check_axis(axis: str, size: int, largest: int, constraints: Sequence[_Const
             )
 
 
-def _nearest(size: int, sizes: Iterable[int], valid: Callable[[int], bool]) -> str:
+def _nearest_sizes(size: int, sizes: Iterable[int], valid: Callable[[int], bool]) -> str:
     """Returns the valid sizes in the ascending `sizes` that are nearest to `size`, below and above
     it, as text: "4, 8".
     """

@@ -30,7 +30,7 @@ from qwen3next_jax.sharding.rules import (
 )
 
 
-def look_up(
+def look_up_rows(
     table_VW: jax.Array,
     ids_BTH: jax.Array,
     declared: ShardedParam,
@@ -39,7 +39,7 @@ def look_up(
     dtype: Any = None,
 ) -> jax.Array:
     """Returns the rows of the ids, [B, T, H · W]. The gradient of the table is an array of the
-    table's shape; `update` avoids it.
+    table's shape; `update_rows` avoids it.
 
     Args:
       ids_BTH: int32, numbers of rows, split over `mesh` as tokens are.
@@ -52,10 +52,10 @@ def look_up(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def _look_up(table_VW, ids_BTH, declared, mesh, time, dtype):
-    spec, row_axes, width_axes = _split(declared, table_VW.shape, mesh)
+    spec, row_axes, width_axes = _table_split(declared, table_VW.shape, mesh)
 
     def run(table_RW, ids_BTH):
-        rows = table_rows.look_up(table_RW, ids_BTH.reshape(-1), row_axes, dtype)
+        rows = table_rows.look_up_rows(table_RW, ids_BTH.reshape(-1), row_axes, dtype)
         if width_axes:
             rows = jax.lax.all_gather(rows, width_axes, axis=1, tiled=True)
         return rows.reshape(*ids_BTH.shape[:2], -1)
@@ -71,7 +71,7 @@ def _look_up_backward(declared, mesh, time, dtype, saved, d_rows_BTP):
         return total_RW.at[row_P].add(gradient_PW, mode="drop")
 
     total_VW = jnp.zeros(table_VW.shape, jnp.float32)
-    total_VW = update(total_VW, ids_BTH, d_rows_BTP.astype(jnp.float32), declared, mesh, write)
+    total_VW = update_rows(total_VW, ids_BTH, d_rows_BTP.astype(jnp.float32), declared, mesh, write)
     return total_VW.astype(table_VW.dtype), None
 
 
@@ -80,7 +80,7 @@ _look_up.defvjp(
 )
 
 
-def update(
+def update_rows(
     state: Any,
     ids_BTH: jax.Array,
     d_rows_BTP: jax.Array,
@@ -89,18 +89,19 @@ def update(
     write: Callable[..., Any],
     scalars: tuple[jax.Array, ...] = (),
 ) -> Any:
-    """Returns `state` after `write` (see `ops.table_rows.update`) changed the rows that the ids
-    name. Each device calls `write(state, row, gradient, *scalars)` for its own rows and columns.
+    """Returns `state` after `write` (see `ops.table_rows.update_rows`) changed the rows that the
+    ids name. Each device calls `write(state, row, gradient, *scalars)` for its own rows and
+    columns.
 
     Args:
       state: a tree of arrays [V, …], such as the table and its optimizer's state.
-      d_rows_BTP: the gradient of the result of `look_up`, float32.
+      d_rows_BTP: the gradient of the result of `look_up_rows`, float32.
       declared: the declaration of the table. All arrays of `state` are split as it says.
     """
-    specs = jax.tree.map(lambda x: _split(declared, x.shape, mesh)[0], state)
+    specs = jax.tree.map(lambda x: _table_split(declared, x.shape, mesh)[0], state)
     rows = jax.tree.leaves(state)[0].shape[0]
     width = d_rows_BTP.shape[2] // ids_BTH.shape[2]
-    _, row_axes, width_axes = _split(declared, (rows, width), mesh)
+    _, row_axes, width_axes = _table_split(declared, (rows, width), mesh)
     own_rows, own_width = (
         rows // num_shards(mesh, *row_axes),
         width // num_shards(mesh, *width_axes),
@@ -118,18 +119,18 @@ def update(
                 jax.lax.all_gather(x, copies, tiled=True) for x in (ids_N, gradient_NW)
             )
         own_write = lambda *args: write(*args, *scalars)
-        return table_rows.update(state, ids_N, gradient_NW, own_rows, row_axes, own_write)
+        return table_rows.update_rows(state, ids_N, gradient_NW, own_rows, row_axes, own_write)
 
     tokens = activation_spec("batch", "time", None)
     in_specs = (specs, tokens, tokens, *(P() for _ in scalars))
     return per_shard(run, mesh, in_specs, specs)(state, ids_BTH, d_rows_BTP, *scalars)
 
 
-def _split(
+def _table_split(
     declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh | None
 ) -> tuple[P | None, tuple[str, ...], tuple[str, ...]]:
     """Returns how a table of this shape is split: its PartitionSpec, the mesh axes that split its
-    rows, and those that split its width.
+    rows, and the mesh axes that split its width.
     """
     if mesh is None:
         return None, (), ()

@@ -116,7 +116,7 @@ def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> 
     for axis in declared.axes:
         compute, storage = LOGICAL_AXES[axis]
         dims.append((*compute, *sorted(storage, key=mesh.shape.get, reverse=True)))
-    return _spec(dims, shape, mesh)
+    return _partition_spec(dims, shape, mesh)
 
 
 def slice_state_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
@@ -137,10 +137,10 @@ def compute_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> 
     """Returns the PartitionSpec of a parameter while the model computes with it, when it is
     gathered over its storage axes. It takes the arguments of `storage_spec`.
     """
-    return _spec([LOGICAL_AXES[axis].compute for axis in declared.axes], shape, mesh)
+    return _partition_spec([LOGICAL_AXES[axis].compute for axis in declared.axes], shape, mesh)
 
 
-def _spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> P:
+def _partition_spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> P:
     """Returns the PartitionSpec of an array of this shape. `dims` lists the candidate mesh axes of
     each of the array's last dimensions. A candidate axis splits a dimension if it has more than one
     device, splits no earlier dimension, and its size, times the sizes of the axes that already
@@ -183,9 +183,9 @@ def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
 
 
 def axes_in_program(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
-    """Returns those of the mesh axes `axes` over which the program that is being traced runs. They
-    are all of them, except in the part of a train step in which each slice computes its own
-    gradients (`training.gradients`): this part runs on the devices of one slice.
+    """Returns the mesh axes among `axes` over which the traced program runs. These are all of
+    `axes`, except in the part of a train step in which each slice computes its own gradients
+    (`training.gradients`): this part runs on the devices of one slice.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     return tuple(axis for axis in axes if types[axis] != AxisType.Manual)
@@ -256,7 +256,9 @@ def gather_params(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
             storage_spec(declared, leaf.shape, mesh), compute_spec(declared, leaf.shape, mesh)
         )
         steps = tuple(NamedSharding(mesh, spec) for spec in specs)
-        return variable.replace(save_for_backward(_gather(leaf, to, steps, leaf.dtype)))
+        return variable.replace(
+            save_for_backward(_gather_with_backward(leaf, to, steps, leaf.dtype))
+        )
 
     return jax.tree.map(gather, params, is_leaf=lambda leaf: hasattr(leaf, "declared"))
 
@@ -307,7 +309,7 @@ def _gather_steps(storage: P, use: P) -> list[P]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(x, dtype, steps, own_dtype):
+def _gather_with_backward(x, dtype, steps, own_dtype):
     """Casts `x` to `dtype` and gives it the shardings `steps`, one after another. `own_dtype`: the
     dtype of `x`, which its gradient gets.
     """
@@ -325,7 +327,9 @@ def _gather_backward(dtype, steps, own_dtype, _, dy):
     return (dy.astype(own_dtype),)
 
 
-_gather.defvjp(lambda x, *static: (_gather(x, *static), None), _gather_backward)
+_gather_with_backward.defvjp(
+    lambda x, *static: (_gather_with_backward(x, *static), None), _gather_backward
+)
 
 
 def tree_shardings(

@@ -9,7 +9,7 @@ from qwen3next_jax.sweeps.points import Point, Sweep
 from qwen3next_jax.training import unused_settings
 
 
-def given_settings(sweep: Sweep, point: Point) -> UserInput:
+def point_settings(sweep: Sweep, point: Point) -> UserInput:
     """Returns the settings that the user gave to a point: the settings in the base file, and the
     point's overrides.
     """
@@ -20,7 +20,7 @@ def find_unused(sweep: Sweep, point: Point) -> dict[str, str]:
     """Returns setting → why it has no effect, for each setting that the user gave to a point and
     that has no effect on it.
     """
-    given = given_settings(sweep, point)
+    given = point_settings(sweep, point)
     found: dict[str, str] = {}
     for find in (unused_settings.find_unused, unused_settings.find_unused_in_layers):
         found |= unused_settings.find_refused(point.config, given, find)

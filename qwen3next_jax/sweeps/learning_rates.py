@@ -14,7 +14,7 @@ from qwen3next_jax.sweeps.results import Result, seed_axes
 AXIS = "optimizer.learning_rate"
 
 
-class Best(NamedTuple):
+class BestRate(NamedTuple):
     """The best learning rate at one value of the x axis.
 
     Attributes:
@@ -61,7 +61,7 @@ def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, b
     return float(np.exp(np.clip(x[1] - c1 / (2 * c2), x[0], x[2]))), False
 
 
-def best_along_x(sweep: Sweep, results: Sequence[Result], metric: str) -> dict[str, list[Best]]:
+def best_along_x(sweep: Sweep, results: Sequence[Result], metric: str) -> dict[str, list[BestRate]]:
     """Finds the best learning rate at every value of the x axis of a sweep that has the axis
     `optimizer.learning_rate` beside it.
 
@@ -93,7 +93,7 @@ def best_along_x(sweep: Sweep, results: Sequence[Result], metric: str) -> dict[s
         if result.done:
             loss = result.metrics[metric].value
         rates.setdefault(result.point.config.optimizer.learning_rate, []).append(loss)
-    found: dict[str, list[Best]] = {}
+    found: dict[str, list[BestRate]] = {}
     for label, by_x in groups.items():
         for x in sweep.axes[sweep.x]:
             by_rate = {
@@ -108,7 +108,7 @@ def best_along_x(sweep: Sweep, results: Sequence[Result], metric: str) -> dict[s
             rate, at_edge = best_rate(rates, losses)
             line = found.setdefault(label, [])
             line.append(
-                Best(
+                BestRate(
                     x=x,
                     rates=rates,
                     losses=losses,

@@ -103,7 +103,7 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
       UserError: the file, an axis, or the configuration of a point is wrong. In the last case the
         message names the point.
     """
-    record, changes = _read(find_file(path)), changes or {}
+    record, changes = _read_sweep_file(find_file(path)), changes or {}
     base = load_config_file(find_file(record["base"]), f"{path}: base = ")
     mistakes = Mistakes()
     axes = {}
@@ -114,8 +114,8 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         with mistakes.collect(str(path)):
             _known_setting(setting, f"{path}: set")
     mistakes.raise_any()
-    sources = _sources(axes, path) | dict.fromkeys(changes, "--set")
-    overridden = _overridden(record.get("set", {}), axes, changes)
+    sources = _setting_sources(axes, path) | dict.fromkeys(changes, "--set")
+    overridden = _apply_changes(record.get("set", {}), axes, changes)
     axes = {axis: _with_changes(axis, values, changes) for axis, values in axes.items()}
     if not axes:
         raise UserError(
@@ -209,7 +209,7 @@ def _check_distinct(points: list[Point], path: str | pathlib.Path) -> None:
             )
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
+def _read_sweep_file(path: pathlib.Path) -> dict[str, Any]:
     """Returns the result of `get_sweep()` in the file, after a check of its keys and types."""
     record = call_file(path, "get_sweep")
     if not isinstance(record, dict) or "base" not in record:
@@ -235,7 +235,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     return record
 
 
-def _overridden(
+def _apply_changes(
     settings: dict[str, Any], axes: dict[str, dict[str, dict[str, Any]]], changes: dict[str, Any]
 ) -> tuple[str, ...]:
     """Returns a sentence for each setting of the file that --set replaces with another value.
@@ -273,7 +273,7 @@ def _with_changes(
     }
 
 
-def _sources(
+def _setting_sources(
     axes: dict[str, dict[str, dict[str, Any]]], path: str | pathlib.Path
 ) -> dict[str, str]:
     """Returns setting → the axis that gives it.
@@ -325,7 +325,7 @@ def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, 
             f"{{setting: value}}}}"
         )
     elif axis == "ratio":
-        result = {str(value): _ratio(str(value), path) for value in values}
+        result = {str(value): _parse_ratio(str(value), path) for value in values}
     elif axis == "flops":
         result = {_flops_name(value, path): {} for value in values}
     else:
@@ -338,7 +338,7 @@ def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, 
     return result
 
 
-def _ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
+def _parse_ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
     """Returns the settings for a ratio of recurrent to full attention layers, such as "3:1".
 
     Raises:
@@ -433,7 +433,7 @@ def _file_name(value: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]", "-", value)
 
 
-def as_text(value: Any) -> str:
+def value_as_text(value: Any) -> str:
     """Returns the value of a setting as text that can follow `--config.SETTING=`."""
     plain = json.loads(json.dumps(value))
     return str(tuple(plain)) if isinstance(plain, list) else str(plain)
@@ -441,7 +441,7 @@ def as_text(value: Any) -> str:
 
 def _check_text(name: str, value: Any, where: str) -> None:
     """Raises UserError if the value of a setting cannot be part of a command line."""
-    text = as_text(value)
+    text = value_as_text(value)
     if "\0" in text or text.encode(errors="replace").decode() != text:
         raise UserError(
             f"{where}: {name} = {value!r}: expected text without NUL and lone surrogates, as it "
@@ -479,7 +479,7 @@ def _make_config(base: dict[str, Any], overrides: dict[str, Any], where: str) ->
     """Returns the configuration of a point: the nested dict `base` with the `overrides`, dotted
     name → value. Errors begin with `where`.
     """
-    values = _copy(base)
+    values = _copy_tree(base)
     for name, value in overrides.items():
         _known_setting(name, where)
         *groups, key = name.split(".")
@@ -498,8 +498,10 @@ def _make_config(base: dict[str, Any], overrides: dict[str, Any], where: str) ->
     return config
 
 
-def _copy(tree: Any) -> Any:
-    return {key: _copy(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+def _copy_tree(tree: Any) -> Any:
+    return (
+        {key: _copy_tree(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+    )
 
 
 def _matching_width(
@@ -577,7 +579,7 @@ def check_unchanged(
                 )
 
 
-def manifest(sweep: Sweep) -> dict[str, Any]:
+def sweep_manifest(sweep: Sweep) -> dict[str, Any]:
     """Returns the content of sweep.json. The "config" of a point has every setting. So a later
     change of the base file is noticed (`check_unchanged`).
     """

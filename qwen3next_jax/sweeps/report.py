@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.metrics import Metric, condition_text
 from qwen3next_jax.common.storage import write_whole
-from qwen3next_jax.reporting.charts import COLOURS, Line, Link, line_chart, table
-from qwen3next_jax.reporting.page import document
+from qwen3next_jax.reporting.charts import COLOURS, Line, Link, line_chart, table_html
+from qwen3next_jax.reporting.page import html_document
 from qwen3next_jax.reporting.speedup import comparisons_html, law_chart, to_record
 from qwen3next_jax.sweeps.costs import count_costs
-from qwen3next_jax.sweeps.learning_rates import Best, best_along_x
+from qwen3next_jax.sweeps.learning_rates import BestRate, best_along_x
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (
     Result,
     Spread,
     all_metrics,
-    along_x,
-    findings,
+    finding_sentences,
+    lines_along_x,
     main_metrics,
     metric_along_x,
     metric_title,
@@ -32,7 +32,7 @@ from qwen3next_jax.sweeps.results import (
     to_csv,
     to_json,
 )
-from qwen3next_jax.sweeps.speedups import group_arms, speed_metric, speed_ups
+from qwen3next_jax.sweeps.speedups import compare_arms, group_arms, speed_metric
 
 # field of `Costs` → its name in the report
 COSTS = {
@@ -56,11 +56,11 @@ def write_report(
       commands: name of each point → the command that repeats it.
     """
     try:
-        records = [to_record(comparison) for comparison in speed_ups(sweep, results)]
+        records = [to_record(comparison) for comparison in compare_arms(sweep, results)]
     except UserError:  # the page says why there are none
         records = []
     files = {
-        "report.html": report(sweep, results, commands, title),
+        "report.html": render_report(sweep, results, commands, title),
         "results.csv": to_csv(sweep, results, commands),
         "results.json": to_json(sweep, results, commands, records),
     }
@@ -68,24 +68,26 @@ def write_report(
         write_whole(workdir / name, text, errors="backslashreplace")
 
 
-def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], title: str) -> str:
+def render_report(
+    sweep: Sweep, results: Sequence[Result], commands: dict[str, str], title: str
+) -> str:
     """Returns the page report.html as HTML. `write_report` describes the arguments."""
     done = [result for result in results if result.done]
     sections = {
-        "Findings": _findings(sweep, results, done),
-        "Figures": _charts(sweep, done),
+        "Findings": _findings_html(sweep, results, done),
+        "Figures": _charts_html(sweep, done),
         **_speed_ups(sweep, results),
-        "Losses": _losses(results),
+        "Losses": _loss_section(results),
         **_learning_rates(sweep, results, done),
-        "Cost": _cost(sweep, results, done),
-        "Points": _points(sweep, results),
-        "Commands": _commands(commands),
+        "Cost": _cost_section(sweep, results, done),
+        "Points": _points_table(sweep, results),
+        "Commands": _commands_html(commands),
     }
     body = "".join(
         f'<section id="{name.lower().replace(" ", "-")}"><h2>{name}</h2>{text}</section>'
         for name, text in sections.items()
     )
-    return document(title, _subtitle(sweep, results, len(done)), list(sections), body)
+    return html_document(title, _subtitle(sweep, results, len(done)), list(sections), body)
 
 
 def _subtitle(sweep: Sweep, results: Sequence[Result], done: int) -> str:
@@ -103,11 +105,11 @@ def _subtitle(sweep: Sweep, results: Sequence[Result], done: int) -> str:
     )
 
 
-def _findings(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
+def _findings_html(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
     """Returns the findings as an HTML list, after sentences about points that failed or are not
     done. `done`: the results of the points that are done.
     """
-    sentences = findings(sweep, done)
+    sentences = finding_sentences(sweep, done)
     failed = sum(bool(result.failed) and not result.done for result in results)
     if left := len(results) - len(done) - failed:
         sentences.insert(
@@ -124,7 +126,7 @@ def _findings(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -
     return "<ul>" + "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
-def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
+def _charts_html(sweep: Sweep, done: Sequence[Result]) -> str:
     """Returns one chart for each metric. If a metric was measured under several conditions
     ("accuracy/8 pairs", "loss/64-127"), its chart has lines for each condition: the colour of a
     line shows the condition, and its dash pattern shows the values of the axes other than x.
@@ -194,7 +196,7 @@ def _speed_ups(sweep: Sweep, results: Sequence[Result]) -> dict[str, str]:
     """
     title = "Effective speed-up"
     try:
-        comparisons = speed_ups(sweep, results)
+        comparisons = compare_arms(sweep, results)
     except UserError as error:
         return {title: f"<p>None: {html.escape(str(error))}.</p>"}
     metric = speed_metric(results)
@@ -240,11 +242,11 @@ def _learning_rates(
             for one in line
         ]
     listed = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
-    text = table(["", x, "best learning rate", "moved, steps of √2"], rows, numeric=True)
+    text = table_html(["", x, "best learning rate", "moved, steps of √2"], rows, numeric=True)
     return {"Learning rate": f'<ul>{listed}</ul><div class="charts">{charts}</div>{text}'}
 
 
-def _learning_rate_chart(title: str, x: str, label: str, line: Sequence[Best]) -> str:
+def _learning_rate_chart(title: str, x: str, label: str, line: Sequence[BestRate]) -> str:
     """Returns the chart of a metric over the learning rate, with a line for each value of x."""
     return line_chart(
         title + (f" ({label})" if label else ""),
@@ -267,20 +269,20 @@ def _learning_rate_chart(title: str, x: str, label: str, line: Sequence[Best]) -
     )
 
 
-def _cost(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
+def _cost_section(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
     """Returns the charts of the points' costs. A cost that is the same at all points has no
     chart.
     """
     charts = []
     for name, text in COSTS.items():
-        lines = along_x(sweep, ((r, r.costs[name]) for r in results))
+        lines = lines_along_x(sweep, ((r, r.costs[name]) for r in results))
         if len({spread.mean for line in lines.values() for spread in line.values()}) < 2:
             continue
         first = next(iter(lines.values()))
         if all(line == first for line in lines.values()):
             lines = {"": first}
         charts.append(_cost_chart(sweep, text[0].upper() + text[1:], lines))
-    speeds = along_x(sweep, ((r, r.tokens_per_second) for r in done))
+    speeds = lines_along_x(sweep, ((r, r.tokens_per_second) for r in done))
     note = "On the machine that ran it, whatever else it did meanwhile."
     charts.append(_cost_chart(sweep, "Tokens per second", speeds, note))
     charts += _pareto_charts(sweep, done)
@@ -291,7 +293,7 @@ def _cost_chart(
     sweep: Sweep, title: str, lines: dict[str, dict[str, Spread]], note: str = ""
 ) -> str:
     """Returns a chart over the x axis with a line of means for each entry of `lines`, which
-    `results.along_x` describes.
+    `results.lines_along_x` describes.
     """
     values = sweep.axes[sweep.x]
     drawn = [
@@ -315,7 +317,7 @@ def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
     their bytes differ.
     """
     charts = []
-    costs = along_x(sweep, ((r, r.costs["cache_bytes_per_token"]) for r in done))
+    costs = lines_along_x(sweep, ((r, r.costs["cache_bytes_per_token"]) for r in done))
     for name, metric in main_metrics(done).items():
         if not metric.better:
             continue
@@ -340,7 +342,7 @@ def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
     return charts
 
 
-def _losses(results: Sequence[Result]) -> str:
+def _loss_section(results: Sequence[Result]) -> str:
     """Returns a chart of the training loss of every point over its steps."""
     lines = [
         Line(
@@ -357,7 +359,7 @@ def _losses(results: Sequence[Result]) -> str:
     return line_chart("training loss, nats per token", lines, log=True, fit_late=True, note=note)
 
 
-def _points(sweep: Sweep, results: Sequence[Result]) -> str:
+def _points_table(sweep: Sweep, results: Sequence[Result]) -> str:
     """Returns the table of points with the main metrics, also of each source of the data;
     results.csv has all metrics.
     """
@@ -374,9 +376,9 @@ def _points(sweep: Sweep, results: Sequence[Result]) -> str:
     ]
     rows = [
         [
-            _point(r),
+            _point_cell(r),
             *r.point.values.values(),
-            _state(r),
+            _state_text(r),
             f"{r.step:,} of {r.point.config.train.steps:,}",
             *(f"{r.metrics[name].value:.4g}" if name in r.metrics else "–" for name in metrics),
             f"{r.tokens_per_second:,.0f}" if r.step else "–",
@@ -385,21 +387,21 @@ def _points(sweep: Sweep, results: Sequence[Result]) -> str:
         ]
         for r in results
     ]
-    return table(head, rows, numeric=True)
+    return table_html(head, rows, numeric=True)
 
 
-def _point(result: Result) -> str | Link:
+def _point_cell(result: Result) -> str | Link:
     """Returns the name of a point, with a link to the page of its run if there is one."""
     name = result.point.name
     return Link(name, f"points/{urllib.parse.quote(name)}/report.html") if result.has_page else name
 
 
-def _state(result: Result) -> str:
+def _state_text(result: Result) -> str:
     if result.done:
         return "done"
     return f"failed: {result.failed}" if result.failed else "not done yet"
 
 
-def _commands(commands: dict[str, str]) -> str:
+def _commands_html(commands: dict[str, str]) -> str:
     lines = "\n".join(html.escape(command) for command in commands.values())
     return f'<p>Each line repeats one point.</p><pre class="scroll">{lines}</pre>'

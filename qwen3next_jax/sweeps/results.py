@@ -180,11 +180,13 @@ def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) ->
         for r in results
     ]
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(map(_inert, row) for row in [head, *rows])
+    csv.writer(out, lineterminator="\n").writerows(
+        map(_without_formula, row) for row in [head, *rows]
+    )
     return out.getvalue()
 
 
-def _inert(cell: Any) -> Any:
+def _without_formula(cell: Any) -> Any:
     """Returns `cell` in a form that a spreadsheet reads as text or a number, never as a formula."""
     if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
         return cell
@@ -226,7 +228,7 @@ def to_json(
         "base": sweep.base,
         "axes": sweep.axes,
         "x": sweep.x,
-        "findings": findings(sweep, done),
+        "findings": finding_sentences(sweep, done),
         "speed_ups": speed_ups,
         "points": points,
     }
@@ -247,14 +249,16 @@ def seed_axes(sweep: Sweep) -> tuple[str, ...]:
 def metric_along_x(
     sweep: Sweep, results: Iterable[Result], name: str
 ) -> dict[str, dict[str, Spread]]:
-    """Groups the values of the metric `name` as `along_x` does. Results without this metric are
-    left out.
+    """Groups the values of the metric `name` as `lines_along_x` does. Results without this metric
+    are left out.
     """
     measured = [result for result in results if name in result.metrics]
-    return along_x(sweep, ((result, result.metrics[name].value) for result in measured))
+    return lines_along_x(sweep, ((result, result.metrics[name].value) for result in measured))
 
 
-def along_x(sweep: Sweep, values: Iterable[tuple[Result, float]]) -> dict[str, dict[str, Spread]]:
+def lines_along_x(
+    sweep: Sweep, values: Iterable[tuple[Result, float]]
+) -> dict[str, dict[str, Spread]]:
     """Groups values into the lines of a chart over the x axis.
 
     Args:
@@ -315,7 +319,7 @@ def metric_title(name: str, metric: Metric) -> str:
     return f"{evaluated.capitalize()}: {metric.title} {condition_text(kind, condition)}".strip()
 
 
-def findings(sweep: Sweep, results: Sequence[Result]) -> list[str]:
+def finding_sentences(sweep: Sweep, results: Sequence[Result]) -> list[str]:
     """Returns one finding for each main metric, over all held-out rows and over those of each
     source of the data, and each line of its chart: which value of the x axis has the best mean over
     the seeds, which other values overlap with it, and which are worse at every seed.
@@ -328,11 +332,11 @@ def findings(sweep: Sweep, results: Sequence[Result]) -> list[str]:
         for label, line in metric_along_x(sweep, results, name).items():
             if len(line) > 1:
                 subject = metric_title(name, metric) + (f" ({label})" if label else "")
-                sentences.append(_finding(x, subject, metric.better, line))
+                sentences.append(_finding_sentence(x, subject, metric.better, line))
     return sentences
 
 
-def _finding(x: str, subject: str, better: str, line: dict[str, Spread]) -> str:
+def _finding_sentence(x: str, subject: str, better: str, line: dict[str, Spread]) -> str:
     """Returns the sentences that compare the values of the x axis on one line of a chart.
 
     Args:
@@ -352,10 +356,10 @@ def _finding(x: str, subject: str, better: str, line: dict[str, Spread]) -> str:
     sentence = f"{subject} is {'highest' if sign > 0 else 'lowest'} at {x} {order[0]}: {best}."
     if tied:
         verb = "overlaps" if len(tied) == 1 else "overlap"
-        sentence += f" {_listed(tied, line)} {verb} with it, seed by seed."
+        sentence += f" {_values_with_means(tied, line)} {verb} with it, seed by seed."
     if clear:
         side = "below" if sign > 0 else "above"
-        sentence += f" Every run of {_listed(clear, line)} is {side} every run of it."
+        sentence += f" Every run of {_values_with_means(clear, line)} is {side} every run of it."
     if len(best.values) == 1:
         sentence += " One seed only: differences of this size may be chance."
     return sentence
@@ -369,8 +373,10 @@ def _worst_of(spread: Spread, sign: int) -> float:
     return min(spread.values, key=lambda v: sign * v)
 
 
-def _listed(values: Sequence[str], line: dict[str, Spread]) -> str:
-    """Returns the values with the mean of the metric at each: "a (1.2), b (1.3) and c (1.4)"."""
+def _values_with_means(values: Sequence[str], line: dict[str, Spread]) -> str:
+    """Returns the values with the mean of the metric at each value, as text: "a (1.2), b (1.3) and
+    c (1.4)".
+    """
     parts = [f"{value} ({line[value].mean:.4g})" for value in values]
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 

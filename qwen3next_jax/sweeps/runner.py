@@ -30,7 +30,14 @@ from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError, check_fo
 from qwen3next_jax.common.storage import write_whole
 from qwen3next_jax.sweeps.check import find_unused
 from qwen3next_jax.sweeps.folder import open_folder
-from qwen3next_jax.sweeps.points import FORMAT, Point, Sweep, as_text, check_unchanged, manifest
+from qwen3next_jax.sweeps.points import (
+    FORMAT,
+    Point,
+    Sweep,
+    check_unchanged,
+    sweep_manifest,
+    value_as_text,
+)
 from qwen3next_jax.sweeps.results import is_done
 
 TRAIN = pathlib.Path(__file__).parents[2] / "train.py"  # in a checkout; a wheel has no such file
@@ -39,7 +46,9 @@ _POLL = 0.5  # seconds between two checks of the points' processes
 
 def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[str]:
     """Returns the arguments with which `qwen3next train` runs this point."""
-    settings = [f"--config.{name}={as_text(value)}" for name, value in point.overrides.items()]
+    settings = [
+        f"--config.{name}={value_as_text(value)}" for name, value in point.overrides.items()
+    ]
     # A setting without effect on this point has an effect on others (`check.check_settings`).
     allowed = ["--allow-unused"] if find_unused(sweep, point) else []
     return [
@@ -102,7 +111,7 @@ def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
         return
     try:
         (workdir / "points").mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(manifest(sweep), indent=1))
+        write_whole(path, json.dumps(sweep_manifest(sweep), indent=1))
     except OSError as error:
         raise UserError(
             f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder"

@@ -177,8 +177,8 @@ class Scaling:
       optima: the best use of some budgets: that of the largest run, and 10 and 100 times as much.
       exponent: a of N_optimal ∝ C^a around the budget of the largest run, by the fit.
       iso_flop: the isoFLOP parabolas.
-      predictions: what is held out → the predictions of these runs from the other runs, or why
-        there are none.
+      predictions: the name of a group of held-out runs → the predictions of these runs from the
+        other runs, or why there are none.
     """
 
     runs: tuple[ScalingRun, ...]
@@ -221,8 +221,8 @@ def read_runs(
 
 
 def missing_points(paths: Sequence[pathlib.Path]) -> list[str]:
-    """Returns a sentence for each sweep of which points are missing, because they failed or are not
-    done. The arguments and errors are those of `read_runs`.
+    """Returns a sentence for each sweep with missing points, which failed or are not done.
+    `read_runs` explains the arguments and errors.
     """
     sentences = []
     for path, record in map(_read_results, paths):
@@ -386,7 +386,7 @@ def resample_fits(
     residuals of n runs too small, they are multiplied by √(n / (n - P)).
     """
     residuals = np.array([math.log(run.loss / fit(run.size, run.tokens)) for run in runs])
-    residuals = _inflated(residuals, len(CONSTANTS))
+    residuals = _inflate_residuals(residuals, len(CONSTANTS))
     rng = np.random.default_rng(seed)
     fits = []
     for _ in range(resamples):
@@ -399,7 +399,7 @@ def resample_fits(
     return tuple(fits)
 
 
-def _inflated(residuals: np.ndarray, constants: int) -> np.ndarray:
+def _inflate_residuals(residuals: np.ndarray, constants: int) -> np.ndarray:
     """Returns the residuals of a fit with so many constants, centred, with the variance of the
     noise.
     """
@@ -407,7 +407,7 @@ def _inflated(residuals: np.ndarray, constants: int) -> np.ndarray:
     return (residuals - residuals.mean()) * math.sqrt(len(residuals) / degrees)
 
 
-def _interval(value: float, resampled: Sequence[float]) -> Interval:
+def _confidence_interval(value: float, resampled: Sequence[float]) -> Interval:
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.asarray(resampled), (tail, 1 - tail))
     return Interval(float(value), float(low), float(high))
@@ -448,7 +448,7 @@ def best_size(
     return math.exp(found.x)
 
 
-def parabolas(runs: Sequence[ScalingRun]) -> tuple[Parabola, ...]:
+def fit_parabolas(runs: Sequence[ScalingRun]) -> tuple[Parabola, ...]:
     """Fits a parabola to the runs of every budget that has at least three sizes."""
     budgets: list[list[ScalingRun]] = []
     for run in sorted(runs, key=lambda run: run.flops):
@@ -468,29 +468,29 @@ def parabolas(runs: Sequence[ScalingRun]) -> tuple[Parabola, ...]:
     return tuple(found)
 
 
-def iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFlop:
-    """Fits isoFLOP parabolas, and the line N = G C^a through those minima that lie between the
-    sizes of the runs. Its interval is from resampled residuals of these parabolas.
+def fit_iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFlop:
+    """Fits isoFLOP parabolas, and the line N = G C^a through the minima that lie between the sizes
+    of the runs. Its interval is from resampled residuals of these parabolas.
     """
-    found = parabolas(runs)
+    found = fit_parabolas(runs)
     used = [parabola for parabola in found if math.isfinite(parabola.best_size)]
     if len(used) < 2:
         return IsoFlop(found, None, math.nan)
-    exponent, factor = _line(used)
+    exponent, factor = _fit_line_of_minima(used)
     runs = [run for parabola in used for run in parabola.runs]
     fitted = np.concatenate([p([run.size for run in p.runs]) for p in used])
-    residuals = _inflated(np.array([run.loss for run in runs]) - fitted, 3 * len(used))
+    residuals = _inflate_residuals(np.array([run.loss for run in runs]) - fitted, 3 * len(used))
     rng = np.random.default_rng(seed)
     exponents = []
     for _ in range(resamples):
         noise = rng.choice(residuals, len(runs))
         made = [run._replace(loss=loss) for run, loss in zip(runs, fitted + noise, strict=True)]
-        exponents.append(_line(parabolas(made))[0])
+        exponents.append(_fit_line_of_minima(fit_parabolas(made))[0])
     exponents = [value for value in exponents if math.isfinite(value)]
-    return IsoFlop(found, _interval(exponent, exponents or [exponent]), factor)
+    return IsoFlop(found, _confidence_interval(exponent, exponents or [exponent]), factor)
 
 
-def _line(found: Sequence[Parabola]) -> tuple[float, float]:
+def _fit_line_of_minima(found: Sequence[Parabola]) -> tuple[float, float]:
     """Returns a and G of N = G C^a through the minima of the parabolas; NaN if one has none."""
     points = np.log([(parabola.flops, parabola.minimum) for parabola in found])
     if not np.isfinite(points).all():
@@ -499,7 +499,7 @@ def _line(found: Sequence[Parabola]) -> tuple[float, float]:
     return float(slope), float(np.exp(offset))
 
 
-def predict(
+def predict_losses(
     seen: Sequence[ScalingRun], unseen: Sequence[ScalingRun], resamples: int, seed: int
 ) -> tuple[Prediction, ...]:
     """Fits the runs `seen`, and predicts the loss of the runs `unseen`. The interval holds the
@@ -512,11 +512,15 @@ def predict(
     fit = fit_loss(seen)
     fits = resample_fits(seen, fit, resamples, seed)
     residuals = np.array([math.log(run.loss / fit(run.size, run.tokens)) for run in seen])
-    noise = np.random.default_rng(seed + 1).choice(_inflated(residuals, len(CONSTANTS)), len(fits))
+    noise = np.random.default_rng(seed + 1).choice(
+        _inflate_residuals(residuals, len(CONSTANTS)), len(fits)
+    )
     predictions = []
     for run in unseen:
         resampled = [one(run.size, run.tokens) * math.exp(e) for one, e in zip(fits, noise)]
-        predictions.append(Prediction(run, _interval(fit(run.size, run.tokens), resampled)))
+        predictions.append(
+            Prediction(run, _confidence_interval(fit(run.size, run.tokens), resampled))
+        )
     return tuple(predictions)
 
 
@@ -534,7 +538,7 @@ def _predictions(
     for what, unseen in held_out.items():
         seen = [run for run in runs if run not in unseen]
         try:
-            predictions[what] = predict(seen, unseen, resamples, seed)
+            predictions[what] = predict_losses(seen, unseen, resamples, seed)
         except UserError as error:
             predictions[what] = str(error)
     return predictions
@@ -554,7 +558,7 @@ def analyse(runs: Sequence[ScalingRun], resamples: int = 200, seed: int = 0) -> 
     fit = fit_loss(runs)
     fits = resample_fits(runs, fit, resamples, seed)
     intervals = {
-        name: _interval(value, [one.constants[i] for one in fits])
+        name: _confidence_interval(value, [one.constants[i] for one in fits])
         for i, (name, value) in enumerate(zip(CONSTANTS, fit.constants, strict=True))
     }
     flops_per_token = flops_of_size(runs)
@@ -575,7 +579,7 @@ def analyse(runs: Sequence[ScalingRun], resamples: int = 200, seed: int = 0) -> 
         best = optimum(fit, flops)
         low, high = limits(flops)
         at_end = not 1.01 * low < best[0] < high / 1.01
-        optima.append(Optimum(flops, *map(_interval, best, resampled), at_end))
+        optima.append(Optimum(flops, *map(_confidence_interval, best, resampled), at_end))
 
     def slope(one: LossFit) -> float:
         ends = [optimum(one, factor * highest)[0] for factor in (0.1, 1.0)]
@@ -587,7 +591,7 @@ def analyse(runs: Sequence[ScalingRun], resamples: int = 200, seed: int = 0) -> 
         intervals=intervals,
         resampled=fits,
         optima=tuple(optima),
-        exponent=_interval(slope(fit), [slope(one) for one in fits]),
-        iso_flop=iso_flop(runs, resamples, seed),
+        exponent=_confidence_interval(slope(fit), [slope(one) for one in fits]),
+        iso_flop=fit_iso_flop(runs, resamples, seed),
         predictions=_predictions(runs, resamples, seed),
     )

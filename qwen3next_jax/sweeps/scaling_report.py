@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from qwen3next_jax.reporting.charts import Line, line_chart, short_number, table
-from qwen3next_jax.reporting.page import document
+from qwen3next_jax.reporting.charts import Line, line_chart, short_number, table_html
+from qwen3next_jax.reporting.page import html_document
 from qwen3next_jax.sweeps.scaling import (
     CONFIDENCE,
     Interval,
@@ -24,13 +24,15 @@ _CURVE_POINTS = 48
 _CURVE_RANGE = (0.5, 100.0)  # of the compute-optimal curves, in budgets of the smallest and largest
 
 
-def sentences(scaling: Scaling, resamples: int) -> list[str]:
-    """Returns what the fits say, and what the data do not tell."""
+def result_sentences(scaling: Scaling, resamples: int) -> list[str]:
+    """Returns sentences about the results of the fits, and about questions that the data leave
+    open.
+    """
     runs = scaling.runs
     found = [
-        f"{len(runs)} runs: N {_range(run.size for run in runs)}, "
-        f"D {_range(run.tokens for run in runs)} tokens, "
-        f"C {_range(run.flops for run in runs)} FLOPs, "
+        f"{len(runs)} runs: N {_range_text(run.size for run in runs)}, "
+        f"D {_range_text(run.tokens for run in runs)} tokens, "
+        f"C {_range_text(run.flops for run in runs)} FLOPs, "
         f"L {min(run.loss for run in runs):.4f} to {max(run.loss for run in runs):.4f}. "
         f"Intervals hold {CONFIDENCE:.0%} of {resamples} resampled fits."
     ]
@@ -57,12 +59,15 @@ def sentences(scaling: Scaling, resamples: int) -> list[str]:
         )
     if not scaling.optima[0].at_end:
         found.append(
-            f"By the fit, the best N grows as C^{_text(scaling.exponent, '.2f')} up to here."
+            f"By the fit, the best N grows as C^{_interval_text(scaling.exponent, '.2f')} "
+            "up to here."
         )
     iso = scaling.iso_flop
     if iso.exponent is not None:
         found.append(
-            f"By the minima of the isoFLOP parabolas, it grows as C^{_text(iso.exponent, '.2f')}."
+            f"By the minima of the isoFLOP parabolas, it grows as C^{
+                _interval_text(iso.exponent, '.2f')
+            }."
         )
     if without := [p for p in iso.parabolas if math.isnan(p.best_size)]:
         found.append(
@@ -74,7 +79,7 @@ def sentences(scaling: Scaling, resamples: int) -> list[str]:
     return found
 
 
-def tables(scaling: Scaling) -> dict[str, tuple[list[str], list[list[str]]]]:
+def result_tables(scaling: Scaling) -> dict[str, tuple[list[str], list[list[str]]]]:
     """Returns title → (head, rows) of each table."""
     constants = [
         [name, f"{i.value:.4g}", f"{i.low:.4g} to {i.high:.4g}", "" if i.is_determined else "no"]
@@ -83,9 +88,11 @@ def tables(scaling: Scaling) -> dict[str, tuple[list[str], list[list[str]]]]:
     optima = [
         [
             f"{o.flops:.3g}",
-            f"{_text(o.size, '.3g')} (end of the search)" if o.at_end else _text(o.size, ".3g"),
-            _text(o.tokens, ".3g"),
-            _text(o.loss, ".4f"),
+            f"{_interval_text(o.size, '.3g')} (end of the search)"
+            if o.at_end
+            else _interval_text(o.size, ".3g"),
+            _interval_text(o.tokens, ".3g"),
+            _interval_text(o.loss, ".4f"),
         ]
         for o in scaling.optima
     ]
@@ -104,8 +111,8 @@ def tables(scaling: Scaling) -> dict[str, tuple[list[str], list[list[str]]]]:
 
 def as_text(scaling: Scaling, resamples: int) -> str:
     """Returns the sentences and tables for a terminal."""
-    parts = ["\n".join(sentences(scaling, resamples))]
-    for title, (head, rows) in tables(scaling).items():
+    parts = ["\n".join(result_sentences(scaling, resamples))]
+    for title, (head, rows) in result_tables(scaling).items():
         columns = [head, *rows]
         widths = [max(len(row[i]) for row in columns) for i in range(len(head))]
         lines = (
@@ -145,9 +152,11 @@ def as_json(scaling: Scaling) -> str:
     return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
 
 
-def page(scaling: Scaling, title: str, metric: str, resamples: int) -> str:
+def render_page(scaling: Scaling, title: str, metric: str, resamples: int) -> str:
     """Returns the page as HTML."""
-    listed = "".join(f"<li>{html.escape(line)}</li>" for line in sentences(scaling, resamples))
+    listed = "".join(
+        f"<li>{html.escape(line)}</li>" for line in result_sentences(scaling, resamples)
+    )
     runs = [
         [
             run.name,
@@ -162,13 +171,18 @@ def page(scaling: Scaling, title: str, metric: str, resamples: int) -> str:
     sections = {
         "Findings": f"<ul>{listed}</ul>",
         "Charts": f'<div class="charts">{"".join(_charts(scaling, metric))}</div>',
-        **{name: table(head, rows, numeric=True) for name, (head, rows) in tables(scaling).items()},
+        **{
+            name: table_html(head, rows, numeric=True)
+            for name, (head, rows) in result_tables(scaling).items()
+        },
         **{
             f"Prediction of {what} from the other runs": f"<p>{html.escape(found)}</p>"
             for what, found in scaling.predictions.items()
             if isinstance(found, str)
         },
-        "Runs": table(["run", "N", "D, tokens", "C, FLOPs", metric, "fit"], runs, numeric=True),
+        "Runs": table_html(
+            ["run", "N", "D, tokens", "C, FLOPs", metric, "fit"], runs, numeric=True
+        ),
     }
     body = "".join(
         f'<section id="{name.lower().replace(" ", "-")}"><h2>{html.escape(name)}</h2>{text}'
@@ -176,7 +190,7 @@ def page(scaling: Scaling, title: str, metric: str, resamples: int) -> str:
         for name, text in sections.items()
     )
     subtitle = f"{metric} of {len(scaling.runs)} runs, over parameters and tokens"
-    return document(title, subtitle, list(sections), body)
+    return html_document(title, subtitle, list(sections), body)
 
 
 def _charts(scaling: Scaling, metric: str) -> list[str]:
@@ -197,7 +211,7 @@ def _charts(scaling: Scaling, metric: str) -> list[str]:
     charts = [
         line_chart(
             f"{metric[0].upper()}{metric[1:]} over compute",
-            [*measured, _band("compute-optimal, by the fit", budgets, losses, dash=1)],
+            [*measured, _band_line("compute-optimal, by the fit", budgets, losses, dash=1)],
             x_label="FLOPs",
             log=True,
             log_x=True,
@@ -218,7 +232,7 @@ def _charts(scaling: Scaling, metric: str) -> list[str]:
             )
         )
     minima = [(p.flops, p.best_size) for p in parabolas if math.isfinite(p.best_size)]
-    optimal = [_band("by the fit", budgets, sizes)]
+    optimal = [_band_line("by the fit", budgets, sizes)]
     if minima:
         optimal.append(
             Line("minima of the parabolas", *zip(*minima), colour=1, dots=True, joined=False)
@@ -232,7 +246,7 @@ def _charts(scaling: Scaling, metric: str) -> list[str]:
     charts.append(
         line_chart(
             "Compute-optimal tokens",
-            [_band("by the fit", budgets, tokens)],
+            [_band_line("by the fit", budgets, tokens)],
             x_label="FLOPs",
             log=True,
             log_x=True,
@@ -265,7 +279,7 @@ def _optimal_curves(scaling: Scaling) -> tuple[np.ndarray, list, list, list]:
     return budgets, sizes, tokens, losses
 
 
-def _band(label: str, x: Sequence[float], values: Iterable, dash: int = 0) -> Line:
+def _band_line(label: str, x: Sequence[float], values: Iterable, dash: int = 0) -> Line:
     """Returns the line of the fit with the band of the resampled fits. `values`: [x, fits]."""
     values = np.asarray(list(values))
     tail = (1 - CONFIDENCE) / 2
@@ -276,18 +290,18 @@ def _band(label: str, x: Sequence[float], values: Iterable, dash: int = 0) -> Li
 def _prediction_row(prediction: Prediction) -> list[str]:
     return [
         prediction.run.name,
-        _text(prediction.interval, ".4f"),
+        _interval_text(prediction.interval, ".4f"),
         f"{prediction.run.loss:.4f}",
         f"{prediction.error:+.2%}",
     ]
 
 
-def _range(values: Iterable[float]) -> str:
+def _range_text(values: Iterable[float]) -> str:
     values = list(values)
     low, high = (short_number(float(f"{end:.3g}")) for end in (min(values), max(values)))
     return f"{low} to {high}"
 
 
-def _text(interval: Interval, form: str) -> str:
+def _interval_text(interval: Interval, form: str) -> str:
     value, low, high = (format(number, form) for number in interval)
     return f"{value} ({low} to {high})"

@@ -38,8 +38,8 @@ def arm_axis(sweep: Sweep) -> str | None:
 
 
 def speed_metric(results: Sequence[Result]) -> str | None:
-    """Returns the metric of which the speed-up is: the first main metric, of those that count nats
-    or bits, of which lower values are better. None if no point has one.
+    """Returns the metric whose speed-up is measured: the first main metric in nats or bits for
+    which lower values are better. None if no point has such a metric.
     """
     for name, metric in main_metrics(results).items():
         if metric.better == "lower" and metric.unit in ("nats", "bits"):
@@ -72,12 +72,12 @@ def group_arms(sweep: Sweep, results: Sequence[Result], metric: str) -> list[lis
         of_seed = groups.setdefault(label, {}).setdefault(name, {})
         of_seed.setdefault(tuple(at[axis] for axis in seeds), []).append(result)
     return [
-        [_arm(name, list(by_seed.values()), metric) for name, by_seed in by_arm.items()]
+        [_make_arm(name, list(by_seed.values()), metric) for name, by_seed in by_arm.items()]
         for by_arm in groups.values()
     ]
 
 
-def _arm(name: str, seeds: Sequence[Sequence[Result]], metric: str) -> Arm:
+def _make_arm(name: str, seeds: Sequence[Sequence[Result]], metric: str) -> Arm:
     """Makes an arm. `seeds`: for each seed the results of all budgets, in the same order."""
     budgets = len(seeds[0])
     done = [points for points in seeds if all(metric in point.metrics for point in points)]
@@ -100,9 +100,9 @@ def _arm(name: str, seeds: Sequence[Sequence[Result]], metric: str) -> Arm:
     )
 
 
-def speed_ups(sweep: Sweep, results: Sequence[Result]) -> list[Comparison]:
+def compare_arms(sweep: Sweep, results: Sequence[Result]) -> list[Comparison]:
     """Returns the speed-up of every arm over the first, or why there is none. Returns [] for a
-    sweep that compares nothing, or of which no point has a loss.
+    sweep that compares nothing, or whose points have no loss.
 
     Args:
       results: the results of all points.

@@ -18,7 +18,7 @@ from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.huggingface import load_hf
-from qwen3next_jax.interop.weights import stamp_hf
+from qwen3next_jax.interop.weights import modification_digest
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layer_properties import split_sizes
 from qwen3next_jax.processes import distributed
@@ -38,8 +38,8 @@ class LoadedModel(NamedTuple):
       step: number of steps for which the model was trained; None for a Hugging Face directory.
       mesh: the mesh over which the parameters are sharded; None for one device.
       identity: text that identifies the weights: the digest of a checkpoint's manifest, with " ema"
-        after it if they are the average of the run, or the result of `interop.weights.stamp_hf`
-        for a Hugging Face directory.
+        after it if they are the average of the run, or the result of
+        `interop.weights.modification_digest` for a Hugging Face directory.
     """
 
     model: Qwen3Next
@@ -105,7 +105,7 @@ def load_model(
         param_mesh = mesh_of_params(str(path), config, mesh, MeshConfig(), devices)
         # The stamp is made before the weights are read. If a file changes in between, the stamp
         # does not match the new file.
-        identity = stamp_hf(folder)
+        identity = modification_digest(folder)
         model = load_hf(folder, dtype or config.dtype, param_mesh)
         tokenizer = None
         if tokenizer_file.exists():

@@ -27,7 +27,7 @@ from qwen3next_jax.common.storage import BucketPath, is_bucket
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.compatibility import weights_differ
-from qwen3next_jax.data.tokens import same_tokens
+from qwen3next_jax.data.tokens import same_token_ids
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.facts import (
@@ -188,7 +188,7 @@ def find_sources(names: Sequence[str]) -> list[MergeSource]:
                 "expected checkpoints of the same model",
             )
         require(
-            same_tokens(source.record.tokenizer, last.record.tokenizer),
+            same_token_ids(source.record.tokenizer, last.record.tokenizer),
             f"{source.name}: it was trained with another tokenizer than {last.name} (fingerprint "
             f"{source.record.tokenizer[:12]}, there {last.record.tokenizer[:12]}), so its "
             "ids have another meaning: expected runs with the same tokenizer",
@@ -266,14 +266,14 @@ def merged_state(
         state = read(-1, abstract, partial=True)
         # Nothing else may refer to an array that is replaced, or two models would be in memory.
         merged = leaves_by_path(state.pop("params"))
-        for paths in _groups(abstract["params"], group_bytes) if len(sources) > 1 else ():
-            wanted = {"params": _only(abstract["params"], paths)}
+        for paths in _groups_by_size(abstract["params"], group_bytes) if len(sources) > 1 else ():
+            wanted = {"params": _select_paths(abstract["params"], paths)}
             base = {path: merged[path] for path in paths}
             total = None
             for number, weight in enumerate(weights[:-1]):
                 theirs = leaves_by_path(read(number, wanted, partial=True)["params"])
                 total = _add_difference(total, weight, theirs, base)
-            merged |= _add(base, total)
+            merged |= _add_to_base(base, total)
     state["params"] = map_leaves(lambda path, _: merged[path], abstract["params"])
     if not whole:
         return state
@@ -282,7 +282,7 @@ def merged_state(
     return state | start_rules(rules, state["params"], shardings)
 
 
-def _groups(params: dict, group_bytes: int) -> Iterator[list[str]]:
+def _groups_by_size(params: dict, group_bytes: int) -> Iterator[list[str]]:
     """Yields lists of paths of arrays that have at most `group_bytes` together; a larger array is
     alone.
     """
@@ -297,7 +297,7 @@ def _groups(params: dict, group_bytes: int) -> Iterator[list[str]]:
     yield group
 
 
-def _only(params: dict, paths: Sequence[str]) -> dict:
+def _select_paths(params: dict, paths: Sequence[str]) -> dict:
     return map_leaves(lambda path, leaf: leaf if path in paths else None, params)
 
 
@@ -305,13 +305,13 @@ def _only(params: dict, paths: Sequence[str]) -> dict:
 def _add_difference(
     total: dict | None, weight: jax.Array, theirs: dict, base: dict
 ) -> dict[str, jax.Array]:
-    """Returns total + weight · (theirs − base); None stands for a total of 0."""
+    """Returns total + weight · (theirs − base); a total of None counts as 0."""
     difference = jax.tree.map(lambda a, b: weight.astype(a.dtype) * (a - b), theirs, base)
     return difference if total is None else jax.tree.map(jnp.add, total, difference)
 
 
 @jax.jit
-def _add(base: dict, total: dict) -> dict[str, jax.Array]:
+def _add_to_base(base: dict, total: dict) -> dict[str, jax.Array]:
     # x + 0 is not x for x = -0
     return jax.tree.map(lambda b, t: jnp.where(t == 0, b, b + t), base, total)
 

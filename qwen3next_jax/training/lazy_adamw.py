@@ -63,7 +63,9 @@ def look_up(
     for path, number in tables.items():
         ids[number] = model.ple.module().ids(model, number, batch["tokens"], positions)
         table, of_table = get(params, path)[0], _declared(model, path)
-        rows[number] = row_tables.look_up(table, ids[number], of_table, mesh, dtype=model.dtype)
+        rows[number] = row_tables.look_up_rows(
+            table, ids[number], of_table, mesh, dtype=model.dtype
+        )
     return ids, rows
 
 
@@ -133,7 +135,7 @@ def update(
             )
 
         trees = (params, state["mu"], state["nu"], state["count"])
-        arrays = row_tables.update(
+        arrays = row_tables.update_rows(
             tuple(get(tree, path)[0] for tree in trees),
             gradient.ids,
             gradient.values,

@@ -30,7 +30,7 @@ from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.layers import keeping_inputs, rms_norm
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.ops.blocks import wide
+from qwen3next_jax.ops.blocks import accumulation_dtype
 
 # A configuration for the tests: two blocks, the second of a single layer, in models of 3 layers.
 EXAMPLES = {
@@ -61,7 +61,7 @@ class DepthAttention(nnx.Module):
         weight_D = self.query[...] * self.key_norm[...]
 
         def mean(v_BTE, weight_D):
-            exact = wide(v_BTE)
+            exact = accumulation_dtype(v_BTE)
             sources = jnp.split(v_BTE.astype(exact), v_BTE.shape[-1] // len(weight_D), axis=-1)
             scores_JBT = jnp.stack(
                 [

@@ -34,7 +34,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.layers import keeping_inputs, rms_norm
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.ops.blocks import save_for_backward, wide
+from qwen3next_jax.ops.blocks import accumulation_dtype, save_for_backward
 
 ALPHA = 0.01  # the start of every α
 DIAGONAL = 5.0  # the start of the diagonal of b_res: 4 streams keep 98 % of themselves
@@ -70,7 +70,7 @@ class HyperConnection(nnx.Module):
           one; in float32 or, if h is wider, in the dtype of h. The streams stand first because an
           accelerator pads the last two dimensions of an array.
         """
-        exact, s = wide(h_BTE), self.config.streams.hc_count
+        exact, s = accumulation_dtype(h_BTE), self.config.streams.hc_count
         slices = jnp.split(h_BTE, s, axis=-1)
         u_BTX = sum(
             jnp.matmul(h_BTD, phi_DX.astype(h_BTE.dtype), preferred_element_type=exact)
@@ -160,7 +160,7 @@ class MHC(Block):
     @staticmethod
     def leave(h_BTE, last, config):
         slices = jnp.split(h_BTE, config.streams.hc_count, axis=-1)
-        x_BTD = sum(h_BTD.astype(wide(h_BTE)) for h_BTD in slices).astype(h_BTE.dtype)
+        x_BTD = sum(h_BTD.astype(accumulation_dtype(h_BTE)) for h_BTD in slices).astype(h_BTE.dtype)
         return rms_norm(x_BTD, last[...], config)
 
     @staticmethod

@@ -16,7 +16,7 @@ from qwen3next_jax.ops.implementations import Form, choose
 
 
 def test_every_part_traces_and_asks_for_its_operators():
-    results = doctor.parts(1, 128)
+    results = doctor.tested_parts(1, 128)
     for part in results:
         decisions = implementations.trace_and_record(
             lambda: jax.jit(part.function).trace(*part.shapes)
@@ -29,13 +29,13 @@ def test_every_part_traces_and_asks_for_its_operators():
 @pytest.fixture
 def kernel(monkeypatch):
     """The module of the kernels of an operator "doubled", on what looks like a GPU."""
-    module = types.SimpleNamespace(supports=lambda x: "", run=lambda x: 2 * x)
+    module = types.SimpleNamespace(unsupported_reason=lambda x: "", run=lambda x: 2 * x)
     monkeypatch.setitem(plugin.KERNELS, "doubled", {"kernel": ("gpu", "doubled_kernel")})
     monkeypatch.setitem(sys.modules, "doubled_kernel", module)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    implementations.kernels.cache_clear()
+    implementations.kernels_by_name.cache_clear()
     yield module
-    implementations.kernels.cache_clear()
+    implementations.kernels_by_name.cache_clear()
 
 
 FORMS = (Form("xla", ("cpu", "gpu"), {"run": lambda x: x + x}),)
@@ -43,7 +43,7 @@ FORMS = (Form("xla", ("cpu", "gpu"), {"run": lambda x: x + x}),)
 
 def part():
     """Returns a part with a function of its own, which JAX has not traced yet."""
-    return doctor.Part(
+    return doctor.TestedPart(
         "double",
         ("doubled",),
         lambda x: choose("doubled", None, FORMS, x=x).function_named("run")(x),
@@ -61,11 +61,19 @@ def no_memory(x):
     "change, code, why",
     [
         ({}, 0, "the default on a GPU"),
-        ({"supports": lambda x: "has an odd size"}, 1, "without kernels: the call has an odd size"),
-        ({"supports": lambda x: f"failed {implementations.WHERE_TRIED}"}, 2, "failed where"),
+        (
+            {"unsupported_reason": lambda x: "has an odd size"},
+            1,
+            "without kernels: the call has an odd size",
+        ),
+        (
+            {"unsupported_reason": lambda x: f"failed {implementations.WHERE_TRIED}"},
+            2,
+            "failed where",
+        ),
         (
             {
-                "supports": lambda x: (
+                "unsupported_reason": lambda x: (
                     f"failed {implementations.WHERE_TRIED}: {implementations.NO_MEMORY}"
                 )
             },
@@ -79,7 +87,7 @@ def no_memory(x):
 def test_the_exit_code_says_what_is_wrong(kernel, capsys, change, code, why):
     vars(kernel).update(change)
     device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
-    (result,) = doctor.check([part()], device)
+    (result,) = doctor.check_parts([part()], device)
     assert doctor._verdict([result]) == result.code == code
     assert why in result.why
     assert (result.share is None) == (result.seconds is None) == ("run" in change)
@@ -95,7 +103,7 @@ def test_a_second_trace_forgets_the_first_error(kernel, monkeypatch):
     twice = lambda trace: (trace(), trace())[:0]
     monkeypatch.setattr(implementations, "trace_and_record", twice)
     device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
-    (result,) = doctor.check([dataclasses.replace(part(), function=function)], device)
+    (result,) = doctor.check_parts([dataclasses.replace(part(), function=function)], device)
     assert result.code == 0
     assert result.seconds is not None
 

@@ -37,9 +37,9 @@ from qwen3next_jax.data import (
 from qwen3next_jax.data.datatrove_step import PrepareShare
 from qwen3next_jax.data.digest_cache import DigestCache
 from qwen3next_jax.data.pipeline import TextData
-from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize
+from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize_source
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Recipe
-from qwen3next_jax.data.sources import NothingFound, resolve
+from qwen3next_jax.data.sources import NothingFound, find_files_of_glob
 from qwen3next_jax.data.store import Store, write_json
 from qwen3next_jax.data.text import LONG
 from qwen3next_jax.data.tokens import load_tokenizer
@@ -59,7 +59,7 @@ def texts(tmp_path):
 
 def run(path, prepared_dir, length=64, fraction=0.1, seed=0, **arguments):
     recipe = Recipe(length, fraction, seed)
-    return prepare([resolve(path, "text")], BYTES, recipe, prepared_dir, **arguments)[0]
+    return prepare([find_files_of_glob(path, "text")], BYTES, recipe, prepared_dir, **arguments)[0]
 
 
 def all_rows(prepared):
@@ -185,9 +185,9 @@ def test_ranks_share_the_work(texts, tmp_path):
 
 def test_ranks_that_pack_at_once_begin_with_different_rows(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(row_groups, "_GROUP_TOKENS", 2000)
-    source = resolve(texts, "text")
-    tokenize(source, BYTES, Store(tmp_path / "p"))
-    packed, documents = [], row_groups._documents
+    source = find_files_of_glob(texts, "text")
+    tokenize_source(source, BYTES, Store(tmp_path / "p"))
+    packed, documents = [], row_groups._read_documents
 
     def packs(group, *rest):
         packed.append((rank, group.first))
@@ -201,7 +201,7 @@ def test_ranks_that_pack_at_once_begin_with_different_rows(texts, tmp_path, monk
         run(texts, tmp_path / "p", share=Share(1, 2))
         rank = 0
 
-    monkeypatch.setattr(row_groups, "_documents", packs)
+    monkeypatch.setattr(row_groups, "_read_documents", packs)
     rank = 0
     run(texts, tmp_path / "p", share=Share(0, 2))
     groups = len(list((tmp_path / "p" / "rows").iterdir()))
@@ -271,7 +271,7 @@ def test_digests_are_kept_until_files_change(texts, tmp_path, monkeypatch):
     from qwen3next_jax.data import digest_cache
 
     monkeypatch.setattr(digest_cache, "_SMALLEST", 0)
-    for file in resolve(texts, "text").files:
+    for file in find_files_of_glob(texts, "text").files:
         os.utime(file.path, (1, 1))
     read, digest = [], readers.part_digest
     monkeypatch.setattr(
@@ -298,7 +298,7 @@ def test_lines_that_are_no_digests_are_left_out(texts, tmp_path):
     (folder := tmp_path / "p" / "digests").mkdir(parents=True)
     lines = ["null", "[[1], 2]", "[1, 2, 3]", '["a"]', "[" * 10**5, "{}", '["kept", "digest"]']
     (folder / "a.jsonl").write_text("\n".join(lines))
-    cache = DigestCache(Store(tmp_path / "p"), resolve(texts, "text"))
+    cache = DigestCache(Store(tmp_path / "p"), find_files_of_glob(texts, "text"))
     assert cache._known == {"kept": "digest"}
 
 
@@ -349,7 +349,10 @@ def test_variants_of_a_document_stay_together(texts, tmp_path):
         write_jsonl(tmp_path / f"{name}.jsonl", [change(text) for text in TEXTS])
     globs = [texts, *(f"{tmp_path}/{name}.jsonl" for name in ("same", "spaces", "decomposed"))]
     prepared = prepare(
-        [resolve(glob, "text") for glob in globs], BYTES, Recipe(64, 0.3, 0), tmp_path / "p"
+        [find_files_of_glob(glob, "text") for glob in globs],
+        BYTES,
+        Recipe(64, 0.3, 0),
+        tmp_path / "p",
     )
     heldout = []
     for one in prepared:
@@ -531,7 +534,7 @@ def test_killed_preparations_go_on_and_give_the_same_bytes(texts, tmp_path, monk
         "readers._PART_BYTES = 1500\n"
         "preparation._BYTES_PER_WORKER = 1\n"
         "rename = store.pathlib.Path.replace\n"
-        "source = preparation.sources.resolve(sys.argv[1], 'text')\n"
+        "source = preparation.sources.find_files_of_glob(sys.argv[1], 'text')\n"
         "def slowly(*a):\n    time.sleep(0.1)\n    return rename(*a)\n"
         "store.pathlib.Path.replace = slowly\n"
         "preparation.prepare([source], load_tokenizer('bytes'),\n"
@@ -590,7 +593,7 @@ def test_a_dead_worker_is_named(texts, tmp_path, monkeypatch):
         def __reduce__(self):  # when a worker unpickles the tokenizer
             return os._exit, (9,)
 
-    source = resolve(texts, "text")
+    source = find_files_of_glob(texts, "text")
     with refused(9):
         prepare([source], Fatal(), Recipe(64, 0.1, 0), tmp_path / "q", workers=2)
 
@@ -631,7 +634,7 @@ def test_a_full_disk_leaves_nothing(texts, tmp_path, monkeypatch):
 
 
 def test_a_file_that_changes_leaves_nothing(texts, tmp_path, monkeypatch):
-    source = resolve(texts, "text")
+    source = find_files_of_glob(texts, "text")
     monkeypatch.setattr(
         tokenized_parts.readers,
         "read_part",
@@ -933,14 +936,14 @@ def test_progress_is_reported(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenized_parts, "_BATCH_CHARACTERS", 1000)
     seen = []
     run(texts, tmp_path / "p", progress=lambda *figures: seen.append(figures))
-    source = resolve(texts, "text")
+    source = find_files_of_glob(texts, "text")
     done = [read for name, read, total in seen if (name, total) == (texts, source.size)]
     assert len(done) > 10
     assert done == sorted(done)
     assert done[-1] == source.size
     assert seen[-1][1] == seen[-1][2]
     assert "rows of 64" in seen[-1][0]
-    assert tokenize(source, BYTES, Store(tmp_path / "p")).digest
+    assert tokenize_source(source, BYTES, Store(tmp_path / "p")).digest
 
 
 # ---- two libraries that tokenize
@@ -961,7 +964,7 @@ def test_parts_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeyp
     small.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
     assert "tiktoken" in tokenizer.libraries
-    source, recipe = resolve(texts, "text"), Recipe(64, 0.1, 0)
+    source, recipe = find_files_of_glob(texts, "text"), Recipe(64, 0.1, 0)
     (fast,) = prepare([source], tokenizer, recipe, tmp_path / "p")
     (slow,) = prepare([source], tokenizer.fallback, recipe, tmp_path / "q")
     assert fast.fingerprint == slow.fingerprint
@@ -970,7 +973,7 @@ def test_parts_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeyp
     def differs_in_the_second_file(self, text):
         calls.append(text)
         if len(calls) == 2:
-            raise fast_bpe.Differs
+            raise fast_bpe.DifferentIds
         compare(self, text)
 
     monkeypatch.setattr(type(tokenizer), "_compare", differs_in_the_second_file)
@@ -985,12 +988,12 @@ def test_parts_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeyp
     monkeypatch.setattr(preparation, "_WORTH_TIKTOKEN", 1)
     prepare([source], tokenizer.fallback, recipe, tmp_path / "s")
     assert "tiktoken" not in capsys.readouterr().err
-    monkeypatch.setattr(fast_bpe, "version", lambda: None)
+    monkeypatch.setattr(fast_bpe, "tiktoken_version", lambda: None)
     prepare([source], load_tokenizer(str(tmp_path)), recipe, tmp_path / "t")
     assert "tiktoken" in capsys.readouterr().err
     # Where tiktoken would not help, nothing is said.
     np.save(tmp_path / "tokens.npy", np.resize(np.array([5, 6, 7, 0], np.uint16), 400))
-    of_tokens = resolve(str(tmp_path / "tokens.npy"), "text")
+    of_tokens = find_files_of_glob(str(tmp_path / "tokens.npy"), "text")
     prepare([of_tokens], load_tokenizer(str(tmp_path)), recipe, tmp_path / "v")
     assert "tiktoken" not in capsys.readouterr().err
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.data import token_files
-from qwen3next_jax.data.preparation import prepare, tokenize
+from qwen3next_jax.data.preparation import prepare, tokenize_source
 from qwen3next_jax.data.row_groups import Recipe
-from qwen3next_jax.data.sources import resolve
+from qwen3next_jax.data.sources import find_files_of_glob
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import load_tokenizer
 from tests.corpora import write_jsonl
@@ -103,7 +103,12 @@ def test_tokens_give_the_rows_of_their_text(name, tmp_path, monkeypatch):
     FORMATS[name](tmp_path / "tokens")
     write_jsonl(tmp_path / "text.jsonl", TEXTS)
     prepared = [
-        prepare([resolve(f"{tmp_path}/{glob}", "text")], BYTES, Recipe(64, 0.2, 0), tmp_path / "p")
+        prepare(
+            [find_files_of_glob(f"{tmp_path}/{glob}", "text")],
+            BYTES,
+            Recipe(64, 0.2, 0),
+            tmp_path / "p",
+        )
         for glob in (f"tokens/{'shard_*' if name == 'levanter' else '*'}", "text.jsonl")
     ]
     assert prepared[0][0].fingerprint == prepared[1][0].fingerprint
@@ -248,4 +253,6 @@ def test_mistakes_are_one_line(name, tmp_path):
     write(tmp_path / "tokens")
     spoil(tmp_path / "tokens")
     with refused(*names):
-        tokenize(resolve(f"{tmp_path}/tokens/*", "text"), BYTES, Store(tmp_path / "p"))
+        tokenize_source(
+            find_files_of_glob(f"{tmp_path}/tokens/*", "text"), BYTES, Store(tmp_path / "p")
+        )

@@ -8,7 +8,7 @@ import pytest
 from qwen3next_jax.commands import verify
 from qwen3next_jax.data import contamination, preparation
 from qwen3next_jax.data.contamination import NGRAM, NgramIndex, find_contamination
-from qwen3next_jax.data.sources import resolve
+from qwen3next_jax.data.sources import find_files_of_glob
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.evals.contamination import contamination_of_tasks
@@ -30,7 +30,9 @@ DOCUMENTS = ["abcdefghij" + text_of(200) + "klmnopqrst" for _ in range(40)]
 def prepared(tmp_path):
     for name, some in (("a", DOCUMENTS[:25]), ("b", DOCUMENTS[25:])):
         write_jsonl(tmp_path / f"{name}.jsonl", some)
-    preparation.tokenize(resolve(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(tmp_path / "p"))
+    preparation.tokenize_source(
+        find_files_of_glob(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(tmp_path / "p")
+    )
     return str(tmp_path / "p")
 
 
@@ -113,5 +115,7 @@ def test_tokens_of_another_tokenizer_are_not_compared(prepared, monkeypatch, tmp
     with refused(prepared):
         find_contamination(DOCUMENTS, BYTES, prepared)
     assert "qwen3next prepare" in capsys.readouterr().err
-    preparation.tokenize(resolve(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(prepared))
+    preparation.tokenize_source(
+        find_files_of_glob(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(prepared)
+    )
     assert find_contamination(DOCUMENTS, BYTES, prepared).shares.min() == 1.0

@@ -14,7 +14,7 @@ from qwen3next_jax.data import chat_template
 from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.data.conversations import LARGEST_WEIGHT, LEAST_WEIGHT, find_fault
 from qwen3next_jax.data.pipeline import open_data
-from qwen3next_jax.data.tokens import extends, load_tokenizer
+from qwen3next_jax.data.tokens import extends_tokenizer, load_tokenizer
 from qwen3next_jax.runs.dry_run import _describe_data
 from qwen3next_jax.training.loss import count_targets, total_loss
 from tests.corpora import write_jsonl
@@ -440,15 +440,15 @@ def test_the_limit_of_time_is_one_of_each_conversation(tmp_path, monkeypatch):
 
 def test_further_added_tokens_alone_extend_a_tokenizer(tmp_path, marked):
     longer, plain = load_tokenizer(str(marked)), load_tokenizer("bytes")
-    assert extends(longer, plain)
-    assert extends(longer, longer)
-    assert not extends(plain, longer)
+    assert extends_tokenizer(longer, plain)
+    assert extends_tokenizer(longer, longer)
+    assert not extends_tokenizer(plain, longer)
     content = json.loads((marked / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]  # two bytes swap their ids
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    assert not extends(load_tokenizer(str(tmp_path)), plain)
+    assert not extends_tokenizer(load_tokenizer(str(tmp_path)), plain)
 
 
 def test_a_flipped_bit_of_the_weights_is_noticed(tmp_path, marked):

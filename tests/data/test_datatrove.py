@@ -94,7 +94,7 @@ def corpus(tmp_path):
     data = {"path": f"{tmp_path}/texts/*.jsonl", "prepared_dir": f"{tmp_path}/prepared"}
     alone = DataConfig(**data)
     preparation.prepare(
-        [sources.resolve(alone.path, "text")],
+        [sources.find_files_of_glob(alone.path, "text")],
         load_tokenizer("bytes"),
         preparation.Recipe(64, alone.heldout_fraction, alone.seed),
         tmp_path / "undisturbed",

@@ -5,7 +5,7 @@ import dataclasses
 from qwen3next_jax.data import estimate as estimates
 from qwen3next_jax.data import readers
 from qwen3next_jax.data.estimate import estimate
-from qwen3next_jax.data.sources import resolve
+from qwen3next_jax.data.sources import find_files_of_glob
 from qwen3next_jax.data.tokens import load_tokenizer
 from tests.refusals import refused
 
@@ -13,7 +13,9 @@ from tests.refusals import refused
 def test_a_source_of_bad_records_counts_them(tmp_path):
     for name, records in (("a.jsonl", 300), ("b.jsonl", 20)):
         (tmp_path / name).write_text('{"other": "x"}\n' * records)
-    source = dataclasses.replace(resolve(f"{tmp_path}/*.jsonl", "text"), bad_records="skip")
+    source = dataclasses.replace(
+        find_files_of_glob(f"{tmp_path}/*.jsonl", "text"), bad_records="skip"
+    )
     with refused("320 no such field"):
         estimate(source, load_tokenizer("bytes"))
 
@@ -23,5 +25,7 @@ def test_the_first_document_may_come_late(tmp_path, monkeypatch):
     monkeypatch.setattr(estimates, "_SAMPLE_BYTES", 100)
     monkeypatch.setattr(readers, "_PART_BYTES", 1000)
     (tmp_path / "a.jsonl").write_text('{"other": "x"}\n' * 300 + '{"text": "y"}\n')
-    source = dataclasses.replace(resolve(f"{tmp_path}/a.jsonl", "text"), bad_records="skip")
+    source = dataclasses.replace(
+        find_files_of_glob(f"{tmp_path}/a.jsonl", "text"), bad_records="skip"
+    )
     assert 0.9 < estimate(source, load_tokenizer("bytes")).documents <= 1.1

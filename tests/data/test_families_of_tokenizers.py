@@ -115,7 +115,7 @@ class InThisProcess(ChatTemplate):
         more = {"template": self._file.text, "special": self._file.special, "date": self._date}
         request |= more | {"characters": 1 << 20, "seconds": 10}
         with mock.patch.object(render_template, "_limit_time"):  # it would end the tests
-            return render_template.render(request)
+            return render_template.render_request(request)
 
 
 def said(role, content, **more):
@@ -170,7 +170,7 @@ def describe_template(family: Family, tokenizer) -> list[str]:
     assert not needs(True, QUESTIONS)
     assert not needs(True, REASONED)
     blocks = "yes" if plain else "with reasoning" if reasoned else "no"
-    (encoded,) = conversations.encode([QUESTIONS], tokenizer, template(True))
+    (encoded,) = conversations.encode_conversations([QUESTIONS], tokenizer, template(True))
     assert not encoded.fault
     ends = int((encoded.weights[encoded.tokens == tokenizer.eos_id] > 0).sum())
     counted = tokenizer.decode(encoded.tokens[encoded.weights > 0])

@@ -415,7 +415,7 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     values = made.run(None)
     assert values == {"accuracy/8 tokens": 1.0, "accuracy/16 tokens": 1.0, "rows_read": 32}
 
-    evaluate._print("repetition", to_metric_values(values, made.metrics))
+    evaluate._print_values("repetition", to_metric_values(values, made.metrics))
     printed = capsys.readouterr().out
     assert "accuracy 8 tokens" in printed
     assert "100.0%" in printed

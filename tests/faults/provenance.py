@@ -196,7 +196,7 @@ def changing_sources(lab: Lab, _: int) -> list[Trial]:
             folder = lab.new_folder()
             for other in ("a.txt", "m.txt", "z.txt"):
                 (folder / other).write_text(f"{other} aaaa bbbb " * 300)
-            source = sources.resolve(f"{folder}/*.txt", "text")
+            source = sources.find_files_of_glob(f"{folder}/*.txt", "text")
             tokenizer = load_tokenizer("bytes")
             encode = tokenizer.encode_documents
 
@@ -246,7 +246,10 @@ def parquet_pages(lab: Lab, count: int) -> list[Trial]:
     right = path.read_bytes()
 
     def read():
-        return [document.text for document in readers.documents(sources.resolve(str(path), "text"))]
+        return [
+            document.text
+            for document in readers.read_documents(sources.find_files_of_glob(str(path), "text"))
+        ]
 
     trials = []
     for position in rng.integers(1000, 40_000, count):
@@ -277,7 +280,7 @@ def links(lab: Lab, _: int) -> list[Trial]:
         ("a/**/*.txt", 3),
         ("**/b/**/*.txt", 3),
     ):
-        found = sources.resolve(f"{folder}/{pattern}", "text").files
+        found = sources.find_files_of_glob(f"{folder}/{pattern}", "text").files
         trials.append(
             Trial(told=False, harmless=len(found) == count, note=f"{pattern}: {len(found)}")
         )

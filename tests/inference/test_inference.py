@@ -438,7 +438,7 @@ def test_a_chat_compiles_later_prompts_chunks(model, monkeypatch):
     sizes = []
     monkeypatch.setattr(
         decode.DecodePrograms,
-        "compiled",
+        "compile_for",
         lambda _, name, on_compile, params, state, x, *rest: sizes.append(x.shape[-1:]),
     )
     for length, chunks in ((512, {512, 64}), (256, {64})):

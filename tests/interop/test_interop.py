@@ -36,7 +36,7 @@ from qwen3next_jax.interop import arrays, writing
 from qwen3next_jax.interop.families import FORMS, qwen3_next
 from qwen3next_jax.interop.families.form import NOT_IN_FILES
 from qwen3next_jax.interop.hf_config import read_hf_config
-from qwen3next_jax.interop.layout import parameters
+from qwen3next_jax.interop.layout import stored_parameters
 from qwen3next_jax.interop.source import config_for_export
 from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.interop.writing import PartialExport
@@ -207,7 +207,9 @@ SMALLEST, OLMO_7B = (
     ids=("qwen3_next", "qwen3_5", "olmo_hybrid"),
 )
 def test_released_models_have_their_published_inventory(config, inventory):
-    shapes = [part.shape for p in parameters(config) for _ in p.prefixes for part in p.entry.slices]
+    shapes = [
+        part.shape for p in stored_parameters(config) for _ in p.prefixes for part in p.entry.slices
+    ]
     assert (len(shapes), sum(int(np.prod(shape)) for shape in shapes)) == inventory
 
 
@@ -243,12 +245,12 @@ def test_both_namings_of_olmo_hybrid_s_norms_are_read_and_the_released_one_is_wr
 def test_forms_name_settings_that_exist():
     assert FORMS.keys() == set(typing.get_args(typing.get_type_hints(ModelConfig)["hf_form"]))
     for form in FORMS.values():
-        assert form.settings | NOT_IN_FILES <= ModelConfig.__dataclass_fields__.keys()
-        assert form.mixers.keys() <= registry.MIXERS.keys()
+        assert form.stored_settings | NOT_IN_FILES <= ModelConfig.__dataclass_fields__.keys()
+        assert form.mixer_entries.keys() <= registry.MIXERS.keys()
 
 
 class OwnAttention(mixer_class("gated_attention")):
-    hf_entries = staticmethod(qwen3_next.gated_attention)
+    hf_entries = staticmethod(qwen3_next.gated_attention_entries)
 
 
 class Derived(OwnAttention):
@@ -258,7 +260,7 @@ class Derived(OwnAttention):
 class LeavesOneOut(OwnAttention):
     @staticmethod
     def hf_entries(config):
-        entries = qwen3_next.gated_attention(config)
+        entries = qwen3_next.gated_attention_entries(config)
         return (entry for entry in entries if entry.path != "q_norm")
 
 

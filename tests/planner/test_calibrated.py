@@ -12,12 +12,12 @@ from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, TrainC
 from qwen3next_jax.planner import hlo, topology
 from qwen3next_jax.planner.calibrated import RATES, rates_of
 from qwen3next_jax.planner.estimate import estimate_time
-from qwen3next_jax.planner.expert_load import Layout, expert_load
+from qwen3next_jax.planner.expert_load import ExpertLayout, expert_load
 from qwen3next_jax.planner.ideal import SHARED_LINKS, ideal_time
-from qwen3next_jax.planner.parts import by_part, part_name
+from qwen3next_jax.planner.parts import cost_by_part, part_name
 from qwen3next_jax.planner.roofline import SourceCost
 from qwen3next_jax.planner.schedule import Schedule
-from qwen3next_jax.planner.search import Candidate, choose
+from qwen3next_jax.planner.search import Candidate, choose_to_compile
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.mesh import make_mesh
 from tests.refusals import refused
@@ -31,7 +31,7 @@ GB = 1e9
 def estimate(name, mesh, text, before="", **options):
     """The estimate of a program on a slice of `name`: the computations `before`, and the first."""
     slice_ = topology.describe_topology(name)
-    program = hlo.parse(f"{before}ENTRY %main () -> f32[] {{\n{text}\n}}\n")
+    program = hlo.parse_program(f"{before}ENTRY %main () -> f32[] {{\n{text}\n}}\n")
     return estimate_time(
         program,
         make_mesh(ParallelConfig(mesh=MeshConfig(**mesh)), slice_.devices),
@@ -208,7 +208,7 @@ KERNEL = """  %tile = s32[30]{0} parameter(0)
   %g = bf16[4,4096,8192]{2,1,0} parameter(4)
   %d = bf16[4,4096,4096]{2,1,0} parameter(5)
   ROOT %expert_forward.1 = bf16[480,4096]{1,0} custom-call(%tile, %used, %x, %w, %g, %d), custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"flops":"1000000000000","bytes_accessed":"1"}}"""  # noqa: E501
-LAYOUT = Layout(shards=2, experts=4, tiles=30, tile=16)
+LAYOUT = ExpertLayout(shards=2, experts=4, tiles=30, tile=16)
 LOOP = """%body (a: f32[]) -> f32[] {
   %a = bf16[8192,8192]{1,0:S(1)} parameter(0)
   ROOT %b = bf16[8192,8192]{1,0:S(1)} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
@@ -252,7 +252,7 @@ def test_experts_take_the_tiles_in_use(fused, monkeypatch):
     assert seconds[1.5]["b"] == pytest.approx(product * skewed.experts_beyond)
     assert balanced.experts_beyond < 0.2 < 1 < skewed.experts_beyond
     # What fits and what does not are all choices: the fullest shard's, in 30 tiles of 16 rows.
-    fits = skewed.fullest * LAYOUT.balanced * (1 - skewed.beyond)
+    fits = skewed.fullest * LAYOUT.balanced_choices * (1 - skewed.beyond)
     assert 0.85 * 480 < fits <= 480
     assert skewed.fullest > 1.2
 
@@ -263,7 +263,7 @@ def test_experts_take_the_tiles_in_use(fused, monkeypatch):
 def test_experts_take_their_products_and_a_start(name, cores):
     """The cores share the tiles of the one kernel, and the matrices of the other."""
     in_vmem = KERNEL.replace("1,0}", "1,0:S(1)}").replace('"1000000000000"', '"1000000000"')
-    schedules = {f"{name}.1": Schedule(1.0, 0.0, whole=False, cores=cores)}
+    schedules = {f"{name}.1": Schedule(1.0, 0.0, states_all_trips=False, cores=cores)}
     axes, v5p = dict(data=2, expert=2), CHIPS["v5p"]
     text = in_vmem.replace("expert_forward", name)
     found = estimate("v5p:2x2x1", axes, text, schedules=schedules, skew=1.5)
@@ -318,11 +318,11 @@ def test_a_grouped_product_takes_all_touched_tiles(operands, width, out):
     shared = seconds(-(-tiles[1] // 2))
     for text in (by_xla, by_pallas):
         assert estimate("v5p:2x2x1", dict(data=4), text).seconds == pytest.approx(shared)
-    one_core = {"k.1": Schedule(1.0, 0.0, whole=False, cores=1)}
+    one_core = {"k.1": Schedule(1.0, 0.0, states_all_trips=False, cores=1)}
     found = estimate("v5p:2x2x1", dict(data=4), by_pallas, schedules=one_core)
     assert found.seconds == pytest.approx(seconds(tiles[1]))
     # The schedule of XLA's kernel is that of one step.
-    slow = {"k.1": Schedule(1e5, 0.0, whole=False, cores=2)}
+    slow = {"k.1": Schedule(1e5, 0.0, states_all_trips=False, cores=2)}
     in_steps = visits * tiles[0] * -(-tiles[1] // 2) * 1e5 / v5p.clock
     found = estimate("v5p:2x2x1", dict(data=4), by_xla, schedules=slow)
     assert found.seconds == pytest.approx(in_steps)
@@ -359,8 +359,8 @@ def test_a_search_compiles_every_expert_size():
 
     sizes = (8, 1), (8, 1), (1, 8), (16, 1), (4, 1), (8, 1), (2, 1), (1, 1), (1, 1)
     fitting = [candidate(*size, seconds) for seconds, size in enumerate(sizes)]
-    assert [c.seconds for c in choose(fitting, 5)] == [0, 1, 4, 6, 7]
-    assert [c.seconds for c in choose(fitting[:4], 3)] == [0, 1, 2]
+    assert [c.seconds for c in choose_to_compile(fitting, 5)] == [0, 1, 4, 6, 7]
+    assert [c.seconds for c in choose_to_compile(fitting[:4], 3)] == [0, 1, 2]
 
 
 def test_parts_have_names_for_readers_and_lose_nothing():
@@ -373,7 +373,7 @@ def test_parts_have_names_for_readers_and_lose_nothing():
         "?": "other",
     }
     costs = {name: SourceCost(2.0**i, 1.0, 3.0) for i, name in enumerate(sources)}
-    parts = by_part(costs | {"moe route": SourceCost(100.0, 1.0, 3.0)})
+    parts = cost_by_part(costs | {"moe route": SourceCost(100.0, 1.0, 3.0)})
     assert parts["router"] == SourceCost(102.0, 2.0, 6.0)
     assert next(iter(parts)) == "router"
     assert all(part_name(name) == part for name, part in sources.items())
@@ -381,7 +381,9 @@ def test_parts_have_names_for_readers_and_lose_nothing():
 
 
 def test_only_such_loops_have_choices_beyond():
-    one, gathered, ragged = (expert_load(Layout(shards, 32, 400, 64), 1.0) for shards in (1, 8, 16))
+    one, gathered, ragged = (
+        expert_load(ExpertLayout(shards, 32, 400, 64), 1.0) for shards in (1, 8, 16)
+    )
     assert one.beyond == one.experts_beyond == one.rounds == 0
     assert gathered.beyond > 0
     assert gathered.experts_beyond > 1

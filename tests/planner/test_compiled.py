@@ -100,7 +100,7 @@ KNOWN = {
 def test_collectives_inside_a_scan(mesh, name):
     body, kind, axes, group, sent = KNOWN[name]
     text = compile_text(mesh, looped(mesh, body), ((8 * M, N), P(AXES)))
-    (found,) = program_collectives(hlo.parse(text), mesh)
+    (found,) = program_collectives(hlo.parse_program(text), mesh)
     assert (found.kind, found.axes, found.times) == (kind, axes, TRIPS)
     assert found.group == group
     assert found.sent == sent
@@ -141,7 +141,7 @@ ENTRY %main (p: bf16[62,128], q: f32[64,128]) -> f32[64,128] {
 
 
 def test_a_sliced_all_reduce_is_a_reduce_scatter(mesh):
-    found = program_collectives(hlo.parse(FUSED), mesh)
+    found = program_collectives(hlo.parse_program(FUSED), mesh)
     assert [(c.kind, c.axes, c.sent) for c in found] == [
         ("reduce-scatter", ("data", "expert"), 64 * 128 * 2 * 3 / 4),
         ("reduce-scatter", ("data", "expert"), 2 * 64 * 128 * 4 * 3 / 4),
@@ -158,7 +158,7 @@ def test_a_ragged_exchange_sends_what_both_buffers_hold(mesh):
 }
 """  # noqa: E501
     for operands in ("%a, %b", "%b, %a"):
-        (found,) = program_collectives(hlo.parse(text.replace("OPERANDS", operands)), mesh)
+        (found,) = program_collectives(hlo.parse_program(text.replace("OPERANDS", operands)), mesh)
         assert (found.kind, found.axes, found.sent) == (
             "ragged-all-to-all",
             ("tensor",),
@@ -187,7 +187,7 @@ def test_replica_groups_in_every_form(text, groups):
 
 def total(text, of):
     """Sum of `of(program, computation, instruction)` × runs over what stands outside fusions."""
-    program = hlo.parse(text)
+    program = hlo.parse_program(text)
     fused = {
         name
         for step in program.walk()
@@ -273,14 +273,16 @@ class Compiled:
 )
 def test_trips_of_a_loop_are_counted(end, direction, trips):
     text = LOOP.replace("constant(11)", f"constant({end})")
-    program = hlo.parse(text.replace("direction=LT", f"direction={direction}"))
+    program = hlo.parse_program(text.replace("direction=LT", f"direction={direction}"))
     entry = program.computations["main"]
     assert program.trips(entry, entry["while"]) == trips
 
 
 def test_a_loop_without_stated_trips_is_named():
-    assert not hlo.parse(LOOP).unstated_loops()
-    assert hlo.parse(LOOP.replace("constant(11)", "parameter(2)")).unstated_loops() == ["LOOPNAME"]
+    assert not hlo.parse_program(LOOP).unstated_loops()
+    assert hlo.parse_program(LOOP.replace("constant(11)", "parameter(2)")).unstated_loops() == [
+        "LOOPNAME"
+    ]
 
 
 def test_flops_of_a_kernel_are_those_it_states():
@@ -296,7 +298,7 @@ def test_flops_of_a_kernel_are_those_it_states():
 
 @pytest.mark.parametrize("name, arrays", [("z", 2), ("r", 1)], ids=["in place", "from VMEM"])
 def test_bytes_are_those_of_hbm(name, arrays):
-    program = hlo.parse(LOOP)
+    program = hlo.parse_program(LOOP)
     body = program.computations["body"]
     assert hbm_bytes(program, body, body[name]) == arrays * 4 * 8 * 128
 
@@ -305,7 +307,7 @@ def test_bytes_are_those_of_hbm(name, arrays):
     "name, part", [("jvp()/while", "activations"), ("transpose(jvp())/while", "gradients")]
 )
 def test_memory_by_part(name, part):
-    found = memory_use(Compiled(), hlo.parse(LOOP.replace("LOOPNAME", name)), {}, {})
+    found = memory_use(Compiled(), hlo.parse_program(LOOP.replace("LOOPNAME", name)), {}, {})
     assert getattr(found, part) == 4 * 6 * 8 * 128
     assert found.temporaries == 100_000 - 4 * 6 * 8 * 128
     assert found.peak == 1000 + 100_000 + 10
@@ -314,7 +316,7 @@ def test_memory_by_part(name, part):
 def test_the_compiler_s_total_of_allocations_counts(monkeypatch):
     """It can be less than the sum of the temporary buffers, which share memory."""
     monkeypatch.setattr(Compiled.memory_analysis, "total_allocation_bytes", 90_000, raising=False)
-    assert memory_use(Compiled(), hlo.parse(LOOP), {}, {}).peak == 90_000 + 10
+    assert memory_use(Compiled(), hlo.parse_program(LOOP), {}, {}).peak == 90_000 + 10
 
 
 def test_shard_bytes(mesh):

@@ -417,7 +417,7 @@ def test_a_layer_alone_gathers_weights_and_exchanges_rows():
 def test_plan_is_shown_written_and_drawn(plan, tmp_path):
     from rich.console import Console
 
-    from qwen3next_jax.commands.plan import draw, show
+    from qwen3next_jax.commands.plan import draw_plans, show
 
     values = json.loads(json.dumps(plan.as_dict()))
     assert values.keys() >= {
@@ -439,7 +439,7 @@ def test_plan_is_shown_written_and_drawn(plan, tmp_path):
     assert "bound by " + plan.binding in text
     assert "ideal: max(" in text
     assert "rates of v5e by calibrated: no product measured: the nearest, v6e" in text
-    draw([plan], tmp_path / "plan.png")
+    draw_plans([plan], tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -26,7 +26,7 @@ GB = 1e9
 def seconds(name, mesh, text):
     """Estimate of a program of one computation on a slice of `name`."""
     slice_ = topology.describe_topology(name)
-    program = hlo.parse(f"ENTRY %main () -> f32[] {{\n{text}\n}}\n")
+    program = hlo.parse_program(f"ENTRY %main () -> f32[] {{\n{text}\n}}\n")
     return estimate_time(
         program,
         make_mesh(ParallelConfig(mesh=MeshConfig(**mesh)), slice_.devices),
@@ -94,7 +94,7 @@ def test_transfers_between_slices_overlap_with_work():
     found = []
     for between in ("", copy):
         text = TRANSFER.replace("BETWEEN", between)
-        program = hlo.parse(f"ENTRY %main () -> f32[] {{\n{text}\n}}\n")
+        program = hlo.parse_program(f"ENTRY %main () -> f32[] {{\n{text}\n}}\n")
         (collective,) = compiled.program_collectives(program, mesh)
         assert (collective.kind, collective.axes, collective.group) == ("all-reduce", ("slice",), 4)
         assert collective.total == pytest.approx(1.5 * 4e6)
@@ -251,7 +251,7 @@ ENTRY %main (p: bf16[1000000]) -> bf16[500000] {
 }
 """
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, tensor=2)), slice_.devices)
-    found = estimate_time(hlo.parse(text), mesh, slice_.chip, slice_.shape)
+    found = estimate_time(hlo.parse_program(text), mesh, slice_.chip, slice_.shape)
     assert found.bound == {"network tensor": pytest.approx(1e6 / (100 * GB))}
     assert found.hbm_bytes == 3e6
 
@@ -270,7 +270,10 @@ def test_two_devices_of_a_chip_share_its_links(axis, expected):
         "'data'=16,'expert'=4,'context'=1,'tensor'=1", "'chip'=4,'core'=2"
     ).replace("AXIS", axis)
     found = estimate_time(
-        hlo.parse(f"ENTRY %main () -> f32[] {{\n{text}\n}}\n"), mesh, slice_.chip, slice_.shape
+        hlo.parse_program(f"ENTRY %main () -> f32[] {{\n{text}\n}}\n"),
+        mesh,
+        slice_.chip,
+        slice_.shape,
     )
     assert found.bound == {f"network {axis}": pytest.approx(expected)}
 
@@ -284,9 +287,9 @@ def test_devices_of_a_chip_share_its_link(pair, expected):
     devices = sorted(slice_.devices, key=lambda d: (*d.coords, d.core_on_chip))
     mesh = jax.sharding.Mesh(np.array(devices).reshape(4, 2), ("chip", "core"))
     text = f"ENTRY %main () -> f32[] {{\n{PERMUTE.replace('PAIRS', pair)}\n}}\n"
-    assert estimate_time(hlo.parse(text), mesh, slice_.chip, slice_.shape).seconds == pytest.approx(
-        expected
-    )
+    assert estimate_time(
+        hlo.parse_program(text), mesh, slice_.chip, slice_.shape
+    ).seconds == pytest.approx(expected)
 
 
 # ---- kernels
@@ -321,7 +324,7 @@ def kernels():
         step = (
             jax.jit(split).lower(*[place(4, 128)] * 3, *[place(4, dtype=jnp.float32)] * 2).compile()
         )
-    program = hlo.parse(step.as_text())
+    program = hlo.parse_program(step.as_text())
     assert not compiled.unknown_kernels(program)
     found = {}
     for s in program.walk():
@@ -388,12 +391,12 @@ backend_config={"custom_call_config":{"cost_estimate":{"flops":"5"}}}
   ROOT %new = bf16[8,128]{1,0} custom-call(%stated), custom_call_target="tpu_custom_call"
 }
 """  # noqa: E501
-    program = hlo.parse(text)
+    program = hlo.parse_program(text)
     assert compiled.unknown_kernels(program) == ["jit(f)/unmarked", "new"]
     # A schedule with all its trips says it; one of a loop of unknown length does not.
     schedules = {
-        "splash_mha_fwd.1": schedule.Schedule(cycles=1e6, copied=0.0, whole=True),
-        "new": schedule.Schedule(cycles=1e6, copied=0.0, whole=False),
+        "splash_mha_fwd.1": schedule.Schedule(cycles=1e6, copied_bytes=0.0, states_all_trips=True),
+        "new": schedule.Schedule(cycles=1e6, copied_bytes=0.0, states_all_trips=False),
     }
     assert compiled.unknown_kernels(program, schedules) == ["new"]
 
@@ -430,7 +433,7 @@ def test_the_last_step_of_a_product_counts_once(last, share):
     """
     text = SKIPPING.replace("LAST", str(last))
     loops, total = schedule.read_loops(text)
-    assert schedule.cycles(loops, total) == 1 + 16 * 12
+    assert schedule.count_cycles(loops, total) == 1 + 16 * 12
     assert schedule.skipped_bundles(text, loops) == 2 * 16 * (1 - share)
 
 
@@ -440,7 +443,7 @@ def test_a_kernel_lasts_its_schedule_and_copies(tmp_path):
     """
 
     def program(attributes):
-        return hlo.parse(f"""ENTRY %main (x: bf16[64,128]) -> bf16[64,128] {{
+        return hlo.parse_program(f"""ENTRY %main (x: bf16[64,128]) -> bf16[64,128] {{
   %x = bf16[64,128]{{1,0}} parameter(0)
   %twin.1 = bf16[64,128]{{1,0}} custom-call(%x), custom_call_target="tpu_custom_call"{attributes}
   %twin.2 = bf16[64,128]{{1,0}} custom-call(%twin.1), custom_call_target="tpu_custom_call"{attributes}
@@ -460,7 +463,7 @@ def test_a_kernel_lasts_its_schedule_and_copies(tmp_path):
     found = schedule.read_schedules(tmp_path, plain)
     assert found == dict.fromkeys(
         ("twin.1", "twin.2"),
-        schedule.Schedule(cycles=20, copied=2048 * 6 * 2, whole=True, cores=2),
+        schedule.Schedule(cycles=20, copied_bytes=2048 * 6 * 2, states_all_trips=True, cores=2),
     )
     mesh, others = Mesh(np.array(jax.devices()[:1]), ("data",)), 3 * 2**14 / v5p.hbm_bandwidth
     network = mock.patch("qwen3next_jax.planner.estimate.Network", lambda *_: None)

@@ -255,7 +255,7 @@ def test_a_chip_without_the_kernels_is_known_to_all(monkeypatch, chip, other, to
         ("local_devices", devices),
     ):
         monkeypatch.setattr(jax, name, lambda value=value: value)
-    assert (self_test.unsupported_chip(), list(said.values())) == (refused, [told])
+    assert (self_test.unsupported_chip_reason(), list(said.values())) == (refused, [told])
 
 
 def test_a_jax_without_a_store_is_refused(monkeypatch):

@@ -18,10 +18,10 @@ from qwen3next_jax.reporting.speedup import (
     SpeedUp,
     arms_of_runs,
     compare,
+    comparison_sentence,
     comparisons_html,
     confidence,
     fit_law,
-    sentence,
     speed_up,
     to_record,
 )
@@ -99,7 +99,7 @@ def test_one_seed_each_has_no_interval():
     found = compare(arm(law(BUDGETS)), arm(law(BUDGETS, 2.0)))
     assert found.found["steps"].low is None
     assert str(found.found["steps"]) == "2"
-    assert "no interval" in sentence(found)
+    assert "no interval" in comparison_sentence(found)
     assert "One seed" in comparisons_html([found])
 
 
@@ -149,7 +149,7 @@ def test_wall_times_of_other_devices_are_refused():
     assert isinstance(found.found["flops"], SpeedUp)
     assert "1 × H100" in found.found["seconds"]
     assert "1 × H200" in found.found["seconds"]
-    assert found.found["seconds"] in sentence(found)
+    assert found.found["seconds"] in comparison_sentence(found)
 
 
 def test_a_rising_law_is_flat():

@@ -37,7 +37,7 @@ from qwen3next_jax.config import (
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.interop import huggingface
 from qwen3next_jax.interop.huggingface import load_params, save_hf
-from qwen3next_jax.interop.weights import stamp_hf
+from qwen3next_jax.interop.weights import modification_digest
 from qwen3next_jax.model import declared
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.first_state import first_state
@@ -346,7 +346,7 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path, monkey
     # checkpoint: the same ones, or none.
     short = dataclasses.replace(again, train=dataclasses.replace(again.train, steps=1))
     assert train(short, tmp_path / "begun") == 0
-    source = BaseModel(str(tmp_path / "hf"), "qwen3_next", stamp_hf(tmp_path / "hf"))
+    source = BaseModel(str(tmp_path / "hf"), "qwen3_next", modification_digest(tmp_path / "hf"))
     assert read_record(tmp_path / "begun").source == source
     shutil.rmtree(tmp_path / "begun" / "checkpoints")
     events = tmp_path / "begun" / "metrics.jsonl"

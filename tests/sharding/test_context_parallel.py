@@ -209,7 +209,7 @@ def test_delta_rule(shards, packed):
         (True, dict(implementation="recurrent")),
         (True, dict(implementation="associative")),
         pytest.param(True, dict(implementation="pallas_tpu"), marks=pytest.mark.needs("kernels")),
-        (False, dict(erase=False)),
+        (False, dict(delta_term=False)),
     ],
     ids=str,
 )

@@ -257,7 +257,7 @@ def test_only_gradients_cross_between_slices():
     out = (stored, place(PartitionSpec()))
     options = compiler_options(ParallelConfig(), mesh)
     lowered = jax.jit(step, out_shardings=out, compiler_options=options).lower(params, x)
-    program = hlo.parse(lowered.compile().as_text())
+    program = hlo.parse_program(lowered.compile().as_text())
     crossing = [c for c in program_collectives(program, mesh) if "slice" in c.axes]
     gradients = [c for c in crossing if c.sent > 1000]
     assert {c.kind for c in crossing} == {"all-reduce"}

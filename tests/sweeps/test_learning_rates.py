@@ -11,7 +11,7 @@ from qwen3next_jax.common.metrics import to_metric_values
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.sweeps.learning_rates import best_along_x, best_rate
 from qwen3next_jax.sweeps.points import load_sweep
-from qwen3next_jax.sweeps.report import report
+from qwen3next_jax.sweeps.report import render_report
 from qwen3next_jax.sweeps.results import Result
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +79,6 @@ def test_a_report_says_how_far_the_best_rate_moves(tmp_path, monkeypatch):
     assert (best.rate, best.at_edge) == (4e-3, False)
     results[one] = left_out
     assert best_along_x(sweep, results, METRIC)["scaling mup"][0].rates == (*RATES[:3], RATES[4])
-    page = report(sweep, results, {point.name: "" for point in sweep.points}, "widths")
+    page = render_report(sweep, results, {point.name: "" for point in sweep.points}, "widths")
     assert 'id="learning-rate"' in page
     assert "-4.0 steps" in page

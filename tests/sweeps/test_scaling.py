@@ -17,14 +17,14 @@ from qwen3next_jax.sweeps.scaling import (
     analyse,
     best_size,
     fit_loss,
+    fit_parabolas,
     flops_of_size,
     missing_points,
-    parabolas,
-    predict,
+    predict_losses,
     read_runs,
     resample_fits,
 )
-from qwen3next_jax.sweeps.scaling_report import as_json, as_text, page, sentences
+from qwen3next_jax.sweeps.scaling_report import as_json, as_text, render_page, result_sentences
 from tests.refusals import refused
 
 CHINCHILLA = LossFit(1.69, 406.4, 410.7, 0.34, 0.28)
@@ -84,14 +84,14 @@ def test_parabolas_find_minima_between_sizes_only():
             for i, n in enumerate(sizes)
         ]
 
-    inside, outside = parabolas(budget(1e15, 3e6) + budget(1e16, 2e7))
+    inside, outside = fit_parabolas(budget(1e15, 3e6) + budget(1e16, 2e7))
     assert inside.best_size == pytest.approx(3e6, rel=1e-6)
     assert math.isnan(outside.best_size)
 
 
 def test_unseen_runs_are_predicted_within_the_interval():
     runs = ladder(noise=2e-3, seed=3)
-    (found,) = predict(runs[:-1], runs[-1:], resamples=40, seed=0)
+    (found,) = predict_losses(runs[:-1], runs[-1:], resamples=40, seed=0)
     assert found.interval.low <= runs[-1].loss <= found.interval.high
     assert abs(found.error) < 0.02
 
@@ -102,7 +102,7 @@ def test_what_the_data_do_not_tell_is_named():
     runs = ladder(noise=1e-2, budgets=(1e18, 1.3e18), sizes=4)
     scaling = analyse(runs, resamples=20)
     assert not scaling.intervals["E"].is_determined
-    assert "do not tell E" in " ".join(sentences(scaling, 20))
+    assert "do not tell E" in " ".join(result_sentences(scaling, 20))
     told = analyse(ladder(noise=1e-3), resamples=20)
     assert all(told.intervals[name].is_determined for name in ("E", "α", "β"))
 
@@ -113,7 +113,7 @@ def test_a_fit_without_a_best_size_is_named():
     scaling = analyse(ladder(flat), resamples=20)
     assert scaling.optima[0].at_end
     assert not analyse(ladder(), resamples=20).optima[2].at_end
-    text = " ".join(sentences(scaling, 20))
+    text = " ".join(result_sentences(scaling, 20))
     assert "no best N" in text
     assert "grows as" not in text
 
@@ -122,7 +122,7 @@ def test_text_page_and_json_are_whole():
     scaling = analyse(ladder(noise=3e-3), resamples=20)
     assert set(json.loads(as_json(scaling))["constants"]) == set(CONSTANTS)
     assert "largest" in as_text(scaling, 20)
-    text = page(scaling, "title", "heldout loss", 20)
+    text = render_page(scaling, "title", "heldout loss", 20)
     assert text.count("<figure") == 4
     assert "nan" not in text
 

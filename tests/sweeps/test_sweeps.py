@@ -27,11 +27,11 @@ from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.sweeps import points, runner
 from qwen3next_jax.sweeps.check import check_points, check_settings
 from qwen3next_jax.sweeps.folder import open_folder
-from qwen3next_jax.sweeps.points import load_sweep, manifest
-from qwen3next_jax.sweeps.report import report, write_report
+from qwen3next_jax.sweeps.points import load_sweep, sweep_manifest
+from qwen3next_jax.sweeps.report import render_report, write_report
 from qwen3next_jax.sweeps.results import (
     Result,
-    findings,
+    finding_sentences,
     is_done,
     metric_along_x,
     pareto_front,
@@ -39,7 +39,7 @@ from qwen3next_jax.sweeps.results import (
     to_csv,
     to_json,
 )
-from qwen3next_jax.sweeps.speedups import speed_ups
+from qwen3next_jax.sweeps.speedups import compare_arms
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
@@ -524,7 +524,7 @@ def test_only_what_another_start_may_mend_is_started_again(tmp_path, monkeypatch
     assert f"exit code {int(code)}" in told[-1]
     assert after[-1] == {"seed=0": "error: loss is NaN"}
     results = [read_result(p, tmp_path / "none", after[-1].get(p.name, "")) for p in r.sweep.points]
-    page = report(r.sweep, results, {}, "x")
+    page = render_report(r.sweep, results, {}, "x")
     assert "<li>1 of 1 points failed" in page
     assert "<td>failed: error: loss is NaN</td>" in page
     assert "not done yet" not in page
@@ -669,12 +669,12 @@ def test_findings_say_no_more_than_the_seeds_do(tmp_path):
             ("7:1", 1): {"heldout bits_per_byte": 2.6},
         },
     )
-    assert findings(sweep, results) == [
+    assert finding_sentences(sweep, results) == [
         "Heldout: bits per byte is lowest at ratio 3:1: 2 (1.9 to 2.1, 2 seeds). 1:1 (2.1) "
         "overlaps with it, seed by seed. Every run of 7:1 (2.55) is above every run of it."
     ]
     one = [r for r in results if r.point.values["train.seed"] == "0"]
-    assert findings(sweep, one)[0].endswith(
+    assert finding_sentences(sweep, one)[0].endswith(
         "One seed only: differences of this size may be chance."
     )
     assert metric_along_x(sweep, results, "heldout bits_per_byte")[""]["1:1"].mean == pytest.approx(
@@ -696,13 +696,15 @@ def test_each_source_of_the_data_has_its_finding(tmp_path):
             for ratio, of_source in values.items()
         },
     )
-    best = {line.partition(" is lowest at ratio ")[::2] for line in findings(sweep, results)}
+    best = {
+        line.partition(" is lowest at ratio ")[::2] for line in finding_sentences(sweep, results)
+    }
     assert {(subject, ratio[:3]) for subject, ratio in best if ratio} == {
         ("Heldout: bits per byte", "1:1"),
         ("Heldout: bits per byte web", "1:1"),
         ("Heldout: bits per byte code", "3:1"),
     }
-    page = report(sweep, results, {p.name: "" for p in sweep.points}, "ratio")
+    page = render_report(sweep, results, {p.name: "" for p in sweep.points}, "ratio")
     points_table = page[page.index('id="points"') :]
     assert "bits per byte web" in points_table
     assert "drafts accepted t+2" in points_table
@@ -719,7 +721,7 @@ def test_report_and_table_hold_every_point_and_its_command(tmp_path):
         tmp_path, {("1:1", 0): {"heldout accuracy": 0.5, "heldout loss": 1.0}, ("3:1", 0): {}}
     )
     commands = {p.name: runner.shell_command(sweep, p, tmp_path) for p in sweep.points}
-    page = report(sweep, results, commands, "ratio")
+    page = render_report(sweep, results, commands, "ratio")
     assert "1 of 2 points done" in page
     assert page.count("train.py --config=configs/tiny.py") == 2
     assert "<script src" not in page
@@ -728,7 +730,7 @@ def test_report_and_table_hold_every_point_and_its_command(tmp_path):
     assert lines[0].startswith(
         "point,ratio,train.seed,steps,steps_done,heldout accuracy,heldout loss"
     )
-    assert manifest(sweep)["points"][0]["overrides"] == {
+    assert sweep_manifest(sweep)["points"][0]["overrides"] == {
         "model.num_hidden_layers": 8,
         "model.full_attention_interval": 2,
         "model.layer_types": [],
@@ -784,7 +786,7 @@ def test_charts_keep_apart_what_other_axes_change(two_tasks, monkeypatch):
         "qwen3next_jax.sweeps.report.line_chart",
         lambda title, lines, **_: drawn.setdefault(title, lines) and "",
     )
-    report(sweep, results, {}, "x")
+    render_report(sweep, results, {}, "x")
     assert {line.label: list(line.y) for line in drawn["Tokens per second"]} == {
         "task a": [100, 200, 300],
         "task b": [400, 500, 600],
@@ -834,7 +836,7 @@ def test_a_point_leads_to_the_page_of_its_run(tmp_path):
     results = [
         read_result(point, runner.point_folder(tmp_path, point)) for point in (first, second)
     ]
-    page = report(sweep, results, {}, "x")
+    page = render_report(sweep, results, {}, "x")
     assert [r.losses for r in results] == [((1, 3.0), (2, 1.5)), ()]
     (href,) = re.findall(r'href="(points/[^"]*)"', page)
     assert (tmp_path / urllib.parse.unquote(href)) == folder / "report.html"
@@ -864,7 +866,7 @@ def _ladder(tmp_path, faster=2.0, **record):
 def test_a_sweep_over_budgets_gives_the_speed_up(tmp_path, x):
     """Muon takes half the steps and FLOPs, and each step twice the time."""
     sweep, results = _ladder(tmp_path, x=x)
-    (comparison,) = speed_ups(sweep, results)
+    (comparison,) = compare_arms(sweep, results)
     assert (comparison.arm, comparison.baseline) == ("muon", "adamw")
     for unit, factor in (("steps", 2.0), ("flops", 2.0), ("seconds", 1.0)):
         found = comparison.found[unit]
@@ -886,9 +888,9 @@ def test_the_page_and_results_have_the_speed_up(tmp_path):
 def test_a_seed_without_every_budget_is_left_out(tmp_path):
     sweep, results = _ladder(tmp_path)
     results[0] = dataclasses.replace(results[0], metrics={})
-    assert speed_ups(sweep, results)[0].found["steps"].seeds == (1, 2)
+    assert compare_arms(sweep, results)[0].found["steps"].seeds == (1, 2)
     results[1] = dataclasses.replace(results[1], metrics={})
-    assert "adamw" in speed_ups(sweep, results)[0].found["steps"]
+    assert "adamw" in compare_arms(sweep, results)[0].found["steps"]
 
 
 def test_a_speed_up_from_one_budget_is_refused(tmp_path):
@@ -896,8 +898,8 @@ def test_a_speed_up_from_one_budget_is_refused(tmp_path):
         tmp_path, axes={"optimizer.name": ["adamw", "muon"]}, x="optimizer.name"
     )
     with refused("name", "one budget", "flops"):
-        speed_ups(sweep, results)
-    assert "one budget" in report(sweep, results, {p.name: "" for p in sweep.points}, "x")
+        compare_arms(sweep, results)
+    assert "one budget" in render_report(sweep, results, {p.name: "" for p in sweep.points}, "x")
 
 
 def test_each_value_of_another_axis_is_compared_alone(tmp_path):
@@ -907,6 +909,6 @@ def test_each_value_of_another_axis_is_compared_alone(tmp_path):
         "flops": [1e12, 3e12, 9e12],
     }
     sweep, results = _ladder(tmp_path, axes=axes)
-    assert [(c.baseline, c.arm) for c in speed_ups(sweep, results)] == [
+    assert [(c.baseline, c.arm) for c in compare_arms(sweep, results)] == [
         (f"adamw (num_hidden_layers {n})", f"muon (num_hidden_layers {n})") for n in (4, 8)
     ]

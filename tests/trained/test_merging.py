@@ -123,13 +123,13 @@ def test_a_merge_is_the_weighted_mean_on_any_mesh_and_in_any_groups(run):
 
 @pytest.mark.slow
 def test_replaced_arrays_do_not_stay_in_memory(run, monkeypatch):
-    add, counts = merging._add, []
+    add, counts = merging._add_to_base, []
 
     def counted(base, total):
         counts.append(len(jax.live_arrays()))
         return add(base, total)
 
-    monkeypatch.setattr(merging, "_add", counted)
+    monkeypatch.setattr(merging, "_add_to_base", counted)
     _merged(run, (2, 4), (0.5, 0.5), whole=False, group_bytes=1)
     assert len(counts) > 5
     assert counts[-1] - counts[0] <= 2  # the group before

@@ -20,7 +20,7 @@ from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.config.registry import EXPERTS, MLPS, NORMS, PLACEMENTS, STREAM_SETTINGS
-from qwen3next_jax.inference.decode import check_request
+from qwen3next_jax.inference.decode import checked_prompts
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.layer_properties import mixer_class
@@ -30,7 +30,12 @@ from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, gather_params, storage_spec
 from qwen3next_jax.zoo import experts
-from qwen3next_jax.zoo.block_parts import EXAMPLES, Learned, Sinusoidal, block_reference
+from qwen3next_jax.zoo.block_parts import (
+    EXAMPLES,
+    LearnedPositions,
+    SinusoidalPositions,
+    block_reference,
+)
 from tests.models import SMALLEST, drawn, drawn_model, numpy_draws
 from tests.refusals import refused
 
@@ -336,9 +341,9 @@ def test_a_prefix_in_one_row_packs_decodes_and_sees_no_target():
 def test_what_a_mask_cannot_do():
     config = dataclasses.replace(BASE, full_mixer="masked_attention", mixer=PREFIX)
     with refused("prompt 1", "model.mixer.prefix_tokens = 5"):
-        check_request(config, [np.arange(9), np.arange(5)], 2, 0.0)
+        checked_prompts(config, [np.arange(9), np.arange(5)], 2, 0.0)
     with refused("4 tokens"):
-        check_request(config, [np.arange(9)], 2, 0.0, chunk=4)
+        checked_prompts(config, [np.arange(9)], 2, 0.0, chunk=4)
     both_ways = dataclasses.replace(config, mixer=MixerConfig(mask="bidirectional"))
     layer = mixer_class("masked_attention")(both_ways, Make(both_ways, nnx.Rngs(0)), (0,))
     with refused("'causal'", "'prefix'"):
@@ -392,7 +397,7 @@ def test_positions_that_are_added():
         nnx.Rngs(0),
     )
     x, positions = jnp.zeros((1, 12, 16)), jnp.asarray([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
-    learned = Learned(make.config, make)
+    learned = LearnedPositions(make.config, make)
     np.testing.assert_array_equal(learned(x, positions)[0], learned.table[...][positions[0]])
     with refused("13", "model.block.positions = 'learned'", "12"):
         learned(jnp.zeros((1, 13, 16)), positions)
@@ -400,7 +405,9 @@ def test_positions_that_are_added():
         [f(t / 10_000 ** (2 * i / 16)) for i in range(8) for f in (np.sin, np.cos)]
         for t in np.asarray(positions[0])
     ]
-    np.testing.assert_allclose(Sinusoidal(BASE, make)(x, positions)[0], want, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        SinusoidalPositions(BASE, make)(x, positions)[0], want, rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 The other files of this folder, except `fields.py` and `rope.py`, are families of models. A family
 has one or more forms, and the setting `model.hf_form` names a form. A form converts config.json to
-settings and back, says which tensors hold which parameters, and refuses models that it cannot
-store. It consists of data and plain functions; nothing here imports JAX or the model.
+settings and back, says which tensors hold which parameters (its entries, `interop.entries.Entry`),
+and refuses models that it cannot store. It consists of data and plain functions; nothing here
+imports JAX or the model.
 """
 
 import dataclasses
@@ -13,20 +14,20 @@ from typing import Any
 import numpy as np
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.interop.entries import Entries, Entry, vector
+from qwen3next_jax.interop.entries import Entry, EntryFunction, vector_entry
 
 Fields = dict[str, Any]  # the fields of a config.json, or of a group in it
 
 
-def layer_norms(config: ModelConfig, mixer: str) -> Iterator[Entry]:
+def layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[Entry]:
     """Yields the entries of the two norms of a layer with this mixer."""
-    yield vector("mixer_norm", "input_layernorm.weight", config.hidden_size)
-    yield vector("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
+    yield vector_entry("mixer_norm", "input_layernorm.weight", config.hidden_size)
+    yield vector_entry("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
 
 
-def final_norm(config: ModelConfig) -> Iterator[Entry]:
+def final_norm_entries(config: ModelConfig) -> Iterator[Entry]:
     """Yields the entry of the norm after the last layer."""
-    yield vector("final_norm", "norm.weight", config.hidden_size)
+    yield vector_entry("final_norm", "norm.weight", config.hidden_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,22 +39,24 @@ class Form:
       title: the name of the form's models in messages.
       model_types: each value of `model_type` in config.json → the `model_type` of its text model.
         The two differ only in a wrapper (a text model with a vision tower).
-      read: function (fields of the text model, where) → settings of `ModelConfig`.
+      read_settings: function (fields of the text model, where) → settings of `ModelConfig`.
         `hf_config.parse_hf_config` adds the settings that all forms store in the same way. `where`
         names the file in messages. Raises UserError for a model that this project does not compute.
-      write: function (config, dtype, text, wrapper) → the fields of config.json. `dtype` is the
-        dtype of the stored weights. `text` and `wrapper` are the fields of the text model and of
-        the wrapper in the checkpoint with which the model was initialised; {} if there is none.
-      check: function (config) that raises UserError for a model that this form cannot store. It is
-        called only after every mixer of the model was found to have entries, and every setting that
-        is neither in `settings` nor in `NOT_IN_FILES` to have its default.
-      settings: the names of the settings of `ModelConfig` that config.json holds or that `check`
-        checks. All settings that are neither here nor in `NOT_IN_FILES` must have their defaults.
-      mixers: name of a mixer (`config.registry.MIXERS`) → the function that yields its entries.
-      experts: function that yields the entries of a layer's mixture of experts.
-      multi_token_prediction: function that yields the entries of the multi-token prediction module
+      write_fields: function (config, dtype, text, wrapper) → the fields of config.json. `dtype` is
+        the dtype of the stored weights. `text` and `wrapper` are the fields of the text model and
+        of the wrapper in the checkpoint with which the model was initialised; {} if there is none.
+      check_model: function (config) that raises UserError for a model that this form cannot store.
+        `layout.check_hf_form` calls it last: every mixer of the model then has entries, and every
+        setting that is neither in `stored_settings` nor in `NOT_IN_FILES` has its default.
+      stored_settings: the names of the settings of `ModelConfig` that config.json holds or that
+        `check_model` checks. Every other setting that is not in `NOT_IN_FILES` must have its
+        default.
+      mixer_entries: name of a mixer (`config.registry.MIXERS`) → the function that yields its
+        entries.
+      expert_entries: function that yields the entries of a layer's mixture of experts.
+      mtp_entries: function that yields the entries of the multi-token prediction module
         without its decoder layer; None: the form has no such module.
-      width_fields: groups of fields; the product of a group's values is a width of some tensor.
+      width_fields: groups of fields; the product of a group's values is a width of a tensor.
         `hf_config.check_sizes` compares these widths with the tensors before anything is built.
       trunk_prefix: the prefix of the tensors' names in the model without its head and its
         multi-token prediction module.
@@ -62,17 +65,17 @@ class Form:
       text_group: the name of the group in config.json that holds the fields of the text model;
         "": they are not in a group.
       text_fields: function (fields of config.json, where) → the fields of the text model, under the
-        names that `read` and `width_fields` use.
+        names that `read_settings` and `width_fields` use.
       tensor_name: function from the name of a tensor in the file to its name in the entries.
-      shape_advice: function from the name of a tensor, in the entries, whose shape is not the
-        expected one to what the user is told besides; "": nothing.
-      layer_norms: function (config, mixer) that yields the entries of the norms (`Block.make_norm`)
-        of a layer with the mixer that has this name.
-      final_norm: function that yields the entries of the norm after the last layer
+      shape_advice: function from the name of a tensor (as in the entries) to the end of the error
+        message about an unexpected shape of this tensor; "": the message needs no end.
+      layer_norm_entries: function (config, mixer) that yields the entries of the norms
+        (`Block.make_norm`) of a layer with the mixer that has this name.
+      final_norm_entries: function that yields the entries of the norm after the last layer
         (`Block.make_last`).
-      layer_embedding: function (config, number) that yields the entries of a layer's own embedding
-        (`model.ple`). `number` counts the layers that have one. None: the form has no such
-        embeddings.
+      layer_embedding_entries: function (config, number) that yields the entries of a layer's own
+        embedding (`model.ple`). `number` counts the layers that have one. None: the form has no
+        such embeddings.
       layer_constants: function (config, number) → {name of a tensor: its integers}, for the tensors
         without parameters in the layer that has embedding number `number`. The integers follow from
         the settings.
@@ -81,13 +84,13 @@ class Form:
     name: str
     title: str
     model_types: Mapping[str, str]
-    read: Callable[[Fields, str], Fields]
-    write: Callable[[ModelConfig, str, Fields, Fields], Fields]
-    check: Callable[[ModelConfig], None]
-    settings: frozenset[str]
-    mixers: Mapping[str, Entries]
-    experts: Entries
-    multi_token_prediction: Entries | None
+    read_settings: Callable[[Fields, str], Fields]
+    write_fields: Callable[[ModelConfig, str, Fields, Fields], Fields]
+    check_model: Callable[[ModelConfig], None]
+    stored_settings: frozenset[str]
+    mixer_entries: Mapping[str, EntryFunction]
+    expert_entries: EntryFunction
+    mtp_entries: EntryFunction | None
     width_fields: tuple[tuple[str, ...], ...]
     trunk_prefix: str = "model."
     vision_prefix: str = ""
@@ -95,9 +98,9 @@ class Form:
     text_fields: Callable[[Fields, str], Fields] = lambda fields, where: fields
     tensor_name: Callable[[str], str] = lambda name: name
     shape_advice: Callable[[str], str] = lambda name: ""
-    layer_norms: Callable[[ModelConfig, str], Iterator[Entry]] = layer_norms
-    final_norm: Entries = final_norm
-    layer_embedding: Callable[[ModelConfig, int], Iterator[Entry]] | None = None
+    layer_norm_entries: Callable[[ModelConfig, str], Iterator[Entry]] = layer_norm_entries
+    final_norm_entries: EntryFunction = final_norm_entries
+    layer_embedding_entries: Callable[[ModelConfig, int], Iterator[Entry]] | None = None
     layer_constants: Callable[[ModelConfig, int], Mapping[str, np.ndarray]] | None = None
 
 

@@ -15,7 +15,13 @@ from typing import Any
 
 from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
-from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor, swiglu, vector
+from qwen3next_jax.interop.entries import (
+    Entry,
+    TensorSlice,
+    one_tensor_entry,
+    swiglu_entries,
+    vector_entry,
+)
 from qwen3next_jax.interop.families import rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
@@ -124,7 +130,7 @@ _SAME_NAME_IF_MIXTURE = (
 )
 # Fields that have the name and the meaning of a setting of `model.moe`.
 _SAME_NAME_IN_ROUTER = ("n_group", "topk_group", "routed_scaling_factor")
-# The settings that config.json holds, or that `_check` looks at (see `Form.settings`).
+# The settings that config.json holds, or that `_check_model` looks at (see `Form.stored_settings`).
 _SETTINGS = frozenset(
     (
         *_SAME_NAME,
@@ -143,7 +149,7 @@ _SETTINGS = frozenset(
         "moe",
         "rope_theta",  # has no effect: no positions are rotated
         "shared_expert_intermediate_size",
-        # `_check` requires certain values of these
+        # `_check_model` requires certain values of these
         "attention_output_gate",
         "linear_num_value_heads",
         "linear_value_head_dim",
@@ -237,7 +243,7 @@ def _layer_types(linear_attn_config: Fields, count: int, where: str) -> list[str
     return [kind for _, kind in kinds]
 
 
-def _read(fields: Fields, where: str) -> Fields:
+def _read_settings(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, _SUPPORTED, where)
     note_unknown(fields, {*_READ, *IGNORED, *rope.FIELDS}, where)
     fields = _DEFAULTS | fields
@@ -317,7 +323,7 @@ def _check_fields(fields: Fields, where: str) -> None:
         )
 
 
-def _write(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
+def _write_fields(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
     c, latent = config, _mla_settings(config)
     mlp_types = ["sparse" if c.is_sparse(i) else "dense" for i in range(c.num_hidden_layers)]
     first_sparse = (*mlp_types, "sparse").index("sparse")
@@ -371,7 +377,7 @@ def _write(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> 
     return fields
 
 
-def _check(config: ModelConfig) -> None:
+def _check_model(config: ModelConfig) -> None:
     """Raises UserError for a model that Kimi Linear's config.json cannot describe."""
     c, latent = config, _mla_settings(config)
     unsupported = sorted(set(c.mixers) - set(_LAYER_TYPES))
@@ -433,7 +439,7 @@ def _mla_settings(config: ModelConfig) -> Any:
 # ---- tensors
 
 
-def _kda(config: ModelConfig) -> Iterator[Entry]:
+def _kda_entries(config: ModelConfig) -> Iterator[Entry]:
     """Yields the entries of `kda`. q, k and v have a tensor each. The projections of the decay and
     of the gate have two tensors each, because each is a product of two low-rank factors.
     """
@@ -456,18 +462,18 @@ def _kda(config: ModelConfig) -> Iterator[Entry]:
     )
     yield Entry("in_proj", (1, 2, 0), projections)
     yield Entry("conv_kernel", (1, 2, 0), convolutions)
-    yield one_tensor("beta_proj", "self_attn.b_proj.weight", (1, 0), (heads, d))
-    yield one_tensor("decay_down", "self_attn.f_a_proj.weight", (1, 0), (k, d))
-    yield one_tensor("decay_up", "self_attn.f_b_proj.weight", (1, 2, 0), (heads * k, k))
-    yield one_tensor("gate_down", "self_attn.g_a_proj.weight", (1, 0), (k, d))
-    yield one_tensor("gate_up", "self_attn.g_b_proj.weight", (1, 2, 0), (heads * k, k))
-    yield one_tensor("a_log", "self_attn.A_log", (0,), (1, 1, heads, 1))
-    yield one_tensor("dt_bias", "self_attn.dt_bias", (0, 1), (heads * k,))
-    yield vector("norm", "self_attn.o_norm.weight", k)
-    yield one_tensor("out_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * k))
+    yield one_tensor_entry("beta_proj", "self_attn.b_proj.weight", (1, 0), (heads, d))
+    yield one_tensor_entry("decay_down", "self_attn.f_a_proj.weight", (1, 0), (k, d))
+    yield one_tensor_entry("decay_up", "self_attn.f_b_proj.weight", (1, 2, 0), (heads * k, k))
+    yield one_tensor_entry("gate_down", "self_attn.g_a_proj.weight", (1, 0), (k, d))
+    yield one_tensor_entry("gate_up", "self_attn.g_b_proj.weight", (1, 2, 0), (heads * k, k))
+    yield one_tensor_entry("a_log", "self_attn.A_log", (0,), (1, 1, heads, 1))
+    yield one_tensor_entry("dt_bias", "self_attn.dt_bias", (0, 1), (heads * k,))
+    yield vector_entry("norm", "self_attn.o_norm.weight", k)
+    yield one_tensor_entry("out_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * k))
 
 
-def _mla(config: ModelConfig) -> Iterator[Entry]:
+def _mla_entries(config: ModelConfig) -> Iterator[Entry]:
     """Yields the entries of `mla`. Keys and values are projections of a latent. So are queries if
     `query_rank` > 0.
     """
@@ -476,18 +482,22 @@ def _mla(config: ModelConfig) -> Iterator[Entry]:
     own = config.head_dim - shared  # width of a value, and of the unshared part of a key
     query = (heads * config.head_dim, query_rank or d)
     if query_rank:
-        yield one_tensor("q_down", "self_attn.q_a_proj.weight", (1, 0), (query_rank, d))
-        yield vector("q_norm", "self_attn.q_a_layernorm.weight", query_rank)
-        yield one_tensor("q_proj", "self_attn.q_b_proj.weight", (1, 2, 0), query)
+        yield one_tensor_entry("q_down", "self_attn.q_a_proj.weight", (1, 0), (query_rank, d))
+        yield vector_entry("q_norm", "self_attn.q_a_layernorm.weight", query_rank)
+        yield one_tensor_entry("q_proj", "self_attn.q_b_proj.weight", (1, 2, 0), query)
     else:
-        yield one_tensor("q_proj", "self_attn.q_proj.weight", (1, 2, 0), query)
-    yield one_tensor("kv_down", "self_attn.kv_a_proj_with_mqa.weight", (1, 0), (rank + shared, d))
-    yield vector("kv_norm", "self_attn.kv_a_layernorm.weight", rank)
-    yield one_tensor("kv_up", "self_attn.kv_b_proj.weight", (1, 2, 0), (heads * 2 * own, rank))
-    yield one_tensor("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * own))
+        yield one_tensor_entry("q_proj", "self_attn.q_proj.weight", (1, 2, 0), query)
+    yield one_tensor_entry(
+        "kv_down", "self_attn.kv_a_proj_with_mqa.weight", (1, 0), (rank + shared, d)
+    )
+    yield vector_entry("kv_norm", "self_attn.kv_a_layernorm.weight", rank)
+    yield one_tensor_entry(
+        "kv_up", "self_attn.kv_b_proj.weight", (1, 2, 0), (heads * 2 * own, rank)
+    )
+    yield one_tensor_entry("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * own))
 
 
-def _experts(config: ModelConfig) -> Iterator[Entry]:
+def _expert_entries(config: ModelConfig) -> Iterator[Entry]:
     """Yields the entries of a mixture of experts with a router bias and an ungated shared
     expert.
     """
@@ -502,11 +512,13 @@ def _experts(config: ModelConfig) -> Iterator[Entry]:
         TensorSlice((expert,), f"{mlp}.experts.{expert}.w2.weight", (d, width))
         for expert in range(count)
     )
-    yield one_tensor("router", f"{mlp}.gate.weight", (1, 0), (count, d))
-    yield vector("router_bias", f"{mlp}.gate.e_score_correction_bias", count)
+    yield one_tensor_entry("router", f"{mlp}.gate.weight", (1, 0), (count, d))
+    yield vector_entry("router_bias", f"{mlp}.gate.e_score_correction_bias", count)
     yield Entry("expert_gate_up", (0, 2, 3, 1), gate_and_up)
     yield Entry("expert_down", (0, 2, 1), down)
-    yield from swiglu("shared_", f"{mlp}.shared_experts", d, config.shared_expert_intermediate_size)
+    yield from swiglu_entries(
+        "shared_", f"{mlp}.shared_experts", d, config.shared_expert_intermediate_size
+    )
 
 
 _DENSE_MLP_AS_EXPERTS = re.compile(r"(layers\.\d+)\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
@@ -523,13 +535,13 @@ FORM = Form(
     name="kimi_linear",
     title="Kimi Linear",
     model_types={"kimi_linear": "kimi_linear"},
-    read=_read,
-    write=_write,
-    check=_check,
-    settings=_SETTINGS,
-    mixers={"kda": _kda, "mla": _mla},
-    experts=_experts,
-    multi_token_prediction=None,
+    read_settings=_read_settings,
+    write_fields=_write_fields,
+    check_model=_check_model,
+    stored_settings=_SETTINGS,
+    mixer_entries={"kda": _kda_entries, "mla": _mla_entries},
+    expert_entries=_expert_entries,
+    mtp_entries=None,
     width_fields=_WIDTH_FIELDS,
     text_fields=_text_fields,
     tensor_name=_tensor_name,

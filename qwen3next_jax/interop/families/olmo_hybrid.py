@@ -1,14 +1,15 @@
 """Olmo Hybrid: Gated DeltaNet and attention without an output gate, with dense MLPs and without
 multi-token prediction.
 
-Every projection and every convolution of a recurrent layer is a tensor of its own. Recurrent layers
-have norms before the mixer and the MLP, attention layers behind them. The norms of queries and keys
-are taken over all heads.
+Every projection and every convolution of a recurrent layer is a tensor of its own. In recurrent
+layers, the norms stand before the mixer and before the MLP; in attention layers, after the mixer
+and after the MLP. The norm of queries, and that of keys, is over all heads together.
 
-The norms of layers have two namings. The released model has the names of transformers' modules;
-`save_pretrained` of transformers writes others. Both are read, and the released one is written.
-`save_pretrained` also cuts the three convolutions of a layer, one behind the other, into three
-parts of equal size. Unless queries, keys and values are equally wide, such files are refused.
+The norms of layers have two sets of tensor names: the names in the released files, and the names
+that `save_pretrained` of transformers writes. An import reads both; an export writes the released
+names. `save_pretrained` also cuts the three convolutions of a layer, one behind the other, into
+three parts of equal size. An import refuses such files, unless queries, keys and values are equally
+wide.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from qwen3next_jax.common.errors import UserError, require, short_repr
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
 from qwen3next_jax.config.block import BlockConfig
-from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor, vector
+from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor_entry, vector_entry
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
     fields_from_source,
@@ -51,8 +52,8 @@ _SAME_NAME = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
-# The values that transformers gives to missing fields. Those of the numbers and widths of heads
-# follow from other fields (`_with_defaults`).
+# The values that transformers gives to missing fields. The numbers and widths of heads are not
+# here: their defaults depend on other fields (`_with_defaults`).
 _DEFAULTS = {
     "vocab_size": 100_352,
     "hidden_size": 3840,
@@ -74,8 +75,9 @@ _SUPPORTED = {
     "mlp_bias": (False,),
     "quantization_config": (None,),
 }
-# The distributions of the start values of A_log and dt_bias, with the values of transformers. They
-# are those of `model.decay_init` = "log_uniform", but for a lowest A above 0.
+# The fields of the distributions from which transformers draws the initial A_log and dt_bias.
+# `model.decay_init` = "log_uniform" has the same distributions, except that its lowest A is above
+# 0.
 _START_VALUES = {
     "linear_a_log_min": 0.0,
     "linear_a_log_max": 16.0,
@@ -116,7 +118,7 @@ _WIDTH_FIELDS = (
 )
 
 
-def _read(fields: Fields, where: str) -> Fields:
+def _read_settings(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, _SUPPORTED, where)
     known = {*_SAME_NAME, *_SUPPORTED, *_START_VALUES, *_ROPE, *IGNORED}
     note_unknown(fields, known | {"layer_types", "head_dim", "linear_allow_neg_eigval"}, where)
@@ -138,12 +140,12 @@ def _read(fields: Fields, where: str) -> Fields:
 
 
 def _with_defaults(fields: Fields, where: str) -> Fields:
-    """Returns `fields` with a value for each field of the architecture: that of the file, or the
-    one that transformers gives to a missing field.
+    """Returns `fields` with a value for each field of the architecture. A field that the file lacks
+    gets the default of transformers.
 
     Raises:
-      UserError: a field from which others follow has a wrong type, or the kinds of layers are not
-        those of an Olmo Hybrid.
+      UserError: a field on which defaults depend has a wrong type, or `layer_types` is not valid
+        for an Olmo Hybrid.
     """
     fields = _DEFAULTS | {name: value for name, value in fields.items() if value is not None}
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
@@ -186,8 +188,8 @@ def _require_count(fields: Fields, name: str, where: str) -> None:
 
 
 def _read_positions(fields: Fields, where: str) -> Fields:
-    """Returns the settings of rotary positions. A `rope_theta` that is there and null means that
-    queries and keys are not rotated.
+    """Returns the settings of rotary positions. If the file has the field `rope_theta` with the
+    value null, queries and keys are not rotated.
 
     Raises:
       UserError: the file asks for a scaling, or for the rotation of a part of each head.
@@ -212,7 +214,7 @@ def _read_positions(fields: Fields, where: str) -> Fields:
     return {"partial_rotary_factor": 1.0, "rope_theta": theta}
 
 
-def _write(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
+def _write_fields(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
     fields = {"pad_token_id": None, "use_cache": True} | _START_VALUES
     fields |= fields_from_source(source)
     fields |= {name: getattr(config, name) for name in _SAME_NAME}
@@ -235,7 +237,7 @@ def _write(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> 
     return fields
 
 
-def _check(config: ModelConfig) -> None:
+def _check_model(config: ModelConfig) -> None:
     """Raises UserError for a model that the config.json of Olmo Hybrid cannot describe."""
     require(
         set(config.mixers) == set(_LAYER_TYPES),
@@ -272,7 +274,7 @@ def _check(config: ModelConfig) -> None:
 # ---- tensors
 
 
-def _gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
+def _gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
     """Yields the entries of Gated DeltaNet, with a tensor for each projection and convolution."""
     d, groups, heads = (
         config.hidden_size,
@@ -304,34 +306,34 @@ def _gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
     yield Entry("in_proj_qkvz", (1, 2, 0), slices("qkvg", "proj", d))
     yield Entry("in_proj_ba", (1, 2, 0), (b, a))
     yield Entry("conv_kernel", (1, 2, 0), slices("qkv", "conv1d", 1, config.linear_conv_kernel_dim))
-    yield vector("a_log", "linear_attn.A_log", heads)
-    yield vector("dt_bias", "linear_attn.dt_bias", heads)
-    yield vector("norm", "linear_attn.o_norm.weight", config.linear_value_head_dim)
-    yield one_tensor("out_proj", "linear_attn.o_proj.weight", (2, 0, 1), (d, groups * values))
+    yield vector_entry("a_log", "linear_attn.A_log", heads)
+    yield vector_entry("dt_bias", "linear_attn.dt_bias", heads)
+    yield vector_entry("norm", "linear_attn.o_norm.weight", config.linear_value_head_dim)
+    yield one_tensor_entry("out_proj", "linear_attn.o_proj.weight", (2, 0, 1), (d, groups * values))
 
 
-def _attention(config: ModelConfig) -> Iterator[Entry]:
+def _attention_entries(config: ModelConfig) -> Iterator[Entry]:
     """Yields an entry for each parameter of an attention layer, which has no output gate."""
     d = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    yield one_tensor("q_proj", "self_attn.q_proj.weight", (1, 2, 0), (queries, d))
-    yield one_tensor("k_proj", "self_attn.k_proj.weight", (1, 2, 0), (keys, d))
-    yield one_tensor("v_proj", "self_attn.v_proj.weight", (1, 2, 0), (keys, d))
-    yield one_tensor("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, queries))
-    yield vector("q_norm", "self_attn.q_norm.weight", queries)
-    yield vector("k_norm", "self_attn.k_norm.weight", keys)
+    yield one_tensor_entry("q_proj", "self_attn.q_proj.weight", (1, 2, 0), (queries, d))
+    yield one_tensor_entry("k_proj", "self_attn.k_proj.weight", (1, 2, 0), (keys, d))
+    yield one_tensor_entry("v_proj", "self_attn.v_proj.weight", (1, 2, 0), (keys, d))
+    yield one_tensor_entry("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, queries))
+    yield vector_entry("q_norm", "self_attn.q_norm.weight", queries)
+    yield vector_entry("k_norm", "self_attn.k_norm.weight", keys)
 
 
-def _layer_norms(config: ModelConfig, mixer: str) -> Iterator[Entry]:
+def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[Entry]:
     """Yields the entries of a layer's norms. In a recurrent layer, `post_attention_layernorm` is
-    the norm before the MLP; in a layer with attention, it is the one behind the attention.
+    the norm before the MLP; in an attention layer, it is the norm after the attention.
     """
     names = ("input_layernorm", "post_attention_layernorm")
     if mixer == _MIXER_OF_LAYER_TYPE[FULL]:
         names = ("post_attention_layernorm", "post_feedforward_layernorm")
     for path, name in zip(("mixer_norm", "mlp_norm"), names):
-        yield vector(path, f"{name}.weight", config.hidden_size)
+        yield vector_entry(path, f"{name}.weight", config.hidden_size)
 
 
 def _tensor_name(name: str) -> str:
@@ -343,7 +345,7 @@ def _tensor_name(name: str) -> str:
 
 
 def _shape_advice(name: str) -> str:
-    """Returns what happened to a convolution of an unexpected shape."""
+    """Returns why a convolution may have an unexpected shape, and what to do, for a message."""
     if "conv1d" not in name:
         return ""
     return (
@@ -356,15 +358,18 @@ FORM = Form(
     name="olmo_hybrid",
     title="OlmoHybrid",
     model_types={"olmo_hybrid": "olmo_hybrid"},
-    read=_read,
-    write=_write,
-    check=_check,
-    settings=_SETTINGS,
-    mixers={"gated_deltanet": _gated_deltanet, "gated_attention": _attention},
-    experts=lambda config: iter(()),
-    multi_token_prediction=None,
+    read_settings=_read_settings,
+    write_fields=_write_fields,
+    check_model=_check_model,
+    stored_settings=_SETTINGS,
+    mixer_entries={
+        "gated_deltanet": _gated_deltanet_entries,
+        "gated_attention": _attention_entries,
+    },
+    expert_entries=lambda config: iter(()),
+    mtp_entries=None,
     width_fields=_WIDTH_FIELDS,
     tensor_name=_tensor_name,
     shape_advice=_shape_advice,
-    layer_norms=_layer_norms,
+    layer_norm_entries=_layer_norm_entries,
 )

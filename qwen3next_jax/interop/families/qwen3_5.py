@@ -82,7 +82,7 @@ _TEXT_FIELDS_OF_WRAPPER = (
 )
 
 
-def _read(fields: Fields, where: str) -> Fields:
+def _read_settings(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, _SUPPORTED, where)
     kind = _MIXTURE if fields["model_type"].startswith("qwen3_5_moe") else _DENSE
     known = {*_SAME_NAME[kind], *_SUPPORTED, *IGNORED, *rope.FIELDS, "mtp_num_hidden_layers"}
@@ -152,15 +152,15 @@ def _write_text(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields
 
 def _write_wrapper(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
     text = _write_text(config, dtype, source, {})
-    return around_text(text, _ARCHITECTURES[text["model_type"]], config, dtype, wrapper)
+    return wrapper_fields(text, _ARCHITECTURES[text["model_type"]], config, dtype, wrapper)
 
 
-def around_text(
+def wrapper_fields(
     text: Fields, architecture: str, config: ModelConfig, dtype: str, wrapper: Fields
 ) -> Fields:
     """Returns the fields of a wrapper around a text model. `text`: the fields of the text model.
-    `architecture`: the beginning of the name of transformers' class. `Form.write` explains the
-    other arguments.
+    `architecture`: the beginning of the name of transformers' class. `Form.write_fields` explains
+    the other arguments.
     """
     kind = text["model_type"]
     text = {name: value for name, value in text.items() if name != "architectures"}
@@ -173,11 +173,11 @@ def around_text(
     }
 
 
-def _check(config: ModelConfig) -> None:
+def _check_model(config: ModelConfig) -> None:
     """Raises UserError if only some layers have experts, or if the weights of a token's experts do
     not sum to 1.
     """
-    qwen3_next.check(config)
+    qwen3_next.check_model(config)
     default = ModelConfig()
     for name in qwen3_next.MIXTURE_FIELDS_OF_QWEN3_NEXT if config.num_experts else ():
         value, expected = getattr(config, name), getattr(default, name)
@@ -191,13 +191,13 @@ def _check(config: ModelConfig) -> None:
 # ---- tensors
 
 
-def gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
+def gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
     """Yields the entries of Gated DeltaNet, with one tensor for q, k and v, and one each for z, b
     and a.
     """
     d, heads = config.hidden_size, config.linear_num_value_heads
     value_heads_per_key_head = heads // config.linear_num_key_heads
-    order = qwen3_next.all_q_all_k_all_v(config)
+    order = qwen3_next.file_channel_order(config)
     channels_per_key_head = len(order) // config.linear_num_key_heads
     value_width = heads * config.linear_value_head_dim
     all_key_heads = slice(None)
@@ -221,20 +221,20 @@ def gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
             TensorSlice(a, "linear_attn.in_proj_a.weight", (heads, d)),
         ),
     )
-    yield from qwen3_next.recurrence(config)
+    yield from qwen3_next.recurrence_entries(config)
 
 
 TEXT = Form(
     name="qwen3_5_text",
     title="Qwen3.5",
     model_types={_DENSE: _DENSE, _MIXTURE: _MIXTURE},
-    read=_read,
-    write=_write_text,
-    check=_check,
-    settings=qwen3_next.SETTINGS,
-    mixers=qwen3_next.MIXERS | {"gated_deltanet": gated_deltanet},
-    experts=qwen3_next.experts,
-    multi_token_prediction=qwen3_next.multi_token_prediction,
+    read_settings=_read_settings,
+    write_fields=_write_text,
+    check_model=_check_model,
+    stored_settings=qwen3_next.SETTINGS,
+    mixer_entries=qwen3_next.MIXERS | {"gated_deltanet": gated_deltanet_entries},
+    expert_entries=qwen3_next.expert_entries,
+    mtp_entries=qwen3_next.mtp_entries,
     width_fields=qwen3_next.WIDTH_FIELDS,
     vision_prefix="model.visual.",
 )
@@ -242,7 +242,7 @@ WRAPPER = dataclasses.replace(
     TEXT,
     name="qwen3_5",
     model_types={"qwen3_5": _DENSE, "qwen3_5_moe": _MIXTURE},
-    write=_write_wrapper,
+    write_fields=_write_wrapper,
     trunk_prefix="model.language_model.",
     text_group="text_config",
     text_fields=text_fields_in_wrapper,

@@ -1,8 +1,8 @@
 """Qwen3-Next: the config.json and the tensors of the released model.
 
 The files store the input projection of a recurrent layer in the layout of this project's parameter:
-one block [q | k | v | z] per key head. Other families import from here what they share with this
-one.
+one block [q | k | v | z] per key head. The other families import from this file the parts that they
+share with Qwen3-Next.
 """
 
 import dataclasses
@@ -12,7 +12,14 @@ import numpy as np
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import FULL, LINEAR, MixerConfig, ModelConfig
-from qwen3next_jax.interop.entries import Entries, Entry, TensorSlice, one_tensor, swiglu, vector
+from qwen3next_jax.interop.entries import (
+    Entry,
+    EntryFunction,
+    TensorSlice,
+    one_tensor_entry,
+    swiglu_entries,
+    vector_entry,
+)
 from qwen3next_jax.interop.families import rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
@@ -94,14 +101,14 @@ WIDTH_FIELDS = (
 _LAYER_TYPES = {"gated_deltanet": LINEAR, "gated_attention": FULL}
 
 
-def _read(fields: Fields, where: str) -> Fields:
+def _read_settings(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, SUPPORTED, where)
     note_unknown(fields, {*_SAME_NAME, *SUPPORTED, *IGNORED, *rope.FIELDS}, where)
     settings = _DEFAULTS | present_fields(fields, _SAME_NAME)
     return settings | rope.read_rope(fields, settings["max_position_embeddings"], where)
 
 
-def _write(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
+def _write_fields(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
     fields = text_model_fields(config, dtype, source, _SAME_NAME)
     fields |= rope.top_level_rope_fields(config, source)
     return fields | {
@@ -122,7 +129,7 @@ def text_model_fields(
       config: the model's settings.
       dtype: the dtype of the stored weights.
       source: the fields of the text model in the checkpoint with which the model was initialised.
-      same_name: the fields of the form that have the name of a setting.
+      same_name: the fields that have the name and the meaning of a setting of `ModelConfig`.
     """
     fields = {"pad_token_id": None, "use_cache": True}
     if "num_experts" in same_name:
@@ -158,7 +165,7 @@ def _layers_follow_the_interval(config: ModelConfig) -> bool:
     return config.full_attention_interval > 0 and by_interval.mixers == config.mixers
 
 
-def check(config: ModelConfig) -> None:
+def check_model(config: ModelConfig) -> None:
     """Raises UserError if the mixer of the multi-token prediction module is not gated attention, as
     in the released model.
     """
@@ -172,57 +179,57 @@ def check(config: ModelConfig) -> None:
 # ---- tensors
 
 
-def gated_attention(config: ModelConfig) -> Iterator[Entry]:
+def gated_attention_entries(config: ModelConfig) -> Iterator[Entry]:
     """Yields the entries of gated attention. q_proj holds, for each head, the query and then its
     gate.
     """
     d, k = config.hidden_size, config.head_dim
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
-    yield one_tensor("q_proj", "self_attn.q_proj.weight", (1, 2, 0), (heads * 2 * k, d))
-    yield one_tensor("k_proj", "self_attn.k_proj.weight", (1, 2, 0), (key_value_heads * k, d))
-    yield one_tensor("v_proj", "self_attn.v_proj.weight", (1, 2, 0), (key_value_heads * k, d))
-    yield one_tensor("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * k))
-    yield vector("q_norm", "self_attn.q_norm.weight", k)
-    yield vector("k_norm", "self_attn.k_norm.weight", k)
+    yield one_tensor_entry("q_proj", "self_attn.q_proj.weight", (1, 2, 0), (heads * 2 * k, d))
+    yield one_tensor_entry("k_proj", "self_attn.k_proj.weight", (1, 2, 0), (key_value_heads * k, d))
+    yield one_tensor_entry("v_proj", "self_attn.v_proj.weight", (1, 2, 0), (key_value_heads * k, d))
+    yield one_tensor_entry("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * k))
+    yield vector_entry("q_norm", "self_attn.q_norm.weight", k)
+    yield vector_entry("k_norm", "self_attn.k_norm.weight", k)
 
 
-def _gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
+def _gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
     """Yields the entries of Gated DeltaNet. Its input projections are grouped by key head, as the
     parameters are.
     """
     d = config.hidden_size
     key_width = config.linear_num_key_heads * config.linear_key_head_dim
     value_width = config.linear_num_value_heads * config.linear_value_head_dim
-    yield one_tensor(
+    yield one_tensor_entry(
         "in_proj_qkvz",
         "linear_attn.in_proj_qkvz.weight",
         (1, 2, 0),
         (2 * key_width + 2 * value_width, d),
     )
-    yield one_tensor(
+    yield one_tensor_entry(
         "in_proj_ba",
         "linear_attn.in_proj_ba.weight",
         (1, 2, 0),
         (2 * config.linear_num_value_heads, d),
     )
-    yield from recurrence(config)
+    yield from recurrence_entries(config)
 
 
-def recurrence(config: ModelConfig) -> Iterator[Entry]:
+def recurrence_entries(config: ModelConfig) -> Iterator[Entry]:
     """Yields the entries of Gated DeltaNet without its input projections."""
     heads, value_dim = config.linear_num_value_heads, config.linear_value_head_dim
-    order = all_q_all_k_all_v(config)
-    yield one_tensor(
+    order = file_channel_order(config)
+    yield one_tensor_entry(
         "conv_kernel",
         "linear_attn.conv1d.weight",
         (1, 2, 0),
         (len(order), 1, config.linear_conv_kernel_dim),
         row_order=order,
     )
-    yield vector("a_log", "linear_attn.A_log", heads)
-    yield vector("dt_bias", "linear_attn.dt_bias", heads)
-    yield vector("norm", "linear_attn.norm.weight", value_dim)
-    yield one_tensor(
+    yield vector_entry("a_log", "linear_attn.A_log", heads)
+    yield vector_entry("dt_bias", "linear_attn.dt_bias", heads)
+    yield vector_entry("norm", "linear_attn.norm.weight", value_dim)
+    yield one_tensor_entry(
         "out_proj",
         "linear_attn.out_proj.weight",
         (2, 0, 1),
@@ -230,7 +237,7 @@ def recurrence(config: ModelConfig) -> Iterator[Entry]:
     )
 
 
-def all_q_all_k_all_v(config: ModelConfig) -> np.ndarray:
+def file_channel_order(config: ModelConfig) -> np.ndarray:
     """Returns the order of the convolution's channels in files, [channels]: q of all heads, k of
     all heads, v of all heads. Element i is the position of the file's channel i in the parameter.
     The parameter's channels are grouped by key head, [q | k | v] each.
@@ -243,7 +250,7 @@ def all_q_all_k_all_v(config: ModelConfig) -> np.ndarray:
     return np.concatenate([q.ravel(), k.ravel(), v.ravel()])
 
 
-def experts(config: ModelConfig) -> Iterator[Entry]:
+def expert_entries(config: ModelConfig) -> Iterator[Entry]:
     """Yields the entries of a mixture of experts. Each expert has tensors of its own, or all
     experts share a fused tensor (`Entry.all_experts`).
     """
@@ -258,7 +265,7 @@ def experts(config: ModelConfig) -> Iterator[Entry]:
         TensorSlice((expert,), f"mlp.experts.{expert}.down_proj.weight", (d, width))
         for expert in range(count)
     )
-    yield one_tensor("router", "mlp.gate.weight", (1, 0), (count, d))
+    yield one_tensor_entry("router", "mlp.gate.weight", (1, 0), (count, d))
     yield Entry(
         "expert_gate_up",
         (0, 2, 3, 1),
@@ -272,31 +279,34 @@ def experts(config: ModelConfig) -> Iterator[Entry]:
         all_experts=TensorSlice((), "mlp.experts.down_proj", (count, d, width)),
     )
     if shared:
-        yield from swiglu("shared_", "mlp.shared_expert", d, shared)
-        yield one_tensor("shared_gate", "mlp.shared_expert_gate.weight", (0,), (1, d))
+        yield from swiglu_entries("shared_", "mlp.shared_expert", d, shared)
+        yield one_tensor_entry("shared_gate", "mlp.shared_expert_gate.weight", (0,), (1, d))
 
 
-def multi_token_prediction(config: ModelConfig) -> Iterator[Entry]:
+def mtp_entries(config: ModelConfig) -> Iterator[Entry]:
     """Yields the entries of the multi-token prediction module without its decoder layer."""
     d = config.hidden_size
-    yield vector("embedding_norm", "pre_fc_norm_embedding.weight", d)
-    yield vector("hidden_norm", "pre_fc_norm_hidden.weight", d)
-    yield one_tensor("fc", "fc.weight", (1, 0), (d, 2 * d))
-    yield vector("norm", "norm.weight", d)
+    yield vector_entry("embedding_norm", "pre_fc_norm_embedding.weight", d)
+    yield vector_entry("hidden_norm", "pre_fc_norm_hidden.weight", d)
+    yield one_tensor_entry("fc", "fc.weight", (1, 0), (d, 2 * d))
+    yield vector_entry("norm", "norm.weight", d)
 
 
-MIXERS: dict[str, Entries] = {"gated_attention": gated_attention, "gated_deltanet": _gated_deltanet}
+MIXERS: dict[str, EntryFunction] = {
+    "gated_attention": gated_attention_entries,
+    "gated_deltanet": _gated_deltanet_entries,
+}
 
 FORM = Form(
     name="qwen3_next",
     title="Qwen3Next",
     model_types={"qwen3_next": "qwen3_next"},
-    read=_read,
-    write=_write,
-    check=check,
-    settings=SETTINGS,
-    mixers=MIXERS,
-    experts=experts,
-    multi_token_prediction=multi_token_prediction,
+    read_settings=_read_settings,
+    write_fields=_write_fields,
+    check_model=check_model,
+    stored_settings=SETTINGS,
+    mixer_entries=MIXERS,
+    expert_entries=expert_entries,
+    mtp_entries=mtp_entries,
     width_fields=WIDTH_FIELDS,
 )

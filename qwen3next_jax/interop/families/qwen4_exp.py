@@ -3,8 +3,8 @@ Gated DeltaNet with sigmoid gates, sparse attention (`qsa`), several residual st
 norms, and n-gram embeddings in some layers.
 
 A directory holds the text model alone (`qwen4_exp_text`), or the text model and a vision tower
-(`qwen4_exp`, called the wrapper here), as with Qwen3.5. This file names the mixer, the residual
-form and the embedding as `config.registry` does, and does not import them.
+(`qwen4_exp`, called the wrapper here), as with Qwen3.5. This file knows the mixer, the residual
+form and the embedding only by their names in `config.registry`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 
 from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
-from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor, vector
+from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor_entry, vector_entry
 from qwen3next_jax.interop.families import qwen3_5, qwen3_next, rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
@@ -36,7 +36,7 @@ _SAME = tuple(
     for name in qwen3_next.SAME_NAME + qwen3_next.SAME_NAME_IF_MIXTURE
     if name not in ("layer_types", "full_attention_interval")
 )
-# Fields that have the same name and meaning as a setting of model.streams, and of model.mixer.
+# Fields with the name and the meaning of a setting of model.streams; then the same for model.mixer.
 _STREAMS = ("hc_count", "hc_lowrank")
 _INDEXER = (
     "indexer_n_heads",
@@ -60,7 +60,7 @@ _PLE = {
         "seed",
     )
 }
-# What a field means that is missing in `config.json`: the defaults of transformers' configuration.
+# The values that transformers gives to missing fields.
 _DEFAULTS = {
     "vocab_size": 248_320,
     "hidden_size": 2048,
@@ -96,7 +96,7 @@ _WIDTH_FIELDS = (
 )
 
 
-def _read(fields: Fields, where: str) -> Fields:
+def _read_settings(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, _SUPPORTED, where)
     known = {*_SAME, *_STREAMS, *_INDEXER, *_PLE, *_SUPPORTED, *_IGNORED, *IGNORED, *rope.FIELDS}
     note_unknown(fields, known | {"layer_types", "full_attention_interval"}, where)
@@ -138,10 +138,10 @@ def _layer_ids(ids: object, where: str) -> list[int]:
 
 
 def _layer_types(names: object, where: str) -> list[str]:
-    """Returns the kinds of layers by this project's names, given the field `layer_types`.
+    """Converts the field `layer_types` to the setting `layer_types`.
 
     Raises:
-      UserError: `names` is not a list of kinds that this project supports.
+      UserError: `names` is not a list of layer types that this project supports.
     """
     require(
         isinstance(names, list) and all(name in _LAYER_TYPES for name in map(str, names)),
@@ -173,10 +173,10 @@ def _write_text(config: ModelConfig, dtype: str, source: Fields, around: Fields)
 
 def _write_wrapper(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
     text = _write_text(config, dtype, source, {})
-    return qwen3_5.around_text(text, "Qwen4Exp", config, dtype, around)
+    return qwen3_5.wrapper_fields(text, "Qwen4Exp", config, dtype, around)
 
 
-def _check(config: ModelConfig) -> None:
+def _check_model(config: ModelConfig) -> None:
     """Raises UserError for models that transformers' Qwen4Exp refuses or cannot represent."""
     form = config.hf_form
     block = dataclasses.replace(config.block, placement="pre")
@@ -223,7 +223,9 @@ def _check(config: ModelConfig) -> None:
 # ---- tensors
 
 
-def _mix(config: ModelConfig, path: str, name: str, injects: bool) -> Iterator[Entry]:
+def _stream_mix_entries(
+    config: ModelConfig, path: str, name: str, injects: bool
+) -> Iterator[Entry]:
     """Yields the entries of the parameters of a `StreamMix`.
 
     Args:
@@ -233,48 +235,50 @@ def _mix(config: ModelConfig, path: str, name: str, injects: bool) -> Iterator[E
     """
     streams, rank = config.streams.hc_count, config.streams.hc_lowrank
     width = streams * config.hidden_size
-    yield vector(f"{path}/norm", f"{name}.hc_norm.weight", width)
-    yield one_tensor(
+    yield vector_entry(f"{path}/norm", f"{name}.hc_norm.weight", width)
+    yield one_tensor_entry(
         f"{path}/down", f"{name}.input_mix_weight_down.weight", (2, 0, 1), (rank, width)
     )
-    yield one_tensor(f"{path}/up", f"{name}.input_mix_weight_up.weight", (1, 2, 0), (width, rank))
+    yield one_tensor_entry(
+        f"{path}/up", f"{name}.input_mix_weight_up.weight", (1, 2, 0), (width, rank)
+    )
     if injects:
         tensor = f"{name}.block_inject_weight.weight"
-        yield one_tensor(f"{path}/inject", tensor, (2, 0, 1), (streams, width))
+        yield one_tensor_entry(f"{path}/inject", tensor, (2, 0, 1), (streams, width))
 
 
-def _layer_norms(config: ModelConfig, mixer: str) -> Iterator[Entry]:
-    yield from _mix(config, "mixer_norm", "attn_hyper_connection", injects=True)
-    yield from _mix(config, "mlp_norm", "mlp_hyper_connection", injects=True)
+def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[Entry]:
+    yield from _stream_mix_entries(config, "mixer_norm", "attn_hyper_connection", injects=True)
+    yield from _stream_mix_entries(config, "mlp_norm", "mlp_hyper_connection", injects=True)
 
 
-def _final_norm(config: ModelConfig) -> Iterator[Entry]:
-    yield from _mix(config, "final_norm", "hyper_connection_mixer", injects=False)
+def _final_norm_entries(config: ModelConfig) -> Iterator[Entry]:
+    yield from _stream_mix_entries(config, "final_norm", "hyper_connection_mixer", injects=False)
 
 
-def _multi_token_prediction(config: ModelConfig) -> Iterator[Entry]:
+def _mtp_entries(config: ModelConfig) -> Iterator[Entry]:
     d = config.hidden_size
-    yield vector("embedding_norm", "pre_fc_norm_embedding.weight", d)
-    yield vector("hidden_norm", "pre_fc_norm_hidden.weight", config.streams.hc_count * d)
-    yield one_tensor("fc_embedding", "fc_embedding.weight", (1, 0), (d, d))
-    yield one_tensor("fc_hidden", "fc_hidden.weight", (1, 0), (d, d))
-    yield from _mix(config, "norm", "hyper_connection_mixer", injects=False)
+    yield vector_entry("embedding_norm", "pre_fc_norm_embedding.weight", d)
+    yield vector_entry("hidden_norm", "pre_fc_norm_hidden.weight", config.streams.hc_count * d)
+    yield one_tensor_entry("fc_embedding", "fc_embedding.weight", (1, 0), (d, d))
+    yield one_tensor_entry("fc_hidden", "fc_hidden.weight", (1, 0), (d, d))
+    yield from _stream_mix_entries(config, "norm", "hyper_connection_mixer", injects=False)
 
 
-def _qsa(config: ModelConfig) -> Iterator[Entry]:
+def _qsa_entries(config: ModelConfig) -> Iterator[Entry]:
     """Yields the entries of gated attention and of its indexer. The indexer's projection has the
     rows of all query heads first, then those of the key head.
     """
-    yield from qwen3_next.gated_attention(config)
+    yield from qwen3_next.gated_attention_entries(config)
     s, name = config.settings_of("qsa"), "self_attn.indexer"
     height = (s.indexer_n_heads + 1) * s.indexer_head_dim
     tensor = f"{name}.index_qk_proj.weight"
-    yield one_tensor("index_qk_proj", tensor, (1, 2, 0), (height, config.hidden_size))
-    yield vector("index_q_norm", f"{name}.q_layernorm.weight", s.indexer_head_dim)
-    yield vector("index_k_norm", f"{name}.k_layernorm.weight", s.indexer_head_dim)
+    yield one_tensor_entry("index_qk_proj", tensor, (1, 2, 0), (height, config.hidden_size))
+    yield vector_entry("index_q_norm", f"{name}.q_layernorm.weight", s.indexer_head_dim)
+    yield vector_entry("index_k_norm", f"{name}.k_layernorm.weight", s.indexer_head_dim)
 
 
-def _layer_embedding(config: ModelConfig, number: int) -> Iterator[Entry]:
+def _layer_embedding_entries(config: ModelConfig, number: int) -> Iterator[Entry]:
     """Yields the tensors of a layer's n-gram embedding, whose table is stored in several tensors.
     `number`: the index of the embedding, from 0.
     """
@@ -288,12 +292,14 @@ def _layer_embedding(config: ModelConfig, number: int) -> Iterator[Entry]:
         for part, rows in enumerate(ple.parts(number))
     )
     yield Entry("table", (0, 1), shards)
-    yield one_tensor("key_proj", "ple.key_proj.weight", (1, 2, 0), (width, ple.embed_dim))
-    yield one_tensor("value_proj", "ple.value_proj.weight", (1, 0), (d, ple.embed_dim))
-    yield vector("key_norm", "ple.norm_key.weight", width)
-    yield vector("query_norm", "ple.norm_query.weight", width)
-    yield vector("conv_norm", "ple.norm_conv.weight", width)
-    yield one_tensor("conv_kernel", "ple.conv1d.weight", (1, 0), (width, 1, ple.conv_kernel_size))
+    yield one_tensor_entry("key_proj", "ple.key_proj.weight", (1, 2, 0), (width, ple.embed_dim))
+    yield one_tensor_entry("value_proj", "ple.value_proj.weight", (1, 0), (d, ple.embed_dim))
+    yield vector_entry("key_norm", "ple.norm_key.weight", width)
+    yield vector_entry("query_norm", "ple.norm_query.weight", width)
+    yield vector_entry("conv_norm", "ple.norm_conv.weight", width)
+    yield one_tensor_entry(
+        "conv_kernel", "ple.conv1d.weight", (1, 0), (width, 1, ple.conv_kernel_size)
+    )
 
 
 def _layer_constants(config: ModelConfig, number: int) -> dict[str, np.ndarray]:
@@ -314,23 +320,23 @@ TEXT = dataclasses.replace(
     name=_TEXT,
     title="Qwen4Exp",
     model_types={_TEXT: _TEXT},
-    read=_read,
-    write=_write_text,
-    check=_check,
-    settings=_SETTINGS,
-    mixers={"gated_deltanet": qwen3_5.gated_deltanet, "qsa": _qsa},
-    multi_token_prediction=_multi_token_prediction,
+    read_settings=_read_settings,
+    write_fields=_write_text,
+    check_model=_check_model,
+    stored_settings=_SETTINGS,
+    mixer_entries={"gated_deltanet": qwen3_5.gated_deltanet_entries, "qsa": _qsa_entries},
+    mtp_entries=_mtp_entries,
     width_fields=_WIDTH_FIELDS,
-    layer_norms=_layer_norms,
-    final_norm=_final_norm,
-    layer_embedding=_layer_embedding,
+    layer_norm_entries=_layer_norm_entries,
+    final_norm_entries=_final_norm_entries,
+    layer_embedding_entries=_layer_embedding_entries,
     layer_constants=_layer_constants,
 )
 WRAPPER: Form = dataclasses.replace(
     TEXT,
     name="qwen4_exp",
     model_types={"qwen4_exp": _TEXT},
-    write=_write_wrapper,
+    write_fields=_write_wrapper,
     trunk_prefix="model.language_model.",
     text_group="text_config",
     text_fields=qwen3_5.text_fields_in_wrapper,

@@ -52,8 +52,8 @@ def read_rope(
       UserError: the file asks for a scaling that this project does not compute.
     """
     top_level = _DEFAULTS | present_fields(fields, ("rope_theta", "partial_rotary_factor"))
-    parameters = _group(fields, "rope_parameters", where)
-    scaling = _group(fields, "rope_scaling", where)
+    parameters = _rotary_group(fields, "rope_parameters", where)
+    scaling = _rotary_group(fields, "rope_scaling", where)
     rope = top_level | parameters | scaling
     if parameters and scaling and rope != top_level | scaling:
         note_once(
@@ -75,7 +75,7 @@ def read_rope(
     return settings
 
 
-def _group(fields: Fields, name: str, where: str) -> Fields:
+def _rotary_group(fields: Fields, name: str, where: str) -> Fields:
     """Returns the group `name` without null fields, and with "type" renamed to "rope_type"; {} if
     there is no such group.
     """
@@ -121,10 +121,10 @@ def rope_fields(config: ModelConfig, source: Fields) -> Fields:
     """Returns the fields `max_position_embeddings` and `rope_parameters` of an export. Fields about
     the positions of image tokens are copied from `source`.
     """
-    scaling = _scaling(config, source)
+    scaling = _scaling_fields(config, source)
     return {
         "max_position_embeddings": config.context_length,
-        "rope_parameters": scaling | _rotation(config),
+        "rope_parameters": scaling | _rotation_fields(config),
     }
 
 
@@ -132,18 +132,18 @@ def top_level_rope_fields(config: ModelConfig, source: Fields) -> Fields:
     """Returns the settings of `rope_fields` in the older notation, as fields at the top level:
     `rope_theta`, `partial_rotary_factor`, and `rope_scaling`, which is None without YaRN.
     """
-    scaling = _scaling(config, source) if config.yarn_factor > 1 else None
-    return _rotation(config) | {"rope_scaling": scaling}
+    scaling = _scaling_fields(config, source) if config.yarn_factor > 1 else None
+    return _rotation_fields(config) | {"rope_scaling": scaling}
 
 
-def _rotation(config: ModelConfig) -> Fields:
+def _rotation_fields(config: ModelConfig) -> Fields:
     return {
         "rope_theta": config.rope_theta,
         "partial_rotary_factor": config.partial_rotary_factor,
     }
 
 
-def _scaling(config: ModelConfig, source: Fields) -> Fields:
+def _scaling_fields(config: ModelConfig, source: Fields) -> Fields:
     scaling = {"rope_type": "default"}
     if config.yarn_factor > 1:
         scaling = {
