@@ -10,6 +10,7 @@ files whose colours follow the reader's light or dark page.
 | `page.svg` | the report of the run in docs/pictures/tiny |
 | `terminal.svg` | the last events of this run, as the live panel shows them |
 | `sweep.svg` | docs/sweeps/ratio.json |
+| `state_alone.svg`, `state_mixture.svg` | docs/sweeps/state.json |
 | `plan.svg` | docs/planner/v5p_8x8x8_16k_default.json |
 | `decoding.svg` | docs/results/decoding.json |
 
@@ -40,7 +41,7 @@ from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import find_file, load_config_file
 from qwen3next_jax.planner.parts import by_part
 from qwen3next_jax.planner.roofline import SourceCost
-from qwen3next_jax.reporting.charts import Line, line_chart, series_colour, short_number
+from qwen3next_jax.reporting.charts import DASHES, Line, line_chart, series_colour, short_number
 from qwen3next_jax.reporting.page import render_report
 from qwen3next_jax.reporting.runs import Run, load_run
 from qwen3next_jax.runs.display import Display
@@ -52,18 +53,40 @@ RECORD = DOCS / "pictures" / "tiny"
 WIDTH, CHART_WIDTH, CHART_HEIGHT, GAP = 1000, 470, 196, 20
 # The fields of events that the pictures show; a record in docs/ holds no others.
 KINDS = ("start", "train", "heldout", "sample", "checkpoint", "diagnostics")
+# Of configs/sweeps/state.py: its tasks, each with its title and what accuracies mean; and how the
+# names of models of two layers begin. In state_recall both values of a key are one of 25, so they
+# are equal once in 25 times.
+STATE_TASKS = {
+    "parity": ("parity", [("a guess", 1 / 2)]),
+    "s3": ("permutations of three things", [("a guess", 1 / 6), ("even or odd", 1 / 3)]),
+    "state_recall": ("recall by a key and the parity", [("the key alone", (1 + 1 / 25) / 2)]),
+}
+TWO_LAYERS = ("2 of", "2 recurrent", "1 of each")
 
 
 def draw_pictures() -> dict[str, str]:
     """Returns name of the file → SVG, of every picture."""
     run = load_run(RECORD)
     config = from_dict(Config, load_config_file(find_file("qwen3_next_80b_a3b")))
+    state = json.loads((DOCS / "sweeps" / "state.json").read_text())
     return {
         "qwen3_next_80b_a3b.svg": draw_config(config),
         **draw_parts(config.model),
         "page.svg": draw_page(run),
         "terminal.svg": draw_terminal(run),
         "sweep.svg": draw_sweep(json.loads((DOCS / "sweeps" / "ratio.json").read_text())),
+        "state_alone.svg": draw_state(
+            state,
+            "What one layer does alone",
+            {name: task for name, task in STATE_TASKS.items() if name != "state_recall"},
+            [model for model in state["axes"]["model"] if not model.startswith(TWO_LAYERS)],
+        ),
+        "state_mixture.svg": draw_state(
+            state,
+            "What two layers do",
+            {name: STATE_TASKS[name] for name in ("state_recall", "parity")},
+            [model for model in state["axes"]["model"] if model.startswith(TWO_LAYERS)],
+        ),
         "plan.svg": draw_plan(
             json.loads((DOCS / "planner" / "v5p_8x8x8_16k_default.json").read_text())
         ),
@@ -163,6 +186,55 @@ def draw_sweep(sweep: dict) -> str:
     return _svg(parts + charts, height, "a sweep over the ratio of layers")
 
 
+def draw_state(
+    sweep: dict,
+    title: str,
+    tasks: dict[str, tuple[str, list[tuple[str, float]]]],
+    models: Sequence[str],
+) -> str:
+    """Draws the accuracy of models over the positions of a row, a chart for each task. Each dot is
+    the mean over seeds, the band their range. A model without a point of a task has no line.
+
+    Args:
+      sweep: the results of configs/sweeps/state.py.
+      tasks: name of a task → (its title, (label, accuracy) of the chart's horizontal lines).
+      models: names of models on the sweep's axis "model".
+    """
+    metrics = [name for name in sweep["points"][0] if name.startswith("state accuracy/")]
+    ranges = [name.partition("/")[2].replace("-", "–") for name in metrics]
+    figures = []
+    for task, (task_title, references) in tasks.items():
+        lines = []
+        for colour, model in enumerate(models):
+            points = [p for p in sweep["points"] if (p["task"], p["model"]) == (task, model)]
+            values = [[point[metric] for point in points] for metric in metrics] if points else []
+            mean = [math.fsum(v) / len(v) for v in values]
+            ends = [list(map(end, values)) for end in (min, max)]
+            lines.append(
+                Line("", range(len(mean)), mean, *ends, colour=colour, dash=colour, dots=True)
+            )
+        figures.append(
+            line_chart(
+                f"Accuracy: {task_title}",
+                [line for line in lines if len(line.y)],
+                x_label="positions of a row; the trained rows end with the first range",
+                x_names=ranges,
+                from_zero=True,
+                references=references,
+            )
+        )
+    parts = [_text(20, 34, title, 20, bold=True)]
+    place = 20.0
+    for colour, model in enumerate(models):
+        label, dash = model.replace("beta ", "β < "), DASHES[colour % len(DASHES)]
+        style = f"stroke:{series_colour(colour)};stroke-width:2.5;stroke-dasharray:{dash or 'none'}"
+        parts.append(f'<path d="M{place:.0f} 56h26" style="{style}"/>')
+        parts.append(_text(place + 33, 60, label, 13, dim=True))
+        place += 48 + 6.6 * len(label)
+    charts, height = _grid(figures, 78)
+    return _svg(parts + charts, height, title)
+
+
 def draw_plan(plan: dict) -> str:
     """Draws the time of a planned step by part of the model, as one bar."""
     costs = {name: SourceCost(**cost) for name, cost in plan["parts"].items()}
@@ -257,6 +329,8 @@ def _grid(figures: Sequence[str], top: float) -> tuple[list[str], float]:
         place = x + 12
         legend = r'<path d="M0 4H18" stroke="(.*?)".*?</svg>(.*?)</span>'
         for stroke, label in re.findall(legend, figure, re.DOTALL):
+            if not label:
+                continue
             label = html.unescape(label)
             parts.append(
                 f'<path d="M{place:.0f} {y + 36:.0f}h18" style="stroke:{stroke};stroke-width:2.5"/>'
