@@ -217,10 +217,11 @@ def draw_state(
             line_chart(
                 f"Accuracy: {task_title}",
                 [line for line in lines if len(line.y)],
-                x_label="positions of a row; the trained rows end with the first range",
+                x_label="positions of a row; the trained rows end at the vertical line",
                 x_names=ranges,
                 from_zero=True,
                 references=references,
+                marks=[(0.5, "the trained rows end", "stage")],
             )
         )
     parts = [_text(20, 34, title, 20, bold=True)]
