@@ -59,6 +59,7 @@ KINDS = ("start", "train", "heldout", "sample", "checkpoint", "diagnostics")
 STATE_TASKS = {
     "parity": ("parity", [("a guess", 1 / 2)]),
     "s3": ("permutations of three things", [("a guess", 1 / 6), ("even or odd", 1 / 3)]),
+    "modular_addition": ("addition modulo 5", [("a guess", 1 / 5)]),
     "state_recall": ("recall by a key and the parity", [("the key alone", (1 + 1 / 25) / 2)]),
 }
 TWO_LAYERS = ("2 of", "2 recurrent", "1 of each")

@@ -4,9 +4,9 @@ DeltaProduct); two layers of one kind, and one of each.
 
     uv run qwen3next sweep configs/sweeps/state.py --workers=2
 
-Size: 10 models × 3 tasks × 3 seeds, 90 points of about 30 CPU seconds each. docs/state.md has the
+Size: 10 models × 4 tasks × 3 seeds, 120 points of about 30 CPU seconds each. docs/state.md has the
 results of those that were run. `--emit` prints a command for each point. Another model is one more
-line of MODELS; another task, such as modular_addition or a5, one more of TASKS.
+line of MODELS; another task, such as a5, one more of TASKS.
 """
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -50,6 +50,7 @@ def short_first(short, long):
 TASKS = {
     "parity": {"data.source": "parity"},
     "s3": {"data.source": "s3"} | short_first(200, 500),
+    "modular_addition": {"data.source": "modular_addition"} | short_first(200, 500),
     # Four keys with two values each, and recurrent layers whose state is too small to hold them.
     "state_recall": {
         "data.source": "state_recall",
