@@ -63,9 +63,8 @@ INTRODUCTION = """# Results
 
 <!-- Written by benchmarks/reporting/results.py from docs/results/*.json. -->
 
-The figures of each table were printed by the commands below it. Under the table are the machine,
-the date, and the commit that recorded them. Earlier figures are in the
-history of these files.
+The commands below a table printed its figures. The line under a table has the machine, the date and
+the commit. The history of `docs/results` has earlier figures.
 """
 PLAN_COLUMNS = [
     "slice",

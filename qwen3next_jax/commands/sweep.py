@@ -5,9 +5,10 @@
 
 A sweep runs one training run, called a point, for every combination of the values in the sweep
 file. After an interruption the same command continues the sweep; it does not repeat points that are
-done. Whenever a point ends, the command rewrites report.html and results.csv in the workdir. With
---emit, the command runs nothing and prints one shell command per point, which another machine can
-run; when all points have run, the command without --emit writes their report. A sweep file is
+done. Whenever a point ends, the command rewrites report.html and results.csv in the workdir. At the
+end of a sweep over several budgets of compute, it prints the effective speed-ups (docs/sweeps.md).
+With --emit, the command runs nothing and prints one shell command per point, which another machine
+can run; when all points have run, the command without --emit writes their report. A sweep file is
 Python code and is executed.
 """
 
@@ -42,10 +43,12 @@ def main(arguments: Sequence[str]) -> int:
         print(escape_control(sentence), file=sys.stderr, flush=True)
     from rich.console import Console
 
+    from qwen3next_jax.reporting.speedup import sentence
     from qwen3next_jax.sweeps import runner
     from qwen3next_jax.sweeps.check import check_points, check_settings
     from qwen3next_jax.sweeps.report import write_report
-    from qwen3next_jax.sweeps.results import read_result
+    from qwen3next_jax.sweeps.results import Result, read_result
+    from qwen3next_jax.sweeps.speedups import budget_axis, speed_ups
 
     check_points(sweep)
     workdir = to_path(_workdir.value or f"runs/sweeps/{pathlib.Path(path).stem}", "--workdir=")
@@ -61,11 +64,14 @@ def main(arguments: Sequence[str]) -> int:
     def log(line: str) -> None:
         console.print(escape_lines(line), markup=False, soft_wrap=True)
 
-    def update_report(failed: dict[str, str]) -> None:
-        results = [
+    def read_results(failed: dict[str, str]) -> list[Result]:
+        return [
             read_result(point, runner.point_folder(workdir, point), failed.get(point.name, ""))
             for point in sweep.points
         ]
+
+    def update_report(failed: dict[str, str]) -> None:
+        results = read_results(failed)
         write_report(sweep, results, commands, pathlib.Path(path).stem, workdir)
 
     log(f"{path}: {len(sweep.points)} points in {workdir}, {_workers.value} at a time")
@@ -77,6 +83,9 @@ def main(arguments: Sequence[str]) -> int:
         log=log,
         on_point_end=update_report,
     ).run()
+    if budget_axis(sweep):
+        for comparison in speed_ups(sweep, read_results({})):
+            log(sentence(comparison))
     log(f"Report: {workdir / 'report.html'} · figures: {workdir / 'results.csv'}")
     return code
 

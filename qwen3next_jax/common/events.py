@@ -88,6 +88,15 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
     return [event for _, event in iterate_events(path)]
 
 
+def devices_of(events: Iterable[dict[str, Any]]) -> frozenset[str]:
+    """Returns the devices that trained a run, such as {"8 × TPU v5"}, of its "start" events."""
+    return frozenset(
+        f"{event['devices']} × {event.get('device_kind')}"
+        for event in events
+        if event["event"] == "start" and event.get("devices")
+    )
+
+
 def divergence_reason(events: Iterable[dict[str, Any]], step: int) -> str:
     """Returns the reason why a run ended as diverged after its last step, `step`; "" if it did not.
 

@@ -184,7 +184,7 @@ class BucketPath:
         return stat_of(entry)
 
     def iterdir(self) -> Iterator["BucketPath"]:
-        """Yields the objects and folders in this folder; nothing if it does not exist."""
+        """Yields the objects and folders directly in this folder; nothing if it does not exist."""
         entries, folders = self._list(deep=False)
         for key in sorted([entry.key for entry in entries] + [f.rstrip("/") for f in folders]):
             yield dataclasses.replace(self, key=key)

@@ -280,10 +280,10 @@ class RecordedData(Data):
             check_recorded(path, read_recorded(path), model)
 
     def row(self, index: int) -> Batch:
-        return self._row(self._texts[self._number(index)])
+        return self._row_of_text(self._texts[self._number(index)])
 
     def heldout_row(self, index: int) -> Batch:
-        return self._row(self._texts[self._heldout[index]])
+        return self._row_of_text(self._texts[self._heldout[index]])
 
     def _heldout_indices(self, rows: int, source: str | None, least: int = 0) -> Sequence[int]:
         return range(min(rows, self.heldout_rows))
@@ -306,7 +306,7 @@ class RecordedData(Data):
             np.random.default_rng([self._seed, epoch]).permutation(self._train.size)[place]
         ]
 
-    def _row(self, text: RecordedText) -> Batch:
+    def _row_of_text(self, text: RecordedText) -> Batch:
         n, rest = len(text.tokens), self.sequence_length - len(text.tokens)
         t = np.arange(self.sequence_length)
         return {

@@ -41,14 +41,14 @@ class Entry(NamedTuple):
       axes: the permutation of the parameter's axes (in the sense of `numpy.transpose`) after which
         each tensor is a slice along the leading axes.
       slices: the slice that each tensor holds.
-      fused: the slice that a single tensor for all experts holds, in checkpoints with fused experts
-        (`ModelConfig.hf_fused_experts`); None: there is no such tensor.
+      all_experts: the single tensor that holds the parameter of all experts, in checkpoints with
+        fused experts (`ModelConfig.hf_fused_experts`); None: there is no such tensor.
     """
 
     path: str
     axes: tuple[int, ...]
     slices: tuple[TensorSlice, ...]
-    fused: TensorSlice | None = None
+    all_experts: TensorSlice | None = None
 
 
 # A function from a model's settings to the entries of one of its modules.

@@ -74,8 +74,8 @@ def _parameters(config: ModelConfig, declarations: Mapping[str, Declared]) -> It
         """Yields the parameters of the module at the path `module`, given its entries."""
         part = "mtp" if module.startswith("mtp/") else "trunk"
         for entry in entries:
-            if entry.fused and part in config.hf_fused_experts:
-                entry = entry._replace(slices=(entry.fused,))
+            if entry.all_experts and part in config.hf_fused_experts:
+                entry = entry._replace(slices=(entry.all_experts,))
             full_path = module + entry.path
             yield Parameter(full_path, entry, prefixes, declarations.get(full_path))
 

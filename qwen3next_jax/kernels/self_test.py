@@ -27,7 +27,7 @@ import numpy as np
 from qwen3next_jax.ops import implementations
 from qwen3next_jax.ops.compile_target import compile_target
 
-PASSED = "right"  # the content of the file that stores a passed test
+PASSED = "passed"  # the content of the file that stores a passed test
 FAILED = f"failed {implementations.WHERE_TRIED}"
 FOLDER = pathlib.Path(os.path.expanduser("~/.cache/qwen3next_jax/kernels"))
 AVOID = f"a file {FOLDER}/avoid avoids all such kernels"

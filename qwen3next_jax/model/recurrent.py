@@ -82,7 +82,7 @@ class Recurrent(Mixer):
       uses_delta_term: whether a write replaces the value that the state holds for the key;
       recurrence: the operator, by default `ops.gated_delta_rule`;
       head_weights: the parameters that `recurrence` reads;
-      finish: the norm and the gate of the output;
+      norm_and_gate: the norm and the gate of the output;
       output_norm_eps: the epsilon of that norm;
       convolved: whether there are a convolution and a SiLU after it;
       normalize_qk: whether q and k are scaled to length 1;
@@ -132,7 +132,7 @@ class Recurrent(Mixer):
 
         Args:
           heads: queries, keys, values, decay and write strength, and what else the recurrence
-            reads. The gate of the output is not among them: `finish` applies it.
+            reads. The gate of the output is not among them: `norm_and_gate` applies it.
           state: {name: state before these tokens}, with the names of `init_cache`; None: all states
             are 0.
 
@@ -168,7 +168,9 @@ class Recurrent(Mixer):
         """The number that the norm of the output adds to the mean square."""
         return self.config.rms_norm_eps
 
-    def finish(self, o_BTHV: jax.Array, norm: jax.Array, gate_BTGRV: jax.Array | None) -> jax.Array:
+    def norm_and_gate(
+        self, o_BTHV: jax.Array, norm: jax.Array, gate_BTGRV: jax.Array | None
+    ) -> jax.Array:
         """Applies the norm and the gate to the output of the recurrence.
 
         Args:
@@ -384,14 +386,14 @@ class Recurrent(Mixer):
     def _output(self, o_BTHV: jax.Array, gate_BTGRV: jax.Array | None, context: Context):
         """Applies the norm, the gate and the projection back to the model's width: [B, T, D]."""
 
-        def finish_and_project(o_BTHV, norm, gate_BTGRV, out_proj_HVD):
+        def norm_gate_and_project(o_BTHV, norm, gate_BTGRV, out_proj_HVD):
             dtype = o_BTHV.dtype
-            o_BTHV = self.finish(o_BTHV, norm, gate_BTGRV)
+            o_BTHV = self.norm_and_gate(o_BTHV, norm, gate_BTGRV)
             o_BTHV = constrain(o_BTHV, context.mesh, "batch", context.time, "heads", None)
             return jnp.einsum("bthv,hvd->btd", o_BTHV, out_proj_HVD.astype(dtype))
 
         return keeping_inputs(
-            finish_and_project, o_BTHV, self.norm[...], gate_BTGRV, self.out_proj[...]
+            norm_gate_and_project, o_BTHV, self.norm[...], gate_BTGRV, self.out_proj[...]
         )
 
     # ---- the same with the heads side by side in the last axis

@@ -84,11 +84,11 @@ def _choose(time: int, width: int, rotary: int, dtype) -> Chosen:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _norm_and_rotate_operator(chosen, eps, half, x, weight, cos, sin):
-    return chosen.function("norm_and_rotate")(eps, half, x, weight, cos, sin)
+    return chosen.function_named("norm_and_rotate")(eps, half, x, weight, cos, sin)
 
 
 def _norm_and_rotate_backward(chosen, eps, half, inputs, dy):
-    dx, dweight = chosen.function("norm_and_rotate_gradients")(eps, half, *inputs, dy)
+    dx, dweight = chosen.function_named("norm_and_rotate_gradients")(eps, half, *inputs, dy)
     return dx, dweight, None, None
 
 
@@ -103,12 +103,12 @@ _norm_and_rotate_operator.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gate_operator(chosen, o, gate):
-    return chosen.function("gate")(o, gate)
+    return chosen.function_named("gate")(o, gate)
 
 
 _gate_operator.defvjp(
     lambda chosen, *inputs: (_gate_operator(chosen, *inputs), inputs),
-    lambda chosen, inputs, dy: chosen.function("gate_gradients")(*inputs, dy),
+    lambda chosen, inputs, dy: chosen.function_named("gate_gradients")(*inputs, dy),
 )
 
 

@@ -173,11 +173,11 @@ def _before_activation(extended, kernel, same):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _convolve(chosen: Chosen, activation, before, x, kernel, ids):
-    return chosen.function("forward")(activation, before, x, kernel, ids)
+    return chosen.function_named("forward")(activation, before, x, kernel, ids)
 
 
 def _convolve_backward(chosen: Chosen, activation, residuals, dy):
-    return *chosen.function("backward")(activation, *residuals, dy), None
+    return *chosen.function_named("backward")(activation, *residuals, dy), None
 
 
 _convolve.defvjp(

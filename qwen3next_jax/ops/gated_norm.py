@@ -39,11 +39,11 @@ def gated_norm(o, gate, weight, eps: float, gate_type: str = "silu"):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _operator(chosen: Chosen, eps, o, gate, weight):
-    return chosen.function("forward")(eps, o, gate, weight)
+    return chosen.function_named("forward")(eps, o, gate, weight)
 
 
 def _operator_backward(chosen: Chosen, eps, inputs, dy):
-    return chosen.function("backward")(eps, *inputs, dy)
+    return chosen.function_named("backward")(eps, *inputs, dy)
 
 
 _operator.defvjp(

@@ -126,11 +126,11 @@ def _choose(implementation, x, *weights) -> Chosen:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(chosen: Chosen, x, w, group_sizes):
-    return chosen.function("matmul")(x, w, group_sizes)
+    return chosen.function_named("matmul")(x, w, group_sizes)
 
 
 def _matmul_backward(chosen: Chosen, residuals, dy):
-    return *chosen.function("gradients")(*residuals, dy), None
+    return *chosen.function_named("gradients")(*residuals, dy), None
 
 
 _matmul.defvjp(lambda chosen, *inputs: (_matmul(chosen, *inputs), inputs), _matmul_backward)
@@ -143,17 +143,17 @@ def _mlp(chosen: Chosen, *inputs):
 
 def _mlp_forward(chosen: Chosen, *inputs):
     if chosen.name == "blocked":
-        y, hidden = chosen.function("mlp")(*inputs)
+        y, hidden = chosen.function_named("mlp")(*inputs)
     else:
-        y, hidden = _mlp_of_products(chosen.function("matmul"), *inputs)
+        y, hidden = _mlp_of_products(chosen.function_named("matmul"), *inputs)
     return y, (*inputs, hidden)
 
 
 def _mlp_backward(chosen: Chosen, residuals, dy):
     if chosen.name == "blocked":
-        gradients = chosen.function("mlp_gradients")(*residuals, dy)
+        gradients = chosen.function_named("mlp_gradients")(*residuals, dy)
     else:
-        gradients = _mlp_gradients_of_products(chosen.function("gradients"), *residuals, dy)
+        gradients = _mlp_gradients_of_products(chosen.function_named("gradients"), *residuals, dy)
     return *gradients, None
 
 

@@ -32,7 +32,7 @@ _PLATFORMS = {"tpu": "a TPU", "gpu": "a GPU", "cpu": "a CPU"}
 # Every reason of kernels that failed their test contains these words.
 WHERE_TRIED = "where it was tried on this GPU"
 NO_MEMORY = "too little of its memory was free"  # why such a test could not run
-BY_DESIGN = "by default"  # ends the refusal of a call that kernels could run, but do not
+BY_DEFAULT = "by default"  # ends the refusal of a call that kernels could run, but do not
 # The operators that take most of a step if they run without kernels on a GPU or a TPU, as the
 # subject and the verb of a sentence.
 _SLOW_WITHOUT_KERNELS = {
@@ -138,7 +138,7 @@ class Chosen(NamedTuple):
         """Whether the implementation is kernels, not a form."""
         return isinstance(self.implementation, Kernel)
 
-    def function(self, name: str) -> Callable:
+    def function_named(self, name: str) -> Callable:
         """Returns the implementation's function called `name`, such as "forward"."""
         if isinstance(self.implementation, Form):
             return self.implementation.functions[name]
@@ -188,7 +188,7 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
                 return chosen
             if is_recording():
                 refusal = refusal or _state.refusal or kernel.load().supports(**call)
-                refusal = refusal or f"is not one that {kernel.name} runs {BY_DESIGN}"
+                refusal = refusal or f"is not one that {kernel.name} runs {BY_DEFAULT}"
     chosen = Chosen(next((form for form in forms if platform in form.platforms), forms[0]))
     _record(operator, call, chosen, reason, refusal)
     return chosen
@@ -260,7 +260,7 @@ class Decision:
         platform has some; "" if nothing, as for rows that are too short for kernels.
         """
         slow = _SLOW_WITHOUT_KERNELS.get(self.operator, "")
-        if not slow or not self.refusal or self.refusal.endswith(BY_DESIGN):
+        if not slow or not self.refusal or self.refusal.endswith(BY_DEFAULT):
             return ""
         longer = "a step several times as long" if slow == "experts run" else "it to take longer"
         return f"{slow} without kernels: expect {longer}"

@@ -33,7 +33,7 @@ def _operator(chosen: Chosen, count: int, name: str, x_RE):
 
 
 def _forward(chosen: Chosen, count: int, name: str, x_RE):
-    results = save_for_backward(chosen.function("top_k")(x_RE, count), name)
+    results = save_for_backward(chosen.function_named("top_k")(x_RE, count), name)
     return results, (results[1], x_RE.shape[1])
 
 

@@ -46,10 +46,10 @@ from qwen3next_jax.planner.compiled import (
 )
 from qwen3next_jax.planner.expert_load import (
     Layout,
+    assumed_expert_load,
     expert_layout,
     expert_load,
     find_expert_kernel,
-    program_load,
 )
 from qwen3next_jax.planner.grouped_products import GroupedProduct, grouped_product
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
@@ -350,7 +350,7 @@ class CalibratedSimulation(Simulation):
         skew: float = 0.0,
     ):
         self.rates, self.skew = rates_of(chip), skew
-        self.load = program_load(program, network.mesh, skew)
+        self.load = assumed_expert_load(program, network.mesh, skew)
         measured = dataclasses.replace(
             chip,
             link_bandwidth=chip.link_bandwidth * self.rates.link_share,

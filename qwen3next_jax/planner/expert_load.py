@@ -84,7 +84,9 @@ class ExpertLoad:
     rounds: float
 
 
-def program_load(program: Program, mesh: jax.sharding.Mesh, skew: float) -> ExpertLoad | None:
+def assumed_expert_load(
+    program: Program, mesh: jax.sharding.Mesh, skew: float
+) -> ExpertLoad | None:
     """Returns the load of the largest layout of experts in a program; None if it has no kernels of
     experts.
     """

@@ -35,7 +35,7 @@ from qwen3next_jax.planner.compiled import (
     unknown_kernels,
 )
 from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
-from qwen3next_jax.planner.expert_load import ExpertLoad, program_load
+from qwen3next_jax.planner.expert_load import ExpertLoad, assumed_expert_load
 from qwen3next_jax.planner.ideal import IdealTime, ideal_time
 from qwen3next_jax.planner.roofline import Estimate
 from qwen3next_jax.planner.topology import Topology
@@ -406,8 +406,8 @@ def price_again(
     plan: Plan, config: Config, topology: Topology, dump_folder: str | pathlib.Path
 ) -> Plan:
     """Returns `plan`, which `make_plan` made of `config`, with estimates that the cost models make
-    now from the program and the schedules in `dump_folder`. Nothing is compiled. A plan without
-    predictions is returned as it is.
+    now from the program and the schedules in `dump_folder`. Nothing is compiled. If the step of the
+    plan was not compiled (`plan.memory` is None), there is nothing to estimate.
     """
     plan = dataclasses.replace(plan, topology=topology)
     if not plan.memory:
@@ -437,7 +437,7 @@ def _priced(
         plan,
         estimates=estimates,
         ideal=ideal_time(config.model, config.train, topology, mesh, config.parallel),
-        expert_load=program_load(program, mesh, plan.skew),
+        expert_load=assumed_expert_load(program, mesh, plan.skew),
         unknown_kernels=tuple(unknown_kernels(program, schedules)),
     )
 

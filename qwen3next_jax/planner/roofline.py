@@ -138,7 +138,7 @@ class Timeline:
         self.now += times * seconds
         self.costs.add(costs, times)
 
-    def add_work(self, source: str, **work: float) -> None:
+    def record_work(self, source: str, **work: float) -> None:
         """Adds work to the costs without advancing the time."""
         self.costs.add(Costs(work=Counter({(field, source): n for field, n in work.items()})))
 
@@ -148,7 +148,7 @@ class Timeline:
         """
         self.now += seconds
         self.costs.add(Costs(waits=Counter({resource: seconds})))
-        self.add_work(source, seconds=seconds, **work)
+        self.record_work(source, seconds=seconds, **work)
 
     def start(self, name: str, seconds: float, resource: str, source: str) -> None:
         """Starts a transfer that takes `seconds`, as soon as its resource is free."""
@@ -235,7 +235,7 @@ class Simulation:
             timeline.add(0.0, Costs(work=Counter(work)))
         elif op.endswith("-start"):
             moved = hbm_bytes(self.program, computation, instruction)
-            timeline.add_work(source, hbm_bytes=moved)
+            timeline.record_work(source, hbm_bytes=moved)
             self._start_copy(timeline, computation, instruction, moved, source)
         else:
             self._run_work(timeline, computation, instruction, source)

@@ -311,7 +311,7 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
         "keep=router": 2 * m.hidden_size,  # what the router saves is some percent of that
         "offload": 2 * m.hidden_size,
     }[remat]
-    weights = 2 * _gathered(m, mesh) if remat == "none" and _devices(mesh) > 1 else 0
+    weights = 2 * _gathered(m, mesh) if remat == "none" and _device_count(mesh) > 1 else 0
     return per_token * m.num_hidden_layers * _micro_batch_tokens(train, mesh) + weights
 
 
@@ -358,7 +358,7 @@ def estimated_seconds(
     hbm = STACK_MOVES * saved / (chip.hbm_bandwidth / chip.devices_per_chip)
     if train.remat == "offload":
         hbm += saved / rates_of(chip).host_bandwidth
-    if _devices(mesh) == 1:
+    if _device_count(mesh) == 1:
         return compute + hbm
     # In each micro-batch, the weights are gathered in bfloat16 once (twice if the backward pass
     # gathers them again), and the gradients are reduce-scattered once. A mesh that splits the
@@ -395,14 +395,14 @@ def _network(topology: Topology, mesh: MeshConfig) -> Network:
     return Network(placed, topology.chip, topology.shape)
 
 
-def _devices(mesh: MeshConfig) -> int:
+def _device_count(mesh: MeshConfig) -> int:
     """Returns the number of devices of a mesh."""
     return math.prod(dataclasses.astuple(mesh))
 
 
 def _stored(m: ModelConfig, mesh: MeshConfig) -> float:
     """Returns the number of parameters that one device stores."""
-    return _counts(m).total / (_devices(mesh) / mesh.slice)
+    return _counts(m).total / (_device_count(mesh) / mesh.slice)
 
 
 def _micro_batch_tokens(train: TrainConfig, mesh: MeshConfig) -> float:
@@ -411,7 +411,7 @@ def _micro_batch_tokens(train: TrainConfig, mesh: MeshConfig) -> float:
         train.batch_size
         * train.sequence_length
         / train.gradient_accumulation
-        / (_devices(mesh) / mesh.tensor)
+        / (_device_count(mesh) / mesh.tensor)
     )
 
 

@@ -27,7 +27,7 @@ DASHES = ("", "6 3", "2 3", "9 3 2 3")
 # Numbers of larger magnitude than this are not drawn, and numbers of smaller magnitude than its
 # inverse are drawn as 0, because arithmetic with them could overflow.
 LARGEST = 1e100
-LEGEND_LINES = 12  # a chart with more lines has no legend: the page's table of runs names them
+LEGEND_LINES = 12  # with more named lines there is no legend: the table of runs names them
 EMPTY = '<p class="empty">nothing recorded yet</p>'
 
 
@@ -196,9 +196,8 @@ def line_chart(
         "marks": [list(mark) for mark in marks],
         "lines": [_line_data(line) for line in lines],
     }
-    legend = "".join(_legend_entry(line) for line in lines)
-    if len(lines) == 1 and not lines[0].label or len(lines) > LEGEND_LINES:
-        legend = ""
+    named = [line for line in lines if line.label]
+    legend = "".join(map(_legend_entry, named)) if len(named) <= LEGEND_LINES else ""
     body = _svg("".join(parts), title) + _json_script(data)
     if cut_off is not None:  # page.js hides this where it draws the whole line
         body += f'<p class="note cut">Begins above the frame, at {short_number(cut_off)}.</p>'

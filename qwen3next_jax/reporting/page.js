@@ -225,7 +225,7 @@
         this.legend.className = "legend";
         this.svg.before(this.legend);
       }
-      const named = lines.length <= MOST && (this.data.lines.length > 1 || lines.some(line => line.label)) ? lines : [];
+      const labelled = lines.filter(line => line.label), named = labelled.length <= MOST ? labelled : [];
       this.legend.innerHTML = named.map(line => `<span><svg width="18" height="8"><path d="M0 4H18" stroke="${colourOf(line)}" stroke-width="2.5"` +
         `${line.dash ? ` stroke-dasharray="${line.dash}"` : ""}/></svg>${escape(line.label)}</span>`).join("");
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from qwen3next_jax.common.errors import join_first
+from qwen3next_jax.common.errors import UserError, join_first
 from qwen3next_jax.common.storage import write_whole
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.reporting import run_charts
@@ -37,6 +37,13 @@ from qwen3next_jax.reporting.runs import (
     wall_time_spans,
     without_layers,
 )
+from qwen3next_jax.reporting.speedup import (
+    arms_of_runs,
+    compare,
+    comparisons_html,
+    law_chart,
+    sentence_of_runs,
+)
 
 # The values that a table of runs compares: (kind of event, name).
 COMPARED = (("train", "loss"), ("heldout", "bits_per_byte"), ("heldout", "accuracy"))
@@ -47,7 +54,7 @@ MAX_SAMPLES = 12  # sampled texts on the page; metrics.jsonl has all of them
 
 def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> list[str]:
     """Writes the report of the runs in `workdirs` to the file `out`, atomically. Returns a sentence
-    for each thing that it cannot show or compare.
+    for each thing that it cannot show or compare, and one with the effective speed-up of two runs.
 
     Raises:
       UserError: a folder contains no run, or a run that has recorded nothing.
@@ -56,7 +63,7 @@ def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> list[st
     text = render_report(runs)
     # A sampled text may contain half a surrogate pair, which UTF-8 cannot encode.
     write_whole(out, text, errors="backslashreplace")
-    return warnings(runs)
+    return warnings(runs) + ([sentence_of_runs(*runs)] if len(runs) == 2 else [])
 
 
 def render_report(runs: Sequence[Run]) -> str:
@@ -66,6 +73,8 @@ def render_report(runs: Sequence[Run]) -> str:
         sections["Runs"] = _runs_html(runs)
     for name, charts in run_charts.sections(runs).items():
         sections[name] = _charts_html(charts, runs)
+    if len(runs) == 2:
+        sections["Effective speed-up"] = _speed_up_html(*runs)
     sections["Samples"] = _samples_html(runs)
     sections["Faults and restarts"] = _faults_html(runs)
     sections["Bad records in the data"] = _bad_records_html(runs)
@@ -223,6 +232,15 @@ def _runs_html(runs: Sequence[Run]) -> str:
         + f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
         f'<script id="settings" type="application/json">{settings}</script>'
     )
+
+
+def _speed_up_html(baseline: Run, run: Run) -> str:
+    try:
+        title, *arms = arms_of_runs(baseline, run)
+    except UserError:
+        return f"<p>{html.escape(sentence_of_runs(baseline, run))}</p>"
+    chart = law_chart(title, arms, " at the highest learning rate")
+    return comparisons_html([compare(*arms)]) + f'<div class="charts">{chart}</div>'
 
 
 def _warnings_html(runs: Sequence[Run]) -> str:

@@ -8,10 +8,12 @@ import pathlib
 import urllib.parse
 from collections.abc import Sequence
 
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.common.storage import write_whole
 from qwen3next_jax.reporting.charts import COLOURS, Line, Link, line_chart, table
 from qwen3next_jax.reporting.page import document
+from qwen3next_jax.reporting.speedup import comparisons_html, law_chart, to_record
 from qwen3next_jax.sweeps.costs import count_costs
 from qwen3next_jax.sweeps.learning_rates import Best, best_along_x
 from qwen3next_jax.sweeps.points import Sweep
@@ -29,6 +31,7 @@ from qwen3next_jax.sweeps.results import (
     to_csv,
     to_json,
 )
+from qwen3next_jax.sweeps.speedups import group_arms, speed_metric, speed_ups
 
 # field of `Costs` → its name in the report
 COSTS = {
@@ -51,10 +54,14 @@ def write_report(
     Args:
       commands: name of each point → the command that repeats it.
     """
+    try:
+        records = [to_record(comparison) for comparison in speed_ups(sweep, results)]
+    except UserError:  # the page says why there are none
+        records = []
     files = {
         "report.html": report(sweep, results, commands, title),
         "results.csv": to_csv(sweep, results, commands),
-        "results.json": to_json(sweep, results, commands),
+        "results.json": to_json(sweep, results, commands, records),
     }
     for name, text in files.items():
         write_whole(workdir / name, text, errors="backslashreplace")
@@ -66,6 +73,7 @@ def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], ti
     sections = {
         "Findings": _findings(sweep, results, done),
         "Figures": _charts(sweep, done),
+        **_speed_ups(sweep, results),
         "Losses": _losses(results),
         **_learning_rates(sweep, results, done),
         "Cost": _cost(sweep, results, done),
@@ -176,6 +184,25 @@ def _metric_lines(sweep: Sweep, done: Sequence[Result], names: list[tuple[str, s
                 )
             )
     return lines
+
+
+def _speed_ups(sweep: Sweep, results: Sequence[Result]) -> dict[str, str]:
+    """Returns the section about effective speed-ups, by its title; {} for a sweep that compares
+    nothing or has no loss.
+    """
+    title = "Effective speed-up"
+    try:
+        comparisons = speed_ups(sweep, results)
+    except UserError as error:
+        return {title: f"<p>None: {html.escape(str(error))}.</p>"}
+    metric = speed_metric(results)
+    if not comparisons or metric is None:
+        return {}
+    name = metric_title(metric, main_metrics(results)[metric])
+    charts = [law_chart(name, arms) for arms in group_arms(sweep, results, metric)]
+    return {
+        title: comparisons_html(comparisons) + f'<div class="charts">{"".join(charts)}</div>',
+    }
 
 
 def _learning_rates(

@@ -7,6 +7,7 @@ Every number comes from a run's metrics.jsonl or is computed from its configurat
 import contextlib
 import csv
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -15,7 +16,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from qwen3next_jax.common.events import divergence_reason, read_events
+from qwen3next_jax.common.events import devices_of, divergence_reason, read_events
 from qwen3next_jax.common.metrics import (
     Metric,
     MetricValue,
@@ -41,6 +42,7 @@ class Result:
       failed: why the runner gave the point up; "" if it did not.
       losses: (step, training loss) of the run so far.
       has_page: whether the run has written its report.html.
+      devices: the devices that trained it, such as {"8 × TPU v5"}.
     """
 
     point: Point
@@ -51,13 +53,14 @@ class Result:
     failed: str = ""
     losses: tuple[tuple[int, float], ...] = ()
     has_page: bool = False
+    devices: frozenset[str] = frozenset()
 
     @property
     def done(self) -> bool:
         """Whether the run has taken its last step and recorded all its evaluations there."""
         return bool(self.metrics)
 
-    @property
+    @functools.cached_property
     def costs(self) -> dict[str, float]:
         """Name → value of the fields of `Costs`, computed from the configuration."""
         return count_costs(self.point.config)._asdict()
@@ -112,6 +115,7 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> Result
         failed=failed,
         losses=tuple((e["step"], e["loss"]) for e in train if isinstance(e["loss"], float)),
         has_page=(workdir / "report.html").exists(),
+        devices=devices_of(events),
     )
 
 
@@ -189,9 +193,19 @@ def _inert(cell: Any) -> Any:
     return f"'{cell}"
 
 
-def to_json(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:
-    """Returns the points that are done, and the findings, as JSON. `docs/sweeps` contains such
-    files. `to_csv` describes the arguments.
+def to_json(
+    sweep: Sweep,
+    results: Sequence[Result],
+    commands: dict[str, str],
+    speed_ups: Sequence[dict[str, Any]],
+) -> str:
+    """Returns the points that are done, the findings and the speed-ups as JSON. `docs/sweeps`
+    contains such files.
+
+    Args:
+      speed_ups: the effective speed-ups, as `reporting.speedup.to_record` returns each.
+
+    `to_csv` describes the other arguments.
     """
     done = [r for r in results if r.done]
     points = [
@@ -212,6 +226,7 @@ def to_json(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -
         "axes": sweep.axes,
         "x": sweep.x,
         "findings": findings(sweep, done),
+        "speed_ups": speed_ups,
         "points": points,
     }
     return json.dumps(record, indent=1, ensure_ascii=False) + "\n"

@@ -407,7 +407,8 @@ def after_rewind(cursors: DataCursors, step: int, data_offset: int, to_step: int
     Args:
       cursors: the cursors of the run's stages.
       step: the step at which the run was rewound. The run also skips the batch of this step.
-      data_offset: the data offset at that step.
+      data_offset: the `data_offset` of the train state at that step: the number of batches that
+        earlier rewinds had skipped.
       to_step: the step to whose train state the run returns.
 
     Returns:

@@ -68,14 +68,14 @@ class Slots(Recurrent):
         raise NotImplementedError
 
     def recurrence(self, heads, state):
-        g_BTHM, written_BTHM, gate_states = self.gates(heads, state)
-        written_BTHM = written_BTHM.astype(heads.v.dtype)
+        g_BTHM, strength_BTHM, gate_states = self.gates(heads, state)
+        strength_BTHM = strength_BTHM.astype(heads.v.dtype)
         common = dict(erase=False, segment_ids=heads.segment_ids, axis_name=heads.axis_name)
         no_decay_BTHK = jnp.zeros((*heads.v.shape[:3], heads.q.shape[-1]), jnp.float32)
         scores_BTHM, keys = channel_delta_rule(
             heads.q,
             heads.k,
-            written_BTHM,
+            strength_BTHM,
             g=no_decay_BTHK,
             value_decay=g_BTHM,
             initial_state=state and state["state"],
@@ -84,7 +84,7 @@ class Slots(Recurrent):
         weights_BTHM = jax.nn.softmax(scores_BTHM.astype(jnp.float32), axis=-1)
         o_BTHV, values = channel_delta_rule(
             weights_BTHM.astype(heads.v.dtype),
-            written_BTHM,
+            strength_BTHM,
             heads.v,
             g=g_BTHM,
             initial_state=state and state["values"],

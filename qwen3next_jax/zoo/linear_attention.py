@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.recurrent import Heads, Inputs, Recurrent
-from qwen3next_jax.zoo.ops import key_sum
+from qwen3next_jax.zoo.ops import normalizer
 from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
@@ -75,7 +75,7 @@ class ScalarDecay(Recurrent):
           row} for both states.
         """
         o_BTHV, states = ScalarDecay.recurrence(self, heads, state)
-        weight_BTH, z_BHK = key_sum(
+        weight_BTH, z_BHK = normalizer(
             heads.q,
             heads.k,
             g=heads.g,
@@ -257,7 +257,7 @@ class Lightning(ScalarDecay):
             g=jnp.broadcast_to(log_decay_H, (*x_BTD.shape[:2], *log_decay_H.shape)),
         )
 
-    def finish(self, o_BTHV, norm_HV, gate_BTGRV):
+    def norm_and_gate(self, o_BTHV, norm_HV, gate_BTGRV):
         o = o_BTHV.astype(jnp.float32)
         mean_square = jnp.mean(o * o, axis=(-2, -1), keepdims=True)
         o = o * jax.lax.rsqrt(mean_square + self.config.rms_norm_eps) * norm_HV

@@ -98,11 +98,13 @@ class MLA(Mixer):
         latent_BTL, k_BT1R = self.latents(x_BTD, context)
         gate_BTNP = None
         if c.attention_output_gate:
-            gate_BTNP = jnp.einsum("btd,dnp->btnp", x_BTD, self.weight("gate_proj", x_BTD))
+            gate_BTNP = jnp.einsum("btd,dnp->btnp", x_BTD, self.parameter_like("gate_proj", x_BTD))
         diagnostics = {}
         if cache is None:
             k_BTNP, v_BTNP = jnp.split(
-                jnp.einsum("btl,lnp->btnp", latent_BTL, self.weight("kv_up", x_BTD)), 2, axis=-1
+                jnp.einsum("btl,lnp->btnp", latent_BTL, self.parameter_like("kv_up", x_BTD)),
+                2,
+                axis=-1,
             )
             k_BTNR = jnp.broadcast_to(k_BT1R, (*k_BTNP.shape[:3], shared))
             k_BTNK = jnp.concatenate([k_BTNP, k_BTNR], axis=-1)
@@ -118,7 +120,7 @@ class MLA(Mixer):
             o_BTNP, cache = self.attend_latents(q_BTNP, q_BTNR, latent_BTL, k_BT1R, context, cache)
         return gated_projection(o_BTNP, gate_BTNP, self.o_proj[...], context), diagnostics, cache
 
-    def weight(self, name: str, x: jax.Array) -> jax.Array:
+    def parameter_like(self, name: str, x: jax.Array) -> jax.Array:
         """Returns the parameter called `name` in the dtype of x."""
         return getattr(self, name)[...].astype(x.dtype)
 
@@ -136,8 +138,8 @@ class MLA(Mixer):
         c, plain = self.config, self.config.head_dim - _shared(self.config)
         y = x_BTD
         if self.settings(c).query_rank:
-            y = self.norm(x_BTD @ self.weight("q_down", x_BTD), self.q_norm)
-        q_BTNK = jnp.einsum("btd,dnk->btnk", y, self.weight("q_proj", x_BTD))
+            y = self.norm(x_BTD @ self.parameter_like("q_down", x_BTD), self.q_norm)
+        q_BTNK = jnp.einsum("btd,dnk->btnk", y, self.parameter_like("q_proj", x_BTD))
         q_BTNK = constrain(q_BTNK, context.mesh, "batch", context.time, "heads", None)
         return q_BTNK[..., :plain], rotate(q_BTNK[..., plain:], context.positions, c)
 
@@ -146,7 +148,9 @@ class MLA(Mixer):
         of each token.
         """
         rank = self.settings(self.config).latent_rank
-        latent_BTL, k_BTR = jnp.split(x_BTD @ self.weight("kv_down", x_BTD), (rank,), axis=-1)
+        latent_BTL, k_BTR = jnp.split(
+            x_BTD @ self.parameter_like("kv_down", x_BTD), (rank,), axis=-1
+        )
         k_BT1R = rotate(k_BTR[:, :, None], context.positions, self.config)
         return self.norm(latent_BTL, self.kv_norm), k_BT1R
 
@@ -161,7 +165,7 @@ class MLA(Mixer):
           The outputs of the heads [B, T, N, P]; the cache after these tokens.
         """
         c, rank = self.config, self.settings(self.config).latent_rank
-        k_up_LNP, v_up_LNP = jnp.split(self.weight("kv_up", latent_BTL), 2, axis=-1)
+        k_up_LNP, v_up_LNP = jnp.split(self.parameter_like("kv_up", latent_BTL), 2, axis=-1)
         q_BTNL = jnp.einsum("btnp,lnp->btnl", q_BTNP, k_up_LNP)
         # The operator divides scores by the root of the width of the cached vectors; the layer must
         # divide them by √K.

@@ -271,10 +271,10 @@ class RWKV6(Recurrent):
         )
         return o_BTHV, {"state": final_state}
 
-    def finish(self, o_BTHV, norm_HV, gate_BTGRV):
+    def norm_and_gate(self, o_BTHV, norm_HV, gate_BTGRV):
         o = o_BTHV.astype(jnp.float32)
         o = o - jnp.mean(o, axis=-1, keepdims=True)
-        return super().finish(o.astype(o_BTHV.dtype), norm_HV, gate_BTGRV)
+        return super().norm_and_gate(o.astype(o_BTHV.dtype), norm_HV, gate_BTGRV)
 
     @classmethod
     def uses_delta_term(cls, config):

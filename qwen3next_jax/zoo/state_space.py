@@ -360,7 +360,7 @@ class Mamba2(Recurrent):
         o_BTHV, states = super().recurrence(heads._replace(q=q_BTGK), state)
         return o_BTHV + (skip_H[:, None] * heads.v).astype(o_BTHV.dtype), states
 
-    def finish(self, o_BTHV, norm_HV, gate_BTGRV):
+    def norm_and_gate(self, o_BTHV, norm_HV, gate_BTGRV):
         groups = (*o_BTHV.shape[:2], self.config.linear_num_key_heads, -1)
         y = o_BTHV.astype(jnp.float32).reshape(groups) * jax.nn.silu(gate_BTGRV.astype(jnp.float32))
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.rms_norm_eps)

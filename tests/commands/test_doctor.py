@@ -45,7 +45,7 @@ def part():
     return doctor.Part(
         "double",
         ("doubled",),
-        lambda x: choose("doubled", None, FORMS, x=x).function("run")(x),
+        lambda x: choose("doubled", None, FORMS, x=x).function_named("run")(x),
         (jax.ShapeDtypeStruct((1024,), jnp.float32),),
         flops=0,
         bytes=8 * 1024,

@@ -195,7 +195,7 @@ def test_blocks_of_two_tiles(split_into):
     ],
 )
 def test_long_rows_of_few_heads_go_in_pieces(batch, tokens, heads, split):
-    p = pallas_gpu.Problem(batch, tokens // CHUNK, heads, heads, 128, 128, True, True)
+    p = pallas_gpu.Problem(batch, tokens // CHUNK, heads, heads, 128, 128, 128, True, True)
     assert p.best_split() == split
     # Both calls run all their blocks at the same time.
     blocks = p.value_tiles + (split[0] - 2) * p.map_blocks, (split[0] - 1) * p.value_tiles
@@ -271,6 +271,8 @@ def test_rows_of_a_batch_the_future_repetition_and_x64(monkeypatch):
         (dict(time=3 * CHUNK, key=128, value=128, heads=4), dict()),
         (dict(time=CHUNK + 2, key=64, value=64, groups=2), dict(erase=False)),
         (dict(time=CHUNK + 2, key=128, value=64), dict(normalize_qk=False)),
+        (dict(time=CHUNK + 1, key=42, value=84), dict()),  # padded to 64 and 128
+        (dict(time=CHUNK + 1, key=96, value=40, heads=1), dict(normalize_qk=False)),
     ],
     ids=str,
 )
@@ -308,7 +310,8 @@ def test_two_halves_chained_by_the_state_are_the_whole():
             dict(v=jnp.float32),
             "has q, k, v of bfloat16, bfloat16, float32: expected bfloat16; use 'chunked'",
         ),
-        (dict(width=96), "has heads of 96 and 96 channels: expected 64, 128, 256; use 'chunked'"),
+        (dict(width=32), r"has heads of 32 and 32 channels: expected 33 to 256 .*; use 'chunked'"),
+        (dict(width=257), r"has heads of 257 and 257 channels: expected 33 to 256 .*"),
         (dict(axis_name="context"), "over a mesh axis: there is no kernel for it; use 'chunked'"),
     ],
     ids=str,
@@ -409,7 +412,7 @@ def test_a_wrong_kernel_is_refused_and_remembered(monkeypatch, tmp_path):
         ("right", "", "gave another dk"),
         ("gave another o", "gave another o (process 1)", "gave another dk"),
     ):
-        assert verdict("right") == right and list(said.store.values()) == ["right"]
+        assert verdict("right") == right and list(said.store.values()) == ["passed"]
         assert verdict("wrong").startswith(wrong) and list(said.store.values())[0].startswith(
             "gave another dk"
         )
@@ -446,7 +449,7 @@ def test_a_gpu_takes_kernels_that_were_right(monkeypatch, capsys):
     assert kernels("", gradient) == 5 and kernels("", as_it_is, implementation="pallas_gpu") == 2
     assert kernels("gave another dk", as_it_is) == 0 == kernels("gave another dk", as_it_is)
     used, refused = capsys.readouterr().err.splitlines()
-    assert "H200" in used and "--config.model.delta_rule=chunked" in used
+    assert "--config.model.delta_rule=chunked" in used
     assert refused.endswith("gave another dk")
 
 

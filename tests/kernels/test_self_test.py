@@ -50,7 +50,7 @@ def step():
     """Returns a new function that calls both operators, jitted."""
 
     def call(operator, x):
-        return choose(operator, None, FORMS, x=x).function("run")(x)
+        return choose(operator, None, FORMS, x=x).function_named("run")(x)
 
     return jax.jit(lambda x: call("attention", x) + call("b", x))
 
@@ -126,7 +126,7 @@ def test_a_test_without_memory_runs_again(operators, tmp_path):
 
 def test_what_a_caller_names_has_no_consequence(operators):
     function = jax.jit(
-        lambda x: choose("attention", "xla", FORMS, x=x).function("run")(x),
+        lambda x: choose("attention", "xla", FORMS, x=x).function_named("run")(x),
     )
     assert traced(function) == ({"attention": ("xla", "named by the caller", "")}, 1.0)
 

@@ -14,7 +14,7 @@ from benchmarks.reporting.report import open_in_chromium, write_run
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.reporting import page, runs
-from qwen3next_jax.reporting.charts import Axis
+from qwen3next_jax.reporting.charts import Axis, Line, line_chart
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.reporting.runs import DOWN, LOST, OTHER, STARTING, TRAINING, load_run
 from qwen3next_jax.runs import train
@@ -177,7 +177,7 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path):
 def test_runs_are_compared_at_common_steps(tmp_path):
     write_run(tmp_path / "a", steps=200)
     write_run(tmp_path / "b", steps=300)
-    warning, of_rates = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
+    warning, of_rates, _ = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
     assert "(a: 200, b: 300)" in warning
     events = load_run(tmp_path / "b").events["train"]
     (rate,) = (event["learning_rate"] for event in events if event["step"] == 200)
@@ -210,6 +210,12 @@ def test_ticks_of_steps_are_whole_numbers():
     for last in (1, 2, 3, 7, 13, 120):
         ticks = Axis(0, last, 0, 600, whole=True).ticks(6)
         assert len(ticks) > 1 and all(tick == int(tick) for tick in ticks)
+
+
+def test_a_legend_has_only_named_lines():
+    lines = [Line("law", [1, 2], [1, 2]), Line("", [1, 2], [1, 2], joined=False)]
+    assert line_chart("", lines).count("<span>") == 1
+    assert line_chart("", lines[1:] * 2).count("<span>") == 0
 
 
 @pytest.fixture(scope="module")

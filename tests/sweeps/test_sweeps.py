@@ -3,6 +3,7 @@ more than the numbers.
 """
 
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -27,7 +28,7 @@ from qwen3next_jax.sweeps import points, runner
 from qwen3next_jax.sweeps.check import check_points, check_settings
 from qwen3next_jax.sweeps.folder import open_folder
 from qwen3next_jax.sweeps.points import load_sweep, manifest
-from qwen3next_jax.sweeps.report import report
+from qwen3next_jax.sweeps.report import report, write_report
 from qwen3next_jax.sweeps.results import (
     Result,
     findings,
@@ -38,6 +39,7 @@ from qwen3next_jax.sweeps.results import (
     to_csv,
     to_json,
 )
+from qwen3next_jax.sweeps.speedups import speed_ups
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
@@ -773,7 +775,7 @@ def test_charts_keep_apart_what_other_axes_change(two_tasks, monkeypatch):
 def test_tables_follow_the_sweep_s_x_axis(two_tasks, tmp_path):
     sweep, results = two_tasks
     path = tmp_path / "results.json"
-    path.write_text(to_json(sweep, results, {p.name: "" for p in sweep.points}))
+    path.write_text(to_json(sweep, results, {p.name: "" for p in sweep.points}, []))
     printed = subprocess.run(
         [sys.executable, "benchmarks/sweeps/sweep_tables.py", str(path), "heldout accuracy"],
         capture_output=True,
@@ -805,3 +807,73 @@ def test_a_point_leads_to_the_page_of_its_run(tmp_path):
     assert [r.losses for r in results] == [((1, 3.0), (2, 1.5)), ()]
     (href,) = re.findall(r'href="(points/[^"]*)"', page)
     assert (tmp_path / urllib.parse.unquote(href)) == folder / "report.html"
+
+
+def _ladder(tmp_path, faster=2.0, **record):
+    """A sweep of two optimizers with made losses: Muon needs 1 / faster as many steps as AdamW."""
+    axes = {
+        "optimizer": {"adamw": {}, "muon": {"optimizer.name": "muon"}},
+        "train.steps": [100, 300, 900],
+        "train.seed": [0, 1],
+    }
+    sweep = load_sweep(
+        sweep_file(tmp_path, {"base": "configs/tiny.py", "x": "optimizer", "axes": axes} | record)
+    )
+    results = []
+    for point in sweep.points:
+        config = point.config
+        speed = faster if config.optimizer.name == "muon" else 1.0
+        loss = 1.5 + (speed * config.train.steps) ** -0.3 + 1e-3 * (config.train.seed - 0.5)
+        values = measured({"heldout bits_per_byte": loss})
+        results.append(Result(point, config.train.steps, values, 100.0 / speed, 1.0))
+    return sweep, results
+
+
+@pytest.mark.parametrize("x", ["optimizer", "train.steps"])
+def test_a_sweep_over_budgets_gives_the_speed_up(tmp_path, x):
+    """Muon takes half the steps and FLOPs, and each step twice the time."""
+    sweep, results = _ladder(tmp_path, x=x)
+    (comparison,) = speed_ups(sweep, results)
+    assert (comparison.arm, comparison.baseline) == ("muon", "adamw")
+    for unit, factor in (("steps", 2.0), ("flops", 2.0), ("seconds", 1.0)):
+        found = comparison.found[unit]
+        assert found.factor == pytest.approx(factor, rel=1e-3) and found.seeds == (2, 2)
+        assert found.low < factor < found.high
+
+
+def test_the_page_and_results_have_the_speed_up(tmp_path):
+    axes = {"optimizer.name": ["adamw", "muon"], "train.steps": [100, 300, 900]}
+    sweep, results = _ladder(tmp_path, axes=axes, x="optimizer.name")
+    write_report(sweep, results, {p.name: "" for p in sweep.points}, "x", tmp_path)
+    assert 'id="effective-speed-up"' in (tmp_path / "report.html").read_text()
+    (record,) = json.loads((tmp_path / "results.json").read_text())["speed_ups"]
+    assert record["arm"] == "muon" and record["steps"]["factor"] == pytest.approx(2, rel=1e-3)
+
+
+def test_a_seed_without_every_budget_is_left_out(tmp_path):
+    sweep, results = _ladder(tmp_path)
+    results[0] = dataclasses.replace(results[0], metrics={})
+    assert speed_ups(sweep, results)[0].found["steps"].seeds == (1, 2)
+    results[1] = dataclasses.replace(results[1], metrics={})
+    assert "adamw" in speed_ups(sweep, results)[0].found["steps"]
+
+
+def test_a_speed_up_from_one_budget_is_refused(tmp_path):
+    sweep, results = _ladder(
+        tmp_path, axes={"optimizer.name": ["adamw", "muon"]}, x="optimizer.name"
+    )
+    with refused("name", "one budget", "flops"):
+        speed_ups(sweep, results)
+    assert "one budget" in report(sweep, results, {p.name: "" for p in sweep.points}, "x")
+
+
+def test_each_value_of_another_axis_is_compared_alone(tmp_path):
+    axes = {
+        "model.num_hidden_layers": [4, 8],
+        "optimizer": {"adamw": {}, "muon": {"optimizer.name": "muon"}},
+        "flops": [1e12, 3e12, 9e12],
+    }
+    sweep, results = _ladder(tmp_path, axes=axes)
+    assert [(c.baseline, c.arm) for c in speed_ups(sweep, results)] == [
+        (f"adamw (num_hidden_layers {n})", f"muon (num_hidden_layers {n})") for n in (4, 8)
+    ]

@@ -311,7 +311,7 @@ def _gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _attention(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of attention without an output gate."""
+    """Yields an entry for each parameter of an attention layer, which has no output gate."""
     d = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim

@@ -245,7 +245,7 @@ def all_q_all_k_all_v(config: ModelConfig) -> np.ndarray:
 
 def experts(config: ModelConfig) -> Iterator[Entry]:
     """Yields the entries of a mixture of experts. Each expert has tensors of its own, or all
-    experts share a fused tensor (`Entry.fused`).
+    experts share a fused tensor (`Entry.all_experts`).
     """
     d, width = config.hidden_size, config.moe_intermediate_size
     count, shared = config.num_experts, config.shared_expert_intermediate_size
@@ -263,13 +263,13 @@ def experts(config: ModelConfig) -> Iterator[Entry]:
         "expert_gate_up",
         (0, 2, 3, 1),
         gate_and_up,
-        fused=TensorSlice((), "mlp.experts.gate_up_proj", (count, 2 * width, d)),
+        all_experts=TensorSlice((), "mlp.experts.gate_up_proj", (count, 2 * width, d)),
     )
     yield Entry(
         "expert_down",
         (0, 2, 1),
         down,
-        fused=TensorSlice((), "mlp.experts.down_proj", (count, d, width)),
+        all_experts=TensorSlice((), "mlp.experts.down_proj", (count, d, width)),
     )
     if shared:
         yield from swiglu("shared_", "mlp.shared_expert", d, shared)

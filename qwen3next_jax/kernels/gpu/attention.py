@@ -67,7 +67,7 @@ def is_default(q, k, v, split: bool) -> bool:
     """
     if q.shape[1] < ROWS:
         few = f"has rows of {q.shape[1]} tokens: cuDNN runs {ROWS} or more"
-        implementations.give_reason(False, f"{few} {implementations.BY_DESIGN}")
+        implementations.give_reason(False, f"{few} {implementations.BY_DEFAULT}")
         return False
     reason = supports(q, k, v, split)
     return self_test.is_enabled(test(q.shape[3], q.shape[2] != k.shape[2]), reason)

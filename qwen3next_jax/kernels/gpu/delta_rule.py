@@ -29,10 +29,11 @@ def supports(x: Inputs, settings: Settings, split: bool) -> str:
         return "over a mesh axis: there is no kernel for it"
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         return f"has q, k, v of {q.dtype}, {k.dtype}, {v.dtype}: expected bfloat16"
-    if q.shape[3] not in WIDTHS or v.shape[3] not in WIDTHS:
+    narrowest, widest = WIDTHS[0] // 2 + 1, WIDTHS[-1]
+    if not all(narrowest <= x.shape[3] <= widest for x in (q, v)):
         return (
-            f"has heads of {q.shape[3]} and {v.shape[3]} channels: expected "
-            f"{', '.join(map(str, WIDTHS))}"
+            f"has heads of {q.shape[3]} and {v.shape[3]} channels: expected {narrowest} to "
+            f"{widest} (narrower heads would be padded to more than twice their width)"
         )
     return self_test.unsupported_chip()
 
@@ -44,7 +45,7 @@ def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
     """
     if x.q.shape[1] <= C // 2:  # XLA takes shorter chunks for such short rows
         few = f"has rows of {x.q.shape[1]} tokens: the kernels run longer ones"
-        implementations.give_reason(False, f"{few} {implementations.BY_DESIGN}")
+        implementations.give_reason(False, f"{few} {implementations.BY_DEFAULT}")
         return False
     key, value, over_chip = x.q.shape[3], x.v.shape[3], Problem.of(x, settings).split
     test = delta_rule_self_test.test(key, value, settings.normalize_qk, settings.erase, over_chip)

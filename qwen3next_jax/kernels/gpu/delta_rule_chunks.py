@@ -225,10 +225,10 @@ class _Refs(NamedTuple):
     q_or_qk: Any  # pair: the tiles of q, and Q K^T in the same memory
     k_or_kk: Any  # pair: the tiles of k, and K K^T in the same memory
     l_parts: Any  # the high and the low part of -M beta
-    x_parts: Any  # P beta, then the high and the low part of the inverse
+    inverse_parts: Any  # P beta, then the high and the low part of the inverse
     diagonal: Any
     rows: Any
-    factors: Any
+    factors: Any  # the 6 rows of numbers for each token that `delta_rule_tiles` lists
     keys_arrived: Any
     rows_arrived: Any
 
@@ -270,7 +270,7 @@ def chunk_kernel(p, *refs):
         k_norm = q_norm = plgpu.layout_cast(jnp.ones((C,), jnp.float32), ROW)
     plgpu.barrier_wait(refs.rows_arrived.at[0])
     row = lambda slot, i: plgpu.load(refs.rows.at[slot, i], layout=ROW)
-    q_norm = jnp.where(row(0, DOCUMENT) >= 0, q_norm * p.key**-0.5, 0.0)
+    q_norm = jnp.where(row(0, DOCUMENT) >= 0, q_norm * p.key_channels**-0.5, 0.0)
     factors[K_NORM], factors[K_NORM_J], factors[Q_NORM] = k_norm, k_norm, q_norm
     plgpu.commit_smem()
 
@@ -303,10 +303,11 @@ def chunk_kernel(p, *refs):
         factors[K_GAMMA], factors[Q_GAMMA] = row(slot, GAMMA) * k_norm, row(slot, GAMMA) * q_norm
         factors[K_RHO] = row(slot, RHO) * row(slot, BETA) * k_norm
         store_tiles(
-            refs.x_parts, plgpu.load(qk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column
+            refs.inverse_parts,
+            plgpu.load(qk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column,
         )
         plgpu.copy_smem_to_gmem(factors, refs.factors_gmem.at[b, h, n])
-        plgpu.copy_smem_to_gmem(refs.x_parts.at[0], refs.p_gmem.at[b, h, n])
+        plgpu.copy_smem_to_gmem(refs.inverse_parts.at[0], refs.p_gmem.at[b, h, n])
 
         @pl.when(head + 1 < p.heads_per_key)
         def _():
@@ -317,10 +318,12 @@ def chunk_kernel(p, *refs):
                 p,
                 plgpu.load(kk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column,
                 refs.l_parts,
-                refs.x_parts,
+                refs.inverse_parts,
                 refs.diagonal,
             )
             for part in range(2):
-                plgpu.copy_smem_to_gmem(refs.x_parts.at[part], refs.inverses_gmem.at[n, b, h, part])
+                plgpu.copy_smem_to_gmem(
+                    refs.inverse_parts.at[part], refs.inverses_gmem.at[n, b, h, part]
+                )
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

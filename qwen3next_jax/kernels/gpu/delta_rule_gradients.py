@@ -719,7 +719,7 @@ class _Block:
                     source, gmem.at[self.b, tokens(self.n), self.h, channels(t)]
                 )
 
-        q_norm = load_row(factors, Q_NORM_ROW) * load_row(factors, Q_NORM_ROW) * p.key
+        q_norm = load_row(factors, Q_NORM_ROW) * load_row(factors, Q_NORM_ROW) * p.key_channels
         finish(0, self.refs.dq_gmem, q_norm, lambda t: t)
         k_norm = load_row(factors, K_NORM) * load_row(factors, K_NORM)
         finish(1, self.refs.dk_gmem, k_norm, self.dstate_slot)

@@ -42,6 +42,9 @@ def forward(
     """Computes what `ops.delta_rule.interface.Implementation.forward` describes, always in chunks
     of 64 tokens.
 
+    Heads are padded with zeros to a width of WIDTHS. This changes no result: a channel of zeros in
+    k or v writes nothing to the state, and one in q reads nothing. `states` keep the padded width.
+
     The argument and the result `inverses` hold the inverses of I + M beta (docs/delta_rule.md) in
     the layout that `to_residual` returns.
 
@@ -50,19 +53,20 @@ def forward(
       split: how the passes of the state split the work; if None, `Problem.best_split` chooses it.
     """
     p = Problem.of(x, settings, split, save=save, interpret=interpret)
-    q, k, v = (p.pad_time(y) for y in x[:3])
+    q, k, v = p.pad_keys(x.q), p.pad_keys(x.k), p.pad_values(x.v)
     rows = p.rows(x)
     made = p.run_chunks(q, k, rows, settings.erase and inverses is None)
     inputs = [q, k, v, made["factors"], rows, made["p"]]
-    initial = initial_state.astype(jnp.float32)
     if settings.erase:
         inverses = made["inverses"] if inverses is None else from_residual(inverses, p.value_heads)
         inputs.append(inverses)
     outputs = dict(o=p.shaped(*v.shape))
     if save:
         outputs["states"] = p.shaped(p.chunks, *p.state_shape)
-    results, final = _carry(p, "forward", inputs, initial, outputs, tiles(p.warpgroups))
-    o = results["o"][:, : x.v.shape[1]]
+    first = p.pad_state(initial_state)
+    results, final = _carry(p, "forward", inputs, first, outputs, tiles(p.warpgroups))
+    o = cut(results["o"], x.v.shape)
+    final = cut(final, initial_state.shape)
     if not save:
         return o, final, None, None
     return o, final, results["states"], to_residual(inverses) if settings.erase else None
@@ -83,7 +87,8 @@ def backward(
     tokens. `inverses`, `interpret` and `split` have the same meaning as in `forward`.
     """
     p = Problem.of(x, settings, split, interpret=interpret)
-    q, k, v, do = (p.pad_time(y) for y in (*x[:3], do.astype(x.v.dtype)))
+    q, k = p.pad_keys(x.q), p.pad_keys(x.k)
+    v, do = p.pad_values(x.v), p.pad_values(do.astype(x.v.dtype))
     rows = p.rows(x)
     made = p.run_chunks(q, k, rows, False)
     known = [from_residual(inverses, p.value_heads)] if settings.erase else []
@@ -91,9 +96,8 @@ def backward(
         dv=p.shaped(*v.shape), dv_low=p.shaped(*v.shape), dstates=p.shaped(p.chunks, *p.state_shape)
     )
     inputs = [q, k, do, made["factors"], rows, made["p"], *known]
-    out, dinitial = _carry(
-        p, "backward", inputs, dfinal.astype(jnp.float32), outputs, tiles(p.warpgroups, 2)
-    )
+    last = p.pad_state(dfinal)
+    out, dinitial = _carry(p, "backward", inputs, last, outputs, tiles(p.warpgroups, 2))
 
     tokens = [q, k, v, do, out["dv"], out["dv_low"]]
     inputs = [*tokens, states, out["dstates"], made["factors"], rows, *known]
@@ -112,10 +116,9 @@ def backward(
         inputs,
         **delta_rule_gradients.threads(p),
     )
-    time = x.v.shape[1]
-    dq, dk = (p.to_key_heads(gradients[name])[:, :time] for name in ("dq", "dk"))
-    dg, dbeta = (p.from_rows(gradients["sums"][:, :, :, i])[:, :time] for i in range(2))
-    return dq, dk, out["dv"][:, :time], dg, dbeta, dinitial
+    dq, dk = (cut(p.to_key_heads(gradients[name]), x.q.shape) for name in ("dq", "dk"))
+    dg, dbeta = (cut(p.from_rows(gradients["sums"][:, :, :, i]), x.g.shape) for i in range(2))
+    return dq, dk, cut(out["dv"], x.v.shape), dg, dbeta, cut(dinitial, dfinal.shape)
 
 
 KERNELS = {
@@ -171,6 +174,11 @@ def _carry(p: Problem, name: str, inputs: list, first, outputs: dict, results) -
     )["last"]
     made = {output: jax.freeze(ref) for output, ref in refs.items()}
     return made, transpose(p.by_piece(lasts)[-1])
+
+
+def cut(x, shape):
+    """Returns x without the padding: the first `shape` elements of every axis."""
+    return x[tuple(slice(size) for size in shape)]
 
 
 def transpose(x):

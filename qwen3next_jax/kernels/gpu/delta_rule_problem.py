@@ -23,7 +23,7 @@ from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.ops.delta_rule import chunk_math
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
-WIDTHS = (64, 128, 256)  # the head widths that the kernels take
+WIDTHS = (64, 128, 256)  # the head widths of the kernels; other heads are padded with zeros
 # The number of streaming multiprocessors of an H200 or an H100 SXM.
 PROCESSORS = 132
 # The time that the second call of a row in pieces and XLA's composition of the maps take, as the
@@ -42,6 +42,11 @@ def processors() -> int:
     if target.described or target.platform != "gpu":
         return PROCESSORS
     return getattr(jax.local_devices()[0], "core_count", PROCESSORS)
+
+
+def padded_width(width: int) -> int:
+    """Returns the smallest of WIDTHS that is at least `width`."""
+    return min(w for w in WIDTHS if w >= width)
 
 
 class Split(NamedTuple):
@@ -67,8 +72,9 @@ class Problem:
       chunks: N.
       key_heads: G.
       value_heads: H.
-      key: K.
-      value: V.
+      key: K, one of WIDTHS. The channels of q and k above `key_channels` are zeros.
+      value: V, one of WIDTHS.
+      key_channels: the key width of the caller's arrays. Scores are divided by its square root.
       normalize: whether q and k are L2-normalised.
       erase: whether a write to the state has the delta term (`Settings.erase`).
       save: whether the forward pass writes the state before each chunk.
@@ -82,6 +88,7 @@ class Problem:
     value_heads: int
     key: int
     value: int
+    key_channels: int
     normalize: bool
     erase: bool
     save: bool = False
@@ -93,11 +100,11 @@ class Problem:
         """Returns the problem of a call. If `split` is None, `best_split` chooses it. `others` sets
         the fields `save` and `interpret`.
         """
-        batch, time, key_heads, key = x.q.shape
+        batch, time, key_heads, channels = x.q.shape
         value_heads, value = x.v.shape[2:]
         normalize, erase = settings.normalize_qk, settings.erase
-        sizes = batch, -(-time // C), key_heads, value_heads, key, value
-        p = cls(*sizes, normalize, erase, **others)
+        heads = key_heads, value_heads, padded_width(channels), padded_width(value)
+        p = cls(batch, -(-time // C), *heads, channels, normalize, erase, **others)
         return dataclasses.replace(p, split=split or p.best_split())
 
     # ---- numbers that follow from the sizes
@@ -202,6 +209,19 @@ class Problem:
         if not missing:
             return x_BT
         return jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2), mode=mode)
+
+    def pad_keys(self, x_BTGK):
+        """Returns q or k with T padded to a multiple of C, and its heads padded to K channels."""
+        return pad_axis(self.pad_time(x_BTGK), -1, self.key)
+
+    def pad_values(self, x_BTHV):
+        """Returns v, or the gradient of o, padded as `pad_keys` pads; its heads get V channels."""
+        return pad_axis(self.pad_time(x_BTHV), -1, self.value)
+
+    def pad_state(self, x_BHKV):
+        """Returns a state, or its gradient, with heads of K and V channels, in float32."""
+        x_BHKV = pad_axis(x_BHKV.astype(jnp.float32), -2, self.key)
+        return pad_axis(x_BHKV, -1, self.value)
 
     def rows(self, x: Inputs):
         """Returns [B, H, N, 8, C] in float32: for each chunk of each value head the 8 rows whose
@@ -364,3 +384,13 @@ class Problem:
         return [
             plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for n in (copies, warpgroups)
         ]
+
+
+def pad_axis(x, axis: int, size: int):
+    """Returns x with zeros at the end of an axis, so that the axis has `size` elements."""
+    missing = size - x.shape[axis]
+    if not missing:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = 0, missing
+    return jnp.pad(x, widths)

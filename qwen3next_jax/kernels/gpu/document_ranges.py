@@ -1,13 +1,15 @@
 """Where the documents of packed rows begin and how long they are, as cuDNN's attention takes it: by
 an offset and a length for each document (`cudnn.py`).
 
-cuDNN sees R rows of L tokens with at most M documents each. It plans work, and in the backward pass
-memory, for R · M documents of L tokens, however long they are. A row of T tokens may have up to T
-documents, and T documents of T tokens would need far too much. Therefore documents are sorted into
-classes of length (`length_classes`), and each class is a call of its own, on the same array seen as
-rows of L tokens, the class's longest length. A document may go past the end of such a row: it then
-goes on in the next one, which follows in memory. As a class has no short documents, few of its
-documents begin in one row. So M is a small number that no data can exceed.
+cuDNN sees R rows of L tokens with at most M documents each. However short the documents are, it
+plans work for R · M documents of L tokens, and in the backward pass also memory. A row of T tokens
+may have T documents. With L = M = T, cuDNN would plan for T · T tokens in each row, which is far
+too much.
+
+Therefore documents are divided by their length into classes (`length_classes`), and each class is a
+call of its own. The call sees the same array as rows of L tokens, where L is the greatest length in
+the class. A document may continue in the next of these rows, which follows in memory. Since a class
+has no short documents, few of them begin in one row. So M is a small number, whatever the data.
 
 B batch, T tokens of a row, R rows of L tokens with R · L = B · T, M documents of such a row.
 """

@@ -52,10 +52,8 @@ def is_default(x, weights) -> bool:
     GPU. For MIN_ROWS rows or more the function prints the decision once.
     """
     if x.shape[0] < MIN_ROWS:
-        few = (
-            f"has {x.shape[0]} rows: the kernels run {MIN_ROWS} or more {implementations.BY_DESIGN}"
-        )
-        implementations.give_reason(False, few)
+        few = f"has {x.shape[0]} rows: the kernels run {MIN_ROWS} or more"
+        implementations.give_reason(False, f"{few} {implementations.BY_DEFAULT}")
         return False
     refusal = supports(x, weights)
     shapes = [w.shape[1:] for w in weights]
@@ -67,11 +65,11 @@ def is_default(x, weights) -> bool:
 
 
 class _Kernels(NamedTuple):
-    """The languages of the kernels for matrices of one shape, "mosaic" or "triton".
+    """Which kernels multiply by matrices of one shape (D, F), and what the user should know of it.
 
     Attributes:
-      rows: of those for y and dx.
-      weights: of the one for dw.
+      rows: the kernels for y and dx: "mosaic" or "triton".
+      weights: the kernel for dw: "mosaic" or "triton".
       refusal: why no kernels can run; "" if they can.
       slow: what to expect because Mosaic computes dw; "" if Triton does.
     """

@@ -17,6 +17,6 @@ def vmem_budget() -> float:
 
 
 def cores() -> int:
-    """The number of cores of one JAX device of the chip; 1 if the chip is not known."""
+    """How many cores one JAX device of this chip has; 1 if the chip is unknown."""
     tpu = compile_target().tpu
     return tpu.num_cores if tpu else 1

@@ -56,7 +56,7 @@ def forward(options: Options, *inputs):
       inputs: the arrays q [B, T, N, D], k and v [B, S, M, D], segment_ids [B, T] and kv_segment_ids
         [B, S], in this order. Either both arrays of ids are None or neither is.
     """
-    run = options.chosen.function("forward")
+    run = options.chosen.function_named("forward")
     return run(*inputs, scale=options.scale, causal=options.causal)
 
 
@@ -70,5 +70,5 @@ def backward(options: Options, inputs, o, logsumexp_BNT, do):
         comes from the keys in `inputs`.
       do: [B, T, N, D], the gradient of o.
     """
-    run = options.chosen.function("backward")
+    run = options.chosen.function_named("backward")
     return run(*inputs, o, logsumexp_BNT, do, scale=options.scale, causal=options.causal)

@@ -67,11 +67,10 @@ def gated_delta_rule(
         None for the platform's best. None means "pallas_tpu" on a TPU if its blocks fit in VMEM,
         "pallas_gpu" on an H100 or H200 if it supports the call and passed its test (docs/gpu.md),
         and "chunked" otherwise. A call that names "pallas_tpu" or "pallas_gpu" also runs on a CPU,
-        which interprets the kernels. "pallas_gpu" takes bfloat16 heads of 64, 128 or 256 channels
-        and no `axis_name`. On a
-        TPU "pallas_tpu" does not run under `jax.vmap`, because JAX then gives the copy of the
-        initial state a source and a target of different shapes; make the mapped axis part of B
-        instead.
+        which interprets the kernels. "pallas_gpu" takes bfloat16 heads of 33 to 256 channels, which
+        it pads to 64, 128 or 256, and no `axis_name`. On a TPU "pallas_tpu" does not run under
+        `jax.vmap`, because JAX then gives the copy of the initial state a source and a target of
+        different shapes; make the mapped axis part of B instead.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
         `shard_map`. The arrays are then this shard's parts, and a document has the same id on every
         shard. Only the first shard reads its `initial_state`; other shards ignore theirs, which

@@ -364,13 +364,13 @@ def _state_pass_backward(c: Chunk, do, dfinal, dots: Products, exact: Products, 
 
         dstates, dinitial = associative.backward_pass(c, po, qo, dfinal, dots, exact)
         dwritten = chunk_math.written_backward(po, c.k, dstates, c.decay, dots)
-        dr, dread = _residual_backward(c, dwritten, exact)
+        dr, dread = _backward_through_inverse(c, dwritten, exact)
         return dstates, dr, dread, dinitial
 
     def step(dstate, inputs):
         chunk, po, qo = inputs
         dwritten = chunk_math.written_backward(po, chunk.k, dstate, chunk.decay, dots)
-        dr, dread = _residual_backward(chunk, dwritten, exact)
+        dr, dread = _backward_through_inverse(chunk, dwritten, exact)
         before = chunk_math.state_backward(qo, chunk.k, dread, dstate, chunk.decay, dots)
         return before, (dstate, dr, dread)
 
@@ -380,8 +380,11 @@ def _state_pass_backward(c: Chunk, do, dfinal, dots: Products, exact: Products, 
     return dstates, dr, dread, dinitial
 
 
-def _residual_backward(c: Chunk, dwritten, exact: Products):
-    """Returns dR = A^T dV' and X = beta gamma dR. Without the delta term they are dV' and None."""
+def _backward_through_inverse(c: Chunk, dwritten, exact: Products):
+    """Returns two gradients of V' = A R, where A is the inverse and R = beta (V - gamma K S): that
+    of R, dR = A^T dV', and that of -K S, X = beta gamma dR. Without the delta term there is no
+    inverse, and the result is dV' and None.
+    """
     if c.inverse is None:
         return dwritten, None
     dr = exact.tn(c.inverse, dwritten)

@@ -54,14 +54,14 @@ class Operator(NamedTuple):
     settings: Settings
 
     def forward(self, x: Inputs, initial_state, inverses, *, save: bool):
-        run = self.chosen.function("forward")
+        run = self.chosen.function_named("forward")
         return run(x, initial_state, inverses, self.settings, save=save)
 
     def affine_map(self, x: Inputs, initial_state):
-        return self.chosen.function("affine_map")(x, initial_state, self.settings)
+        return self.chosen.function_named("affine_map")(x, initial_state, self.settings)
 
     def backward(self, x: Inputs, states, inverses, do, dfinal):
-        run = self.chosen.function("backward")
+        run = self.chosen.function_named("backward")
         return run(x, states, inverses, do, dfinal, self.settings)
 
 

@@ -161,7 +161,7 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
       shape: the tuple (N, A).
     """
     chosen = choose("sum_by_token", None, SUM_FORMS, rows=rows, shape=shape)
-    return chosen.function("sum_by_token")(rows, choice, shape)
+    return chosen.function_named("sum_by_token")(rows, choice, shape)
 
 
 def _by_choice(values, choice, shape: tuple[int, int]):
@@ -170,7 +170,7 @@ def _by_choice(values, choice, shape: tuple[int, int]):
     """
     rows = jax.ShapeDtypeStruct((*values.shape, 1), values.dtype)
     chosen = choose("sum_by_token", None, SUM_FORMS, rows=rows, shape=shape)
-    return chosen.function("by_choice")(values, choice, shape)
+    return chosen.function_named("by_choice")(values, choice, shape)
 
 
 def _scatter_by_choice(values, choice, shape: tuple[int, int]):
@@ -218,7 +218,7 @@ class _Plan(NamedTuple):
     # unused entries
     ordered: tuple[jax.Array, jax.Array]
     # [E], the index in `ordered` of the expert's first choice that does not fit in the layout
-    beyond_E: jax.Array
+    overflow_E: jax.Array
     # [E], one more than the index in `ordered` of the expert's last choice
     ends_E: jax.Array
     # [E], whether the layout has a tile for the expert
@@ -416,7 +416,7 @@ def _run(plan: _Plan, name: str, x_PD, gate_up_EDF, down_EID, *others, **options
     # Kernels take the expert of each tile. The XLA implementation takes the number of rows of each
     # expert.
     groups = (plan.expert_T, plan.used) if chosen.is_kernel else (plan.sizes_E,)
-    return chosen.function(name)(
+    return chosen.function_named(name)(
         x_PD, plan.weight_P, gate_up_EDF, down_EID, *groups, *others, **options
     )
 
@@ -458,7 +458,7 @@ def _for_choices_beyond(plan: _Plan, e, weight_NA, step, carry):
     """Runs carry = step(choices, carry) until all choices of expert e beyond the layout have been
     passed to `step`, O at a time. Returns the last `carry`.
     """
-    beyond = plan.beyond_E[e]
+    beyond = plan.overflow_E[e]
 
     def body(k, carry):
         first, index_O = beyond + k * LOOP_ROWS, jnp.arange(LOOP_ROWS)

@@ -3,13 +3,13 @@ import only JAX, NumPy and `qwen3next_jax.ops`.
 """
 
 from qwen3next_jax.zoo.ops.channel_delta_rule import channel_delta_rule
-from qwen3next_jax.zoo.ops.key_sum import key_sum
+from qwen3next_jax.zoo.ops.normalizer import normalizer
 from qwen3next_jax.zoo.ops.scans import expanded_scan, linear_scan, max_plus_scan, token_scan
 
 __all__ = [
     "channel_delta_rule",
     "expanded_scan",
-    "key_sum",
+    "normalizer",
     "linear_scan",
     "max_plus_scan",
     "token_scan",

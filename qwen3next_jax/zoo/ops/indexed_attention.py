@@ -58,7 +58,7 @@ def indexed_attention(
     """
     rows, index_q_BTHI = jax.lax.stop_gradient((rows, index_q_BTHI))
     selection = save_for_backward(
-        chosen.function("choose_blocks")(count, rows, index_q_BTHI), "attention"
+        chosen.function_named("choose_blocks")(count, rows, index_q_BTHI), "attention"
     )
     return _attention((chosen, ratio), rows, selection, index_q_BTHI, q_BTNK, k_BTMK, v_BTMK)
 
@@ -70,14 +70,14 @@ def _attention(call, *arrays):
 
 def _forward(call, *arrays):
     chosen, ratio = call
-    results = chosen.function("forward")(ratio, *arrays)
+    results = chosen.function_named("forward")(ratio, *arrays)
     o_BTNK, logsumexp_BNT = save_for_backward(results, "attention")
     return o_BTNK, (arrays, o_BTNK, logsumexp_BNT)
 
 
 def _backward(call, saved, do_BTNK):
     (chosen, ratio), (arrays, o_BTNK, logsumexp_BNT) = call, saved
-    function = chosen.function("backward")
+    function = chosen.function_named("backward")
     return None, None, None, *function(ratio, *arrays, o_BTNK, logsumexp_BNT, do_BTNK)
 
 

@@ -128,7 +128,7 @@ def _operator(call: _Call, h_BTE, scale_E, down_EX, up_RE):
 
 
 def _forward(call: _Call, h_BTE, *weights):
-    forward = functools.partial(call.chosen.function("forward"), call.eps, call.streams)
+    forward = functools.partial(call.chosen.function_named("forward"), call.eps, call.streams)
     x_BTD, inner_BTX, sizes_BTS = _run(call, forward, (weights,), h_BTE)
     return (x_BTD, inner_BTX, h_BTE), (h_BTE, weights, inner_BTX, sizes_BTS)
 
@@ -139,7 +139,7 @@ def _backward(call: _Call, saved, gradients):
     dx_BTD, dinner_BTX, dh_BTE = gradients
     dh_BTE, dgate_BTE, dinner_BTX, dscale_ZE = _run(
         call,
-        call.chosen.function("backward"),
+        call.chosen.function_named("backward"),
         (weights,),
         *(h_BTE, inner_BTX, sizes_BTS, dh_BTE, dx_BTD, dinner_BTX),
         sums=True,
@@ -160,12 +160,12 @@ _operator.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _write(call: _Call, h_BTE, y_BTD, a_BTS):
-    return _run(call, call.chosen.function("write"), (), h_BTE, y_BTD, a_BTS, results=1)
+    return _run(call, call.chosen.function_named("write"), (), h_BTE, y_BTD, a_BTS, results=1)
 
 
 def _write_backward(call: _Call, saved, dh_BTE):
     return dh_BTE, *_run(
-        call, call.chosen.function("write_gradients"), (), *saved, dh_BTE, results=2
+        call, call.chosen.function_named("write_gradients"), (), *saved, dh_BTE, results=2
     )
 
 

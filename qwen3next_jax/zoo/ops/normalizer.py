@@ -1,4 +1,4 @@
-"""The normaliser of linear attention: the sum of the attention weights, by which some models divide
+"""The normalizer of linear attention: the sum of the attention weights, by which some models divide
 the output.
 """
 
@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from qwen3next_jax.zoo.ops.scans import linear_scan
 
 
-def key_sum(q, k, *, g, beta, initial_state=None, segment_ids=None, axis_name: str | None = None):
+def normalizer(
+    q, k, *, g, beta, initial_state=None, segment_ids=None, axis_name: str | None = None
+):
     """Computes o_t = z_t · q_t with z_t = e^{g_t} z_{t-1} + β_t k_t. For each token this is the sum
     of the weights with which `gated_delta_rule(erase=False, normalize_qk=False)` sums the values,
     without that function's factor K^{-1/2}. (In that function, the output for an additional value

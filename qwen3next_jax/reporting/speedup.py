@@ -1,0 +1,550 @@
+"""The effective speed-up: one number for what a change of the model or of its training is worth.
+
+The two sides of a comparison are its arms: the baseline, and the arm with the change. Each arm was
+trained with several budgets C, which are numbers of steps, of FLOPs, or of seconds. A law is fitted
+to the losses of each arm:
+
+    L(C) = E + A / C^α                                   so C(ℓ) = (A / (ℓ - E))^(1/α)
+    ℓ = max(L_baseline(largest budget), L_arm(largest budget))
+    speed-up = C_baseline(ℓ) / C_arm(ℓ)
+
+ℓ is the loss of the worse arm at its largest budget. The speed-up says how many times the compute
+of the arm the baseline needs to reach ℓ: 2 means half the compute, and a number below 1 means that
+the change slows training down. The better arm reaches ℓ between its own budgets, so no law is used
+beyond the budgets that were trained. 2509.02046 inverts the baseline's law at the loss of the other
+arm, which lies beyond the baseline's budgets. Where the laws of both arms are the same up to a
+factor of compute, the two definitions agree, at every loss.
+
+The interval over seeds reaches from the lowest to the highest speed-up of all pairs of a seed of
+the baseline and a seed of the arm. If noise of the same distribution moves the log of the compute
+in both arms, the interval misses the true speed-up only if every seed of one arm lies above every
+seed of the other. For n and m seeds this has the probability 2 n! m! / (n + m)!, which is 1/3 for
+two seeds each, 1/10 for three, and 1/35 for four.
+
+Letters: S seeds, B budgets.
+"""
+
+import dataclasses
+import html
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qwen3next_jax.common.errors import UserError, join_first, require
+from qwen3next_jax.common.events import devices_of
+from qwen3next_jax.reporting.charts import Line, line_chart, table
+from qwen3next_jax.reporting.runs import Run, incomparable
+
+# unit of a budget → its name for readers
+UNITS = {"steps": "steps", "flops": "FLOPs", "seconds": "wall time"}
+LEAST_BUDGETS = 3  # the law has three constants
+# A law is refused if the distance of the losses from it is worth more than this factor of compute.
+LARGEST_MISFIT = 2.0
+_EXPONENTS = (0.01, 3.0)  # the smallest and the largest α
+# Two losses that differ by less than this share are equal: results.json has five digits.
+_SAME_LOSS = 1e-5
+_SAME_RATE = 1e-6  # two learning rates that differ by less than this share are equal
+_SMALLEST = 1e-30
+_CURVE_POINTS = 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One side of a comparison.
+
+    Attributes:
+      name: its name.
+      losses: [S, B], the loss at the end of every budget.
+      spent: unit → [S, B], the budgets in this unit. A unit that was not measured is absent,
+        or NaN.
+      devices: the devices that trained it, such as {"8 × TPU v5"}.
+    """
+
+    name: str
+    losses: np.ndarray
+    spent: Mapping[str, np.ndarray]
+    devices: frozenset[str] = frozenset()
+
+
+class Law(NamedTuple):
+    """L(C) = E + A / C^α, and how far the losses are from it.
+
+    Attributes:
+      e, a, alpha: E, A and α.
+      low, high: the smallest and the largest budget of the fit.
+      residual: the root of the squared residuals' sum over B - 3, in the unit of the loss; 0 for
+        three budgets, which the law meets exactly, if it can.
+    """
+
+    e: float
+    a: float
+    alpha: float
+    low: float
+    high: float
+    residual: float
+
+    def __call__(self, budget):
+        """Returns the loss at budgets, in the shape of `budget`."""
+        return self.e + self.a / np.asarray(budget) ** self.alpha
+
+    def budget_at(self, loss: float) -> float:
+        """Returns the budget whose loss is `loss`, which is at least L(high)."""
+        if loss <= self(self.high):
+            return self.high
+        return (self.a / (loss - self.e)) ** (1 / self.alpha)
+
+    def misfit(self, budget: float) -> float:
+        """Returns the factor of compute that the residual is worth at `budget`: exp(residual / s)
+        with the slope s = -dL / d log C = α A / C^α. It is infinite where the loss does not fall.
+        """
+        slope = self.alpha * self.a / budget**self.alpha
+        if slope <= _SAME_LOSS * self(budget):
+            return math.inf
+        return math.exp(min(self.residual / slope, 100.0))
+
+
+class SpeedUp(NamedTuple):
+    """The effective speed-up of an arm over its baseline, in one unit of compute.
+
+    Attributes:
+      factor: the speed-up, by the laws of the means over seeds.
+      low, high: the interval over seeds. None if both arms have one seed. `low` is 0, or `high` is
+        infinite, if a pair of seeds reaches no common loss between its budgets.
+      seeds: the number of seeds of the baseline and of the arm.
+      loss: ℓ.
+      misfit: the larger `Law.misfit` of the two laws; None for three budgets, which have none.
+    """
+
+    factor: float
+    low: float | None
+    high: float | None
+    seeds: tuple[int, int]
+    loss: float
+    misfit: float | None
+
+    def __str__(self) -> str:
+        """Returns "1.43", or with seeds "1.43 (1.31 to 1.58)"."""
+        if self.low is None:
+            return f"{self.factor:.3g}"
+        if self.low == 0 and self.high == math.inf:
+            return f"{self.factor:.3g} (no bound)"
+        if self.high == math.inf:
+            return f"{self.factor:.3g} ({self.low:.3g} or more)"
+        if self.low == 0:
+            return f"{self.factor:.3g} ({self.high:.3g} or less)"
+        return f"{self.factor:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+class Comparison(NamedTuple):
+    """What is known about the speed-up of one arm over its baseline.
+
+    Attributes:
+      arm, baseline: the names of both.
+      found: unit → the speed-up, or a sentence that says why there is none.
+    """
+
+    arm: str
+    baseline: str
+    found: dict[str, SpeedUp | str]
+
+
+def fit_law(budgets: np.ndarray, losses: np.ndarray) -> Law:
+    """Fits L(C) = E + A / C^α with the least squared residuals, E ≥ 0, A ≥ 0 and α in `_EXPONENTS`.
+
+    For a given α the best E and A are those of a linear problem, so α is searched alone: on a grid,
+    and then on ever finer grids around its best value.
+
+    Args:
+      budgets: [B], positive.
+      losses: [B], positive.
+    """
+    high = float(budgets.max())
+    log_budgets = np.log(budgets / high)
+    alphas = np.geomspace(*_EXPONENTS, 61)
+    for _ in range(9):  # each grid is ten times as fine as the one before it
+        e, a, squares = _linear_fits(np.exp(-alphas[:, None] * log_budgets), losses)
+        i = int(squares.argmin())
+        best = Law(
+            e=float(e[i]),
+            a=float(a[i] * high ** alphas[i]),
+            alpha=float(alphas[i]),
+            low=float(budgets.min()),
+            high=high,
+            residual=math.sqrt(squares[i] / max(len(budgets) - LEAST_BUDGETS, 1)),
+        )
+        alphas = np.geomspace(alphas[max(i - 1, 0)], alphas[min(i + 1, len(alphas) - 1)], 21)
+    return best
+
+
+def _linear_fits(
+    powers: np.ndarray, losses: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns, for every exponent, the E ≥ 0 and A ≥ 0 for which E + A · powers is closest to the
+    losses, and the sum of the squared residuals; each [exponents].
+
+    Args:
+      powers: [exponents, B], 1 / C^α.
+      losses: [B].
+    """
+    x = powers - powers.mean(axis=1, keepdims=True)
+    a = np.maximum(x @ losses / np.square(x).sum(axis=1), 0.0)
+    e = losses.mean() - a * powers.mean(axis=1)
+    through_zero = powers @ losses / np.square(powers).sum(axis=1)
+    e, a = np.maximum(e, 0.0), np.where(e < 0, through_zero, a)
+    residuals = e[:, None] + a[:, None] * powers - losses
+    return e, a, np.square(residuals).sum(axis=1)
+
+
+def speed_up(baseline: Arm, arm: Arm, unit: str) -> SpeedUp:
+    """Returns the effective speed-up of `arm` over `baseline`.
+
+    Args:
+      unit: the unit of compute, a key of `UNITS`.
+
+    Raises:
+      UserError: the losses do not carry a speed-up: an arm has too few budgets, its law does not
+        tell the compute, or the arms reach no common loss between their budgets.
+    """
+    for one in (baseline, arm):
+        _check_budgets(one, unit)
+    if unit == "seconds":
+        devices = baseline.devices | arm.devices
+        require(
+            len(devices) <= 1,
+            f"{baseline.name} and {arm.name} trained on different devices "
+            f"({', '.join(sorted(devices))}), so their wall times do not compare: train both on "
+            "the same",
+        )
+    laws = [
+        fit_law(one.spent[unit].mean(axis=0), one.losses.mean(axis=0)) for one in (baseline, arm)
+    ]
+    loss = _common_loss(*laws)
+    misfits = [law.misfit(max(law.budget_at(loss), law.low)) for law in laws]
+    for one, misfit in zip((baseline, arm), misfits, strict=True):
+        require(
+            misfit < math.inf,
+            f"{one.name}: its loss does not fall with the {UNITS[unit]}, so a loss tells no "
+            "compute: add budgets at which it falls",
+        )
+        require(
+            misfit <= LARGEST_MISFIT,
+            f"{one.name}: its losses are as far from the law E + A / C^α as a factor of "
+            f"{misfit:.2g} of {UNITS[unit]}; expected at most {LARGEST_MISFIT:g}: add seeds, or "
+            "leave out budgets at which training was unstable",
+        )
+    factor = _ratio(*laws)
+    if not 0 < factor < math.inf:
+        better, worse = (arm, baseline) if factor else (baseline, arm)
+        ahead, behind = laws[::-1] if factor else laws
+        raise UserError(
+            f"{better.name} is below the lowest loss of {worse.name} at its smallest budget, so "
+            f"it is more than {behind.high / ahead.low:.3g} times as fast by {UNITS[unit]}, and no "
+            f"budget says by how much: give {better.name} smaller budgets, or {worse.name} larger"
+        )
+    low, high = _interval(baseline, arm, unit, factor)
+    exact = min(len(one.losses[0]) for one in (baseline, arm)) == LEAST_BUDGETS
+    return SpeedUp(
+        factor=factor,
+        low=low,
+        high=high,
+        seeds=(len(baseline.losses), len(arm.losses)),
+        loss=loss,
+        misfit=None if exact else max(misfits),
+    )
+
+
+def _check_budgets(arm: Arm, unit: str) -> None:
+    """Raises UserError if an arm has too few budgets, or losses, for a law."""
+    require(
+        len(arm.losses) > 0,
+        f"{arm.name}: no seed is done at all of its {arm.losses.shape[1]} budgets: let the points "
+        "finish, or leave out the budgets at which they failed",
+    )
+    require(
+        np.isfinite(arm.spent.get(unit, math.nan)).all(),
+        f"{arm.name}: its {UNITS[unit]} was not recorded at every budget",
+    )
+    budgets = sorted({float(f"{budget:.6g}") for budget in arm.spent[unit].mean(axis=0)})
+    shown = join_first((f"{budget:g}" for budget in budgets), 3)
+    require(
+        len(budgets) >= LEAST_BUDGETS,
+        f"{arm.name}: {len(budgets)} {'budget' if len(budgets) == 1 else 'budgets'} of "
+        f"{UNITS[unit]} ({shown}): expected at least {LEAST_BUDGETS}, as the law E + A / C^α has "
+        'three constants: train more budgets, such as by an axis "flops" of a sweep',
+    )
+
+
+def _common_loss(baseline: Law, arm: Law) -> float:
+    """Returns ℓ, the loss of the worse arm at its largest budget."""
+    return float(max(baseline(baseline.high), arm(arm.high)))
+
+
+def _ratio(baseline: Law, arm: Law) -> float:
+    """Returns C_baseline(ℓ) / C_arm(ℓ). It is infinite if the arm reaches ℓ below its smallest
+    budget, and 0 if the baseline does.
+    """
+    loss = _common_loss(baseline, arm)
+    of_baseline, of_arm = baseline.budget_at(loss), arm.budget_at(loss)
+    if of_arm < arm.low:
+        return math.inf
+    return of_baseline / of_arm if of_baseline >= baseline.low else 0.0
+
+
+def _interval(
+    baseline: Arm, arm: Arm, unit: str, factor: float
+) -> tuple[float, float] | tuple[None, None]:
+    """Returns the lowest and the highest speed-up over pairs of seeds, and over `factor`."""
+    if len(baseline.losses) == len(arm.losses) == 1:
+        return None, None
+    of_seeds = [
+        [fit_law(*seed) for seed in zip(one.spent[unit], one.losses, strict=True)]
+        for one in (baseline, arm)
+    ]
+    ratios = [_ratio(*pair) for pair in itertools.product(*of_seeds)]
+    return min(factor, *ratios), max(factor, *ratios)
+
+
+def confidence(seeds: tuple[int, int]) -> float:
+    """Returns the probability with which the interval over so many seeds of the two arms holds the
+    true speed-up, if both arms have the same noise.
+    """
+    return 1 - 2 / math.comb(sum(seeds), seeds[0])
+
+
+def compare(baseline: Arm, arm: Arm) -> Comparison:
+    """Returns the speed-up of `arm` over `baseline` in every unit, or why there is none."""
+    found: dict[str, SpeedUp | str] = {}
+    for unit in UNITS:
+        try:
+            found[unit] = speed_up(baseline, arm, unit)
+        except UserError as error:
+            found[unit] = str(error)
+    return Comparison(arm.name, baseline.name, found)
+
+
+# ---- Two runs
+
+
+def arms_of_runs(baseline: Run, run: Run) -> tuple[str, Arm, Arm]:
+    """Makes the arms of two runs, with one seed each.
+
+    The budgets are the steps of held-out evaluations at the highest learning rate of a run. After
+    the learning rate has begun to fall, or before it has risen, a loss in the middle of a run is
+    not the loss of a shorter run.
+
+    Returns:
+      The name of the losses, and the arms of both.
+
+    Raises:
+      UserError: the runs do not compare, or have too few such evaluations.
+    """
+    reasons = incomparable((baseline, run))
+    metric, title = "bits_per_byte", "Held-out bits per byte"
+    if any(one.last("heldout", metric) is None for one in (baseline, run)):
+        metric, title = "loss", "Held-out loss, nats per token"
+    else:
+        reasons.pop("tokenizer", None)  # bits per byte compare whatever the tokenizer
+    for reason in reasons.values():
+        raise UserError(reason.sentence.removesuffix("."))
+    return title, _arm_of_run(baseline, metric), _arm_of_run(run, metric)
+
+
+def sentence_of_runs(baseline: Run, run: Run) -> str:
+    """Returns the speed-up of `run` over `baseline` as one sentence, or why there is none."""
+    try:
+        _, *arms = arms_of_runs(baseline, run)
+    except UserError as error:
+        return _none(run.name, baseline.name, str(error))
+    return sentence(compare(*arms))
+
+
+def _arm_of_run(run: Run, metric: str) -> Arm:
+    """Returns a run as an arm with one seed, whose losses are of held-out evaluations."""
+    train = [event for event in run.events.get("train", ()) if _positive(event, "learning_rate")]
+    rates = np.array([event["learning_rate"] for event in train], float)
+    steps = np.array([event["step"] for event in train])
+    evaluated = [event for event in run.events.get("heldout", ()) if _positive(event, metric)]
+    chosen = []
+    for event in evaluated:
+        before = int(np.searchsorted(steps, event["step"], side="right")) - 1
+        if before >= 0 and rates[before] >= (1 - _SAME_RATE) * rates.max():
+            chosen.append(event)
+    require(
+        len({event["step"] for event in chosen}) >= LEAST_BUDGETS,
+        f"{run.name}: {len(chosen)} of {len(evaluated)} held-out evaluations are at its highest "
+        f"learning rate; expected at least {LEAST_BUDGETS}, as under a learning rate that falls a "
+        "loss in the middle of a run is not the loss of a shorter run: train both runs with "
+        'optimizer.schedule=constant, or compare them in a sweep with an axis "flops"',
+    )
+    require(
+        len(run.events.get("stage", ())) < 2,
+        f"{run.name}: it has several stages, whose losses follow no common law: compare the runs "
+        'in a sweep with an axis "flops"',
+    )
+    at = np.array([[event["step"] for event in chosen]], float)
+    spent = {"steps": at}
+    for unit, of_step in (("flops", _flops_of_step(train)), ("seconds", _seconds_of_step(train))):
+        if of_step:
+            spent[unit] = at * of_step
+    return Arm(
+        run.name,
+        np.array([[event[metric] for event in chosen]], float),
+        spent,
+        devices_of(run.log),
+    )
+
+
+def _positive(event: Mapping, *names: str) -> bool:
+    """Whether the event has a positive number, far inside of what float64 can square, under each of
+    the names.
+    """
+    return all(
+        isinstance(event.get(name), (int, float)) and _SMALLEST < event[name] < 1 / _SMALLEST
+        for name in names
+    )
+
+
+def _seconds_of_step(train: Sequence[Mapping]) -> float | None:
+    """Returns the median over "train" events; None if no event has it."""
+    values = [e["seconds"] / e["steps"] for e in train if _positive(e, "seconds", "steps")]
+    return float(np.median(values)) if values else None
+
+
+def _flops_of_step(train: Sequence[Mapping]) -> float | None:
+    names = "model_flops_per_second", "seconds", "steps"
+    values = [e[names[0]] * e["seconds"] / e["steps"] for e in train if _positive(e, *names)]
+    return float(np.median(values)) if values else None
+
+
+# ---- For readers
+
+
+def sentence(comparison: Comparison) -> str:
+    """Returns the speed-up as one sentence, or why there is none."""
+    told = {u: found for u, found in comparison.found.items() if isinstance(found, SpeedUp)}
+    refused = dict.fromkeys(found for found in comparison.found.values() if isinstance(found, str))
+    if not told:
+        return _none(comparison.arm, comparison.baseline, next(iter(refused)))
+    factors = ", ".join(f"{found} by {UNITS[unit]}" for unit, found in told.items())
+    first = next(iter(told.values()))
+    seeds = " (one seed: no interval)"
+    if first.low is not None:
+        seeds = f" ({first.seeds[0]} and {first.seeds[1]} seeds)"
+    return (
+        f"Effective speed-up of {comparison.arm} over {comparison.baseline}: {factors}{seeds}."
+        + "".join(f" {text}." for text in refused)
+    )
+
+
+def _none(arm: str, baseline: str, reason: str) -> str:
+    return f"No effective speed-up of {arm} over {baseline}: {reason}."
+
+
+def to_record(comparison: Comparison) -> dict[str, Any]:
+    """Returns a comparison as JSON can hold it: numbers that are not finite are text."""
+    return {
+        "arm": comparison.arm,
+        "baseline": comparison.baseline,
+        **{
+            unit: found if isinstance(found, str) else _finite_or_text(found._asdict())
+            for unit, found in comparison.found.items()
+        },
+    }
+
+
+def _finite_or_text(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: str(v) if v == math.inf else v for name, v in values.items()}
+
+
+def comparisons_html(comparisons: Sequence[Comparison]) -> str:
+    """Returns a table with a row for each comparison, after a paragraph that says how to read it,
+    and before a list of what is refused.
+    """
+    told = [found for c in comparisons for found in c.found.values() if isinstance(found, SpeedUp)]
+    parts = []
+    if told:
+        parts.append(f"<p>{html.escape(_explanation(told))}</p>")
+        head = [
+            "",
+            "baseline",
+            *(f"by {name}" for name in UNITS.values()),
+            "at a loss of",
+            "misfit",
+        ]
+        parts.append(table(head, [_row(c) for c in comparisons], numeric=True))
+    reasons = dict.fromkeys(
+        f"No effective speed-up of {c.arm} over {c.baseline}"
+        f"{'' if _all_refused(c) else f' by {UNITS[unit]}'}: {found}."
+        for c in comparisons
+        for unit, found in c.found.items()
+        if isinstance(found, str)
+    )
+    listed = "".join(f"<li>{html.escape(reason)}</li>" for reason in reasons)
+    return "".join(parts) + (f"<ul>{listed}</ul>" if listed else "")
+
+
+def _all_refused(comparison: Comparison) -> bool:
+    return len(set(map(str, comparison.found.values()))) == 1
+
+
+def _explanation(told: Sequence[SpeedUp]) -> str:
+    text = (
+        "The compute of the baseline over the compute of the row, at the same loss: at 2 the row "
+        "needs half the compute, below 1 it needs more. Both are read from the fitted laws "
+        "E + A / C^α, at the lowest loss that both reach."
+    )
+    seeds = sorted({found.seeds for found in told if found.low is not None})
+    if seeds:
+        chances = join_first(
+            (f"{confidence((n, m)):.0%} of cases with {n} and {m} seeds" for n, m in seeds), 3
+        )
+        text += (
+            " In brackets: the lowest and the highest over pairs of a seed of each. If both have "
+            f"the same noise, this interval holds the true speed-up in {chances}."
+        )
+    if any(found.low is None for found in told):
+        text += " One seed has no interval: differences may be chance."
+    if any(found.misfit for found in told):
+        text += (
+            " Misfit: the distance of the losses from the law, as a factor of compute, for each "
+            "unit where they differ. A speed-up that is nearer to 1 than its misfit says nothing."
+        )
+    return text
+
+
+def _row(comparison: Comparison) -> list[str]:
+    told = [found for found in comparison.found.values() if isinstance(found, SpeedUp)]
+    misfits = [f"{f.misfit:.3g}" if f.misfit else "–" for f in told]
+    return [
+        comparison.arm,
+        comparison.baseline,
+        *("–" if isinstance(found, str) else str(found) for found in comparison.found.values()),
+        f"{told[0].loss:.4g}" if told else "–",
+        " · ".join(misfits) if len(set(misfits)) > 1 else next(iter(misfits), "–"),
+    ]
+
+
+def law_chart(title: str, arms: Sequence[Arm], where: str = "") -> str:
+    """Returns a chart of the losses of the arms over their FLOPs, with the law of each arm that has
+    enough budgets; "" if no arm has. `where` says which losses they are.
+    """
+    lines, unit = [], "flops"
+    for i, arm in enumerate(arms):
+        try:
+            _check_budgets(arm, unit)
+        except UserError:
+            continue
+        budgets, losses = arm.spent[unit].mean(axis=0), arm.losses.mean(axis=0)
+        law = fit_law(budgets, losses)
+        at = np.geomspace(law.low, law.high, _CURVE_POINTS)
+        lines.append(Line(arm.name, at, law(at), colour=i))
+        order = np.argsort(arm.spent[unit], axis=None, kind="stable")
+        points = arm.spent[unit].ravel()[order], arm.losses.ravel()[order]
+        lines.append(Line("", *points, colour=i, dots=True, joined=False))
+    if not lines:
+        return ""
+    note = f"Dots were measured{where}; lines are the fitted laws E + A / C^α."
+    return line_chart(title, lines, x_label=UNITS[unit], log=True, log_x=True, note=note)
