@@ -41,7 +41,7 @@ from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import find_file, load_config_file
 from qwen3next_jax.planner.parts import by_part
 from qwen3next_jax.planner.roofline import SourceCost
-from qwen3next_jax.reporting.charts import DASHES, Line, line_chart, series_colour, short_number
+from qwen3next_jax.reporting.charts import Line, line_chart, series_colour, short_number
 from qwen3next_jax.reporting.page import render_report
 from qwen3next_jax.reporting.runs import Run, load_run
 from qwen3next_jax.runs.display import Display
@@ -53,16 +53,31 @@ RECORD = DOCS / "pictures" / "tiny"
 WIDTH, CHART_WIDTH, CHART_HEIGHT, GAP = 1000, 470, 196, 20
 # The fields of events that the pictures show; a record in docs/ holds no others.
 KINDS = ("start", "train", "heldout", "sample", "checkpoint", "diagnostics")
-# Of configs/sweeps/state.py: its tasks, each with its title and what accuracies mean; and how the
-# names of models of two layers begin. In state_recall both values of a key are one of 25, so they
-# are equal once in 25 times.
-STATE_TASKS = {
-    "parity": ("parity", [("a guess", 1 / 2)]),
-    "s3": ("permutations of three things", [("a guess", 1 / 6), ("even or odd", 1 / 3)]),
-    "modular_addition": ("addition modulo 5", [("a guess", 1 / 5)]),
-    "state_recall": ("recall by a key and the parity", [("the key alone", (1 + 1 / 25) / 2)]),
+# Of configs/sweeps/state.py: models with their labels, and what accuracies of a task mean. In
+# state_recall both values of a key are one of 25, so they are equal once in 25 times.
+ONE_LAYER = {
+    "attention": "attention",
+    "recurrent, beta 1": "recurrent, β < 1",
+    "recurrent, beta 2": "β < 2",
+    "2 writes, beta 2": "β < 2, 2 writes",
 }
-TWO_LAYERS = ("2 of", "2 recurrent", "1 of each")
+ADDED_PARTS = {
+    "recurrent, beta 2": "neither",
+    "with decay, beta 2": "with decay",
+    "with convolution, beta 2": "with convolution",
+}
+TWO_LAYERS = {
+    "2 of attention": "attention",
+    "2 recurrent, beta 2": "recurrent",
+    "1 of each, beta 1": "both, β < 1",
+    "1 of each, beta 2": "both, β < 2",
+}
+ACCURACIES = {
+    "parity": [("a guess", 1 / 2)],
+    "s3": [("a guess", 1 / 6), ("even or odd", 1 / 3)],
+    "modular_addition": [("a guess", 1 / 5)],
+    "state_recall": [("the key alone", (1 + 1 / 25) / 2)],
+}
 
 
 def draw_pictures() -> dict[str, str]:
@@ -79,14 +94,16 @@ def draw_pictures() -> dict[str, str]:
         "state_alone.svg": draw_state(
             state,
             "What one layer does alone",
-            {name: task for name, task in STATE_TASKS.items() if name != "state_recall"},
-            [model for model in state["axes"]["model"] if not model.startswith(TWO_LAYERS)],
+            ("Parity", "parity", ONE_LAYER),
+            ("Permutations of three things", "s3", ONE_LAYER),
+            ("Addition modulo 5", "modular_addition", ONE_LAYER),
+            ("Parity with a decay or a convolution", "parity", ADDED_PARTS),
         ),
         "state_mixture.svg": draw_state(
             state,
             "What two layers do",
-            {name: STATE_TASKS[name] for name in ("state_recall", "parity")},
-            [model for model in state["axes"]["model"] if model.startswith(TWO_LAYERS)],
+            ("Recall by a key and the parity", "state_recall", TWO_LAYERS),
+            ("Parity", "parity", TWO_LAYERS),
         ),
         "plan.svg": draw_plan(
             json.loads((DOCS / "planner" / "v5p_8x8x8_16k_default.json").read_text())
@@ -187,54 +204,40 @@ def draw_sweep(sweep: dict) -> str:
     return _svg(parts + charts, height, "a sweep over the ratio of layers")
 
 
-def draw_state(
-    sweep: dict,
-    title: str,
-    tasks: dict[str, tuple[str, list[tuple[str, float]]]],
-    models: Sequence[str],
-) -> str:
-    """Draws the accuracy of models over the positions of a row, a chart for each task. Each dot is
-    the mean over seeds, the band their range. A model without a point of a task has no line.
+def draw_state(sweep: dict, title: str, *charts: tuple[str, str, dict[str, str]]) -> str:
+    """Draws the accuracy of models over the positions of a row. Each dot is the mean over seeds,
+    the band their range.
 
     Args:
       sweep: the results of configs/sweeps/state.py.
-      tasks: name of a task → (its title, (label, accuracy) of the chart's horizontal lines).
-      models: names of models on the sweep's axis "model".
+      charts: (title, task, {model: label}) of each chart. A model that was not run on the task has
+        no line.
     """
     metrics = [name for name in sweep["points"][0] if name.startswith("state accuracy/")]
-    ranges = [name.partition("/")[2].replace("-", "–") for name in metrics]
     figures = []
-    for task, (task_title, references) in tasks.items():
+    for caption, task, labels in charts:
         lines = []
-        for colour, model in enumerate(models):
+        for colour, (model, label) in enumerate(labels.items()):
             points = [p for p in sweep["points"] if (p["task"], p["model"]) == (task, model)]
-            values = [[point[metric] for point in points] for metric in metrics] if points else []
+            if not points:
+                continue
+            values = [[point[metric] for point in points] for metric in metrics]
             mean = [math.fsum(v) / len(v) for v in values]
             ends = [list(map(end, values)) for end in (min, max)]
-            lines.append(
-                Line("", range(len(mean)), mean, *ends, colour=colour, dash=colour, dots=True)
-            )
+            lines.append(Line(label, range(len(mean)), mean, *ends, colour=colour, dots=True))
         figures.append(
             line_chart(
-                f"Accuracy: {task_title}",
-                [line for line in lines if len(line.y)],
+                f"{caption}, accuracy",
+                lines,
                 x_label="positions of a row; the trained rows end at the vertical line",
-                x_names=ranges,
+                x_names=[name.partition("/")[2].replace("-", "–") for name in metrics],
                 from_zero=True,
-                references=references,
+                references=ACCURACIES[task],
                 marks=[(0.5, "the trained rows end", "stage")],
             )
         )
-    parts = [_text(20, 34, title, 20, bold=True)]
-    place = 20.0
-    for colour, model in enumerate(models):
-        label, dash = model.replace("beta ", "β < "), DASHES[colour % len(DASHES)]
-        style = f"stroke:{series_colour(colour)};stroke-width:2.5;stroke-dasharray:{dash or 'none'}"
-        parts.append(f'<path d="M{place:.0f} 56h26" style="{style}"/>')
-        parts.append(_text(place + 33, 60, label, 13, dim=True))
-        place += 48 + 6.6 * len(label)
-    charts, height = _grid(figures, 78)
-    return _svg(parts + charts, height, title)
+    drawn, height = _grid(figures, 54)
+    return _svg([_text(20, 34, title, 20, bold=True), *drawn], height, title)
 
 
 def draw_plan(plan: dict) -> str:
@@ -331,8 +334,6 @@ def _grid(figures: Sequence[str], top: float) -> tuple[list[str], float]:
         place = x + 12
         legend = r'<path d="M0 4H18" stroke="(.*?)".*?</svg>(.*?)</span>'
         for stroke, label in re.findall(legend, figure, re.DOTALL):
-            if not label:
-                continue
             label = html.unescape(label)
             parts.append(
                 f'<path d="M{place:.0f} {y + 36:.0f}h18" style="stroke:{stroke};stroke-width:2.5"/>'

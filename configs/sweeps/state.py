@@ -50,8 +50,9 @@ def short_first(short, long):
 TASKS = {
     "parity": {"data.source": "parity"},
     "s3": {"data.source": "s3"} | short_first(200, 500),
-    "modular_addition": {"data.source": "modular_addition"} | short_first(200, 500),
-    # Four keys with two values each, and recurrent layers whose state is too small to hold them.
+    "modular_addition": {"data.source": "modular_addition"} | short_first(400, 1000),
+    # Four keys with two values each, and recurrent layers whose keys have two numbers: a head can
+    # hold at most two keys apart.
     "state_recall": {
         "data.source": "state_recall",
         "data.synthetic.pairs": 4,
