@@ -4,6 +4,10 @@
 #   uv sync --extra gpu --extra gcs
 # Then, in the same folder, as often as the run needs:
 #   sbatch deploy/slurm.sh gs://BUCKET/runs/small
+# What follows the folder goes to train.py: a config (without one, configs/small.py) and your data.
+#   sbatch deploy/slurm.sh /shared/runs/a --config=configs/qwen3_next_1b.py --config.data.path=…
+# What precedes the script overrides its lines #SBATCH:
+#   sbatch --account=A --partition=P --nodes=1 --ntasks-per-node=4 --gpus-per-node=4 deploy/slurm.sh …
 #SBATCH --job-name=qwen3next
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=8
@@ -23,7 +27,11 @@ stop() {
   echo "error: $1" >&2
   exit 2
 }
-workdir=${1:?expected a folder or a bucket for the run}
+[[ $1 && $1 != -* ]] ||
+  stop "usage: sbatch deploy/slurm.sh FOLDER [flags of train.py], with a folder or bucket for the run, not ${1:-nothing}"
+workdir=$1
+shift
+[[ " $*" == *" --config="* ]] || set -- --config=configs/small.py "$@"
 command -v srun >/dev/null || stop "srun: not found: this script is for a SLURM cluster"
 [[ $SLURM_CPUS_PER_TASK ]] || stop "not inside a job: sbatch $0 $workdir"
 [[ -f train.py && -x .venv/bin/python ]] ||
@@ -32,4 +40,4 @@ command -v srun >/dev/null || stop "srun: not found: this script is for a SLURM 
 # Since SLURM 22.05 srun does not take --cpus-per-task from the job. The tasks start Python itself:
 # with `uv run`, 32 tasks would make one environment at the same time, without a network.
 exec srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-  .venv/bin/python train.py --config=configs/small.py --workdir="$workdir"
+  .venv/bin/python train.py "$@" --workdir="$workdir"

@@ -114,10 +114,12 @@ for task in 0 1; do SLURM_PROCID=$task CPUS=$cpus "$@"; done
 """
 
 
-def _sbatch(folder: pathlib.Path, path: pathlib.Path) -> subprocess.CompletedProcess:
+def _sbatch(
+    folder: pathlib.Path, path: pathlib.Path, *arguments: str
+) -> subprocess.CompletedProcess:
     """Runs slurm.sh in `folder` as a job's batch step, with the programs of `path`."""
     return subprocess.run(
-        ["/bin/bash", DEPLOY / "slurm.sh", "gs://bucket/run"],
+        ["/bin/bash", DEPLOY / "slurm.sh", *(arguments or ["gs://bucket/run"])],
         cwd=folder,
         env={"PATH": str(path), "SLURM_CPUS_PER_TASK": "12"},
         capture_output=True,
@@ -131,15 +133,28 @@ def _write_program(path: pathlib.Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_each_slurm_task_gets_its_cores(tmp_path):
-    programs = tmp_path / "programs"
-    _write_program(programs / "srun", SRUN)
-    _write_program(
-        tmp_path / ".venv/bin/python", '#!/bin/bash\necho "$SLURM_PROCID $CPUS ${@: -1}"\n'
-    )
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout whose Python prints the task, its cores and its arguments; beside it srun."""
+    _write_program(tmp_path / "programs/srun", SRUN)
+    _write_program(tmp_path / ".venv/bin/python", '#!/bin/bash\necho "$SLURM_PROCID $CPUS $@"\n')
     (tmp_path / "train.py").touch()
-    done = _sbatch(tmp_path, programs)
-    assert done.stdout.splitlines() == [f"{task} 12 --workdir=gs://bucket/run" for task in range(2)]
+    return tmp_path
+
+
+def test_each_slurm_task_gets_its_cores(checkout):
+    done = _sbatch(checkout, checkout / "programs")
+    command = "train.py --config=configs/small.py --workdir=gs://bucket/run"
+    assert done.stdout.splitlines() == [f"{task} 12 {command}" for task in range(2)]
+
+
+def test_a_slurm_job_takes_flags_of_train(checkout):
+    flags = ["--config=configs/tiny.py", "--config.data.path=a b,c"]
+    done = _sbatch(checkout, checkout / "programs", "runs/a", *flags)
+    command = f"train.py {' '.join(flags)} --workdir=runs/a"
+    assert done.stdout.splitlines() == [f"{task} 12 {command}" for task in range(2)]
+    done = _sbatch(checkout, checkout / "programs", *flags)
+    assert done.returncode == 2 and flags[0] in done.stderr
 
 
 def test_a_missing_srun_is_named(tmp_path):

@@ -4,6 +4,7 @@ by import strings alone.
 """
 
 import dataclasses
+import inspect
 import json
 import re
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.nnx import Rngs
-from page import README, example, line
+from page import PAGE, README, example, line
 
 from qwen3next_jax import Qwen3Next, load_hf, save_hf
 from qwen3next_jax.config import (
@@ -35,6 +36,7 @@ from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.trained.load import load_model
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from qwen3next_jax.zoo.pair_mixer import PairAttention
 from tests.in_process import train
 from tests.models import HYBRID
 from tests.refusals import refused
@@ -133,7 +135,9 @@ def test_a_new_mixer_with_one_setting(tmp_path):
     for mixer in (own, of_readme):
         np.testing.assert_allclose(run(mixer), run(known), rtol=0, atol=1e-5)
     for length in (3, 16):
-        assert own.forward_flops(own.config, length) == known.forward_flops(known.config, length)
+        assert own.activation_flops(own.config, length) == known.activation_flops(
+            known.config, length
+        )
     for settings, named in [
         ({"window": 0}, "model.mixer.window = 0"),
         ({"window": "5"}, "model.mixer.window = '5'"),
@@ -143,6 +147,12 @@ def test_a_new_mixer_with_one_setting(tmp_path):
             dataclasses.replace(
                 SMALL, linear_mixer="my_windowed:Windowed", mixer=MixerConfig(**settings)
             )
+
+
+@pytest.mark.parametrize("name", ["queries", "keys", "score"])
+def test_the_page_has_the_methods_of_pair_attention(name):
+    signature = inspect.signature(getattr(PairAttention, name))
+    assert f"`{name}{signature}`" in PAGE.read_text()
 
 
 @pytest.mark.slow

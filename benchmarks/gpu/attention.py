@@ -126,12 +126,17 @@ def main() -> int:
     options = parser.parse_args()
     if options.tiny:
         jax.config.update("jax_platforms", "cpu")
-    elif reason := cudnn.unsupported() if jax.default_backend() == "gpu" else "without a GPU":
+    elif (
+        reason := cudnn.unsupported_reason() if jax.default_backend() == "gpu" else "without a GPU"
+    ):
         print(f"error: cuDNN cannot run {reason}; --tiny runs this on a CPU", file=sys.stderr)
         return 3
     device = jax.devices()[0].device_kind
     found = dict(
-        device=device, jax=jax.__version__, cudnn=cudnn.version(), python=platform.python_version()
+        device=device,
+        jax=jax.__version__,
+        cudnn=cudnn.cudnn_version(),
+        python=platform.python_version(),
     )
     print(f"{device}, jax {found['jax']}, cuDNN {found['cudnn']}")
     worst, bar = 0.0, cudnn_attention.TOLERANCE

@@ -323,9 +323,9 @@ def delta_rule_programs(options, shaped) -> dict[str, Program]:
     numbers, ids = shaped(1, t, h, dtype=jnp.float32), shaped(1, t, dtype=jnp.int32)
     x = Inputs(keys, keys, values, numbers, numbers, ids)
     state = shaped(1, h, k, v, dtype=jnp.float32)
-    settings = Settings(64, normalize_qk=True, erase=True)
+    settings = Settings(64, normalize_qk=True, delta_term=True)
     split = Split(options.pieces, options.warpgroups) if options.pieces else None
-    split = pallas_gpu.Problem.of(x, settings, split).split
+    split = pallas_gpu.Problem.of_call(x, settings, split).split
     common = dict(settings=settings, interpret=False, split=split)
     forward = functools.partial(pallas_gpu.forward, inverses=None, save=True, **common)
     saved = [shaped(*y.shape, dtype=y.dtype) for y in jax.eval_shape(forward, x, state)[2:]]

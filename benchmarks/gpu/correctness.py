@@ -101,12 +101,12 @@ def calls(widths: bool, interpret: bool) -> dict[str, Callable[[], Errors]]:
         pieces = functools.partial(rule, key, value, True, True, Split(3, 1), interpret)
         found[f"{name}, XLA, a row in pieces"] = pieces
     if not interpret:
-        for what, normalize, erase, split in (
+        for what, normalize, delta_term, split in (
             ("without norms", False, True, Split(1, 1)),
             ("without erasing", True, False, Split(1, 1)),
             ("two tiles a block", True, True, Split(1, 2)),
         ):
-            call = functools.partial(rule, width, width, normalize, erase, split, interpret)
+            call = functools.partial(rule, width, width, normalize, delta_term, split, interpret)
             found[f"delta rule, XLA, {what}"] = call
     convolution = (causal_conv1d.max_error, causal_conv1d.TOLERANCE)
     found["convolution, XLA"] = functools.partial(

@@ -61,7 +61,7 @@ SPLITS = Split(1, 1), Split(1, 2), Split(3, 1), Split(5, 1), Split(9, 1)
 TINY_SPLITS = Split(1, 1), Split(3, 1)
 NAMES = "o", "final state", "dq", "dk", "dv", "dg", "dbeta", "gradient of the initial state"
 CALLS = 5  # that follow one another, so that what the host does to start one is not waited for
-SETTINGS = Settings(64, normalize_qk=True, erase=True)
+SETTINGS = Settings(64, normalize_qk=True, delta_term=True)
 
 
 def arrays(batch, tokens, key_heads, value_heads, width):
@@ -143,7 +143,7 @@ def measure(shape: tuple, splits: tuple, rounds: int):
     batch, tokens, key_heads, value_heads, width = shape
     print(f"{batch} x {tokens}, {key_heads}/{value_heads} heads of {width}", flush=True)
     inputs = arrays(*shape)
-    best = Problem.of(inputs[0], SETTINGS).split
+    best = Problem.of_call(inputs[0], SETTINGS).split
     chunks = -(-tokens // 64)
     splits = [s for s in dict.fromkeys((best, *splits)) if s.pieces <= chunks]
     if width == 64:  # a single tile
@@ -175,7 +175,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=10, help=f"rounds of {CALLS} calls")
     parser.add_argument("--tiny", action="store_true", help="a small shape, interpreted on a CPU")
     options = parser.parse_args()
-    if not TINY and (reason := self_test.unsupported_chip() or not_on_a_gpu()):
+    if not TINY and (reason := self_test.unsupported_chip_reason() or not_on_a_gpu()):
         sys.exit(f"error: the kernels do not run {reason}; --tiny interprets them")
     try:
         linker = f"nvJitLink {importlib.metadata.version('nvidia-nvjitlink')}"

@@ -91,14 +91,14 @@ def describe_chip():
     from qwen3next_jax.kernels.gpu import cudnn, tokamax
 
     def is_enabled(test, unsupported=""):
-        self_test.say(f"{test.name}: {unsupported or 'kernels'}")
+        self_test.print_once(f"{test.name}: {unsupported or 'kernels'}")
         return not unsupported
 
     self_test.is_enabled = is_enabled
-    self_test.unsupported_chip = lambda: ""
-    cudnn.unsupported = lambda: ""
+    self_test.unsupported_chip_reason = lambda: ""
+    cudnn.unsupported_reason = lambda: ""
     importlib.import_module(cudnn.ENTRY).check_compute_capability = lambda capability: True
-    tokamax.capability = lambda: 9.0
+    tokamax.compute_capability = lambda: 9.0
     chip = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
     backend.get_default_device = lambda: chip
     jax.devices = lambda: [chip]

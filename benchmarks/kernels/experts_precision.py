@@ -121,12 +121,12 @@ def interpreted():
         token, order = jax.lax.sort(
             (choice // shape[1], jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1
         )
-        return kernels.sum_rows(rows[order], token, shape[0], interpret=True)
+        return kernels.sum_rows_by_token(rows[order], token, shape[0], interpret=True)
 
     return mock.patch.multiple(
         routed_experts,
         sum_by_token=sums,
-        _by_choice=functools.partial(sum_by_token.by_choice, interpret=True),
+        _values_by_choice=functools.partial(sum_by_token.values_by_choice, interpret=True),
         _mlp=lambda p, *a: kernels.mlp(
             a[0], p.weight_P, *a[1:3], p.expert_T, p.used, keep_hidden=a[3], interpret=True
         ),

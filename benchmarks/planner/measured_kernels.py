@@ -113,7 +113,7 @@ def _silu_times(gate_QI, up_QI):
     return jax.nn.silu(gate_QI) * up_QI
 
 
-def supports(x, weights) -> str:
+def unsupported_reason(x, weights) -> str:
     """Returns "": every call runs the kernels."""
     return ""
 

@@ -11,7 +11,7 @@ from absl import flags
 
 from qwen3next_jax.commands.run_flags import workdir_of
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, from_dict, registry
+from qwen3next_jax.config import Config, from_dict, registry, to_dict
 from qwen3next_jax.config.files import (
     UserInput,
     apply_overrides,
@@ -20,6 +20,7 @@ from qwen3next_jax.config.files import (
     load_config_file,
 )
 from qwen3next_jax.config.reading import FlagText
+from qwen3next_jax.runs.record import read_config
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 
 _reads_settings = False  # whether the command accepts `--config.group.name=value`
@@ -102,16 +103,21 @@ def take_overrides(argv: Sequence[str]) -> list[str]:
 
 
 def load_settings(path: str) -> dict[str, Any]:
-    """Reads a config file, and applies the overrides of the command line. Returns the settings as a
-    nested dict, which is not validated yet.
+    """Reads a config file, or the configuration of a run, and applies the overrides of the command
+    line. Returns the settings as a nested dict, which is not validated yet.
 
     Args:
-      path: the path of the file, or the name of a config that comes with this project.
+      path: the path of the file, the name of a config that comes with this project, or the folder
+        of a run.
 
     Raises:
       UserError: the file cannot be read, or the text of an override is not a value of its type.
     """
-    values = load_config_file(find_file(path), flag="")
+    found = find_file(path)
+    if found.is_dir():
+        values = to_dict(read_config(found))
+    else:
+        values = load_config_file(found, flag="")
     apply_overrides(values, _overrides)
     return values
 

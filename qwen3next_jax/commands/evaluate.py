@@ -25,6 +25,7 @@ from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.tokens import Tokenizer, same_tokens
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.processes.distributed import is_process_0, process_0_first
+from qwen3next_jax.runs.checkpoint import Step
 from qwen3next_jax.runs.facts import tokenizer_of_model
 from qwen3next_jax.runs.record import read_config
 from qwen3next_jax.trained.load import describe_parameters, load_model
@@ -59,7 +60,7 @@ def evaluate(
     names: tuple[str, ...] = ("heldout",),
     options: evaluation.EvalOptions = evaluation.EvalOptions(),
     json_path: str = "",
-    step: int | None = None,
+    step: Step = None,
     mesh: MeshConfig | None = None,
     dtype: str = "float32",
     ema: bool = False,
@@ -99,7 +100,7 @@ def run_evaluations(
     path: pathlib.Path,
     names: tuple[str, ...] = ("heldout",),
     options: evaluation.EvalOptions = evaluation.EvalOptions(),
-    step: int | None = None,
+    step: Step = None,
     mesh: MeshConfig | None = None,
     dtype: str = "float32",
     ema: bool = False,
@@ -174,7 +175,7 @@ def run_evaluations(
     eval_context = evaluation.EvalContext(
         described, graphdef, tokenizer, open_once, options, places
     )
-    evaluations = evaluation.make_evaluations(names, eval_context, "--suite")
+    evaluations = evaluation.make_evaluations(names, eval_context, "--suite", data)
 
     title = str(path)
     if step is not None:

@@ -1,6 +1,6 @@
 """Writes a checkpoint of a run, by default the newest, as a Hugging Face directory.
 
-    qwen3next export --workdir=runs/tiny --out=exported [--step=N]
+    qwen3next export --workdir=runs/tiny --out=exported [--step=N|best]
     [--dtype=bfloat16] [--mesh=data=8]
 
     qwen3next export --workdir=runs/adapted --out=adapter --adapter
@@ -90,9 +90,9 @@ def _averaged(workdir: str, ema: bool) -> str:
     return f", {describe_parameters(ema)}" if read_config(to_path(workdir)).train.ema else ""
 
 
-def _export_adapter(workdir: str, out: pathlib.Path, step: int | None, ema: bool) -> int:
-    """Writes the adapters of the run in `workdir`, or with `ema` their average, after `step` steps,
-    as PEFT's files.
+def _export_adapter(workdir: str, out: pathlib.Path, step, ema: bool) -> int:
+    """Writes the adapters of the run in `workdir`, or with `ema` their average, as PEFT's files.
+    `step`: the value of --step.
     """
     from qwen3next_jax.interop.peft import save_adapter
     from qwen3next_jax.runs.checkpoint import load_adapters

@@ -35,7 +35,7 @@ def main() -> int:
             f"lm-evaluation-harness is not installed ({error}): {how_to_install('evals')}"
         ) from error
     process_setup.enable_compilation_cache()
-    from qwen3next_jax.data.contamination import find_units
+    from qwen3next_jax.data.contamination import find_parts
     from qwen3next_jax.data.store import Store
     from qwen3next_jax.evals.contamination import contamination_of_tasks
     from qwen3next_jax.evals.harness import HarnessModel
@@ -62,7 +62,7 @@ def main() -> int:
         )
         if _prepared_dir.value:
             # A mistake in --prepared_dir is reported before the tasks run.
-            find_units(Store(_prepared_dir.value), tokenizer)
+            find_parts(Store(_prepared_dir.value), tokenizer)
         results = lm_eval.simple_evaluate(
             subject,
             tasks=_tasks.value,

@@ -65,16 +65,8 @@ def main() -> int:
     topology, console = describe_topology(_topology.value, _slices.value), make_console()
     if out:
         _check_writable(out)
-    if _skew.value and not topology.chip.torus:
-        raise UserError(
-            f"--skew={_skew.value:g}: there is no prediction of time for {topology.name}: expected "
-            "a TPU slice"
-        )
-    if _search.value and not topology.chip.torus:
-        raise UserError(
-            f"--search: there is no prediction of time for {topology.name}: expected a TPU slice, "
-            "or one --mesh"
-        )
+    if not topology.chip.torus:
+        _check_gpu_flags(topology.name)
     if _search.value:
         fixed = {axis: size for axis, size in mesh.items() if size != -1}
         plans = search(
@@ -152,6 +144,25 @@ def _check_flags(config: Config) -> None:
         )
     if not _topology.value:
         raise UserError("--topology is missing: expected a slice such as --topology=v5p:8x8x8")
+
+
+def _check_gpu_flags(topology: str) -> None:
+    """Raises UserError if a flag is given that a plan for GPUs cannot use."""
+    if _skew.value:
+        raise UserError(
+            f"--skew={_skew.value:g}: there is no prediction of time for {topology}: expected a "
+            "TPU slice"
+        )
+    if _search.value:
+        raise UserError(
+            f"--search: there is no prediction of time for {topology}: expected a TPU slice, or "
+            "one --mesh"
+        )
+    if _quick.value:
+        raise UserError(
+            f"--quick: the compiler for {topology} does more at level O1, not less, and it can "
+            "abort there: leave --quick out (plans for GPUs skip the slow passes anyway)"
+        )
 
 
 def _check_out(out: pathlib.Path) -> None:
@@ -552,8 +563,8 @@ _rows = flags.DEFINE_list(
 _quick = flags.DEFINE_bool(
     "quick",
     False,
-    "compile at optimization level O1, in less time: memory and network hold, times differ from "
-    "those of the level that training uses",
+    "for TPU slices: compile at optimization level O1, in less time: memory and network hold, "
+    "times differ from those of the level that training uses",
 )
 _cost_model = flags.DEFINE_enum(
     "cost_model",

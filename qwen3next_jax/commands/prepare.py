@@ -77,10 +77,12 @@ def main() -> int:
         for one in prepared:
             total = one.counts
             in_loss = f" ({total.tokens - total.ignored:,} in the loss)" if total.ignored else ""
+            blank = f", {one.empty:,} blank texts left out" if one.empty else ""
             fit = f"; {one.fit}" if one.fit else ""
             line = (
                 f"{one.source.name}: {total.documents:,} documents, {total.tokens:,} tokens"
-                f"{in_loss}, {total.rows:,} rows of {length}{fit}; fingerprint {one.fingerprint}"
+                f"{in_loss}{blank}, {total.rows:,} rows of {length}{fit}; "
+                f"fingerprint {one.fingerprint}"
             )
             print(escape_control(line))
     return ExitCode.DONE

@@ -16,7 +16,7 @@ import os
 import pathlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -96,7 +96,7 @@ def evaluate(
     path: str | pathlib.Path,
     names: Sequence[str] = ("heldout",),
     config: Config | None = None,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     rows: int | None = None,
     ema: bool = False,
 ) -> dict[str, dict[str, float]]:
@@ -107,7 +107,8 @@ def evaluate(
       path: the folder of a run, or a Hugging Face directory.
       names: names of evaluations, such as "heldout" and "position".
       config: the configuration that names the data; None: that of the run.
-      step: the number of steps after which the checkpoint was saved; None: the newest.
+      step: the number of steps after which the checkpoint was saved; "best": the checkpoint with
+        the lowest held-out loss; None: the newest.
       rows: the number of rows of each evaluation; None: as the evaluation has it.
       ema: for a run, whether to evaluate the moving average of its parameters (`train.ema`).
 
@@ -134,7 +135,10 @@ def evaluate(
 
 
 def generate(
-    path: str | pathlib.Path, prompts: str | Sequence[str], step: int | None = None, **options: Any
+    path: str | pathlib.Path,
+    prompts: str | Sequence[str],
+    step: int | Literal["best"] | None = None,
+    **options: Any,
 ) -> str | list[str]:
     """Continues prompts with a trained model. To continue many prompts one after another, load the
     model once with `trained.load.load_model` and call `inference.decode.complete`.
@@ -142,7 +146,8 @@ def generate(
     Args:
       path: the folder of a run, or a Hugging Face directory.
       prompts: one text, or several.
-      step: the number of steps after which the checkpoint was saved; None: the newest.
+      step: the number of steps after which the checkpoint was saved; "best": the checkpoint with
+        the lowest held-out loss; None: the newest.
       options: arguments of `inference.decode.generate`, such as temperature=0.8 and seed=1.
         `max_new_tokens` is 100 unless it is given.
 

@@ -7,7 +7,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from absl import flags
 
@@ -78,7 +78,7 @@ class Loading(NamedTuple):
     flag is not given.
     """
 
-    step: int | None
+    step: int | Literal["best"] | None
     mesh: MeshConfig | None
     dtype: str | None
     launch: Launch | None
@@ -90,11 +90,11 @@ def define_loading_flags() -> Callable[[], Loading]:
     """Defines `--step`, `--ema`, `--mesh`, `--dtype` and the flags of `define_launch_flags`.
     Returns a function that returns the values of these flags.
     """
-    step = flags.DEFINE_integer(
+    step = flags.DEFINE_string(
         "step",
         None,
-        "of a run: the checkpoint after so many steps (default: the newest)",
-        lower_bound=0,
+        "of a run: the checkpoint after so many steps, or best: the one with the lowest held-out "
+        "loss (default: the newest)",
     )
     ema = flags.DEFINE_bool(
         "ema", False, "of a run: the moving average of its parameters (train.ema), not the newest"
@@ -112,10 +112,27 @@ def define_loading_flags() -> Callable[[], Loading]:
     def get() -> Loading:
         sizes = read_mesh(mesh.value)
         return Loading(
-            step.value, MeshConfig(**sizes) if sizes else None, dtype.value, get_launch(), ema.value
+            read_step(step.value),
+            MeshConfig(**sizes) if sizes else None,
+            dtype.value,
+            get_launch(),
+            ema.value,
         )
 
     return get
+
+
+def read_step(text: str | None) -> int | Literal["best"] | None:
+    """Returns the value of `--step`.
+
+    Raises:
+      UserError: it is neither a number of steps nor "best".
+    """
+    if text is None or text == "best":
+        return text
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise UserError(f"--step={text}: expected a number of steps, such as 500, or best")
+    return int(text)
 
 
 @functools.cache

@@ -1,10 +1,11 @@
-"""Describes the model of a config file: its layers and their parameters, the FLOPs per token, and
-the memory that decoding and training need. With two config files, the command also lists the
+"""Describes the model of a config file or of a run: its layers and their parameters, the FLOPs per
+token, and the memory that decoding and training need. With two of them, the command also lists the
 settings in which they differ. It trains nothing, and writes no file but the figure of `--svg`.
 
     qwen3next show configs/small.py [--config.model.num_hidden_layers=24] [--devices=1,8,64]
         [--context=4096,262144] [--svg=small.svg]
     qwen3next show tiny small
+    qwen3next show runs/tiny
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from qwen3next_jax.common.errors import (
 )
 from qwen3next_jax.config import Config, ModelConfig
 
-ARGUMENTS = "CONFIG.py"  # the positional arguments, for --help
+ARGUMENTS = "CONFIG.py or RUN"  # the positional arguments, for --help
 
 
 def main(paths: list[str]) -> int:

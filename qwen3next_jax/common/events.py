@@ -8,6 +8,7 @@ docs/reference/metrics.md lists the events and their fields.
 
 import concurrent.futures
 import contextlib
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
@@ -113,6 +114,21 @@ def divergence_reason(events: Iterable[dict[str, Any]], step: int) -> str:
             diverged = event.get("exit_code") == ExitCode.DIVERGED
             reason = str(event.get("reason")) if diverged else ""
     return reason
+
+
+def heldout_losses(events: Iterable[dict[str, Any]]) -> dict[int, float]:
+    """Returns step → held-out loss after it, in nats per token. Steps whose loss is not a finite
+    number are left out.
+    """
+    losses = {}
+    for event in events:
+        if event["event"] != "heldout":
+            continue
+        losses.pop(event["step"], None)  # of an earlier evaluation of the same step
+        loss = event.get("loss")
+        if _is_number(loss) and math.isfinite(loss):
+            losses[event["step"]] = loss
+    return losses
 
 
 def is_valid_event(event: dict[str, Any]) -> bool:

@@ -9,6 +9,9 @@ import pathlib
 import re
 from collections.abc import Mapping, MutableMapping
 
+# The environment variable that holds what `skip_absent_tpu` has put into JAX_PLATFORMS, for this
+# process and those that it starts.
+_OWN_CHOICE = "QWEN3NEXT_JAX_PLATFORMS"
 _IN_CHECKOUT = (pathlib.Path(__file__).parents[2] / "pyproject.toml").exists()
 # The device files of NVIDIA's GPUs, of the same in WSL, and of AMD's.
 GPU_DEVICES = tuple(map(pathlib.Path, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
@@ -50,10 +53,23 @@ def skip_absent_tpu(environment: MutableMapping[str, str]) -> None:
     if is_chosen or has_tpu_chips() or importlib.util.find_spec("libtpu") is None:
         return
     if not any(map(pathlib.Path.exists, GPU_DEVICES)):
-        if not nvidia_driver():  # otherwise `unused_gpu` says what is missing
-            environment["JAX_PLATFORMS"] = "cpu"
+        if nvidia_driver():  # `unused_gpu` says what is missing
+            return
+        platforms = "cpu"
     elif importlib.util.find_spec("jax_cuda13_plugin"):
-        environment["JAX_PLATFORMS"] = "cuda,cpu"
+        platforms = "cuda,cpu"
+    else:
+        return
+    environment["JAX_PLATFORMS"] = environment[_OWN_CHOICE] = platforms
+
+
+def chosen_by_user(platforms: str, environment: Mapping[str, str]) -> bool:
+    """Whether the user has chosen `platforms`, a value of JAX_PLATFORMS; not `skip_absent_tpu`.
+
+    Args:
+      environment: the environment variables of the process, `os.environ`.
+    """
+    return platforms != environment.get(_OWN_CHOICE)
 
 
 def nvidia_driver() -> str:
@@ -83,7 +99,10 @@ def unused_gpu(environment: Mapping[str, str], platform: str) -> str:
       environment: the environment variables of the process, `os.environ`.
       platform: JAX's default backend.
     """
-    chosen = environment.get("JAX_PLATFORMS") or environment.get("JAX_PLATFORM_NAME") or ""
+    chosen = environment.get("JAX_PLATFORMS", "")
+    if not chosen_by_user(chosen, environment):
+        chosen = ""
+    chosen = chosen or environment.get("JAX_PLATFORM_NAME", "")
     wants_other = chosen.split(",")[0] not in ("", "cuda", "gpu")
     if platform != "cpu" or wants_other:
         return ""

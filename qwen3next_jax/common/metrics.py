@@ -61,10 +61,8 @@ class MetricValue(NamedTuple):
 
     @property
     def condition_text(self) -> str:
-        """The condition as readers see it: the depth of multi-token prediction by its target."""
-        if self.kind.startswith("mtp_") and self.condition.isdecimal():
-            return mtp_target(int(self.condition))
-        return self.condition
+        """The condition as readers see it (`condition_text`)."""
+        return condition_text(self.kind, self.condition)
 
     @property
     def label(self) -> str:
@@ -76,6 +74,15 @@ class MetricValue(NamedTuple):
         if not math.isfinite(self.value):
             return str(self.value)
         return format(self.value, _FORMATS.get(self.metric.unit, ".4g"))
+
+
+def condition_text(kind: str, condition: str) -> str:
+    """Returns the condition under which a metric was measured, for readers: "t+2" in place of the
+    depth 0 of multi-token prediction, any other condition as it is.
+    """
+    if kind.startswith("mtp_") and condition.isdecimal():
+        return mtp_target(int(condition))
+    return condition
 
 
 def mtp_target(depth: int) -> str:

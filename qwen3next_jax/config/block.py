@@ -53,6 +53,12 @@ class BlockConfig:
             "(model.num_experts = 0, model.mlp_only_layers)",
         )
         require(
+            self.placement == "pre" or not model.depth_scaled_init,
+            f"model.depth_scaled_init with model.block.placement = {self.placement!r}: it scales "
+            "what mixers and MLPs add to the residual stream, which a norm or a gate scales again "
+            "there: expected placement 'pre'",
+        )
+        require(
             self.rope_scaling == "yarn" or model.yarn_factor > 1 and model.rotary_dim > 0,
             f"model.block.rope_scaling = {self.rope_scaling!r} with model.yarn_factor = "
             f"{model.yarn_factor:g} and {model.rotary_dim} "

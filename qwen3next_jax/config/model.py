@@ -22,7 +22,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 ABLATIONS = (
     "short_convolution",
     "decay_gate",
-    "erase",
+    "delta_term",
     "beta_gate",
     "linear_output_gate",
     "attention_output_gate",
@@ -58,7 +58,7 @@ class ModelConfig:
     mixer: MixerConfig = MixerConfig()
     # the parts of a block other than its mixer
     block: BlockConfig = BlockConfig()
-    # settings of a model with several residual streams (model.block.placement)
+    # settings of a residual stream that is wider than the model (model.block.placement)
     streams: StreamsConfig = StreamsConfig()
     # settings of the n-gram embeddings that some layers add to their input (model.ple.layer_ids)
     ple: PLEConfig = PLEConfig()
@@ -143,7 +143,7 @@ class ModelConfig:
     # whether an update subtracts the value that the state holds for the key k before it adds the
     # new value v (the delta rule); off: S ← e^g S + β k vᵀ, which is gated linear attention with a
     # scalar decay
-    erase: bool = True
+    delta_term: bool = True
     # whether the write strength β is computed from the token; off: β = 1
     beta_gate: bool = True
     # whether a gate scales the output of recurrent layers
@@ -161,6 +161,9 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     # standard deviation of the random initial weights
     initializer_range: float = 0.02
+    # whether the last matrix of each mixer and MLP starts 1 / √(2 · num_hidden_layers) times as
+    # large, so that the residual stream does not grow with the depth (GPT-2, Megatron-LM)
+    depth_scaled_init: bool = False
     # id of the token that begins a text; -1: none
     bos_token_id: int = -1
     # id of the token that ends a text; -1: none

@@ -30,7 +30,7 @@ MIXERS = {
     "hgrn2": "qwen3next_jax.zoo.gated_linear:HGRN2",
     "rwkv6": "qwen3next_jax.zoo.rwkv:RWKV6",
     "mla": "qwen3next_jax.zoo.mla:MLA",
-    "linear": "qwen3next_jax.zoo.linear_attention:Linear",
+    "linear": "qwen3next_jax.zoo.linear_attention:LinearAttention",
     "retnet": "qwen3next_jax.zoo.linear_attention:RetNet",
     "lightning": "qwen3next_jax.zoo.linear_attention:Lightning",
     "gated_retention": "qwen3next_jax.zoo.linear_attention:GatedRetention",
@@ -54,7 +54,7 @@ MIXERS = {
     "biased_attention": "qwen3next_jax.zoo.biased_attention:BiasedAttention",
     "sink_attention": "qwen3next_jax.zoo.biased_attention:SinkAttention",
     "nope_attention": "qwen3next_jax.zoo.pairwise:NoPEAttention",
-    "masked_attention": "qwen3next_jax.zoo.pairwise:Masked",
+    "masked_attention": "qwen3next_jax.zoo.pairwise:MaskedAttention",
     "alibi": "qwen3next_jax.zoo.pairwise:ALiBi",
     "t5_bias": "qwen3next_jax.zoo.pairwise:T5Bias",
     "rerope": "qwen3next_jax.zoo.long_context:ReRoPE",
@@ -68,17 +68,26 @@ MIXERS = {
 # Placements of a block's norms, for model.block.placement; N is a norm, f the mixer or the MLP.
 PLACEMENTS = {
     "pre": "qwen3next_jax.model.block:Block",  # x + f(N(x))
-    "post": "qwen3next_jax.zoo.block_parts:Post",  # N(x + f(x))
+    "post": "qwen3next_jax.zoo.block_parts:PostNorm",  # N(x + f(x))
     "olmo2": "qwen3next_jax.zoo.block_parts:Olmo2",  # x + N(f(x))
     # recurrent layers x + f(N(x)), layers with attention x + N(f(x))
     "olmo_hybrid": "qwen3next_jax.zoo.block_parts:OlmoHybrid",
-    "sandwich": "qwen3next_jax.zoo.block_parts:Sandwich",  # x + N'(f(N(x)))
-    "deep": "qwen3next_jax.zoo.block_parts:Deep",  # N(α x + f(x))
+    "sandwich": "qwen3next_jax.zoo.block_parts:SandwichNorm",  # x + N'(f(N(x)))
+    "deep": "qwen3next_jax.zoo.block_parts:DeepNorm",  # N(α x + f(x))
     # several streams: f reads a mixture of them, and gates add its output to each (model.streams)
     "gated_residual": "qwen3next_jax.zoo.gated_residual:GatedResidual",
+    # several streams: a doubly stochastic matrix mixes them around f (model.streams)
+    "mhc": "qwen3next_jax.zoo.hyper_connections:MHC",
+    # f reads a weighted mean of the outputs of earlier blocks of layers (model.streams)
+    "attention_residual": "qwen3next_jax.zoo.attention_residual:AttentionResidual",
 }
-# The placements with which a block has several residual streams (model.streams).
-WITH_STREAMS = ("gated_residual",)
+# The placements whose residual stream is wider than the model → the settings of model.streams that
+# each of them reads.
+STREAM_SETTINGS = {
+    "gated_residual": ("hc_count", "hc_lowrank"),
+    "mhc": ("hc_count", "sinkhorn_iterations"),
+    "attention_residual": ("block_layers",),
+}
 # Dense MLPs: model.block.mlp.
 MLPS = {
     "swiglu": "qwen3next_jax.model.moe:DenseMLP",
@@ -103,16 +112,16 @@ NORMS = {
 # mixers.)
 POSITIONS = {
     "none": "qwen3next_jax.model.positions:NoPositions",
-    "sinusoidal": "qwen3next_jax.zoo.block_parts:Sinusoidal",
-    "learned": "qwen3next_jax.zoo.block_parts:Learned",
+    "sinusoidal": "qwen3next_jax.zoo.block_parts:SinusoidalPositions",
+    "learned": "qwen3next_jax.zoo.block_parts:LearnedPositions",
 }
 # Ways to stretch rotary positions to texts `yarn_factor` times as long, for
 # model.block.rope_scaling.
 ROPE_SCALINGS = {
     "yarn": "qwen3next_jax.model.layers:yarn",
-    "linear": "qwen3next_jax.zoo.block_parts:linear",
-    "ntk": "qwen3next_jax.zoo.block_parts:ntk",
-    "truncated": "qwen3next_jax.zoo.block_parts:truncated",
+    "linear": "qwen3next_jax.zoo.block_parts:linear_scaling",
+    "ntk": "qwen3next_jax.zoo.block_parts:ntk_scaling",
+    "truncated": "qwen3next_jax.zoo.block_parts:truncated_scaling",
 }
 # Embeddings that a layer adds to the residual stream before its mixer, for model.ple.embedding.
 LAYER_EMBEDDINGS = {

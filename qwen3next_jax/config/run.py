@@ -493,6 +493,9 @@ class CheckpointConfig:
     keep_last: int = 3
     # also keep all checkpoints whose step is a multiple of this number; 0: none
     keep_every: int = 0
+    # also keep the checkpoint with the lowest held-out loss; a checkpoint that was not evaluated
+    # (eval.every) has none. `eval`, `generate` and `export` read it with --step=best
+    keep_best: bool = False
     # a workdir in a bucket: number of seconds for which the bucket may take nothing before the run
     # ends; meanwhile the run trains on, and saves and metrics wait
     patience: float = 600.0
@@ -518,7 +521,8 @@ class EvalConfig:
     every: int = 250
     # number of held-out rows of an evaluation during training; eval.py uses all rows by default
     rows: int = 64
-    # text that the model continues at each evaluation, as a sample
+    # text that the model continues at each evaluation, as a sample. In place of the default, a run
+    # on conversations continues their first turn
     sample_prompt: str = "def "
     # number of tokens of the sample; 0: no sample
     sample_tokens: int = 96
@@ -716,6 +720,7 @@ class Config:
             f"model reads it: expected {TrainConfig.router_bias_rate}, or model.moe.router_bias = "
             "True",
         )
+        self._check_best()
         if update == "sign":
             return
         where = f"train.router_bias_update = {update!r}"
@@ -739,6 +744,15 @@ class Config:
             f"{where} with model.num_experts_per_tok = {model.num_experts_per_tok} of "
             f"model.num_experts = {model.num_experts}: every token chooses every expert: expected "
             "fewer experts per token",
+        )
+
+    def _check_best(self) -> None:
+        every, evaluated = self.checkpoint.every, self.eval.every
+        require(
+            not self.checkpoint.keep_best or max(every, evaluated) % min(every, evaluated) == 0,
+            f"checkpoint.keep_best with checkpoint.every = {every} and eval.every = {evaluated}: "
+            "the best is chosen among the checkpoints that were also evaluated: make one of the "
+            "two numbers a multiple of the other",
         )
 
 

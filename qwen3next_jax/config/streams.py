@@ -1,5 +1,5 @@
-"""The settings `model.streams`: several residual streams (`model.block.placement` =
-"gated_residual").
+"""The settings `model.streams`: what the residual stream holds, if it is wider than the model
+(`model.block.placement` = "gated_residual", "mhc" or "attention_residual").
 """
 
 import dataclasses
@@ -9,7 +9,8 @@ from qwen3next_jax.config.bounds import check_bounds
 
 @dataclasses.dataclass(frozen=True)
 class StreamsConfig:
-    """Settings of the residual streams. They have the names of the fields of transformers'
+    """Settings of the residual streams. STREAM_SETTINGS in config/registry.py says which placement
+    reads which of them. `hc_count` and `hc_lowrank` have the names of the fields of transformers'
     `config.json` for `qwen4_exp`, which calls the streams hyper-connections (hc).
     """
 
@@ -17,6 +18,16 @@ class StreamsConfig:
     hc_count: int = 4
     # rank of the two matrices of the gate that mixes the streams into a block's input
     hc_lowrank: int = 320
+    # placement "mhc": how often the matrix that mixes the streams is divided by the sums of its
+    # columns and then by the sums of its rows (Sinkhorn)
+    sinkhorn_iterations: int = 20
+    # placement "attention_residual": number of layers of a block, whose outputs are summed up; the
+    # last block may have fewer
+    block_layers: int = 4
 
     def __post_init__(self):
-        check_bounds(self, "model.streams", {"at least 1": "hc_count hc_lowrank"})
+        check_bounds(
+            self,
+            "model.streams",
+            {"at least 1": "hc_count hc_lowrank sinkhorn_iterations block_layers"},
+        )

@@ -151,8 +151,8 @@ def _fault_of_message(message: Any) -> str:
         return f"has the role {short_repr(role)}: expected one of {roles}"
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         return f"has the content {short_repr(content)}: expected a string"
-    if not content and not message.get("tool_calls"):
-        return "is empty: expected content"
+    if not (content or "").strip() and not message.get("tool_calls"):
+        return "is empty or blank: expected content"
     if any("\0" in text for text in _texts(message)):
         return "contains NUL, which is no text"
     weight = message.get("weight", 1)

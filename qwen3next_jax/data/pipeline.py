@@ -480,6 +480,8 @@ class TextData(Data):
         title = f"{total['documents']:,} documents, {total['tokens']:,} tokens{share}"
         if bad:
             title += f", {bad:,} bad records"
+        if blank := sum(p.empty for p in self._prepared):
+            title += f", {blank:,} blank texts left out"
         fits = [f"; {p.fit}" for p in self._prepared if p.fit]
         return {
             "title": title + "".join(fits),

@@ -280,7 +280,7 @@ def tokenize(
         )
         for i, part in parts
     ]
-    found = _finished_units(range(len(jobs)), jobs, cache, tokenizer, store)
+    found = _finished_parts(range(len(jobs)), jobs, cache, tokenizer, store)
     todo = [n for n in range(len(jobs)) if n not in found and n % share.of == share.rank]
     todo.sort(
         key=lambda n: -jobs[n].size
@@ -321,7 +321,7 @@ def tokenize(
         # share, so the one that ends last finds all parts, and packs them.
         missing = [n for n in range(len(jobs)) if n not in found]
         cache = DigestCache(store, source)
-        found |= _finished_units(missing, jobs, cache, tokenizer, store)
+        found |= _finished_parts(missing, jobs, cache, tokenizer, store)
     if len(found) < len(jobs):
         raise Unfinished(len(jobs) - len(found), len(jobs))
     corpus = Corpus(source, tuple(parts), tuple(found[n] for n in range(len(jobs))))
@@ -330,7 +330,7 @@ def tokenize(
     return corpus
 
 
-def _finished_units(
+def _finished_parts(
     numbers: Iterable[int],
     jobs: list[Job],
     cache: DigestCache,

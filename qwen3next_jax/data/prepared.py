@@ -51,8 +51,9 @@ class Prepared:
       rows: TRAIN or HELDOUT → the rows of this split.
       bad: kind of fault → number of records with it, see `readers.BadRecords`.
       bad_places: where the first five bad records are, such as "part.jsonl:17".
-      records: number of records, including empty and bad ones.
-      empty: number of empty documents.
+      records: number of records, including those without text and bad ones.
+      empty: number of documents that are left out because they have no text: they are empty, or
+        white space alone.
       miscounted_bytes: by how many bytes the tokens of the documents differ from their texts.
     """
 

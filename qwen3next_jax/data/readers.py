@@ -34,7 +34,7 @@ from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.errors import UserError, as_user_error, error_message, warn
 from qwen3next_jax.data import conversations, fields, token_files
 from qwen3next_jax.data.sources import Source, SourceFile, content_digest, is_remote
-from qwen3next_jax.data.text import LONG, Text, is_long_text, text_of_long_json
+from qwen3next_jax.data.text import LONG, Text, is_blank, is_long_text, text_of_long_json
 
 # Larger files are tokenized in several parts. Several workers can then tokenize one file, and when
 # a preparation is killed, only the parts that are being tokenized are lost.
@@ -65,13 +65,13 @@ class Record(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    text: str  # never empty, always encodable as UTF-8
+    text: str  # never blank, always encodable as UTF-8
     file: int  # index into Source.files
     record: int  # as `Record.number`, but counted in the whole file
 
 
 def documents(source: Source) -> Iterator[Document]:
-    """Yields the documents of `source` in the order of its files, except empty ones. Warns with the
+    """Yields the documents of `source` in the order of its files, except blank ones. Warns with the
     number of bad records if there are any.
 
     Raises:
@@ -87,7 +87,7 @@ def documents(source: Source) -> Iterator[Document]:
             bad = BadRecords(source.on_bad_text, source.bad_records)
             for record in read_part(file, part, source.text_field, bad):
                 count = record.number + 1
-                if record.text:
+                if record.text is not None and not is_blank(record.text):
                     any_text = True
                     text = record.text if isinstance(record.text, str) else record.text.decode()
                     yield Document(text, index, before + record.number)
@@ -123,7 +123,8 @@ def no_text(source: Source, bad: Mapping[str, int]) -> UserError:
         if len(source.files) == 1
         else f"all {len(source.files)} files of {source.name!r} are"
     )
-    return UserError(f"{which} empty{' but for ' + bad_summary(bad) if bad else ''}: expected text")
+    but = f" but for {bad_summary(bad)}" if bad else ""
+    return UserError(f"{which} empty or blank{but}: expected text")
 
 
 def parts(file: SourceFile) -> list[Part]:

@@ -139,6 +139,7 @@ def group_key(group: Group, recipe: Recipe) -> str:
     """Returns a digest (20 hexadecimal digits) of everything that determines a group's rows."""
     parts = {
         "format": _FORMAT,
+        # the parts; another name would give the rows of every run another digest
         "units": [part.identity for part in group.parts],
         "divided": group.divided and dataclasses.astuple(group.divided),
         **dataclasses.asdict(recipe),
@@ -216,7 +217,7 @@ def pack_group(
         content = {
             "format": _FORMAT,
             "fingerprint": key,
-            "units": [part.key for part in group.parts],
+            "parts": [part.key for part in group.parts],
             "dtype": dtype.name,
             **({"weighted": True} if group.weighted else {}),
             "rows_per_record": writers[TRAIN].rows_per_chunk,

@@ -174,7 +174,7 @@ class RowTable:
     """The shards of one split of a source, which may lie in several folders.
 
     The table consists of arrays, because a source may have several hundred thousand shards: S
-    shards in F folders, packed from U parts.
+    shards in F folders, packed from P parts.
 
     Attributes:
       root: the folder that holds the folders.
@@ -186,7 +186,7 @@ class RowTable:
       rows: int64 [S], number of rows of each shard.
       sizes: int64 [S], number of bytes of each shard.
       part_ends: int64 [F], number of parts in the folders up to each folder, inclusive.
-      origins: int64 [U, 2], for each part: the index of its file, and the number of the file's
+      origins: int64 [P, 2], for each part: the index of its file, and the number of the file's
         records before the part. [0, 2] if nobody asks where a row is from.
       weighted: whether each token has a loss weight.
     """

@@ -42,6 +42,11 @@ def pieces(text: Text) -> Iterator[str]:
         yield decode(text[start : start + _PIECE], final=start + _PIECE >= len(text))
 
 
+def is_blank(text: Text) -> bool:
+    """Whether a text is empty, or holds white space alone."""
+    return all(piece.isspace() for piece in pieces(text))
+
+
 def byte_count(text: Text) -> int:
     """Returns the number of bytes of a text as UTF-8."""
     return len(text) if isinstance(text, bytes) else sum(len(p.encode()) for p in pieces(text))

@@ -32,10 +32,10 @@ from qwen3next_jax.data.conversations import Chat
 from qwen3next_jax.data.readers import BadRecords, Part, Record
 from qwen3next_jax.data.sources import SourceFile
 from qwen3next_jax.data.store import Store
-from qwen3next_jax.data.text import Text, batches, byte_count, pieces
+from qwen3next_jax.data.text import Text, batches, byte_count, is_blank, pieces
 from qwen3next_jax.data.tokens import Tokenizer, miscounted_bytes
 
-FORMAT = 3  # raise it when the same text no longer gives the same part
+FORMAT = 4  # raise it when the same text no longer gives the same part
 _BATCH_CHARACTERS = 1 << 20  # number of characters tokenized at once
 
 DOCUMENT = np.dtype(
@@ -100,7 +100,7 @@ class TokenizedPart:
     records: int  # number of lines or rows of the part, including empty ones
     smallest: tuple[int, int]  # (hash, index) of the document with the smallest hash
     largest_hash: int
-    empty: int  # number of empty documents
+    empty: int  # number of documents without text: empty, or white space alone
     bad: dict[str, int]  # kind of fault → number of records with it, see readers.BadRecords
     bad_first: tuple[tuple[int, str], ...]  # (record, kind of fault) of the first five bad records
     content: str  # SHA-256 of the file with the tokens
@@ -319,7 +319,7 @@ class _Document(NamedTuple):
 class _Batch(NamedTuple):
     documents: list[_Document]
     records: int  # number of records of the part read so far
-    empty: int  # number of empty documents in this batch
+    empty: int  # number of documents without text in this batch, which are left out
     position: int  # number of bytes of the part read so far
 
 
@@ -335,14 +335,16 @@ def encoded_documents(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterat
         end = np.array([tokenizer.eos_id], np.int32)
         for number, (ids, position) in enumerate(token_files.read(job.file, tokenizer)):
             text = tokenizer.decode(ids)
-            if len(ids):
+            # Special tokens have no text. A document of special tokens alone stays.
+            if len(ids) and not (text and is_blank(text)):
                 document = _Document(number, text, (ids, end), byte_count(text))
                 yield _Batch([document], number + 1, empty=0, position=position)
             else:
                 yield _Batch([], number + 1, empty=1, position=position)
         return
     for batch in _batched(readers.read_part(job.file, job.part, job.text_field, bad)):
-        filled = [record for record in batch if record.text]
+        texts = [record for record in batch if record.text is not None]
+        filled = [record for record in texts if not is_blank(record.text)]
         short = [record.text for record in filled if isinstance(record.text, str)]
         of_short = iter(tokenizer.encode_documents(short))
         documents = []
@@ -350,7 +352,7 @@ def encoded_documents(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterat
             is_short = isinstance(record.text, str)
             tokens = [next(of_short)] if is_short else tokenizer.encode_long(record.text)
             documents.append(_Document(record.number, record.text, tokens, byte_count(record.text)))
-        empty = sum(record.text == "" for record in batch)
+        empty = len(texts) - len(filled)
         yield _Batch(documents, batch[-1].number + 1, empty, batch[-1].position)
 
 

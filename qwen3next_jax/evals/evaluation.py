@@ -192,9 +192,13 @@ def check_evaluations(
 
 
 def make_evaluations(
-    names: Sequence[str], eval_context: EvalContext, setting: str = "eval.suites"
+    names: Sequence[str],
+    eval_context: EvalContext,
+    setting: str = "eval.suites",
+    data: DataConfig | None = None,
 ) -> dict[str, Evaluation]:
-    """Checks the named evaluations and constructs them.
+    """Checks the named evaluations and constructs them. `setting` and `data` are as in
+    `check_evaluations`.
 
     Returns:
       Name → evaluation.
@@ -203,7 +207,7 @@ def make_evaluations(
       UserError: as `check_evaluations` raises it.
     """
     check_evaluations(
-        names, eval_context.options, eval_context.config, eval_context.tokenizer, setting
+        names, eval_context.options, eval_context.config, eval_context.tokenizer, setting, data
     )
     return {name: resolve(EVALUATIONS, name, setting)(eval_context) for name in names}
 

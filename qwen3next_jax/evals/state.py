@@ -52,7 +52,8 @@ class State(Evaluation):
         try:
             source.check(data, max(options.lengths), vocab_size)
         except UserError as error:
-            raise UserError(f"the largest of eval.suite_lengths: {error}") from error
+            where = f"rows of {max(options.lengths)} tokens (eval.suite_lengths, --lengths)"
+            raise UserError(f"{where}: {error}") from error
 
     def run(self, params: dict) -> dict[str, float]:
         context = self.eval_context

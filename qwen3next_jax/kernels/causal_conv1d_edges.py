@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 
-def gradient_before(activation, before, x, kernel, age, dy):
+def gradient_of_inputs_before(activation, before, x, kernel, age, dy):
     """Returns the gradient of `before`.
 
     Args:

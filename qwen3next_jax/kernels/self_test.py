@@ -4,8 +4,8 @@ The test is needed because the kernels have run on few chips so far.
 Each kind of call has its own test. A kind is a combination of widths, dtypes and settings that the
 kernels are compiled for. The test runs the kernels and the XLA implementation on a tiny input and
 compares the results. The outcome is stored in a file whose name depends on the kind of call, the
-chip, the releases of PACKAGES and the source code of the kernels; later processes read it
-there. If the kernels raised an error, no outcome is stored, because the cause may have been that
+chip, the releases of PACKAGES and the source code of the kernels; later processes read the file.
+If the kernels raised an error, no outcome is stored, because the cause may have been that
 the device's memory was full. While a training step is traced, tests are put off; they run side by
 side when it has been traced (`implementations.trace_and_record`). If several processes run one
 program and the kernels fail in one process, all processes use the XLA implementation.
@@ -48,7 +48,7 @@ class SelfTest:
 
     Attributes:
       name: name of the operator. It is printed, and the name of the stored file depends on it.
-      avoid: text that tells a user how to run the XLA implementation instead.
+      how_to_avoid: text that tells a user how to run the XLA implementation instead.
       kind: the widths, dtypes and settings on which the compiled kernels depend.
       modules: import strings of the modules that hold the kernels' source code. They are imported
         only when the outcome is looked up, because tokamax, which some of them need, may not be
@@ -63,7 +63,7 @@ class SelfTest:
     """
 
     name: str
-    avoid: str
+    how_to_avoid: str
     kind: tuple
     modules: tuple[str, ...]
     max_error: Callable[[], tuple[str, float]]
@@ -83,41 +83,41 @@ def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
       test: the test on which the decision depends.
       unsupported: the reason why the kernels cannot run the call; "" if they can.
     """
-    if compile_target().described:  # compiled for a GPU that is not here: no test can run
+    if compile_target().may_lack_device:  # compiled for a GPU that is not here: no test can run
         return False
-    reason = unsupported or outcome_for_now(test)
+    reason = unsupported or failure_for_now(test)
     ran = f"which ran on {test.ran_on}" if test.ran_on else "which never ran a whole step"
     trained = f"have trained on {test.ran_on}" if test.ran_on else "have never trained a model"
     note = f"; {test.note}" if test.note else ""
     passed = f"the kernels passed their test on this GPU and {trained}{note}"
     implementations.give_reason(not reason, reason or passed)
-    say(
+    print_once(
         f"{test.name}: XLA computes it without the kernel: the call {reason}"
         if reason
-        else f"{test.name}: the kernels for this GPU, {ran}: {test.avoid}{note}"
+        else f"{test.name}: the kernels for this GPU, {ran}: {test.how_to_avoid}{note}"
     )
     return not reason
 
 
-def outcome_for_now(test: SelfTest) -> str:
-    """Returns the outcome of the test as `outcome` does; "" if it is not known yet and the test is
-    put off.
+def failure_for_now(test: SelfTest) -> str:
+    """Returns the outcome of the test as `find_failure` does; "" if it is not known yet and the
+    test is put off.
     """
     device = jax.local_devices()[0]
-    kind = _key(test)
+    kind = _test_key(test)
     if kind not in _agreed_outcomes:
-        put_off = functools.partial(outcome, device, test)
+        put_off = functools.partial(find_failure, device, test)
         if implementations.assume_passes(kind, put_off):
             return ""
-    return outcome(device, test)
+    return find_failure(device, test)
 
 
 def known_failure(test: SelfTest) -> str:
     """Returns what went wrong in the test if it has run in this process; otherwise ""."""
-    return _agreed_outcomes.get(_key(test), "")
+    return _agreed_outcomes.get(_test_key(test), "")
 
 
-def unsupported_chip() -> str:
+def unsupported_chip_reason() -> str:
     """Returns why kernels for Hopper GPUs cannot run in this process or in another process of the
     same run. Returns "" if they can, or if the program is compiled for a CPU, which interprets
     them.
@@ -127,28 +127,29 @@ def unsupported_chip() -> str:
         chip = getattr(jax.local_devices()[0], "compute_capability", "unknown")
         if chip != "9.0":
             reason = f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
-    return agreed("chip", reason)
+    return agree_on_reason("chip", reason)
 
 
-def agreed(question: str, reason: str) -> str:
-    """Returns `reason`, why this process cannot run some kernels. If it is "", returns the first
-    other process's reason for the same question; "" if all processes can run them.
+def agree_on_reason(question: str, reason: str) -> str:
+    """Exchanges between all processes why they cannot run some kernels; `reason` is this process's
+    answer, "" if it can run them. Returns `reason` if it is not "". Otherwise returns the first
+    reason that another process gave for the same question, or "" if all processes can run them.
     """
     if jax.process_count() == 1:
         return reason
-    return _agreed((compile_target().platform, question), lambda: reason)
+    return _exchange_once((compile_target().platform, question), lambda: reason)
 
 
-def say(line: str):
+def print_once(line: str):
     """Prints a line to stderr, the same line only once in a process. It prints nothing while
     `trace_and_record` records the decisions.
     """
     if not implementations.is_recording():
-        _say_once(line)
+        _print_cached(line)
 
 
 @functools.cache
-def _say_once(line: str):
+def _print_cached(line: str):
     print(line, file=sys.stderr, flush=True)
 
 
@@ -170,19 +171,21 @@ def largest_error(names, got, want) -> tuple[str, float]:
     return max(errors.items(), key=lambda item: item[1])
 
 
-def outcome(device, test: SelfTest, folder: pathlib.Path | None = None) -> str:
+def find_failure(device, test: SelfTest, folder: pathlib.Path | None = None) -> str:
     """Returns what went wrong in the test in this process or, if it passed here, in another process
     of the same run; "" if the kernels passed in all processes. `folder` holds the stored outcomes;
     None: FOLDER.
     """
-    return _agreed(_key(test), lambda: _stored_outcome(device, test, folder or FOLDER))
+    return _exchange_once(
+        _test_key(test), lambda: _stored_or_new_failure(device, test, folder or FOLDER)
+    )
 
 
-def _key(test: SelfTest) -> tuple:
+def _test_key(test: SelfTest) -> tuple:
     return compile_target().platform, test.name, test.kind
 
 
-def _agreed(call, find: Callable[[], str]) -> str:
+def _exchange_once(call, find: Callable[[], str]) -> str:
     """Calls `find()` once for each value of `call` and exchanges the results of all processes. A
     result is "" or says what went wrong. Returns this process's result if it is not "". Otherwise
     it returns the first result of another process that is not "", or "" if there is none. A process
@@ -190,13 +193,13 @@ def _agreed(call, find: Callable[[], str]) -> str:
     """
     if call not in _agreed_outcomes:
         key = hashlib.sha256(repr(call).encode()).hexdigest()[:16]
-        _agreed_outcomes[call] = _exchange(key, find())
+        _agreed_outcomes[call] = _exchange_results(key, find())
     return _agreed_outcomes[call]
 
 
-def _exchange(key: str, found: str) -> str:
+def _exchange_results(key: str, found: str) -> str:
     """Exchanges the results of all processes under the name `key`. Returns the result that
-    `_agreed` describes, given this process's result `found`.
+    `_exchange_once` describes, given this process's result `found`.
     """
     if jax.process_count() == 1:
         return found
@@ -216,7 +219,7 @@ def _exchange(key: str, found: str) -> str:
     return ""
 
 
-def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
+def _stored_or_new_failure(device, test: SelfTest, folder: pathlib.Path) -> str:
     """Returns what went wrong in the test; "" if the kernels passed. It reads the stored outcome.
     If there is none, it runs the test, and stores the outcome unless the kernels raised an error.
     If the folder has a file `avoid`, it runs no test and returns a text that names this file.
@@ -226,7 +229,7 @@ def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
     sources = b"".join(
         pathlib.Path(importlib.import_module(name).__file__).read_bytes() for name in test.modules
     )
-    versions = [_version(name) for name in PACKAGES]
+    versions = [_package_version(name) for name in PACKAGES]
     kind = device.device_kind, versions, hashlib.sha256(sources).hexdigest(), test.name, test.kind
     file = folder / (hashlib.sha256(repr(kind).encode()).hexdigest()[:16] + ".txt")
     try:
@@ -236,7 +239,7 @@ def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
         pass
     results = []
     # The test runs in a thread of its own, because the caller's thread may be tracing a function.
-    thread = threading.Thread(target=lambda: results.append(_run(device, test)))
+    thread = threading.Thread(target=lambda: results.append(_run_test(device, test)))
     print(
         f"testing the kernels of {test.name} on this GPU; if this does not end, {AVOID}",
         file=sys.stderr,
@@ -254,7 +257,7 @@ def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
     return result
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     """Returns the release of a package; "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
@@ -262,7 +265,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _run(device, test: SelfTest) -> str:
+def _run_test(device, test: SelfTest) -> str:
     """Runs the test on `device`. Returns "" if the kernels passed. Otherwise it returns the error
     that they raised, or the largest difference from the XLA implementation.
     """

@@ -94,7 +94,9 @@ def measured(block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache
     if "mixer_loss" in of_mixer:
         aux["mixer_loss"] = of_mixer.pop("mixer_loss")
     aux["diagnostics"] = (
-        of_mixer | aux.get("diagnostics", {}) | _activations(x_BTD, context.stats_mask)
+        of_mixer
+        | aux.get("diagnostics", {})
+        | _activations(block.observed(x_BTD, block.config), context.stats_mask)
     )
     return x_BTD, aux, cache
 

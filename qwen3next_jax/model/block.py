@@ -28,8 +28,8 @@ class Block(nnx.Module):
 
     The residual stream x is as wide as the model here. Subclasses are other placements of the norms
     (the setting `model.block.placement`). They override `before` and `after`, or `around`. A
-    subclass with a wider residual stream also overrides `enter`, `make_last`, `leave` and
-    `multi_token_prediction`.
+    subclass with a wider residual stream also overrides `enter` and `leave`. It may override
+    `make_last`, `observed`, `residual_flops` and `multi_token_prediction`.
     """
 
     # The nnx.Module that the settings `model.ple` choose, which adds an embedding of the tokens
@@ -122,3 +122,15 @@ class Block(nnx.Module):
         layer.
         """
         return rms_norm(x_BTD, last[...], config)
+
+    @staticmethod
+    def observed(x_BTD: jax.Array, config: ModelConfig) -> jax.Array:
+        """Returns the numbers of the residual stream x that diagnostics measure."""
+        return x_BTD
+
+    @staticmethod
+    def residual_flops(config: ModelConfig, layers: int) -> float:
+        """Counts the FLOPs of one token's forward pass in the products of the residual stream that
+        `model.flops` does not read from a parameter: those of `layers` layers, and of `leave`.
+        """
+        return 0.0

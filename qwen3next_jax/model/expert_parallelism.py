@@ -35,9 +35,9 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.preferences import device_memory, row_major
-from qwen3next_jax.ops.ragged_exchange import exchange
+from qwen3next_jax.ops.ragged_exchange import exchange_rows
 from qwen3next_jax.ops.routed_experts import (
-    Kept,
+    SavedForBackward,
     routed_experts,
     routed_experts_gradients,
     sum_by_token,
@@ -223,8 +223,8 @@ def _experts_forward(options, x_RD, weight_RA, expert_RA, gate_up, down):
 
     _, y_RD, kept = _walk(options.chunk, chunk, None, (x_RD, weight_RA, expert_RA))
     kept = [
-        Kept(
-            save_for_backward(k.arrangement, "router"),
+        SavedForBackward(
+            save_for_backward(k.sorted_choices, "router"),
             save_for_backward(k.hidden_PF, "experts"),
         )
         for k in kept
@@ -296,8 +296,8 @@ class _LocalExperts:
     `options.form` or, by default, `routed_experts`, in which choices of experts on other devices
     contribute 0.
 
-    `forward` returns the result of the chunk and a list of `Kept`, which `backward` takes; so do
-    the other two classes.
+    `forward` returns the result of the chunk and a list of `SavedForBackward`, which `backward`
+    takes; so do the other two classes.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
@@ -547,7 +547,7 @@ class _AllToAllExperts:
         group_P = jnp.sum(row_P[:, None] >= ends_SL, axis=1)
         read_SS, rows_SS, land_SS = self._round(low, size)
         received = tuple(
-            exchange(
+            exchange_rows(
                 a, jnp.zeros((size, *a.shape[1:]), a.dtype), read_SS, rows_SS, land_SS, self.axis
             )
             for a in rows
@@ -556,7 +556,7 @@ class _AllToAllExperts:
 
     def _return(self, low, rows_P, total_Q):
         read_SS, rows_SS, land_SS = self._round(low, rows_P.shape[0])
-        return exchange(
+        return exchange_rows(
             rows_P.astype(total_Q.dtype), total_Q, land_SS.T, rows_SS.T, read_SS.T, self.axis
         )
 

@@ -8,11 +8,11 @@ needs, forward and backward, whatever the program does to compute them:
   same size, so a step has 3 times the operations of the forward pass.
 - In causal attention a query reads (T + 1)/2 keys on average. In rows with several documents,
   queries read fewer keys; the count ignores that.
-- Each mixer counts its own products that have no parameter (`Mixer.forward_flops`). The gated delta
+- Each mixer counts its products between activations (`Mixer.activation_flops`). The gated delta
   rule is counted as a recurrence over tokens: S ← e^g S + β k (v − Sᵀk)ᵀ and Sᵀq. These are three
   products of K·V multiplications and additions for each token and value head. The chunked algorithm
-  executes more operations than that, and so does recomputation (remat); the count includes neither,
-  so neither raises the MFU.
+  and recomputation (remat) execute more operations. The count does not include the additional
+  operations, so they do not raise the MFU.
 - Of the routed experts only the chosen ones count.
 - Adapters (`model.lora`) do not count: the count is that of the model with merged matrices.
 
@@ -64,7 +64,8 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
     Returns:
       {name of the part: FLOPs}. The names are the mixers' names, and "router", "experts" (the
       routed experts that a token chooses), "mlp" (dense MLPs and the shared expert), "residual"
-      (the gates between several residual streams), "embedding" (the projections of `model.ple`),
+      (what a residual stream that is wider than the model computes), "embedding" (the projections
+      of `model.ple`),
       "head", and "mtp" (all of the MTP module and its use of the head, once per depth).
     """
     head = 2.0 * config.hidden_size * config.vocab_size  # the same if the embedding is the head
@@ -76,13 +77,16 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
                 config.mtp_depth if part == "mtp" else 1
             )
     for mixer in config.mixers:
-        parts[mixer] = parts.get(mixer, 0.0) + mixer_class(mixer).forward_flops(
+        parts[mixer] = parts.get(mixer, 0.0) + mixer_class(mixer).activation_flops(
             config, sequence_length
         )
+    placement = config.block.resolve("placement")
+    of_residual = placement.residual_flops(config, config.num_hidden_layers)
+    if of_residual:
+        parts["residual"] = parts.get("residual", 0.0) + of_residual
     if config.mtp_depth:
-        parts["mtp"] += config.mtp_depth * mixer_class(config.full_mixer).forward_flops(
-            config, sequence_length
-        )
+        mixer = mixer_class(config.full_mixer).activation_flops(config, sequence_length)
+        parts["mtp"] += config.mtp_depth * (mixer + placement.residual_flops(config, 1))
     return parts
 
 

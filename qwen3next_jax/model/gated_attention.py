@@ -90,14 +90,14 @@ class GatedAttention(Mixer):
         """
         if cache is None and self.uses_fused_layout(x_BTD, context):
             return *self._fused(x_BTD, context), None
-        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.heads(x_BTD, context)
+        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.queries_gate_keys_values(x_BTD, context)
         o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
         diagnostics = {}
         if context.options.collect_stats and cache is None:
             diagnostics = self.diagnostics(q_BTNK, k_BTMK, gate_BTNK, context)
         return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, after
 
-    def heads(
+    def queries_gate_keys_values(
         self, x_BTD: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
         """Returns the results of `project`, with norms and positions applied to queries and
@@ -107,7 +107,7 @@ class GatedAttention(Mixer):
         if self.config.qk_norm:
             q_BTNK = self.normed(q_BTNK, self.q_norm[...])
             k_BTMK = self.normed(k_BTMK, self.k_norm[...])
-        q_BTNK, k_BTMK = (self.placed(x, context.positions) for x in (q_BTNK, k_BTMK))
+        q_BTNK, k_BTMK = (self.with_positions(x, context.positions) for x in (q_BTNK, k_BTMK))
         return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
 
     def project(
@@ -204,7 +204,8 @@ class GatedAttention(Mixer):
             return y_BTD, {}
         q, gate, k = (x.reshape(*x.shape[:2], -1, c.head_dim) for x in (q, gate, k))
         q, k = (
-            self.placed(self.normed(x, norm), context.positions) for x, norm in zip((q, k), norms)
+            self.with_positions(self.normed(x, norm), context.positions)
+            for x, norm in zip((q, k), norms)
         )
         return y_BTD, self.diagnostics(q, k, gate, context)
 
@@ -218,7 +219,7 @@ class GatedAttention(Mixer):
             x_BTNK.shape
         )
 
-    def placed(self, x_BTNK: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    def with_positions(self, x_BTNK: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Applies the positions [B, T] to queries or keys [B, T, N, K]: here by rotation (RoPE)."""
         return rotate(x_BTNK, positions_BT, self.config)
 
@@ -249,7 +250,7 @@ class GatedAttention(Mixer):
         return {"k": jnp.zeros(shape, config.dtype), "v": jnp.zeros(shape, config.dtype)}
 
     @classmethod
-    def forward_flops(cls, config: ModelConfig, length: int) -> float:
+    def activation_flops(cls, config: ModelConfig, length: int) -> float:
         """Returns the FLOPs per token of the scores and of the weighted sum of values. A causal
         query reads (length + 1) / 2 keys on average.
         """
@@ -393,15 +394,14 @@ def attend_cached(
     Returns:
       o [B, T, N, K]; the cache with the new keys and values.
     """
-    from qwen3next_jax.ops.cached_attention import cached_attention
-    from qwen3next_jax.ops.cached_attention import write as write_in_place
+    from qwen3next_jax.ops.cached_attention import cached_attention, write_to_cache
 
     mesh, (n, m) = context.mesh, (q_BTNK.shape[2], next(iter(new.values())).shape[2])
     shared = m % num_shards(mesh, TENSOR) != 0
 
     def run(q, new, cache, positions, layer):
         cache = {
-            name: write_in_place(cache[name], x, layer, positions[:, 0]) for name, x in new.items()
+            name: write_to_cache(cache[name], x, layer, positions[:, 0]) for name, x in new.items()
         }
         keys, *_, values = 2 * tuple(cache.values())  # a single array serves as both
         if shared:

@@ -46,7 +46,7 @@ class GatedDeltaNet(Recurrent):
         *Recurrent.switches,
         "decay_gate",
         "decay_init",
-        "erase",
+        "delta_term",
         "beta_gate",
         "beta_range",
         "linear_output_gate",
@@ -63,14 +63,9 @@ class GatedDeltaNet(Recurrent):
         self.in_proj_qkvz = make.matrix(
             (d, g, sum(part.width for part in qkvz)), "embed -> key_heads .", parts=qkvz
         )
-        gates = []
-        if c.beta_gate:
-            gates.append(Part("b", r, r))
-        if c.decay_gate:
-            gates.append(Part("a", r, r))
-        if gates:
+        if gates := self.gate_parts(c):
             self.in_proj_ba = make.matrix(
-                (d, g, len(gates) * r), "embed -> key_heads .", parts=gates
+                (d, g, sum(part.width for part in gates)), "embed -> key_heads .", parts=gates
             )
         self.make_convolution(make)
         if c.decay_gate:
@@ -88,6 +83,15 @@ class GatedDeltaNet(Recurrent):
                 kind="rate",
             )
         self.make_output(make)
+
+    @classmethod
+    def gate_parts(cls, config: ModelConfig) -> tuple[Part, ...]:
+        """Returns the parts of `in_proj_ba` for one key head: β and the decay, as far as the model
+        has them.
+        """
+        r = config.linear_num_value_heads // config.linear_num_key_heads
+        are_there = {"b": config.beta_gate, "a": config.decay_gate}
+        return tuple(Part(name, r, r) for name, is_there in are_there.items() if is_there)
 
     def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
         qkv, z = self._project_qkvz(x_BTD, context)
@@ -163,7 +167,7 @@ class GatedDeltaNet(Recurrent):
 
     @classmethod
     def uses_delta_term(cls, config: ModelConfig) -> bool:
-        return config.erase
+        return config.delta_term
 
 
 def log_of_uniform(lowest: float) -> Callable[[jax.Array, tuple[int, ...]], jax.Array]:

@@ -91,7 +91,9 @@ class Output(NamedTuple):
       mtp_logits: for each MTP depth d the logits [B, T-1-d, V]; position t predicts token t+2+d.
       balance_loss: [], the balance loss of `pooled_balance_loss`; padding does not count.
       hidden_states: arrays [B, T, D]: the embeddings, then the output of every layer; the final
-        norm is applied to the output of the last layer. None unless the caller asks for them.
+        norm is applied to the output of the last layer. Where the residual stream is wider than
+        the model (`model.streams`), all but the last have its width. None unless the caller asks
+        for them.
       router_logits: for each layer with experts [B, T, E]. None unless the caller asks for them.
     """
 

@@ -99,7 +99,7 @@ def run_layers(
     unrolled = cache is None and unroll_loop(repeats)
     decoding = cache is not None and context.mesh is None
     periodic_params, scanned_params = list(params[single:]), list(params[single:])
-    numbers = None if cache is None else jnp.arange(repeats)
+    numbers = jnp.arange(repeats)
     if decoding:
         scanned_params = _experts_replaced(scanned_params, lambda p: p.replace(numbers))
     in_place = in_place[single:]
@@ -150,7 +150,7 @@ def _run_blocks(
     x_BTD: jax.Array,
     caches: Sequence[Cache],
     replayed: Sequence[jax.Array | None],
-    number: jax.Array | int | None,
+    number: jax.Array | int,
     *,
     config: ModelConfig,
     context: Context,

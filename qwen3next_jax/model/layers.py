@@ -65,8 +65,7 @@ class Context(NamedTuple):
       use}; None: the layer looks its rows up.
     expert_ids: [B, T, A] int16, the experts that the tokens of this layer use in place of the ones
       that the router would choose; -1: the router chooses. None: it chooses for all tokens.
-    layer: the index of the layer among the layers whose parameters are stacked with its own. Only
-      passes with a cache use it.
+    layer: the index of the layer among the layers whose parameters are stacked with its own.
     options: what the caller asks for.
     """
 

@@ -19,7 +19,7 @@ from qwen3next_jax.model.parameters import Make
 Switch = Literal[
     "short_convolution",
     "decay_gate",
-    "erase",
+    "delta_term",
     "beta_gate",
     "beta_range",
     "linear_output_gate",
@@ -36,7 +36,7 @@ Switch = Literal[
 
 class Mixer(nnx.Module):
     """The part of a decoder layer that passes information between tokens. A new mixer implements
-    `__init__`, `__call__`, `init_cache` and `forward_flops`. It implements `splits` if the mesh
+    `__init__`, `__call__`, `init_cache` and `activation_flops`. It implements `splits` if the mesh
     axis `tensor` splits its heads or widths.
 
     Class attributes:
@@ -186,10 +186,11 @@ class Mixer(nnx.Module):
         raise NotImplementedError
 
     @classmethod
-    def forward_flops(cls, config: ModelConfig, length: int) -> float:
-        """Returns the FLOPs per token of the matrix products between activations (such as queries
-        and keys), in a row of `length` tokens. Products with a parameter are counted from the
-        parameter's declaration instead (`model.flops`).
+    def activation_flops(cls, config: ModelConfig, length: int) -> float:
+        """Returns the FLOPs per token of the products between activations (such as queries and
+        keys) in the forward pass over a row of `length` tokens. `model.flops` adds the products
+        with matrices, which it counts from the declarations of the matrices. A product with a
+        parameter that is not declared as a matrix (the recurrent weights of an RNN) counts here.
         """
         raise NotImplementedError
 

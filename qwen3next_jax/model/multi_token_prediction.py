@@ -30,8 +30,9 @@ class MultiTokenPrediction(nnx.Module):
     mixer is `config.full_mixer`. A mixer whose formulas depend on the layer's number gets the
     number of the model's last layer.
 
-    A subclass for a residual stream that is wider than the model overrides `make_input`, `input`
-    and `state`.
+    If the residual stream is wider than the model, the module's stream starts as the trunk's does
+    (`model.block.Block.enter`). A subclass may combine the whole streams of the trunk instead: it
+    overrides `make_input`, `input` and `state`.
     """
 
     def __init__(self, config: ModelConfig, make: Make):
@@ -114,7 +115,7 @@ class MultiTokenPrediction(nnx.Module):
             ),
             axis=-1,
         )
-        return save_for_backward(
+        x_BTD = save_for_backward(
             constrain(
                 pair @ self.fc[...].astype(hidden_BTD.dtype),
                 context.mesh,
@@ -123,6 +124,7 @@ class MultiTokenPrediction(nnx.Module):
                 None,
             )
         )
+        return self.config.block.resolve("placement").enter(x_BTD, self.config)
 
 
 def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:

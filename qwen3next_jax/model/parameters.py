@@ -97,6 +97,14 @@ class Declared:
     gathered: Literal["layer", "operator"] = "layer"
 
     @property
+    def writes_to_residual(self) -> bool:
+        """Whether the parameter is a matrix whose product has the width of the residual stream: the
+        last matrix of a mixer or an MLP.
+        """
+        results = [axis for axis, letter in zip(self.axes, self.letters) if letter == "o"]
+        return self.kind == "matrix" and results == ["embed"]
+
+    @property
     def size(self) -> int:
         """The number of elements, over all stacked layers."""
         return math.prod(self.stack + self.shape)
@@ -176,7 +184,8 @@ class Make:
         operand: bool | None = None,
         gathered: Literal["layer", "operator"] = "layer",
     ) -> nnx.Param:
-        """Makes a parameter with its declaration.
+        """Makes a parameter with its declaration. With `model.depth_scaled_init` the start value of
+        a matrix that writes to the residual stream is divided by √(2 · layers).
 
         Args:
           start: function (shape, including the stack's dimensions) → the start value.
@@ -223,7 +232,10 @@ class Make:
         )
         declared = Declared(kind, shape, self.stack, axes, letters, parts, operand, gathered)
         dtype = jnp.float32 if kind in ("rate", "balance") else self.dtype
-        return nnx.Param(start((*self.stack, *shape)).astype(dtype), declared=declared)
+        value = start((*self.stack, *shape))
+        if self.config.depth_scaled_init and declared.writes_to_residual:
+            value = value / math.sqrt(2 * self.config.num_hidden_layers)
+        return nnx.Param(value.astype(dtype), declared=declared)
 
 
 def _parsed(dims: str) -> tuple[tuple[str | None, ...], str]:

@@ -150,7 +150,7 @@ class Recurrent(Mixer):
             initial_state=state and state["state"],
             segment_ids=heads.segment_ids,
             normalize_qk=self.normalize_qk,
-            erase=self.uses_delta_term(self.config),
+            delta_term=self.uses_delta_term(self.config),
             implementation="recurrent" if few_tokens else self.config.named_delta_rule,
             axis_name=heads.axis_name,
             return_all_states=heads.return_all_states,
@@ -445,7 +445,7 @@ class Recurrent(Mixer):
                 g=g_BTH,
                 beta=beta_BTH,
                 segment_ids=segment_ids,
-                erase=self.uses_delta_term(c),
+                delta_term=self.uses_delta_term(c),
                 implementation=c.named_delta_rule,
                 axis_name=context.time_axis,
             )
@@ -510,7 +510,7 @@ class Recurrent(Mixer):
         }
 
     @classmethod
-    def forward_flops(cls, config: ModelConfig, length: int) -> float:
+    def activation_flops(cls, config: ModelConfig, length: int) -> float:
         """Returns the FLOPs of the recurrence for one token. Each value head reads the state for
         the delta term (if there is one), writes to it, and reads the output from it. Each of these
         is K·V multiplications and additions.

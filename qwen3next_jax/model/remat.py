@@ -47,8 +47,8 @@ def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callab
         (`prevent_cse`).
     """
 
-    # The input gets its name inside of `jax.checkpoint`. Then the recomputation starts from the
-    # copy in the host's memory, and the copy on the device is freed.
+    # The input that goes to the host gets its name inside of `jax.checkpoint`. Then the
+    # recomputation starts from the copy in the host's memory, and the copy on the device is freed.
     def named(params, x, *rest):
         return block(params, checkpoint_name(x, "input"), *rest)
 
@@ -71,6 +71,9 @@ def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callab
     if policy in by_name:
         return checkpoint(block, policy=by_name[policy])
     before, keep, offload = parse_remat("offload=input" if policy == "offload" else policy)
+    # `jax.checkpoint` saves the input as it is: an argument. If the input was saved by its name,
+    # the `jax.checkpoint` of the first norm would save the same array a second time.
+    keep -= {"input"}
     listed = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(keep),
         names_which_can_be_offloaded=list(offload),

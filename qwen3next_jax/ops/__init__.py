@@ -21,8 +21,8 @@ __all__ = [
 ]
 
 # A plugin package that may add operators to this module. Its dict `OPERATORS` maps the name of an
-# operator to the import string of the module that defines it. The plugin is imported when somebody
-# asks for a name that this module lacks.
+# operator to the import string of the module that defines it. The plugin is imported when code
+# reads a name that this module lacks.
 _PLUGIN = "qwen3next_jax.zoo"
 
 

@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.blocks import wide
+from qwen3next_jax.ops.blocks import accumulation_dtype
 from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 LANES = 128  # only the first LANES channels of a head may rotate
@@ -116,7 +116,9 @@ _gate_operator.defvjp(
 
 
 def _norm_and_rotate(eps, half, x, weight, cos, sin):
-    heads = x.astype(wide(x)).reshape(*x.shape[:2], -1, weight.shape[0]).swapaxes(1, 2)
+    heads = (
+        x.astype(accumulation_dtype(x)).reshape(*x.shape[:2], -1, weight.shape[0]).swapaxes(1, 2)
+    )
     heads = (
         heads * jax.lax.rsqrt(jnp.mean(jnp.square(heads), axis=-1, keepdims=True) + eps) * weight
     )
@@ -129,8 +131,14 @@ def _norm_and_rotate(eps, half, x, weight, cos, sin):
 
 
 def _gate(o, gate):
-    sigmoid = jax.nn.sigmoid(gate.reshape(*gate.shape[:2], *o.shape[1::2]).astype(wide(o)))
-    return (o.swapaxes(1, 2).astype(wide(o)) * sigmoid).astype(o.dtype).reshape(gate.shape)
+    sigmoid = jax.nn.sigmoid(
+        gate.reshape(*gate.shape[:2], *o.shape[1::2]).astype(accumulation_dtype(o))
+    )
+    return (
+        (o.swapaxes(1, 2).astype(accumulation_dtype(o)) * sigmoid)
+        .astype(o.dtype)
+        .reshape(gate.shape)
+    )
 
 
 def _norm_and_rotate_gradients(eps, half, x, weight, cos, sin, dy):

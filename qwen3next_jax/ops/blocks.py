@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 SAVED = "kept"  # the remat policy of this name (model/remat.py) saves arrays of this name
 
 
-def wide(x):
+def accumulation_dtype(x):
     """Returns the dtype in which sums over x are accumulated: float32, or x's own if it is
     wider.
     """
@@ -53,7 +53,7 @@ def from_chunks(tree, axis: int, length: int):
     return jax.tree.map(merge, tree)
 
 
-def scan(step, carry, blocks):
+def scan_or_call_once(step, carry, blocks):
     """Returns jax.lax.scan(step, carry, blocks), where the arrays of `blocks` have a leading axis
     of chunks. If there is only one chunk, it calls `step` once, without a loop.
     """

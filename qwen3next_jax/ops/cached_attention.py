@@ -17,7 +17,7 @@ _BLOCK, _BLOCK_OF_FEW = 256, 2048
 _HIDDEN = -1e30
 
 
-def write(cache: jax.Array, new: jax.Array, layer, start: jax.Array) -> jax.Array:
+def write_to_cache(cache: jax.Array, new: jax.Array, layer, start: jax.Array) -> jax.Array:
     """Returns the cache with `new` written into slots start, start + 1, … of `layer`. XLA writes in
     place if the old cache is not used again.
 
@@ -26,8 +26,8 @@ def write(cache: jax.Array, new: jax.Array, layer, start: jax.Array) -> jax.Arra
       new: [B, T, M, D], the keys or values of the new tokens.
       layer: index of the layer.
       start: [B] integers of at most S - T, the slot of the first new token of each row. Tokens
-        whose slot is negative are dropped. Then as many slots after the slot of the last token hold
-        undefined values as tokens were dropped.
+        whose slot is negative are dropped. If n tokens are dropped, the n slots after the slot of
+        the last token hold undefined values.
     """
 
     def row(b, cache):
@@ -66,7 +66,7 @@ def cached_attention(
     """
     (b, t, n, d), (r, _, s, m, _) = q.shape, k.shape
     if t > _FEW_QUERIES:
-        return _blockwise(q, k, v, layer, positions, min(s, _BLOCK), d**-0.5)
+        return _attend_blockwise(q, k, v, layer, positions, min(s, _BLOCK), d**-0.5)
     # If a product had the heads as a batch axis, XLA would copy the keys and values into an order
     # with heads first. Instead each query gets the width of all key heads, with zeros outside its
     # own head, so that the product reads the cache in the order in which it is stored. If the cache
@@ -76,15 +76,17 @@ def cached_attention(
     q_BTNX = (q.reshape(b, t, m, n // m, 1, d) * own_M1M1).reshape(b, t, n, m * d)
     k, v = (x.reshape(r, b, s, 1, m * d) for x in (k, v))
     if r == 1 and k.dtype == jnp.promote_types(jnp.float32, k.dtype):
-        o_BTNX = _all_slots(q_BTNX, *(x.reshape(b, s, m * d) for x in (k, v)), positions, d**-0.5)
+        o_BTNX = _attend_to_all_slots(
+            q_BTNX, *(x.reshape(b, s, m * d) for x in (k, v)), positions, d**-0.5
+        )
     else:
-        o_BTNX = _blockwise(q_BTNX, k, v, layer, positions, min(s, _BLOCK_OF_FEW), d**-0.5)
+        o_BTNX = _attend_blockwise(q_BTNX, k, v, layer, positions, min(s, _BLOCK_OF_FEW), d**-0.5)
     return jnp.sum(o_BTNX.reshape(b, t, m, n // m, m, d) * own_M1M1, axis=-2).reshape(q.shape)
 
 
-def _all_slots(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
+def _attend_to_all_slots(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
     """Computes attention to all slots at once. The arrays have no axis of key heads; such an axis
-    of size 1, as in `_blockwise`, would make the function take two thirds more time.
+    of size 1, as in `_attend_blockwise`, would make the function take two thirds more time.
     """
     q_BLX = q_BTNX.reshape(len(q_BTNX), -1, q_BTNX.shape[-1])
     position_BL1 = jnp.repeat(positions_BT, q_BTNX.shape[2], axis=1)[..., None]
@@ -95,7 +97,7 @@ def _all_slots(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
     return o_BLX.astype(q_BTNX.dtype).reshape(q_BTNX.shape)
 
 
-def _blockwise(q, k, v, layer, positions_BT, size, scale):
+def _attend_blockwise(q, k, v, layer, positions_BT, size, scale):
     """Computes attention with online softmax, `size` slots at a time. It reads only the blocks of
     slots up to the largest position.
     """

@@ -66,9 +66,11 @@ def causal_conv1d(
         before = initial_state.reshape(batch, width - 1, size).astype(x.dtype)
     ids_before = None if segment_ids is None else jnp.repeat(segment_ids[:, :1], width - 1, axis=1)
     if axis_name is not None and width > 1:
-        before = _halo(x_BTD, before, width - 1, axis_name)
+        before = _inputs_of_previous_shard(x_BTD, before, width - 1, axis_name)
         ids_before = (
-            None if segment_ids is None else _halo(segment_ids, ids_before, width - 1, axis_name)
+            None
+            if segment_ids is None
+            else _inputs_of_previous_shard(segment_ids, ids_before, width - 1, axis_name)
         )
     ids = None if segment_ids is None else jnp.concatenate([ids_before, segment_ids], axis=1)
     chosen = choose("causal_conv1d", None, FORMS, x=x_BTD, kernel=kernel_WD, activation=activation)
@@ -120,7 +122,7 @@ def _check(x, kernel, activation, initial_state, segment_ids):
     checks.shapes(initial_state=(initial_state, (x.shape[0], kernel.shape[0] - 1, *channels)))
 
 
-def _halo(x, first, size: int, axis_name: str):
+def _inputs_of_previous_shard(x, first, size: int, axis_name: str):
     """Returns the last `size` entries along T of the previous shard's x; `first` on the first
     shard.
     """
@@ -131,7 +133,7 @@ def _halo(x, first, size: int, axis_name: str):
     return jnp.where(jax.lax.axis_index(axis_name) == 0, first, received)
 
 
-def _same_document(ids, width: int, dtype):
+def _same_document_masks(ids, width: int, dtype):
     """Returns [W, B, T] with 1 where t is a token (not padding) and the input that kernel[w]
     multiplies for t belongs to t's document, else 0.
     """
@@ -142,13 +144,13 @@ def _same_document(ids, width: int, dtype):
     )
 
 
-def _terms(rows, scale, same):
+def _masked_products(rows, scale, same):
     """Returns the list of rows[w] * scale[w] for w = 0 … W - 1, with zeros where `same` is 0.
 
     Args:
       rows: W arrays [B, T, D].
       scale: W arrays that broadcast to [B, T, D].
-      same: [W, B, T], the result of `_same_document`; None if a row is one document.
+      same: [W, B, T], the result of `_same_document_masks`; None if a row is one document.
     """
     return [
         x * y if same is None else x * y * same[w][..., None]
@@ -156,7 +158,7 @@ def _terms(rows, scale, same):
     ]
 
 
-def _shifted(padded, width: int):
+def _shifted_parts(padded, width: int):
     """Returns W arrays [B, T, D], the parts of `padded` [B, T + W - 1, D] that start at 0 … W -
     1.
     """
@@ -168,7 +170,7 @@ def _before_activation(extended, kernel, same):
     """Returns the outputs [B, T, D] before the activation, for inputs `extended` [B, W - 1 + T,
     D].
     """
-    return sum(_terms(_shifted(extended, kernel.shape[0]), kernel, same))
+    return sum(_masked_products(_shifted_parts(extended, kernel.shape[0]), kernel, same))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -189,16 +191,16 @@ _convolve.defvjp(
 # ---- in XLA alone
 
 
-def _in_xla(activation, before, x, kernel, ids):
+def _forward_in_xla(activation, before, x, kernel, ids):
     wide = jnp.promote_types(jnp.float32, x.dtype)
-    same = None if ids is None else _same_document(ids, kernel.shape[0], wide)
+    same = None if ids is None else _same_document_masks(ids, kernel.shape[0], wide)
     z = _before_activation(
         jnp.concatenate([before, x], axis=1).astype(wide), kernel.astype(wide), same
     )
     return (jax.nn.silu(z) if activation == "silu" else z).astype(x.dtype)
 
 
-def _in_xla_backward(activation, before, x, kernel, ids, dy, *, row_by_row: bool):
+def _backward_in_xla(activation, before, x, kernel, ids, dy, *, row_by_row: bool):
     """Returns the gradients of `before`, x and `kernel`, given dy, the gradient of the outputs.
     `row_by_row` says whether the gradient of `kernel` is summed one row of the batch at a time.
     """
@@ -209,11 +211,11 @@ def _in_xla_backward(activation, before, x, kernel, ids, dy, *, row_by_row: bool
 
 def _gradients(activation, row_by_row, extended, kernel, ids, dy):
     """Returns the gradients of `extended` [B, W - 1 + T, D], which is `before` followed by x, and
-    of `kernel`. The other arguments are the arguments of `_in_xla_backward`.
+    of `kernel`. The other arguments are the arguments of `_backward_in_xla`.
     """
     width, wide = kernel.shape[0], jnp.promote_types(jnp.float32, extended.dtype)
     x, weights, dz = extended.astype(wide), kernel.astype(wide), dy.astype(wide)
-    same = None if ids is None else _same_document(ids, width, wide)
+    same = None if ids is None else _same_document_masks(ids, width, wide)
     if activation == "silu":
         z = _before_activation(x, weights, same)
         gate = jax.nn.sigmoid(z)
@@ -226,25 +228,27 @@ def _gradients(activation, row_by_row, extended, kernel, ids, dy):
     padded = jnp.pad(dz, ((0, 0), (width - 1, width - 1), (0, 0)))
     padded, same = jax.lax.optimization_barrier((padded, same))
     dz = padded[:, width - 1 : width - 1 + time]
-    terms_of = lambda x, dz, same: _terms(_shifted(x, width), [dz] * width, same)
+    terms_of = lambda x, dz, same: _masked_products(_shifted_parts(x, width), [dz] * width, same)
     terms = terms_of(x, dz, same)
     if row_by_row:  # one row of the batch at a time: the W sums stay in a CPU's caches
         x = jax.lax.optimization_barrier(x)
         rows = x[:, None], dz[:, None], None if same is None else same.swapaxes(0, 1)[:, :, None]
         add = lambda sums, row: ([*map(jnp.add, sums, terms_of(*row))], None)
-        terms, _ = blocks.scan(add, [jnp.zeros_like(dz[:1])] * width, rows)
+        terms, _ = blocks.scan_or_call_once(add, [jnp.zeros_like(dz[:1])] * width, rows)
     dkernel = jnp.stack([jnp.sum(term, axis=range(term.ndim - 1)) for term in terms])
     # kernel[w] multiplies the input at index s of `extended` for the output at index s - w.
     if same is not None:
         same = jnp.stack([jnp.pad(same[w], ((0, 0), (w, width - 1 - w))) for w in range(width)])
-    dx = sum(_terms(_shifted(padded, width)[::-1], weights, same))
+    dx = sum(_masked_products(_shifted_parts(padded, width)[::-1], weights, same))
     return dx.astype(extended.dtype), dkernel.astype(kernel.dtype)
 
 
-def _form(platforms, row_by_row: bool) -> Form:
-    """Returns the form "xla" for these platforms; see `_in_xla_backward` for `row_by_row`."""
-    backward = functools.partial(_in_xla_backward, row_by_row=row_by_row)
-    return Form("xla", platforms, dict(forward=_in_xla, backward=backward))
+def _xla_form(platforms, row_by_row: bool) -> Form:
+    """Returns the form "xla" for these platforms. `row_by_row` is the argument of
+    `_backward_in_xla`.
+    """
+    backward = functools.partial(_backward_in_xla, row_by_row=row_by_row)
+    return Form("xla", platforms, dict(forward=_forward_in_xla, backward=backward))
 
 
-FORMS = _form(("cpu",), row_by_row=True), _form(("gpu", "tpu"), row_by_row=False)
+FORMS = _xla_form(("cpu",), row_by_row=True), _xla_form(("gpu", "tpu"), row_by_row=False)

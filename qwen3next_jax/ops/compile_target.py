@@ -20,13 +20,13 @@ class CompileTarget(NamedTuple):
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
-      described: True if `compiling_for` names the platform, or if an abstract mesh names another
-        platform than this process's default. The process may then have no such device, so kernels
-        cannot be tested.
+      may_lack_device: True if `compiling_for` names the platform, or if an abstract mesh names
+        another platform than this process's default. The process may then have no such device, so
+        kernels cannot be tested.
     """
 
     platform: str
-    described: bool
+    may_lack_device: bool
 
     @property
     def tpu(self):
@@ -60,14 +60,14 @@ def compile_target() -> CompileTarget:
     4. JAX's default backend.
     """
     if _platform.value is not None:
-        return CompileTarget(_platform.value, described=True)
+        return CompileTarget(_platform.value, may_lack_device=True)
     if device := jax.sharding.get_abstract_mesh().abstract_device:
         platform = _platform_of(device)
-        return CompileTarget(platform, described=platform != jax.default_backend())
+        return CompileTarget(platform, may_lack_device=platform != jax.default_backend())
     device = jax.config.jax_default_device
     if device is not None:
-        return CompileTarget(_our_name(getattr(device, "platform", device)), described=False)
-    return CompileTarget(_our_name(jax.default_backend()), described=False)
+        return CompileTarget(_our_name(getattr(device, "platform", device)), may_lack_device=False)
+    return CompileTarget(_our_name(jax.default_backend()), may_lack_device=False)
 
 
 @contextlib.contextmanager

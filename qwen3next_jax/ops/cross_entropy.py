@@ -18,14 +18,14 @@ from qwen3next_jax.ops.compile_target import compile_target
 # products of many rows are more efficient, and because every chunk reads and writes dw. The float32
 # logits of a chunk take 0.5 to 2 GiB on a GPU, and 1 / _MEMORY_PART of the chip's memory on a TPU.
 _CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 2**22, (2**27, 2**29)
-# On a GPU a row of a chunk writes and reads some 20 bytes for each of its V logits, and 8 D / C
-# bytes of the float32 dw. With C = 4 D rows that is a tenth.
+# On a GPU, a row of a chunk causes reads and writes of some 20 bytes for each of its V logits, and,
+# for the float32 dw, of 8 D / C more bytes. With C = 4 D rows, these 2 bytes are a tenth of the 20.
 _GPU_CHUNK_ROWS_PER_WIDTH = 4
 _MIN_CHUNK_ROWS = 512
 _MEMORY_PART = 32
 
 
-class Rows(NamedTuple):
+class RowResults(NamedTuple):
     """Results for each row. They carry no gradients."""
 
     nll: jax.Array  # [R] float32, the negative log-likelihood of the target in nats
@@ -43,7 +43,7 @@ def linear_cross_entropy(
     z_weight: float = 0.0,
     softcap: float = 0.0,
     chunk: int | None = None,
-) -> tuple[jax.Array, Rows]:
+) -> tuple[jax.Array, RowResults]:
     """Returns the loss Σ_r weights_r · (logsumexp(l_r) − l_r[targets_r] + z · logsumexp(l_r)²) of
     the logits l_r = x_r w, computed one chunk of rows after another, and results for each row.
 
@@ -99,7 +99,7 @@ class _Settings(NamedTuple):
     z_weight: float
     softcap: float
 
-    def row_losses(self, rows: Rows) -> jax.Array:
+    def row_losses(self, rows: RowResults) -> jax.Array:
         """Returns the loss of each row, [R], before its weight."""
         return rows.nll + self.z_weight * rows.logsumexp**2 if self.z_weight else rows.nll
 
@@ -148,7 +148,7 @@ def _scan_chunks(settings: _Settings, x, w, targets, weights, *, gradients):
     def step(carry, inputs):
         loss, dw_DV = carry
         x_CD, target_C, weight_C = inputs
-        figures, dx_CD, dw_chunk_DV = _chunk(
+        figures, dx_CD, dw_chunk_DV = _row_results_and_gradients(
             settings, x_CD, w_DV, target_C, weight_C, wide, gradients
         )
         loss = loss + jnp.sum(weight_C * settings.row_losses(figures))
@@ -158,14 +158,16 @@ def _scan_chunks(settings: _Settings, x, w, targets, weights, *, gradients):
     chunks = blocks.to_chunks(
         (x, targets.astype(jnp.int32), weights.astype(wide)), 0, settings.chunk
     )
-    (loss, dw), by_chunk = blocks.scan(step, zero, chunks)
+    (loss, dw), by_chunk = blocks.scan_or_call_once(step, zero, chunks)
     figures, dx = blocks.from_chunks(by_chunk, 0, x.shape[0])
     return loss, figures, (dx, dw)
 
 
-def _chunk(settings: _Settings, x_CD, w_DV, target_C, weight_C, wide, gradients):
-    """Returns the `Rows` of a chunk and, if `gradients`, the gradients dx [C, D] and dw [D, V] that
-    the chunk contributes; else None for both.
+def _row_results_and_gradients(
+    settings: _Settings, x_CD, w_DV, target_C, weight_C, wide, gradients
+):
+    """Returns the `RowResults` of a chunk and, if `gradients`, the gradients dx [C, D] and dw [D,
+    V] that the chunk contributes; else None for both.
     """
 
     def product(*after):
@@ -201,12 +203,12 @@ def _chunk(settings: _Settings, x_CD, w_DV, target_C, weight_C, wide, gradients)
     total_C = jnp.sum(jnp.exp(logits_CV - largest_C[:, None]), axis=1)
     logsumexp_C = largest_C + jnp.log(total_C)
     target_logit_C = _target_logits(logits_CV, target_C, hit_CV)
-    figures = Rows(logsumexp_C - target_logit_C, logsumexp_C, best_C, best_C == target_C)
+    figures = RowResults(logsumexp_C - target_logit_C, logsumexp_C, best_C, best_C == target_C)
     if not gradients:
         return figures, None, None
-    # The gradient of a logit is weight · softmax, minus the weight at the target. As exp · (weight
-    # / total) it takes one division per row, not one per logit. The z-loss adds 2 z logsumexp
-    # times as much of the softmax.
+    # The gradient of a logit is weight · softmax, minus the weight at the target. Computed as exp ·
+    # (weight / total), it takes one division per row, not one per logit. The z-loss multiplies the
+    # softmax by 1 + 2 z logsumexp.
     logits_CV = logits(total_C)
     exp_CV = jnp.exp(logits_CV - largest_C[:, None])
     of_softmax_C = weight_C
@@ -225,8 +227,9 @@ def _chunk(settings: _Settings, x_CD, w_DV, target_C, weight_C, wide, gradients)
 def _target_logits(logits_CV, target_C, hit_CV):
     """Returns the logit of each target [C]; 0 if the target is outside of the vocabulary.
 
-    A GPU reads the targets' logits alone, where the sum over `hit_CV`, which marks the targets,
-    would read all logits once more. On other platforms the sum is fused with other reductions.
+    On a GPU, the function reads only the logits of the targets. A sum over all logits, masked by
+    `hit_CV` (True at the targets), would read all logits once more. On other platforms, XLA fuses
+    this sum with other reductions.
     """
     if compile_target().platform != "gpu":
         return jnp.sum(jnp.where(hit_CV, logits_CV, 0), axis=1)

@@ -32,7 +32,9 @@ def gated_norm(o, gate, weight, eps: float, gate_type: str = "silu"):
       y: [B, T, H · V] in o's dtype, computed in float32.
     """
     if gate_type != "silu":
-        return jax.checkpoint(functools.partial(in_xla, eps, gate_type=gate_type))(o, gate, weight)
+        return jax.checkpoint(functools.partial(gated_norm_in_xla, eps, gate_type=gate_type))(
+            o, gate, weight
+        )
     chosen = choose("gated_norm", None, FORMS, o=o, weight=weight, eps=eps)
     return _operator(chosen, eps, o, gate, weight)
 
@@ -51,7 +53,7 @@ _operator.defvjp(
 )
 
 
-def in_xla(eps, o, gate, weight, gate_type: str = "silu"):
+def gated_norm_in_xla(eps, o, gate, weight, gate_type: str = "silu"):
     """Computes `gated_norm` in XLA alone."""
     wide = jnp.promote_types(jnp.float32, o.dtype)
     heads = o.astype(wide).reshape(*o.shape[:2], -1, weight.shape[0])
@@ -63,11 +65,13 @@ def in_xla(eps, o, gate, weight, gate_type: str = "silu"):
     return (normed.reshape(o.shape) * GATES[gate_type](gate.astype(wide))).astype(o.dtype)
 
 
-def _in_xla_backward(eps, o, gate, weight, dy):
+def _backward_in_xla(eps, o, gate, weight, dy):
     """Returns the gradients of o, gate and weight for the gate "silu", given dy, the gradient of
     y.
     """
-    return jax.vjp(functools.partial(in_xla, eps), o, gate, weight)[1](dy)
+    return jax.vjp(functools.partial(gated_norm_in_xla, eps), o, gate, weight)[1](dy)
 
 
-FORMS = (Form("xla", ("cpu", "gpu", "tpu"), dict(forward=in_xla, backward=_in_xla_backward)),)
+FORMS = (
+    Form("xla", ("cpu", "gpu", "tpu"), dict(forward=gated_norm_in_xla, backward=_backward_in_xla)),
+)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import checks
-from qwen3next_jax.ops.blocks import wide
+from qwen3next_jax.ops.blocks import accumulation_dtype
 from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
@@ -45,8 +45,8 @@ class BlockSizes(NamedTuple):
 # benchmarks/ops/grouped_matmul.py. With these sizes the copied weights stay in the cache.
 _CPU = BlockSizes(largest=128, per_group=1, batch=2**20)
 # These sizes have not been timed. With long blocks, the weights are copied less often. A batch of
-# blocks is one batched product: few and large ones occupy the chip, and 2**28 elements are 0.5 GiB
-# of bfloat16. For 327,680 rows, 64 groups and matrices of 2,048 x 1,024 there are 4 batches.
+# blocks is one batched product. Few, large products use the chip well, and 2**28 elements are 0.5
+# GiB of bfloat16. For 327,680 rows, 64 groups and matrices of 2,048 x 1,024 there are 4 batches.
 _GPU = BlockSizes(largest=1024, per_group=4, batch=2**28)
 _FULL_TILE = 64  # a product of fewer rows takes no less time
 
@@ -145,7 +145,7 @@ def _mlp_forward(chosen: Chosen, *inputs):
     if chosen.name == "blocked":
         y, hidden = chosen.function_named("mlp")(*inputs)
     else:
-        y, hidden = _mlp_of_products(chosen.function_named("matmul"), *inputs)
+        y, hidden = _mlp_by_matmul(chosen.function_named("matmul"), *inputs)
     return y, (*inputs, hidden)
 
 
@@ -153,14 +153,14 @@ def _mlp_backward(chosen: Chosen, residuals, dy):
     if chosen.name == "blocked":
         gradients = chosen.function_named("mlp_gradients")(*residuals, dy)
     else:
-        gradients = _mlp_gradients_of_products(chosen.function_named("gradients"), *residuals, dy)
+        gradients = _mlp_gradients_by_matmul(chosen.function_named("gradients"), *residuals, dy)
     return *gradients, None
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def _mlp_of_products(matmul, x, gate_up, down, group_sizes):
+def _mlp_by_matmul(matmul, x, gate_up, down, group_sizes):
     """Returns y [R, D] and the hidden layer [R, 2I] of `expert_mlp`, computed with the function
     `matmul` of an implementation.
     """
@@ -168,9 +168,9 @@ def _mlp_of_products(matmul, x, gate_up, down, group_sizes):
     return matmul(_swiglu(hidden), down, group_sizes), hidden
 
 
-def _mlp_gradients_of_products(gradients, x, gate_up, down, group_sizes, hidden, dy):
+def _mlp_gradients_by_matmul(gradients, x, gate_up, down, group_sizes, hidden, dy):
     """Returns the gradients of x, gate_up and down of `expert_mlp`, computed with the function
-    `gradients` of an implementation. `hidden` is the second result of `_mlp_of_products`.
+    `gradients` of an implementation. `hidden` is the second result of `_mlp_by_matmul`.
     """
     activation, pullback = jax.vjp(_swiglu, hidden)
     da, ddown = gradients(activation, down, group_sizes, dy)
@@ -182,37 +182,39 @@ def _swiglu(hidden):
     """Returns silu(gate) · up [..., I], computed in float32, for hidden [..., 2I], which holds the
     gate in its first half and up in its second half.
     """
-    gate, up = jnp.split(hidden.astype(wide(hidden)), 2, axis=-1)
+    gate, up = jnp.split(hidden.astype(accumulation_dtype(hidden)), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(hidden.dtype)
 
 
 # ---- ragged_dot
 
 
-def _ragged(x, w, group_sizes):
-    return jax.lax.ragged_dot(x, w, group_sizes, preferred_element_type=wide(x)).astype(x.dtype)
+def _ragged_matmul(x, w, group_sizes):
+    return jax.lax.ragged_dot(
+        x, w, group_sizes, preferred_element_type=accumulation_dtype(x)
+    ).astype(x.dtype)
 
 
 def _ragged_gradients(x, w, group_sizes, dy):
-    _, pullback = jax.vjp(lambda x, w: _ragged(x, w, group_sizes), x, w)
+    _, pullback = jax.vjp(lambda x, w: _ragged_matmul(x, w, group_sizes), x, w)
     return pullback(dy)
 
 
 # ---- blocked
 
 
-class _Plan(NamedTuple):
+class _BlockPlan(NamedTuple):
     """Which rows lie in which blocks. The "rank" of a group is its index among the groups that have
     rows.
     """
 
     group: jax.Array  # [n, K] the group of each block
-    first: jax.Array  # [n] the smallest rank among the W groups of each batch
-    member: jax.Array  # [n, W, K] whether the block belongs to the group of rank first + w
+    first_rank: jax.Array  # [n] the smallest rank among the W groups of each batch
+    is_member: jax.Array  # [n, W, K] whether the block belongs to the group of rank first + w
     row: jax.Array  # [n, K, C] the index of the row at each position of each block
-    filled: jax.Array  # [n, K, C] whether the position holds that row, not padding
-    place: jax.Array  # [R] the position of each row in the flattened [n, K, C]
-    used: jax.Array  # [R] whether the row belongs to a group
+    is_filled: jax.Array  # [n, K, C] whether the position holds that row, not padding
+    position_of_row: jax.Array  # [R] the position of each row in the flattened [n, K, C]
+    has_group: jax.Array  # [R] whether the row belongs to a group
     rank: jax.Array  # [E] the number of groups with rows from group 0 to this group, minus 1
     groups: int  # G, the largest number of groups that can have rows
 
@@ -227,8 +229,8 @@ def _block_size(sizes: BlockSizes, rows: int, groups: int) -> int:
     )
 
 
-def _plan(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _Plan:
-    """Returns the plan for groups of the given sizes.
+def _plan_blocks(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _BlockPlan:
+    """Plans which rows lie in which blocks, for groups of the given sizes.
 
     Args:
       sizes: the limits for blocks and batches.
@@ -261,21 +263,21 @@ def _plan(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _Plan:
 
     index = jnp.arange(rows)
     rank_R = jnp.minimum(ends_by(end_G, index), groups - 1)
-    place = block_start_G[rank_R] * size + index - (end_G - size_G)[rank_R]
-    return _Plan(
+    position = block_start_G[rank_R] * size + index - (end_G - size_G)[rank_R]
+    return _BlockPlan(
         group_G[rank],
         first,
         rank[:, None] == first[:, None, None] + jnp.arange(window)[:, None],
         jnp.minimum(row, rows - 1),
         row < end_G[rank][..., None],
-        place,
+        position,
         index < end_G[-1],
         jnp.cumsum(group_sizes > 0) - 1,
         groups,
     )
 
 
-def _scan_batches(plan: _Plan, rows, weights, step):
+def _scan_batches(plan: _BlockPlan, rows, weights, step):
     """Runs `step` on one batch of blocks after another. In the shapes below, D and F stand for any
     widths, which differ from array to array.
 
@@ -303,16 +305,18 @@ def _scan_batches(plan: _Plan, rows, weights, step):
             else jax.lax.Precision.HIGHEST
         )
         return tuple(
-            _add(total, first, member, term, precision)
+            _add_sums_of_groups(total, first, member, term, precision)
             for total, term in zip(totals, terms, strict=True)
         ), outputs
 
-    blocks = (jnp.where(plan.filled[..., None], x[plan.row], 0) for x in rows)
-    zeros = tuple(jnp.zeros((plan.groups, *w.shape[1:]), wide(w)) for w in weights)
-    totals, outputs = jax.lax.scan(batch, zeros, (plan.group, plan.first, plan.member, *blocks))
+    blocks = (jnp.where(plan.is_filled[..., None], x[plan.row], 0) for x in rows)
+    zeros = tuple(jnp.zeros((plan.groups, *w.shape[1:]), accumulation_dtype(w)) for w in weights)
+    totals, outputs = jax.lax.scan(
+        batch, zeros, (plan.group, plan.first_rank, plan.is_member, *blocks)
+    )
     return (
         tuple(
-            jnp.where(plan.used[:, None], y.reshape(-1, y.shape[-1])[plan.place], 0)
+            jnp.where(plan.has_group[:, None], y.reshape(-1, y.shape[-1])[plan.position_of_row], 0)
             for y in outputs
         ),
         tuple(
@@ -324,7 +328,7 @@ def _scan_batches(plan: _Plan, rows, weights, step):
     )
 
 
-def _add(total, first, member_WK, term, precision):
+def _add_sums_of_groups(total, first, member_WK, term, precision):
     """Returns `total` [G, D, F], after adding to total[first + g], for every g < W, the sum of
     term[k] over the blocks k for which member_WK[g, k] is true.
     """
@@ -335,16 +339,16 @@ def _add(total, first, member_WK, term, precision):
 
 def _dot(x_KCD, w_KDF):
     """Returns x w of each block, [K, C, F] in x's dtype."""
-    return jnp.einsum("kcd,kdf->kcf", x_KCD, w_KDF, preferred_element_type=wide(x_KCD)).astype(
-        x_KCD.dtype
-    )
+    return jnp.einsum(
+        "kcd,kdf->kcf", x_KCD, w_KDF, preferred_element_type=accumulation_dtype(x_KCD)
+    ).astype(x_KCD.dtype)
 
 
 def _dot_transposed(y_KCF, w_KDF):
     """Returns y wᵀ of each block, [K, C, D] in y's dtype."""
-    return jnp.einsum("kcf,kdf->kcd", y_KCF, w_KDF, preferred_element_type=wide(y_KCF)).astype(
-        y_KCF.dtype
-    )
+    return jnp.einsum(
+        "kcf,kdf->kcd", y_KCF, w_KDF, preferred_element_type=accumulation_dtype(y_KCF)
+    ).astype(y_KCF.dtype)
 
 
 def _transposed_product(x_KCD, y_KCF):
@@ -354,13 +358,15 @@ def _transposed_product(x_KCD, y_KCF):
         # Without the barrier, XLA folds the transpose into the product, and the product takes 1.5
         # times as long.
         x_KDC = jax.lax.optimization_barrier(x_KDC)
-    return jnp.einsum("kdc,kcf->kdf", x_KDC, y_KCF, preferred_element_type=wide(x_KCD))
+    return jnp.einsum(
+        "kdc,kcf->kdf", x_KDC, y_KCF, preferred_element_type=accumulation_dtype(x_KCD)
+    )
 
 
-def _blocked(sizes, x, w, group_sizes):
+def _blocked_matmul(sizes, x, w, group_sizes):
     """Returns y [R, F] of `grouped_matmul`, computed in blocks."""
     return _scan_batches(
-        _plan(sizes, group_sizes, x.shape[0], w[0].size),
+        _plan_blocks(sizes, group_sizes, x.shape[0], w[0].size),
         (x,),
         (),
         lambda group, x_KCD: ((_dot(x_KCD, w[group]),), ()),
@@ -374,7 +380,7 @@ def _blocked_gradients(sizes, x, w, group_sizes, dy):
         return (_dot_transposed(dy_KCF, w[group]),), (_transposed_product(x_KCD, dy_KCF),)
 
     (dx,), (dw,) = _scan_batches(
-        _plan(sizes, group_sizes, x.shape[0], w[0].size), (x, dy), (w,), step
+        _plan_blocks(sizes, group_sizes, x.shape[0], w[0].size), (x, dy), (w,), step
     )
     return dx, dw
 
@@ -386,7 +392,9 @@ def _blocked_mlp(sizes, x, gate_up, down, group_sizes):
         hidden = _dot(x_KCD, gate_up[group])
         return (_dot(_swiglu(hidden), down[group]), hidden), ()
 
-    return _scan_batches(_plan(sizes, group_sizes, x.shape[0], gate_up[0].size), (x,), (), step)[0]
+    return _scan_batches(
+        _plan_blocks(sizes, group_sizes, x.shape[0], gate_up[0].size), (x,), (), step
+    )[0]
 
 
 def _blocked_mlp_gradients(sizes, x, gate_up, down, group_sizes, hidden, dy):
@@ -404,7 +412,7 @@ def _blocked_mlp_gradients(sizes, x, gate_up, down, group_sizes, hidden, dy):
         )
 
     (dx,), (dgate_up, ddown) = _scan_batches(
-        _plan(sizes, group_sizes, x.shape[0], gate_up[0].size),
+        _plan_blocks(sizes, group_sizes, x.shape[0], gate_up[0].size),
         (x, hidden, dy),
         (gate_up, down),
         step,
@@ -415,10 +423,10 @@ def _blocked_mlp_gradients(sizes, x, gate_up, down, group_sizes, hidden, dy):
 # ---- the table of implementations
 
 
-def _blocks_of(sizes: BlockSizes):
+def _blocked_functions(sizes: BlockSizes):
     """Returns the functions of the implementation "blocked" by name, for these sizes of blocks."""
     functions = dict(
-        matmul=_blocked,
+        matmul=_blocked_matmul,
         gradients=_blocked_gradients,
         mlp=_blocked_mlp,
         mlp_gradients=_blocked_mlp_gradients,
@@ -427,7 +435,7 @@ def _blocks_of(sizes: BlockSizes):
 
 
 FORMS = (
-    Form("blocked", ("cpu",), _blocks_of(_CPU)),
-    Form("blocked", ("gpu",), _blocks_of(_GPU)),
-    Form("ragged_dot", ("tpu",), dict(matmul=_ragged, gradients=_ragged_gradients)),
+    Form("blocked", ("cpu",), _blocked_functions(_CPU)),
+    Form("blocked", ("gpu",), _blocked_functions(_GPU)),
+    Form("ragged_dot", ("tpu",), dict(matmul=_ragged_matmul, gradients=_ragged_gradients)),
 )

@@ -77,10 +77,11 @@ class Kernel:
       name: name of the kernels, which the operator's argument `implementation` takes.
       platform: "tpu" or "gpu".
       module: import string of the module that has the operator's functions, each with an argument
-        `interpret`. The module also has a function `supports(**call)`, which returns "" or the
-        reason why the kernels cannot run a call. It may have a function `is_default(**call)`, which
-        returns whether a call that names no implementation runs the kernels; in a module without
-        `is_default`, every such call that the kernels support runs them.
+        `interpret`. The module also has a function `unsupported_reason(**call)`, which returns ""
+        or the reason why the kernels cannot run a call. It may have a function
+        `is_default(**call)`, which returns whether a call that names no implementation runs the
+        kernels; in a module without `is_default`, every such call that the kernels support runs
+        them.
     """
 
     operator: str
@@ -102,18 +103,18 @@ class Kernel:
 
     def is_default(self, call: Mapping[str, Any]) -> bool:
         """Returns whether a call that names no implementation runs these kernels. `call` holds the
-        arguments that `supports` of the module takes.
+        arguments that `unsupported_reason` of the module takes.
         """
         module = self.load()
         if hasattr(module, "is_default"):
             return module.is_default(**call)
-        return not module.supports(**call)
+        return not module.unsupported_reason(**call)
 
     def refusal(self, platform: str, call: Mapping[str, Any]) -> str:
         """Returns why a call that names these kernels cannot run on `platform`; "" if it can."""
         if platform not in (self.platform, "cpu"):
             return f"on {platform}: expected {_PLATFORMS[self.platform]}, or a CPU to interpret it"
-        return self.load().supports(**call)
+        return self.load().unsupported_reason(**call)
 
 
 class Chosen(NamedTuple):
@@ -161,8 +162,8 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
       operator: name of the operator in the plugin's table.
       named: name of the implementation that the caller asks for; None asks for the best one.
       forms: the operator's forms. The message of `Unsupported` recommends the first one.
-      call: the arrays and settings of the call, which the function `supports` of the operator's
-        kernels takes.
+      call: the arrays and settings of the call, which the function `unsupported_reason` of the
+        operator's kernels takes.
 
     Raises:
       Unsupported: the named implementation cannot run this call, or the plugin that has it is
@@ -172,34 +173,37 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
     platform = compile_target().platform
     if named is not None:
         chosen = _choose_named(operator, named, forms, platform, call)
-        _record(operator, call, chosen, "named by the caller")
+        _record_decision(operator, call, chosen, "named by the caller")
         return chosen
     # No kernel is the default on a CPU, so the plugin is not imported there.
     reason = f"the default on {_PLATFORMS.get(platform, platform)}"
     refusal = ""
     if platform != "cpu":
-        for kernel in kernels(operator).values():
+        for kernel in kernels_by_name(operator).values():
             if kernel.platform != platform:
                 continue
             _state.reason = _state.refusal = ""
             if kernel.is_default(call):
                 chosen = Chosen(kernel)
-                _record(operator, call, chosen, _state.reason or reason)
+                _record_decision(operator, call, chosen, _state.reason or reason)
                 return chosen
             if is_recording():
-                refusal = refusal or _state.refusal or kernel.load().supports(**call)
+                refusal = refusal or _state.refusal or kernel.load().unsupported_reason(**call)
                 refusal = refusal or f"is not one that {kernel.name} runs {BY_DEFAULT}"
     chosen = Chosen(next((form for form in forms if platform in form.platforms), forms[0]))
-    _record(operator, call, chosen, reason, refusal)
+    _record_decision(operator, call, chosen, reason, refusal)
     return chosen
 
 
 def _choose_named(operator, named, forms, platform, call) -> Chosen:
-    """Does what `choose` does for a call that names an implementation."""
+    """Returns the result of `choose` for a call that names an implementation."""
     same_name = [form for form in forms if form.name == named]
     if same_name:
         return Chosen(next((f for f in same_name if platform in f.platforms), same_name[-1]))
-    kernel, refusal = kernels(operator).get(named), "is not in the folder " + _folder()
+    kernel, refusal = (
+        kernels_by_name(operator).get(named),
+        "is not in the folder " + _kernels_folder(),
+    )
     if kernel is not None:
         refusal = kernel.refusal(platform, call)
     if refusal:
@@ -208,7 +212,7 @@ def _choose_named(operator, named, forms, platform, call) -> Chosen:
 
 
 @functools.cache
-def kernels(operator: str) -> dict[str, Kernel]:
+def kernels_by_name(operator: str) -> dict[str, Kernel]:
     """Returns the plugin's kernels for an operator by name; an empty dict if there is no plugin."""
     try:
         table = getattr(importlib.import_module(KERNELS), "KERNELS", {})
@@ -222,8 +226,10 @@ def kernels(operator: str) -> dict[str, Kernel]:
     }
 
 
-def _folder() -> str:
-    """Returns the path of the plugin's folder for a message, and says there if it is missing."""
+def _kernels_folder() -> str:
+    """Returns the path of the plugin's folder, for a message. If the folder is missing, the text
+    says so.
+    """
     folder = KERNELS.replace(".", "/")
     spec = importlib.util.find_spec(KERNELS)
     missing = spec is None or spec.origin is None
@@ -241,9 +247,9 @@ class Decision:
       operator: name of the operator.
       implementation: name of the form or of the kernels.
       is_kernel: whether it is kernels.
-      reason: why it runs.
+      reason: why the implementation runs.
       refusal: why the kernels for this platform do not run, as a clause whose subject is the call;
-        "" if they run, if the platform has none or if the caller named the implementation.
+        "" if they run, if the platform has no kernels or if the caller named the implementation.
       call: the shapes and dtypes of the first such call.
     """
 
@@ -266,7 +272,7 @@ class Decision:
         return f"{slow} without kernels: expect {longer}"
 
 
-class _State(threading.local):
+class _ThreadState(threading.local):
     """What this thread records.
 
     Attributes:
@@ -281,15 +287,15 @@ class _State(threading.local):
         self.reason = self.refusal = ""
 
 
-_state = _State()
+_state = _ThreadState()
 
 
 def trace_and_record(trace: Callable[[], object]) -> tuple[Decision, ...]:
     """Calls `trace()`, which traces a function, and returns the decisions made meanwhile in this
     thread, each once. Tests that `assume_passes` put off run side by side when the trace has
-    ended. If one fails, everything that JAX has traced is forgotten, and `trace()` is called again.
-    An error of `trace()` is raised unless such a test fails: kernels that cannot be traced fail
-    their test too.
+    ended. If a test fails, JAX's caches of traced functions are cleared, and `trace()` is called
+    again. An error of `trace()` is raised unless such a test fails: kernels that cannot be traced
+    fail their test, too.
     """
     while True:
         error = None
@@ -316,7 +322,7 @@ def assume_passes(kind: Hashable, test: Callable[[], str]) -> bool:
     `trace_and_record` runs it later. Otherwise the caller has to run it.
 
     Args:
-      kind: what the outcome of the test depends on. Of tests of one kind, one runs.
+      kind: everything on which the outcome of the test depends. Only one test of each kind runs.
       test: returns "" if the kernels passed, otherwise what went wrong. A later call of `choose`
         has to know the outcome.
     """
@@ -349,7 +355,7 @@ def _recording() -> Iterator[None]:
         _state.decisions, _state.tests = None, {}
 
 
-def _record(operator, call, chosen: Chosen, reason: str, refusal: str = "") -> None:
+def _record_decision(operator, call, chosen: Chosen, reason: str, refusal: str = "") -> None:
     if not is_recording():
         return
     kind = operator, chosen.name, reason, refusal

@@ -40,8 +40,9 @@ def experts_in_caches() -> bool:
 
 
 def device_memory() -> int:
-    """Returns the bytes of memory by which a layer chooses how many rows it computes at a time; 0
-    if nothing is known. JAX tells a TPU's while it traces, but no GPU's: it is taken for an H100's.
+    """Returns the bytes of a device's memory, by which a layer chooses how many rows it computes at
+    a time; 0 if the size is not known. While JAX traces, it knows the memory of a TPU, but not of a
+    GPU. Every GPU counts as an H100.
     """
     target = compile_target()
     return _GPU_MEMORY if target.platform == "gpu" else target.memory_bytes or 0
@@ -50,7 +51,8 @@ def device_memory() -> int:
 def unroll_loop(repeats: int) -> bool:
     """Returns whether a model unrolls a loop over `repeats` periods of layers. It does so for few
     periods on a TPU and on a GPU, where a loop copies every slice that it reads from or writes to
-    the arrays of all layers. (On a GPU it also fills those that it writes with zeros first.)
+    the arrays of all layers. (On a GPU, a loop also fills the arrays that it writes with zeros
+    before it begins.)
     """
     return repeats <= UNROLLED.get(compile_target().platform, 0)
 

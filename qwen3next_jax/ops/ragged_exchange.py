@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.compile_target import compile_target
 
 
-def exchange(rows, output, read_SS, rows_SS, land_SS, axis: str):
+def exchange_rows(rows, output, read_SS, rows_SS, land_SS, axis: str):
     """Sends rows between the shards of `axis` and returns `output` with the received rows written
     into it.
 
@@ -30,7 +30,7 @@ def exchange(rows, output, read_SS, rows_SS, land_SS, axis: str):
     read_SS, rows_SS, land_SS = (a.astype(jnp.int32) for a in (read_SS, rows_SS, land_SS))
     shard = jax.lax.axis_index(axis)
     if compile_target().platform == "cpu":  # XLA's CPU backend has no ragged_all_to_all
-        return _by_gather(rows, output, read_SS, rows_SS, land_SS, axis)
+        return _exchange_by_gather(rows, output, read_SS, rows_SS, land_SS, axis)
     return jax.lax.ragged_all_to_all(
         rows,
         output,
@@ -42,8 +42,8 @@ def exchange(rows, output, read_SS, rows_SS, land_SS, axis: str):
     )
 
 
-def _by_gather(rows, output, read_SS, rows_SS, land_SS, axis):
-    """Computes `exchange` with an all-gather of the rows of all shards."""
+def _exchange_by_gather(rows, output, read_SS, rows_SS, land_SS, axis):
+    """Computes `exchange_rows` with an all-gather of the rows of all shards."""
     shard = jax.lax.axis_index(axis)
     row_P1 = jnp.arange(output.shape[0])[:, None]
     into_PS = row_P1 - land_SS[:, shard]

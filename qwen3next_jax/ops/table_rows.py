@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 
 
-def look_up(table_RW: jax.Array, ids_N: jax.Array, axes: Sequence[str], dtype: Any) -> jax.Array:
+def look_up_rows(
+    table_RW: jax.Array, ids_N: jax.Array, axes: Sequence[str], dtype: Any
+) -> jax.Array:
     """Returns the rows of the ids, [N, W] in `dtype`. The shards also exchange the rows in this
     dtype.
 
@@ -34,11 +36,11 @@ def look_up(table_RW: jax.Array, ids_N: jax.Array, axes: Sequence[str], dtype: A
     if not axes:
         return table_RW[ids_N].astype(dtype)
     axes, rows = tuple(axes), table_RW.shape[0]
-    unique_N, slot_N = _unique(ids_N, _num_rows(rows, axes))
-    plan = _plan(unique_N, rows, axes)
+    unique_N, slot_N = _unique_ids_and_slots(ids_N, _num_rows(rows, axes))
+    plan = _plan_rounds(unique_N, rows, axes)
 
     def read(round, found_NW):
-        index_SC, ids_SC = plan.block(unique_N, round)
+        index_SC, ids_SC = plan.ids_of_round(unique_N, round)
         wanted_SC = jax.lax.all_to_all(ids_SC, axes, 0, 0, tiled=True)
         rows_SCW = table_RW[jnp.maximum(wanted_SC, 0)].astype(dtype)
         rows_SCW = jax.lax.all_to_all(rows_SCW, axes, 0, 0, tiled=True)
@@ -48,7 +50,7 @@ def look_up(table_RW: jax.Array, ids_N: jax.Array, axes: Sequence[str], dtype: A
     return jax.lax.fori_loop(0, plan.rounds, read, empty_NW)[slot_N]
 
 
-def update(
+def update_rows(
     state: Any,
     ids_N: jax.Array,
     gradient_NW: jax.Array,
@@ -64,34 +66,34 @@ def update(
       ids_N: int32, the ids.
       gradient_NW: the gradient of each id's row, in the dtype in which gradients are summed.
       rows: R.
-      axes: as in `look_up`.
+      axes: as in `look_up_rows`.
       write: function (state, row, gradient) → state, which is called once in each round. `row` is
         int32 [P], indices in this shard's part of the table; each row occurs once, and an entry of
         R or more stands for no row. `gradient` [P, W] has the sum of all shards' gradients of each
         row. If `axes` is (), both have N entries.
     """
     axes = tuple(axes)
-    unique_N, slot_N = _unique(ids_N, _num_rows(rows, axes))
+    unique_N, slot_N = _unique_ids_and_slots(ids_N, _num_rows(rows, axes))
     sum_NW = jnp.zeros_like(gradient_NW).at[slot_N].add(gradient_NW)
     if not axes:
         return write(state, unique_N, sum_NW)
-    plan = _plan(unique_N, rows, axes)
+    plan = _plan_rounds(unique_N, rows, axes)
 
     def exchange(round, state):
-        index_SC, ids_SC = plan.block(unique_N, round)
+        index_SC, ids_SC = plan.ids_of_round(unique_N, round)
         sent_SCW = sum_NW.at[index_SC].get(mode="fill", fill_value=0)
         ids_SC, sum_SCW = (
             jax.lax.all_to_all(x, axes, 0, 0, tiled=True) for x in (ids_SC, sent_SCW)
         )
         ids_P = jnp.where(ids_SC < 0, rows, ids_SC).reshape(-1)
-        row_P, slot_P = _unique(ids_P, rows)
+        row_P, slot_P = _unique_ids_and_slots(ids_P, rows)
         sum_PW = sum_SCW.reshape(len(ids_P), -1)
         return write(state, row_P, jnp.zeros_like(sum_PW).at[slot_P].add(sum_PW))
 
     return jax.lax.fori_loop(0, plan.rounds, exchange, state)
 
 
-class _Plan(NamedTuple):
+class _Rounds(NamedTuple):
     """How an exchange is divided into rounds.
 
     Attributes:
@@ -108,7 +110,7 @@ class _Plan(NamedTuple):
     width: jax.Array
     rounds: jax.Array
 
-    def block(self, unique_N: jax.Array, round: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def ids_of_round(self, unique_N: jax.Array, round: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the ids that this shard sends to each shard in the round with the index `round`,
         as two arrays [S, C]. The first has the index of the id in `unique_N`, and N for an entry
         without an id. The second has the index of the id's row in the other shard's part of the
@@ -124,9 +126,10 @@ class _Plan(NamedTuple):
         return index_SC, jnp.where(ids_SC < 0, -1, ids_SC - first_S[:, None])
 
 
-def _plan(unique_N: jax.Array, rows: int, axes: tuple[str, ...]) -> _Plan:
-    """Returns the plan for the sorted ids `unique_N` (the result of `_unique`). It halves the width
-    of a round until no pair of shards exchanges more rows than the capacity.
+def _plan_rounds(unique_N: jax.Array, rows: int, axes: tuple[str, ...]) -> _Rounds:
+    """Divides the exchange of the sorted ids `unique_N` (the first result of
+    `_unique_ids_and_slots`) into rounds. It halves the width of a round until no pair of shards
+    exchanges more rows than the capacity.
     """
     shards, ids = _num_shards(axes), len(unique_N)
     capacity = _capacity(ids, shards)
@@ -151,7 +154,7 @@ def _plan(unique_N: jax.Array, rows: int, axes: tuple[str, ...]) -> _Plan:
         lambda carry: ((carry[0] + 1) // 2, exceeds((carry[0] + 1) // 2)),
         (jnp.int32(rows), exceeds(jnp.int32(rows))),
     )
-    return _Plan(rows, axes, capacity, width, -(-rows // width))
+    return _Rounds(rows, axes, capacity, width, -(-rows // width))
 
 
 def _capacity(ids: int, shards: int) -> int:
@@ -163,8 +166,8 @@ def _capacity(ids: int, shards: int) -> int:
     return min(ids, math.ceil(mean + 6 * math.sqrt(mean)) + 1)
 
 
-def _unique(ids_N: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
-    """Returns two arrays [N]: the ids in ascending order without duplicates, filled up with entries
+def _unique_ids_and_slots(ids_N: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
+    """Returns two arrays [N]: the ids in ascending order without duplicates, followed by entries
     `limit`; and for each id of `ids_N` its index in the first array.
     """
     order_N = jnp.argsort(ids_N)

@@ -14,15 +14,16 @@ from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 def top_k(x_RE: jax.Array, count: int, name: str) -> tuple[jax.Array, jax.Array]:
     """Returns the `count` largest numbers of each row, largest first, and their indices in the row,
-    both [R, A]. Of equal numbers the first comes first, as in `jax.lax.top_k`.
+    both [R, A]. Equal numbers keep their order, as in `jax.lax.top_k`.
 
     There is a kernel for TPUs, where `jax.lax.top_k` sorts whole rows.
 
     Args:
       x_RE: float32.
       count: A.
-      name: the name of both results for a policy of `jax.checkpoint`. They get it here, because the
-        gradient reads the indices: a policy saves only the array that has the name.
+      name: the name of both results for a policy of `jax.checkpoint`. The results get the name in
+        this function, because the gradient reads the indices, and a policy saves only the very
+        array that has the name.
     """
     return _operator(choose("top_k", None, FORMS, x_RE=x_RE, count=count), count, name, x_RE)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from qwen3next_jax.ops.implementations import kernels
+from qwen3next_jax.ops.implementations import kernels_by_name
 from qwen3next_jax.planner.hlo import (
     FREE,
     FREE_TARGETS,
@@ -462,7 +462,7 @@ def _attention_blocks(x: Shape) -> int:
     """Returns the number of blocks into which splash attention divides queries or keys
     [..., T, D].
     """
-    block_size = kernels("attention")["splash"].load().block_size
+    block_size = kernels_by_name("attention")["splash"].load().block_size
     return -(-x.dims[-2] // block_size(*x.dims[-2:], 2 if x.dtype == "bf16" else 4))
 
 

@@ -28,7 +28,7 @@ _PARTS = (
     ),
     ("attention: scores", r"splash|(api|dispatch) attention|ring|xla attention"),
     ("attention: projections, norms", r"gated_attention|attention_heads|pallas_heads|mla"),
-    ("residual streams", r"gated_residual|residual_streams"),
+    ("residual streams", r"gated_residual|residual_streams|hyper_connections|attention_residual"),
     ("head and loss", r"cross_entropy|loss"),
     ("embedding", r"language_model \S*(embed|look_up)"),
     (

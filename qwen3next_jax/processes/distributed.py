@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import ExitCode, UserError, error_message
-from qwen3next_jax.common.installation import shell_command
+from qwen3next_jax.common.installation import chosen_by_user, shell_command
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ParallelConfig
 from qwen3next_jax.processes.launch import TPU_VM, Launch
@@ -131,7 +131,7 @@ def distributed_run(
     """
     initialize(launch, parallel)
     try:
-        check_platform(jax.config.jax_platforms or "")
+        check_platform(jax.config.jax_platforms or "", os.environ)
         compared = _compared_settings(settings) | _code_digests()
         run_on_all(lambda: None, compared, parallel.start_timeout)
         yield
@@ -147,12 +147,16 @@ def distributed_run(
         raise
 
 
-def check_platform(platforms: str) -> None:
+def check_platform(platforms: str, environment: Mapping[str, str]) -> None:
     """Checks that JAX computes on the kind of device that the user asks for. JAX itself takes the
     next platform of the list without a word if the first one has no device.
 
+    If `installation.skip_absent_tpu` has chosen the platforms, the CPU is taken where no GPU works,
+    as JAX does without a choice; `installation.unused_gpu` says why.
+
     Args:
       platforms: what JAX_PLATFORMS holds, such as "cuda,cpu"; "" asks for nothing.
+      environment: the environment variables of the process, `os.environ`.
 
     Raises:
       UserError: JAX has no device of the first platform of the list.
@@ -164,6 +168,10 @@ def check_platform(platforms: str) -> None:
         backend = jax.default_backend()
     except (RuntimeError, AssertionError):  # the latter if no platform of the list has a device
         backend = ""
+    if not chosen_by_user(platforms, environment):
+        if not backend:
+            jax.config.update("jax_platforms", "cpu")
+        return
     if backend != _BACKENDS[first]:
         fallback = f", only {backend}" if backend else ""
         raise UserError(
@@ -264,6 +272,21 @@ def run_on_all(
     _client().key_value_set(f"{key}/{jax.process_index()}", json.dumps(report))
     broadcast_from_process_0(lambda: _check_reports(key, timeout))
     return result
+
+
+def gather_from_all(value: Any) -> list[Any]:
+    """Sends `value`, which must be JSON-serializable, to all processes. Returns the values of all
+    processes, in the order of the processes, on every process.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    key = _new_key()
+    _client().key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+    timeout = _milliseconds(_WORK_TIMEOUT)
+    return [
+        json.loads(_client().blocking_key_value_get(f"{key}/{process}", timeout))
+        for process in range(jax.process_count())
+    ]
 
 
 def process_0_first(work: Callable[[], Any]) -> Any:

@@ -151,8 +151,8 @@ LOSS = (
         (Quantity("{target}", "heldout", "mtp_acceptance/{depth}", each_depth=True),),
         from_zero=True,
         references=ACCEPTANCE,
-        note="Share of positions whose drafts so far are all what the model itself finds most "
-        "likely.",
+        note="Share of positions at which the drafted token is the one that the model itself finds "
+        "most likely. A draft of t+3 counts only where the draft of t+2 is right as well.",
     ),
     Chart(
         "Accuracy in training",

@@ -1,13 +1,14 @@
 """Locks the folder of a run, and records the start in it."""
 
+import contextlib
 import dataclasses
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
-from qwen3next_jax.common.errors import warn
+from qwen3next_jax.common.errors import require, warn
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.model.layer_properties import versions
@@ -27,9 +28,10 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursors
 
 
-def lock_folder(start: Start, data: Sequence[Data], store: RunStore) -> Start:
-    """Locks the folder of a run, and moves an old run in it aside if the start says so. Compares
-    the data, the code and the devices with run.json.
+@contextlib.contextmanager
+def lock_folder(start: Start, data: Sequence[Data], store: RunStore) -> Iterator[Start]:
+    """Locks the folder of a run until the end of the `with` block, and moves an old run in it aside
+    if the start says so. Compares the data, the code and the devices with run.json.
 
     The folder is read again under the lock. If it, or the model in `train.init_from`, has changed
     since the decision, because preparing the data can take hours, the start is decided again.
@@ -40,12 +42,17 @@ def lock_folder(start: Start, data: Sequence[Data], store: RunStore) -> Start:
       data: the training data of every stage.
       store: the store of the run.
 
-    Returns:
+    Yields:
       The start, with all changes since the last one.
 
     Raises:
       UserError: another process trains in the folder, or it has the files of another run.
     """
+    with store:
+        yield _lock_and_compare(start, data, store)
+
+
+def _lock_and_compare(start: Start, data: Sequence[Data], store: RunStore) -> Start:
     decided = start
 
     def compare() -> dict[str, Any]:
@@ -53,10 +60,15 @@ def lock_folder(start: Start, data: Sequence[Data], store: RunStore) -> Start:
         if start.facts.restart or store.is_restart_unfinished():
             store.move_aside()
         decided = _decide_again(start)
-        folder = decided.facts.folder
+        folder, tokens = decided.facts.folder, decided.facts.tokens
+        tokenizer = data[0].tokenizer.fingerprint
+        require(
+            tokens is None or tokens.ours.fingerprint == tokenizer,
+            f"train.init_from = {start.given.train.init_from}: its tokenizer was replaced while "
+            "the data were prepared with the one before: start again",
+        )
         changes = list(decided.changes)
         if record := folder.trained_record():
-            tokenizer = data[0].tokenizer.fingerprint
             compare_data(folder, record, [rows.fingerprint for rows in data], tokenizer)
             changes = sorted([*changes, *compare_machines(record, _machines())])
             if not folder.has_events:

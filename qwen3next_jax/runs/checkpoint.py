@@ -10,7 +10,7 @@ the whole state; so do all checkpoints in buckets.
 """
 
 import pathlib
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs import manifest
-from qwen3next_jax.runs.folder import saved_steps
+from qwen3next_jax.runs.folder import best_step, saved_steps
 from qwen3next_jax.runs.record import RunRecord, read_config, read_record, run_id
 from qwen3next_jax.runs.store.arrays import read_arrays
 from qwen3next_jax.runs.versions import check_versions
@@ -34,6 +34,10 @@ from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training.average import without_paths
 from qwen3next_jax.training.parameter_groups import make_parameter_groups
 from qwen3next_jax.training.state import State, abstract_model
+
+# Which checkpoint of a run to load: the one after so many steps, the one with the lowest held-out
+# loss, or the newest valid one (None).
+Step = int | Literal["best"] | None
 
 
 class Checkpoints:
@@ -90,6 +94,17 @@ class Checkpoints:
 
     def _find_damage(self, step: int, sizes_only: bool = False) -> str | None:
         return manifest.find_damage(self.directory / str(step), sizes_only, run_id(self.workdir))
+
+    def find_step(self, step: Step) -> int | None:
+        """Returns the number of the step that `step` names; None if there is no valid checkpoint
+        at all. All processes have to call this method.
+
+        Raises:
+          UserError: `step` is "best", and no checkpoint was evaluated.
+        """
+        if step == "best":
+            return broadcast_from_process_0(lambda: best_step(self.workdir))
+        return self.newest_good_step() if step is None else step
 
     def restore(
         self, step: int, abstract_state: State, partial: bool = False, digest: str | None = None
@@ -203,13 +218,11 @@ class TrainedAdapters(NamedTuple):
     base_digest: str
 
 
-def load_adapters(
-    workdir: pathlib.Path, step: int | None = None, ema: bool = False
-) -> TrainedAdapters:
+def load_adapters(workdir: pathlib.Path, step: Step = None, ema: bool = False) -> TrainedAdapters:
     """Loads the adapters from a checkpoint of the run in `workdir`.
 
     Args:
-      step: number of steps after which the checkpoint was saved; None: the newest valid one.
+      step: which checkpoint to load.
       ema: whether to load their moving average (`train.ema`) instead.
 
     Raises:
@@ -228,7 +241,7 @@ def load_adapters(
         shardings,
     )
     with Checkpoints(workdir) as checkpoints:
-        step = checkpoints.newest_good_step() if step is None else step
+        step = checkpoints.find_step(step)
         require(step is not None, f"{workdir}: no valid checkpoint")
         state = jax.device_get(checkpoints.restore(step, abstract, partial=True))
     record = checkpoints.directory / str(step) / manifest.FROZEN
@@ -264,7 +277,7 @@ def _params_of_entries(state: State) -> dict:
 
 def load_trained(
     workdir: pathlib.Path,
-    step: int | None = None,
+    step: Step = None,
     mesh: Mesh | None = None,
     record: RunRecord | None = None,
     merge: bool = True,
@@ -273,7 +286,7 @@ def load_trained(
     """Loads the model from a checkpoint of the run in `workdir`.
 
     Args:
-      step: number of steps after which the checkpoint was saved; None: the newest valid one.
+      step: which checkpoint to load.
       mesh: the devices over which the parameters are sharded; None: one device.
       record: the content of run.json; None if the caller has not read it.
       merge: whether to add the products of adapters (`model.lora`) to their matrices, so that the
@@ -288,7 +301,7 @@ def load_trained(
     config = record.read_config(workdir)
     check_versions(workdir, record.versions, record.code, config.model)
     with Checkpoints(workdir) as checkpoints:
-        step = checkpoints.newest_good_step() if step is None else step
+        step = checkpoints.find_step(step)
         # `restore` verifies this digest, so the weights come from the run of `record`.
         where = checkpoints.directory / str(step)
         digest = manifest.digest(where)

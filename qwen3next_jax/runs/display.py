@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from rich.console import Console, Group
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -155,7 +156,7 @@ class Display:
             )
             self._task = self._progress.add_task("train", total=self._steps, completed=steps_before)
             self._live = Live(
-                console=self._console, refresh_per_second=4, get_renderable=self.panel
+                console=self._console, refresh_per_second=4, get_renderable=self._narrow_panel
             )
         self._compiling = threading.Timer(
             XLA_BANNER - 10,
@@ -280,6 +281,13 @@ class Display:
         with contextlib.suppress(OSError):
             self._console.print(escape_lines(line), markup=False, soft_wrap=True)
             sys.stdout.flush()
+
+    def _narrow_panel(self) -> Constrain:
+        """Returns the panel as it is drawn on a terminal. The terminal shows Ctrl-C as "^C" behind
+        the last line, so there is room for two of them. Without room the terminal would begin a new
+        line, and the panel, drawn one line lower, would leave its border behind.
+        """
+        return Constrain(self.panel(), self._console.width - len("^C^C"))
 
     def panel(self) -> Panel:
         """Returns the live panel as it is now."""

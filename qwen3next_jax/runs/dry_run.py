@@ -1,5 +1,6 @@
 """`train.py --dry-run`: prints what has been decided about the start of a run, and its size."""
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,8 +31,11 @@ from qwen3next_jax.sharding.compiler_options import compiler_options, options_te
 from qwen3next_jax.sharding.mesh import make_mesh, mesh_text
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
+    ResolvedStage,
     SourceReading,
     describe_epochs,
+    first_cursor,
+    resolve_stages,
     tokens_seen,
     warn_of_epochs,
 )
@@ -68,8 +72,7 @@ def dry_run(start: Start, *, devices: Sequence[Any] | None = None) -> ExitCode:
     _print_devices(run)
     print(f"Data: {data.text}")
     _print_stages(run, taken)
-    begins = start.parent.step if start.parent and train.init_state == "all" else 0
-    _print_epochs(run, data.estimates, begins)
+    _print_epochs(run, data.estimates, parent_reading(run, start))
     if step:
         first = f"after step {step}"
     elif not train.init_from:
@@ -111,9 +114,10 @@ def _print_devices(run: ResolvedRun) -> None:
         + (f" of {gigabytes(limit)}" if limit else "")
     )
     activations = max(activation_bytes(run, stage) for stage in run.stages)
+    at_least = f" at least {gigabytes(activations)}, the layers' inputs alone"
     print(
-        f"Activations add at least {gigabytes(activations)}, the layers' inputs alone; qwen3next "
-        "plan compiles the real step and says all"
+        f"Activations add to this{at_least if activations else ''}; qwen3next plan compiles the "
+        "real step and says how much"
     )
 
 
@@ -133,8 +137,8 @@ def _print_stages(run: ResolvedRun, taken: int) -> None:
         flops = flops_per_token(run.model, stage.sequence_length)
         total += flops * tokens * steps
         print(
-            f"Tokens{of_stage}: {stage.batch_size} × {stage.sequence_length} = {tokens:,} a step, "
-            f"{tokens * steps:,} in {steps:,} steps ({first + 1:,} … {stage.last_step:,}), "
+            f"Tokens{of_stage}: {stage.batch_size:,} × {stage.sequence_length:,} = {tokens:,} a "
+            f"step, {tokens * steps:,} in {steps:,} steps ({first + 1:,} … {stage.last_step:,}), "
             f"{tokens_at_once:,} a device and micro-batch"
         )
         print(
@@ -188,39 +192,86 @@ def _describe_data(config: DataConfig, vocab_size: int, row_lengths: Sequence[in
         for source in resolved
     ]
     long = "".join(text for one in estimates if one for text in one.long)
+    files = sum(len(source.files) for source in resolved)
     text = (
-        f"{sum(len(source.files) for source in resolved):,} files, "
+        f"{files:,} {'file' if files == 1 else 'files'}, "
         f"{gigabytes(sum(source.size for source in resolved))}, tokenizer of "
-        f"{tokenizer.vocab_size:,} tokens; the first documents of "
-        f"{'each source' if len(resolved) > 1 else 'it'} have been read{long}"
+        f"{tokenizer.vocab_size:,} tokens; the first documents"
+        f"{' of each source' if len(resolved) > 1 else ''} have been read{long}"
     )
     return _Described(text, estimates)
 
 
-def _print_epochs(run: ResolvedRun, estimates: Sequence[Estimate | None], begins: int) -> None:
-    """Prints how often the run reads each source, by the sizes of their first documents.
+class ParentReading(NamedTuple):
+    """What the parent of a branch had read when the branch began.
+
+    Attributes:
+      steps: the number of steps of the parent; 0 if the run begins at step 0.
+      stages: the stages in which the parent read the data of this run.
+    """
+
+    steps: int
+    stages: Sequence[ResolvedStage]
+
+
+def parent_reading(run: ResolvedRun, start: Start) -> ParentReading:
+    """Returns what the parent had read, if the run begins, or began, with the whole state of its
+    parent. The parent of a run with a checkpoint of its own is not read: its stages are taken to be
+    those of the run.
+    """
+    if start.config.train.init_state != "all":
+        return ParentReading(0, ())
+    if start.parent:
+        ours = {_what_is_read(stage) for stage in run.stages}
+        theirs = resolve_stages(start.facts.source.config)
+        same = [stage for stage in theirs if _what_is_read(stage) in ours]
+        return ParentReading(start.parent.step, same)
+    cursor = first_cursor(start.facts.folder.record.data)
+    return ParentReading(cursor.step, run.stages if cursor.continues_stream else ())
+
+
+def _what_is_read(stage: ResolvedStage) -> tuple[DataConfig, int]:
+    """Returns a key that is equal for stages that read the same rows, in whatever proportion."""
+    return dataclasses.replace(stage.data, weights="", prepared_dir=""), stage.sequence_length
+
+
+def estimate_reading(
+    stages: Sequence[ResolvedStage], estimates: Sequence[Estimate], parent: ParentReading
+) -> dict[str, SourceReading]:
+    """Returns name of a source → how much of it a run reads, with what its parent has read, as
+    `training.stages.sources_read` returns it for rows.
 
     Args:
-      estimates: the size of each source of the data; None: unknown.
-      begins: the step after which the run begins, which its parent has taken; 0 without one.
+      stages: the stages of the run.
+      estimates: the size of each source of the data.
     """
-    if not estimates or None in estimates:
-        return
+    steps = [(s, min(s.last_step, parent.steps) - s.steps_before) for s in parent.stages]
+    steps += [(s, s.last_step - max(s.steps_before, parent.steps)) for s in stages]
     read: dict[str, SourceReading] = {}
-    sources = run.config.data.sources
-    for stage in run.stages:
-        first = max(stage.steps_before, begins)
-        tokens = max(stage.last_step - first, 0) * stage.tokens_per_step
+    for stage, count in steps:
+        tokens = max(count, 0) * stage.tokens_per_step
         weights = stage.data.source_weights or [one.tokens for one in estimates]
-        for source, one, weight in zip(sources, estimates, weights, strict=True):
+        for source, one, weight in zip(stage.data.sources, estimates, weights, strict=True):
             share = tokens * weight / sum(weights)
             before = read.get(source.name, SourceReading(0.0, 0.0, 0))
             read[source.name] = SourceReading(
                 before.epochs + share / one.tokens, before.tokens + share, round(one.documents)
             )
-    if run.steps > begins:
-        epochs = describe_epochs(read, run.steps - begins)
-        print(f"The run {epochs}, as the first documents suggest")
+    return read
+
+
+def _print_epochs(
+    run: ResolvedRun, estimates: Sequence[Estimate | None], parent: ParentReading
+) -> None:
+    """Prints how often the run reads each source, by the sizes of their first documents.
+
+    Args:
+      estimates: the size of each source of the data; None: unknown.
+    """
+    if not estimates or None in estimates:
+        return
+    read = estimate_reading(run.stages, estimates, parent)
+    print(f"The run {describe_epochs(read, run.steps)}, as the first documents suggest")
     if line := warn_of_epochs(read):
         print(f"warning: {line}")
 

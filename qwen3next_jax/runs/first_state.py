@@ -155,10 +155,9 @@ def describe_first_state(run: ResolvedRun, data: Sequence[Data], start: Start) -
     if config.train.init_state == "weights":
         return f"{text} (step 0, new optimizer state, the first batch of the data){growth}"
     before, now = _cursors(run.stages, data, parent.step, source.record.data)
-    continues_stream = now.row or now.starts.keys() & {now.fingerprint, *now.streams}
     rows = (
         "continue after the rows that it read"
-        if continues_stream
+        if now.continues_stream
         else "differ from its data and begin with their first row"
     )
     same_window = before.same_stream(now) and source.config.guards.window == config.guards.window

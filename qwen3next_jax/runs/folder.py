@@ -11,7 +11,7 @@ import pathlib
 import re
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.events import has_events_file, iterate_events
+from qwen3next_jax.common.events import has_events_file, heldout_losses, iterate_events
 from qwen3next_jax.common.storage import BucketPath, StoreError, folders_with
 from qwen3next_jax.runs.record import RunRecord, read_record
 
@@ -127,6 +127,24 @@ def complete_steps(workdir: pathlib.Path) -> list[int]:
     """
     folders = folders_with(workdir / "checkpoints", "manifest.json")
     return sorted(int(folder.name) for folder in folders if is_step_name(folder.name))
+
+
+def best_step(workdir: pathlib.Path) -> int:
+    """Returns the step of the checkpoint with the lowest held-out loss, the earliest of equals.
+
+    Raises:
+      UserError: no complete checkpoint was evaluated.
+    """
+    losses = heldout_losses(event for _, event in iterate_events(workdir / "metrics.jsonl"))
+    steps = complete_steps(workdir)
+    best = min((step for step in steps if step in losses), key=losses.get, default=None)
+    if best is None:
+        raise UserError(
+            f"{workdir}: no best checkpoint, because none of its checkpoints "
+            f"({', '.join(map(str, steps)) or 'there are none'}) has a held-out loss in its "
+            "metrics.jsonl: give the number of a step"
+        )
+    return best
 
 
 def is_step_name(name: str) -> bool:

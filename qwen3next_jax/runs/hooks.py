@@ -2,6 +2,8 @@
 to `training.loop.Trainer`. Each hook is one class and uses no other hook.
 """
 
+import itertools
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,11 +12,17 @@ import jax
 import numpy as np
 from flax import nnx
 
+from qwen3next_jax.common.errors import ExitCode, UserError, warn
 from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config import EvalConfig, TrainConfig
 from qwen3next_jax.data.pipeline import Data, Epoch
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.processes.distributed import StopVote, broadcast_from_process_0
+from qwen3next_jax.processes.distributed import (
+    StopVote,
+    broadcast_from_process_0,
+    gather_from_all,
+    is_process_0,
+)
 from qwen3next_jax.processes.watchdog import Watchdog
 from qwen3next_jax.runs.checks import SAMPLE_TEMPERATURE
 from qwen3next_jax.runs.display import Display
@@ -26,7 +34,14 @@ from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.training.average import averaged_params
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.guards import NO_TARGETS
-from qwen3next_jax.training.hooks import Decision, Hook, Metrics, StepInfo
+from qwen3next_jax.training.hooks import (
+    Decision,
+    Hook,
+    Metrics,
+    StepInfo,
+    describe_hook_error,
+    hook_exit_code,
+)
 from qwen3next_jax.training.loop import Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage, SourceReading, sources_read
@@ -66,22 +81,72 @@ class WatchdogHook(Hook):
             self._watchdog.allow(self._config.compile_timeout, "an evaluation or a save", step)
 
 
+class HookErrors(Hook):
+    """What happens after an error in a hook that training does not need (`train.on_hook_error`):
+    the run ends after the next step, which it saves; or it continues without the hook.
+
+    Such a hook may fail on one process alone. As a hook, this class tells all processes of the
+    errors that each of them had; the run calls it before each save, and at its end.
+
+    Attributes:
+      fatal: the error with which all processes of the run end; None: there is none.
+    """
+
+    def __init__(self, ends_run: bool, metrics: MetricsFile):
+        """Makes the hook. `ends_run`: whether the run ends after an error."""
+        self._ends_run = ends_run
+        self._metrics = metrics
+        self._untold: list[dict[str, Any]] = []
+        self.fatal: UserError | None = None
+
+    def add(self, name: str, step: int, error: Exception) -> None:
+        """Handles an error. It has the arguments of `Trainer`'s `on_hook_error`."""
+        reason = describe_hook_error(name, step, error)
+        if jax.process_count() > 1:
+            reason += f" (process {jax.process_index()} on {socket.gethostname()})"
+        code = int(hook_exit_code(error))
+        self._untold.append({"hook": name, "step": step, "reason": reason, "exit_code": code})
+        self._metrics.write("hook_failed", step, hook=name, reason=reason)  # and shows it
+        if not is_process_0():
+            warn(reason)
+
+    def asks_to_stop(self) -> bool:
+        """Whether this process knows of an error with which the run is to end."""
+        return self._ends_run and bool(self._untold or self.fatal)
+
+    def __call__(self, info: StepInfo) -> None:
+        self.tell_all()
+
+    def tell_all(self) -> None:
+        """Tells all processes of the errors since the last call. All processes call it together."""
+        told, self._untold = gather_from_all(self._untold), []
+        for error in itertools.chain(*told[1:]):  # process 0 has written its own, and alone writes
+            self._metrics.write(
+                "hook_failed", error["step"], hook=error["hook"], reason=error["reason"]
+            )
+        first = next(itertools.chain(*told), None)
+        if first and self._ends_run and not self.fatal:
+            self.fatal = UserError(first["reason"], ExitCode(first["exit_code"]))
+
+
 class StopHook(Hook):
     """Stops all processes after the same step when one of them asks for it."""
 
     def __init__(self, trainer: Trainer, asks: Callable[[], bool]):
-        """Makes the hook. `asks`: whether this process is to stop, such as after a signal."""
+        """Makes the hook. `asks`: whether this process is to stop, such as after a signal. It also
+        is if one of its hooks has called `Trainer.stop`.
+        """
         self._trainer = trainer
         self._asks = asks
         self._votes = StopVote()
 
     def before_step(self, step: int, pending: Metrics) -> None:
         # A process is asked once per step; what comes later counts for the next step.
-        self._vote = self._votes.cast(self._asks())
+        self._vote = self._votes.cast(self._asks() or self._trainer.wants_to_stop)
 
     def after_dispatch(self, step: int, pending: Metrics) -> None:
         if self._vote:
-            self._trainer.stop()
+            self._trainer.stop(agreed=True)
 
 
 class ProfilerHook(Hook):
@@ -321,37 +386,57 @@ class EvaluationHook:
             self._metrics.write("suite", info.step, suite=name, **measured)
 
 
+def sample_prompt(config: EvalConfig, data: Data, longest: int) -> tuple[str, np.ndarray]:
+    """Returns the prompt of samples, as text and as tokens [n]: `eval.sample_prompt`. In place of
+    the default, data of conversations have the first turn of a held-out row: the tokens before the
+    first answer, at most the last `longest`.
+    """
+    rows = range(min(data.heldout_rows, _ROWS_FOR_A_PROMPT))
+    if config.sample_prompt == EvalConfig.sample_prompt and "loss_weights" in data.kinds:
+        for row in map(data.heldout_row, rows):
+            answers = np.flatnonzero(row["loss_weights"] > 0)
+            if len(answers) and answers[0]:  # in a row of texts all tokens count
+                turn = row["tokens"][: answers[0]][-longest:]
+                return data.tokenizer.decode(turn), turn
+    return config.sample_prompt, data.tokenizer.encode(config.sample_prompt)
+
+
+_ROWS_FOR_A_PROMPT = 64
+
+
 class SampleHook:
-    """Generates a continuation of `eval.sample_prompt` and writes a "sample" event."""
+    """Generates a continuation of `sample_prompt` and writes a "sample" event."""
 
     def __init__(
         self,
         run: ResolvedRun,
         metrics: MetricsFile,
         config: EvalConfig,
-        tokenizer: Tokenizer,
+        data: Data,
         during: During,
     ):
         self._during = during
         self._run = run
         self._metrics = metrics
-        self._config = config
-        self._tokenizer = tokenizer
+        self._sample_tokens = config.sample_tokens
+        self._tokenizer = data.tokenizer
+        longest = max(run.model.context_length - config.sample_tokens, 1)
+        self._prompt, self._prompt_tokens = sample_prompt(config, data, longest)
 
     def __call__(self, info: StepInfo) -> None:
         from qwen3next_jax.inference.decode import complete
 
-        prompt = self._config.sample_prompt
         with self._during("generating a sample"):
             new = complete(
                 nnx.merge(self._run.graphdef, info.state["params"]),
-                [self._tokenizer.encode(prompt)],
-                max_new_tokens=self._config.sample_tokens,
+                [self._prompt_tokens],
+                max_new_tokens=self._sample_tokens,
                 temperature=SAMPLE_TEMPERATURE,
                 stop_ids=[id for id in (self._tokenizer.eos_id,) if id >= 0],
                 mesh=self._run.compute_mesh,
             )[0]
-        self._metrics.write("sample", info.step, text=prompt + self._tokenizer.decode(new))
+        text = self._prompt + self._tokenizer.decode(new)
+        self._metrics.write("sample", info.step, text=text)
 
 
 class CheckpointHook(Hook):

@@ -24,6 +24,7 @@ NOT_STRUCTURE = {
     "mtp_depth",
     "decay_init",
     "initializer_range",
+    "depth_scaled_init",
     "delta_rule",
     "bos_token_id",
     "eos_token_id",

@@ -109,5 +109,7 @@ def reports_out_of_memory(stage: Callable[[], ResolvedStage]) -> Iterator[None]:
 
 
 def gigabytes(size: float) -> str:
-    """Formats a size in bytes as MB or GB."""
+    """Formats a size in bytes as kB, MB or GB."""
+    if size < 1e5:
+        return f"{size / 1e3:,.1f} kB"
     return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"

@@ -12,7 +12,7 @@ from qwen3next_jax.training.stages import ResolvedStage
 def describe_notices(run: ResolvedRun, start: Start) -> list[str]:
     """Returns the lines, which `train.py` and its `--dry-run` print before anything is computed."""
     lines = [*partial_ablations(run.model), *run.groups.lines]
-    lines += filter(None, map(_short_warm_up, run.stages))
+    lines += filter(None, [_short_warm_up(run.stages[0])])
     model, released = run.model, ModelConfig()
     if (
         model.has_dense_mlps
@@ -20,9 +20,9 @@ def describe_notices(run: ResolvedRun, start: Start) -> list[str]:
         and model.hidden_size != released.hidden_size
     ):
         lines.append(
-            f"warning: model.intermediate_size = {model.intermediate_size} is the released model's "
-            f"(its model.hidden_size is {released.hidden_size}, not {model.hidden_size}): the "
-            "configuration gives no width of its dense MLPs"
+            f"note: the dense MLPs have the width of the released model, model.intermediate_size = "
+            f"{model.intermediate_size}; its model.hidden_size is {released.hidden_size}, here it "
+            f"is {model.hidden_size}"
         )
     source = start.facts.source
     if model.lora.rank and source is None and not start.facts.folder.complete_steps:
@@ -39,12 +39,13 @@ def describe_notices(run: ResolvedRun, start: Start) -> list[str]:
 
 
 def _short_warm_up(stage: ResolvedStage) -> str:
-    """Returns a line if the schedule of a stage has fewer steps than its warm-up; else ""."""
+    """Returns a line if the schedule of the first stage, which alone has a warm-up, has fewer steps
+    than the warm-up; else "".
+    """
     warm_up, steps = stage.optimizer.warmup_steps, stage.train.steps
     if warm_up <= steps:
         return ""
-    of_stage = f" of stage {stage.name}" if stage.name else ""
     return (
         f"warning: optimizer.warmup_steps = {warm_up} is more than the {steps} steps of the "
-        f"schedule{of_stage}: the learning rate rises to the last step; give fewer, or more steps"
+        "schedule: the learning rate rises to the last step; give fewer, or more steps"
     )

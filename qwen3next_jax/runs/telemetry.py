@@ -111,6 +111,10 @@ class MetricsFile:
         for listener in self._listeners:
             listener(record)
 
+    def add_listener(self, listener: Listener) -> None:
+        """Calls `listener` with each later event."""
+        self._listeners += (listener,)
+
     def flush(self) -> None:
         """Returns when every event so far is on the disk or in the bucket."""
         if self._log is not None:

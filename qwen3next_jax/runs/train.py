@@ -17,6 +17,7 @@ from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, war
 from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.installation import unused_gpu
 from qwen3next_jax.common.subpackages import has_subpackage
+from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.pipeline import Data, TextData
 from qwen3next_jax.data.progress import PreparationProgress
@@ -52,7 +53,7 @@ from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
 from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile, describe_environment, open_metrics
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.training.hooks import HOOK_ADVICE, Metrics, describe_hook_error
+from qwen3next_jax.training.hooks import HOOK_ADVICE, Metrics
 from qwen3next_jax.training.loop import Trainer, TrainStep, make_train_step
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
@@ -63,7 +64,9 @@ from qwen3next_jax.training.stages import (
     first_cursor,
     open_stages,
     place_cursors,
+    resolve_stages,
     sources_read,
+    stage_at,
     warn_of_epochs,
 )
 from qwen3next_jax.training.state import State
@@ -107,8 +110,7 @@ def train(
 
     # ---- Folder
     store = open_store(start.workdir, run.config.checkpoint.patience, is_owner=is_process_0())
-    start = lock_folder(start, data, store)
-    with store, _open_checkpoints(run, store) as checkpoints:
+    with lock_folder(start, data, store) as start, _open_checkpoints(run, store) as checkpoints:
         saved_step = checkpoints.newest_good_step() or 0
         missing = _missing_evaluations(run, start, saved_step)
         if saved_step > run.steps or (saved_step == run.steps and not missing):
@@ -121,6 +123,7 @@ def train(
         with _observe(run, store, data, start, first, missing) as observers:
             display, metrics, watchdog = observers.display, observers.metrics, observers.watchdog
             checkpoints.before_manifest = metrics.flush
+            metrics.add_listener(checkpoints.hear)
             metrics.start(
                 first.step,
                 start_time,
@@ -132,8 +135,8 @@ def train(
             _record_start(run, data, start, first, store, checkpoints, metrics, display)
 
             # ---- Hooks
-            errors = _HookErrors(run, metrics)
-            trainer = Trainer(run, data, first.cursors, make_step, errors)
+            errors = hooks.HookErrors(run.config.train.on_hook_error == "stop", metrics)
+            trainer = Trainer(run, data, first.cursors, make_step, errors.add)
             saving = hooks.CheckpointHook(checkpoints, metrics, run.steps, display.during)
             evaluation = _add_hooks(
                 trainer, data, first, store, observers, errors, saving, add_hooks
@@ -143,14 +146,18 @@ def train(
             rewinder = Rewinder(run, data, first.cursors, start, checkpoints, metrics)
             if missing:
                 watchdog.allow(run.config.train.compile_timeout, "an evaluation", first.step)
-                trainer.call_missed_hooks(first.step, first.state)
+                with reports_out_of_memory(lambda: stage_at(run.stages, first.step)):
+                    trainer.call_missed_hooks(first.step, first.state)
             try:
                 step, state, last_metrics = _take_steps(trainer, first, rewinder, watchdog)
             except Halted as halt:
+                errors.tell_all()
                 return end_with_dump(trainer, first.cursors, halt, store, metrics)
             checkpoints.wait()
             saving.write_events()
+            errors.tell_all()
             is_saved = broadcast_from_process_0(lambda: step in checkpoints.steps())
+            best = checkpoints.best_step()
             divergence = ""
             if step == run.steps:
                 divergence = divergence_at_last_step(last_metrics, state, evaluation)
@@ -158,16 +165,18 @@ def train(
                 metrics.write("stop", step, reason=divergence, exit_code=int(ExitCode.DIVERGED))
 
     # ---- End
-    if errors.first and is_saved:
+    if errors.fatal and is_saved:
+        again = "continues from there" if step < run.steps else "repeats a failed evaluation"
         raise UserError(
-            f"{errors.first}: saved after step {step}. The same command continues from there: "
-            f"{HOOK_ADVICE}",
-            errors.first.exit_code,
+            f"{errors.fatal}: saved after step {step}. The same command {again}: {HOOK_ADVICE}",
+            errors.fatal.exit_code,
         )
     if not is_saved or step < run.steps:
         return end_before_last_step(run, store.workdir, step, is_saved)
     heldout = evaluation.heldout_text if evaluation else "not evaluated"
     summary = f"Trained {step} steps: held-out {heldout}."
+    if run.config.checkpoint.keep_best and best is not None:
+        summary += f" Of the checkpoints, step {best} has the lowest held-out loss (--step=best)."
     return end_at_last_step(run, store.workdir, step, divergence, summary, data[0].tokenizer)
 
 
@@ -200,8 +209,11 @@ def _open_checkpoints(run: ResolvedRun, store: RunStore) -> CheckpointWriter:
 def _missing_evaluations(run: ResolvedRun, start: Start, step: int) -> list[str]:
     """Returns the kinds of events that evaluations and samples write, if they were due after
     `step`, the newest checkpoint, and the record does not hold all of them. A run that is asked to
-    stop saves before it evaluates, and may be killed in between. If the start changes what is
-    evaluated when, nothing is missing: the run was to evaluate something else.
+    stop saves before it evaluates, and may be killed in between. An evaluation that ended the run
+    with an error is missing too, unless errors in hooks no longer end the run.
+
+    If the start changes what is evaluated, or evaluates after other steps, nothing is missing: the
+    run was to evaluate something else.
     """
 
     def find() -> list[str]:
@@ -209,18 +221,27 @@ def _missing_evaluations(run: ResolvedRun, start: Start, step: int) -> list[str]
         of_step = [event for _, event in events if event["step"] == step]
         recorded = {hooks.event_name(event) for event in of_step}
         failed = {event["hook"] for event in of_step if event["event"] == "hook_failed"}
+        continues_without = run.config.train.on_hook_error == "continue"
+        if continues_without and failed & {EVALUATION, SAMPLE}:
+            return []
         # A run that begins with the state of another has a checkpoint, but did not take this step.
         expected = hooks.evaluation_events(run)
-        if "train" not in recorded or failed & {EVALUATION, SAMPLE} or expected <= recorded:
+        if "train" not in recorded or expected <= recorded:
             return []
         return sorted({name.partition(" ")[0] for name in expected})
 
-    if any(change.name.startswith(("config.eval", "config.train")) for change in start.changes):
+    if not step or any(change.name.startswith("config.eval") for change in start.changes):
         return []
-    every, ends_stage = run.config.eval.every, any(step == s.last_step for s in run.stages)
-    if not step or not (ends_stage or every and step % every == 0):
+    recorded = start.facts.folder.record.read_config(start.workdir)
+    if not all(_evaluates_after(step, config) for config in (recorded, run.config)):
         return []
     return broadcast_from_process_0(find)
+
+
+def _evaluates_after(step: int, config: Config) -> bool:
+    """Whether a run with these settings evaluates after `step`."""
+    every, ends_stage = config.eval.every, any(step == s.last_step for s in resolve_stages(config))
+    return ends_stage or step % every == 0
 
 
 # ---- State
@@ -398,7 +419,7 @@ def _add_hooks(
     first: _FirstState,
     store: RunStore,
     observers: _Observers,
-    errors: "_HookErrors",
+    errors: hooks.HookErrors,
     saving: hooks.CheckpointHook,
     add_hooks: Callable[[Trainer], None] | None,
 ) -> hooks.EvaluationHook | None:
@@ -419,7 +440,7 @@ def _add_hooks(
     flags = GuardFlags(config.guards, run.model, first.cursors, metrics)
     for hook in (  # their methods are called around every step; their errors end the run
         hooks.WatchdogHook(observers.watchdog, config.train),
-        hooks.StopHook(trainer, lambda: observers.signals.caught or errors.is_fatal()),
+        hooks.StopHook(trainer, lambda: observers.signals.caught or errors.asks_to_stop()),
         hooks.ProfilerHook(observers.profiler),
         hooks.GuardFlagsHook(flags),
         hooks.OperatorsHook(store, metrics),
@@ -453,7 +474,7 @@ def _add_hooks(
         )
     if config.eval.sample_tokens and has_subpackage("inference"):
         trainer.add_hook(
-            hooks.SampleHook(run, metrics, config.eval, tokenizer, display.during),
+            hooks.SampleHook(run, metrics, config.eval, data[0], display.during),
             every=config.eval.every,
             at_stage_end=True,
             after_stop=True,
@@ -463,33 +484,6 @@ def _add_hooks(
         resolve({}, name, "train.hooks")(trainer)
     if add_hooks:
         add_hooks(trainer)
-    trainer.add_hook(saving, every=save_every, at_stage_end=True, at_stop=True, required=True)
+    for hook in (errors, saving):
+        trainer.add_hook(hook, every=save_every, at_stage_end=True, at_stop=True, required=True)
     return evaluation
-
-
-class _HookErrors:
-    """What happens after an error in a hook that training does not need (`train.on_hook_error`):
-    the run ends after the next step, which it saves; or it goes on without the hook.
-
-    Attributes:
-      first: the error with which the run is to end; None: there is none.
-    """
-
-    def __init__(self, run: ResolvedRun, metrics: MetricsFile):
-        self._ends_run = run.config.train.on_hook_error == "stop"
-        self._metrics = metrics
-        self.first: UserError | None = None
-
-    def __call__(self, name: str, step: int, error: Exception) -> None:
-        """Handles an error. It has the arguments of `Trainer`'s `on_hook_error`."""
-        text = describe_hook_error(name, step, error)
-        self._metrics.write("hook_failed", step, hook=name, reason=text)
-        if not self._ends_run:
-            warn(text)
-        elif self.first is None:
-            code = getattr(error, "exit_code", ExitCode.HOOK_FAILED)
-            self.first = UserError(text, code)
-
-    def is_fatal(self) -> bool:
-        """Whether the run is to end."""
-        return self.first is not None

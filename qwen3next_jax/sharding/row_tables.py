@@ -55,7 +55,7 @@ def _look_up(table_VW, ids_BTH, declared, mesh, time, dtype):
     spec, row_axes, width_axes = _split(declared, table_VW.shape, mesh)
 
     def run(table_RW, ids_BTH):
-        rows = table_rows.look_up(table_RW, ids_BTH.reshape(-1), row_axes, dtype)
+        rows = table_rows.look_up_rows(table_RW, ids_BTH.reshape(-1), row_axes, dtype)
         if width_axes:
             rows = jax.lax.all_gather(rows, width_axes, axis=1, tiled=True)
         return rows.reshape(*ids_BTH.shape[:2], -1)
@@ -89,8 +89,9 @@ def update(
     write: Callable[..., Any],
     scalars: tuple[jax.Array, ...] = (),
 ) -> Any:
-    """Returns `state` after `write` (see `ops.table_rows.update`) changed the rows that the ids
-    name. Each device calls `write(state, row, gradient, *scalars)` for its own rows and columns.
+    """Returns `state` after `write` (see `ops.table_rows.update_rows`) changed the rows that the
+    ids name. Each device calls `write(state, row, gradient, *scalars)` for its own rows and
+    columns.
 
     Args:
       state: a tree of arrays [V, …], such as the table and its optimizer's state.
@@ -118,7 +119,7 @@ def update(
                 jax.lax.all_gather(x, copies, tiled=True) for x in (ids_N, gradient_NW)
             )
         own_write = lambda *args: write(*args, *scalars)
-        return table_rows.update(state, ids_N, gradient_NW, own_rows, row_axes, own_write)
+        return table_rows.update_rows(state, ids_N, gradient_NW, own_rows, row_axes, own_write)
 
     tokens = activation_spec("batch", "time", None)
     in_specs = (specs, tokens, tokens, *(P() for _ in scalars))

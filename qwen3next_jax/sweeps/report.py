@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Sequence
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.metrics import Metric
+from qwen3next_jax.common.metrics import Metric, condition_text
 from qwen3next_jax.common.storage import write_whole
 from qwen3next_jax.reporting.charts import COLOURS, Line, Link, line_chart, table
 from qwen3next_jax.reporting.page import document
@@ -28,6 +28,7 @@ from qwen3next_jax.sweeps.results import (
     metric_title,
     pareto_front,
     seed_axes,
+    source_metrics,
     to_csv,
     to_json,
 )
@@ -131,6 +132,7 @@ def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
     kinds: dict[tuple[str, bool, Metric], list[tuple[str, str]]] = {}
     for name, metric in all_metrics(done).items():
         kind, _, place = name.partition("/")
+        place = condition_text(kind.partition(" ")[2], place)
         kinds.setdefault((kind, bool(place), metric), []).append((name, place))
     seeds = "one seed"
     if seed_axes(sweep):
@@ -356,8 +358,10 @@ def _losses(results: Sequence[Result]) -> str:
 
 
 def _points(sweep: Sweep, results: Sequence[Result]) -> str:
-    """Returns the table of points with the main metrics; results.csv has all metrics."""
-    metrics = main_metrics(results)
+    """Returns the table of points with the main metrics, also of each source of the data;
+    results.csv has all metrics.
+    """
+    metrics = main_metrics(results) | source_metrics(results)
     head = [
         "point",
         *(axis.rpartition(".")[2] for axis in sweep.axes),

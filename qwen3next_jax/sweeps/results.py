@@ -20,6 +20,7 @@ from qwen3next_jax.common.events import devices_of, divergence_reason, read_even
 from qwen3next_jax.common.metrics import (
     Metric,
     MetricValue,
+    condition_text,
     evaluation_of_event,
     metric_values_of_event,
 )
@@ -295,20 +296,33 @@ def main_metrics(results: Iterable[Result]) -> dict[str, Metric]:
     }
 
 
+def source_metrics(results: Iterable[Result]) -> dict[str, Metric]:
+    """Returns name → declaration of the main held-out metrics of each source of the data, such as
+    "heldout bits_per_byte/web"; {} for data of one source.
+    """
+    metrics, main = all_metrics(results), main_metrics(results)
+    return {
+        name: metric
+        for name, metric in metrics.items()
+        if name.startswith("heldout ") and "/" in name and name.partition("/")[0] in main
+    }
+
+
 def metric_title(name: str, metric: Metric) -> str:
     """Returns a metric's name for readers: "Mqar: accuracy 8 pairs" for "mqar accuracy/8 pairs"."""
     evaluated, _, rest = name.partition(" ")
-    return f"{evaluated.capitalize()}: {metric.title} {rest.partition('/')[2]}".strip()
+    kind, _, condition = rest.partition("/")
+    return f"{evaluated.capitalize()}: {metric.title} {condition_text(kind, condition)}".strip()
 
 
 def findings(sweep: Sweep, results: Sequence[Result]) -> list[str]:
-    """Returns one finding for each main metric and each line of its chart: which value of the x
-    axis has the best mean over the seeds, which other values overlap with it, and which are worse
-    at every seed.
+    """Returns one finding for each main metric, over all held-out rows and over those of each
+    source of the data, and each line of its chart: which value of the x axis has the best mean over
+    the seeds, which other values overlap with it, and which are worse at every seed.
     """
     x = sweep.x.rpartition(".")[2]
     sentences = []
-    for name, metric in main_metrics(results).items():
+    for name, metric in (main_metrics(results) | source_metrics(results)).items():
         if not metric.better:
             continue
         for label, line in metric_along_x(sweep, results, name).items():

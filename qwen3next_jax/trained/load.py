@@ -23,7 +23,7 @@ from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layer_properties import split_sizes
 from qwen3next_jax.processes import distributed
 from qwen3next_jax.processes.launch import Launch
-from qwen3next_jax.runs.checkpoint import load_trained
+from qwen3next_jax.runs.checkpoint import Step, load_trained
 from qwen3next_jax.runs.record import RunRecord, read_config, read_record
 from qwen3next_jax.sharding.mesh import check_divides, compute_mesh, make_mesh
 from qwen3next_jax.sharding.rules import ROWS, num_shards
@@ -51,7 +51,7 @@ class LoadedModel(NamedTuple):
 
 def load_model(
     path: str | pathlib.Path,
-    step: int | None = None,
+    step: Step = None,
     mesh: MeshConfig | None = None,
     dtype: str | None = "float32",
     devices: Sequence[Any] | None = None,
@@ -62,8 +62,8 @@ def load_model(
 
     Args:
       path: the folder of a run, or a Hugging Face directory.
-      step: for a run, the number of steps after which the checkpoint was saved; None for the newest
-        valid checkpoint.
+      step: for a run, the number of steps after which the checkpoint was saved; "best" for the
+        checkpoint with the lowest held-out loss; None for the newest valid checkpoint.
       mesh: sizes of the mesh's axes; None for the sizes of the run, or, for a Hugging Face
         directory, for all devices along `data`.
       dtype: dtype of the parameters of a Hugging Face directory, as for `load_hf`; None for the

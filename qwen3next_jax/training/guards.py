@@ -5,7 +5,8 @@ batch has no token to predict; that is no reason to end the run, and its loss of
 with others.
 
 A spike is a loss or a gradient norm whose robust z-score, relative to a window of past steps,
-exceeds a threshold. The setting `guards.on_spike` says what follows a spike: the step's update is
+exceeds a threshold. The gradient norm of a batch whose loss is close to 0 is no spike: see
+`_smallest_spike`. The setting `guards.on_spike` says what follows a spike: the step's update is
 applied ("continue") or skipped ("skip"), or the step halts the run ("rewind", "stop"). The compiled
 steps after a halt change neither the parameters nor the optimizer state. The host may therefore
 notice the halt one step late, and still finds them as they were before the bad batch. It then
@@ -104,7 +105,8 @@ def check(
     comparable = (guards["entries"] >= config.window) & finite & has_targets
     loss_z = jnp.where(comparable, _robust_z(loss, guards["losses"], _MIN_LOSS), 0.0)
     grad_norm_z = jnp.where(comparable, _robust_z(grad_norm, guards["grad_norms"], _MIN_NORM), 0.0)
-    spike = jnp.maximum(loss_z, grad_norm_z) > config.spike_z
+    is_learning = loss > _smallest_spike(config)
+    spike = (loss_z > config.spike_z) | (is_learning & (grad_norm_z > config.spike_z))
 
     was_halted = guards["halted"] > 0
     bad = ~finite if config.on_spike == "continue" else ~finite | spike
@@ -138,6 +140,17 @@ def check(
     )
     metrics = {"flags": flags, "loss_z": loss_z, "grad_norm_z": grad_norm_z}
     return skip, new, metrics | {"skipped": new["skipped"]}
+
+
+def _smallest_spike(config: GuardConfig) -> float:
+    """Returns the smallest loss that is a spike after a window of losses of 0: the threshold times
+    the smallest spread of losses. By default this is 10 · 0.001 = 0.01 nats.
+
+    Once a task is solved, the few tokens that are not yet certain decide the gradient, and its norm
+    varies by orders of magnitude from batch to batch. But a batch whose loss is smaller than this
+    is predicted as well as before, whatever its gradient norm.
+    """
+    return config.spike_z * _MIN_RELATIVE_SPREAD * _MIN_LOSS
 
 
 def _flag(bit: int, is_set: jax.Array) -> jax.Array:

@@ -1,6 +1,8 @@
 """Hooks: what a run does besides its steps. The loop calls them, and knows none of them."""
 
 import dataclasses
+import pathlib
+import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +14,9 @@ from qwen3next_jax.training.stages import DataCursor, ResolvedStage
 from qwen3next_jax.training.state import State
 
 Metrics = dict[str, Any]
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+_STANDARD_LIBRARY = pathlib.Path(sysconfig.get_path("stdlib"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,18 +114,40 @@ def stop_at_hook_error(name: str, step: int, error: Exception) -> None:
     why. This is the default of the argument `on_hook_error` of `loop.Trainer`.
     """
     raise UserError(
-        f"{describe_hook_error(name, step, error)}: {HOOK_ADVICE}",
-        getattr(error, "exit_code", ExitCode.HOOK_FAILED),
+        f"{describe_hook_error(name, step, error)}: {HOOK_ADVICE}", hook_exit_code(error)
     ) from error
+
+
+def hook_exit_code(error: Exception) -> ExitCode:
+    """Returns the exit code of a run that ends because a hook raised `error`. A bucket that does
+    not answer, or another process, may be the cause: then it is the code of the error.
+    """
+    code = getattr(error, "exit_code", ExitCode.USER_ERROR)
+    return ExitCode.HOOK_FAILED if code == ExitCode.USER_ERROR else code
 
 
 def describe_hook_error(name: str, step: int, error: Exception) -> str:
     """Returns a part of a message: which hook failed after which step, the error, and the file and
-    line that raised it.
+    line that led to it. This is the last line of the user's own code; of this package's code if
+    there is none of the user.
     """
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    # the last of the frames with the lowest number of `_owner`
+    frame = min(reversed(frames), key=lambda frame: _owner(frame.filename))
     kind = type(error).__name__
     return (
         f"the hook {name} failed after step {step} ({kind}: {error_message(error)}; "
         f"{frame.filename}, line {frame.lineno})"
     )
+
+
+def _owner(filename: str) -> int:
+    """Returns whose code a file holds: 0 the user's, 1 this package's, 2 a library's."""
+    path = pathlib.Path(filename)
+    # The package itself may be installed among the libraries.
+    if path.is_relative_to(_PACKAGE):
+        return 1
+    is_library = {"site-packages", "dist-packages"} & {*path.parts}
+    if is_library or path.is_relative_to(_STANDARD_LIBRARY) or filename.startswith("<"):
+        return 2
+    return 0

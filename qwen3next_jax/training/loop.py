@@ -143,6 +143,7 @@ class Trainer:
       cursor: where that stage reads the training data; None before the first step.
       data: the rows of that stage; None before the first step.
       clock: measures the time of steps.
+      wants_to_stop: whether a hook of this process has called `stop`.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class Trainer:
         self._make_step = make_step
         self._on_hook_error = on_hook_error
         self._hooks: list[RegisteredHook] = []
+        self.wants_to_stop = False
         self._stopping = False
 
     def add_hook(
@@ -214,9 +216,20 @@ class Trainer:
             RegisteredHook(hook, name, periods, at_stage_end, at_stop, after_stop, required)
         )
 
-    def stop(self) -> None:
-        """Makes `train` return after the current step."""
-        self._stopping = True
+    def stop(self, agreed: bool = False) -> None:
+        """Makes `train` return after the current step; after the next one if no step is being taken
+        (`call_missed_hooks`).
+
+        All processes of a run have to return after the same step. In a run of several, the call of
+        one process only sets its `wants_to_stop`. `runs.hooks.StopHook` then has all processes
+        return after the next step, by a call on each of them.
+
+        Args:
+          agreed: whether every process makes this call at the same step.
+        """
+        self.wants_to_stop = True
+        if agreed or jax.process_count() == 1:
+            self._stopping = True
 
     def train(self, state: State, steps_before: int = 0) -> tuple[int, State, Metrics]:
         """Trains until the last step of the run, or until a hook calls `stop`.
@@ -228,7 +241,6 @@ class Trainer:
         Returns:
           (number of steps of the run so far, the state after them, the metrics of the last step).
         """
-        self._stopping = False
         self._last_ended = steps_before
         self.clock.restart(steps_before)
         metrics: Metrics = {}
@@ -273,6 +285,7 @@ class Trainer:
                 self.clock.restart(step)
             if self._stopping:
                 break
+        self._stopping = self.wants_to_stop = False
         return step, state, metrics
 
     def call_missed_hooks(self, step: int, state: State) -> None:

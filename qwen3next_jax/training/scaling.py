@@ -113,8 +113,7 @@ def _grows(parameter: Declared, wider: Declared, letter: str) -> bool:
 
 def _writes_to_residual(path: str, parameter: Declared) -> bool:
     """Whether the parameter is the last matrix of a mixer or an MLP of the trunk."""
-    results = [axis for axis, own in zip(parameter.axes, parameter.letters) if own == "o"]
-    return path.startswith("layers/") and parameter.kind == "matrix" and results == ["embed"]
+    return path.startswith("layers/") and parameter.writes_to_residual
 
 
 def _rule(
@@ -149,6 +148,11 @@ def _rule(
         optimizer.scaling != "completep" or model.block.placement == "pre",
         f"{where} with model.block.placement = {model.block.placement!r}: it scales what a block "
         "adds to the residual stream, which is known for placement 'pre' alone: use 'mup'",
+    )
+    require(
+        optimizer.scaling != "completep" or not model.depth_scaled_init,
+        f"{where} with model.depth_scaled_init: both scale start values by the depth: leave one of "
+        "them out",
     )
     require(
         not (optimizer.name == "muon" and optimizer.muon.per_head),

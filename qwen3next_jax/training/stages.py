@@ -254,6 +254,11 @@ class DataCursor(NamedTuple):
     def _row_of_mix(self, step: int, data_offset: int) -> int:
         return self.row + (step - self.step + data_offset) * self.batch_size
 
+    @property
+    def continues_stream(self) -> bool:
+        """Whether the stage continues a stream that the run, or its parent, has read before."""
+        return bool(self.row or self.starts.keys() & {self.fingerprint, *self.streams})
+
     def same_stream(self, other: "DataCursor") -> bool:
         """Whether the stages of both cursors read batches of the same size from the same training
         stream, so that their losses and gradient norms are comparable.
@@ -304,6 +309,10 @@ def epochs_of_stages(data: Sequence[Data]) -> dict[str, Epoch]:
 _MOST_EPOCHS = 4
 
 
+def _documents(count: int) -> str:
+    return "1 document" if count == 1 else f"{count:,} documents"
+
+
 def describe_epochs(read: Mapping[str, SourceReading], steps: int) -> str:
     """Returns how often a run of `steps` steps reads each of its sources; "" if it has none that
     repeats.
@@ -312,10 +321,10 @@ def describe_epochs(read: Mapping[str, SourceReading], steps: int) -> str:
         return ""
     if len(read) == 1:
         (source,) = read.values()
-        text = f"{source.epochs:.3g} epochs of {source.documents:,} documents"
+        text = f"{source.epochs:.3g} epochs of {_documents(source.documents)}"
     else:
         first, *others = (
-            f"{source.epochs:.3g}{{}} of {name} ({source.documents:,} documents)"
+            f"{source.epochs:.3g}{{}} of {name} ({_documents(source.documents)})"
             for name, source in read.items()
         )
         text = ", ".join((first.format(" epochs"), *(other.format("") for other in others)))

@@ -22,7 +22,8 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.config.files import UserInput, names_in_code
 from qwen3next_jax.config.ngram import PLEConfig
-from qwen3next_jax.config.registry import EVALUATIONS, WITH_STREAMS, resolve
+from qwen3next_jax.config.registry import EVALUATIONS, STREAM_SETTINGS, resolve
+from qwen3next_jax.config.streams import StreamsConfig
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.training.stages import STAGE_SETTINGS, ResolvedStage, resolve_stages
 
@@ -56,19 +57,23 @@ _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
         ),
         (lambda c: c.model.num_experts > 0, "the model has no experts (model.num_experts = 0)"),
     ),
-    **dict.fromkeys(
-        ("model.streams.hc_count", "model.streams.hc_lowrank"),
-        (
-            lambda c: c.model.block.placement in WITH_STREAMS,
-            "there is one residual stream (model.block.placement)",
-        ),
-    ),
+    **{
+        f"model.streams.{field.name}": (
+            lambda c, name=field.name: name in STREAM_SETTINGS.get(c.model.block.placement, ()),
+            "the placement of the blocks does not read it (model.block.placement)",
+        )
+        for field in dataclasses.fields(StreamsConfig)
+    },
     **dict.fromkeys(
         (f"model.ple.{field.name}" for field in dataclasses.fields(PLEConfig)),
         (
             lambda c: bool(c.model.ple.layer_ids),
             "no layer embeds n-grams (model.ple.layer_ids = ())",
         ),
+    ),
+    "model.depth_scaled_init": (
+        lambda c: not c.train.init_from,
+        "the weights are those of train.init_from",
     ),
     "train.indexer_loss_weight": (
         lambda c: any(stage.train.indexer_training != "frozen" for stage in resolve_stages(c)),

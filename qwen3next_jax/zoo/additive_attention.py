@@ -16,10 +16,11 @@ from qwen3next_jax.model.layers import token_mean
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.ops import blocks
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, constrain, num_shards, per_shard
-from qwen3next_jax.zoo.attention_references import places
+from qwen3next_jax.zoo.attention_references import positions_and_causal_mask
 
 EXAMPLES = {"bahdanau": {"full_mixer": "bahdanau"}, "luong": {"full_mixer": "luong"}}
-CHUNK = 16  # queries computed at once; each query and key need a vector of head_dim numbers
+# Queries computed at once. Each pair of a query and a key needs a vector of head_dim numbers.
+CHUNK = 16
 
 
 class Bahdanau(Mixer):
@@ -39,17 +40,17 @@ class Bahdanau(Mixer):
         self.k_proj = make.matrix((d, m, k), "embed -> key_value_heads head_width")
         self.v_proj = make.matrix((d, m, k), "embed -> key_value_heads head_width")
         self.o_proj = make.matrix((n, k, d), "query_heads head_width -> embed")
-        self.make_score(make, n, k)
+        self.make_score_parameter(make, n, k)
 
-    def make_score(self, make, n, k):
+    def make_score_parameter(self, make, n, k):
         """Makes the parameter of the score, here u [N, K]."""
         start = lambda shape: jax.random.normal(make.rngs.params(), shape) * k**-0.5
         self.score = make.parameter(start, (n, k), "query_heads .", kind="vector")
 
     def __call__(self, x_BTD, context, cache=None):
-        q_BTNK = self.heads(x_BTD, self.q_proj, context)
-        k_BSMK = self.heads(x_BTD, self.k_proj, context)
-        v_BSMK = self.heads(x_BTD, self.v_proj, context)
+        q_BTNK = self.project_to_heads(x_BTD, self.q_proj, context)
+        k_BSMK = self.project_to_heads(x_BTD, self.k_proj, context)
+        v_BSMK = self.project_to_heads(x_BTD, self.v_proj, context)
         if cache is not None:
             k_BSMK = write(cache["k"], k_BSMK, context.positions)
             v_BSMK = write(cache["v"], v_BSMK, context.positions)
@@ -64,7 +65,7 @@ class Bahdanau(Mixer):
             diagnostics = {"first_token_share": token_mean(share_BTNK[..., 0], counted)}
         return gated_projection(o_BTNK, None, self.o_proj[...], context), diagnostics, cache
 
-    def heads(self, x_BTD, weight, context):
+    def project_to_heads(self, x_BTD, weight, context):
         """Returns x times the matrix `weight` [D, heads, K], as [B, T, heads, K]. The heads are
         split over the mesh axis `tensor` if its size divides their number.
         """
@@ -114,7 +115,7 @@ class Bahdanau(Mixer):
         return {"k": empty, "v": empty}
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of the scores and of the weighted sum of values. A causal
         query reads (length + 1) / 2 keys on average.
         """
@@ -131,7 +132,7 @@ class Luong(Bahdanau):
     initial values of W are small.
     """
 
-    def make_score(self, make, n, k):
+    def make_score_parameter(self, make, n, k):
         start = lambda shape: jax.random.normal(make.rngs.params(), shape) / k
         self.score = make.parameter(start, (n, k, k), "query_heads . .", kind="vector")
 
@@ -141,12 +142,12 @@ class Luong(Bahdanau):
         return attend(q_BTNK, k_BSMK, v_BSMK, context, context.positions if cached else None)
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of the products with W, of the scores, and of the weighted sum
         of values.
         """
         matrices = 2 * config.num_attention_heads * config.head_dim**2
-        return super().forward_flops(config, length) + matrices
+        return super().activation_flops(config, length) + matrices
 
 
 def additive_attention(q_BTNK, k_BSMK, v_BSMK, score_NK, at_BT, ids_BT, key_ids_BS):
@@ -180,7 +181,7 @@ def additive_attention(q_BTNK, k_BSMK, v_BSMK, score_NK, at_BT, ids_BT, key_ids_
         return None, jnp.einsum("bcsmr,bsmk->bcmrk", p.astype(q.dtype), v_BSMK).reshape(q.shape)
 
     chunks = blocks.to_chunks((q_BTNK, at_BT, ids_BT), 1, min(CHUNK, time))
-    _, o = blocks.scan(attend, None, chunks)
+    _, o = blocks.scan_or_call_once(attend, None, chunks)
     return blocks.from_chunks(o, 1, time)
 
 
@@ -198,7 +199,7 @@ def _scored_attention(config, params, x, scores):
         y = jnp.einsum("td,dnk->tnk", x, params[name])
         qkv.append(jnp.repeat(y, heads // y.shape[1], axis=1))
     q, k, v = qkv
-    _, _, causal = places(x)
+    _, _, causal = positions_and_causal_mask(x)
     weights = jax.nn.softmax(jnp.where(causal, scores(q, k), -jnp.inf), axis=-1)
     return jnp.einsum("tnk,nkd->td", jnp.einsum("nij,jnk->ink", weights, v), params["o_proj"])
 

@@ -2,9 +2,9 @@
 row [T, D] that is one document, computed for every pair of tokens.
 
 A reference is a function (config, params, x): the ModelConfig, the parameters by name, and the row.
-It uses only jax.numpy, so that autodiff computes its gradients. To check the rotary positions in
-another way than the mixers compute them, the references rotate only the query, by its distance from
-the key; the mixers rotate queries and keys by their positions.
+It uses only jax.numpy, so that autodiff computes its gradients. The mixers rotate queries and keys
+by their positions. The references rotate only the query, by its distance from the key, so that they
+check the rotary positions independently.
 
 Letters: T queries, S keys, D model, N query heads, M key/value heads, K head width.
 """
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def norm(config, x, weight):
+def apply_norm(config, x, weight):
     """Applies the norm `model.block.norm` over the last axis of x, n numbers. `weight` has the
     shape [n], or [2, n] (scale and bias) for a LayerNorm.
     """
@@ -35,9 +35,9 @@ def rms_norm(config, x):
     return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.rms_norm_eps)
 
 
-def rotated(config, x, distance, theta=None):
+def rotate_by_distance(config, x, distance, theta=None):
     """Rotates the first R = `config.rotary_dim` numbers of x. Numbers i and i + R/2 form a pair,
-    which is rotated by the angle distance · θ^(-2i/R).
+    which is rotated by the angle distance · θ^(-2i/R). The other numbers of x do not change.
 
     Args:
       x: [..., K].
@@ -57,7 +57,7 @@ def rotated(config, x, distance, theta=None):
     return jnp.concatenate([first, second, rest], axis=-1)
 
 
-def places(x):
+def positions_and_causal_mask(x):
     """Returns the positions of the queries [T, 1], the positions of the keys [1, S], and the causal
     mask [T, S]: whether each query sees each key. T and S are the length of x.
     """
@@ -96,14 +96,14 @@ def gated_attention(
         q, gate = q[..., :width], q[..., width:]
     if config.qk_norm:
         rows = (len(x), -1) if settings.qk_norm_over == "layer" else (len(x), -1, q.shape[-1])
-        q = norm(config, q.reshape(rows), params["q_norm"]).reshape(q.shape)
-        k = norm(config, k.reshape(rows), params["k_norm"]).reshape(k.shape)
+        q = apply_norm(config, q.reshape(rows), params["q_norm"]).reshape(q.shape)
+        k = apply_norm(config, k.reshape(rows), params["k_norm"]).reshape(k.shape)
     readers = q.shape[1] // k.shape[1]
     k, v = jnp.repeat(k, readers, axis=1), jnp.repeat(v, readers, axis=1)
 
     q_TSNK = q[:, None]
     if distance is not None:
-        q_TSNK = rotated(config, q_TSNK, jnp.asarray(distance)[..., None], theta)
+        q_TSNK = rotate_by_distance(config, q_TSNK, jnp.asarray(distance)[..., None], theta)
     s_NTS = jnp.sum(q_TSNK * k[None], axis=-1).transpose(2, 0, 1) / math.sqrt(width)
     s_NTS = s_NTS if bias is None else s_NTS + bias
     seen = jnp.broadcast_to(jnp.asarray(seen), s_NTS.shape)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from qwen3next_jax.zoo.attention_references import gated_attention, places
+from qwen3next_jax.zoo.attention_references import gated_attention, positions_and_causal_mask
 from qwen3next_jax.zoo.biased_projections import BiasedProjections
 from qwen3next_jax.zoo.pair_mixer import PairAttention
 
@@ -55,12 +55,12 @@ class SinkAttention(BiasedProjections, PairAttention):
 
 
 def biased_attention_reference(config, params, x):
-    i, j, causal = places(x)
+    i, j, causal = positions_and_causal_mask(x)
     return gated_attention(config, params, x, seen=causal, distance=i - j)
 
 
 def sink_attention_reference(config, params, x):
-    i, j, causal = places(x)
+    i, j, causal = positions_and_causal_mask(x)
     return gated_attention(config, params, x, seen=causal, distance=i - j, sink=params["sink"])
 
 

@@ -48,17 +48,22 @@ class BiasedProjections(GatedAttention):
             return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
         q_bias_NK, gate_bias_NK = jnp.split(self.q_bias[...], (self.config.head_dim,), axis=-1)
         if gate_BTNK is not None:
-            gate_BTNK = _plus(gate_BTNK, gate_bias_NK)
-        q_BTNK = _plus(q_BTNK, q_bias_NK)
-        return q_BTNK, gate_BTNK, _plus(k_BTMK, self.k_bias[...]), _plus(v_BTMK, self.v_bias[...])
+            gate_BTNK = _add_bias(gate_BTNK, gate_bias_NK)
+        q_BTNK = _add_bias(q_BTNK, q_bias_NK)
+        return (
+            q_BTNK,
+            gate_BTNK,
+            _add_bias(k_BTMK, self.k_bias[...]),
+            _add_bias(v_BTMK, self.v_bias[...]),
+        )
 
     def __call__(self, x_BTD, context, cache=None):
         y_BTD, diagnostics, cache = super().__call__(x_BTD, context, cache)
         if self.settings(self.config).attention_bias == "qkvo":
-            y_BTD = _plus(y_BTD, self.o_bias[...])
+            y_BTD = _add_bias(y_BTD, self.o_bias[...])
         return y_BTD, diagnostics, cache
 
 
-def _plus(x, bias):
+def _add_bias(x, bias):
     """Returns x + bias in x's dtype."""
     return x + bias.astype(x.dtype)

@@ -21,7 +21,11 @@ from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm
 from qwen3next_jax.model.moe import DenseMLP
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.positions import NoPositions
-from qwen3next_jax.zoo.attention_references import gated_attention, norm, places
+from qwen3next_jax.zoo.attention_references import (
+    apply_norm,
+    gated_attention,
+    positions_and_causal_mask,
+)
 
 # Settings of example models for the tests. Every placement, norm and MLP of this file occurs in at
 # least one of them.
@@ -83,7 +87,7 @@ class LayerNorm:
 # --------------------------------------------------------------------------------------------------
 
 
-class Post(Block):
+class PostNorm(Block):
     """Norms after the residual sum: N(x + f(x)), as in the Transformer (1706.03762). N is a norm
     and f is the mixer or the MLP.
     """
@@ -126,7 +130,7 @@ class OlmoHybrid(Block):
         return x_BTD + (super().before(y_BTD, part) if self.norms_outputs else y_BTD)
 
 
-class Sandwich(Block):
+class SandwichNorm(Block):
     """Norms of inputs and outputs of mixer and MLP: x + N'(f(N(x))) (CogView, 2105.13290; Gemma 3).
     N and N' are norms and f is the mixer or the MLP.
     """
@@ -140,7 +144,7 @@ class Sandwich(Block):
         return x_BTD + rms_norm(y_BTD, getattr(self, f"after_{part}_norm")[...], self.config)
 
 
-class Deep(Post):
+class DeepNorm(PostNorm):
     """DeepNorm (2203.00555): N(α x + f(x)) with α = (2 L)^¼ for L layers, where N is a norm and f
     is the mixer or the MLP. The initial values of the MLP's matrices, the value projection and the
     output projection are multiplied by β = (8 L)^-¼. A mixer that has one parameter for the
@@ -223,7 +227,7 @@ class NoMLP(nnx.Module):
 # --------------------------------------------------------------------------------------------------
 
 
-class Sinusoidal(NoPositions):
+class SinusoidalPositions(NoPositions):
     """Adds sin(t / 10000^(2i/D)) to entry 2i and cos(t / 10000^(2i/D)) to entry 2i + 1 of the
     embedding at position t (1706.03762, section 3.5).
     """
@@ -235,7 +239,7 @@ class Sinusoidal(NoPositions):
         return x_BTD + added_BTD.astype(x_BTD.dtype)
 
 
-class Learned(NoPositions):
+class LearnedPositions(NoPositions):
     """Adds a learned vector to the embedding of each token: the row of its position in a table of
     `config.context_length` rows.
 
@@ -269,12 +273,14 @@ class Learned(NoPositions):
 # multiplied.
 
 
-def linear(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
+def linear_scaling(
+    half: int, theta: float, factor: float, context: int
+) -> tuple[np.ndarray, float]:
     """Computes position interpolation (2306.15595): divides all frequencies by `factor`."""
     return np.full(half, 1 / factor, np.float32), 1.0
 
 
-def ntk(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
+def ntk_scaling(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
     """Computes NTK-aware scaling: multiplies the base by factor^(R / (R − 2)), where R = 2 · half
     is the number of rotated dimensions. The fastest pair keeps its frequency, and the frequency of
     the slowest pair is divided by `factor`.
@@ -282,11 +288,14 @@ def ntk(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarra
     return (factor ** (-np.arange(half) / max(half - 1, 1))).astype(np.float32), 1.0
 
 
-def truncated(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
+def truncated_scaling(
+    half: int, theta: float, factor: float, context: int
+) -> tuple[np.ndarray, float]:
     """Computes a truncated basis (Giraffe, 2308.10882). A pair that makes at least one full turn
     over `context` positions keeps its frequency. A slower pair that makes more than one turn over
-    `context` · `factor` positions gets the frequency of exactly one turn over these. The slowest
-    pairs are not rotated. The paper does not specify the two limits; this code chooses them.
+    `context` · `factor` positions gets the frequency of exactly one turn over `context` · `factor`
+    positions. The slowest pairs are not rotated. The paper does not specify the two limits; this
+    code chooses them.
     """
     frequency = theta ** (-np.arange(half) / half)
     once = 2 * math.pi / context
@@ -308,7 +317,7 @@ def block_reference(config, params, x):
         f = functools.partial(f, config, params[part])
 
         def normed(x, name=part):
-            return norm(config, x, params[f"{name}_norm"])
+            return apply_norm(config, x, params[f"{name}_norm"])
 
         match config.block.placement:
             case "pre":
@@ -325,7 +334,7 @@ def block_reference(config, params, x):
 
 
 def _attention_reference(config, params, x):
-    i, j, causal = places(x)
+    i, j, causal = positions_and_causal_mask(x)
     return gated_attention(config, params, x, seen=causal, distance=i - j)
 
 

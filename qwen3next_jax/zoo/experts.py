@@ -41,7 +41,7 @@ EXAMPLES = {
 ALPHA, LIMIT = 1.702, 7.0  # constants of the clipped SwiGLU, as in gpt-oss
 
 
-def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, keep_hidden):
+def expert_form_of_mlp(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, keep_hidden):
     """Returns a function with the arguments and the result that `model.expert_forms` describes. It
     computes the weighted sum of each token's chosen experts; `mlp` computes the experts.
 
@@ -64,12 +64,13 @@ def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, keep_hidden):
 
     if num_shards(mesh, EXPERT) == 1:
         return run
-    return functools.partial(_over_shards, run)
+    return functools.partial(_run_on_tokens_of_all_shards, run)
 
 
-def _over_shards(run, x_RD, weight_RA, expert_RA, *experts):
+def _run_on_tokens_of_all_shards(run, x_RD, weight_RA, expert_RA, *experts):
     """Gathers the tokens of all shards along the mesh axis `expert`, and applies `run` to them with
-    this shard's experts. Returns, for this shard's tokens, the sum over the shards [R, D].
+    this shard's experts. Then sums the results of all shards with a reduce-scatter. Returns the
+    sums for this shard's tokens, [R, D].
     """
     x_RD, weight_RA, expert_RA = (
         jax.lax.all_gather(a, EXPERT, tiled=True) for a in (x_RD, weight_RA, expert_RA)
@@ -110,7 +111,7 @@ class SquaredReLUExperts(SparseMoE):
 
     @staticmethod
     def expert_form(*args, **how):
-        return form_of(_squared_relu_mlp, *args, **how)
+        return expert_form_of_mlp(_squared_relu_mlp, *args, **how)
 
 
 def _squared_relu(x):
@@ -118,7 +119,8 @@ def _squared_relu(x):
 
 
 def _squared_relu_mlp(tensor_shards, x_QD, up_EDI, down_EID, sizes_E):
-    """Computes the routed experts of `SquaredReLUExperts`; the argument `mlp` of `form_of`."""
+    """Computes the routed experts of `SquaredReLUExperts`; the argument `mlp` of
+    `expert_form_of_mlp`."""
     hidden_QI = keeping_inputs(_squared_relu, grouped_matmul(x_QD, up_EDI, sizes_E))
     return grouped_matmul(hidden_QI, down_EID, sizes_E)
 
@@ -157,7 +159,7 @@ class ClippedSwiGLUExperts(SparseMoE):
 
     @staticmethod
     def expert_form(*args, **how):
-        return form_of(_clipped_swiglu_mlp, *args, **how)
+        return expert_form_of_mlp(_clipped_swiglu_mlp, *args, **how)
 
 
 def _clipped_swiglu(gate_up):
@@ -170,20 +172,21 @@ def _clipped_swiglu(gate_up):
 
 
 def _clipped_swiglu_mlp(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bias_ED, sizes_E):
-    """Computes the routed experts of `ClippedSwiGLUExperts`; the argument `mlp` of `form_of`."""
+    """Computes the routed experts of `ClippedSwiGLUExperts`; the argument `mlp` of
+    `expert_form_of_mlp`."""
     gate_up = gate_up.reshape(*gate_up.shape[:2], -1)  # [E, D, 2, I] or [E, D, 2·I]
     gate_up_bias = gate_up_bias.reshape(len(sizes_E), -1)
     hidden_QI = keeping_inputs(
         _clipped_swiglu,
-        grouped_matmul(x_QD, gate_up, sizes_E) + _of_rows(gate_up_bias, sizes_E, len(x_QD)),
+        grouped_matmul(x_QD, gate_up, sizes_E) + _bias_of_rows(gate_up_bias, sizes_E, len(x_QD)),
     )
     # The results of the shards along the mesh axis `tensor` are summed later, so each shard adds an
     # equal share of the bias.
-    bias_QD = _of_rows(bias_ED, sizes_E, len(x_QD)) / tensor_shards
+    bias_QD = _bias_of_rows(bias_ED, sizes_E, len(x_QD)) / tensor_shards
     return grouped_matmul(hidden_QI, down_EID, sizes_E) + bias_QD
 
 
-def _of_rows(bias_EF, sizes_E, rows):
+def _bias_of_rows(bias_EF, sizes_E, rows):
     """Returns the bias of each row's expert, [rows, F]. It is computed as a product with a one-hot
     matrix, because the gradient of the lookup `bias[expert]` would be a scatter-add, which in
     bfloat16 loses most of the sum to rounding.

@@ -19,7 +19,7 @@ from qwen3next_jax.zoo.references import (
     causal_convolution,
     project_out,
     rms_norm,
-    unit,
+    unit_length,
 )
 
 EXAMPLES = {
@@ -39,10 +39,10 @@ class GatedDeltaProduct(GatedDeltaNet):
     k_j, v_j and β_j is a projection of the token's input, and q and k_j are scaled to length 1. The
     state is multiplied by the product of n matrices I − β_j k_j k_jᵀ. With β between 0 and 2
     (`model.beta_range` = 2), such a product can be a rotation or a permutation of n + 1 elements; a
-    single one is at most a reflection. The paper uses that range.
+    single matrix is at most a reflection. The paper uses β between 0 and 2.
 
-    With one write this is Gated DeltaNet. With n, the operator and kernels of Gated DeltaNet run
-    over rows of n T tokens. The diagnostic beta is the mean over the n writes.
+    With one write this is Gated DeltaNet. With n writes, the operator and kernels of Gated DeltaNet
+    run over rows of n T tokens. The diagnostic beta is the mean over the n writes.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -52,38 +52,31 @@ class GatedDeltaProduct(GatedDeltaNet):
 
     names_kept = True
 
-    def __init__(self, config, make, layers):
-        super().__init__(config, make, layers)
-        n, g = _writes(config), config.linear_num_key_heads
-        r = config.linear_num_value_heads // g
-        if n > 1 and config.beta_gate:
-            # This matrix replaces the one that Gated DeltaNet makes, which has one β per head.
-            gates = (Part("b", n * r, n * r),)
-            if config.decay_gate:
-                gates += (Part("a", r, r),)
-            self.in_proj_ba = make.matrix(
-                (config.hidden_size, g, sum(gate.width for gate in gates)),
-                "embed -> key_heads .",
-                parts=gates,
-            )
-
     @classmethod
     def channels(cls, config: ModelConfig) -> tuple[int, int, int]:
         query, key, values = super().channels(config)
-        return query, _writes(config) * key, _writes(config) * values
+        return query, _writes_per_token(config) * key, _writes_per_token(config) * values
+
+    @classmethod
+    def gate_parts(cls, config: ModelConfig) -> tuple[Part, ...]:
+        n = _writes_per_token(config)  # there are n β per head
+        return tuple(
+            Part("b", n * part.width, n * part.width) if part.name == "b" else part
+            for part in super().gate_parts(config)
+        )
 
     def uses_fused_layout(self) -> bool:
-        return _writes(self.config) == 1 and super().uses_fused_layout()
+        return _writes_per_token(self.config) == 1 and super().uses_fused_layout()
 
     def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
         inputs = super().inputs(x_BTD, context)
-        if _writes(self.config) == 1 or inputs.beta is None:
+        if _writes_per_token(self.config) == 1 or inputs.beta is None:
             return inputs
         heads = self.config.linear_num_value_heads
         return inputs._replace(beta=inputs.beta.reshape(*inputs.beta.shape[:2], heads, -1))
 
     def recurrence(self, heads, state):
-        n = _writes(self.config)
+        n = _writes_per_token(self.config)
         if n == 1:
             return super().recurrence(heads, state)
         beta_BTHn = heads.beta
@@ -91,11 +84,11 @@ class GatedDeltaProduct(GatedDeltaNet):
             beta_BTHn = jnp.broadcast_to(beta_BTHn[..., None], (*beta_BTHn.shape, n))
         ids = heads.segment_ids
         heads = heads._replace(
-            q=_at_write(heads.q, n - 1, n),
-            k=_one_after_another(heads.k, n),
-            v=_one_after_another(heads.v, n),
-            g=_at_write(heads.g, 0, n),
-            beta=_one_after_another(beta_BTHn, n)[..., 0],
+            q=_place_at_write(heads.q, n - 1, n),
+            k=_writes_to_time_axis(heads.k, n),
+            v=_writes_to_time_axis(heads.v, n),
+            g=_place_at_write(heads.g, 0, n),
+            beta=_writes_to_time_axis(beta_BTHn, n)[..., 0],
             segment_ids=None if ids is None else jnp.repeat(ids, n, axis=1),
         )
         o_BLHV, states = super().recurrence(heads, state)
@@ -104,7 +97,7 @@ class GatedDeltaProduct(GatedDeltaNet):
         return o_BLHV[:, n - 1 :: n], states
 
     @classmethod
-    def forward_flops(cls, config: ModelConfig, length: int) -> float:
+    def activation_flops(cls, config: ModelConfig, length: int) -> float:
         """Returns the FLOPs of the recurrence for one token: n writes, and one reading of the
         output.
         """
@@ -114,26 +107,26 @@ class GatedDeltaProduct(GatedDeltaNet):
             * config.linear_key_head_dim
             * config.linear_value_head_dim
         )
-        return _writes(config) * (super().forward_flops(config, length) - read) + read
+        return _writes_per_token(config) * (super().activation_flops(config, length) - read) + read
 
 
-def _writes(config: ModelConfig) -> int:
+def _writes_per_token(config: ModelConfig) -> int:
     """Returns n, the number of writes of a token."""
     return GatedDeltaProduct.settings(config).num_householder
 
 
-def _one_after_another(x_BTHC: jax.Array, n: int) -> jax.Array:
-    """Splits the last axis into n writes and puts them one after the other along the time axis:
-    [B, T, H, n C'] → [B, n T, H, C'].
+def _writes_to_time_axis(x_BTHC: jax.Array, n: int) -> jax.Array:
+    """Splits the last axis into n writes and puts the writes of a token one after the other along
+    the time axis: [B, T, H, n C'] → [B, n T, H, C'].
     """
     batch, time, heads, width = x_BTHC.shape
     x_BTHnC = x_BTHC.reshape(batch, time, heads, n, width // n)
     return jnp.swapaxes(x_BTHnC, 2, 3).reshape(batch, time * n, heads, width // n)
 
 
-def _at_write(x: jax.Array, write: int, n: int) -> jax.Array:
-    """Spreads one array per token over its n writes: write number `write` has it, the others have
-    zeros: [B, T, …] → [B, n T, …].
+def _place_at_write(x: jax.Array, write: int, n: int) -> jax.Array:
+    """Returns [B, n T, …] for x [B, T, …]. Each token has n entries: number `write` (from 0) is the
+    token's entry of x, and the others are zeros.
     """
     others = [(0, 0), (0, 0), (write, n - 1 - write)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x[:, :, None], others).reshape(x.shape[0], -1, *x.shape[2:])
@@ -146,7 +139,7 @@ def gated_deltaproduct_reference(config, params, x):
     y = jnp.einsum("td,dgc->tgc", x, params["in_proj_qkvz"])
     z = y[..., -r * value :].reshape(len(x), h, value)
     y = jax.nn.silu(causal_convolution(y[..., : -r * value], params["conv_kernel"]))
-    q = jnp.repeat(unit(y[..., :key]), r, axis=1)
+    q = jnp.repeat(unit_length(y[..., :key]), r, axis=1)
     k = jnp.repeat(y[..., key : (1 + n) * key], r, axis=1).reshape(len(x), h, n, key)
     v = y[..., (1 + n) * key :].reshape(len(x), h, n, value)
     ba = jnp.einsum("td,dgc->tgc", x, params["in_proj_ba"])
@@ -162,7 +155,7 @@ def gated_deltaproduct_reference(config, params, x):
             s = s + beta[:, j, None, None] * k[:, j, :, None] * error[:, None]
         return s, jnp.einsum("hkv,hk->hv", s, q) * key**-0.5
 
-    _, o = jax.lax.scan(token, jnp.zeros((h, key, value)), (q, unit(k), v, beta, decay))
+    _, o = jax.lax.scan(token, jnp.zeros((h, key, value)), (q, unit_length(k), v, beta, decay))
     o = rms_norm(config, o) * params["norm"] * jax.nn.silu(z)
     return project_out(params, o)
 

@@ -17,8 +17,8 @@ from qwen3next_jax.zoo.projections import make_low_rank, project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
     project_out,
+    queries_keys_values_gate,
     rms_norm,
-    split_projection,
 )
 
 EXAMPLES = {
@@ -45,7 +45,7 @@ class ChannelDecay(Recurrent):
             heads.v,
             g=heads.g,
             beta=heads.beta,
-            erase=False,
+            delta_term=False,
             initial_state=state and state["state"],
             segment_ids=heads.segment_ids,
             axis_name=heads.axis_name,
@@ -152,7 +152,7 @@ class DFW(ChannelDecay):
             heads.v,
             g=key_decay,
             value_decay=value_decay,
-            erase=False,
+            delta_term=False,
             initial_state=state and state["state"],
             segment_ids=heads.segment_ids,
             axis_name=heads.axis_name,
@@ -161,7 +161,7 @@ class DFW(ChannelDecay):
 
 
 def gla_reference(config, params, x):
-    q, k, v, gate = split_projection(config, params, x)
+    q, k, v, gate = queries_keys_values_gate(config, params, x)
     low = x @ params["decay_down"]
     logit = jnp.einsum("tr,rhk->thk", low, params["decay_up"]) + params["decay_bias"]
     o = outer_product_recurrence(q * q.shape[-1] ** -0.5, k, v, -jax.nn.softplus(-logit) / 16)
@@ -169,7 +169,7 @@ def gla_reference(config, params, x):
 
 
 def hgrn2_reference(config, params, x):
-    q, logit, v, _ = split_projection(config, params, x)
+    q, logit, v, _ = queries_keys_values_gate(config, params, x)
     repeats = v.shape[1] // config.linear_num_key_heads
     bound = jnp.repeat(jax.nn.sigmoid(params["bound"]), repeats, axis=0)
     forget = bound + (1 - bound) * jax.nn.sigmoid(logit)
@@ -178,7 +178,7 @@ def hgrn2_reference(config, params, x):
 
 
 def dfw_reference(config, params, x):
-    q, k, v, _ = split_projection(config, params, x)
+    q, k, v, _ = queries_keys_values_gate(config, params, x)
     decay = jax.nn.sigmoid(jnp.einsum("td,dhc->thc", x, params["decay_proj"]))
 
     def step(s, token):

@@ -17,7 +17,7 @@ import numpy as np
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
 from qwen3next_jax.zoo.ops import channel_delta_rule, linear_scan, max_plus_scan
 from qwen3next_jax.zoo.projections import project_to_float32
-from qwen3next_jax.zoo.references import project_out, rms_norm, split_projection
+from qwen3next_jax.zoo.references import project_out, queries_keys_values_gate, rms_norm
 
 EXAMPLES = {
     "gsa": {"linear_mixer": "gsa", "mixer": {"slots": 6}},
@@ -26,7 +26,7 @@ EXAMPLES = {
 GSA_TEMPERATURE = 8  # divisor of the log of the forget gates, as in the paper
 
 
-class Slots(Recurrent):
+class MemorySlots(Recurrent):
     """The base class of mixers whose heads have two states: Sₖ [K, M] holds a key for each slot,
     and Sᵥ [M, V] holds a value for each slot. A token gives each slot a log decay g [M] and a write
     strength w [M], which are the same for both states:
@@ -34,7 +34,7 @@ class Slots(Recurrent):
     Sₖ ← Sₖ Diag(e^g) + k wᵀ, p = softmax(Sₖᵀq), Sᵥ ← Diag(e^g) Sᵥ + w vᵀ, o = SiLU(Sᵥᵀp).
 
     A norm of each head follows. There is no convolution and no output gate. A subclass computes g
-    and w in `gates`.
+    and w in `log_decay_and_write_strength`.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -54,11 +54,12 @@ class Slots(Recurrent):
         )
         self.make_output(make)
 
-    def gates(self, heads, state):
+    def log_decay_and_write_strength(self, heads, state):
         """Computes the gates g and w of every slot.
 
         Args:
-          heads: queries, keys, values, and in the field `g` what `inputs` computed for the gates.
+          heads: queries, keys, values; the field `g` holds the inputs of the gates, which the
+            method `inputs` computed.
           state: {name: state before the row}; None if the row begins with empty states.
 
         Returns:
@@ -68,9 +69,9 @@ class Slots(Recurrent):
         raise NotImplementedError
 
     def recurrence(self, heads, state):
-        g_BTHM, strength_BTHM, gate_states = self.gates(heads, state)
+        g_BTHM, strength_BTHM, gate_states = self.log_decay_and_write_strength(heads, state)
         strength_BTHM = strength_BTHM.astype(heads.v.dtype)
-        common = dict(erase=False, segment_ids=heads.segment_ids, axis_name=heads.axis_name)
+        common = dict(delta_term=False, segment_ids=heads.segment_ids, axis_name=heads.axis_name)
         no_decay_BTHK = jnp.zeros((*heads.v.shape[:3], heads.q.shape[-1]), jnp.float32)
         scores_BTHM, keys = channel_delta_rule(
             heads.q,
@@ -101,7 +102,7 @@ class Slots(Recurrent):
         }
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of writing and reading both states."""
         return (
             4
@@ -115,7 +116,7 @@ class Slots(Recurrent):
         return False
 
 
-class GSA(Slots):
+class GSA(MemorySlots):
     """Gated slot attention (2409.07146, equations 7–9): g = log σ(W x) / 8 is the log decay of a
     slot, and w = 1 − e^g is its write strength.
     """
@@ -125,11 +126,11 @@ class GSA(Slots):
         logit_BTHM = project_to_float32(x_BTD, self.forget_proj)
         return Inputs(qkv, g=jax.nn.log_sigmoid(logit_BTHM) / GSA_TEMPERATURE)
 
-    def gates(self, heads, state):
+    def log_decay_and_write_strength(self, heads, state):
         return heads.g, -jnp.expm1(heads.g), {}
 
 
-class ABC(Slots):
+class ABC(MemorySlots):
     """Attention with bounded-memory control (2110.02488, equations 4 and 9, causal). A slot holds
     weighted means over the tokens j of the document so far: Σ e^{s_j} k_j / Σ e^{s_j} for its key,
     and the same mean of v_j for its value. The scores of a token are s = W x, one for each slot.
@@ -143,7 +144,7 @@ class ABC(Slots):
         qkv, _ = self.project(x_BTD, context)
         return Inputs(qkv, g=project_to_float32(x_BTD, self.forget_proj))  # the field g holds s
 
-    def gates(self, heads, state):
+    def log_decay_and_write_strength(self, heads, state):
         s_BTHM = heads.g
         common = dict(segment_ids=heads.segment_ids, axis_name=heads.axis_name)
         m, m_before, largest = max_plus_scan(
@@ -182,7 +183,7 @@ class ABC(Slots):
 
 
 def gsa_reference(config, params, x):
-    q, k, v, _ = split_projection(config, params, x)
+    q, k, v, _ = queries_keys_values_gate(config, params, x)
     forget = jax.nn.sigmoid(jnp.einsum("td,dhm->thm", x, params["forget_proj"])) ** (1 / 8)
 
     def step(carry, token):
@@ -203,7 +204,7 @@ def abc_reference(config, params, x):
     """Computes ABC without a recurrence: it computes the weight of every token j in each slot at
     every time i.
     """
-    q, k, v, _ = split_projection(config, params, x)
+    q, k, v, _ = queries_keys_values_gate(config, params, x)
     s = jnp.einsum("td,dhm->thm", x, params["forget_proj"])
     is_past = np.tril(np.ones((len(x), len(x)), bool))[..., None, None]
     weights = jax.nn.softmax(jnp.where(is_past, s[None], -jnp.inf), axis=1)

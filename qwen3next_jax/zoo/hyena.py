@@ -91,19 +91,19 @@ class Hyena(Mixer):
                 length = u.shape[1] * (1 if axis is None else jax.lax.axis_size(axis))
             else:
                 length = cache["input"].shape[1]
-            filters_OLHV = self.filters(length, *network, window)
+            filters_OLHV = self.compute_filters(length, *network, window)
             if cache is None:
                 u, _ = causal_conv1d(u, kernel, activation=None, segment_ids=ids, axis_name=axis)
             else:
                 cache = dict(cache, input=write(cache["input"], u, positions))
-                u = convolve_slots(cache["input"], kernel, positions)
+                u = short_convolution_of_cache(cache["input"], kernel, positions)
             z, *gates = jnp.split(u, ORDER + 1, axis=-1)
             for n, gate in enumerate(gates):
                 if cache is None:
                     y = fft_convolution(z, filters_OLHV[n], segment_ids=ids, axis_name=axis)
                 else:
                     cache[f"z_{n}"] = write(cache[f"z_{n}"], z, positions)
-                    y = convolve_cache(cache[f"z_{n}"], filters_OLHV[n], positions)
+                    y = long_convolution_of_cache(cache[f"z_{n}"], filters_OLHV[n], positions)
                 z = (gate * (y.astype(jnp.float32) + bias[n] * z)).astype(u.dtype)
             return z, jnp.abs(gates[0] * gates[1]).mean(axis=-1), cache
 
@@ -129,7 +129,7 @@ class Hyena(Mixer):
             diagnostics = {"gate_size": token_mean(size_BTH, context.stats_mask)}
         return y_BTD, diagnostics, cache
 
-    def filters(self, length: int, filter_in, filter_hidden, filter_out, window_HV):
+    def compute_filters(self, length: int, filter_in, filter_hidden, filter_out, window_HV):
         """Computes the filters [ORDER, L, H, V], float32, for the distances 0 to L - 1.
 
         Args:
@@ -154,7 +154,7 @@ class Hyena(Mixer):
         return {"input": empty((ORDER + 1) * v)} | {f"z_{n}": empty(v) for n in range(ORDER)}
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of the long convolutions. Each needs a Fourier transform and
         an inverse transform of n ≥ 2 `length` points, with 2.5 n log₂ n operations each, and the
         product with the transformed filter. The computation of the filters is not counted, because
@@ -174,7 +174,7 @@ class Hyena(Mixer):
         return config.linear_conv_kernel_dim - 1
 
 
-def convolve_slots(u_BSHC, kernel_WHC, positions_BT):
+def short_convolution_of_cache(u_BSHC, kernel_WHC, positions_BT):
     """Applies the short convolution to the tokens in a cache's slots, and returns its output at the
     positions `positions_BT`, [B, T, H, C].
     """
@@ -184,7 +184,7 @@ def convolve_slots(u_BSHC, kernel_WHC, positions_BT):
     return jnp.einsum("btwhc,whc->bthc", taps, kernel_WHC)
 
 
-def convolve_cache(z_BSHV, filter_SHV, positions_BT):
+def long_convolution_of_cache(z_BSHV, filter_SHV, positions_BT):
     """Applies a long convolution to the tokens in a cache's slots, and returns its output at the
     positions `positions_BT`, [B, T, H, V]. Up to FEW_TOKENS positions are computed by sums, more by
     Fourier transforms.
@@ -301,7 +301,7 @@ def _number_documents(segment_ids, shape):
     return jnp.where(is_token, 1 + jnp.cumsum(is_new, axis=1), 0)
 
 
-def _by_document(step, start, document_BT, *arrays):
+def _fold_over_documents(step, start, document_BT, *arrays):
     """Calls `step` for the first document of all rows, then for the second document of all rows,
     and so on, and passes the result of each call to the next.
 
@@ -327,7 +327,7 @@ def _by_document(step, start, document_BT, *arrays):
     return jax.lax.while_loop(is_left, one, (jnp.ones((), jnp.int32), start))[1]
 
 
-def _transforms(time: int):
+def _fourier_transforms(time: int):
     """Returns two functions. The first computes the real Fourier transform along the second-last
     axis, padded to a power of two of at least 2 · `time` - 1 entries. The second computes the
     inverse transform and returns the first `time` entries.
@@ -342,9 +342,9 @@ def _convolve(x_BTC, kernel_TC, document_BT):
     """Returns y [B, T, C], the convolution within each document. `document_BT` is the result of
     `_number_documents`.
     """
-    there, back = _transforms(x_BTC.shape[1])
+    there, back = _fourier_transforms(x_BTC.shape[1])
     transformed = there(kernel_TC)
-    return _by_document(
+    return _fold_over_documents(
         lambda y, here, x: y + jnp.where(here, back(there(x) * transformed), 0),
         jnp.zeros_like(x_BTC),
         document_BT,
@@ -354,7 +354,7 @@ def _convolve(x_BTC, kernel_TC, document_BT):
 
 def _convolve_backward(residuals, dy_BTC):
     x_BTC, kernel_TC, document_BT = residuals
-    there, back = _transforms(x_BTC.shape[1])
+    there, back = _fourier_transforms(x_BTC.shape[1])
     mirrored = jnp.conj(there(kernel_TC))
 
     def step(total, here, x, dy):
@@ -365,7 +365,7 @@ def _convolve_backward(residuals, dy_BTC):
         return dx, dkernel
 
     start = (jnp.zeros_like(x_BTC), jnp.zeros_like(mirrored))
-    dx, dkernel = _by_document(step, start, document_BT, x_BTC, dy_BTC)
+    dx, dkernel = _fold_over_documents(step, start, document_BT, x_BTC, dy_BTC)
     return dx, back(dkernel), None
 
 

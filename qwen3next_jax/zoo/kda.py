@@ -18,9 +18,9 @@ from qwen3next_jax.zoo.projections import l2_normalize, make_low_rank, project_t
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
     project_out,
+    queries_keys_values_gate,
     rms_norm,
-    split_projection,
-    unit,
+    unit_length,
 )
 
 EXAMPLES = {"kda": {"linear_mixer": "kda"}, "gdn2": {"linear_mixer": "gdn2"}}
@@ -68,10 +68,10 @@ class KDA(Recurrent):
             self.project(x_BTD, context)[0],
             project_to_float32(x_BTD, self.gate_down, self.gate_up),
             g=-jnp.exp(self.a_log[...])[:, None] * step_BTHK,
-            beta=self.beta(project_to_float32(x_BTD, self.beta_proj)),
+            beta=self.beta_of_logits(project_to_float32(x_BTD, self.beta_proj)),
         )
 
-    def beta(self, logit_BTH: jax.Array) -> jax.Array:
+    def beta_of_logits(self, logit_BTH: jax.Array) -> jax.Array:
         """Computes the field `beta` of `Inputs` from the projection by `beta_proj`."""
         return write_strength(logit_BTH, self.config)
 
@@ -124,7 +124,7 @@ class GDN2(KDA):
             parts=(("erase", k), ("write", v)),
         )
 
-    def beta(self, logit_BTHC):
+    def beta_of_logits(self, logit_BTHC):
         return jax.nn.sigmoid(logit_BTHC)
 
     def recurrence(self, heads, state):
@@ -146,7 +146,7 @@ class GDN2(KDA):
         return o_BTHV, {"state": final_state}
 
 
-def _low_rank(params, name, x):
+def _project_low_rank(params, name, x):
     """Returns the projection of low rank of x [T, D] by the parameters `name`_down and `name`_up,
     [T, H, …].
     """
@@ -155,37 +155,37 @@ def _low_rank(params, name, x):
 
 def _log_decay(params, x):
     """Returns g [T, H, K] for the inputs x [T, D]."""
-    step = jax.nn.softplus(_low_rank(params, "decay", x) + params["dt_bias"])
+    step = jax.nn.softplus(_project_low_rank(params, "decay", x) + params["dt_bias"])
     return -jnp.exp(params["a_log"])[:, None] * step
 
 
 def kda_reference(config, params, x):
-    q, k, v, _ = split_projection(config, params, x, convolved=True)
+    q, k, v, _ = queries_keys_values_gate(config, params, x, convolved=True)
     o = outer_product_recurrence(
-        unit(q) * q.shape[-1] ** -0.5,
-        unit(k),
+        unit_length(q) * q.shape[-1] ** -0.5,
+        unit_length(k),
         v,
         _log_decay(params, x),
         config.beta_range * jax.nn.sigmoid(x @ params["beta_proj"]),
-        erase=True,
+        delta_term=True,
     )
-    gate = jax.nn.sigmoid(_low_rank(params, "gate", x))
+    gate = jax.nn.sigmoid(_project_low_rank(params, "gate", x))
     return project_out(params, rms_norm(config, o) * params["norm"] * gate)
 
 
 def gdn2_reference(config, params, x):
-    q, k, v, _ = split_projection(config, params, x, convolved=True)
+    q, k, v, _ = queries_keys_values_gate(config, params, x, convolved=True)
     gates = jax.nn.sigmoid(jnp.einsum("td,dhc->thc", x, params["beta_proj"]))
     b, w = gates[..., : k.shape[-1]], gates[..., k.shape[-1] :]
     o = outer_product_recurrence(
-        unit(q) * q.shape[-1] ** -0.5,
-        unit(k),
+        unit_length(q) * q.shape[-1] ** -0.5,
+        unit_length(k),
         w * v,
         _log_decay(params, x),
-        erase=True,
-        erase_key=b * unit(k),
+        delta_term=True,
+        erase_key=b * unit_length(k),
     )
-    gate = jax.nn.silu(_low_rank(params, "gate", x))
+    gate = jax.nn.silu(_project_low_rank(params, "gate", x))
     return project_out(params, rms_norm(config, o) * params["norm"] * gate)
 
 

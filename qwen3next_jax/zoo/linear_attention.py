@@ -22,9 +22,9 @@ from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
     project_out,
+    queries_keys_values_gate,
     rms_norm,
-    split_projection,
-    unit,
+    unit_length,
 )
 
 EXAMPLES = {
@@ -34,7 +34,9 @@ EXAMPLES = {
     "gated_retention": {"linear_mixer": "gated_retention"},
     "gated_rfa": {"linear_mixer": "gated_rfa"},
 }
-LINEAR_EPSILON = 1e-6  # `Linear` adds it to the sum of the weights before it divides by the sum
+LINEAR_EPSILON = (
+    1e-6  # `LinearAttention` adds it to the sum of the weights before it divides by the sum
+)
 ROTATION_BASE = 10_000.0  # the base of the rotary positions of `Retention`
 GATED_RETENTION_TEMPERATURE = 16.0  # τ of the paper
 # `GatedRFA` divides by the sum of the weights. Some features are sines, so the sum may be 0 or
@@ -67,7 +69,7 @@ class ScalarDecay(Recurrent):
         # `gated_delta_rule` divides by √K
         return super().recurrence(heads._replace(q=heads.q * heads.q.shape[-1] ** 0.5), state)
 
-    def recurrence_and_weight(self, heads: Heads, state):
+    def recurrence_and_weight_sum(self, heads: Heads, state):
         """Computes the recurrence of S and of z.
 
         Returns:
@@ -94,15 +96,15 @@ class ScalarDecay(Recurrent):
         return cache
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of writing and reading the states S and z."""
-        flops = super().forward_flops(config, length)
+        flops = super().activation_flops(config, length)
         if cls.normalises(config):
             flops += 4 * config.linear_num_value_heads * config.linear_key_head_dim
         return flops
 
 
-class Linear(ScalarDecay):
+class LinearAttention(ScalarDecay):
     """Linear attention (2006.16236, equations 16–20): it replaces the weight e^{q·k} of softmax
     attention by the product φ(q)·φ(k) of feature vectors.
 
@@ -139,7 +141,7 @@ class Linear(ScalarDecay):
             heads = heads._replace(q=jax.nn.elu(heads.q) + 1, k=jax.nn.elu(heads.k) + 1)
         if not self.settings(self.config).normaliser:
             return super().recurrence(heads, state)
-        o_BTHV, weight_BTH, states = self.recurrence_and_weight(heads, state)
+        o_BTHV, weight_BTH, states = self.recurrence_and_weight_sum(heads, state)
         return (o_BTHV / (weight_BTH[..., None] + LINEAR_EPSILON)).astype(heads.v.dtype), states
 
     @classmethod
@@ -306,7 +308,7 @@ class GatedRFA(ScalarDecay):
             waves = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
             return (waves * (x_BTGK.shape[-1] / 2) ** -0.5).astype(x_BTGK.dtype)
 
-        o_BTHV, weight_BTH, states = self.recurrence_and_weight(
+        o_BTHV, weight_BTH, states = self.recurrence_and_weight_sum(
             heads._replace(q=features(heads.q), k=features(heads.k)), state
         )
         sign = jnp.where(weight_BTH < 0, -1, 1)
@@ -327,8 +329,8 @@ class GatedRFA(ScalarDecay):
 
 
 def linear_reference(config, params, x):
-    q, k, v, _ = split_projection(config, params, x)
-    settings = Linear.settings(config)
+    q, k, v, _ = queries_keys_values_gate(config, params, x)
+    settings = LinearAttention.settings(config)
     if settings.feature_map == "elu":
         q, k = (jnp.where(y > 0, y + 1, jnp.exp(jnp.minimum(y, 0))) for y in (q, k))
     no_decay = jnp.zeros(v.shape[:2])
@@ -340,7 +342,7 @@ def linear_reference(config, params, x):
     return project_out(params, rms_norm(config, o) * params["norm"])
 
 
-def _rotated(x):
+def _rotate_reference(x):
     """Applies rotary positions with the base 10,000 to all K dimensions of x [T, H, K]."""
     half = x.shape[-1] // 2
     angle = (jnp.arange(len(x))[:, None] * 10_000.0 ** (-jnp.arange(half) / half))[:, None]
@@ -350,26 +352,28 @@ def _rotated(x):
     )
 
 
-def _retention(config, params, x, log_decay):
+def _retention_reference(config, params, x, log_decay):
     """Computes retention of one row, [T, D] → [T, D], with the log decay ln γ [T, H]."""
-    q, k, v, gate = split_projection(config, params, x)
-    o = outer_product_recurrence(_rotated(q), _rotated(k) * k.shape[-1] ** -0.5, v, log_decay)
+    q, k, v, gate = queries_keys_values_gate(config, params, x)
+    o = outer_product_recurrence(
+        _rotate_reference(q), _rotate_reference(k) * k.shape[-1] ** -0.5, v, log_decay
+    )
     return project_out(params, rms_norm(config, o) * params["norm"] * jax.nn.silu(gate))
 
 
 def retnet_reference(config, params, x):
     h = config.linear_num_value_heads
     log_decay = jnp.broadcast_to(jnp.log(1 - 2.0 ** (-5 - jnp.arange(h))), (len(x), h))
-    return _retention(config, params, x, log_decay)
+    return _retention_reference(config, params, x, log_decay)
 
 
 def gated_retention_reference(config, params, x):
-    return _retention(config, params, x, -jax.nn.softplus(-x @ params["decay_proj"]) / 16)
+    return _retention_reference(config, params, x, -jax.nn.softplus(-x @ params["decay_proj"]) / 16)
 
 
 def lightning_reference(config, params, x):
     """Computes lightning attention with the decay of the first layer."""
-    q, k, v, gate = split_projection(config, params, x)
+    q, k, v, gate = queries_keys_values_gate(config, params, x)
     h = v.shape[1]
     slope = 2.0 ** (-8 * (jnp.arange(h) + 1) / h) * (1 + 1e-5)
     o = outer_product_recurrence(
@@ -381,12 +385,12 @@ def lightning_reference(config, params, x):
 
 
 def gated_rfa_reference(config, params, x):
-    q, k, v, _ = split_projection(config, params, x)
+    q, k, v, _ = queries_keys_values_gate(config, params, x)
     repeats = v.shape[1] // config.linear_num_key_heads
     omega = jax.lax.stop_gradient(jnp.repeat(params["frequencies"], repeats, axis=0))
 
     def features(y):
-        angle = jnp.einsum("thk,hfk->thf", unit(y), omega)
+        angle = jnp.einsum("thk,hfk->thf", unit_length(y), omega)
         return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1) / jnp.sqrt(omega.shape[1])
 
     logit = x @ params["decay_proj"]

@@ -15,8 +15,8 @@ import numpy as np
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.layers import rotate
-from qwen3next_jax.zoo.attention_references import gated_attention, places
-from qwen3next_jax.zoo.ops.pair_attention import dot
+from qwen3next_jax.zoo.attention_references import gated_attention, positions_and_causal_mask
+from qwen3next_jax.zoo.ops.pair_attention import scaled_dot
 from qwen3next_jax.zoo.pair_mixer import PairAttention
 
 EXAMPLES = {
@@ -56,14 +56,14 @@ class ReRoPE(PairAttention):
     read_time = ("window",)
 
     def queries(self, q_BTNK, t_BT):
-        far_BT = self.far_place(t_BT, self.settings(self.config).window)
+        far_BT = self.far_positions(t_BT, self.settings(self.config).window)
         return rotate(q_BTNK, t_BT, self.config), rotate(q_BTNK, far_BT, self.config)
 
     def keys(self, k_BSMK, s_BS):
-        far_BS = self.far_place(s_BS, 0)
+        far_BS = self.far_positions(s_BS, 0)
         return rotate(k_BSMK, s_BS, self.config), rotate(k_BSMK, far_BS, self.config)
 
-    def far_place(self, positions, window):
+    def far_positions(self, positions, window):
         """Returns the positions by which queries or keys are rotated for the scores of far keys.
         For queries, `window` is the setting `window`; for keys it is 0. A query's result minus a
         key's result is the distance by which the two are rotated relative to each other.
@@ -72,7 +72,7 @@ class ReRoPE(PairAttention):
 
     def score(self, q, k, t_BC1, s_B1S):
         is_near = (t_BC1 - s_B1S < self.settings(self.config).window)[:, None]
-        return jnp.where(is_near, dot(q[0], k[0]), dot(q[1], k[1]))
+        return jnp.where(is_near, scaled_dot(q[0], k[0]), scaled_dot(q[1], k[1]))
 
 
 class LeakyReRoPE(ReRoPE):
@@ -87,7 +87,7 @@ class LeakyReRoPE(ReRoPE):
 
     read_time = ("window", "stretch")
 
-    def far_place(self, positions, window):
+    def far_positions(self, positions, window):
         stretch = self.settings(self.config).stretch
         return window - window / stretch + positions.astype(jnp.float32) / stretch
 
@@ -106,20 +106,20 @@ class LambdaWindow(ReRoPE):
     read_time = ("window", "first_tokens")
 
     def seen(self, t_BC1, s_B1S):
-        return _lambda_seen(self.settings(self.config), t_BC1, s_B1S)
+        return _lambda_mask(self.settings(self.config), t_BC1, s_B1S)
 
     @classmethod
     def pairs(cls, config, length):
-        return _lambda_pairs(cls.settings(config), length)
+        return _lambda_pair_count(cls.settings(config), length)
 
 
-def _lambda_seen(settings, t_BC1, s_B1S):
+def _lambda_mask(settings, t_BC1, s_B1S):
     """Returns the mask of `LambdaWindow`, bool [B, C, S]."""
     in_window = t_BC1 - s_B1S < settings.window
     return (s_B1S <= t_BC1) & (in_window | (s_B1S < settings.first_tokens))
 
 
-def _lambda_pairs(settings, length):
+def _lambda_pair_count(settings, length):
     """Returns the number of pairs for which the mask of `LambdaWindow` is true, in a row of
     `length` tokens that is one document.
     """
@@ -147,22 +147,23 @@ class SelectedTokens(ReRoPE):
     read_time = ("window", "first_tokens", "selected")
 
     @property
-    def best(self):
+    def num_selected(self):
         return self.settings(self.config).selected
 
     def seen(self, t_BC1, s_B1S):
-        always = _lambda_seen(self.settings(self.config), t_BC1, s_B1S)
+        always = _lambda_mask(self.settings(self.config), t_BC1, s_B1S)
         return always, (s_B1S <= t_BC1) & ~always
 
     @classmethod
     def pairs(cls, config, length):
         """Returns half the number of causal pairs plus half the number of pairs that the mask
-        leaves. `forward_flops` counts two products per pair, a score and a weighted value; here all
-        causal pairs need a score, but only the pairs that the mask leaves have a weighted value.
+        leaves. `activation_flops` counts two products per pair, a score and a weighted value. Here
+        all causal pairs need a score, but only the pairs that the mask leaves have a weighted
+        value.
         """
         s = cls.settings(config)
         causal = length * (length + 1) / 2
-        return (causal + min(causal, _lambda_pairs(s, length) + s.selected * length)) / 2
+        return (causal + min(causal, _lambda_pair_count(s, length) + s.selected * length)) / 2
 
 
 class ParallelWindows(PairAttention):
@@ -181,21 +182,21 @@ class ParallelWindows(PairAttention):
 
     read_time = ("contexts", "window")
 
-    def place(self, position):
-        """Returns the positions by which tokens at the positions `position` of their document are
-        rotated.
+    def rotary_positions(self, positions):
+        """Returns the positions for the rotation (RoPE). `positions` are the positions of the
+        tokens in their document.
         """
         s = self.settings(self.config)
         in_windows = s.contexts * s.window
         return jnp.where(
-            position < in_windows, position % s.window, position - in_windows + s.window
+            positions < in_windows, positions % s.window, positions - in_windows + s.window
         )
 
     def queries(self, q_BTNK, t_BT):
-        return rotate(q_BTNK, self.place(t_BT), self.config)
+        return rotate(q_BTNK, self.rotary_positions(t_BT), self.config)
 
     def keys(self, k_BSMK, s_BS):
-        return rotate(k_BSMK, self.place(s_BS), self.config)
+        return rotate(k_BSMK, self.rotary_positions(s_BS), self.config)
 
     def seen(self, t_BC1, s_B1S):
         s = self.settings(self.config)
@@ -268,13 +269,13 @@ class DynamicNTK(PairAttention):
 
 def rerope_reference(config, params, x):
     window = config.settings_of("rerope").window
-    i, j, causal = places(x)
+    i, j, causal = positions_and_causal_mask(x)
     return gated_attention(config, params, x, seen=causal, distance=np.minimum(i - j, window))
 
 
 def leaky_rerope_reference(config, params, x):
     s = config.settings_of("leaky_rerope")
-    i, j, causal = places(x)
+    i, j, causal = positions_and_causal_mask(x)
     far = s.window + (i - j - s.window) / s.stretch
     distance = np.where(i - j < s.window, i - j, far)
     return gated_attention(config, params, x, seen=causal, distance=distance)
@@ -282,7 +283,7 @@ def leaky_rerope_reference(config, params, x):
 
 def lambda_window_reference(config, params, x):
     s = config.settings_of(config.mixers[0])
-    i, j, causal = places(x)
+    i, j, causal = positions_and_causal_mask(x)
     seen = causal & ((i - j < s.window) | (j < s.first_tokens))
     selected = (causal & ~seen, s.selected) if hasattr(s, "selected") else None
     distance = np.minimum(i - j, s.window)
@@ -291,7 +292,7 @@ def lambda_window_reference(config, params, x):
 
 def parallel_windows_reference(config, params, x):
     s = config.settings_of("parallel_windows")
-    i, j, causal = places(x)
+    i, j, causal = positions_and_causal_mask(x)
     in_windows = s.contexts * s.window
     place = np.array(
         [t % s.window if t < in_windows else t - in_windows + s.window for t in range(len(x))]
@@ -302,7 +303,7 @@ def parallel_windows_reference(config, params, x):
 
 
 def dynamic_ntk_reference(config, params, x):
-    i, j, causal = places(x)
+    i, j, causal = positions_and_causal_mask(x)
     length, trained, r = i + 1, config.max_position_embeddings, config.rotary_dim
     growth = config.yarn_factor * length / trained - (config.yarn_factor - 1)
     growth = np.where(length > trained, growth, 1.0) ** (r / (r - 2))

@@ -24,7 +24,7 @@ from qwen3next_jax.model.gated_attention import (
 from qwen3next_jax.model.layers import rms_norm, rotate
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.sharding.rules import constrain
-from qwen3next_jax.zoo.attention_references import places, rotated
+from qwen3next_jax.zoo.attention_references import positions_and_causal_mask, rotate_by_distance
 from qwen3next_jax.zoo.attention_references import rms_norm as plain_rms_norm
 
 EXAMPLES = {
@@ -72,7 +72,7 @@ class MLA(Mixer):
             c.hidden_size,
             c.num_attention_heads,
             c.head_dim,
-            _shared(c),
+            _shared_key_width(c),
         )
         if s.query_rank:
             self.q_down = make.matrix((d, s.query_rank), "embed -> .")
@@ -93,9 +93,9 @@ class MLA(Mixer):
         self.o_proj = make.matrix((n, k - shared, d), "query_heads head_width -> embed")
 
     def __call__(self, x_BTD, context, cache=None):
-        c, shared = self.config, _shared(self.config)
-        q_BTNP, q_BTNR = self.queries(x_BTD, context)
-        latent_BTL, k_BT1R = self.latents(x_BTD, context)
+        c, shared = self.config, _shared_key_width(self.config)
+        q_BTNP, q_BTNR = self.query_parts(x_BTD, context)
+        latent_BTL, k_BT1R = self.latents_and_shared_keys(x_BTD, context)
         gate_BTNP = None
         if c.attention_output_gate:
             gate_BTNP = jnp.einsum("btd,dnp->btnp", x_BTD, self.parameter_like("gate_proj", x_BTD))
@@ -124,26 +124,26 @@ class MLA(Mixer):
         """Returns the parameter called `name` in the dtype of x."""
         return getattr(self, name)[...].astype(x.dtype)
 
-    def norm(self, x, weight):
+    def norm_latent(self, x, weight):
         """Applies the norm to a latent vector, with the epsilon `latent_norm_eps`, or
         `rms_norm_eps` if that is 0.
         """
         eps = self.settings(self.config).latent_norm_eps or self.config.rms_norm_eps
         return rms_norm(x, weight[...], dataclasses.replace(self.config, rms_norm_eps=eps))
 
-    def queries(self, x_BTD, context):
+    def query_parts(self, x_BTD, context):
         """Returns two parts of the queries: q_p [B, T, N, P], which is multiplied with a head's own
         part of a key, and q_r [B, T, N, R], rotated, which is multiplied with the shared part.
         """
-        c, plain = self.config, self.config.head_dim - _shared(self.config)
+        c, plain = self.config, self.config.head_dim - _shared_key_width(self.config)
         y = x_BTD
         if self.settings(c).query_rank:
-            y = self.norm(x_BTD @ self.parameter_like("q_down", x_BTD), self.q_norm)
+            y = self.norm_latent(x_BTD @ self.parameter_like("q_down", x_BTD), self.q_norm)
         q_BTNK = jnp.einsum("btd,dnk->btnk", y, self.parameter_like("q_proj", x_BTD))
         q_BTNK = constrain(q_BTNK, context.mesh, "batch", context.time, "heads", None)
         return q_BTNK[..., :plain], rotate(q_BTNK[..., plain:], context.positions, c)
 
-    def latents(self, x_BTD, context):
+    def latents_and_shared_keys(self, x_BTD, context):
         """Returns the latent vector [B, T, L] and the rotated shared part of the key [B, T, 1, R]
         of each token.
         """
@@ -152,14 +152,15 @@ class MLA(Mixer):
             x_BTD @ self.parameter_like("kv_down", x_BTD), (rank,), axis=-1
         )
         k_BT1R = rotate(k_BTR[:, :, None], context.positions, self.config)
-        return self.norm(latent_BTL, self.kv_norm), k_BT1R
+        return self.norm_latent(latent_BTL, self.kv_norm), k_BT1R
 
     def attend_latents(self, q_BTNP, q_BTNR, latent_BTL, k_BT1R, context, cache):
         """Computes attention on the latent vectors in a cache.
 
         Args:
-          q_BTNP, q_BTNR: the result of `queries`.
-          latent_BTL, k_BT1R: the result of `latents`, which this method writes into the cache.
+          q_BTNP, q_BTNR: the result of `query_parts`.
+          latent_BTL, k_BT1R: the result of `latents_and_shared_keys`, which this method writes into
+            the cache.
 
         Returns:
           The outputs of the heads [B, T, N, P]; the cache after these tokens.
@@ -169,7 +170,7 @@ class MLA(Mixer):
         q_BTNL = jnp.einsum("btnp,lnp->btnl", q_BTNP, k_up_LNP)
         # The operator divides scores by the root of the width of the cached vectors; the layer must
         # divide them by √K.
-        scale = ((rank + _shared(c)) / c.head_dim) ** 0.5
+        scale = ((rank + _shared_key_width(c)) / c.head_dim) ** 0.5
         q = jnp.concatenate([q_BTNL, q_BTNR], axis=-1) * scale
         new = {"latent": jnp.concatenate([latent_BTL[:, :, None], k_BT1R], axis=-1)}
         o_BTNL, cache = attend_cached(q.astype(latent_BTL.dtype), new, cache, context)
@@ -177,15 +178,19 @@ class MLA(Mixer):
 
     @classmethod
     def init_cache(cls, config, batch, length):
-        width = cls.settings(config).latent_rank + _shared(config)
+        width = cls.settings(config).latent_rank + _shared_key_width(config)
         return {"latent": jnp.zeros((batch, length, 1, width), config.dtype)}
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of the scores (K products per key) and of the weighted sum of
         values (P products per key). A query reads (length + 1) / 2 keys on average.
         """
-        return config.num_attention_heads * (2 * config.head_dim - _shared(config)) * (length + 1)
+        return (
+            config.num_attention_heads
+            * (2 * config.head_dim - _shared_key_width(config))
+            * (length + 1)
+        )
 
     @classmethod
     def splits(cls, config):
@@ -199,21 +204,21 @@ class MLA(Mixer):
             "expected less than 1, as what is not rotated comes from the latent",
         )
         require(
-            config.rotary_dim <= _shared(config) < config.head_dim,
-            f"model.mixer.shared_key_width = {_shared(config)}: expected less "
+            config.rotary_dim <= _shared_key_width(config) < config.head_dim,
+            f"model.mixer.shared_key_width = {_shared_key_width(config)}: expected less "
             f"than model.head_dim = {config.head_dim}, and at least the {config.rotary_dim} "
             "dimensions that RoPE rotates",
         )
 
 
-def _shared(config) -> int:
+def _shared_key_width(config) -> int:
     """Returns R, the width of the part of each key that all heads share."""
     return MLA.settings(config).shared_key_width or config.rotary_dim
 
 
 def mla_reference(config, params, x):
-    s, plain = config.settings_of("mla"), config.head_dim - _shared(config)
-    i, j, causal = places(x)
+    s, plain = config.settings_of("mla"), config.head_dim - _shared_key_width(config)
+    i, j, causal = positions_and_causal_mask(x)
     heads = lambda y, name: jnp.einsum("tl,lnk->tnk", y, params[name])
     y = x
     if s.query_rank:
@@ -223,7 +228,7 @@ def mla_reference(config, params, x):
     k, v = jnp.split(heads(latent * (1 + params["kv_norm"]), "kv_up"), 2, axis=-1)
     k_shared = (x @ params["kv_down"])[:, s.latent_rank :]
     # The reference rotates the query by its distance from each key, and does not rotate the key.
-    q_shared = rotated(config, q[:, None, :, plain:], (i - j)[..., None])
+    q_shared = rotate_by_distance(config, q[:, None, :, plain:], (i - j)[..., None])
     scores = jnp.einsum("ink,jnk->nij", q[..., :plain], k)
     scores = scores + jnp.einsum("ijnr,jr->nij", q_shared, k_shared)
     scores = jnp.where(causal, scores * config.head_dim**-0.5, -jnp.inf)

@@ -16,8 +16,8 @@ from qwen3next_jax.zoo.projections import project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
     project_out,
+    queries_keys_values_gate,
     rms_norm,
-    split_projection,
 )
 
 EXAMPLES = {"mlstm": {"linear_mixer": "mlstm"}}
@@ -104,10 +104,10 @@ class MLSTM(Recurrent):
         }
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of writing and reading the states S and n."""
         of_n = 4 * config.linear_num_value_heads * config.linear_key_head_dim
-        return super().forward_flops(config, length) + of_n
+        return super().activation_flops(config, length) + of_n
 
     @classmethod
     def uses_delta_term(cls, config):
@@ -116,7 +116,7 @@ class MLSTM(Recurrent):
 
 def mlstm_reference(config, params, x):
     """Computes the equations without the subtraction of m: with e^i, not e^(i - m)."""
-    q, k, v, gate = split_projection(config, params, x)
+    q, k, v, gate = queries_keys_values_gate(config, params, x)
     i = x @ params["input_proj"] + params["input_bias"]
     f = x @ params["forget_proj"] + params["forget_bias"]
     o, nq = outer_product_recurrence(

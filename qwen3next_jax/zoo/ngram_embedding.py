@@ -16,9 +16,8 @@ JAX without x64 has no 64-bit integers, so the hash is computed on pairs of uint
 low word. The products are less than 2^63, and every step is exact.
 
 Letters: B batch, T time, S residual streams, D model, E = S·D, P width of all heads' rows together,
-H heads, W taps of the convolution, C = (W - 1) · ngram_size, the number of tokens from a token back
-to the earliest one that the convolution reads for it, K number of earlier entries that a cache
-keeps.
+H heads, W taps of the convolution, C = (W - 1) · ngram_size earlier tokens that the convolution
+reaches back to, K number of earlier entries that a cache keeps.
 """
 
 from typing import Any
@@ -92,17 +91,19 @@ class NgramEmbedding(nnx.Module):
             e_BTP = context.layer_rows[self.number].astype(h_BTE.dtype)
         e_BTP = save_for_backward(e_BTP)
         v_BTE = self._gated_value(e_BTP, h_BTE)
-        n_BTE = self._per_stream(v_BTE, self.conv_norm[...]).reshape(v_BTE.shape)
+        n_BTE = self._norm_each_stream(v_BTE, self.conv_norm[...]).reshape(v_BTE.shape)
         y_BTE = v_BTE + jax.nn.silu(self._convolve(n_BTE, context.positions, before_BCE))
         if cache is None:
             return y_BTE, None
         ends = context.segment_ids
         return y_BTE, {
-            "tokens": _window(before_BK, context.tokens, ends, context.options.return_all_states),
-            "conv": _window(before_BCE, n_BTE, ends, context.options.return_all_states),
+            "tokens": _last_entries(
+                before_BK, context.tokens, ends, context.options.return_all_states
+            ),
+            "conv": _last_entries(before_BCE, n_BTE, ends, context.options.return_all_states),
         }
 
-    def _per_stream(self, x_BTE: jax.Array, weight_E: jax.Array) -> jax.Array:
+    def _norm_each_stream(self, x_BTE: jax.Array, weight_E: jax.Array) -> jax.Array:
         """Returns the RMSNorm [B, T, S, D] of the streams, each normalized alone."""
         shape = (-1, self.config.hidden_size)
         x_BTSD = x_BTE.reshape(*x_BTE.shape[:2], *shape)
@@ -115,8 +116,8 @@ class NgramEmbedding(nnx.Module):
         value_BTD = e_BTP @ self.value_proj[...].astype(dtype)
 
         def gate(h_BTE, key_BTSD, value_BTD):
-            key_BTSD = self._per_stream(key_BTSD.reshape(h_BTE.shape), self.key_norm[...])
-            query_BTSD = self._per_stream(h_BTE, self.query_norm[...])
+            key_BTSD = self._norm_each_stream(key_BTSD.reshape(h_BTE.shape), self.key_norm[...])
+            query_BTSD = self._norm_each_stream(h_BTE, self.query_norm[...])
             s_BTS = jnp.einsum(
                 "btsd,btsd->bts", key_BTSD, query_BTSD, preferred_element_type=jnp.float32
             )
@@ -134,7 +135,7 @@ class NgramEmbedding(nnx.Module):
         out tokens of other documents.
 
         Args:
-          before_BCE: n of the C tokens before these; None: there are none.
+          before_BCE: n of the C tokens before the first of these tokens; None: there are none.
         """
         kernel_WE, dilation = self.conv_kernel[...].astype(n_BTE.dtype), self.config.ple.ngram_size
         width, time = len(kernel_WE), n_BTE.shape[1]
@@ -171,7 +172,7 @@ class NgramEmbedding(nnx.Module):
 
 
 def stream_count(config: ModelConfig) -> int:
-    """The number of residual streams of the model."""
+    """Returns the number of residual streams of the model."""
     return (
         jax.eval_shape(
             lambda x: config.block.resolve("placement").enter(x, config),
@@ -181,14 +182,15 @@ def stream_count(config: ModelConfig) -> int:
     )
 
 
-def _window(
+def _last_entries(
     before_BKx: jax.Array, new_BTx: jax.Array, segment_ids_BT: jax.Array | None, each: bool
 ) -> jax.Array:
-    """Returns the last K entries [B, K, …] of `before` followed by the new ones, without padding at
-    the right (segment id 0).
+    """Appends the new entries to `before`, drops the padding at the right (segment id 0), and
+    returns the last K entries [B, K, …].
 
     Args:
-      each: whether to return, instead, the last K entries up to each new one, [B, T, K, …].
+      each: whether to return, instead, for each new entry the last K entries that end with it,
+        [B, T, K, …].
     """
     kept, time = before_BKx.shape[1], new_BTx.shape[1]
     all_BXx = jnp.concatenate((before_BKx, new_BTx.astype(before_BKx.dtype)), axis=1)
@@ -210,8 +212,8 @@ def ngram_ids(
     positions_BT: jax.Array,
     before_BK: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns [B, T, H] int32: for each head, the row of the n-gram that ends at the token. The
-    heads of 2-grams come first, then those of 3-grams, and so on.
+    """Returns [B, T, H] int32: for each head, the row of the table for the n-gram that ends at the
+    token. The heads of 2-grams come first, then the heads of 3-grams, and so on.
 
     Args:
       number: index of the embedding among the model's n-gram embeddings.
@@ -235,7 +237,7 @@ def ngram_ids(
             # An earlier end token, and every token before it, counts as an end token. An end token
             # at the last position of the n-gram (back = 0) has no such effect.
             within_BT &= (positions_BT >= back) & (token_BT != config.eos_token_id)
-        product = _product(jnp.where(within_BT, token_BT, config.eos_token_id), factor)
+        product = _token_times_factor(jnp.where(within_BT, token_BT, config.eos_token_id), factor)
         hashed = product if hashed is None else tuple(x ^ y for x, y in zip(hashed, product))
         if back:
             heads = slice((back - 1) * ple.heads_per_ngram, back * ple.heads_per_ngram)
@@ -244,14 +246,14 @@ def ngram_ids(
     return jnp.concatenate(ids, axis=-1).astype(jnp.int32)
 
 
-def _product(token: jax.Array, factor: int) -> Words:
+def _token_times_factor(token: jax.Array, factor: int) -> Words:
     """Returns token × factor, for 0 ≤ token < 2^31 and a product less than 2^64."""
     token = token.astype(jnp.uint32)
-    high, low = _times_32(token, factor % 2**32)
+    high, low = _multiply_32_bits(token, factor % 2**32)
     return high + token * np.uint32(factor >> 32), low
 
 
-def _times_32(a: jax.Array, b: int) -> Words:
+def _multiply_32_bits(a: jax.Array, b: int) -> Words:
     """Returns a × b of two 32-bit numbers, computed from their halves of 16 bits."""
     a_high, a_low = a >> 16, a & 0xFFFF
     b_high, b_low = np.uint32(b >> 16), np.uint32(b & 0xFFFF)

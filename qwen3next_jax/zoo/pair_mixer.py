@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from qwen3next_jax.model.gated_attention import GatedAttention, write
 from qwen3next_jax.model.layers import rotate, token_mean
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, num_shards, per_shard
-from qwen3next_jax.zoo.ops.pair_attention import CHUNK, dot, pair_attention
+from qwen3next_jax.zoo.ops.pair_attention import CHUNK, pair_attention, scaled_dot
 
 
 class PairAttention(GatedAttention):
@@ -25,7 +25,7 @@ class PairAttention(GatedAttention):
     in_place = False
     chunk = CHUNK  # number of queries computed at once
 
-    def placed(self, x_BTNK, positions_BT):
+    def with_positions(self, x_BTNK, positions_BT):
         return x_BTNK  # unchanged, because `queries` and `keys` rotate
 
     def queries(self, q_BTNK, t_BT):
@@ -36,7 +36,7 @@ class PairAttention(GatedAttention):
         """Returns what `score` takes for the keys k at the positions s: here k, rotated."""
         return rotate(k_BSMK, s_BS, self.config)
 
-    def per_head(self) -> tuple[jax.Array, ...]:
+    def arrays_per_head(self) -> tuple[jax.Array, ...]:
         """Returns arrays [N, …], such as parameters, that `score` gets after its other
         arguments.
         """
@@ -49,23 +49,23 @@ class PairAttention(GatedAttention):
           q: the chunk's part of the result of `queries`, [B, C, N, K] for an array.
           k: the result of `keys`, [B, S, M, K] for an array.
           t_BC1, s_B1S: the positions of the queries and keys in their documents.
-          per_head: this device's part of the result of `per_head`.
+          per_head: this device's part of the result of `arrays_per_head`.
 
         Returns:
           The scores [B, N, C, S], float32.
         """
-        return dot(q, k)
+        return scaled_dot(q, k)
 
     def seen(self, t_BC1, s_B1S):
         """Returns the mask of a chunk of queries, bool [B, C, S]: whether each query sees each key
         of its document. `pair_attention` hides the keys of other documents whatever the mask is. If
-        `self.best` is not 0, returns two masks, as the argument `seen` of `pair_attention`
+        `self.num_selected` is not 0, returns two masks, as the argument `seen` of `pair_attention`
         explains.
         """
         return s_B1S <= t_BC1
 
     @property
-    def best(self) -> int:
+    def num_selected(self) -> int:
         """The number of keys that each query and head selects by their scores; 0 for none."""
         return 0
 
@@ -103,7 +103,7 @@ class PairAttention(GatedAttention):
                 kv_positions=s,
                 segment_ids=ids,
                 kv_segment_ids=ids,
-                best=self.best,
+                num_selected=self.num_selected,
                 sink=sink,
                 axis_name=context.time_axis,
                 chunk=self.chunk,
@@ -120,7 +120,7 @@ class PairAttention(GatedAttention):
             t_BT,
             s_BS,
             ids,
-            self.per_head(),
+            self.arrays_per_head(),
             self.sink_logit(),
         )
         return o_BTNK, cache
@@ -143,7 +143,7 @@ class PairAttention(GatedAttention):
         }
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of two products of K numbers for each key that a query sees:
         one for the score, one for the weighted sum of values.
         """

@@ -16,8 +16,8 @@ import numpy as np
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config.registry import MIXERS, resolve
 from qwen3next_jax.model.gated_attention import GatedAttention
-from qwen3next_jax.zoo.attention_references import gated_attention, places
-from qwen3next_jax.zoo.ops.pair_attention import dot
+from qwen3next_jax.zoo.attention_references import gated_attention, positions_and_causal_mask
+from qwen3next_jax.zoo.ops.pair_attention import scaled_dot
 from qwen3next_jax.zoo.pair_mixer import PairAttention
 
 EXAMPLES = {
@@ -36,11 +36,11 @@ class NoPEAttention(GatedAttention):
     switches = ("attention_output_gate", "qk_norm")
     weights_of = GatedAttention
 
-    def placed(self, x_BTNK, positions_BT):
+    def with_positions(self, x_BTNK, positions_BT):
         return x_BTNK
 
 
-class Masked(PairAttention):
+class MaskedAttention(PairAttention):
     """Attention with the mask that the setting `mask` names.
 
     causal: every token sees itself and the tokens before it.
@@ -94,7 +94,7 @@ class Masked(PairAttention):
         super().check(config)
         mask = cls.settings(config).mask
         predicts = config.mtp_depth and issubclass(
-            resolve(MIXERS, config.full_mixer, "model.full_mixer"), Masked
+            resolve(MIXERS, config.full_mixer, "model.full_mixer"), MaskedAttention
         )
         require(
             mask == "causal" or not predicts,
@@ -113,7 +113,7 @@ class Masked(PairAttention):
         return length * (length + 1) / 2 + prefix * (prefix - 1) / 2
 
 
-class ALiBi(Masked):
+class ALiBi(MaskedAttention):
     """ALiBi (2108.12409): each head subtracts slope · |distance| from its scores, with a constant
     slope. `alibi_slopes` returns the slopes.
     """
@@ -137,11 +137,11 @@ class ALiBi(Masked):
     def keys(self, k_BSMK, s_BS):
         return k_BSMK
 
-    def per_head(self):
+    def arrays_per_head(self):
         return (jax.lax.stop_gradient(self.slopes[...]),)
 
     def score(self, q, k, t_BC1, s_B1S, slopes_N):
-        return dot(q, k) - slopes_N[:, None, None] * jnp.abs(t_BC1 - s_B1S)[:, None]
+        return scaled_dot(q, k) - slopes_N[:, None, None] * jnp.abs(t_BC1 - s_B1S)[:, None]
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -155,7 +155,7 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes + [2 ** (-8 * (n + 1) / (2 * power)) for n in range(0, 2 * (heads - power), 2)]
 
 
-class T5Bias(Masked):
+class T5Bias(MaskedAttention):
     """T5's relative position bias (1910.10683, section 2.1). A bucket is a range of distances; each
     head adds a learned number for the bucket of the distance to the score. If the mask is causal,
     all buckets are for earlier keys; otherwise half of them are for earlier keys and half for later
@@ -165,7 +165,7 @@ class T5Bias(Masked):
     """
 
     @dataclasses.dataclass(frozen=True)
-    class Settings(Masked.Settings):
+    class Settings(MaskedAttention.Settings):
         # number of buckets of distances, each with its own learned number
         buckets: Annotated[int, "at least 4"] = 32
         # distances from this number on fall into the last bucket; must be more than half of the
@@ -200,7 +200,7 @@ class T5Bias(Masked):
     def keys(self, k_BSMK, s_BS):
         return k_BSMK
 
-    def per_head(self):
+    def arrays_per_head(self):
         return (self.bias[...],)
 
     def score(self, q, k, t_BC1, s_B1S, bias_NR):
@@ -208,7 +208,7 @@ class T5Bias(Masked):
         bucket_BCS = t5_bucket(
             t_BC1 - s_B1S, s.buckets, s.max_distance, both_ways=s.mask != "causal"
         )
-        return dot(q, k) + jnp.moveaxis(bias_NR[:, bucket_BCS], 0, 1)
+        return scaled_dot(q, k) + jnp.moveaxis(bias_NR[:, bucket_BCS], 0, 1)
 
 
 def t5_bucket(distance: jax.Array, buckets: int, largest: int, both_ways: bool) -> jax.Array:
@@ -239,43 +239,45 @@ def t5_bucket(distance: jax.Array, buckets: int, largest: int, both_ways: bool) 
 
 
 def nope_attention_reference(config, params, x):
-    _, _, causal = places(x)
+    _, _, causal = positions_and_causal_mask(x)
     return gated_attention(config, params, x, seen=causal)
 
 
-def _mask(config, x):
-    """Returns the mask of `Masked` for a row x of T tokens, bool [T, T]."""
+def _mask_reference(config, x):
+    """Returns the mask of `MaskedAttention` for a row x of T tokens, bool [T, T]."""
     s = config.settings_of(config.mixers[0])
-    i, j, causal = places(x)
+    i, j, causal = positions_and_causal_mask(x)
     if s.mask == "prefix":
         return causal | (i < s.prefix_tokens) & (j < s.prefix_tokens)
     return causal if s.mask == "causal" else causal | True
 
 
 def masked_attention_reference(config, params, x):
-    i, j, _ = places(x)
-    return gated_attention(config, params, x, seen=_mask(config, x), distance=i - j)
+    i, j, _ = positions_and_causal_mask(x)
+    return gated_attention(config, params, x, seen=_mask_reference(config, x), distance=i - j)
 
 
 def alibi_reference(config, params, x):
-    i, j, _ = places(x)
+    i, j, _ = positions_and_causal_mask(x)
     heads = config.num_attention_heads
     assert heads & (heads - 1) == 0, "the paper prints slopes for powers of two"
     slopes = 2.0 ** (-8 / heads * np.arange(1, heads + 1))
     bias = -slopes[:, None, None] * np.abs(i - j)
-    return gated_attention(config, params, x, seen=_mask(config, x), bias=bias)
+    return gated_attention(config, params, x, seen=_mask_reference(config, x), bias=bias)
 
 
 def t5_bias_reference(config, params, x):
     s = config.settings_of("t5_bias")
-    i, j, _ = places(x)
+    i, j, _ = positions_and_causal_mask(x)
     both_ways = s.mask != "causal"
-    bucket = np.vectorize(lambda d: _bucket(int(d), s.buckets, s.max_distance, both_ways))
+    bucket = np.vectorize(
+        lambda d: _t5_bucket_reference(int(d), s.buckets, s.max_distance, both_ways)
+    )
     bias = params["bias"][:, bucket(i - j)]
-    return gated_attention(config, params, x, seen=_mask(config, x), bias=bias)
+    return gated_attention(config, params, x, seen=_mask_reference(config, x), bias=bias)
 
 
-def _bucket(distance, buckets, largest, both_ways):
+def _t5_bucket_reference(distance, buckets, largest, both_ways):
     """Computes `t5_bucket` for one distance, in Python."""
     first = 0
     if both_ways:

@@ -19,10 +19,9 @@ def make_low_rank(make: Make, rank: int, width: int) -> tuple[nnx.Param, nnx.Par
 
 
 def project_to_float32(x_BTD: jax.Array, *matrices: nnx.Param) -> jax.Array:
-    """Multiplies x by one matrix after the other; each product contracts the last axis of x with
-    the first axis of the matrix. Returns an array [B, T, …], which ends with the axes of the last
-    matrix except its first one. The last product is float32; the products before it have the dtype
-    of x.
+    """Multiplies x by one matrix after the other. Each product contracts the last axis of x with
+    the first axis of the matrix. Returns an array [B, T, …], which ends with all but the first axis
+    of the last matrix. The last product is float32; earlier products have the dtype of x.
     """
     for matrix in matrices:
         is_last = matrix is matrices[-1]

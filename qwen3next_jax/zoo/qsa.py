@@ -3,8 +3,8 @@ blocks of keys that the query sees (Qwen3.8-Flash-Next; transformers' `qwen4_exp
 
 The indexer has H small query heads and one key head. Its keys are averaged over blocks of `ratio`
 consecutive tokens, counted from the document's start. A block is complete for a query if the query
-is at the block's last token or after it. A query sees the tokens of budget / ratio complete blocks,
-those with the highest scores
+is at the block's last token or after it. A query sees the tokens of the budget / ratio complete
+blocks with the highest scores
 
     Σ over heads of relu(⟨q, k⟩) / √d        with d the width of the indexer's heads
 
@@ -26,7 +26,7 @@ sees all tokens and the blocks are all complete ones. An incomplete block has no
 leaves it out. The teacher and the indexer's input are constants, so the loss trains only the
 indexer.
 
-A token's place is its position in its document.
+A position is counted from the start of the token's document.
 
 Letters: B batch, T queries, S keys (with a cache: its slots), C queries of a chunk, N query heads,
 M key/value heads, K head width, H heads of the indexer, I their width, G blocks of a row, R tokens
@@ -56,7 +56,12 @@ from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.ops.implementations import Form, choose
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, num_shards, per_shard
-from qwen3next_jax.zoo.attention_references import gated_attention, norm, places, rotated
+from qwen3next_jax.zoo.attention_references import (
+    apply_norm,
+    gated_attention,
+    positions_and_causal_mask,
+    rotate_by_distance,
+)
 from qwen3next_jax.zoo.ops.gathered_attention import (
     gather_tokens,
     gathered_attention,
@@ -64,8 +69,8 @@ from qwen3next_jax.zoo.ops.gathered_attention import (
     scores,
     take_rows,
 )
-from qwen3next_jax.zoo.ops.indexed_attention import Rows, indexed_attention
-from qwen3next_jax.zoo.ops.pair_attention import CHUNK, dot
+from qwen3next_jax.zoo.ops.indexed_attention import TokensAndBlocks, indexed_attention
+from qwen3next_jax.zoo.ops.pair_attention import CHUNK, scaled_dot
 
 # A configuration for the tests. With this ratio and budget, even short rows can end in an
 # incomplete block, and have queries that do not see every block.
@@ -83,10 +88,11 @@ EXAMPLES = {
 _HIDDEN = -1e30  # score of a key or block that the query does not see
 # Without a kernel, attention gathers the selected keys if there are more than this many times the
 # budget. With fewer keys, attention to all keys under a mask is faster. Measured on a CPU and on an
-# H200 (docs/notes/gpu.md has the times). No TPU was measured: by arithmetic
-# (benchmarks/planner/flash_plan.py) a v5p changes at 15 times. Where the TPU kernels fit, they run
-# at every length: by the same arithmetic gathering would be faster only beyond some 100 times the
-# budget, or more if the heads are split over devices (docs/notes/models.md).
+# H200 (docs/notes/gpu.md has the times). No TPU was measured: the model of
+# benchmarks/planner/flash_plan.py says that gathering becomes faster at 15 times the budget on a
+# v5p. Where the TPU kernels fit, they run at every length: by the same model, gathering would be
+# faster than the kernels only beyond some 100 times the budget, or more if the heads are split over
+# devices (docs/notes/models.md).
 GATHER_BEYOND = {"cpu": 4, "gpu": 16, "tpu": 16}
 
 
@@ -94,38 +100,39 @@ class Blocks(NamedTuple):
     """The complete blocks of every row, in the order of their tokens.
 
     Attributes:
-      k: [B, G, I], the mean of the indexer's keys in each block, normed and rotated.
-      start: [B, G] int32, the place of each block's first token.
+      key: [B, G, I], the mean of the indexer's keys in each block, normed and rotated.
+      first_position: [B, G] int32, the position of each block's first token.
       segment: [B, G] int32, the segment id of each block's document; 0 for entries after the row's
         last block.
-      last: [B, G] int32, the index in the row of each block's last token.
-      of_token: [B, S] int32, the index of the block of each token. For a token of an incomplete
-        block it is the number of complete blocks before the token in the row.
+      last_index: [B, G] int32, the index in the row of each block's last token.
+      block_of_token: [B, S] int32, the index of the block of each token. For a token of an
+        incomplete block it is the number of complete blocks before the token in the row.
     """
 
-    k: jax.Array
-    start: jax.Array
+    key: jax.Array
+    first_position: jax.Array
     segment: jax.Array
-    last: jax.Array
-    of_token: jax.Array
+    last_index: jax.Array
+    block_of_token: jax.Array
 
 
 class Tokens(NamedTuple):
-    """Where the queries and the keys of a call stand.
+    """The tokens of the queries and the tokens of the keys of a call.
 
     Attributes:
-      t: [B, T] int32, the place of each query.
-      s: [B, S] int32, the place of each key.
-      segment: [B, T] int32, the segment id of each query's document; 0 for padding.
+      query_position: [B, T] int32, the position of each query.
+      key_position: [B, S] int32, the position of each key.
+      query_segment: [B, T] int32, the segment id of each query's document; 0 for padding.
       key_segment: [B, S] int32, the segment id of each key's document; 0 for padding.
-      index: [B, T] int32, the index among the keys of each query's own token.
+      own_key_index: [B, T] int32, for each query the index (0 to S - 1) of the key of its own
+        token.
     """
 
-    t: jax.Array
-    s: jax.Array
-    segment: jax.Array
+    query_position: jax.Array
+    key_position: jax.Array
+    query_segment: jax.Array
     key_segment: jax.Array
-    index: jax.Array
+    own_key_index: jax.Array
 
 
 class QSA(GatedAttention):
@@ -134,11 +141,10 @@ class QSA(GatedAttention):
     Besides keys and values, the cache holds the indexer's key of every token and the pooled key of
     every block, which is written when the block becomes complete.
 
-    The diagnostics are those of `GatedAttention`, about the keys that each query sees, and
-    indexer_overlap []. The overlap compares the blocks that the indexer selects with the equally
-    many blocks to which dense attention gives the largest probabilities, and is the share of the
-    latter that are selected. It is a mean over the counted queries with more complete blocks than
-    the budget allows.
+    Diagnostics: those of `GatedAttention`, computed for the keys that each query sees, and
+    indexer_overlap []. If a query selects n blocks, its overlap is the share of the n blocks with
+    the largest probabilities in dense attention that the indexer selects. indexer_overlap is the
+    mean over the counted queries that have more complete blocks than the budget allows.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -183,8 +189,8 @@ class QSA(GatedAttention):
         )
 
     def __call__(self, x_BTD, context, cache=None):
-        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.heads(x_BTD, context)
-        index_q_BTHI, index_k_BTI = self.index(x_BTD, context)
+        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.queries_gate_keys_values(x_BTD, context)
+        index_q_BTHI, index_k_BTI = self.index_queries_and_keys(x_BTD, context)
         if cache is not None:
             o_BTNK, cache = self._attend_cached(
                 q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, index_k_BTI, context, cache
@@ -192,12 +198,12 @@ class QSA(GatedAttention):
             return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), {}, cache
 
         is_sparse = context.options.indexer != "dense" and self.is_sparse(x_BTD.shape[1])
-        of_rows = None
+        row_blocks = None
         if is_sparse or context.options.indexer != "frozen" or context.options.collect_stats:
-            of_rows = self.blocks_of_rows(index_k_BTI, context)
+            row_blocks = self.blocks_of_rows(index_k_BTI, context)
         if is_sparse:
             o_BTNK = self._selected_attention(
-                q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, of_rows, context
+                q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, row_blocks, context
             )
         else:
             o_BTNK = attend(q_BTNK, k_BTMK, v_BTMK, context)
@@ -208,16 +214,16 @@ class QSA(GatedAttention):
                 if not is_sparse:
                     return attend(q_BTNK, k_BTMK, v_BTMK, context)
                 return self._selected_attention(
-                    q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, of_rows, context
+                    q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, row_blocks, context
                 )
 
             diagnostics = attention_diagnostics(attend_as_above, q_BTNK, k_BTMK, gate_BTNK, context)
-            diagnostics["indexer_overlap"] = self._overlap(
-                q_BTNK, k_BTMK, index_q_BTHI, of_rows, context
+            diagnostics["indexer_overlap"] = self._indexer_overlap(
+                q_BTNK, k_BTMK, index_q_BTHI, row_blocks, context
             )
         if context.options.indexer != "frozen":
             diagnostics["mixer_loss"] = self._indexer_loss(
-                q_BTNK, k_BTMK, index_q_BTHI, of_rows, context
+                q_BTNK, k_BTMK, index_q_BTHI, row_blocks, context
             )
         return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, None
 
@@ -226,7 +232,9 @@ class QSA(GatedAttention):
         s = self.settings(self.config)
         return length > s.indexer_budget + s.indexer_compress_ratio - 1
 
-    def index(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+    def index_queries_and_keys(
+        self, x_BTD: jax.Array, context: Context
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the indexer's queries [B, T, H, I], normed and rotated, and its keys [B, T, I],
         neither normed nor rotated.
         """
@@ -237,11 +245,11 @@ class QSA(GatedAttention):
 
     def block_keys(self, mean_BGI: jax.Array, start_BG: jax.Array) -> jax.Array:
         """Returns the pooled keys [B, G, I]: the means of the blocks' keys, normed, and rotated to
-        the places of the blocks' first tokens.
+        the positions of the blocks' first tokens.
 
         Args:
           mean_BGI: the mean of the indexer's keys in each block.
-          start_BG: the place of each block's first token.
+          start_BG: the position of each block's first token.
         """
         k_BGI = rms_norm(mean_BGI, self.index_k_norm[...], self.config)
         return rotate(k_BGI[:, :, None], start_BG, self.config)[:, :, 0]
@@ -249,7 +257,7 @@ class QSA(GatedAttention):
     def blocks_of_rows(self, index_k_BTI: jax.Array, context: Context) -> Blocks:
         """Returns the complete blocks of all documents of each row."""
         ratio, t_BT = self.settings(self.config).indexer_compress_ratio, context.positions
-        segment_BT = _documents(context)
+        segment_BT = _document_ids(context)
         ends_BT = ((t_BT + 1) % ratio == 0) & (segment_BT > 0)
         before_BT = jnp.cumsum(ends_BT, axis=1) - ends_BT
         count = t_BT.shape[1] // ratio
@@ -271,13 +279,13 @@ class QSA(GatedAttention):
             before_BT,
         )
 
-    def seen(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+    def attention_mask(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """Returns [B, T, T] bool: whether each query (second axis) sees each token (third axis)."""
-        index_q_BTHI, index_k_BTI = self.index(x_BTD, context)
-        of_rows, t_BT = self.blocks_of_rows(index_k_BTI, context), context.positions
-        segment_BT, settings = _documents(context), self.settings(self.config)
-        selected_BTG, *_ = select_blocks(index_q_BTHI, of_rows, t_BT, segment_BT, settings)
-        return seen_tokens(selected_BTG, of_rows, t_BT, t_BT, segment_BT, segment_BT, settings)
+        index_q_BTHI, index_k_BTI = self.index_queries_and_keys(x_BTD, context)
+        row_blocks, t_BT = self.blocks_of_rows(index_k_BTI, context), context.positions
+        segment_BT, settings = _document_ids(context), self.settings(self.config)
+        selected_BTG, *_ = select_blocks(index_q_BTHI, row_blocks, t_BT, segment_BT, settings)
+        return seen_tokens(selected_BTG, row_blocks, t_BT, t_BT, segment_BT, segment_BT, settings)
 
     def _attend_cached(
         self, q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, index_k_BTI, context: Context, cache: dict
@@ -304,7 +312,7 @@ class QSA(GatedAttention):
 
         start_BG = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32) * ratio, (batch, count))
         s_BS = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, slots))
-        of_rows = Blocks(
+        row_blocks = Blocks(
             cache["block_k"],
             start_BG,
             jnp.ones_like(start_BG),
@@ -314,18 +322,18 @@ class QSA(GatedAttention):
         # No query sees the padding at the right, because its slots come after the query's.
         context = context._replace(segment_ids=None)
         o_BTNK = self._selected_attention(
-            q_BTNK, cache["k"], cache["v"], index_q_BTHI, of_rows, context, s_BS
+            q_BTNK, cache["k"], cache["v"], index_q_BTHI, row_blocks, context, s_BS
         )
         return o_BTNK, cache
 
     def _selected_attention(
-        self, q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, of_rows: Blocks, context: Context, s_BS=None
+        self, q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, row_blocks: Blocks, context: Context, s_BS=None
     ):
         """Runs `sparse_attention` with the heads split over the mesh axis `tensor`. Every shard of
         `tensor` selects the same blocks.
 
         Args:
-          s_BS: the places of the keys; None if the keys are those of the queries' tokens.
+          s_BS: the positions of the keys; None if the keys are those of the queries' tokens.
         """
         settings = self.settings(self.config)
 
@@ -334,26 +342,26 @@ class QSA(GatedAttention):
 
         heads = activation_spec("batch", None, "heads")
         return self._on_each_device(run, (q_BTNK, k_BSMK, v_BSMK), heads, context)(
-            index_q_BTHI, of_rows, tokens_of(context, s_BS)
+            index_q_BTHI, row_blocks, query_and_key_tokens(context, s_BS)
         )
 
-    def _indexer_loss(self, q_BTNK, k_BTMK, index_q_BTHI, of_rows: Blocks, context: Context):
+    def _indexer_loss(self, q_BTNK, k_BTMK, index_q_BTHI, row_blocks: Blocks, context: Context):
         """Returns [], the sum of the KL divergence over the counted tokens of `loss_tokens`."""
-        if not of_rows.k.shape[1]:  # rows shorter than a block
+        if not row_blocks.key.shape[1]:  # rows shorter than a block
             return jnp.zeros(())
 
         settings, axis = self.settings(self.config), self._head_axis(context)
         dense = context.options.indexer == "dense"
-        gathers = _gathers(k_BTMK.shape[1], settings) and not dense
+        gathers = _should_gather(k_BTMK.shape[1], settings) and not dense
 
         def run(q, k, *rest):
             if gathers:
-                return selected_divergence(q, k, *rest, settings, axis)
-            return divergence(q, k, *rest, settings, dense, axis)
+                return selected_indexer_divergence(q, k, *rest, settings, axis)
+            return indexer_divergence(q, k, *rest, settings, dense, axis)
 
         heads = (jax.lax.stop_gradient(q_BTNK), jax.lax.stop_gradient(k_BTMK))
         kl_BT = self._on_each_device(run, heads, activation_spec("batch"), context)(
-            index_q_BTHI, of_rows, tokens_of(context)
+            index_q_BTHI, row_blocks, query_and_key_tokens(context)
         )
         counted_BT = self.loss_tokens(
             self.config, context.positions, jnp.ones_like(context.positions, bool)
@@ -362,17 +370,17 @@ class QSA(GatedAttention):
             counted_BT &= context.stats_mask
         return jnp.sum(kl_BT, where=counted_BT)
 
-    def _overlap(self, q_BTNK, k_BTMK, index_q_BTHI, of_rows: Blocks, context: Context):
+    def _indexer_overlap(self, q_BTNK, k_BTMK, index_q_BTHI, row_blocks: Blocks, context: Context):
         settings = self.settings(self.config)
-        if not of_rows.k.shape[1]:
+        if not row_blocks.key.shape[1]:
             return jnp.zeros(())
 
         def run(q, k, *rest):
-            return overlap(q, k, *rest, settings, self._head_axis(context))
+            return indexer_overlap(q, k, *rest, settings, self._head_axis(context))
 
         row = activation_spec("batch")
         share_BT = self._on_each_device(run, (q_BTNK, k_BTMK), row, context)(
-            index_q_BTHI, of_rows, tokens_of(context)
+            index_q_BTHI, row_blocks, query_and_key_tokens(context)
         )
         ratio = settings.indexer_compress_ratio
         has_choice_BT = context.positions + 1 >= settings.indexer_budget + ratio
@@ -423,7 +431,7 @@ class QSA(GatedAttention):
         }
 
     @classmethod
-    def forward_flops(cls, config: ModelConfig, length: int) -> float:
+    def activation_flops(cls, config: ModelConfig, length: int) -> float:
         """Returns the FLOPs per token: attention's scores and values for the keys that a query sees
         on average, and the indexer's scores of the blocks.
         """
@@ -446,32 +454,34 @@ class QSA(GatedAttention):
         )
 
 
-def _documents(context: Context) -> jax.Array:
+def _document_ids(context: Context) -> jax.Array:
     """Returns [B, T], the segment id of each token's document; 0 for padding."""
     if context.segment_ids is None:
         return jnp.ones_like(context.positions)
     return context.segment_ids
 
 
-def tokens_of(context: Context, s_BS: jax.Array | None = None) -> Tokens:
-    """Returns where the queries and the keys stand. `s_BS`: as in `QSA._selected_attention`."""
-    t_BT, segment_BT = context.positions, _documents(context)
+def query_and_key_tokens(context: Context, s_BS: jax.Array | None = None) -> Tokens:
+    """Returns the tokens of the queries and of the keys. `s_BS` has the same meaning as in
+    `QSA._selected_attention`.
+    """
+    t_BT, segment_BT = context.positions, _document_ids(context)
     if s_BS is None:
         index_BT = jnp.broadcast_to(jnp.arange(t_BT.shape[1], dtype=jnp.int32), t_BT.shape)
         return Tokens(t_BT, t_BT, segment_BT, segment_BT, index_BT)
-    # In a cache, the place of a token is its slot.
+    # In a cache, the position of a token is its slot.
     return Tokens(t_BT, s_BS, segment_BT, jnp.ones_like(s_BS), t_BT)
 
 
 def score_blocks(
-    index_q_BCHI: jax.Array, of_rows: Blocks, t_BC: jax.Array, segment_BC: jax.Array, settings
+    index_q_BCHI: jax.Array, row_blocks: Blocks, t_BC: jax.Array, segment_BC: jax.Array, settings
 ) -> tuple[jax.Array, jax.Array]:
     """Scores the blocks of every row for each query.
 
     Args:
       index_q_BCHI: the indexer's queries.
-      of_rows: the blocks of every row.
-      t_BC: the place of each query.
+      row_blocks: the blocks of every row.
+      t_BC: the position of each query.
       segment_BC: the segment id of each query's document.
       settings: the `QSA.Settings`.
 
@@ -480,16 +490,16 @@ def score_blocks(
       visible [B, C, G] bool: whether the block is complete for the query, and of its document.
     """
     s_BHCG = jnp.einsum(
-        "bchi,bgi->bhcg", index_q_BCHI, of_rows.k, preferred_element_type=jnp.float32
+        "bchi,bgi->bhcg", index_q_BCHI, row_blocks.key, preferred_element_type=jnp.float32
     )
     score_BCG = jnp.sum(jax.nn.relu(s_BHCG), axis=1) * settings.indexer_head_dim**-0.5
-    last_BG = of_rows.start + settings.indexer_compress_ratio - 1
+    last_BG = row_blocks.first_position + settings.indexer_compress_ratio - 1
     visible_BCG = last_BG[:, None] <= t_BC[..., None]
-    return score_BCG, visible_BCG & (of_rows.segment[:, None] == segment_BC[..., None])
+    return score_BCG, visible_BCG & (row_blocks.segment[:, None] == segment_BC[..., None])
 
 
 def select_blocks(
-    index_q_BCHI: jax.Array, of_rows: Blocks, t_BC: jax.Array, segment_BC: jax.Array, settings
+    index_q_BCHI: jax.Array, row_blocks: Blocks, t_BC: jax.Array, segment_BC: jax.Array, settings
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Selects complete blocks for each query. The arguments are those of `score_blocks`.
 
@@ -497,7 +507,7 @@ def select_blocks(
       selected [B, C, G] bool: whether the query selects the block;
       score and visible [B, C, G], as `score_blocks` returns them.
     """
-    score_BCG, visible_BCG = score_blocks(index_q_BCHI, of_rows, t_BC, segment_BC, settings)
+    score_BCG, visible_BCG = score_blocks(index_q_BCHI, row_blocks, t_BC, segment_BC, settings)
     count = settings.indexer_budget // settings.indexer_compress_ratio
     return best_blocks(score_BCG, visible_BCG, count), score_BCG, visible_BCG
 
@@ -532,7 +542,7 @@ def best_blocks(score_BCG: jax.Array, visible_BCG: jax.Array, count: int) -> jax
 
 
 def seen_tokens(
-    selected_BCG, of_rows: Blocks, t_BC, s_BS, segment_BC, segment_BS, settings
+    selected_BCG, row_blocks: Blocks, t_BC, s_BS, segment_BC, segment_BS, settings
 ) -> jax.Array:
     """Returns [B, C, S] bool: whether the query sees the token. A query sees the tokens of the
     blocks that it selected, and the tokens up to its own after the last complete block.
@@ -545,16 +555,16 @@ def seen_tokens(
     tail_BCS &= same_document_BCS
     if not selected_BCG.shape[-1]:
         return tail_BCS
-    # `of_token` gives an incomplete block at the end of a document the index of the next document's
-    # first block. At the end of a row, this index may lie beyond the last block.
-    inside_BS = of_rows.of_token < selected_BCG.shape[-1]
-    number_BS = jnp.where(inside_BS, of_rows.of_token, 0)
+    # `block_of_token` gives an incomplete block at the end of a document the index of the next
+    # document's first block. At the end of a row, this index may lie beyond the last block.
+    inside_BS = row_blocks.block_of_token < selected_BCG.shape[-1]
+    number_BS = jnp.where(inside_BS, row_blocks.block_of_token, 0)
     chosen_BCS = jax.vmap(lambda selected, number: selected[:, number])(selected_BCG, number_BS)
     return tail_BCS | (chosen_BCS & inside_BS[:, None] & same_document_BCS)
 
 
 def blocks_to_read(
-    number_BCJ, is_selected_BCJ, of_rows: Blocks, t_BC, index_BC, settings: "QSA.Settings"
+    number_BCJ, is_selected_BCJ, row_blocks: Blocks, t_BC, index_BC, settings: "QSA.Settings"
 ) -> tuple[jax.Array, jax.Array]:
     """Returns which keys each query reads: the index of the first key of each of its blocks, and
     how many keys it reads of the block, both int32 [B, C, J + 1]. The last block is the incomplete
@@ -562,10 +572,10 @@ def blocks_to_read(
 
     Args:
       number_BCJ, is_selected_BCJ: as `list_blocks` returns them.
-      t_BC, index_BC: `t` and `index` of `Tokens`, for these queries.
+      t_BC, index_BC: `query_position` and `own_key_index` of `Tokens`, for these queries.
     """
     ratio = settings.indexer_compress_ratio
-    start_BCJ = take_rows(of_rows.last, number_BCJ) - (ratio - 1)
+    start_BCJ = take_rows(row_blocks.last_index, number_BCJ) - (ratio - 1)
     tail_BC1 = ((t_BC + 1) % ratio)[..., None]
     return (
         jnp.concatenate((start_BCJ, index_BC[..., None] - tail_BC1 + 1), axis=-1),
@@ -573,7 +583,7 @@ def blocks_to_read(
     )
 
 
-def _gathers(num_keys: int, settings: "QSA.Settings") -> bool:
+def _should_gather(num_keys: int, settings: "QSA.Settings") -> bool:
     """Whether attention to rows of `num_keys` keys gathers the selected ones. The answer depends on
     the platform that the program is compiled for.
     """
@@ -585,7 +595,7 @@ def sparse_attention(
     k_BSMK: jax.Array,
     v_BSMK: jax.Array,
     index_q_BTHI: jax.Array,
-    of_rows: Blocks,
+    row_blocks: Blocks,
     tokens: Tokens,
     settings: QSA.Settings,
     cached: bool = False,
@@ -600,7 +610,7 @@ def sparse_attention(
     """
     ratio = settings.indexer_compress_ratio
     if cached and implementation is None:
-        implementation = "gathered" if _gathers(k_BSMK.shape[1], settings) else "masked"
+        implementation = "gathered" if _should_gather(k_BSMK.shape[1], settings) else "masked"
     chosen = choose(
         "indexed_attention",
         implementation,
@@ -611,24 +621,28 @@ def sparse_attention(
         width=q_BTNK.shape[3],
         index_heads=index_q_BTHI.shape[2],
         index_width=index_q_BTHI.shape[3],
-        blocks=of_rows.k.shape[1],
+        blocks=row_blocks.key.shape[1],
         dtype=q_BTNK.dtype,
     )
     if chosen.is_kernel:
-        rows = Rows(
-            place=tokens.t,
-            segment=tokens.segment,
-            number=of_rows.of_token,
-            block_k=of_rows.k,
-            block_end=of_rows.start + ratio - 1,
-            block_segment=of_rows.segment,
+        rows = TokensAndBlocks(
+            position=tokens.query_position,
+            segment=tokens.query_segment,
+            blocks_before=row_blocks.block_of_token,
+            block_key=row_blocks.key,
+            block_end_position=row_blocks.first_position + ratio - 1,
+            block_segment=row_blocks.segment,
         )
         count = settings.indexer_budget // ratio
         return indexed_attention(chosen, ratio, count, rows, index_q_BTHI, q_BTNK, k_BSMK, v_BSMK)
     attend = masked_attention
-    if chosen.name == "gathered" or implementation is None and _gathers(k_BSMK.shape[1], settings):
+    if (
+        chosen.name == "gathered"
+        or implementation is None
+        and _should_gather(k_BSMK.shape[1], settings)
+    ):
         attend = selected_attention
-    return attend(q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, of_rows, tokens, settings)
+    return attend(q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, row_blocks, tokens, settings)
 
 
 def masked_attention(
@@ -636,7 +650,7 @@ def masked_attention(
     k_BSMK: jax.Array,
     v_BSMK: jax.Array,
     index_q_BTHI: jax.Array,
-    of_rows: Blocks,
+    row_blocks: Blocks,
     tokens: Tokens,
     settings: QSA.Settings,
 ) -> jax.Array:
@@ -649,15 +663,21 @@ def masked_attention(
     Args:
       q_BTNK, k_BSMK, v_BSMK: attention's queries, keys and values.
       index_q_BTHI: the indexer's queries.
-      of_rows: the blocks of every row.
-      tokens: where queries and keys stand.
+      row_blocks: the blocks of every row.
+      tokens: the positions and documents of the queries and keys.
       settings: the settings of the mixer.
     """
 
     def attend_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
-        selected_BCG, *_ = select_blocks(index_q_BCHI, of_rows, t_BC, segment_BC, settings)
+        selected_BCG, *_ = select_blocks(index_q_BCHI, row_blocks, t_BC, segment_BC, settings)
         seen_BCS = seen_tokens(
-            selected_BCG, of_rows, t_BC, tokens.s, segment_BC, tokens.key_segment, settings
+            selected_BCG,
+            row_blocks,
+            t_BC,
+            tokens.key_position,
+            segment_BC,
+            tokens.key_segment,
+            settings,
         )
         p_BNCS = probabilities(q_BCNK, k_BSMK, seen_BCS)
         b, n, c, keys = p_BNCS.shape
@@ -665,7 +685,9 @@ def masked_attention(
         o = jnp.einsum("bmhcs,bsmk->bcmhk", p_BMHCS, v_BSMK, preferred_element_type=jnp.float32)
         return o.reshape(b, c, n, v_BSMK.shape[3]).astype(v_BSMK.dtype)
 
-    return _by_chunks(attend_chunk, q_BTNK, index_q_BTHI, tokens.t, tokens.segment)
+    return _map_chunks_of_queries(
+        attend_chunk, q_BTNK, index_q_BTHI, tokens.query_position, tokens.query_segment
+    )
 
 
 def selected_attention(
@@ -673,7 +695,7 @@ def selected_attention(
     k_BSMK: jax.Array,
     v_BSMK: jax.Array,
     index_q_BTHI: jax.Array,
-    of_rows: Blocks,
+    row_blocks: Blocks,
     tokens: Tokens,
     settings: QSA.Settings,
 ) -> jax.Array:
@@ -684,75 +706,93 @@ def selected_attention(
 
     def list_chunk(index_q_BCHI, t_BC, segment_BC, index_BC):
         listed = list_blocks(
-            *score_blocks(index_q_BCHI, of_rows, t_BC, segment_BC, settings), settings
+            *score_blocks(index_q_BCHI, row_blocks, t_BC, segment_BC, settings), settings
         )
-        return blocks_to_read(*listed, of_rows, t_BC, index_BC, settings)
+        return blocks_to_read(*listed, row_blocks, t_BC, index_BC, settings)
 
     # the selection has no gradient, so the backward pass needs its result alone
-    index_q_BTHI, of_rows = jax.lax.stop_gradient((index_q_BTHI, of_rows))
+    index_q_BTHI, row_blocks = jax.lax.stop_gradient((index_q_BTHI, row_blocks))
     start_BTJ, size_BTJ = save_for_backward(
-        _by_chunks(list_chunk, index_q_BTHI, tokens.t, tokens.segment, tokens.index)
+        _map_chunks_of_queries(
+            list_chunk,
+            index_q_BTHI,
+            tokens.query_position,
+            tokens.query_segment,
+            tokens.own_key_index,
+        )
     )
     ratio = settings.indexer_compress_ratio
     return gathered_attention(q_BTNK, k_BSMK, v_BSMK, start_BTJ, size_BTJ, ratio)
 
 
-# Without a name, the length of the row decides between the two forms (`_gathers`).
+# Without a name, the length of the row decides between the two forms (`_should_gather`).
 FORMS = Form("masked", ("cpu", "gpu", "tpu"), {}), Form("gathered", (), {})
 
 
-def divergence(
+def indexer_divergence(
     q_BTNK: jax.Array,
     k_BTMK: jax.Array,
     index_q_BTHI: jax.Array,
-    of_rows: Blocks,
+    row_blocks: Blocks,
     tokens: Tokens,
     settings: QSA.Settings,
     dense: bool,
     head_axis: str | None = None,
 ) -> jax.Array:
     """Returns [B, T] float32: KL(teacher ‖ student) over the blocks of each query; 0 for a query
-    without blocks. The arguments that are not listed are those of `masked_attention`; `tokens` says
-    where queries and keys stand (`Tokens`).
+    without blocks. The arguments that are not listed are those of `masked_attention`.
 
     Args:
       dense: whether the loss is that of the mode "dense", over all complete blocks.
-      head_axis: the mesh axis that splits the heads, over which the teacher is summed; None: none.
+      head_axis: the mesh axis that splits the heads; the teacher is summed over this axis. None if
+        no mesh axis splits the heads.
     """
 
     def of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
         of_queries = (t_BC, segment_BC)
         selected_BCG, score_BCG, visible_BCG = select_blocks(
-            index_q_BCHI, of_rows, *of_queries, settings
+            index_q_BCHI, row_blocks, *of_queries, settings
         )
         kept_BCG = visible_BCG if dense else selected_BCG
         seen_BCS = seen_tokens(
-            kept_BCG, of_rows, t_BC, tokens.s, segment_BC, tokens.key_segment, settings
+            kept_BCG,
+            row_blocks,
+            t_BC,
+            tokens.key_position,
+            segment_BC,
+            tokens.key_segment,
+            settings,
         )
-        share_BCG = block_shares(q_BCNK, k_BTMK, seen_BCS, kept_BCG, of_rows, settings, head_axis)
+        share_BCG = block_shares(
+            q_BCNK, k_BTMK, seen_BCS, kept_BCG, row_blocks, settings, head_axis
+        )
         return _kl(share_BCG, jnp.where(kept_BCG, score_BCG, _HIDDEN))
 
-    return _by_chunks(of_chunk, q_BTNK, index_q_BTHI, tokens.t, tokens.segment)
+    return _map_chunks_of_queries(
+        of_chunk, q_BTNK, index_q_BTHI, tokens.query_position, tokens.query_segment
+    )
 
 
-def selected_divergence(
+def selected_indexer_divergence(
     q_BTNK: jax.Array,
     k_BTMK: jax.Array,
     index_q_BTHI: jax.Array,
-    of_rows: Blocks,
+    row_blocks: Blocks,
     tokens: Tokens,
     settings: QSA.Settings,
     head_axis: str | None = None,
 ) -> jax.Array:
-    """Computes `divergence` in the mode "sparse" from the selected blocks alone, whose keys it
-    gathers for each query. The arguments are those of `divergence`.
+    """Computes `indexer_divergence` in the mode "sparse" from the selected blocks alone, whose keys
+    it gathers for each query. The arguments are those of `indexer_divergence`.
     """
     ratio, keys = settings.indexer_compress_ratio, k_BTMK.shape[1]
 
     def of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC, index_BC):
-        score_BCG, visible_BCG = score_blocks(index_q_BCHI, of_rows, t_BC, segment_BC, settings)
+        score_BCG, visible_BCG = score_blocks(index_q_BCHI, row_blocks, t_BC, segment_BC, settings)
         number_BCJ, is_selected_BCJ = list_blocks(score_BCG, visible_BCG, settings)
-        start, size = blocks_to_read(number_BCJ, is_selected_BCJ, of_rows, t_BC, index_BC, settings)
+        start, size = blocks_to_read(
+            number_BCJ, is_selected_BCJ, row_blocks, t_BC, index_BC, settings
+        )
         token_BCX, seen_BCX = gather_tokens(start, size, ratio, keys)
         q_BCMHK = q_BCNK.reshape(*q_BCNK.shape[:2], k_BTMK.shape[2], -1, q_BCNK.shape[3])
         s_BCMHX = scores(q_BCMHK, take_rows(k_BTMK, token_BCX), seen_BCX)
@@ -769,9 +809,15 @@ def selected_divergence(
             jnp.where(is_selected_BCJ, score_BCJ, _HIDDEN),
         )
 
-    of_queries = (q_BTNK, index_q_BTHI, tokens.t, tokens.segment, tokens.index)
+    of_queries = (
+        q_BTNK,
+        index_q_BTHI,
+        tokens.query_position,
+        tokens.query_segment,
+        tokens.own_key_index,
+    )
     size = queries_at_once(*q_BTNK.shape[:2])
-    return _by_chunks(of_chunk, *of_queries, size=size)
+    return _map_chunks_of_queries(of_chunk, *of_queries, size=size)
 
 
 def _kl(teacher_BCG: jax.Array, logits_BCG: jax.Array) -> jax.Array:
@@ -782,56 +828,64 @@ def _kl(teacher_BCG: jax.Array, logits_BCG: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(teacher_BCG > 0, teacher_BCG * difference_BCG, 0), axis=-1)
 
 
-def overlap(
+def indexer_overlap(
     q_BTNK: jax.Array,
     k_BTMK: jax.Array,
     index_q_BTHI: jax.Array,
-    of_rows: Blocks,
+    row_blocks: Blocks,
     tokens: Tokens,
     settings: QSA.Settings,
     head_axis: str | None = None,
 ) -> jax.Array:
-    """Returns [B, T], the overlap of each query (see indexer_overlap of `QSA`): which share of the
-    blocks with the largest `block_shares` of dense attention the query selects. The number of these
-    blocks is the most that a query can select. The arguments are those of `divergence`.
+    """Returns [B, T], the overlap of each query (see indexer_overlap of `QSA`): of the n blocks
+    with the largest `block_shares` of dense attention, the share that the query selects. Here n is
+    the largest number of blocks that a query can select. The arguments are those of
+    `indexer_divergence`.
     """
     count = settings.indexer_budget // settings.indexer_compress_ratio
 
     def of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
         selected_BCG, _, visible_BCG = select_blocks(
-            index_q_BCHI, of_rows, t_BC, segment_BC, settings
+            index_q_BCHI, row_blocks, t_BC, segment_BC, settings
         )
         seen_BCS = seen_tokens(
-            visible_BCG, of_rows, t_BC, tokens.s, segment_BC, tokens.key_segment, settings
+            visible_BCG,
+            row_blocks,
+            t_BC,
+            tokens.key_position,
+            segment_BC,
+            tokens.key_segment,
+            settings,
         )
         share_BCG = block_shares(
-            q_BCNK, k_BTMK, seen_BCS, visible_BCG, of_rows, settings, head_axis
+            q_BCNK, k_BTMK, seen_BCS, visible_BCG, row_blocks, settings, head_axis
         )
         own_BCG = best_blocks(share_BCG, visible_BCG, count)
         return jnp.sum(own_BCG & selected_BCG, axis=-1) / count
 
-    return _by_chunks(of_chunk, q_BTNK, index_q_BTHI, tokens.t, tokens.segment)
+    return _map_chunks_of_queries(
+        of_chunk, q_BTNK, index_q_BTHI, tokens.query_position, tokens.query_segment
+    )
 
 
 def block_shares(
-    q_BCNK, k_BTMK, seen_BCS, kept_BCG, of_rows: Blocks, settings: QSA.Settings, head_axis
+    q_BCNK, k_BTMK, seen_BCS, kept_BCG, row_blocks: Blocks, settings: QSA.Settings, head_axis
 ) -> jax.Array:
-    """Returns [B, C, G] float32, the teacher: attention's probabilities are summed over the heads;
-    a kept block has the largest sum of its tokens, divided by the total over the kept blocks. Other
-    blocks have 0.
+    """Returns [B, C, G] float32, the teacher of the indexer (see the top of the file) over the
+    blocks that `kept_BCG` marks. Other blocks have 0.
     """
     p_BCS = jnp.sum(probabilities(q_BCNK, k_BTMK, seen_BCS), axis=1)
     if head_axis is not None:
         p_BCS = jax.lax.psum(p_BCS, head_axis)
     back = jnp.arange(settings.indexer_compress_ratio)
-    tokens_BGR = jnp.maximum(of_rows.last[..., None] - back, 0)
+    tokens_BGR = jnp.maximum(row_blocks.last_index[..., None] - back, 0)
     p_BCGR = jax.vmap(lambda p_CS, tokens_GR: p_CS[:, tokens_GR])(p_BCS, tokens_BGR)
     largest_BCG = jnp.where(kept_BCG, jnp.max(p_BCGR, axis=-1, initial=0.0), 0)
     total_BC1 = jnp.sum(largest_BCG, axis=-1, keepdims=True)
     return largest_BCG / jnp.where(total_BC1 > 0, total_BC1, 1)
 
 
-def _by_chunks(of_chunk, *of_queries: jax.Array, size: int = CHUNK) -> Any:
+def _map_chunks_of_queries(of_chunk, *of_queries: jax.Array, size: int = CHUNK) -> Any:
     """Applies `of_chunk` to the queries, one chunk of `size` at a time. In the forward and in the
     backward pass, the intermediate arrays of only one chunk are in memory at any time.
     """
@@ -841,13 +895,17 @@ def _by_chunks(of_chunk, *of_queries: jax.Array, size: int = CHUNK) -> Any:
         return carry, of_chunk(*inputs)
 
     time = of_queries[0].shape[1]
-    _, results = blocks.scan(step, None, blocks.to_chunks(of_queries, 1, min(size, time)))
+    _, results = blocks.scan_or_call_once(
+        step, None, blocks.to_chunks(of_queries, 1, min(size, time))
+    )
     return blocks.from_chunks(results, 1, time)
 
 
 def probabilities(q_BCNK: jax.Array, k_BSMK: jax.Array, seen_BCS: jax.Array) -> jax.Array:
     """Returns attention's probabilities [B, N, C, S] float32 of every query head."""
-    return jax.nn.softmax(jnp.where(seen_BCS[:, None], dot(q_BCNK, k_BSMK), _HIDDEN), axis=-1)
+    return jax.nn.softmax(
+        jnp.where(seen_BCS[:, None], scaled_dot(q_BCNK, k_BSMK), _HIDDEN), axis=-1
+    )
 
 
 # ---- reference
@@ -858,52 +916,58 @@ def scores_reference(config, params, x) -> jax.Array:
     """Returns [T, blocks]: the score of every complete block of one document for every query."""
     ratio = config.settings_of("qsa").indexer_compress_ratio
     qk = jnp.einsum("td,dhi->thi", jax.lax.stop_gradient(x), params["index_qk_proj"])
-    place = np.arange(len(x))
-    q = rotated(config, norm(config, qk[:, :-1], params["index_q_norm"]), place[:, None])
+    position = np.arange(len(x))
+    q = rotate_by_distance(
+        config, apply_norm(config, qk[:, :-1], params["index_q_norm"]), position[:, None]
+    )
     scores = []
     for start in range(0, len(x) - ratio + 1, ratio):
-        key = norm(config, jnp.mean(qk[start : start + ratio, -1], 0), params["index_k_norm"])
-        of_heads = jax.nn.relu(q @ rotated(config, key, np.array(start)))
+        key = apply_norm(config, jnp.mean(qk[start : start + ratio, -1], 0), params["index_k_norm"])
+        of_heads = jax.nn.relu(q @ rotate_by_distance(config, key, np.array(start)))
         scores.append(jnp.sum(of_heads, axis=-1) / math.sqrt(qk.shape[-1]))
     return jnp.stack(scores, axis=1)
 
 
-def selected_reference(config, params, x) -> jax.Array:
+def attention_mask_reference(config, params, x) -> jax.Array:
     """Returns [T, T] bool: whether each query (first axis) of one document sees each key."""
     s = config.settings_of("qsa")
     ratio, count = s.indexer_compress_ratio, s.indexer_budget // s.indexer_compress_ratio
-    score, place, seen = scores_reference(config, params, x), np.arange(len(x)), []
+    score, position, seen = scores_reference(config, params, x), np.arange(len(x)), []
     for t in range(len(x)):
         complete = (t + 1) // ratio
         best = jnp.argsort(-score[t, :complete], stable=True)[:count]
         blocks_seen = jnp.zeros(len(x) // ratio + 1, bool).at[best].set(True)
-        seen.append((blocks_seen[place // ratio] | (place >= complete * ratio)) & (place <= t))
+        seen.append(
+            (blocks_seen[position // ratio] | (position >= complete * ratio)) & (position <= t)
+        )
     return jnp.stack(seen)
 
 
 def qsa_reference(config, params, x):
-    i, j, _ = places(x)
-    seen = selected_reference(config, params, x)
+    i, j, _ = positions_and_causal_mask(x)
+    seen = attention_mask_reference(config, params, x)
     return gated_attention(config, params, x, seen=seen, distance=i - j)
 
 
 def teachers_reference(config, params, x, dense: bool) -> list[tuple[jax.Array, jax.Array]]:
-    """Returns for each query t ≥ ratio - 1 of one document the teacher [blocks] and, [blocks] bool,
-    which blocks it is about.
+    """Returns a pair for each query t ≥ ratio - 1 of one document: the teacher [blocks], and
+    [blocks] bool, the blocks over which the teacher is a distribution.
     """
     ratio, width = config.settings_of("qsa").indexer_compress_ratio, config.head_dim
-    seen, place = selected_reference(config, params, x), np.arange(len(x))
+    seen, position = attention_mask_reference(config, params, x), np.arange(len(x))
     params, x = jax.lax.stop_gradient((params, x))
 
     def heads(name):
         y = jnp.einsum("td,dnk->tnk", x, params[f"{name}_proj"])[..., :width]
-        return rotated(config, norm(config, y, params[f"{name}_norm"]), place[:, None])
+        return rotate_by_distance(
+            config, apply_norm(config, y, params[f"{name}_norm"]), position[:, None]
+        )
 
     readers = config.num_attention_heads // config.num_key_value_heads
     q, k = heads("q"), jnp.repeat(heads("k"), readers, axis=1)
     count, teachers = len(x) // ratio, []
     for t in range(ratio - 1, len(x)):
-        keys = place <= t if dense else seen[t]
+        keys = position <= t if dense else seen[t]
         logits = jnp.einsum("nk,snk->ns", q[t], k) / math.sqrt(width)
         p = jnp.sum(jax.nn.softmax(jnp.where(keys, logits, -jnp.inf)), axis=0)
         p = (p / jnp.sum(p))[: count * ratio].reshape(count, ratio)

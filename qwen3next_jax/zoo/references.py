@@ -2,8 +2,8 @@
 layer for one row [T, D] that is one document, written as plainly as possible.
 
 A reference is a function (config, params, x): the ModelConfig, the parameters by name, and the row.
-It computes the recurrence token by token, as the paper prints it, in the dtype of its arguments;
-autodiff computes its gradients. Every file of zoo/ that defines mixers has two dicts: `REFERENCES`
+It computes the recurrence token by token, as the paper prints it, in the dtype of its arguments.
+Autodiff computes its gradients. Every file of zoo/ that defines mixers has two dicts: `REFERENCES`
 maps the name of a mixer to its reference, and `EXAMPLES` maps the same name to the settings that
 select the mixer, with small values of its own settings. tests/zoo/test_mixers.py makes the mixer of
 a small configuration with these settings, and compares its output and gradients with those of the
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 
 def outer_product_recurrence(
-    q, k, v, g, beta=None, *, erase=False, erase_key=None, bonus=None, normaliser=False
+    q, k, v, g, beta=None, *, delta_term=False, erase_key=None, bonus=None, normaliser=False
 ):
     """Computes the recurrence S ← e^g S + β k vᵀ, o = Sᵀq, where S [H, K, V] starts at zero.
 
@@ -26,7 +26,7 @@ def outer_product_recurrence(
       v: values, [T, H, V].
       g: log decay, [T, H] or, for each key channel, [T, H, K].
       beta: write strength, [T, H]; None for 1.
-      erase: whether to compute the delta rule, S ← e^g S, then S ← S + β k (v - Sᵀe)ᵀ.
+      delta_term: whether to compute the delta rule, S ← e^g S, then S ← S + β k (v - Sᵀe)ᵀ.
       erase_key: the key e of the delta rule, [T, H, K]; None for k.
       bonus: [H, K] or None. With a bonus u, a token reads the state before its own decay and write:
         o = Sᵀq + (Σ_c q_c u_c k_c) v, with S before the token.
@@ -49,7 +49,7 @@ def outer_product_recurrence(
         if bonus is not None:
             o = read(s) + jnp.sum(q * bonus * k, axis=-1, keepdims=True) * v
         s = jnp.exp(g)[..., None] * s
-        written = v - jnp.einsum("hkv,hk->hv", s, e) if erase else v
+        written = v - jnp.einsum("hkv,hk->hv", s, e) if delta_term else v
         s = s + beta[:, None, None] * k[..., None] * written[:, None]
         return s, read(s) if bonus is None else o
 
@@ -59,7 +59,7 @@ def outer_product_recurrence(
     return (o[..., :-1], o[..., -1:]) if normaliser else o
 
 
-def split_projection(config, params, x, convolved=False):
+def queries_keys_values_gate(config, params, x, convolved=False):
     """Computes the projection that `Recurrent.make_projection` makes.
 
     Args:
@@ -91,12 +91,12 @@ def causal_convolution(x, kernel):
     return sum(padded[w : w + len(x)] * kernel[w] for w in range(width))
 
 
-def token_before(x):
+def shift_by_one_token(x):
     """Returns x [T, D] shifted by one token: row t holds x[t - 1], and row 0 holds zeros."""
     return jnp.pad(x, ((1, 0), (0, 0)))[:-1]
 
 
-def unit(x):
+def unit_length(x):
     """Returns x normalised to length 1 over the last axis."""
     return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 

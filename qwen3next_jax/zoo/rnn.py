@@ -113,7 +113,7 @@ class RecurrentNetwork(Mixer):
         return {name: jnp.zeros(shape) for name in cls.states}
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of the product U h."""
         return 2 * config.linear_num_value_heads * len(cls.gates) * config.linear_value_head_dim**2
 

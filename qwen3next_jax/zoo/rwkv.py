@@ -20,7 +20,7 @@ from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
     project_out,
     rms_norm,
-    token_before,
+    shift_by_one_token,
 )
 
 EXAMPLES = {"rwkv4": {"linear_mixer": "rwkv4"}, "rwkv6": {"linear_mixer": "rwkv6"}}
@@ -165,7 +165,7 @@ class RWKV4(Mixer):
         return states | {"shift": jnp.zeros((batch, 1, config.hidden_size), config.dtype)}
 
     @staticmethod
-    def forward_flops(config, length):
+    def activation_flops(config, length):
         return 0.0  # every matrix product has a parameter, so it is counted from its declaration
 
     @staticmethod
@@ -262,7 +262,7 @@ class RWKV6(Recurrent):
             heads.v,
             g=heads.g,
             beta=heads.beta,
-            erase=False,
+            delta_term=False,
             read="before",
             bonus=bonus_HK,
             initial_state=state and state["state"],
@@ -292,7 +292,7 @@ class RWKV6(Recurrent):
 
 def rwkv4_reference(config, params, x):
     """Computes RWKV-4 with explicit sums over all earlier tokens."""
-    before = token_before(x)
+    before = shift_by_one_token(x)
     mix = params["mix"]
     r = (mix[0] * x + (1 - mix[0]) * before) @ params["receptance_proj"]
     k = (mix[1] * x + (1 - mix[1]) * before) @ params["key_proj"]
@@ -307,7 +307,7 @@ def rwkv4_reference(config, params, x):
 
 
 def rwkv6_reference(config, params, x):
-    before = token_before(x)
+    before = shift_by_one_token(x)
     heads = config.linear_num_value_heads
     low = jnp.tanh(
         jnp.einsum("td,dpr->tpr", x + (before - x) * params["mix_all"], params["mix_down"])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, num_shards, per_shard
-from qwen3next_jax.zoo.attention_references import gated_attention, places
+from qwen3next_jax.zoo.attention_references import gated_attention, positions_and_causal_mask
 from qwen3next_jax.zoo.biased_projections import BiasedProjections
 
 EXAMPLES = {
@@ -30,7 +30,7 @@ EXAMPLES = {
     }
 }
 CHUNK = 128  # number of queries computed at once
-_HIDDEN = -1e30  # score of a key that is not seen; finite, so that rows that see no key have no NaN
+_HIDDEN = -1e30  # score of a masked key; finite, so that a query without any key gives no NaN
 
 
 class SlidingWindow(BiasedProjections):
@@ -143,7 +143,7 @@ class SlidingWindow(BiasedProjections):
         }
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of two products of K numbers for each key that a query sees:
         one for the score, one for the weighted sum of values.
         """
@@ -157,7 +157,7 @@ class SlidingWindow(BiasedProjections):
 
 def sliding_window_reference(config, params, x):
     s = config.settings_of("sliding_window")
-    i, j, causal = places(x)
+    i, j, causal = positions_and_causal_mask(x)
     seen = causal & ((i - j < s.window) | (j < s.first_tokens))
     return gated_attention(config, params, x, seen=seen, distance=i - j, sink=params.get("sink"))
 
@@ -245,7 +245,7 @@ def window_attention(
         return start + size, o_BCNK
 
     by_query = (q, ids) if first is None else (q, ids, first.start, first.position)
-    _, o = blocks.scan(attend, 0, blocks.to_chunks(by_query, 1, size))
+    _, o = blocks.scan_or_call_once(attend, 0, blocks.to_chunks(by_query, 1, size))
     return blocks.from_chunks(o, 1, time)
 
 
@@ -303,7 +303,7 @@ def _attend_chunk(chunk, k_BSMK, v_BSMK, kv_ids_BS, sink, first, window):
     columns = [jnp.where(seen_BCS[:, None, None], s_BMHCS, _HIDDEN)]
     if first is not None:
         start_BC, position_BC = first_of_chunk
-        first_k, first_v = _rows_of_first(first, start_BC, groups, width)
+        first_k, first_v = _first_keys_and_values(first, start_BC, groups, width)
         s_BMHCF = scores("bcmhd,bcfmd->bmhcf", first_k)
         is_beyond = position_BC[..., None] - jnp.arange(first.count) >= window
         columns.append(jnp.where(is_beyond[:, None, None], s_BMHCF, _HIDDEN))
@@ -320,7 +320,7 @@ def _attend_chunk(chunk, k_BSMK, v_BSMK, kv_ids_BS, sink, first, window):
     return o.reshape(q_BCNK.shape).astype(q_BCNK.dtype)
 
 
-def _rows_of_first(first: FirstTokens, start_BC, groups, width):
+def _first_keys_and_values(first: FirstTokens, start_BC, groups, width):
     """Returns the keys and the values [B, C, F, M, K] of the first tokens of each query's
     document.
     """

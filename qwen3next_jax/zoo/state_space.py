@@ -27,8 +27,8 @@ from qwen3next_jax.zoo.references import (
     causal_convolution,
     outer_product_recurrence,
     project_out,
+    queries_keys_values_gate,
     rms_norm,
-    split_projection,
 )
 
 EXAMPLES = {
@@ -50,7 +50,7 @@ class ChannelStates(Mixer):
         state_size: Annotated[int, "at least 1"] = 16
 
     @classmethod
-    def forward_flops(cls, config, length):
+    def activation_flops(cls, config, length):
         """Counts the FLOPs per token of writing and reading the states of all channels."""
         channels = config.linear_num_value_heads * config.linear_value_head_dim
         return 4 * channels * cls.settings(config).state_size
@@ -108,7 +108,7 @@ class Mamba(ChannelStates):
         xz_BTHC = jnp.einsum("btd,dhc->bthc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
         x_BTHV, z_BTHV = jnp.split(xz_BTHC, 2, axis=-1)
         x_BTHV, conv_state = self._convolve(x_BTHV, context, cache and cache["conv"])
-        step_BTHV, b_BTN, c_BTN = self._step_write_and_read(x_BTHV)
+        step_BTHV, b_BTN, c_BTN = self._project_to_step_b_and_c(x_BTHV)
         y_BTHV, state_BHVN = self._scan(
             x_BTHV, step_BTHV, b_BTN, c_BTN, context, cache and cache["state"]
         )
@@ -145,7 +145,7 @@ class Mamba(ChannelStates):
             x_BTHV, self.conv_kernel[...].astype(x_BTHV.dtype), context.segment_ids, state
         )
 
-    def _step_write_and_read(self, x_BTHV):
+    def _project_to_step_b_and_c(self, x_BTHV):
         """Computes, from the x of every channel, the step Δ [B, T, H, V] in float32, and the
         vectors B [B, T, N] and C [B, T, N].
         """
@@ -389,7 +389,7 @@ def mamba_reference(config, params, x):
 
 
 def mamba2_reference(config, params, x):
-    q, k, v, gate = split_projection(config, params, x, convolved=True)
+    q, k, v, gate = queries_keys_values_gate(config, params, x, convolved=True)
     step = jax.nn.softplus(x @ params["step_proj"] + params["dt_bias"])
     o = outer_product_recurrence(q, k, v, -jnp.exp(params["a_log"]) * step, step)
     y = (o + params["skip"][:, None] * v) * jax.nn.silu(gate)

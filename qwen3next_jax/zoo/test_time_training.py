@@ -17,7 +17,12 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
 from qwen3next_jax.zoo.ops import token_scan
 from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
-from qwen3next_jax.zoo.references import project_out, rms_norm, split_projection, unit
+from qwen3next_jax.zoo.references import (
+    project_out,
+    queries_keys_values_gate,
+    rms_norm,
+    unit_length,
+)
 
 EXAMPLES = {
     "ttt": {"linear_mixer": "ttt", "mixer": {"block": 4}},
@@ -67,7 +72,7 @@ class TrainedState(Recurrent):
         )
         return o_BTHV.astype(heads.v.dtype), state
 
-    def after_token(self, states, new_BHKV):
+    def states_after_token(self, states, new_BHKV):
         """Returns the parts of the cache after a token, where `new_BHKV` is the new "state". After
         the last token of a block, "start" gets this value too, for the gradients of the next block.
         """
@@ -149,7 +154,7 @@ class TTT(TrainedState):
             q, k, v, rate_BH = token
             gradient = jax.grad(loss)(states["start"], k, v)
             w = states["state"] - rate_BH[..., None, None] * gradient
-            return self.after_token(states, w), f(q, w)
+            return self.states_after_token(states, w), f(q, w)
 
         return self.scan_tokens(step, heads, heads.beta, state)
 
@@ -213,7 +218,7 @@ class Titans(TrainedState):
             gradient = k_BHK1 * error_BHV[..., None, :]
             p = momentum * states["momentum"] - rate * gradient
             m = kept * states["state"] + p
-            states = self.after_token(states | {"momentum": p}, m)
+            states = self.states_after_token(states | {"momentum": p}, m)
             return states, jnp.einsum("bhkv,bhk->bhv", m, q)
 
         gates_BTH3 = jnp.concatenate([jnp.exp(heads.g)[..., None], heads.beta], axis=-1)
@@ -227,7 +232,7 @@ class Titans(TrainedState):
 
 def ttt_reference(config, params, x):
     """Computes TTT with one autodiff gradient per token, at the state before its block."""
-    q, k, v, _ = split_projection(config, params, x)
+    q, k, v, _ = queries_keys_values_gate(config, params, x)
     block = TTT.settings(config).block
 
     def f(w, x):
@@ -250,8 +255,8 @@ def ttt_reference(config, params, x):
 
 
 def titans_reference(config, params, x):
-    q, k, v, _ = split_projection(config, params, x, convolved=True)
-    q, k = unit(q), unit(k)
+    q, k, v, _ = queries_keys_values_gate(config, params, x, convolved=True)
+    q, k = unit_length(q), unit_length(k)
     gates = jax.nn.sigmoid(
         jnp.einsum("td,dhg->thg", x, params["gates_proj"]) + params["gates_bias"]
     )

@@ -14,6 +14,7 @@ import pytest
 
 from qwen3next_jax.commands import config_flags
 from qwen3next_jax.commands.help import help_on
+from qwen3next_jax.commands.run_flags import read_step
 from qwen3next_jax.common import installation
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
 from qwen3next_jax.config.describe import list_settings
@@ -42,6 +43,13 @@ def _run(*command, input=None, **environment):
         text=True,
         timeout=120,
     )
+
+
+@pytest.mark.parametrize("text", ["bset", "-1", "1e3", "", "٣"])
+def test_a_step_is_a_number_or_best(text):
+    assert [read_step(given) for given in (None, "0", "500", "best")] == [None, 0, 500, "best"]
+    with refused(f"--step={text}", "best"):
+        read_step(text)
 
 
 # command → what the one line names with which it ends

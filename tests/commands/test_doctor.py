@@ -28,13 +28,13 @@ def test_every_part_traces_and_asks_for_its_operators():
 @pytest.fixture
 def kernel(monkeypatch):
     """The module of the kernels of an operator "doubled", on what looks like a GPU."""
-    module = types.SimpleNamespace(supports=lambda x: "", run=lambda x: 2 * x)
+    module = types.SimpleNamespace(unsupported_reason=lambda x: "", run=lambda x: 2 * x)
     monkeypatch.setitem(plugin.KERNELS, "doubled", {"kernel": ("gpu", "doubled_kernel")})
     monkeypatch.setitem(sys.modules, "doubled_kernel", module)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    implementations.kernels.cache_clear()
+    implementations.kernels_by_name.cache_clear()
     yield module
-    implementations.kernels.cache_clear()
+    implementations.kernels_by_name.cache_clear()
 
 
 FORMS = (Form("xla", ("cpu", "gpu"), {"run": lambda x: x + x}),)
@@ -60,11 +60,19 @@ def no_memory(x):
     "change, code, why",
     [
         ({}, 0, "the default on a GPU"),
-        ({"supports": lambda x: "has an odd size"}, 1, "without kernels: the call has an odd size"),
-        ({"supports": lambda x: f"failed {implementations.WHERE_TRIED}"}, 2, "failed where"),
+        (
+            {"unsupported_reason": lambda x: "has an odd size"},
+            1,
+            "without kernels: the call has an odd size",
+        ),
+        (
+            {"unsupported_reason": lambda x: f"failed {implementations.WHERE_TRIED}"},
+            2,
+            "failed where",
+        ),
         (
             {
-                "supports": lambda x: (
+                "unsupported_reason": lambda x: (
                     f"failed {implementations.WHERE_TRIED}: {implementations.NO_MEMORY}"
                 )
             },

@@ -10,14 +10,17 @@ import jax
 import pytest
 from flax import nnx
 
+from qwen3next_jax.commands.config_flags import load_settings
 from qwen3next_jax.commands.show import layers_text
-from qwen3next_jax.config import Config, ModelConfig, from_dict
+from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
 from qwen3next_jax.config.files import load_config_file
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.description import context_memory, layer_kinds
 from qwen3next_jax.model.flops import parameter_counts
 from qwen3next_jax.model.language_model import declared
 from qwen3next_jax.reporting.architecture import LayerBox, draw_model
+from qwen3next_jax.runs.record import run_text
+from tests.records import record
 from tests.refusals import refused
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -79,6 +82,16 @@ def test_show_refuses_a_third_config():
 
     with refused("3"):
         show.main(["a.py", "b.py", "c.py"])
+
+
+def test_a_run_is_shown_by_its_folder(tmp_path):
+    config = default_config()
+    config["model"] |= {"num_hidden_layers": 3, "num_experts": 0}
+    (tmp_path / "run.json").write_text(run_text(record(config=config)))
+    assert load_settings(str(tmp_path))["model"]["num_hidden_layers"] == 3
+    (tmp_path / "run.json").unlink()
+    with refused(tmp_path, "run.json"):
+        load_settings(str(tmp_path))
 
 
 def test_an_unwritable_figure_is_one_line():

@@ -41,6 +41,7 @@ from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Recipe
 from qwen3next_jax.data.sources import NothingFound, resolve
 from qwen3next_jax.data.store import Store, write_json
+from qwen3next_jax.data.text import LONG
 from qwen3next_jax.data.tokens import load_tokenizer
 from tests.corpora import TEXTS, jsonl, write_jsonl
 from tests.refusals import refused
@@ -409,6 +410,20 @@ def test_bad_records_stop_or_are_left_out_and_counted(kind, tmp_path, capsys):
         TextData(config, 64, 4)
 
 
+def test_blank_texts_are_left_out_and_counted(tmp_path):
+    blank = ["", " ", "\n\t\n", "\u3000\u00a0"]
+    (tmp_path / "a.jsonl").write_bytes(jsonl([*TEXTS[:50], *blank, *TEXTS[50:100]]))
+    (tmp_path / "b.txt").write_text("\n\n")
+    (tmp_path / "c.txt").write_bytes(b"text" + b" " * LONG)
+    (tmp_path / "d.txt").write_bytes(b"\n" * LONG)
+    config = DataConfig(path=f"{tmp_path}/*", prepared_dir=f"{tmp_path}-p")
+    facts = TextData(config, 64, 4).describe()
+    assert facts["documents"] == 101
+    assert facts["sources"][0]["empty_documents"] == 6 and "6 blank" in facts["title"]
+    with refused(tmp_path / "b.txt"):
+        run(f"{tmp_path}/b.txt", tmp_path / "p")
+
+
 def test_an_object_over_several_lines_is_named(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"text": "one"}, indent=2))
     with refused("a.json:1"):
@@ -570,7 +585,7 @@ def test_a_dead_worker_is_named(texts, tmp_path, monkeypatch):
         prepare([source], Fatal(), Recipe(64, 0.1, 0), tmp_path / "q", workers=2)
 
 
-def test_damaged_units_are_named(texts, tmp_path):
+def test_damaged_parts_are_named(texts, tmp_path):
     run(texts, tmp_path / "p")
     manifest = next((tmp_path / "p").glob("tokens/*/*.json"))
     tokens = manifest.with_suffix(".tokens")
@@ -911,7 +926,7 @@ def test_progress_is_reported(texts, tmp_path, monkeypatch):
 # ---- two libraries that tokenize
 
 
-def test_units_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeypatch, capsys):
+def test_parts_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeypatch, capsys):
     pytest.importorskip("tiktoken")
     small = tokenizers.Tokenizer(tokenizers.models.BPE())
     small.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,5 +1,6 @@
-"""`optimizer.scaling`: the table of 2203.03466 and 2505.01618, that paper's own form of the model
-trained beside ours, and the sizes of activations over width and depth.
+"""`model.depth_scaled_init`, and `optimizer.scaling`: the table of 2203.03466 and 2505.01618, that
+paper's own form of the model trained beside ours, and the sizes of activations over width and
+depth.
 """
 
 import dataclasses
@@ -15,8 +16,9 @@ from flax import nnx
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import LoRAConfig, MuonConfig, OptimizerConfig
 from qwen3next_jax.config.block import BlockConfig
-from qwen3next_jax.config.registry import OPTIMIZERS
+from qwen3next_jax.config.registry import OPTIMIZERS, PLACEMENTS
 from qwen3next_jax.model import declared
+from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.runs.changes import may_change
 from qwen3next_jax.training.optimizer import make_optimizer
 from qwen3next_jax.training.parameter_groups import make_parameter_groups
@@ -276,8 +278,9 @@ def test_activations_do_not_grow_with_the_depth(name):
         ({"lora": LoRAConfig(rank=2)}, {}, "model.lora"),
         ({}, {"name": "muon", "muon": MuonConfig(per_head=True)}, "per_head"),
         ({}, {"name": "mine"}, "rate_over_width"),
+        ({"depth_scaled_init": True}, {}, "depth_scaled_init"),
     ],
-    ids=("tied", "placement", "adapters", "per head", "own optimizer"),
+    ids=("tied", "placement", "adapters", "per head", "own optimizer", "depth twice"),
 )
 def test_what_has_no_rule_is_refused(monkeypatch, changes, of_optimizer, name):
     monkeypatch.setitem(OPTIMIZERS, "mine", f"{__name__}:my_direction")
@@ -304,6 +307,36 @@ def test_a_base_that_does_not_fit_is_refused(scaling, settings, name):
 def test_a_run_keeps_its_scaling():
     assert not may_change("config.optimizer.scaling")
     assert not may_change("config.optimizer.base_width")
+
+
+def test_starts_scaled_by_depth_are_those_of_gpt2():
+    """What mixers and MLPs add to the residual stream starts 1 / √(2 · 4 layers) times as large."""
+    plain = model(
+        16,
+        4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        mtp_depth=1,
+    )
+    plain = dataclasses.replace(plain, mlp_only_layers=(1,))
+    last = ("o_proj", "out_proj", "down", "expert_down", "shared_down")
+    parameters = {path.rpartition("/")[2]: one for path, one in declared(plain).items()}
+    assert {name for name, one in parameters.items() if one.writes_to_residual} == set(last)
+
+    def start(config, dims):
+        return Make(config, nnx.Rngs(0)).matrix((2, 2), dims)[...]
+
+    scaled = dataclasses.replace(plain, depth_scaled_init=True)
+    for dims, factor in (("mlp -> embed", 8**-0.5), ("embed -> mlp", 1.0)):
+        np.testing.assert_allclose(start(scaled, dims), start(plain, dims) * factor, rtol=1e-6)
+
+
+@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "pre"])
+def test_a_norm_or_gate_after_the_last_matrix_has_no_such_start(placement):
+    with refused("depth_scaled_init", placement):
+        model(16, block=BlockConfig(placement), depth_scaled_init=True)
 
 
 def my_direction(config, declared, mesh):

@@ -329,6 +329,21 @@ def test_a_sweep_refuses_data_that_do_not_fit(data, lengths, names):
         check_without_devices(config)
 
 
+def test_eval_refuses_data_that_do_not_fit_before_it_opens_them(tmp_path, monkeypatch):
+    class Loaded(nnx.Module):
+        config = NANO.model
+
+    loaded = Loaded(), IDS, None, None, None
+    monkeypatch.setattr(evaluate, "load_model", lambda *_, **__: loaded)
+    monkeypatch.setattr(evaluate, "tokenizer_of_model", lambda path: "bytes")
+    monkeypatch.setattr(evaluate, "open_data", None)
+    (tmp_path / "config.json").touch()
+    config = dataclasses.replace(NANO, data=DataConfig(source="mqar"))
+    with refused("state", "data.source", "mqar"):
+        options = evaluation.EvalOptions(lengths=(64,))
+        list(evaluate.run_evaluations(config, tmp_path, ("state",), options))
+
+
 def test_sources_are_measured_in_one_pass(tmp_path, monkeypatch):
     """Each row counts once: 3 rows make up the total, and the missing rows of each source are in
     the same batch.

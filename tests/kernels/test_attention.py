@@ -16,7 +16,7 @@ from qwen3next_jax.kernels.tpu import splash_attention as splash
 from qwen3next_jax.ops import attention
 from qwen3next_jax.ops import cached_attention as cached
 from qwen3next_jax.ops.attention import dispatch
-from qwen3next_jax.ops.cached_attention import cached_attention, write
+from qwen3next_jax.ops.cached_attention import cached_attention, write_to_cache
 from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.ops.implementations import choose
 
@@ -168,7 +168,7 @@ def test_cached_decoding_equals_the_whole(new, layers, monkeypatch):
     @jax.jit
     def run(q, new_k, new_v, k, v):
         at = jnp.asarray(positions)
-        k, v = (write(x, new, layers - 1, at[:, 0]) for x, new in ((k, new_k), (v, new_v)))
+        k, v = (write_to_cache(x, new, layers - 1, at[:, 0]) for x, new in ((k, new_k), (v, new_v)))
         return cached_attention(q, k, v, layers - 1, at)
 
     filled = np.arange(capacity) < positions[:, :1]
@@ -185,7 +185,7 @@ def test_cached_decoding_equals_the_whole(new, layers, monkeypatch):
 
 def test_tokens_before_the_first_slot_are_dropped():
     new = jnp.arange(1.0, 5.0).reshape(1, 4, 1, 1)
-    written = write(jnp.zeros((1, 1, 6, 1, 1)), new, 0, jnp.array([-1]))
+    written = write_to_cache(jnp.zeros((1, 1, 6, 1, 1)), new, 0, jnp.array([-1]))
     np.testing.assert_array_equal(written.ravel()[:3], [2, 3, 4])
 
 
@@ -199,7 +199,7 @@ def test_decoding_copies_no_cache(layers):
     def step(i, carry):
         def layer(carry, r):
             q, k, v = carry
-            k, v = (write(x, q[:, :, :2], r, jnp.full(1, i)) for x in (k, v))
+            k, v = (write_to_cache(x, q[:, :, :2], r, jnp.full(1, i)) for x in (k, v))
             return (cached_attention(q, k, v, r, jnp.full((1, 1), i)), k, v), None
 
         return jax.lax.scan(layer, carry, jnp.arange(layers))[0]

@@ -144,7 +144,7 @@ def test_the_kernels_interpreted_match_the_products(width, activation, time, doc
     with jax.enable_x64(True):
         want = both_ways(jnp.float64)
 
-    assert not tpu_kernels.supports(jnp.zeros(x.shape, jnp.float32), kernel, activation)
+    assert not tpu_kernels.unsupported_reason(jnp.zeros(x.shape, jnp.float32), kernel, activation)
     functions = {
         name: functools.partial(getattr(tpu_kernels, name), interpret=True)
         for name in ("forward", "backward")

@@ -58,12 +58,12 @@ def test_classes_cover_every_length_once(length):
 def test_ranges_list_every_document_once():
     """Lengths and offsets, the same by document, and the same by token."""
     ids = ids_of(ROWS, T)
-    first, length = document_ranges.spans(jnp.asarray(ids))
+    first, length = document_ranges.document_spans(jnp.asarray(ids))
     found = []
     for of in document_ranges.length_classes(T):
-        ranges = jax.tree.map(np.asarray, document_ranges.of_class(first, length, of))
+        ranges = jax.tree.map(np.asarray, document_ranges.ranges_of_class(first, length, of))
         width = of.longest
-        assert ranges.offsets.shape == (len(ROWS) * T // width, of.documents + 1)
+        assert ranges.offsets.shape == (len(ROWS) * T // width, of.max_documents + 1)
         used = ranges.lengths >= 0
         assert np.array_equal(ranges.offsets[:, :-1] >= 0, used)
         assert np.all(ranges.offsets[:, -1] == -1)
@@ -74,7 +74,7 @@ def test_ranges_list_every_document_once():
         assert not np.any(ranges.counts[len(begins) :])
         tokens = np.concatenate([np.arange(a, a + n) for a, n in zip(begins, counts)])
         np.testing.assert_array_equal(np.flatnonzero(ranges.covered), tokens)
-        by_token = ranges.begins[ranges.document] + ranges.place
+        by_token = ranges.begins[ranges.document_of_token] + ranges.position_in_document
         np.testing.assert_array_equal(by_token.reshape(-1)[tokens], tokens)
         found += zip(begins.tolist(), counts.tolist())
     expected = [
@@ -89,7 +89,9 @@ def test_ranges_list_every_document_once():
 def test_shared_documents_end_the_keys_and_begin_the_queries():
     rows = (1, 1, 2, 2), (3, 3, 3, 3), (1, 1, 0, 0), (1, 2, 4, 4)
     later = (2, 4, 4, 0), (4, 4, 5, 5), (0, 0, 0, 0), (4, 4, 4, 4)
-    queries, keys = document_ranges.of_shared(jnp.asarray(later), jnp.asarray(rows))
+    queries, keys = document_ranges.ranges_of_shared_documents(
+        jnp.asarray(later), jnp.asarray(rows)
+    )
     np.testing.assert_array_equal(queries.lengths, [[1, -1], [-1, -1], [-1, -1], [4, -1]])
     np.testing.assert_array_equal(queries.offsets[:, 0], [0, -1, -1, 0])
     np.testing.assert_array_equal(keys.lengths, [[2, -1], [-1, -1], [-1, -1], [2, -1]])
@@ -151,7 +153,9 @@ def test_a_large_batch_is_computed_in_parts(monkeypatch):
     arrays = inputs(3, 128, 2, 1, 8, dtype=jnp.bfloat16)
     run = lambda *x: attention(*x, implementation="cudnn")
     whole = output_and_gradients(run, *arrays)
-    monkeypatch.setattr(cudnn_attention, "ELEMENTS", 2 * cudnn_attention._elements(arrays[0]))
+    monkeypatch.setattr(
+        cudnn_attention, "ELEMENTS", 2 * cudnn_attention._elements_per_row(arrays[0])
+    )
     calls = []
     one = cudnn.forward
     monkeypatch.setattr(
@@ -168,8 +172,8 @@ def test_a_large_batch_is_computed_in_parts(monkeypatch):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """A process that can lower calls of cuDNN, which ask for the GPU's release and capability."""
-    monkeypatch.setattr(cudnn, "unsupported", lambda: "")
-    entry = cudnn._entry()
+    monkeypatch.setattr(cudnn, "unsupported_reason", lambda: "")
+    entry = cudnn._cudnn_module()
     monkeypatch.setattr(entry, "check_cudnn_version", lambda: cudnn.MIN_CUDNN)
     monkeypatch.setattr(entry, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(entry, "is_cuda_compute_capability_equal", lambda capability: False)
@@ -226,11 +230,11 @@ def test_each_shard_of_a_mesh_calls_cudnn(on_a_gpu):
 def test_a_gpu_runs_cudnn_that_passed(on_a_gpu, monkeypatch, capsys):
     program = lambda t: str(jax.make_jaxpr(lambda q: attention(q, q, q))(shapes(t)[0]))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(self_test, "outcome", lambda *_: "")
+    monkeypatch.setattr(self_test, "find_failure", lambda *_: "")
     assert "dot_product_attention" in program(128) and "cuDNN" in capsys.readouterr().err
     assert "dot_product_attention" not in program(129)
     assert "129" in capsys.readouterr().err
-    monkeypatch.setattr(self_test, "outcome", lambda *_: "gave another dq")
+    monkeypatch.setattr(self_test, "find_failure", lambda *_: "gave another dq")
     assert "dot_product_attention" not in program(256)
     assert "dq" in capsys.readouterr().err
 
@@ -249,7 +253,7 @@ def test_a_gpu_runs_cudnn_that_passed(on_a_gpu, monkeypatch, capsys):
 )
 def test_what_cudnn_does_not_take_is_said(shape, dtype, split, words):
     q = jax.ShapeDtypeStruct(shape, dtype)
-    reason = cudnn_attention.supports(q, q, q, split)
+    reason = cudnn_attention.unsupported_reason(q, q, q, split)
     assert words in reason and bool(reason) == bool(words)
 
 
@@ -257,22 +261,23 @@ def test_another_signature_or_release_is_refused_in_one_line(on_a_gpu, monkeypat
     monkeypatch.undo()
     chip = [collections.namedtuple("Device", "compute_capability")("9.0")]
     monkeypatch.setattr(jax, "local_devices", lambda: chip)
-    entry = cudnn._entry()
+    entry = cudnn._cudnn_module()
     monkeypatch.setattr(entry, "check_cudnn_version", lambda: 90500)
     if jax.__version_info__ >= cudnn.MIN_JAX:
         assert (
-            cudnn._unsupported_here() == "with cuDNN 90500: expected 90600 or later (the extra gpu)"
+            cudnn._unsupported_reason_here()
+            == "with cuDNN 90500: expected 90600 or later (the extra gpu)"
         )
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
-        assert "xla_gpu_deterministic_ops" in cudnn._unsupported_here()
+        assert "xla_gpu_deterministic_ops" in cudnn._unsupported_reason_here()
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
-        assert "cuDNN 90500" in cudnn._unsupported_here()
+        assert "cuDNN 90500" in cudnn._unsupported_reason_here()
         monkeypatch.setattr(entry, "dot_product_attention", lambda query, key, value: None)
-        assert "is another (dot_product_attention)" in cudnn._unsupported_here()
+        assert "is another (dot_product_attention)" in cudnn._unsupported_reason_here()
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    assert "mixes documents up" in cudnn._unsupported_here()
+    assert "mixes documents up" in cudnn._unsupported_reason_here()
     chip[:] = [collections.namedtuple("Device", "compute_capability")("8.9")]
-    assert "8.9: expected 9.0" in cudnn._unsupported_here()
+    assert "8.9: expected 9.0" in cudnn._unsupported_reason_here()
 
 
 @pytest.mark.slow

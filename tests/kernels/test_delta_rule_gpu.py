@@ -111,7 +111,7 @@ def test_a_row_in_three_pieces_forward():
         Inputs(q, k, v, g, beta),
         state,
         None,
-        Settings(CHUNK, normalize_qk=True, erase=True),
+        Settings(CHUNK, normalize_qk=True, delta_term=True),
         save=False,
         interpret=True,
         split=delta_rule_problem.Split(3, 1),
@@ -243,7 +243,7 @@ def test_rows_of_a_batch_the_future_repetition_and_x64(monkeypatch):
         to = lambda n, x: jnp.asarray(x, jnp.bfloat16 if n in "qkv" else jnp.float32)
         arrays = {n: to(n, x) for n, x in inputs.items()}
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(self_test, "unsupported_chip", lambda: "")
+        monkeypatch.setattr(self_test, "unsupported_chip_reason", lambda: "")
         # Lowered for a GPU alone: the interpreter has no loop inside a branch with 64-bit numbers
         # on.
         lowered = (
@@ -266,10 +266,10 @@ def test_rows_of_a_batch_the_future_repetition_and_x64(monkeypatch):
         (dict(time=1, key=64, value=64), dict()),
         (dict(time=CHUNK - 1, key=128, value=64), dict()),
         (dict(time=CHUNK + 1, key=64, value=256), dict()),
-        (dict(time=CHUNK, key=256, value=64), dict(erase=False, normalize_qk=False)),
+        (dict(time=CHUNK, key=256, value=64), dict(delta_term=False, normalize_qk=False)),
         (dict(time=2 * CHUNK + 1, key=256, value=256, heads=1), dict()),
         (dict(time=3 * CHUNK, key=128, value=128, heads=4), dict()),
-        (dict(time=CHUNK + 2, key=64, value=64, groups=2), dict(erase=False)),
+        (dict(time=CHUNK + 2, key=64, value=64, groups=2), dict(delta_term=False)),
         (dict(time=CHUNK + 2, key=128, value=64), dict(normalize_qk=False)),
         (dict(time=CHUNK + 1, key=42, value=84), dict()),  # padded to 64 and 128
         (dict(time=CHUNK + 1, key=96, value=40, heads=1), dict(normalize_qk=False)),
@@ -333,7 +333,7 @@ def test_what_has_no_kernel_is_refused(change, message):
 
 @pytest.mark.parametrize("chip", ["8.0", "10.0"])
 def test_other_chips_have_no_kernel(chip, monkeypatch, capsys):
-    self_test._say_once.cache_clear()
+    self_test._print_cached.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(
         jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=chip)]
@@ -369,10 +369,10 @@ def test_a_wrong_kernel_is_refused_and_remembered(monkeypatch, tmp_path):
 
     def verdict(folder):
         split = delta_rule_problem.Split(1, 1)
-        found, test = [], delta_rule_self_test.test(64, 64, True, True, split)
+        found, test = [], delta_rule_self_test.make_self_test(64, 64, True, True, split)
         jax.eval_shape(
             lambda x: (
-                found.append(self_test.outcome(jax.devices()[0], test, tmp_path / folder)) or x
+                found.append(self_test.find_failure(jax.devices()[0], test, tmp_path / folder)) or x
             ),
             0,
         )
@@ -421,9 +421,9 @@ def test_a_wrong_kernel_is_refused_and_remembered(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_gpu_takes_kernels_that_were_right(monkeypatch, capsys):
     """Two forward, three backward, of one shape and dtype with the XLA form's results."""
-    self_test._say_once.cache_clear()
+    self_test._print_cached.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(pallas_gpu, "supports", lambda *_, **__: "")
+    monkeypatch.setattr(pallas_gpu, "unsupported_reason", lambda *_, **__: "")
     q, v = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (1, 3))
     numbers, ids = (
         jax.ShapeDtypeStruct((1, 64, 3), jnp.float32),
@@ -431,7 +431,7 @@ def test_a_gpu_takes_kernels_that_were_right(monkeypatch, capsys):
     )
 
     def kernels(verdict, transformed, **named):
-        monkeypatch.setattr(self_test, "outcome", lambda *_: verdict)
+        monkeypatch.setattr(self_test, "find_failure", lambda *_: verdict)
 
         def f(q, v, g, ids):
             o, _ = gated_delta_rule(q, q, v, g=g, beta=-g, segment_ids=ids, **named)

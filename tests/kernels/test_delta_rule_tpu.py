@@ -43,7 +43,7 @@ SMALL = {
     "1 head, chunk 16, float32": dict(
         key_heads=1, value_heads=1, width=32, value_width=32, dtype="float32"
     ),
-    "no erasing, no norm": dict(erase=False, normalize_qk=False),
+    "no delta term, no norm": dict(delta_term=False, normalize_qk=False),
     "chunk 32": dict(time=32),
     "share 4": dict(value_heads=8),
     "3 heads": dict(key_heads=3, value_heads=3),
@@ -52,7 +52,7 @@ SMALL = {
         width=256, value_width=64, dtype="float32", key_dtype="bfloat16"
     ),
     "no norm, float32": dict(normalize_qk=False, dtype="float32"),
-    "no erasing, documents": dict(erase=False, documents=True, first_state=True),
+    "no delta term, documents": dict(delta_term=False, documents=True, first_state=True),
 }
 CASES = LARGE | SMALL
 

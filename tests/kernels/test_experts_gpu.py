@@ -91,10 +91,14 @@ def stand_ins(monkeypatch):
     }
 
     def use(no_mosaic: str = "", no_triton: str = ""):
-        monkeypatch.setattr(tokamax, "module", lambda n: types.SimpleNamespace(**modules[n]))
-        monkeypatch.setattr(tokamax, "unsupported", lambda: no_mosaic)
-        monkeypatch.setattr(tokamax, "triton_unsupported", lambda: no_triton)
-        monkeypatch.setattr(kernels, "is_default", lambda x, w: not kernels.supports(x, w))
+        monkeypatch.setattr(
+            tokamax, "tokamax_module", lambda n: types.SimpleNamespace(**modules[n])
+        )
+        monkeypatch.setattr(tokamax, "mosaic_unsupported_reason", lambda: no_mosaic)
+        monkeypatch.setattr(tokamax, "triton_unsupported_reason", lambda: no_triton)
+        monkeypatch.setattr(
+            kernels, "is_default", lambda x, w: not kernels.unsupported_reason(x, w)
+        )
 
     return use
 
@@ -108,8 +112,8 @@ def test_the_self_test_passes_right_kernels(stand_ins, no_mosaic, no_triton):
 
 def test_the_self_test_refuses_shifted_groups(stand_ins, monkeypatch):
     stand_ins()
-    right = kernels.product
-    monkeypatch.setattr(kernels, "product", lambda x, w, s: right(x, w, s.at[0].add(-1)))
+    right = kernels.unmasked_matmul
+    monkeypatch.setattr(kernels, "unmasked_matmul", lambda x, w, s: right(x, w, s.at[0].add(-1)))
     assert kernels.max_error(64, 64)[1] > 2 * kernels.TOLERANCE
 
 
@@ -197,9 +201,9 @@ def test_routed_experts_equal_the_reference(stand_ins, no_mosaic, no_triton, roo
 def test_one_line_says_why_experts_run_without_kernels(
     monkeypatch, capsys, no_mosaic, no_triton, change, reason
 ):
-    monkeypatch.setattr(tokamax, "unsupported", lambda: no_mosaic)
-    monkeypatch.setattr(tokamax, "triton_unsupported", lambda: no_triton)
-    self_test._say_once.cache_clear()
+    monkeypatch.setattr(tokamax, "mosaic_unsupported_reason", lambda: no_mosaic)
+    monkeypatch.setattr(tokamax, "triton_unsupported_reason", lambda: no_triton)
+    self_test._print_cached.cache_clear()
     call = dict(widths=(128, 64), dtype=jnp.bfloat16) | change
     d, f = call["widths"]
     x, w = (jax.ShapeDtypeStruct(s, call["dtype"]) for s in ((256, d), (4, d, f)))
@@ -210,12 +214,12 @@ def test_one_line_says_why_experts_run_without_kernels(
 
 @pytest.mark.parametrize("failing, enabled", [(("triton",), True), (("triton", "mosaic"), False)])
 def test_mosaic_computes_dw_where_tritons_fails(monkeypatch, failing, enabled):
-    monkeypatch.setattr(tokamax, "unsupported", lambda: "")
-    monkeypatch.setattr(tokamax, "triton_unsupported", lambda: "")
+    monkeypatch.setattr(tokamax, "mosaic_unsupported_reason", lambda: "")
+    monkeypatch.setattr(tokamax, "triton_unsupported_reason", lambda: "")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(self_test, "_agreed_outcomes", {})
     fails = lambda device, test, folder: "failed" if test.kind[2] in failing else ""
-    monkeypatch.setattr(self_test, "_stored_outcome", fails)
+    monkeypatch.setattr(self_test, "_stored_or_new_failure", fails)
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 128), (4, 128, 64)))
     found = []
     (decision,) = implementations.trace_and_record(
@@ -226,7 +230,7 @@ def test_mosaic_computes_dw_where_tritons_fails(monkeypatch, failing, enabled):
     assert found[-1].is_kernel == decision.is_kernel == enabled
     if enabled:
         assert "gradients of the experts' weights to take several times as long" in decision.reason
-        assert kernels._choose(128, 64)[:2] == ("mosaic", "mosaic")
+        assert kernels._choose_kernels(128, 64)[:2] == ("mosaic", "mosaic")
 
 
 def test_few_rows_are_no_reason_for_a_warning(monkeypatch):
@@ -240,11 +244,13 @@ def test_few_rows_are_no_reason_for_a_warning(monkeypatch):
 
 def test_a_call_waits_for_no_process_that_lacks_tokamax(monkeypatch):
     """The other process has told that tokamax is missing there: no test runs."""
-    monkeypatch.setattr(tokamax, "_missing", lambda *_: "")
+    monkeypatch.setattr(tokamax, "_missing_reason", lambda *_: "")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     told = {"tokamax": "without tokamax (process 1)"}
-    monkeypatch.setattr(self_test, "_agreed", lambda question, find: told.get(question[1], find()))
-    assert tokamax.unsupported() == told["tokamax"]
+    monkeypatch.setattr(
+        self_test, "_exchange_once", lambda question, find: told.get(question[1], find())
+    )
+    assert tokamax.mosaic_unsupported_reason() == told["tokamax"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed")
@@ -254,9 +260,9 @@ def test_tokamax_kernels_are_lowered_for_a_layer(monkeypatch, widths):
 
     chip = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
     monkeypatch.setattr(backend, "get_default_device", lambda: chip)
-    monkeypatch.setattr(tokamax, "capability", lambda: 9.0)
+    monkeypatch.setattr(tokamax, "compute_capability", lambda: 9.0)
     monkeypatch.setattr(self_test, "is_enabled", lambda test, refusal: not refusal)
-    monkeypatch.setattr(self_test, "unsupported_chip", lambda: "")
+    monkeypatch.setattr(self_test, "unsupported_chip_reason", lambda: "")
     if importlib.util.find_spec("jax_triton") is not None:
         from jax_triton import triton_lib
 

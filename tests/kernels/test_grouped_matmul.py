@@ -164,11 +164,11 @@ def test_a_gpu_takes_kernels_that_passed_their_test(monkeypatch, capsys):
     )
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(gpu_kernels, "matmul", lambda x, w, sizes: jnp.cbrt(x @ w[0]))
-    monkeypatch.setattr(tokamax, "triton_unsupported", lambda: "without it")
-    monkeypatch.setattr(tokamax, "unsupported", lambda: "without it")
+    monkeypatch.setattr(tokamax, "triton_unsupported_reason", lambda: "without it")
+    monkeypatch.setattr(tokamax, "mosaic_unsupported_reason", lambda: "without it")
     assert "cbrt" not in lowered() and "grouped products" in capsys.readouterr().err
-    monkeypatch.setattr(tokamax, "unsupported", lambda: "")
-    monkeypatch.setattr(self_test, "outcome", lambda *_: "")
+    monkeypatch.setattr(tokamax, "mosaic_unsupported_reason", lambda: "")
+    monkeypatch.setattr(self_test, "find_failure", lambda *_: "")
     assert "cbrt" in lowered() and "grouped products" in capsys.readouterr().err
 
 

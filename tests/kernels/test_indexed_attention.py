@@ -43,7 +43,7 @@ def problem(lengths, ratio, budget, dtype, ties=True):
     last = np.stack([np.pad(np.flatnonzero(e), (0, count - e.sum())) for e in ends])
     there = np.arange(count) < ends.sum(1, keepdims=True)
     of_row = lambda x: np.take_along_axis(x, last, axis=1).astype(np.int32)
-    of_rows = qsa.Blocks(
+    row_blocks = qsa.Blocks(
         jnp.asarray(block_k, dtype),
         of_row(place) - (ratio - 1),
         np.where(there, of_row(segments), 0),
@@ -59,15 +59,23 @@ def problem(lengths, ratio, budget, dtype, ties=True):
     heads = (draw(tokens, n, WIDTH) for n in (HEADS, KEY_HEADS, KEY_HEADS))
     q, k, v, index_q = (jnp.asarray(x, dtype) for x in (*heads, index_q))
     do = draw(tokens, HEADS, WIDTH) * (segments > 0)[..., None, None]
-    given = q, k, v, index_q, jax.tree.map(jnp.asarray, of_rows), qsa.tokens_of(context), settings
+    given = (
+        q,
+        k,
+        v,
+        index_q,
+        jax.tree.map(jnp.asarray, row_blocks),
+        qsa.query_and_key_tokens(context),
+        settings,
+    )
     return given, jnp.asarray(do, dtype)
 
 
-def seen_by_oracle(index_q, of_rows, tokens, settings):
+def seen_by_oracle(index_q, row_blocks, tokens, settings):
     """Returns [B, T, T] bool, query by query."""
     ratio = settings.indexer_compress_ratio
-    index_q, block_k = (np.asarray(x, np.float64) for x in (index_q, of_rows.k))
-    place, segment = np.asarray(tokens.t), np.asarray(tokens.segment)
+    index_q, block_k = (np.asarray(x, np.float64) for x in (index_q, row_blocks.key))
+    place, segment = np.asarray(tokens.query_position), np.asarray(tokens.query_segment)
     seen = np.zeros((*place.shape, place.shape[1]), bool)
     for b, t in zip(*np.nonzero(segment)):
         start, complete = t - place[b, t], (place[b, t] + 1) // ratio
@@ -129,8 +137,8 @@ def test_results_and_gradients_are_those_of_the_formulas(
     """
     monkeypatch.setattr(tpu_kernels, "TILES", tiles)
     monkeypatch.setattr(tpu_kernels, "CHUNK", 128)  # the work on padding takes most of the time
-    (*qkv, index_q, of_rows, tokens, settings), do = problem(lengths, ratio, budget, dtype)
-    rest = index_q, of_rows, tokens, settings
+    (*qkv, index_q, row_blocks, tokens, settings), do = problem(lengths, ratio, budget, dtype)
+    rest = index_q, row_blocks, tokens, settings
     attend = lambda *qkv: qsa.sparse_attention(*qkv, *rest, implementation="pallas_tpu")
     got = outputs_and_gradients(attend, qkv, do)
     seen = seen_by_oracle(*rest)
@@ -138,7 +146,7 @@ def test_results_and_gradients_are_those_of_the_formulas(
         exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (qkv, do))
         oracle = functools.partial(attention_by_oracle, seen)
         want = outputs_and_gradients(oracle, *exact)
-    found = errors(got, want, np.asarray(tokens.segment) > 0)
+    found = errors(got, want, np.asarray(tokens.query_segment) > 0)
     terms = WIDTH + seen.shape[1] + 30
     bound = {jnp.float32: terms**0.5 * 2**-24, jnp.bfloat16: 5**0.5 * 2**-8}[dtype]
     assert max(found.values()) < bound, found
@@ -149,8 +157,8 @@ def test_results_and_gradients_are_those_of_the_formulas(
 def test_the_kernels_select_what_xla_selects(ties, monkeypatch):
     """The keys and values are one-hot, so that the outputs show which keys a query sees."""
     monkeypatch.setattr(tpu_kernels, "TILES", (128,))
-    (*_, index_q, of_rows, tokens, settings), _ = problem(PACKED, 3, 24, jnp.float32, ties)
-    rows, time = tokens.t.shape
+    (*_, index_q, row_blocks, tokens, settings), _ = problem(PACKED, 3, 24, jnp.float32, ties)
+    rows, time = tokens.query_position.shape
     number = jnp.eye(384, dtype=jnp.float32)[None, :time, None].repeat(rows, axis=0)
     parts = jnp.split(number, 3, axis=-1)
     q = jnp.zeros((rows, time, 1, WIDTH))
@@ -159,25 +167,25 @@ def test_the_kernels_select_what_xla_selects(ties, monkeypatch):
         o = [
             jax.jit(
                 lambda v: qsa.sparse_attention(
-                    q, q, v, index_q, of_rows, tokens, settings, implementation=name
+                    q, q, v, index_q, row_blocks, tokens, settings, implementation=name
                 )
             )(v)
             for v in parts
         ]
         seen[name] = np.concatenate(o, axis=-1)[:, :, 0] > 0
-    counted = np.asarray(tokens.segment) > 0
+    counted = np.asarray(tokens.query_segment) > 0
     np.testing.assert_array_equal(seen["pallas_tpu"][counted], seen["masked"][counted])
     if ties:
-        oracle = seen_by_oracle(index_q, of_rows, tokens, settings)
+        oracle = seen_by_oracle(index_q, row_blocks, tokens, settings)
         np.testing.assert_array_equal(seen["masked"][counted][:, :time], oracle[counted])
 
 
 @pytest.mark.slow
 def test_devices_run_kernels_on_their_own_part(monkeypatch):
     """Four shards of `tensor` have fewer key heads than shards."""
-    (*qkv, index_q, of_rows, tokens, settings), do = problem(PACKED, 3, 24, jnp.float32)
+    (*qkv, index_q, row_blocks, tokens, settings), do = problem(PACKED, 3, 24, jnp.float32)
     one = functools.partial(qsa.sparse_attention, implementation="masked")
-    attend = lambda *qkv: one(*qkv, index_q, of_rows, tokens, settings)
+    attend = lambda *qkv: one(*qkv, index_q, row_blocks, tokens, settings)
     want = outputs_and_gradients(attend, qkv, do)
     monkeypatch.setattr(
         qsa,
@@ -191,20 +199,22 @@ def test_devices_run_kernels_on_their_own_part(monkeypatch):
     )
     mixer = drawn(lambda: qsa.QSA(config, Make(config, nnx.Rngs(0)), (0,)))
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, tensor=4)), jax.devices()[:8])
-    context = Context(tokens.t, tokens.segment, mesh=mesh)
-    split = lambda *qkv: mixer._selected_attention(*qkv, index_q, of_rows, context)
-    found = errors(outputs_and_gradients(split, qkv, do), want, np.asarray(tokens.segment) > 0)
+    context = Context(tokens.query_position, tokens.query_segment, mesh=mesh)
+    split = lambda *qkv: mixer._selected_attention(*qkv, index_q, row_blocks, context)
+    found = errors(
+        outputs_and_gradients(split, qkv, do), want, np.asarray(tokens.query_segment) > 0
+    )
     assert max(found.values()) < (WIDTH + 300 + 30) ** 0.5 * 2**-24, found
 
 
 @pytest.mark.parametrize("width, cached, runs", [(128, False, 4), (128, True, 0), (64, False, 0)])
 def test_a_tpu_takes_the_kernels_that_fit(width, cached, runs):
     """Not for keys of a cache, nor for heads of 64."""
-    (*qkv, index_q, of_rows, tokens, settings), do = problem(PACKED, 3, 24, jnp.float32)
+    (*qkv, index_q, row_blocks, tokens, settings), do = problem(PACKED, 3, 24, jnp.float32)
 
     def run(qkv, do):
         attend = lambda *qkv: qsa.sparse_attention(
-            *qkv, index_q, of_rows, tokens, settings, cached=cached
+            *qkv, index_q, row_blocks, tokens, settings, cached=cached
         )
         return jax.vjp(attend, *qkv)[1](do)
 
@@ -224,4 +234,4 @@ def test_calls_without_a_kernel_are_refused():
         ({"tokens": 3, "blocks": 0}, "has no block"),
         ({"blocks": 65_536}, "bytes of VMEM"),  # of the smallest chip
     ):
-        assert words in tpu_kernels.supports(**call | changes)
+        assert words in tpu_kernels.unsupported_reason(**call | changes)

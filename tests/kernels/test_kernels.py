@@ -96,7 +96,7 @@ def test_every_listed_module_says_what_it_supports():
     for operator, listed in plugin.KERNELS.items():
         for platform, module in listed.values():
             assert platform in ("tpu", "gpu"), operator
-            assert callable(importlib.import_module(module).supports), module
+            assert callable(importlib.import_module(module).unsupported_reason), module
 
 
 FORMS = Form("xla", ("cpu",), {}), Form("xla", ("gpu", "tpu"), {}), Form("other", (), {})
@@ -108,12 +108,16 @@ def two_kernels(monkeypatch):
     monkeypatch.setitem(
         plugin.KERNELS, "test", {"even": ("tpu", "even_kernel"), "all": ("tpu", "all_kernel")}
     )
-    even = types.SimpleNamespace(supports=lambda size: "has an odd size" if size % 2 else "")
+    even = types.SimpleNamespace(
+        unsupported_reason=lambda size: "has an odd size" if size % 2 else ""
+    )
     monkeypatch.setitem(sys.modules, "even_kernel", even)
-    monkeypatch.setitem(sys.modules, "all_kernel", types.SimpleNamespace(supports=lambda size: ""))
-    implementations.kernels.cache_clear()
+    monkeypatch.setitem(
+        sys.modules, "all_kernel", types.SimpleNamespace(unsupported_reason=lambda size: "")
+    )
+    implementations.kernels_by_name.cache_clear()
     yield
-    implementations.kernels.cache_clear()
+    implementations.kernels_by_name.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -145,24 +149,24 @@ def test_the_choice(two_kernels, platform, named, size, expected):
 
 def test_a_listed_module_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setitem(plugin.KERNELS, "test", {"broken": ("tpu", "qwen3next_jax.kernels.none")})
-    implementations.kernels.cache_clear()
+    implementations.kernels_by_name.cache_clear()
     with compiling_for("tpu"), pytest.raises(ImportError, match=r"qwen3next_jax\.kernels\.none"):
         choose("test", None, FORMS, size=4)
-    implementations.kernels.cache_clear()
+    implementations.kernels_by_name.cache_clear()
 
 
 def test_the_platform_is_the_one_that_is_compiled_for(monkeypatch):
     """Explicitly, else the described mesh's, else the default device's, else this process'."""
-    assert compile_target() == CompileTarget("cpu", described=False)
+    assert compile_target() == CompileTarget("cpu", may_lack_device=False)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert compile_target() == CompileTarget("gpu", described=False)
+    assert compile_target() == CompileTarget("gpu", may_lack_device=False)
     with jax.default_device(jax.devices()[0]):
         assert compile_target().platform == "cpu"
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        assert compile_target() == CompileTarget("cpu", described=True)
+        assert compile_target() == CompileTarget("cpu", may_lack_device=True)
         with compiling_for("tpu"):
-            assert compile_target() == CompileTarget("tpu", described=True)
+            assert compile_target() == CompileTarget("tpu", may_lack_device=True)
 
 
 def test_another_platform_is_traced_anew():

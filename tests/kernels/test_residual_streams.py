@@ -148,4 +148,4 @@ def test_calls_without_a_kernel_are_refused():
         (4096, {"dtype": jnp.dtype(jnp.float16)}, "has float16"),
         (4096, {}, "bytes of VMEM"),  # of the smallest chip
     ):
-        assert words in tpu_kernels.supports(tokens=tokens, **call | changes)
+        assert words in tpu_kernels.unsupported_reason(tokens=tokens, **call | changes)

@@ -21,7 +21,7 @@ from benchmarks.kernels.experts_precision import (
     interpreted,
 )
 from qwen3next_jax.kernels.tpu import chip
-from qwen3next_jax.kernels.tpu.routed_experts import sum_rows
+from qwen3next_jax.kernels.tpu.routed_experts import sum_rows_by_token
 from qwen3next_jax.ops.routed_experts import layout as routed_experts
 from qwen3next_jax.planner.topology import describe_topology
 
@@ -96,4 +96,4 @@ def test_rows_of_any_width_are_summed(width):
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         assert chip.cores() == 2
-        jax.jit(functools.partial(sum_rows, tokens=200)).lower(rows, tokens)
+        jax.jit(functools.partial(sum_rows_by_token, tokens=200)).lower(rows, tokens)

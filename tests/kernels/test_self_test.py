@@ -31,7 +31,7 @@ def operators(monkeypatch, tmp_path):
             return self_test.is_enabled(test)
 
         return types.SimpleNamespace(
-            supports=lambda x: "", is_default=is_default, run=lambda x: 2 * x
+            unsupported_reason=lambda x: "", is_default=is_default, run=lambda x: 2 * x
         )
 
     for operator in ("attention", "b"):
@@ -40,10 +40,10 @@ def operators(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(self_test, "FOLDER", tmp_path)
     monkeypatch.setattr(self_test, "_agreed_outcomes", {})
-    self_test._say_once.cache_clear()
-    implementations.kernels.cache_clear()
+    self_test._print_cached.cache_clear()
+    implementations.kernels_by_name.cache_clear()
     yield results
-    implementations.kernels.cache_clear()
+    implementations.kernels_by_name.cache_clear()
 
 
 def step():
@@ -155,9 +155,9 @@ def test_an_error_of_a_trace_is_raised(operators):
 
 def test_a_line_not_printed_while_recording_is_printed_later(capsys):
     with implementations._recording():
-        self_test.say("a line")
+        self_test.print_once("a line")
     for _ in range(2):
-        self_test.say("a line")
+        self_test.print_once("a line")
     assert capsys.readouterr().err == "a line\n"
 
 

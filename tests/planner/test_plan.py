@@ -213,6 +213,17 @@ def test_a_skew_that_no_router_can_have(monkeypatch, skew, experts, names):
         command_module._check_flags(Config(model=ModelConfig(num_experts=experts)))
 
 
+@pytest.mark.parametrize("flag, value", [("quick", True), ("search", True), ("skew", 0.5)])
+def test_a_flag_that_gpus_have_no_use_for(flag, value, monkeypatch):
+    import qwen3next_jax.commands.plan as command_module
+
+    given = dict(quick=False, search=False, skew=0.0) | {flag: value}
+    for name, value in given.items():
+        monkeypatch.setattr(command_module, f"_{name}", types.SimpleNamespace(value=value))
+    with refused(f"--{flag}", "h100:1x8"):
+        command_module._check_gpu_flags("h100:1x8")
+
+
 def test_libtpu_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with refused("--extra plan"):

@@ -42,6 +42,9 @@ def test_a_row_is_predicted_from_its_plan(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     row = next(line for line in lines if line.startswith(f"| {chosen[names[0]].number} |"))
     assert "3.000 (+0.0%) | 1.500 (-50.0%) | 3.600 (+20.0%) | 12.0 of 16.0 | O1" in row
+    (tmp_path / f"{names[0]}.json").write_text(json.dumps(plan | {"peak_hbm_bytes": 18 * 2**30}))
+    show()
+    assert "18.0 of 16.0, 2.0 over" in capsys.readouterr().out
     for name in names[1:]:
         (said,) = (line for line in lines if line.startswith(name))
         assert f"--compile={name}" in said

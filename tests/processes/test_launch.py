@@ -8,6 +8,7 @@ import types
 import jax
 import pytest
 
+from qwen3next_jax.common import installation
 from qwen3next_jax.config import Config, to_dict
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.processes import distributed
@@ -232,9 +233,9 @@ CHIP = "on a GPU of compute capability 8.0: expected 9.0 (H100, H200)"
 @pytest.mark.parametrize(
     "chip, other, told, refused",
     [
-        ("9.0", "right", "right", ""),
-        ("8.0", "right", CHIP, CHIP),
-        ("9.0", CHIP, "right", f"{CHIP} (process 1)"),
+        ("9.0", self_test.PASSED, self_test.PASSED, ""),
+        ("8.0", self_test.PASSED, CHIP, CHIP),
+        ("9.0", CHIP, self_test.PASSED, f"{CHIP} (process 1)"),
     ],
 )
 def test_a_chip_without_the_kernels_is_known_to_all(monkeypatch, chip, other, told, refused):
@@ -254,7 +255,7 @@ def test_a_chip_without_the_kernels_is_known_to_all(monkeypatch, chip, other, to
         ("local_devices", devices),
     ):
         monkeypatch.setattr(jax, name, lambda value=value: value)
-    assert (self_test.unsupported_chip(), list(said.values())) == (refused, [told])
+    assert (self_test.unsupported_chip_reason(), list(said.values())) == (refused, [told])
 
 
 def test_a_jax_without_a_store_is_refused(monkeypatch):
@@ -274,9 +275,22 @@ def test_whatever_one_process_meets_is_told_to_all(capsys):
 @pytest.mark.parametrize("platforms", ["cuda,cpu", "gpu", "tpu,cpu"])
 def test_an_accelerator_asked_for_must_be_there(platforms):
     with refused(f"JAX_PLATFORMS={platforms}", "cpu"):
-        distributed.check_platform(platforms)
+        distributed.check_platform(platforms, {})
 
 
 @pytest.mark.parametrize("platforms", ["", "cpu", "cpu,cuda"])
 def test_a_cpu_that_nobody_excluded_is_taken(platforms):
-    distributed.check_platform(platforms)
+    distributed.check_platform(platforms, {})
+
+
+def test_a_gpu_that_the_user_did_not_ask_for_is_not_required(monkeypatch, tmp_path):
+    """The commands leave TPUs out. The device file may be of a GPU that CUDA does not serve."""
+    (tmp_path / "kfd").touch()
+    monkeypatch.setattr(installation, "GPU_DEVICES", (tmp_path / "kfd",))
+    monkeypatch.setattr(installation, "has_tpu_chips", lambda: False)
+    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: name)
+    environment = {}
+    installation.skip_absent_tpu(environment)
+    assert environment["JAX_PLATFORMS"] == "cuda,cpu"
+    distributed.check_platform("cuda,cpu", environment)
+    assert installation.unused_gpu(environment, "cpu") == ""

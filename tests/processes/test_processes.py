@@ -327,6 +327,28 @@ def test_a_dry_run_of_two_processes_ends(corpus, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+FAILING = """
+import jax
+
+def add(trainer):
+    def fail(info):
+        if jax.process_index():
+            raise KeyError("nothing there")
+    trainer.add_hook(fail, every=2, name="my hook")
+"""
+
+
+@pytest.mark.slow
+def test_a_hook_that_fails_on_one_process_ends_all(corpus, tmp_path):
+    (tmp_path / "failing_hooks.py").write_text(FAILING)
+    run, hook = tmp_path / "run", "--config.train.hooks=('failing_hooks:add',)"
+    processes = Processes(*by_flags(2), arguments(corpus, run, hook), folders=[tmp_path] * 2)
+    for code, _, err in processes.wait():
+        assert code == 10 and re.search(r"^error: .*my hook.*KeyError.*process 1 ", err, re.M), err
+    (failed,) = events(run, "hook_failed")
+    assert failed["step"] == 2 and [e["step"] for e in events(run, "checkpoint")] == [3]
+
+
 @pytest.mark.slow
 def test_a_coordinator_that_nobody_reaches_costs_a_bounded_wait(corpus, tmp_path):
     began = time.monotonic()

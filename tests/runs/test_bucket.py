@@ -304,6 +304,28 @@ def test_a_bucket_that_turns_read_only_prints_no_traceback(bucket, monkeypatch, 
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+def test_a_bucket_keeps_the_best_and_waits_for_it(bucket, monkeypatch):
+    workdir, state = to_path("gs://bucket/run"), {"w": jax.numpy.arange(10.0)}
+    retention = dataclasses.replace(CONFIG.checkpoint, keep_best=True)
+    with Lease(workdir, 60) as lease:
+        lease.run_locked(lambda: None)
+        with BucketCheckpoints(workdir, retention, (), lease) as checkpoints:
+            checkpoints.begin(0)
+            # as if every save were still being written when the next one begins
+            monkeypatch.setattr(checkpoints, "_is_saving", lambda: checkpoints._saving is not None)
+            for step, loss in {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0}.items():
+                checkpoints.hear({"event": "heldout", "step": step, "loss": loss})
+                checkpoints.save(step, state, may_skip=step < 4)
+            checkpoints.wait()
+            assert checkpoints.steps() == [2, 4]
+            checkpoints.save(5, state)
+            checkpoints.wait()
+            assert checkpoints.steps() == [2, 4, 5]
+            assert [step for event, step, _ in checkpoints.events() if event == "save_failed"] == [
+                3
+            ]
+
+
 @pytest.mark.slow
 def test_the_loop_does_not_wait_for_an_outage_and_nothing_is_lost(bucket, tmp_path):
     """The bucket fails from step 3 on, until the loop has taken its last step."""

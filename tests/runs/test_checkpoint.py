@@ -19,12 +19,20 @@ from qwen3next_jax.commands.verify import verify
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.common.storage import to_path
-from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
+from qwen3next_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.begin import lock_folder, make_record
 from qwen3next_jax.runs.changes import MAY_CHANGE
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.facts import read_facts
+from qwen3next_jax.runs.folder import best_step
 from qwen3next_jax.runs.record import read_record
 from qwen3next_jax.runs.start import decide
 from qwen3next_jax.runs.store import arrays, local_checkpoints, open_store
@@ -32,6 +40,7 @@ from qwen3next_jax.runs.store.local_checkpoints import LocalCheckpoints
 from qwen3next_jax.training.stages import DataCursor
 from tests.faults import table
 from tests.records import record
+from tests.refusals import refused
 
 ROOT = pathlib.Path(__file__).parents[2]
 STATE = {"w": jnp.arange(1000.0)}
@@ -66,6 +75,54 @@ def _flip(folder):
 def test_the_newest_and_every_so_many_are_kept(tmp_path):
     _save(tmp_path, range(1, 9), keep_last=2, keep_every=3)
     assert _steps(tmp_path) == [3, 6, 7, 8]
+
+
+def _save_evaluated(workdir, losses, start=0):
+    """Saves at the steps of `losses`, step → held-out loss, and records the losses."""
+    with LocalCheckpoints(workdir, CheckpointConfig(keep_last=2, keep_best=True)) as checkpoints:
+        checkpoints.begin(start)
+        for step, loss in losses.items():
+            event = {"event": "heldout", "step": step, "time": 1, "loss": loss}
+            with (workdir / "metrics.jsonl").open("a") as record:
+                record.write(json.dumps(event) + "\n")
+            checkpoints.hear(event)
+            checkpoints.save(step, STATE)
+            checkpoints.wait()
+    return _steps(workdir)
+
+
+def test_the_best_is_kept_until_a_better_one(tmp_path):
+    assert _save_evaluated(tmp_path, {1: 3.0, 2: 1.0, 3: 2.0, 4: "nan", 5: 1.0}) == [2, 4, 5]
+    assert best_step(tmp_path) == 2
+    assert _save_evaluated(tmp_path, {6: 2.0, 7: 2.0}, start=5) == [2, 6, 7]  # another process
+    assert _save_evaluated(tmp_path, {8: 0.5, 9: 0.7}, start=7) == [8, 9]
+    assert best_step(tmp_path) == 8
+
+
+def test_the_best_of_repeated_steps_is_forgotten(tmp_path):
+    """A rewind takes the steps after a checkpoint again, with other data."""
+    _save_evaluated(tmp_path, {1: 3.0, 2: 2.0, 3: 1.0})
+    assert _save_evaluated(tmp_path, {3: 4.0, 4: 5.0, 5: 5.0}, start=2) == [2, 4, 5]
+
+
+def test_a_damaged_best_makes_way_for_the_next(tmp_path):
+    _save_evaluated(tmp_path, {1: 2.0, 2: 1.0})
+    _flip(tmp_path / "checkpoints" / "2")
+    assert 1 in _save_evaluated(tmp_path, {3: 5.0, 4: 5.0, 5: 5.0}, start=2)
+
+
+def test_without_an_evaluation_there_is_no_best(tmp_path):
+    _save(tmp_path, [10])
+    with refused(tmp_path, "10", "metrics.jsonl"):
+        best_step(tmp_path)
+
+
+@pytest.mark.parametrize("every, evaluated", [(300, 250), (250, 300)])
+def test_a_best_needs_evaluated_checkpoints(every, evaluated):
+    checkpoint, evaluation = CheckpointConfig(every=every), EvalConfig(every=evaluated)
+    Config(checkpoint=checkpoint, eval=evaluation)
+    with refused("keep_best", "300", "250"):
+        Config(checkpoint=dataclasses.replace(checkpoint, keep_best=True), eval=evaluation)
 
 
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
@@ -221,8 +278,8 @@ SMALL = ModelConfig(hidden_size=16, num_hidden_layers=1, full_attention_interval
 def _open(workdir, config, data="data", tokens="tokens"):
     """→ the changes, written down as a run does before its first step."""
     rows = SimpleNamespace(fingerprint=data, tokenizer=SimpleNamespace(fingerprint=tokens))
-    with open_store(workdir) as store:
-        start = lock_folder(decide(config, read_facts(config, workdir)), [rows], store)
+    store, start = open_store(workdir), decide(config, read_facts(config, workdir))
+    with lock_folder(start, [rows], store) as start:
         run = SimpleNamespace(config=start.config, model=config.model)
         cursors = [DataCursor(data, config.train.batch_size)]
         if now := make_record(start, run, cursors, tokens):

@@ -132,11 +132,16 @@ def test_a_solved_tasks_losses_near_zero_are_no_spikes():
     # four losses and gradient norms of 0
     solved = guards.init_guards(config) | {"entries": jnp.int32(4)}
     assert int(guards.check(config, solved, jnp.float32(0.005), jnp.float32(5e-6))[2]["flags"]) == 0
-    for loss, grad_norm in ((0.05, 0.0), (0.0, 5e-5)):
-        assert (
-            int(guards.check(config, solved, jnp.float32(loss), jnp.float32(grad_norm))[2]["flags"])
-            == guards.SPIKE
-        )
+    unsolved = solved | {"losses": jnp.full(4, 0.5)}
+    for window, loss, grad_norm, flags in (
+        (solved, 0.05, 0.0, guards.SPIKE),
+        (unsolved, 0.5, 5e-5, guards.SPIKE),
+        # the smallest loss that is a spike is 10 · 0.001
+        (solved, 0.0099, 1.0, 0),
+        (solved, 0.0101, 0.0, guards.SPIKE),
+    ):
+        measured = guards.check(config, window, jnp.float32(loss), jnp.float32(grad_norm))[2]
+        assert int(measured["flags"]) == flags, (loss, grad_norm)
 
 
 def test_a_spike_is_a_jump_upwards_of_a_full_window():

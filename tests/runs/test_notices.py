@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import LoRAConfig, ModelConfig
+from qwen3next_jax.config import LoRAConfig, ModelConfig, Stage
 from qwen3next_jax.runs.checks import resolve_start
 from qwen3next_jax.runs.facts import PretrainedModel
 from qwen3next_jax.runs.memory import activation_bytes, check_activations_fit
@@ -13,6 +13,7 @@ from qwen3next_jax.runs.notices import describe_notices
 from qwen3next_jax.runs.start import prepare_start
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training.resolve import resolve_run
+from tests.in_process import dry_run
 from tests.runs.test_branching import with_
 
 
@@ -25,13 +26,16 @@ def notices(tmp_path, **groups):
     ("groups", "names"),
     [
         (
-            {"train": {"steps": 3}, "optimizer": {"warmup_steps": 5}},
+            {
+                "train": {"steps": 3, "stages": (Stage(1), Stage(2))},
+                "optimizer": {"warmup_steps": 5},
+            },
             ["warmup_steps = 5", "3 steps"],
         ),
         ({"model": {"lora": LoRAConfig(rank=2)}}, ["model.lora.rank", "train.init_from"]),
         (
             {"model": {"num_experts": 0, "intermediate_size": ModelConfig.intermediate_size}},
-            ["model.intermediate_size = 5120"],
+            ["model.intermediate_size = 5120", "hidden_size is 2048", "note"],  # true if given too
         ),
     ],
 )
@@ -68,3 +72,10 @@ def test_a_hook_that_is_missing_is_no_start(tmp_path):
     start = prepare_start(with_(train={"hooks": ("no_such_module:add",)}), tmp_path)
     with pytest.raises(UserError, match="train.hooks.*no_such_module"):
         resolve_start(start, single_device_mesh())
+
+
+def test_a_dry_run_prints_no_bound_of_zero(tmp_path, capsys):
+    for remat, is_bound in (("none", True), ("offload", False)):
+        dry_run(with_(train={"remat": remat}), tmp_path)
+        (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("Activations"))
+        assert ("at least" in line) == is_bound and " 0.0 MB" not in line

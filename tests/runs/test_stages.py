@@ -4,6 +4,7 @@ on at every boundary.
 
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ import pytest
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import Config, DataConfig, Stage, TrainConfig, from_dict, to_dict
+from qwen3next_jax.data.estimate import Estimate
+from qwen3next_jax.runs.dry_run import estimate_reading, parent_reading
 from qwen3next_jax.runs.facts import read_facts
 from qwen3next_jax.runs.folder import saved_steps
+from qwen3next_jax.runs.record import Parent
 from qwen3next_jax.runs.start import decide
 from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.training.stages import (
@@ -233,6 +237,39 @@ def test_epochs_count_the_rows_that_stages_read(mixed):
                 for stage in range(number + 1)
             )
             assert read[name].epochs == pytest.approx(expected), (number, name)
+
+
+def test_a_dry_run_counts_the_epochs_of_a_branch_as_its_training_does(mixed):
+    """Before its first step, and when it resumes: with the rows that its parent had read. If the
+    parent read other data, without them.
+    """
+    config, *_ = mixed
+    train = dataclasses.replace(config.train, stages=(), init_from="parent", init_state="all")
+    branch = dataclasses.replace(config, train=dataclasses.replace(train, steps=18))
+    (rows,), stages = opened(branch), resolve_stages(branch)
+    begun = DataCursor(rows.fingerprint, 4).advance(0, rows).advance(9, rows)
+    (cursor,) = place_cursors(stages, [rows], begun)
+    exact = sources_read(cursor.rows_read(18), rows.epochs)
+    sizes = {epoch.source: epoch.rows for epoch in rows.epochs.values()}
+    estimates = [Estimate(sizes.get(name, 1) * 16, 1) for name in "abc"]
+
+    def estimated(parent, data, record):
+        source = SimpleNamespace(config=dataclasses.replace(branch, data=data))
+        facts = SimpleNamespace(source=source, folder=SimpleNamespace(record=record))
+        start = SimpleNamespace(config=branch, parent=parent, facts=facts)
+        reading = parent_reading(SimpleNamespace(stages=stages), start)
+        return estimate_reading(stages, estimates, reading)
+
+    parent, other = Parent("parent", 9, "", ""), dataclasses.replace(config.data, seed=1)
+    for name in "ab":
+        close = {"abs": 1 / sizes[name]}  # a row
+        for read in (
+            estimated(parent, config.data, None),
+            estimated(None, None, record(data=(cursor,))),
+        ):
+            assert read[name].epochs == pytest.approx(exact[name].epochs, **close)
+        alone = estimated(parent, other, None)
+        assert alone[name].epochs == pytest.approx(exact[name].epochs / 2, **close)
 
 
 def test_no_row_is_read_twice_where_the_rows_are_the_same(mixed, texts):

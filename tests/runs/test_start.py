@@ -10,7 +10,7 @@ import pytest
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, TrainConfig
 from qwen3next_jax.runs import begin
-from qwen3next_jax.runs.facts import Facts, read_facts
+from qwen3next_jax.runs.facts import Facts, Tokens, read_facts
 from qwen3next_jax.runs.folder import RunFolder, read_folder
 from qwen3next_jax.runs.record import (
     BaseModel,
@@ -62,8 +62,8 @@ def test_a_run_that_took_no_step_holds_no_settings(tmp_path):
 def test_an_unchanged_folder_is_decided_once(tmp_path, monkeypatch):
     start = decide(CONFIG, read_facts(CONFIG, tmp_path))
     monkeypatch.setattr(begin, "decide", None)
-    with open_store(tmp_path) as store:
-        assert begin.lock_folder(start, [ROWS], store) == start
+    with begin.lock_folder(start, [ROWS], open_store(tmp_path)) as locked:
+        assert locked == start
 
 
 def test_a_folder_that_changed_is_decided_again(tmp_path):
@@ -71,8 +71,32 @@ def test_a_folder_that_changed_is_decided_again(tmp_path):
     start = decide(CONFIG, read_facts(CONFIG, tmp_path))
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
     open_store(tmp_path).write_run(trained_record(OTHER))
-    with pytest.raises(UserError, match=r"train\.seed"), open_store(tmp_path) as store:
-        begin.lock_folder(start, [ROWS], store)
+    with pytest.raises(UserError, match=r"train\.seed"):
+        begin.lock_folder(start, [ROWS], open_store(tmp_path)).__enter__()
+
+
+def test_a_tokenizer_replaced_while_the_data_were_prepared_is_named(tmp_path, monkeypatch):
+    start = decide(CONFIG, read_facts(CONFIG, tmp_path))
+    tokens = Tokens(SimpleNamespace(fingerprint="another"), "another", True, None, "")
+    facts = dataclasses.replace(start.facts, tokens=tokens)
+    monkeypatch.setattr(begin, "read_facts", lambda *_, **__: facts)
+    with pytest.raises(UserError, match="train.init_from.*tokenizer was replaced"):
+        begin.lock_folder(
+            dataclasses.replace(start, facts=facts), [ROWS], open_store(tmp_path)
+        ).__enter__()
+
+
+def test_an_error_after_the_lock_releases_it(tmp_path):
+    def fail(folder, patience):
+        raise UserError("not shared")
+
+    start = decide(CONFIG, read_facts(CONFIG, tmp_path))
+    first, second = open_store(tmp_path), open_store(tmp_path)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="not shared"):
+        patch.setattr(begin, "check_shared_folder", fail)
+        begin.lock_folder(start, [ROWS], first).__enter__()
+    with second:
+        assert second.run_locked(lambda: 3) == 3
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):

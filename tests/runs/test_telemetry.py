@@ -3,6 +3,7 @@
 """
 
 import io
+import re
 import sys
 import time
 import types
@@ -185,6 +186,15 @@ def test_the_live_display_shows_everything_at_any_width(width):
         "return [bold]x[/]",
     ):
         assert shown in screen, shown
+
+
+def test_the_live_panel_leaves_room_for_the_terminals_ctrl_c():
+    """Which writes ^C behind the last line of the panel, perhaps twice."""
+    console = Console(width=80, force_terminal=True, file=io.StringIO())
+    with Display("title", stages_of(500), 0, console=console):
+        pass
+    borders = re.findall("╰─*╯", console.file.getvalue())
+    assert {len(border) for border in borders} == {80 - len("^C^C")}
 
 
 def test_without_a_terminal_the_display_prints_plain_lines(capsys):

@@ -494,6 +494,23 @@ def test_training_goes_on_from_the_last_whole_checkpoint(config, finished, tmp_p
     )
 
 
+def test_the_best_checkpoint_of_a_run_is_named_and_loaded(config, finished, tmp_path, capsys):
+    """Of step 10, whose loss the record has, and step 20, whose loss is measured."""
+    workdir = tmp_path / "run"
+    shutil.copytree(finished, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "20")
+    record = workdir / "metrics.jsonl"
+    best_so_far = {"event": "heldout", "step": 10, "time": 1, "loss": 99.0}
+    record.write_text(json.dumps(best_so_far) + "\n" + record.read_text())
+    keeps_best = dataclasses.replace(config.checkpoint, keep_best=True)
+    assert train(dataclasses.replace(config, checkpoint=keeps_best), workdir) == 0
+    assert "step 20 has the lowest held-out loss" in capsys.readouterr().out
+    assert load_model(workdir, step="best").step == 20
+    record.write_text(record.read_text().replace('"loss": 99.0', '"loss": 0.01'))
+    assert load_model(workdir, step="best").step == 10
+    assert load_model(workdir).step == 20
+
+
 def test_config_round_trips_and_names_mistakes(config):
     assert from_dict(Config, json.loads(json.dumps(to_dict(config)))) == config
     for values, message in (

@@ -215,7 +215,7 @@ def test_delta_rule(shards, packed):
             dict(implementation="pallas_tpu"),
             marks=[pytest.mark.slow, pytest.mark.needs("kernels")],
         ),
-        (False, dict(erase=False)),
+        (False, dict(delta_term=False)),
     ],
     ids=str,
 )

@@ -455,6 +455,24 @@ def test_remat_keeps_what_its_name_says(policy):
     assert saved == expected[policy]
 
 
+def test_a_kept_input_is_saved_once():
+    """As in a block, the input goes to a norm that is itself rematerialised, and to a sum."""
+
+    def block(weights, x):
+        for w in weights:
+            norm = jax.checkpoint(lambda x: x / (1 + jnp.abs(x)))
+            x = x + jnp.tanh(norm(x) @ w)
+        return x
+
+    def loss(weights, x):
+        step = rematerialized(block, "keep=input", looped=True)
+        return jnp.sum(jax.lax.scan(lambda x, w: (step(w, x), None), x, weights)[0])
+
+    weights, x = jnp.ones((3, 2, 8, 8)), jnp.ones((5, 8))
+    _, pullback = jax.eval_shape(lambda w: jax.vjp(lambda w: loss(w, x), w), weights)
+    assert [leaf.shape for leaf in jax.tree.leaves(pullback)].count((3, 5, 8)) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "policy, gathers, sorts, hidden",

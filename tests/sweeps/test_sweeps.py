@@ -677,6 +677,31 @@ def test_findings_say_no_more_than_the_seeds_do(tmp_path):
     )
 
 
+def test_each_source_of_the_data_has_its_finding(tmp_path):
+    """1:1 is best over all rows and for web, 3:1 for code."""
+    values = {
+        "1:1": {"": 2.0, "/web": 1.0, "/code": 4.0},
+        "3:1": {"": 2.5, "/web": 2.0, "/code": 3.0},
+    }
+    sweep, results = _results(
+        tmp_path,
+        {
+            (ratio, 0): {f"heldout bits_per_byte{source}": v for source, v in of_source.items()}
+            | {"heldout mtp_acceptance/0": 0.5}
+            for ratio, of_source in values.items()
+        },
+    )
+    best = {line.partition(" is lowest at ratio ")[::2] for line in findings(sweep, results)}
+    assert {(subject, ratio[:3]) for subject, ratio in best if ratio} == {
+        ("Heldout: bits per byte", "1:1"),
+        ("Heldout: bits per byte web", "1:1"),
+        ("Heldout: bits per byte code", "3:1"),
+    }
+    page = report(sweep, results, {p.name: "" for p in sweep.points}, "ratio")
+    points_table = page[page.index('id="points"') :]
+    assert "bits per byte web" in points_table and "drafts accepted t+2" in points_table
+
+
 def test_pareto_keeps_what_nothing_beats_in_both():
     points = [(0, 0.5), (1, 0.5), (1, 0.7), (2, 0.6), (3, 0.9)]
     assert pareto_front(points, higher=True) == [0, 2, 4] and pareto_front(

@@ -73,6 +73,7 @@ PREFIX = {"model__full_mixer": "masked_attention", "model__mixer__mask": "prefix
         (TINY, MIXED, "model.full_attention_interval", "2"),
         (TINY, MIXED, "model.full_attention_placement", "first"),
         (TINY, {"optimizer__schedule": "constant"}, "optimizer.final_fraction", "0.5"),
+        (TINY, {"train__init_from": "a_run"}, "model.depth_scaled_init", "True"),
         (TINY, {}, "optimizer.decay_fraction", "0.5"),
         (STAGES, {}, "optimizer.decay_fraction", "0.5"),
         (

@@ -69,7 +69,7 @@ def recurrent_layer(c, p, x_TD):
                 state = state * np.exp(
                     -np.exp(p["a_log"][head]) * np.log1p(np.exp(a + p["dt_bias"][head]))
                 )
-            error = v_t - state.T @ k_t if c.erase else v_t
+            error = v_t - state.T @ k_t if c.delta_term else v_t
             state = state + beta * np.outer(k_t, error)
             out[t, head] = state.T @ q_t
     out = rms(out, p["norm"])

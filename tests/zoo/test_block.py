@@ -19,7 +19,7 @@ from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.moe import MoEConfig
-from qwen3next_jax.config.registry import EXPERTS, MLPS, NORMS, PLACEMENTS, WITH_STREAMS
+from qwen3next_jax.config.registry import EXPERTS, MLPS, NORMS, PLACEMENTS, STREAM_SETTINGS
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import declared
@@ -30,7 +30,12 @@ from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, gather_params, storage_spec
 from qwen3next_jax.zoo import experts
-from qwen3next_jax.zoo.block_parts import EXAMPLES, Learned, Sinusoidal, block_reference
+from qwen3next_jax.zoo.block_parts import (
+    EXAMPLES,
+    LearnedPositions,
+    SinusoidalPositions,
+    block_reference,
+)
 from tests.models import SMALLEST, drawn, drawn_model, numpy_draws
 from tests.refusals import refused
 
@@ -52,8 +57,8 @@ def test_a_block_is_its_formula(name):
     is in; norms away from their start.
     """
     blocks = [BlockConfig(**example["block"]) for example in EXAMPLES.values()]
-    # tests/zoo/test_qwen4.py has those with several streams
-    assert {block.placement for block in blocks} == set(PLACEMENTS) - set(WITH_STREAMS)
+    # tests/zoo/test_qwen4.py and test_residuals.py have those with a wider residual stream
+    assert {block.placement for block in blocks} == set(PLACEMENTS) - set(STREAM_SETTINGS)
     assert {block.norm for block in blocks} == set(NORMS)
     assert {*(block.mlp for block in blocks), "none"} == set(MLPS)
     groups = {"block": BlockConfig, "mixer": MixerConfig}
@@ -396,7 +401,7 @@ def test_positions_that_are_added():
         nnx.Rngs(0),
     )
     x, positions = jnp.zeros((1, 12, 16)), jnp.asarray([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
-    learned = Learned(make.config, make)
+    learned = LearnedPositions(make.config, make)
     np.testing.assert_array_equal(learned(x, positions)[0], learned.table[...][positions[0]])
     with refused("13", "model.block.positions = 'learned'", "12"):
         learned(jnp.zeros((1, 13, 16)), positions)
@@ -404,7 +409,9 @@ def test_positions_that_are_added():
         [f(t / 10_000 ** (2 * i / 16)) for i in range(8) for f in (np.sin, np.cos)]
         for t in np.asarray(positions[0])
     ]
-    np.testing.assert_allclose(Sinusoidal(BASE, make)(x, positions)[0], want, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        SinusoidalPositions(BASE, make)(x, positions)[0], want, rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

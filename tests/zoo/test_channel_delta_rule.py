@@ -62,7 +62,7 @@ def problem(name="mild", time=T, key=K, value=K, heads=2, groups=1, seed=0):
     return x, (a(1, time, heads, value), a(1, heads, key, value))
 
 
-def recurrence(x, erase=True, read="after"):
+def recurrence(x, delta_term=True, read="after"):
     """The rule as printed (2510.26692, equation 1), with the gradient of a step by hand: o, S
     and, of cotangents, all gradients.
     """
@@ -76,7 +76,7 @@ def recurrence(x, erase=True, read="after"):
     seen = []
     for t in range(t_max):
         decayed = np.exp(g[t])[:, :, None] * states[-1] * np.exp(gv[t])[:, None]
-        e = v[t] - np.einsum("hkv,hk->hv", decayed, erased[t]) if erase else v[t]
+        e = v[t] - np.einsum("hkv,hk->hv", decayed, erased[t]) if delta_term else v[t]
         after = decayed + beta[t][:, None, None] * k[t][:, :, None] * e[:, None]
         o[0, t] = np.einsum("hkv,hk->hv", states[-1] if read == "before" else after, q[t])
         if bonus is not None:
@@ -106,7 +106,7 @@ def recurrence(x, erase=True, read="after"):
             d["k"][t] = beta[t][:, None] * np.einsum("hkv,hv->hk", ds, e)
             de = beta[t][:, None] * np.einsum("hkv,hk->hv", ds, k[t])
             d["v"][t] = de
-            if erase:
+            if delta_term:
                 d["erase_key" if "erase_key" in x else "k"][t] -= np.einsum(
                     "hkv,hv->hk", decayed, de
                 )
@@ -132,7 +132,7 @@ def recurrence(x, erase=True, read="after"):
     return o, states[-1][None], pullback
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "erase", "read"))
+@functools.partial(jax.jit, static_argnames=("implementation", "delta_term", "read"))
 def _run(x, cotangents, segment_ids, **settings):
     out, pullback = jax.vjp(
         lambda x: channel_delta_rule(**x, segment_ids=segment_ids, **settings), x
@@ -185,13 +185,13 @@ def test_nine_hard_cases(dtype):
 
 
 FORMS = {
-    "erase": {},
-    "add": dict(erase=False),
-    "rwkv": dict(erase=False, read="before"),
-    "two-sided": dict(erase=False),
-    "two-sided before": dict(erase=False, read="before"),
+    "delta term": {},
+    "add": dict(delta_term=False),
+    "rwkv": dict(delta_term=False, read="before"),
+    "two-sided": dict(delta_term=False),
+    "two-sided before": dict(delta_term=False, read="before"),
     "before": dict(read="before"),
-    "erase key": {},
+    "delta term, own key": {},
 }
 # Documents of many lengths, one that ends with a chunk, one of a single token; padding at the end.
 ENDS = (3, 4, 64, 90, 133)
@@ -204,7 +204,7 @@ def form(name, **sizes):
         x["bonus"] = rng.normal(size=(2, 8))
     if name.startswith("two-sided"):
         x["value_decay"] = -np.exp(2 * rng.normal(size=x["v"].shape) - 1)
-    if name == "erase key":
+    if name == "delta term, own key":
         x["erase_key"] = rng.uniform(size=x["g"].shape) * np.repeat(x["k"], 2, axis=2)
     return x, cotangents
 
@@ -298,10 +298,10 @@ def test_arguments_that_do_not_fit():
     for change, message in [
         (dict(), "bonus with read='after'"),
         (dict(bonus=None, read="later"), "read='later': expected"),
-        (dict(bonus=None, value_decay=x["v"]), "value_decay with erase=True"),
+        (dict(bonus=None, value_decay=x["v"]), "value_decay with delta_term=True"),
         (
-            dict(bonus=None, erase_key=x["g"], erase=False),
-            "erase_key with erase=False: expected erase=True",
+            dict(bonus=None, erase_key=x["g"], delta_term=False),
+            "erase_key with delta_term=False: expected delta_term=True",
         ),
         (
             dict(bonus=None, g=x["beta"]),

@@ -426,13 +426,13 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_write_is_a_step_of_gradient_descent(view):
     """Of length 1 for sums, of length β for the delta rule; six tokens of one head."""
-    loss, g, erase = VIEWS[view]
+    loss, g, delta_term = VIEWS[view]
     rng = np.random.default_rng(0)
     k, v, beta = (
         jnp.asarray(x, jnp.float32)
         for x in (rng.normal(size=(6, 5)), rng.normal(size=(6, 3)), rng.uniform(size=6))
     )
-    beta, heads = beta if erase else jnp.ones(6), lambda x: x[None, :, None]
+    beta, heads = beta if delta_term else jnp.ones(6), lambda x: x[None, :, None]
     descend = lambda state, token: (state - token[2] * jax.grad(loss)(state, *token[:2]), None)
     state, _ = jax.lax.scan(descend, jnp.zeros((5, 3)), (k, v, beta))
     _, final = gated_delta_rule(
@@ -442,7 +442,7 @@ def test_a_write_is_a_step_of_gradient_descent(view):
         g=jnp.full((1, 6, 1), g),
         beta=heads(beta),
         normalize_qk=False,
-        erase=erase,
+        delta_term=delta_term,
         implementation="recurrent",
     )
     np.testing.assert_allclose(final[0, 0], state, rtol=0, atol=2e-6 * np.abs(state).max())
@@ -697,7 +697,7 @@ def test_flops_are_weights_and_the_mixer_s(declarations):
     name, config, of_mixer = declarations
     matrices = [p for p in of_mixer.values() if p.kind in ("matrix", "indexer")]
     products = 2 * sum(p.size for p in matrices if len(p.shape) > 1)
-    own = 2 * mixer_class(name).forward_flops(config, T)
+    own = 2 * mixer_class(name).activation_flops(config, T)
     assert forward_flops_per_token(config, T)[name] == products + own > 0
 
 
@@ -779,8 +779,8 @@ def test_the_released_model_is_stacked_by_period():
             ("model.layer_types[1] = 'retentoin'", "'retention'"),
         ),
         (
-            {"layer_types": (FULL, FULL), "erase": False},
-            ("model.erase = False", "gated_att"),
+            {"layer_types": (FULL, FULL), "delta_term": False},
+            ("model.delta_term = False", "gated_att"),
         ),
         (
             {"layer_types": (FULL, "gdn2"), "beta_range": 2},

@@ -60,7 +60,7 @@ from qwen3next_jax.training.parameter_groups import make_parameter_groups
 from qwen3next_jax.training.resolve import resolve_run
 from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
 from qwen3next_jax.zoo.ops import residual_streams
-from qwen3next_jax.zoo.ops.pair_attention import dot
+from qwen3next_jax.zoo.ops.pair_attention import scaled_dot
 from tests.in_process import resolved, train
 from tests.models import HYBRID, drawn, drawn_model
 from tests.references import checkpoint
@@ -146,7 +146,7 @@ def model_of(config):
     return _models[config]
 
 
-def tokens_of(shape, seed=0):
+def query_and_key_tokens(shape, seed=0):
     """Random tokens, some of them end tokens."""
     tokens = np.random.default_rng(seed).integers(0, BASE.vocab_size, shape).astype(np.int32)
     return np.where(np.random.default_rng(seed + 1).random(shape) < 0.1, EOS, tokens)
@@ -254,23 +254,23 @@ def test_gathered_blocks_are_attention_under_a_mask(ratio, budget):
     mixer = drawn(lambda: qsa.QSA(config, Make(config, nnx.Rngs(0)), (0,)))
     # relu and rounding make equal scores
     index_q, index_k = jnp.round(draw(2, 77, 2, 8)), jnp.round(draw(2, 77, 8))
-    of_rows = mixer.blocks_of_rows(index_k, context)
-    tokens = qsa.tokens_of(context)
+    row_blocks = mixer.blocks_of_rows(index_k, context)
+    tokens = qsa.query_and_key_tokens(context)
     weight = draw(2, 77, 4, 16) * (segments > 0)[..., None, None]
 
     def attention(attend, *qkv):
-        o = attend(*qkv, index_q, of_rows, tokens, settings)
+        o = attend(*qkv, index_q, row_blocks, tokens, settings)
         return jnp.sum(jnp.sin(o) * weight), o * (segments > 0)[..., None, None]
 
     def loss(diverge, index_q, block_k):
-        kl = diverge(q, k, index_q, of_rows._replace(k=block_k), tokens, settings)
+        kl = diverge(q, k, index_q, row_blocks._replace(k=block_k), tokens, settings)
         return jnp.sum(kl * (segments > 0)), kl * (segments > 0)
 
     q, k, v = draw(2, 77, 4, 16), draw(2, 77, 2, 16), draw(2, 77, 2, 16)
-    masked_loss = functools.partial(qsa.divergence, dense=False)
+    masked_loss = functools.partial(qsa.indexer_divergence, dense=False)
     for f, forms, arguments in (
         (attention, (qsa.masked_attention, qsa.selected_attention), (q, k, v)),
-        (loss, (masked_loss, qsa.selected_divergence), (index_q, of_rows.k)),
+        (loss, (masked_loss, qsa.selected_indexer_divergence), (index_q, row_blocks.key)),
     ):
         run = jax.jit(
             jax.value_and_grad(f, argnums=range(1, 1 + len(arguments)), has_aux=True),
@@ -304,9 +304,9 @@ def test_diagnostics_describe_what_attention_sees(budget):
     overlap = qsa.overlap_reference(config, params, x[0, :20])
     assert 0 < overlap < 1
     assert float(found["indexer_overlap"]) == pytest.approx(overlap, abs=1e-6)
-    q, _, k, _ = mixer.heads(x, context)
-    seen = mixer.seen(x, context)
-    logits = np.where(seen[:, None], dot(q, k), -np.inf)[0]
+    q, _, k, _ = mixer.queries_gate_keys_values(x, context)
+    seen = mixer.attention_mask(x, context)
+    logits = np.where(seen[:, None], scaled_dot(q, k), -np.inf)[0]
     first = np.asarray(jax.nn.softmax(logits))[:, 1:20, 0].mean(axis=1)
     np.testing.assert_allclose(found["first_token_share"], first, rtol=1e-5)
     np.testing.assert_allclose(found["logit_max"], logits.max(axis=(1, 2)), rtol=1e-2)
@@ -323,7 +323,7 @@ def test_ties_go_to_the_lowest_block():
     segments = jnp.asarray(np.repeat([1, 2], (17, 21)).astype(np.int32)[None])
     context = Context(document_positions(segments), segments)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 38, 24)), jnp.float32)
-    seen = np.asarray(nnx.merge(graph, params).seen(x, context))[0]
+    seen = np.asarray(nnx.merge(graph, params).attention_mask(x, context))[0]
     assert list(np.flatnonzero(seen[15])) == [*range(8)]
     assert list(np.flatnonzero(seen[16])) == [*range(8), 16]
     assert list(np.flatnonzero(seen[17 + 19])) == [*range(17, 25)]
@@ -340,7 +340,7 @@ def test_packed_documents_are_separate_ones(name):
     model = model_of(config_of(name))
     graph, params = nnx.split(model)
     lengths = (1, 2, 21, 3, 17)
-    tokens = tokens_of(sum(lengths) + 4)
+    tokens = query_and_key_tokens(sum(lengths) + 4)
     cuts = np.cumsum((0, *lengths))
     # Row 0 of the packed batch; as many rows of padding follow as give both batches one shape.
     longest = sum(lengths) + 4
@@ -379,7 +379,7 @@ def test_cached_states_are_those_of_the_whole_sequence(name):
     """Rows cut at different places into prefills, one with padding, and single tokens."""
     model = model_of(config_of(name))
     graph, params = nnx.split(model)
-    rows, length = tokens_of((3, 40)), 40
+    rows, length = query_and_key_tokens((3, 40)), 40
     want = states(model, rows)
     decode = jax.jit(lambda params, *args: nnx.merge(graph, params).decode(*args))
     cache, at = model.init_cache(3, 64), np.zeros(3, int)
@@ -410,7 +410,7 @@ def states(model, rows):
 def test_drafts_give_the_plain_text(name, drafts):
     """Ragged prompts, past the budget; the plain text is the whole sequence's own."""
     model = model_of(config_of(name))
-    prompts = [tokens_of(n, seed=n) for n in (1, 16, 7)]
+    prompts = [query_and_key_tokens(n, seed=n) for n in (1, 16, 7)]
     plain = complete(model, prompts, max_new_tokens=24)
     drafted = complete(model, prompts, max_new_tokens=24, speculative=drafts)
     rows = np.zeros((3, 40), np.int32)
@@ -486,7 +486,7 @@ def test_rows_of_two_tokens(mode):
     """Shorter than a block, a convolution and an n-gram: finite losses and gradients."""
     config = config_of(layer_types=(LINEAR, FULL), num_hidden_layers=2)
     graph, params = nnx.split(model_of(config))
-    batch = {"tokens": tokens_of((2, 2)), "segment_ids": np.ones((2, 2), np.int32)}
+    batch = {"tokens": query_and_key_tokens((2, 2)), "segment_ids": np.ones((2, 2), np.int32)}
 
     def loss(params):
         counts = count_targets(batch, 1, config)
@@ -514,7 +514,7 @@ def test_lazy_adamw_is_adamw_for_used_rows():
     state = lazy_adamw.init(tables, own)
     adamw = optax.adamw(0.1, settings.beta1, settings.beta2, settings.eps, weight_decay=0.3)
     rows = table[jnp.array([0, 5, 2])]
-    of_rows, of_third = adamw.init(rows[:2]), adamw.init(rows[2:])
+    row_blocks, of_third = adamw.init(rows[:2]), adamw.init(rows[2:])
     for ids in ([0, 5, 0], [5, 2, 0], [0, 5, 5]):
         d = draw(3, table.shape[1])
         gradients = {0: lazy_adamw.TableGradient(jnp.array(ids)[None, None], d.reshape(1, 1, -1))}
@@ -524,7 +524,7 @@ def test_lazy_adamw_is_adamw_for_used_rows():
         own, state = lazy_adamw.update(*update, False, None)
         d = d * min(1, 0.5 / float(jnp.linalg.norm(d)))
         of_id = [sum((d[i] for i in range(3) if ids[i] == row), 0 * d[0]) for row in (0, 5, 2)]
-        changed, of_rows = adamw.update(jnp.stack(of_id[:2]), of_rows, rows[:2])
+        changed, row_blocks = adamw.update(jnp.stack(of_id[:2]), row_blocks, rows[:2])
         rows = rows.at[:2].add(changed)
         if 2 in ids:
             changed, of_third = adamw.update(of_id[2][None], of_third, rows[2:])
@@ -578,7 +578,7 @@ def test_a_mesh_gives_what_one_device_gives(changes, axes):
     model = model_of(config)
     graph, params = nnx.split(model)
     segments = np.repeat([1, 2, 0], (17, 20, 3)).astype(np.int32)[None].repeat(8, axis=0)
-    batch = {"tokens": tokens_of((8, 40), seed=20), "segment_ids": segments}
+    batch = {"tokens": query_and_key_tokens((8, 40), seed=20), "segment_ids": segments}
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)), jax.devices()[:8])
     optimizer = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=1e-3)
     groups = make_parameter_groups(config, (), optimizer)

@@ -107,6 +107,7 @@ NOT_IN_FILES = frozenset(
     (
         "delta_rule",
         "decay_init",
+        "depth_scaled_init",
         "dtype",
         "hf_form",
         "hf_fused_experts",

@@ -24,11 +24,12 @@ MAX_WIDTH = 256
 # The numbers of queries and of keys must be multiples of this. Without a mask of documents, some
 # releases of cuDNN give NaN if a row ends in the middle of a tile of 128 keys.
 ROWS = 128
-# The arrays of a call as cuDNN sees them, [documents, N, T, D], have fewer elements than this. From
-# here on its gradients are wrong.
+# The arrays of a call as cuDNN sees them, [documents, N, T, D], must have fewer elements than this
+# number. With this many or more, the gradients of cuDNN are wrong.
 TOO_LARGE = 2**31
-# A call takes so many rows that these arrays have at most this many elements, or one row. The
-# backward pass works in one of them in float32 (2 GiB), and for grouped heads in two in bfloat16.
+# A call gets as many rows as keep these arrays at this many elements or fewer, but at least one
+# row. The backward pass needs memory for one such array in float32 (2 GiB) and, with grouped heads,
+# for two in bfloat16.
 ELEMENTS = 2**29
 MOST_DOCUMENTS = 2**16 - 1  # of a call, the limit of a grid's axis
 # The largest allowed relative L2 difference between cuDNN and the XLA implementation. Both round
@@ -36,7 +37,7 @@ MOST_DOCUMENTS = 2**16 - 1  # of a call, the limit of a grid's axis
 TOLERANCE = 5 * 2.0**-9
 
 
-def supports(q, k, v, split: bool) -> str:
+def unsupported_reason(q, k, v, split: bool) -> str:
     """Returns why cuDNN cannot run a call; "" if it can.
 
     Args:
@@ -52,13 +53,14 @@ def supports(q, k, v, split: bool) -> str:
         return f"has heads of {width} channels: expected a multiple of 8, at most {MAX_WIDTH}"
     if queries % ROWS or keys % ROWS:
         return f"has {queries} queries and {keys} keys: expected multiples of {ROWS}"
-    if _elements(q) >= TOO_LARGE:
+    if _elements_per_row(q) >= TOO_LARGE:
         return (
             f"has rows of {q.shape[1]} tokens of {q.shape[2]} heads of {width} channels, as which "
-            f"cuDNN sees {_elements(q):,} numbers: expected fewer than {TOO_LARGE:,}, beyond which "
-            "its gradients are wrong; split the row over `context` or the heads over `tensor`"
+            f"cuDNN sees {_elements_per_row(q):,} numbers: expected fewer than {TOO_LARGE:,}, "
+            "beyond which its gradients are wrong; split the row over `context` or the heads over "
+            "`tensor`"
         )
-    return cudnn.unsupported()
+    return cudnn.unsupported_reason()
 
 
 def is_default(q, k, v, split: bool) -> bool:
@@ -69,17 +71,17 @@ def is_default(q, k, v, split: bool) -> bool:
         few = f"has rows of {q.shape[1]} tokens: cuDNN runs {ROWS} or more"
         implementations.give_reason(False, f"{few} {implementations.BY_DEFAULT}")
         return False
-    reason = supports(q, k, v, split)
-    return self_test.is_enabled(test(q.shape[3], q.shape[2] != k.shape[2]), reason)
+    reason = unsupported_reason(q, k, v, split)
+    return self_test.is_enabled(make_self_test(q.shape[3], q.shape[2] != k.shape[2]), reason)
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
     """Takes and returns the same as `forward` of `ops.attention.dispatch`, except that a row of
     padding has zeros and the logsumexp UNSEEN. In a call that is not causal, the keys are tokens of
-    the row before the queries, so that at most one document has both.
+    the row before the queries, so that at most one document has both queries and keys.
     """
     run = functools.partial(_forward, scale=scale, causal=causal, interpret=interpret)
-    return _in_parts(run, q, k, v, segment_ids, kv_segment_ids)
+    return _run_in_parts(run, q, k, v, segment_ids, kv_segment_ids)
 
 
 def backward(
@@ -90,24 +92,25 @@ def backward(
     """
     run = functools.partial(_backward, scale=scale, causal=causal, interpret=interpret)
     o, do = o.astype(q.dtype), do.astype(q.dtype)
-    return _in_parts(run, q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do)
+    return _run_in_parts(run, q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do)
 
 
-def _elements(q) -> int:
+def _elements_per_row(q) -> int:
     """Returns the number of elements of the largest array that cuDNN sees for one row of q."""
     _, t, n, d = q.shape
     return max(
-        (t // of.longest * of.documents * of.longest * n * d)
+        (t // of.longest * of.max_documents * of.longest * n * d)
         for of in document_ranges.length_classes(t)
     )
 
 
-def _in_parts(run, q, *arrays):
+def _run_in_parts(run, q, *arrays):
     """Returns run(q, *arrays), computed for as many rows at a time as a call may have."""
     documents = max(
-        q.shape[1] // of.longest * of.documents for of in document_ranges.length_classes(q.shape[1])
+        q.shape[1] // of.longest * of.max_documents
+        for of in document_ranges.length_classes(q.shape[1])
     )
-    rows = max(1, min(ELEMENTS // _elements(q), MOST_DOCUMENTS // documents))
+    rows = max(1, min(ELEMENTS // _elements_per_row(q), MOST_DOCUMENTS // documents))
     parts = [
         run(*(None if x is None else x[first : first + rows] for x in (q, *arrays)))
         for first in range(0, q.shape[0], rows)
@@ -126,24 +129,28 @@ def _forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret):
     def computed(q, k, v, documents, result):
         like_q = result[0].shape
         o, logsumexp = call(q, k, v, documents)
-        new = o.reshape(like_q), _by_token(logsumexp, documents.queries)
-        return _merge(documents.queries.covered, new, result)
+        new = o.reshape(like_q), _logsumexp_by_token(logsumexp, documents.queries)
+        return _replace_where_covered(documents.queries.covered, new, result)
 
     if not causal:
-        documents = cudnn.Documents(*document_ranges.of_shared(segment_ids, kv_segment_ids))
+        documents = cudnn.Documents(
+            *document_ranges.ranges_of_shared_documents(segment_ids, kv_segment_ids)
+        )
         return computed(q, k, v, documents, result)
-    first, length = document_ranges.spans(segment_ids)
+    first, length = document_ranges.document_spans(segment_ids)
     for of in document_ranges.length_classes(q.shape[1]):
-        ranges = document_ranges.of_class(first, length, of)
+        ranges = document_ranges.ranges_of_class(first, length, of)
         rows = (x.reshape(-1, of.longest, *x.shape[2:]) for x in (q, k, v))
         run = functools.partial(computed, *rows, cudnn.Documents(ranges, ranges))
-        result = _if_any(ranges.covered, run, result)
+        result = _run_if_any_covered(ranges.covered, run, result)
     short = (length > 0) & (length <= SHORT)
 
     def computed_short(result):
-        return _merge(short, _short_forward(q, k, v, segment_ids, short, scale), result)
+        return _replace_where_covered(
+            short, _short_forward(q, k, v, segment_ids, short, scale), result
+        )
 
-    return _if_any(short, computed_short, result)
+    return _run_if_any_covered(short, computed_short, result)
 
 
 def _backward(
@@ -155,31 +162,33 @@ def _backward(
     result = tuple(map(jnp.zeros_like, (q, k, v)))
 
     def computed(q, k, v, o, do, documents, result):
-        logsumexp = _by_document(logsumexp_BNT, documents.queries, q.shape[1])
+        logsumexp = _logsumexp_by_document(logsumexp_BNT, documents.queries, q.shape[1])
         new = call(q, k, v, o, logsumexp, do, documents)
         new = tuple(x.reshape(like.shape) for x, like in zip(new, result))
-        dq = _merge(documents.queries.covered, new[:1], result[:1])
-        return *dq, *_merge(documents.keys.covered, new[1:], result[1:])
+        dq = _replace_where_covered(documents.queries.covered, new[:1], result[:1])
+        return *dq, *_replace_where_covered(documents.keys.covered, new[1:], result[1:])
 
     if not causal:
-        documents = cudnn.Documents(*document_ranges.of_shared(segment_ids, kv_segment_ids))
+        documents = cudnn.Documents(
+            *document_ranges.ranges_of_shared_documents(segment_ids, kv_segment_ids)
+        )
         return computed(q, k, v, o, do, documents, result)
-    first, length = document_ranges.spans(segment_ids)
+    first, length = document_ranges.document_spans(segment_ids)
     for of in document_ranges.length_classes(q.shape[1]):
-        ranges = document_ranges.of_class(first, length, of)
+        ranges = document_ranges.ranges_of_class(first, length, of)
         rows = (x.reshape(-1, of.longest, *x.shape[2:]) for x in (q, k, v, o, do))
         run = functools.partial(computed, *rows, cudnn.Documents(ranges, ranges))
-        result = _if_any(ranges.covered, run, result)
+        result = _run_if_any_covered(ranges.covered, run, result)
     short = (length > 0) & (length <= SHORT)
 
     def computed_short(result):
         new = _short_backward(q, k, v, segment_ids, short, o, logsumexp_BNT, do, scale)
-        return _merge(short, new, result)
+        return _replace_where_covered(short, new, result)
 
-    return _if_any(short, computed_short, result)
+    return _run_if_any_covered(short, computed_short, result)
 
 
-def _if_any(covered_BT, run, result):
+def _run_if_any_covered(covered_BT, run, result):
     """Returns run(result) if any token is covered, else `result`. It is a loop of one turn or none,
     because XLA copies the arrays of a conditional that is skipped.
     """
@@ -187,8 +196,8 @@ def _if_any(covered_BT, run, result):
     return jax.lax.fori_loop(0, turns, lambda _, result: run(result), result)
 
 
-def _merge(covered_BT, new, result):
-    """Returns the arrays of `new` where a token is covered, and those of `result` elsewhere. The
+def _replace_where_covered(covered_BT, new, result):
+    """Returns the arrays of `result`, with the numbers of `new` where a token is covered. The
     arrays are [B, T, heads, D] or [B, N, T].
     """
 
@@ -199,13 +208,13 @@ def _merge(covered_BT, new, result):
     return tuple(map(merge, new, result))
 
 
-def _by_token(logsumexp, ranges: document_ranges.Ranges):
+def _logsumexp_by_token(logsumexp, ranges: document_ranges.DocumentRanges):
     """Rearranges the logsumexp by document [documents, N, L] to [B, N, T]."""
-    return logsumexp[ranges.document, :, ranges.place].swapaxes(1, 2)
+    return logsumexp[ranges.document_of_token, :, ranges.position_in_document].swapaxes(1, 2)
 
 
-def _by_document(logsumexp_BNT, ranges: document_ranges.Ranges, width: int):
-    """The reverse of `_by_token`, with UNSEEN after the last token of a document."""
+def _logsumexp_by_document(logsumexp_BNT, ranges: document_ranges.DocumentRanges, width: int):
+    """The reverse of `_logsumexp_by_token`, with UNSEEN after the last token of a document."""
     tokens = logsumexp_BNT.swapaxes(1, 2).reshape(-1, logsumexp_BNT.shape[1])
     place = jnp.arange(width)
     in_document = (place < ranges.counts[:, None])[..., None]
@@ -219,10 +228,10 @@ def _by_document(logsumexp_BNT, ranges: document_ranges.Ranges, width: int):
 
 def _short_forward(q, k, v, segment_ids, short_BT, scale):
     """Returns o and the logsumexp of the tokens of short documents."""
-    queries, own, earlier = _short_blocks(q, k, v, segment_ids, short_BT)
+    queries, own, earlier = _blocks_of_short_documents(q, k, v, segment_ids, short_BT)
     settings = dict(scale=scale, block=SHORT)
     (q, ids), (k, v, kv_ids), (k0, v0, kv_ids0) = queries, own, earlier
-    o, logsumexp = xla.combine(
+    o, logsumexp = xla.combine_key_sets(
         xla.forward(q, k, v, ids, kv_ids, causal=True, **settings),
         xla.forward(q, k0, v0, ids, kv_ids0, causal=False, **settings),
     )
@@ -234,9 +243,9 @@ def _short_forward(q, k, v, segment_ids, short_BT, scale):
 def _short_backward(q, k, v, segment_ids, short_BT, o, logsumexp_BNT, do, scale):
     """Returns dq, dk and dv of the tokens of short documents."""
     shapes = q.shape, k.shape, v.shape
-    o, do = map(_blocks, (o, do))
-    logsumexp = _blocks(logsumexp_BNT.swapaxes(1, 2)).swapaxes(1, 2)
-    (q, ids), own, earlier = _short_blocks(q, k, v, segment_ids, short_BT)
+    o, do = map(_split_into_blocks, (o, do))
+    logsumexp = _split_into_blocks(logsumexp_BNT.swapaxes(1, 2)).swapaxes(1, 2)
+    (q, ids), own, earlier = _blocks_of_short_documents(q, k, v, segment_ids, short_BT)
 
     def gradients(k, v, kv_ids, causal):
         return xla.backward(
@@ -249,37 +258,37 @@ def _short_backward(q, k, v, segment_ids, short_BT, o, logsumexp_BNT, do, scale)
     return (dq + dq0).reshape(shapes[0]), dk, dv
 
 
-def _blocks(x):
+def _split_into_blocks(x):
     """Splits the tokens of x [B, T, ...] into blocks, [B · T / SHORT, SHORT, ...]."""
     return x.reshape(-1, SHORT, *x.shape[2:])
 
 
-def _short_blocks(q, k, v, segment_ids, short_BT):
-    """Returns three tuples: the queries of each block and their ids, the keys, values and ids of
-    the same block, and those of the block before it in the row. No query of a block sees a key
-    whose id is -1.
+def _blocks_of_short_documents(q, k, v, segment_ids, short_BT):
+    """Returns three tuples: the queries of each block and their ids; the keys, values and ids of
+    the same block; and the keys, values and ids of the block before it in the row. No query of a
+    block sees a key whose id is -1.
     """
     kv_ids = jnp.where(short_BT, segment_ids, -1)
-    # The first block gets the last one, with which it shares no short document.
+    # Before the first block of a row comes its last block. The two share no short document.
     earlier = (jnp.roll(x, SHORT, axis=1) for x in (k, v, kv_ids))
     return (
-        (_blocks(q), _blocks(jnp.where(short_BT, segment_ids, 0))),
-        tuple(map(_blocks, (k, v, kv_ids))),
-        tuple(map(_blocks, earlier)),
+        (_split_into_blocks(q), _split_into_blocks(jnp.where(short_BT, segment_ids, 0))),
+        tuple(map(_split_into_blocks, (k, v, kv_ids))),
+        tuple(map(_split_into_blocks, earlier)),
     )
 
 
 # ---- the test on the user's own GPU
 
 
-def test(width: int, grouped: bool) -> self_test.SelfTest:
+def make_self_test(width: int, grouped: bool) -> self_test.SelfTest:
     """Returns the self-test of calls with heads of `width` channels. `grouped`: whether several
     query heads read one key/value head.
     """
     return self_test.SelfTest(
         name="attention (cuDNN)",
-        avoid=self_test.AVOID,
-        kind=(width, grouped, cudnn.version()),
+        how_to_avoid=self_test.AVOID,
+        kind=(width, grouped, cudnn.cudnn_version()),
         modules=(
             __name__,
             cudnn.__name__,

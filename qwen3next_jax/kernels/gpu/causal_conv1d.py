@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.kernels import causal_conv1d_edges, self_test
-from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_before
+from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_of_inputs_before
 
 TOLERANCE = 0.02  # largest allowed relative L2 difference between the kernels and XLA
 INTERPRETER = plgpu.InterpretGPUParams()
@@ -29,7 +29,7 @@ INTERPRETER = plgpu.InterpretGPUParams()
 TOKENS = 32
 
 
-def supports(x, kernel, activation) -> str:
+def unsupported_reason(x, kernel, activation) -> str:
     """Returns why the GPU kernels cannot run x [B, T, D] with `kernel` [W, D]; "" if they can."""
     if (
         x.dtype not in (jnp.bfloat16, jnp.float32)
@@ -42,7 +42,7 @@ def supports(x, kernel, activation) -> str:
             f"{kernel.shape[0]}: expected multiples of "
             f"{TOKENS} and 128, bfloat16 or float32, 2 to 8"
         )
-    return self_test.unsupported_chip()
+    return self_test.unsupported_chip_reason()
 
 
 def is_default(x, kernel, activation) -> bool:
@@ -53,10 +53,12 @@ def is_default(x, kernel, activation) -> bool:
     """
     if x.shape[1] < TOKENS:
         return False
-    return self_test.is_enabled(test(x, kernel, activation), supports(x, kernel, activation))
+    return self_test.is_enabled(
+        make_self_test(x, kernel, activation), unsupported_reason(x, kernel, activation)
+    )
 
 
-def test(x, kernel, activation) -> self_test.SelfTest:
+def make_self_test(x, kernel, activation) -> self_test.SelfTest:
     """Returns the test for calls with the same activation, dtype of x and kernel width."""
     kind = activation, str(x.dtype), kernel.shape[0]
     return self_test.SelfTest(
@@ -148,7 +150,7 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
         interpret,
     )
     return (
-        gradient_before(activation, before, x, kernel, age, dy),
+        gradient_of_inputs_before(activation, before, x, kernel, age, dy),
         dx,
         jnp.sum(dkernel, axis=(0, 1)).astype(kernel.dtype),
     )
@@ -244,20 +246,20 @@ class _Call:
             copy(refs.age.at[b, pl.ds(first, TOKENS)], refs.ages.at[pl.ds(0, TOKENS)])
         return copy
 
-    def if_same_document(self, x, age, back: int):
+    def zero_if_other_document(self, x, age, back: int):
         """Returns zeros if the token is padding, or if the input `back` tokens earlier belongs to
         another document; otherwise x. `age` is the token's age, None if a row is one document.
         """
         return x if age is None else x * (age >= back).astype(jnp.float32)
 
-    def before_activation(self, weights, taps, age):
+    def output_before_activation(self, weights, taps, age):
         """Returns the output of a token before the activation: the sum of `taps`, the W inputs that
         the output depends on (newest first), times `weights`, the W rows of the kernel.
         """
         return functools.reduce(
             jnp.add,
             (
-                self.if_same_document(weights[self.width - 1 - back] * x, age, back)
+                self.zero_if_other_document(weights[self.width - 1 - back] * x, age, back)
                 for back, x in enumerate(taps)
             ),
         )
@@ -278,7 +280,7 @@ class _Refs(NamedTuple):
     weights: Sequence[Any]  # the rows of the kernel, in registers
 
 
-def _refs(call, refs, outputs: int, gradient: bool) -> _Refs:
+def _name_refs(call, refs, outputs: int, gradient: bool) -> _Refs:
     """Names the references that `_Call` passes to a kernel."""
     x, before, kernel, *refs = refs
     age = refs.pop(0) if call.has_age else None
@@ -290,27 +292,29 @@ def _refs(call, refs, outputs: int, gradient: bool) -> _Refs:
     return _Refs(x, before, age, dy, results, xs, ys, ages, arrived, weights)
 
 
-def _row(ref, r):
+def _load_row(ref, r):
     """Returns row r of `ref` in float32."""
     return ref[r].astype(jnp.float32)
 
 
 def _forward(call, *refs):
     """Computes y of a block, from its first token to its last."""
-    refs = _refs(call, refs, 1, False)
+    refs = _name_refs(call, refs, 1, False)
     (y_gmem,), xs, ys = refs.outputs, refs.xs, refs.ys
     b, _, first, channels = call.block_position()
     call.start_copies(refs)
     plgpu.barrier_wait(refs.arrived)
 
     def step(r, earlier):
-        taps = (_row(xs, r + call.width - 1), *earlier)
-        z = call.before_activation(refs.weights, taps, refs.ages[r] if call.has_age else None)
+        taps = (_load_row(xs, r + call.width - 1), *earlier)
+        z = call.output_before_activation(
+            refs.weights, taps, refs.ages[r] if call.has_age else None
+        )
         ys[r] = (z * jax.nn.sigmoid(z) if call.activation == "silu" else z).astype(ys.dtype)
         return taps[:-1]
 
     jax.lax.fori_loop(
-        0, TOKENS, step, tuple(_row(xs, call.width - 2 - i) for i in range(call.width - 1))
+        0, TOKENS, step, tuple(_load_row(xs, call.width - 2 - i) for i in range(call.width - 1))
     )
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(ys, y_gmem.at[b, pl.ds(first, TOKENS), channels])
@@ -324,7 +328,7 @@ def _backward(call, *refs):
     activation's input. The last block of a row has no tokens after it. It copies its own last
     tokens instead and multiplies their gradients by zero.
     """
-    refs = _refs(call, refs, 2, True)
+    refs = _name_refs(call, refs, 2, True)
     (dx_gmem, sums_gmem), xs, dys, weights = refs.outputs, refs.xs, refs.ys, refs.weights
     b, t, first, channels = call.block_position()
     edge, rows = call.width - 1, TOKENS
@@ -345,16 +349,16 @@ def _backward(call, *refs):
         """Returns the gradient of the activation's input for token r. The tokens of the block have
         r = 0 to TOKENS - 1, the W - 1 tokens after it the next indices.
         """
-        dz = _row(dys, r)
+        dz = _load_row(dys, r)
         if call.activation == "silu":
-            z = call.before_activation(weights, taps, refs.ages[r] if call.has_age else None)
+            z = call.output_before_activation(weights, taps, refs.ages[r] if call.has_age else None)
             gate = jax.nn.sigmoid(z)
             dz = dz * (gate * (1 + z * (1 - gate)))
         return dz
 
     taps_of_kernel = range(edge, -1, -1)  # index into the kernel, 0, 1, … tokens back
-    taps_of = lambda r, later: (*later, _row(xs, r))  # xs[r] is the oldest input of token r
-    inputs = tuple(_row(xs, 2 * edge + rows - 1 - i) for i in range(edge))
+    taps_of = lambda r, later: (*later, _load_row(xs, r))  # xs[r] is the oldest input of token r
+    inputs = tuple(_load_row(xs, 2 * edge + rows - 1 - i) for i in range(edge))
     following = ()
     for r in range(rows + edge - 1, rows - 1, -1):
         taps = taps_of(r, inputs)
@@ -370,12 +374,12 @@ def _backward(call, *refs):
         dx = functools.reduce(
             jnp.add,
             (
-                call.if_same_document(weights[w] * dz, age(back), back)
+                call.zero_if_other_document(weights[w] * dz, age(back), back)
                 for back, (w, dz) in enumerate(zip(taps_of_kernel, dzs))
             ),
         )
         sums = tuple(
-            s + call.if_same_document(dzs[0] * x, age(0), back)
+            s + call.zero_if_other_document(dzs[0] * x, age(0), back)
             for back, (s, x) in enumerate(zip(sums, taps))
         )
         dys[r] = dx.astype(dys.dtype)

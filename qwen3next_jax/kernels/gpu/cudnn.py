@@ -1,9 +1,9 @@
 """cuDNN's attention, forward and backward: the calls, whether they can run here, and the same
 computation in JAX alone, which a CPU runs instead.
 
-JAX has no public name for packed rows, so the calls go through `jax._src`, whose signatures are
-compared with those that this module was written for. A result of cuDNN is undefined for tokens
-that belong to no document.
+JAX has no public function for packed rows, so the calls go through `jax._src`. This module compares
+the signatures of the functions there with the signatures that it was written for. A result of cuDNN
+is undefined for tokens that belong to no document.
 
 R rows, L queries and S keys of a row, N query heads, K key/value heads, D head width, M documents
 of a row (1 if a call has no documents).
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.kernels import self_test
-from qwen3next_jax.kernels.gpu.document_ranges import Ranges
+from qwen3next_jax.kernels.gpu.document_ranges import DocumentRanges
 from qwen3next_jax.ops.compile_target import compile_target
 
 ENTRY = "jax._src.cudnn.fused_attention_stablehlo"
@@ -43,11 +43,11 @@ _SIGNATURES = {
 class Documents(NamedTuple):
     """The documents of the queries and of the keys of one call, in the same order."""
 
-    queries: Ranges
-    keys: Ranges
+    queries: DocumentRanges
+    keys: DocumentRanges
 
 
-def unsupported() -> str:
+def unsupported_reason() -> str:
     """Returns why cuDNN's attention cannot run in this process or in another process of the same
     run. Returns "" if it can, or if the program is compiled for a CPU, which runs the same
     computation in JAX.
@@ -55,29 +55,29 @@ def unsupported() -> str:
     target = compile_target()
     if target.platform == "cpu":
         return ""
-    if target.described:
+    if target.may_lack_device:
         return "for a GPU that is not here: expected a GPU whose cuDNN says what it can run"
-    return self_test.agreed("cudnn", _unsupported_here())
+    return self_test.agree_on_reason("cudnn", _unsupported_reason_here())
 
 
-def version() -> int:
+def cudnn_version() -> int:
     """Returns the number of the release of cuDNN that JAX has loaded, such as 90600; 0 if it has
     loaded none.
     """
     try:
-        return _entry().check_cudnn_version()
+        return _cudnn_module().check_cudnn_version()
     except (ImportError, AttributeError, RuntimeError):
         return 0
 
 
-def _unsupported_here() -> str:
+def _unsupported_reason_here() -> str:
     chip = getattr(jax.local_devices()[0], "compute_capability", "unknown")
     if not chip[:1].isdigit() or float(chip) < 9:
         return f"on a GPU of compute capability {chip}: expected 9.0 or later (H100, H200, B200)"
     if jax.__version_info__ < MIN_JAX:
         return f"with jax {jax.__version__}, which mixes documents up: expected 0.12"
     try:
-        entry = _entry()
+        entry = _cudnn_module()
         changed = [
             name
             for name, arguments in _SIGNATURES.items()
@@ -89,12 +89,12 @@ def _unsupported_here() -> str:
         return f"with jax {jax.__version__}, whose {ENTRY} is another ({', '.join(changed)})"
     if re.search(r"xla_gpu_deterministic_ops(?!=(false|0))", os.environ.get("XLA_FLAGS", "")):
         return "with xla_gpu_deterministic_ops in XLA_FLAGS: cuDNN would hold all scores in memory"
-    if (found := version()) < MIN_CUDNN:
+    if (found := cudnn_version()) < MIN_CUDNN:
         return f"with cuDNN {found or 'missing'}: expected {MIN_CUDNN} or later (the extra gpu)"
     return ""
 
 
-def _entry():
+def _cudnn_module():
     return importlib.import_module(ENTRY)
 
 
@@ -106,19 +106,19 @@ def forward(q, k, v, documents: Documents | None, *, scale: float, causal: bool,
     Args:
       q: [R, L, N, D] in bfloat16.
       k, v: [R, S, K, D].
-      documents: their queries and keys; None: each row is one document.
+      documents: the queries and keys of the documents; None: each row is one document.
       scale: factor of the scores.
       causal: whether a query sees only the keys of its document up to its own position in it.
       interpret: whether to compute it in JAX.
     """
     if interpret:
         return _interpreted_forward(q, k, v, documents, scale, causal)
-    entry = _entry()
+    entry = _cudnn_module()
     return entry.dot_product_attention(
         q,
         k,
         v,
-        **({} if documents is None else _arguments(documents)),
+        **({} if documents is None else _length_and_offset_arguments(documents)),
         scale=scale,
         mask_type=_mask_type(documents, causal),
         return_residual=True,
@@ -142,14 +142,14 @@ def backward(
 
     Args:
       o, logsumexp: in the shapes of `forward`'s results. They may also be the results of a softmax
-        over further keys; dq is then the part that comes from these keys.
+        over k and further keys; dq is then the part that comes from k.
       do: [R, L, N, D], the gradient of o.
     """
     if interpret:
         return _interpreted_backward(q, k, v, o, logsumexp, do, documents, scale, causal)
-    entry = _entry()
+    entry = _cudnn_module()
     none = jnp.zeros(0, q.dtype)  # stands for an argument that is not given
-    given = {} if documents is None else _arguments(documents)
+    given = {} if documents is None else _length_and_offset_arguments(documents)
     ranges = (
         given.get(name, none) for name in ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets")
     )
@@ -169,7 +169,7 @@ def backward(
     )[:3]
 
 
-def _arguments(documents: Documents) -> dict[str, jax.Array]:
+def _length_and_offset_arguments(documents: Documents) -> dict[str, jax.Array]:
     return {
         "q_seqlen": documents.queries.lengths,
         "kv_seqlen": documents.keys.lengths,
@@ -180,30 +180,30 @@ def _arguments(documents: Documents) -> dict[str, jax.Array]:
 
 def _mask_type(documents, causal: bool):
     if documents is None:
-        return _entry().MaskType.CAUSAL if causal else _entry().MaskType.NO_MASK
-    return _entry().MaskType.PADDING_CAUSAL if causal else _entry().MaskType.PADDING
+        return _cudnn_module().MaskType.CAUSAL if causal else _cudnn_module().MaskType.NO_MASK
+    return _cudnn_module().MaskType.PADDING_CAUSAL if causal else _cudnn_module().MaskType.PADDING
 
 
 # ---- the same in JAX, from the lengths and offsets alone
 
 
 def _interpreted_forward(q, k, v, documents, scale, causal):
-    at_q, at_k = _tokens_of(q, k, documents)
-    s = _scores(q, k, at_q, at_k, scale, causal)
+    at_q, at_k = _token_indices(q, k, documents)
+    s = _masked_scores(q, k, at_q, at_k, scale, causal)
     logsumexp = jax.nn.logsumexp(s, axis=-1)
     p = jnp.exp(s - logsumexp[..., None])
-    o = jnp.einsum("xnls,xsnd->xlnd", p, _gather(v, at_k, q.shape[2]))
-    # NaN stands for what cuDNN leaves undefined, so that a test sees every use of it.
+    o = jnp.einsum("xnls,xsnd->xlnd", p, _gather_tokens(v, at_k, q.shape[2]))
+    # Numbers that cuDNN leaves undefined become NaN here, so that a test sees every use of them.
     undefined = jnp.where((at_q >= 0)[:, None], logsumexp, jnp.nan)
-    return _scatter(o, at_q, q), undefined
+    return _scatter_tokens(o, at_q, q), undefined
 
 
 def _interpreted_backward(q, k, v, o, logsumexp, do, documents, scale, causal):
-    at_q, at_k = _tokens_of(q, k, documents)
+    at_q, at_k = _token_indices(q, k, documents)
     heads = q.shape[2]
-    keys, values = _gather(k, at_k, heads), _gather(v, at_k, heads)
-    queries, outputs, gradients = (_gather(x, at_q, heads) for x in (q, o, do))
-    s = _scores(q, k, at_q, at_k, scale, causal)
+    keys, values = _gather_tokens(k, at_k, heads), _gather_tokens(v, at_k, heads)
+    queries, outputs, gradients = (_gather_tokens(x, at_q, heads) for x in (q, o, do))
+    s = _masked_scores(q, k, at_q, at_k, scale, causal)
     p = jnp.where(s > -jnp.inf, jnp.exp(s - logsumexp[..., None]), 0)
     dp = jnp.einsum("xlnd,xsnd->xnls", gradients, values)
     ds = p * (dp - jnp.einsum("xlnd,xlnd->xnl", outputs, gradients)[..., None]) * scale
@@ -211,12 +211,12 @@ def _interpreted_backward(q, k, v, o, logsumexp, do, documents, scale, causal):
     dk = jnp.einsum("xnls,xlnd->xsnd", ds, queries)
     dv = jnp.einsum("xnls,xlnd->xsnd", p, gradients)
     dk, dv = (x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[3]).sum(3) for x in (dk, dv))
-    return _scatter(dq, at_q, q), _scatter(dk, at_k, k), _scatter(dv, at_k, v)
+    return _scatter_tokens(dq, at_q, q), _scatter_tokens(dk, at_k, k), _scatter_tokens(dv, at_k, v)
 
 
-def _tokens_of(q, k, documents):
-    """Returns for each document of all rows, in order, the indices among all tokens of its queries
-    [R · M, L] and of its keys [R · M, S], -1 after its last.
+def _token_indices(q, k, documents):
+    """Returns for each document of all rows, in order, the indices of its queries [R · M, L] and of
+    its keys [R · M, S] among the tokens of all rows, and -1 after the last one.
     """
 
     def tokens(x, ranges):
@@ -235,7 +235,7 @@ def _tokens_of(q, k, documents):
     return tokens(q, queries), tokens(k, keys)
 
 
-def _gather(x, at, heads: int):
+def _gather_tokens(x, at, heads: int):
     """Returns the tokens `at` of x [R, L, K, D] for each of `heads` query heads, in float32; zeros
     where `at` is -1.
     """
@@ -244,19 +244,26 @@ def _gather(x, at, heads: int):
     return jnp.repeat(gathered, heads // x.shape[2], axis=2)
 
 
-def _scatter(values, at, like):
-    """The reverse of `_gather`, in the shape and dtype of `like`, with NaN in all other tokens."""
+def _scatter_tokens(values, at, like):
+    """The reverse of `_gather_tokens`, in the shape and dtype of `like`, with NaN in all other
+    tokens.
+    """
     flat = jnp.full((like.shape[0] * like.shape[1], *like.shape[2:]), jnp.nan, like.dtype)
     index = jnp.where(at >= 0, at, flat.shape[0])
     return flat.at[index].set(values.astype(like.dtype), mode="drop").reshape(like.shape)
 
 
-def _scores(q, k, at_q, at_k, scale, causal):
+def _masked_scores(q, k, at_q, at_k, scale, causal):
     """Returns the scores [R · M, N, L, S] of each document's queries and keys, -inf where a query
     does not see a key.
     """
     heads = q.shape[2]
-    s = jnp.einsum("xlnd,xsnd->xnls", _gather(q, at_q, heads), _gather(k, at_k, heads)) * scale
+    s = (
+        jnp.einsum(
+            "xlnd,xsnd->xnls", _gather_tokens(q, at_q, heads), _gather_tokens(k, at_k, heads)
+        )
+        * scale
+    )
     seen = (at_q >= 0)[:, :, None] & (at_k >= 0)[:, None]
     if causal:
         seen &= jnp.arange(at_k.shape[1]) <= jnp.arange(at_q.shape[1])[:, None]

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import delta_rule_self_test
 from qwen3next_jax.kernels.gpu.delta_rule_passes import backward, forward
-from qwen3next_jax.kernels.gpu.delta_rule_problem import WIDTHS, Problem
+from qwen3next_jax.kernels.gpu.delta_rule_problem import WIDTHS, Problem, Split
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import C
 from qwen3next_jax.ops import implementations
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
-__all__ = ["backward", "forward", "is_default", "supports"]
+__all__ = ["backward", "forward", "is_default", "unsupported_reason"]
 
 
-def supports(x: Inputs, settings: Settings, split: bool) -> str:
+def unsupported_reason(x: Inputs, settings: Settings, split: bool) -> str:
     """Returns why the kernels cannot run a call in this process; "" if they can.
 
     Args:
@@ -35,7 +35,7 @@ def supports(x: Inputs, settings: Settings, split: bool) -> str:
             f"has heads of {q.shape[3]} and {v.shape[3]} channels: expected {narrowest} to "
             f"{widest} (narrower heads would be padded to more than twice their width)"
         )
-    return self_test.unsupported_chip()
+    return self_test.unsupported_chip_reason()
 
 
 def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
@@ -47,6 +47,11 @@ def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
         few = f"has rows of {x.q.shape[1]} tokens: the kernels run longer ones"
         implementations.give_reason(False, f"{few} {implementations.BY_DEFAULT}")
         return False
-    key, value, over_chip = x.q.shape[3], x.v.shape[3], Problem.of(x, settings).split
-    test = delta_rule_self_test.test(key, value, settings.normalize_qk, settings.erase, over_chip)
-    return self_test.is_enabled(test, supports(x, settings, split))
+    refusal = unsupported_reason(x, settings, split)
+    # The heads of a call that the kernels refuse may be narrower than a tile: nothing to split.
+    over_chip = Split(1, 1) if refusal else Problem.of_call(x, settings).split
+    sizes = x.q.shape[3], x.v.shape[3]
+    test = delta_rule_self_test.make_self_test(
+        *sizes, settings.normalize_qk, settings.delta_term, over_chip
+    )
+    return self_test.is_enabled(test, refusal)

@@ -34,17 +34,17 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     C,
     along_i,
     along_j,
-    channels,
+    channel_slice,
     high_and_low,
-    indices,
     named_refs,
-    products,
-    rows,
-    same_document,
+    row_and_column_indices,
+    row_memory,
+    same_document_mask,
     store_tiles,
-    tiles,
-    tokens,
-    transposed,
+    sums_of_products,
+    tile_memory,
+    token_slice,
+    transposed_ref,
     with_accumulators,
 )
 from qwen3next_jax.ops.delta_rule import chunk_math
@@ -53,23 +53,23 @@ LOG2_E = 1.4426950408889634
 NARROW = 16  # the columns of a product's narrowest operand, swizzled in rows of 32 bytes
 
 
-def scratch(p) -> list:
+def scratch_memory(p) -> list:
     """Returns the shared memory and the barriers of `chunk_kernel`."""
     product = plgpu.SMEM(
         (C, C),
         jnp.float32,
         transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
     )
-    keys = plgpu.RefUnion(tiles(p.key_tiles), product)
-    narrow = functools.partial(tiles, 2, columns=NARROW)
+    keys = plgpu.RefUnion(tile_memory(p.key_tiles), product)
+    narrow = functools.partial(tile_memory, 2, columns=NARROW)
     return [
         keys,
         keys,
         narrow(),
         narrow(),
         narrow(width=NARROW),
-        rows(2, 8),
-        rows(6),
+        row_memory(2, 8),
+        row_memory(6),
         plgpu.Barrier(num_arrivals=2 * p.key_tiles),
         plgpu.Barrier(num_barriers=2),
     ]
@@ -139,9 +139,9 @@ def inverse_norms(squares):
 def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
     """Writes X = (I + L)^{-1} to `x_refs`, as a high and a low part.
 
-    Like `ladder` in `ops/delta_rule/inverse.py`, it starts with the inverses of diagonal blocks of
-    2 rows and doubles the number m of their rows step by step: it adds X (-L) X to X in the lower
-    left quarter of each diagonal block of 2m rows.
+    Like `diagonal_block_inverses` in `ops/delta_rule/inverse.py`, it starts with the inverses of
+    diagonal blocks of 2 rows and doubles the number m of their rows step by step: it adds X (-L) X
+    to X in the lower left quarter of each diagonal block of 2m rows.
 
     X stays in registers. Until its diagonal blocks have 16 rows, it is an array [C, 16] that holds
     the four diagonal blocks of 16 rows below each other. As the right operand of a product, X has
@@ -212,8 +212,8 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
 
 
 class _Refs(NamedTuple):
-    """The references of `chunk_kernel`: inputs and outputs in global memory, what `scratch` lists,
-    and two barriers.
+    """The references of `chunk_kernel`: inputs and outputs in global memory, what `scratch_memory`
+    lists, and two barriers.
     """
 
     q_gmem: Any
@@ -253,17 +253,17 @@ def chunk_kernel(p, *refs):
 
     for t in range(p.key_tiles):
         plgpu.copy_gmem_to_smem(
-            refs.q_gmem.at[b, tokens(n), g, channels(t)], q.at[t], refs.keys_arrived
+            refs.q_gmem.at[b, token_slice(n), g, channel_slice(t)], q.at[t], refs.keys_arrived
         )
         plgpu.copy_gmem_to_smem(
-            refs.k_gmem.at[b, tokens(n), g, channels(t)], k.at[t], refs.keys_arrived
+            refs.k_gmem.at[b, token_slice(n), g, channel_slice(t)], k.at[t], refs.keys_arrived
         )
     load_rows(0)
     plgpu.barrier_wait(refs.keys_arrived)
     against = lambda left, right: [
-        (left.at[t], transposed(right.at[t])) for t in range(p.key_tiles)
+        (left.at[t], transposed_ref(right.at[t])) for t in range(p.key_tiles)
     ]
-    qk, kk, qq = products(against(q, k), against(k, k), against(q, q))
+    qk, kk, qq = sums_of_products(against(q, k), against(k, k), against(q, q))
     if p.normalize:
         k_norm, q_norm = inverse_norms(kk), inverse_norms(qq)
     else:
@@ -276,8 +276,8 @@ def chunk_kernel(p, *refs):
 
     # All value heads share the products of normalised queries with keys and of keys with keys. The
     # products are zero between documents and for keys after the query.
-    i, j = indices()
-    mask, norm = same_document(refs.rows.at[0]) & (i >= j), along_j(factors, K_NORM_J)
+    i, j = row_and_column_indices()
+    mask, norm = same_document_mask(refs.rows.at[0]) & (i >= j), along_j(factors, K_NORM_J)
     qk = jnp.where(mask, qk * (along_i(factors, Q_NORM) * norm), 0.0)
     kk = jnp.where(mask & (i > j), kk * (along_i(factors, K_NORM) * norm), 0.0)
     # These products go to shared memory, because three blocks share a multiprocessor, which leaves

@@ -6,9 +6,10 @@ and the rows.
 
 With keys of 64 or 128 channels, a block has one warpgroup, and two blocks share a multiprocessor,
 so that one computes while the other waits. Then each block has at most 115,712 bytes of shared
-memory, which is less than all its inputs take. So inputs are copied to the same places one after
-another, each as soon as no product reads the earlier one. The [C, C] matrices are transposed, with
-rows j and columns i. This makes E a left operand, which wgmma takes from registers.
+memory, which is less than all its inputs take. So several inputs use the same memory one after
+another: an input is copied there as soon as no product reads the input before it. The [C, C]
+matrices are transposed, with rows j and columns i. This makes E a left operand, which wgmma takes
+from registers.
 
 With keys of 256 channels, one block fills a multiprocessor and needs more registers than one
 warpgroup has, so a block has two warpgroups. Both compute E. Each computes two of the four tiles of
@@ -43,16 +44,16 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     C,
     along_i,
     along_j,
-    channels,
+    channel_slice,
     high_and_low,
-    indices,
     named_refs,
-    product,
-    rows,
-    same_document,
-    tiles,
-    tokens,
-    transposed,
+    row_and_column_indices,
+    row_memory,
+    same_document_mask,
+    sum_of_products,
+    tile_memory,
+    token_slice,
+    transposed_ref,
     with_accumulators,
 )
 
@@ -65,35 +66,35 @@ Q_NORM_ROW = 6  # a second copy of the row Q_NORM, read in the other layout
 DG, DBETA, ENTER, LEAVE, CARRIED, INNER_Q, INNER_K = range(7)
 
 
-def warpgroups(p) -> int:
+def warpgroup_count(p) -> int:
     """Returns the number of warpgroups of a block: 2 for keys of 256 channels, otherwise 1."""
     return 2 if p.key_tiles > 2 else 1
 
 
-def threads(p) -> dict:
+def thread_arguments(p) -> dict:
     """Returns the arguments of `plgpu.kernel` for several warpgroups; none for one warpgroup."""
-    return dict(num_threads=2, thread_name="warpgroups") if warpgroups(p) > 1 else {}
+    return dict(num_threads=2, thread_name="warpgroups") if warpgroup_count(p) > 1 else {}
 
 
-def scratch(p) -> list:
+def scratch_memory(p) -> list:
     """Returns the shared memory of a block, in this order: the tiles of k, dO and dV; the parts of
     the inverse, which the gradients of K K^T and Q K^T overwrite; the slots (see `_Block`); the
     factors, the rows and the sums. The barriers follow.
     """
-    n = warpgroups(p)
+    n = warpgroup_count(p)
     slots, own_tiles = 2 * p.key_tiles + (1 if n == 1 else 2 + n), p.key_tiles // n
     arrivals = lambda tiles_each, count=1: plgpu.Barrier(
         num_arrivals=tiles_each, num_barriers=count
     )
     return [
-        tiles(p.key_tiles),
-        tiles(p.value_tiles),
-        tiles(p.value_tiles),
-        tiles(1 + n),
-        tiles(slots),
-        rows(7),
-        rows(8),
-        rows(n, 7),
+        tile_memory(p.key_tiles),
+        tile_memory(p.value_tiles),
+        tile_memory(p.value_tiles),
+        tile_memory(1 + n),
+        tile_memory(slots),
+        row_memory(7),
+        row_memory(8),
+        row_memory(n, 7),
         arrivals(p.key_tiles + 3 + p.inverse_tiles),
         arrivals(2, p.value_tiles),
         arrivals(p.key_tiles),
@@ -104,7 +105,7 @@ def scratch(p) -> list:
     ]
 
 
-def rebased(*refs):
+def hide_addresses(*refs):
     """Returns references to the same memory in a form that hides from the compiler that the
     addresses are the same. Otherwise the compiler would keep all addresses in registers, and there
     are too few registers.
@@ -151,10 +152,10 @@ def decay_of_pairs(rows_ref, row, column):
     where it is masked.
 
     Args:
-      rows_ref: the 8 rows of `Problem.rows`.
-      row, column: the two results of `indices`.
+      rows_ref: the 8 rows of `Problem.rows_of_chunks`.
+      row, column: the two results of `row_and_column_indices`.
     """
-    mask = (column >= row) & same_document(rows_ref)
+    mask = (column >= row) & same_document_mask(rows_ref)
     return jnp.exp(jnp.where(mask, along_j(rows_ref, TOTAL_J) - along_i(rows_ref, TOTAL), -jnp.inf))
 
 
@@ -164,8 +165,9 @@ def load_row(ref, i: int):
 
 
 class _Refs(NamedTuple):
-    """The references of `gradient_kernel`: inputs and outputs in global memory, what `scratch`
-    lists, and barriers, which are passed when the copy of the input in the name has arrived.
+    """The references of `gradient_kernel`: inputs and outputs in global memory, what
+    `scratch_memory` lists, and barriers, which are passed when the copy of the input in the name
+    has arrived.
     """
 
     q_gmem: Any
@@ -201,17 +203,17 @@ class _Refs(NamedTuple):
 
 def gradient_kernel(p, *refs):
     """Computes dQ, dK, dg and dbeta of one chunk of a value head."""
-    block = _Block(p, named_refs(_Refs, refs, missing="" if p.erase else "inverses_gmem"))
+    block = _Block(p, named_refs(_Refs, refs, missing="" if p.delta_term else "inverses_gmem"))
     block.start_copies()
-    error_highs, error_dstate, pairs = block.errors()
-    block.rebase()
-    block.gradients_of_pairs(error_highs, pairs)
-    block.write_gradients(*block.queries_and_keys(error_dstate))
+    error_highs, error_dstate, pairs = block.compute_errors()
+    block.hide_tile_addresses()
+    block.store_pair_gradients(error_highs, pairs)
+    block.write_gradients(*block.query_and_key_gradients(error_dstate))
 
 
 class _Block:
-    """One block of the grid. Its methods `start_copies`, `errors`, `gradients_of_pairs`,
-    `queries_and_keys` and `write_gradients` run in this order. Copies, and products in
+    """One block of the grid. Its methods `start_copies`, `compute_errors`, `store_pair_gradients`,
+    `query_and_key_gradients` and `write_gradients` run in this order. Copies, and products in
     accumulators, run while later statements execute, so the order of statements matters.
 
     Attributes:
@@ -219,7 +221,7 @@ class _Block:
       own_tiles: the indices of the tiles of 64 key channels that this warpgroup computes.
       k, do, dv: the tiles of k, dO and dV in shared memory.
       a: tiles of shared memory. The first two hold the high and the low part of the inverse until
-        `gradients_of_pairs` overwrites them with the gradients of Q K^T and K K^T.
+        `store_pair_gradients` overwrites them with the gradients of Q K^T and K K^T.
       slots: tiles of shared memory for inputs. The first slots hold the tiles of the state. The
         next slots hold the tiles of the state's gradient, and later the tiles of q. With one
         warpgroup there is one spare slot after them. With two warpgroups there is one slot for v,
@@ -237,9 +239,9 @@ class _Block:
         self.g = jax.lax.div(self.h, p.heads_per_key)
         self.last = p.value_tiles - 1
         self.keys = range(p.key_tiles)
-        self.one_warpgroup = warpgroups(p) == 1
+        self.one_warpgroup = warpgroup_count(p) == 1
         self.w = 0 if self.one_warpgroup else jax.lax.axis_index("warpgroups")
-        tiles_each = p.key_tiles // warpgroups(p)
+        tiles_each = p.key_tiles // warpgroup_count(p)
         self.own_tiles = [self.w * tiles_each + i for i in range(tiles_each)]
         self.v_slot, self.low_slot, self.spare_slot = (
             2 * p.key_tiles + (0 if self.one_warpgroup else i) for i in (0, 1, 2 + self.w)
@@ -257,7 +259,7 @@ class _Block:
         """Returns the slot of tile t of the state's gradient. Tile t of q overwrites it later."""
         return self.p.key_tiles + t
 
-    def q(self, t: int):
+    def q_tile(self, t: int):
         """Returns a reference to tile t of q, valid after its copy has arrived."""
         return self.slots.at[self.dstate_slot(t)]
 
@@ -265,19 +267,19 @@ class _Block:
         """Returns this chunk's tile [C, C] of an array [B, T, H, V], with the value channels 64 c
         to 64 c + 63.
         """
-        return gmem.at[self.b, tokens(self.n), self.h, channels(c)]
+        return gmem.at[self.b, token_slice(self.n), self.h, channel_slice(c)]
 
     def state_tile(self, gmem, t: int, c: int):
         """Returns this chunk's tile [C, C] of an array [N, B, H, K, V], with the key channels from
         64 t on and the value channels from 64 c on.
         """
-        return gmem.at[self.n, self.b, self.h, channels(t), channels(c)]
+        return gmem.at[self.n, self.b, self.h, channel_slice(t), channel_slice(c)]
 
     def key_tile(self, gmem, t: int):
         """Returns this chunk's tile [C, C] of an array [B, T, G, K], with the key channels 64 t to
         64 t + 63.
         """
-        return gmem.at[self.b, tokens(self.n), self.g, channels(t)]
+        return gmem.at[self.b, token_slice(self.n), self.g, channel_slice(t)]
 
     def copy_to_slot(self, slot: int, source, barrier):
         """Starts the copy of the tile `source` of global memory to a slot."""
@@ -295,9 +297,9 @@ class _Block:
             self.dstates_arrived(),
         )
 
-    def rebase(self):
-        """Replaces the references to shared memory by the results of `rebased`."""
-        self.k, self.do, self.dv, self.a, self.slots = rebased(*self.tiles)
+    def hide_tile_addresses(self):
+        """Replaces the references to shared memory by the results of `hide_addresses`."""
+        self.k, self.do, self.dv, self.a, self.slots = hide_addresses(*self.tiles)
 
     def on_first_warpgroup(self, do):
         """Runs the function `do` in the first warpgroup only."""
@@ -368,7 +370,7 @@ class _Block:
 
     # ---- errors E
 
-    def errors(self):
+    def compute_errors(self):
         """Computes the errors E, one tile of value channels after another, and the products of E
         with dV, dO and the state's gradient dS.
 
@@ -381,7 +383,7 @@ class _Block:
         """
         error_highs, error_dstate, pairs = [], None, None
         for c in range(self.p.value_tiles):
-            self.rebase()
+            self.hide_tile_addresses()
             for barrier in (
                 self.refs.states_arrived,
                 self.dstates_arrived(),
@@ -389,14 +391,14 @@ class _Block:
                 self.refs.values_arrived.at[c],
             ):
                 plgpu.barrier_wait(barrier)
-            ks, errors = self.errors_of(c)
+            ks, errors = self.errors_of_tile(c)
             self.sync_warpgroups()  # all reads of the slots end before copies write there
             self.copy_next_state(c)
             high, low = high_and_low(errors)
             dv_low_term, pairs, error_dstate = self.add_products_of_errors(
                 c, ks, high, low, pairs, error_dstate
             )
-            if self.p.erase:
+            if self.p.delta_term:
                 self.add_to_sum(ENTER, -dv_low_term)
             plgpu.commit_smem()
             if self.one_warpgroup:
@@ -404,7 +406,7 @@ class _Block:
             self.copy_next_dstate(c)
         return error_highs, error_dstate, pairs
 
-    def errors_of(self, c: int):
+    def errors_of_tile(self, c: int):
         """Returns gamma K S in bfloat16 (None without the delta term) and E in float32, [C, 64]
         each, for tile c of the value channels. Adds this tile's terms to the sums CARRIED, LEAVE
         and, with the delta term, ENTER.
@@ -416,8 +418,8 @@ class _Block:
         )
         self.add_to_sum(CARRIED, carried)
         ks = None
-        if self.p.erase:
-            ks = along_i(self.factors, K_GAMMA) * product(
+        if self.p.delta_term:
+            ks = along_i(self.factors, K_GAMMA) * sum_of_products(
                 *((k.at[t], slots.at[t]) for t in self.keys)
             )
             self.on_first_warpgroup(
@@ -428,25 +430,27 @@ class _Block:
             if not self.one_warpgroup:
                 self.on_first_warpgroup(lambda: store_tile(a.at[2], rounded))
             plgpu.commit_smem()
-            errors = product((a.at[0], slots.at[spare_slot]), (a.at[1], slots.at[spare_slot]))
+            errors = sum_of_products(
+                (a.at[0], slots.at[spare_slot]), (a.at[1], slots.at[spare_slot])
+            )
             ks = rounded
         else:
             errors = load_tile(slots.at[self.v_slot])
-        leave = product(*((k.at[t], slots.at[self.dstate_slot(t)]) for t in self.own_tiles))
+        leave = sum_of_products(*((k.at[t], slots.at[self.dstate_slot(t)]) for t in self.own_tiles))
         self.add_to_sum(LEAVE, row_sums(leave, errors))
         return ks, errors
 
     def copy_next_state(self, c: int):
-        """Starts copies to the slots that `errors_of` has read: the state for tile c + 1 of the
-        value channels, with the delta term the low part of dV for tile c and, with two warpgroups,
-        v for tile c + 1. After the last tile there is no tile c + 1 to copy.
+        """Starts copies to the slots that `errors_of_tile` has read: the state for tile c + 1 of
+        the value channels, with the delta term the low part of dV for tile c and, with two
+        warpgroups, v for tile c + 1. After the last tile there is no tile c + 1 to copy.
         """
         for t in self.own_tiles if c < self.last else ():
             self.copy_state(t, t, c + 1, self.refs.states_arrived)
 
         @self.on_first_warpgroup
         def _():
-            if self.p.erase:
+            if self.p.delta_term:
                 self.copy_to_slot(
                     self.low_slot, self.value_tile(self.refs.dv_low_gmem, c), self.low_arrived
                 )
@@ -480,8 +484,8 @@ class _Block:
 
         Returns:
           Three results: [C], the inner product of each token's row of `ks` (gamma K S) with its row
-          of the low part of dV; the new `pairs`; the new `error_dstate` (see `errors`). In the
-          second warpgroup the first result is zeros. Without the delta term it is not used.
+          of the low part of dV; the new `pairs`; the new `error_dstate` (see `compute_errors`). In
+          the second warpgroup the first result is zeros. Without the delta term it is not used.
         """
         p, do, dv, a, slots = self.p, self.do, self.dv, self.a, self.slots
 
@@ -491,11 +495,11 @@ class _Block:
             """
             if c:
                 products.start(pairs)
-            products.add(low, transposed(dv.at[c]))
-            products.add(high, transposed(dv.at[c]))
+            products.add(low, transposed_ref(dv.at[c]))
+            products.add(high, transposed_ref(dv.at[c]))
             meanwhile()
             plgpu.barrier_wait(self.low_arrived)
-            products.add(high, transposed(slots.at[self.low_slot]))
+            products.add(high, transposed_ref(slots.at[self.low_slot]))
             dv_low_term = row_sums(
                 ks.astype(jnp.float32) if self.one_warpgroup else load_tile(a.at[2]),
                 load_tile(slots.at[self.low_slot]),
@@ -505,14 +509,14 @@ class _Block:
         def to_outputs(products):  # E dO^T
             if c:
                 products.start(pairs)
-            products.add(high, transposed(do.at[c]))
+            products.add(high, transposed_ref(do.at[c]))
             return zero_row(), products.read()
 
         def to_keys(*products):  # E dS^T
             for i, x in enumerate(products):
                 if c:
                     x.start(error_dstate[i])
-                x.add(high, transposed(slots.at[self.dstate_slot(self.own_tiles[i])]))
+                x.add(high, transposed_ref(slots.at[self.dstate_slot(self.own_tiles[i])]))
             return products
 
         def errors_and_keys(of_errors, *products):
@@ -520,7 +524,7 @@ class _Block:
             return dv_low_term, of_pairs, *(x.read() for x in products)
 
         count = len(self.own_tiles)
-        if self.one_warpgroup and p.erase:
+        if self.one_warpgroup and p.delta_term:
             dv_low_term, pairs, *error_dstate = with_accumulators(
                 p, [C] * (1 + count), errors_and_keys
             )
@@ -532,7 +536,7 @@ class _Block:
         if not self.one_warpgroup:
             to_pairs = functools.partial(with_accumulators, p, [C])
             errors = zero_pairs
-            if p.erase:
+            if p.delta_term:
                 errors = functools.partial(to_pairs, to_errors)
             outputs = functools.partial(to_pairs, to_outputs)
             dv_low_term, pairs = jax.lax.cond(self.w == 0, errors, outputs)
@@ -540,41 +544,41 @@ class _Block:
 
     # ---- the gradients of K K^T and Q K^T, with rows j and columns i
 
-    def gradients_of_pairs(self, error_highs, pairs):
+    def store_pair_gradients(self, error_highs, pairs):
         """Computes the gradients of Q K^T and K K^T and stores them in the tiles `a`. Stores dbeta
-        in the sum DBETA and, in the sum DG, all of dg except what `queries_and_keys` adds.
+        in the sum DBETA and, in the sum DG, all of dg except what `query_and_key_gradients` adds.
         """
         p, a, k, factors, sums = self.p, self.a, self.k, self.factors, self.sums
 
         def against_outputs(products):  # E dO^T
             for c, high in enumerate(error_highs):
-                products.add(high, transposed(self.do.at[c]))
+                products.add(high, transposed_ref(self.do.at[c]))
             return products.read()
 
         outputs = with_accumulators(p, [C], against_outputs) if self.one_warpgroup else None
-        row, column = self.row, self.column = indices()
+        row, column = self.row, self.column = row_and_column_indices()
         plgpu.barrier_wait(self.refs.q_arrived)
         decay = decay_of_pairs(self.rows, row, column) * along_i(factors, K_NORM)
 
         def of_queries():
-            return product(*((k.at[t], transposed(self.q(t))) for t in self.keys))
+            return sum_of_products(*((k.at[t], transposed_ref(self.q_tile(t))) for t in self.keys))
 
         def of_keys():
-            return product(*((k.at[t], transposed(k.at[t])) for t in self.keys))
+            return sum_of_products(*((k.at[t], transposed_ref(k.at[t])) for t in self.keys))
 
         def store_triangle():
-            a[warpgroups(p)] = jnp.where(row >= column, 1.0, 0.0).astype(jnp.bfloat16)
+            a[warpgroup_count(p)] = jnp.where(row >= column, 1.0, 0.0).astype(jnp.bfloat16)
 
         of_errors = None
         if self.one_warpgroup:
             of_outputs = outputs * along_j(factors, Q_NORM) * decay
             a[0] = (of_outputs * along_i(self.rows, BETA)).astype(jnp.bfloat16)
             store_triangle()
-            if p.erase:
+            if p.delta_term:
                 before = jnp.where(column > row, pairs, 0.0)
                 of_errors = before * (-along_j(factors, K_NORM_J) * decay)
             products = jax.lax.optimization_barrier(of_outputs * of_queries())
-            if p.erase:
+            if p.delta_term:
                 products = products + of_errors * of_keys()
                 of_errors = (of_errors * along_i(self.rows, BETA)).astype(jnp.bfloat16)
         else:
@@ -597,21 +601,21 @@ class _Block:
 
         def from_column_on(after):  # column t becomes the sum of the columns from t on
             for part in high_and_low(products * along_i(self.rows, BETA)):
-                after.add(part, a.at[warpgroups(p)])
+                after.add(part, a.at[warpgroup_count(p)])
             return after.read()
 
         leave_rows = along_rows(leave * load_row(self.rows, BETA))
         after = with_accumulators(p, [C], from_column_on)
         spans = jnp.where(row < column, after + leave_rows, along_rows(load_row(sums, ENTER)))
         sums[DG] = jnp.sum(spans, axis=0)
-        if self.one_warpgroup and p.erase:
+        if self.one_warpgroup and p.delta_term:
             plgpu.commit_smem()  # all reads of the triangle are done
             a[1] = of_errors
             plgpu.commit_smem()
 
     # ---- queries and keys
 
-    def queries_and_keys(self, error_dstate):
+    def query_and_key_gradients(self, error_dstate):
         """Returns dQ and dK with the norms held constant, each as a list of [C, 64] for this
         warpgroup's tiles of key channels. Adds to the sum DG the parts of dg that come from Q S and
         from <S, dS'> (CARRIED).
@@ -637,15 +641,15 @@ class _Block:
         dQ and dK the norms are held constant. `of_q` and `of_k` are accumulators for dQ and dK.
         """
         p, last, factors = self.p, self.last, self.factors
-        k, do, dv, a, slots = rebased(*self.tiles)
+        k, do, dv, a, slots = hide_addresses(*self.tiles)
         t = self.own_tiles[i]
         for c in reversed(range(p.value_tiles)):
             state = slots.at[t if c == last else self.spare_slot]
             if c < last:
                 plgpu.barrier_wait(self.spare_arrived)
-            of_q.add(do.at[c], transposed(state))
-            if p.erase:
-                of_k.add(dv.at[c], transposed(state))
+            of_q.add(do.at[c], transposed_ref(state))
+            if p.delta_term:
+                of_k.add(dv.at[c], transposed_ref(state))
             if 0 < c < last:
                 plgpu.wgmma_wait(0)
                 plgpu.commit_smem()
@@ -655,15 +659,15 @@ class _Block:
             plgpu.commit_smem()
             self.copy_state(self.spare_slot, self.own_tiles[i + 1], last - 1, self.spare_arrived)
         of_q.start(read)
-        of_q.add(transposed(a.at[0]), k.at[t])
+        of_q.add(transposed_ref(a.at[0]), k.at[t])
         gradient = along_i(factors, K_RHO) * error_dstate
-        if p.erase:
+        if p.delta_term:
             gradient = gradient - along_i(factors, K_GAMMA) * of_k.read(1)
         of_k.start(gradient)
         of_k.add(a.at[0], slots.at[self.dstate_slot(t)])
-        if p.erase:
+        if p.delta_term:
             of_k.add(a.at[1], k.at[t])
-            of_k.add(transposed(a.at[1]), k.at[t])
+            of_k.add(transposed_ref(a.at[1]), k.at[t])
         return row_sums(read, load_tile(slots.at[self.dstate_slot(t)])), of_q.read(), of_k.read()
 
     # ---- results
@@ -673,7 +677,10 @@ class _Block:
         dQ and dK. Sums dg and dbeta over the warpgroups and writes them.
         """
         p, sums, factors, own_tiles = self.p, self.sums, self.factors, self.own_tiles
-        gradients = [(dq, [self.q(t) for t in own_tiles]), (dk, [self.k.at[t] for t in own_tiles])]
+        gradients = [
+            (dq, [self.q_tile(t) for t in own_tiles]),
+            (dk, [self.k.at[t] for t in own_tiles]),
+        ]
         inner = [
             jnp.sum(sum(x * load_tile(tile) for x, tile in zip(*pair)), axis=1)
             for pair in gradients
@@ -716,7 +723,7 @@ class _Block:
             for t in own_tiles:
                 source = self.slots.at[slot_of(t)]
                 plgpu.copy_smem_to_gmem(
-                    source, gmem.at[self.b, tokens(self.n), self.h, channels(t)]
+                    source, gmem.at[self.b, token_slice(self.n), self.h, channel_slice(t)]
                 )
 
         q_norm = load_row(factors, Q_NORM_ROW) * load_row(factors, Q_NORM_ROW) * p.key_channels

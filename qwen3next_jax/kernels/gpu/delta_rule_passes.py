@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.kernels.gpu import delta_rule_gradients, delta_rule_states
 from qwen3next_jax.kernels.gpu.delta_rule_problem import Problem, Split
-from qwen3next_jax.kernels.gpu.delta_rule_tiles import C, tiles
+from qwen3next_jax.kernels.gpu.delta_rule_tiles import C, tile_memory
 from qwen3next_jax.ops.delta_rule import associative, chunk_math
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
@@ -46,30 +46,32 @@ def forward(
     k or v writes nothing to the state, and one in q reads nothing. `states` keep the padded width.
 
     The argument and the result `inverses` hold the inverses of I + M beta (docs/delta_rule.md) in
-    the layout that `to_residual` returns.
+    the layout that `to_saved_inverses` returns.
 
     Args:
       interpret: whether a CPU interprets the kernels.
       split: how the passes of the state split the work; if None, `Problem.best_split` chooses it.
     """
-    p = Problem.of(x, settings, split, save=save, interpret=interpret)
+    p = Problem.of_call(x, settings, split, save=save, interpret=interpret)
     q, k, v = p.pad_keys(x.q), p.pad_keys(x.k), p.pad_values(x.v)
-    rows = p.rows(x)
-    made = p.run_chunks(q, k, rows, settings.erase and inverses is None)
+    rows = p.rows_of_chunks(x)
+    made = p.run_chunks(q, k, rows, settings.delta_term and inverses is None)
     inputs = [q, k, v, made["factors"], rows, made["p"]]
-    if settings.erase:
-        inverses = made["inverses"] if inverses is None else from_residual(inverses, p.value_heads)
+    if settings.delta_term:
+        inverses = (
+            made["inverses"] if inverses is None else from_saved_inverses(inverses, p.value_heads)
+        )
         inputs.append(inverses)
-    outputs = dict(o=p.shaped(*v.shape))
+    outputs = dict(o=p.shape_struct(*v.shape))
     if save:
-        outputs["states"] = p.shaped(p.chunks, *p.state_shape)
+        outputs["states"] = p.shape_struct(p.chunks, *p.state_shape)
     first = p.pad_state(initial_state)
-    results, final = _carry(p, "forward", inputs, first, outputs, tiles(p.warpgroups))
-    o = cut(results["o"], x.v.shape)
-    final = cut(final, initial_state.shape)
+    results, final = _carry_state(p, "forward", inputs, first, outputs, tile_memory(p.warpgroups))
+    o = remove_padding(results["o"], x.v.shape)
+    final = remove_padding(final, initial_state.shape)
     if not save:
         return o, final, None, None
-    return o, final, results["states"], to_residual(inverses) if settings.erase else None
+    return o, final, results["states"], to_saved_inverses(inverses) if settings.delta_term else None
 
 
 def backward(
@@ -86,39 +88,50 @@ def backward(
     """Computes what `ops.delta_rule.interface.Implementation.backward` describes, in chunks of 64
     tokens. `inverses`, `interpret` and `split` have the same meaning as in `forward`.
     """
-    p = Problem.of(x, settings, split, interpret=interpret)
+    p = Problem.of_call(x, settings, split, interpret=interpret)
     q, k = p.pad_keys(x.q), p.pad_keys(x.k)
     v, do = p.pad_values(x.v), p.pad_values(do.astype(x.v.dtype))
-    rows = p.rows(x)
+    rows = p.rows_of_chunks(x)
     made = p.run_chunks(q, k, rows, False)
-    known = [from_residual(inverses, p.value_heads)] if settings.erase else []
+    known = [from_saved_inverses(inverses, p.value_heads)] if settings.delta_term else []
     outputs = dict(
-        dv=p.shaped(*v.shape), dv_low=p.shaped(*v.shape), dstates=p.shaped(p.chunks, *p.state_shape)
+        dv=p.shape_struct(*v.shape),
+        dv_low=p.shape_struct(*v.shape),
+        dstates=p.shape_struct(p.chunks, *p.state_shape),
     )
     inputs = [q, k, do, made["factors"], rows, made["p"], *known]
     last = p.pad_state(dfinal)
-    out, dinitial = _carry(p, "backward", inputs, last, outputs, tiles(p.warpgroups, 2))
+    out, dinitial = _carry_state(p, "backward", inputs, last, outputs, tile_memory(p.warpgroups, 2))
 
     tokens = [q, k, v, do, out["dv"], out["dv_low"]]
     inputs = [*tokens, states, out["dstates"], made["factors"], rows, *known]
-    by_head = p.shaped(*v.shape[:3], p.key)
+    by_head = p.shape_struct(*v.shape[:3], p.key)
     outputs = dict(
         dq=by_head,
         dk=by_head,
-        sums=p.shaped(p.batch, p.value_heads, p.chunks, 2, C, dtype=jnp.float32),
+        sums=p.shape_struct(p.batch, p.value_heads, p.chunks, 2, C, dtype=jnp.float32),
     )
     gradients = p.call(
         delta_rule_gradients.gradient_kernel,
         "gradients",
         dict(chunks=p.chunks, heads=p.value_heads, batch=p.batch),
         outputs,
-        delta_rule_gradients.scratch(p),
+        delta_rule_gradients.scratch_memory(p),
         inputs,
-        **delta_rule_gradients.threads(p),
+        **delta_rule_gradients.thread_arguments(p),
     )
-    dq, dk = (cut(p.to_key_heads(gradients[name]), x.q.shape) for name in ("dq", "dk"))
-    dg, dbeta = (cut(p.from_rows(gradients["sums"][:, :, :, i]), x.g.shape) for i in range(2))
-    return dq, dk, cut(out["dv"], x.v.shape), dg, dbeta, cut(dinitial, dfinal.shape)
+    dq, dk = (remove_padding(p.to_key_heads(gradients[name]), x.q.shape) for name in ("dq", "dk"))
+    dg, dbeta = (
+        remove_padding(p.from_rows(gradients["sums"][:, :, :, i]), x.g.shape) for i in range(2)
+    )
+    return (
+        dq,
+        dk,
+        remove_padding(out["dv"], x.v.shape),
+        dg,
+        dbeta,
+        remove_padding(dinitial, dfinal.shape),
+    )
 
 
 KERNELS = {
@@ -127,7 +140,9 @@ KERNELS = {
 }
 
 
-def _carry(p: Problem, name: str, inputs: list, first, outputs: dict, results) -> tuple[dict, Any]:
+def _carry_state(
+    p: Problem, name: str, inputs: list, first, outputs: dict, results
+) -> tuple[dict, Any]:
     """Runs the pass of the state called `name`, "forward" or "backward". The second one carries the
     gradient of the state from the last chunk to the first.
 
@@ -143,25 +158,35 @@ def _carry(p: Problem, name: str, inputs: list, first, outputs: dict, results) -
       The outputs by name, and the state (or gradient) with which the pass ends, [B, H, K, V].
     """
     rows = p.batch, p.value_heads
-    last = lambda pieces: p.shaped(pieces * rows[0], rows[1], p.value, p.key, dtype=jnp.float32)
+    last = lambda pieces: p.shape_struct(
+        pieces * rows[0], rows[1], p.value, p.key, dtype=jnp.float32
+    )
     first_kernel, kernel = KERNELS[name]
     if p.pieces == 1:
         made = p.run_states(
-            kernel, name, dict(outputs, last=last(1)), results, [*inputs, transpose(first)]
+            kernel,
+            name,
+            dict(outputs, last=last(1)),
+            results,
+            [*inputs, transpose_last_axes(first)],
         )
-        return made, transpose(made.pop("last"))
+        return made, transpose_last_axes(made.pop("last"))
 
     columns = 2 * C * p.map_blocks
-    maps = p.shaped((p.pieces - 2) * rows[0], rows[1], columns, p.key, dtype=jnp.float32)
+    maps = p.shape_struct((p.pieces - 2) * rows[0], rows[1], columns, p.key, dtype=jnp.float32)
     made = p.run_first_pieces(
         first_kernel,
         f"{name}_first",
         dict(outputs, last=last(1), maps=maps),
         results,
-        [*inputs, transpose(first)],
+        [*inputs, transpose_last_axes(first)],
     )
-    u, m, _ = jnp.split(transpose(p.by_piece(made["maps"])), [p.value, p.value + p.key], axis=-1)
-    firsts, after = associative.states((m, u), transpose(made["last"]), EXACT, reverse=False)
+    u, m, _ = jnp.split(
+        transpose_last_axes(p.split_pieces(made["maps"])), [p.value, p.value + p.key], axis=-1
+    )
+    firsts, after = associative.states_before_maps(
+        (m, u), transpose_last_axes(made["last"]), EXACT, reverse=False
+    )
     firsts = jnp.concatenate([firsts, after[None]]).reshape(-1, *p.state_shape[1:])
     # The second call writes to the same arrays, which hold the first piece already.
     refs = {output: jax.new_ref(made[output]) for output in outputs}
@@ -170,23 +195,23 @@ def _carry(p: Problem, name: str, inputs: list, first, outputs: dict, results) -
         name,
         dict(last=last(p.pieces - 1)),
         results,
-        [*inputs, transpose(firsts), *refs.values()],
+        [*inputs, transpose_last_axes(firsts), *refs.values()],
     )["last"]
     made = {output: jax.freeze(ref) for output, ref in refs.items()}
-    return made, transpose(p.by_piece(lasts)[-1])
+    return made, transpose_last_axes(p.split_pieces(lasts)[-1])
 
 
-def cut(x, shape):
+def remove_padding(x, shape):
     """Returns x without the padding: the first `shape` elements of every axis."""
     return x[tuple(slice(size) for size in shape)]
 
 
-def transpose(x):
+def transpose_last_axes(x):
     """Returns x with its last two axes exchanged."""
     return jnp.swapaxes(x, -1, -2)
 
 
-def to_residual(inverses):
+def to_saved_inverses(inverses):
     """Converts the inverses [N, B, H, 2, C, C], the high and low parts in bfloat16, to the shape
     [N, B, ⌈H / 2⌉, C, 2C] and the dtype float32 that every implementation saves. If H is odd, it
     adds a head of zeros. The bits of two bfloat16 numbers become the bits of one float32 number, so
@@ -197,8 +222,8 @@ def to_residual(inverses):
     return jnp.pad(x, [(0, 0), (0, 0), (0, heads % 2), (0, 0)]).reshape(chunks, batch, -1, C, 2 * C)
 
 
-def from_residual(x, heads: int):
-    """Returns the argument of `to_residual` whose result is x. `heads` is H."""
+def from_saved_inverses(x, heads: int):
+    """Returns the argument of `to_saved_inverses` whose result is x. `heads` is H."""
     chunks, batch = x.shape[:2]
     x = x.reshape(chunks, batch, -1, C * C)[:, :, :heads]
     return jax.lax.bitcast_convert_type(x, jnp.bfloat16).reshape(chunks, batch, heads, 2, C, C)

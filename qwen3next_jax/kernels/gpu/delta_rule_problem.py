@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.kernels.gpu import delta_rule_chunks, delta_rule_states
-from qwen3next_jax.kernels.gpu.delta_rule_tiles import C, rows, tiles
+from qwen3next_jax.kernels.gpu.delta_rule_tiles import C, row_memory, tile_memory
 from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.ops.delta_rule import chunk_math
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
@@ -29,17 +29,17 @@ PROCESSORS = 132
 # The time that the second call of a row in pieces and XLA's composition of the maps take, as the
 # number of chunks that a pass of the state computes in that time. This is a guess; it has not been
 # timed.
-COMPOSING = 48
-MOST_PIECES = 33  # more would take XLA longer to compose than COMPOSING says
+COMPOSING_CHUNKS = 48
+MOST_PIECES = 33  # more would take XLA longer to compose than COMPOSING_CHUNKS says
 INTERPRETER = plgpu.InterpretGPUParams()
 
 
-def processors() -> int:
+def multiprocessor_count() -> int:
     """Returns the number of streaming multiprocessors of this process's GPU, or PROCESSORS if the
     program is compiled for a GPU that is not here, or interpreted.
     """
     target = compile_target()
-    if target.described or target.platform != "gpu":
+    if target.may_lack_device or target.platform != "gpu":
         return PROCESSORS
     return getattr(jax.local_devices()[0], "core_count", PROCESSORS)
 
@@ -76,7 +76,7 @@ class Problem:
       value: V, one of WIDTHS.
       key_channels: the key width of the caller's arrays. Scores are divided by its square root.
       normalize: whether q and k are L2-normalised.
-      erase: whether a write to the state has the delta term (`Settings.erase`).
+      delta_term: whether a write to the state has the delta term (`Settings.delta_term`).
       save: whether the forward pass writes the state before each chunk.
       interpret: whether a CPU interprets the kernels.
       split: how the passes of the state split the work over the chip.
@@ -90,21 +90,23 @@ class Problem:
     value: int
     key_channels: int
     normalize: bool
-    erase: bool
+    delta_term: bool
     save: bool = False
     interpret: bool = False
     split: Split = Split(1, 1)
 
     @classmethod
-    def of(cls, x: Inputs, settings: Settings, split: Split | None = None, **others) -> "Problem":
+    def of_call(
+        cls, x: Inputs, settings: Settings, split: Split | None = None, **others
+    ) -> "Problem":
         """Returns the problem of a call. If `split` is None, `best_split` chooses it. `others` sets
         the fields `save` and `interpret`.
         """
         batch, time, key_heads, channels = x.q.shape
         value_heads, value = x.v.shape[2:]
-        normalize, erase = settings.normalize_qk, settings.erase
+        normalize, delta_term = settings.normalize_qk, settings.delta_term
         heads = key_heads, value_heads, padded_width(channels), padded_width(value)
-        p = cls(batch, -(-time // C), *heads, channels, normalize, erase, **others)
+        p = cls(batch, -(-time // C), *heads, channels, normalize, delta_term, **others)
         return dataclasses.replace(p, split=split or p.best_split())
 
     # ---- numbers that follow from the sizes
@@ -127,7 +129,7 @@ class Problem:
     @property
     def inverse_tiles(self) -> int:
         """The number of tiles of the inverse: its high and low part; 0 without the delta term."""
-        return 2 if self.erase else 0
+        return 2 if self.delta_term else 0
 
     @property
     def state_shape(self):
@@ -174,18 +176,18 @@ class Problem:
         is the largest number with which the chip runs all blocks of a call at the same time, so
         more pieces would wait for one another.
 
-        Rows are not split if that saves less than a fifth of the time (COMPOSING). So rows stay
-        whole if P is 2, which saves nothing, if they are short, and if a call has enough heads and
-        rows to fill the chip and would only pay for the maps. Neither packed documents nor gates
-        change the choice. They shrink M, or make it zero, but piece 0 takes as long as a map.
+        Rows are not split if that saves less than a fifth of the time (COMPOSING_CHUNKS). So rows
+        stay whole if P is 2, which saves nothing, if they are short, and if a call has enough heads
+        and rows to fill the chip and would only pay for the maps. Neither packed documents nor
+        gates change the choice. They shrink M, or make it zero, but piece 0 takes as long as a map.
         """
         rows = self.batch * self.value_heads
-        pieces = 1 + processors() // (rows * max(self.value_tiles, self.map_blocks))
+        pieces = 1 + multiprocessor_count() // (rows * max(self.value_tiles, self.map_blocks))
         pieces = min(pieces, self.chunks, MOST_PIECES)
-        in_turn = 2 * -(-self.chunks // pieces) + COMPOSING
+        in_turn = 2 * -(-self.chunks // pieces) + COMPOSING_CHUNKS
         if pieces > 2 and in_turn <= 0.8 * self.chunks:
             return Split(pieces, 1)
-        one_tile = self.value_tiles % 2 or rows * self.value_tiles <= processors()
+        one_tile = self.value_tiles % 2 or rows * self.value_tiles <= multiprocessor_count()
         return Split(1, 1 if one_tile else 2)
 
     def chunks_of_piece(self, piece):
@@ -199,7 +201,7 @@ class Problem:
 
     # ---- layouts
 
-    def shaped(self, *shape, dtype=jnp.bfloat16):
+    def shape_struct(self, *shape, dtype=jnp.bfloat16):
         """Returns the shape and dtype of an array as a `jax.ShapeDtypeStruct`."""
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -223,7 +225,7 @@ class Problem:
         x_BHKV = pad_axis(x_BHKV.astype(jnp.float32), -2, self.key)
         return pad_axis(x_BHKV, -1, self.value)
 
-    def rows(self, x: Inputs):
+    def rows_of_chunks(self, x: Inputs):
         """Returns [B, H, N, 8, C] in float32: for each chunk of each value head the 8 rows whose
         indices `delta_rule_tiles` names TOTAL, DOCUMENT, ….
         """
@@ -257,7 +259,7 @@ class Problem:
             return x[:, :, :, 0]
         return jnp.sum(x, axis=3, dtype=jnp.float32).astype(x.dtype)
 
-    def by_piece(self, x):
+    def split_pieces(self, x):
         """Reshapes x [pieces · B, …], for some of the pieces, to [pieces, B, …]."""
         return x.reshape(-1, self.batch, *x.shape[1:])
 
@@ -302,17 +304,18 @@ class Problem:
         """
         heads = (self.batch, self.value_heads, self.chunks)
         outputs = dict(
-            factors=self.shaped(*heads, 6, C, dtype=jnp.float32), p=self.shaped(*heads, C, C)
+            factors=self.shape_struct(*heads, 6, C, dtype=jnp.float32),
+            p=self.shape_struct(*heads, C, C),
         )
         if inverses:
-            outputs["inverses"] = self.shaped(self.chunks, *heads[:2], 2, C, C)
+            outputs["inverses"] = self.shape_struct(self.chunks, *heads[:2], 2, C, C)
         grid = dict(chunks=self.chunks, heads=self.key_heads, batch=self.batch)
         return self.call(
             delta_rule_chunks.chunk_kernel,
             "chunks",
             grid,
             outputs,
-            delta_rule_chunks.scratch(self),
+            delta_rule_chunks.scratch_memory(self),
             [q, k, rows_BHN8C],
         )
 
@@ -359,19 +362,19 @@ class Problem:
     def _state_scratch(self, warpgroups: int, results) -> list:
         """Returns the shared memory of a pass of the state, in this order. For each stage: q; k; v,
         or dO in the backward pass; P beta; both parts of the inverse; the 6 rows of `factors`; the
-        8 rows that the method `rows` returns. For each of the warpgroups: the tiles of its state.
-        Then `results`.
+        8 rows that the method `rows_of_chunks` returns. For each of the warpgroups: the tiles of
+        its state. Then `results`.
         """
-        n, keys = self.stages, tiles(self.stages, width=self.key)
+        n, keys = self.stages, tile_memory(self.stages, width=self.key)
         return [
             keys,
             keys,
-            tiles(n, warpgroups),
-            tiles(n),
-            tiles(n, 2),
-            rows(n, 6),
-            rows(n, 8),
-            tiles(warpgroups, height=self.key),
+            tile_memory(n, warpgroups),
+            tile_memory(n),
+            tile_memory(n, 2),
+            row_memory(n, 6),
+            row_memory(n, 8),
+            tile_memory(warpgroups, height=self.key),
             results,
         ]
 
@@ -380,7 +383,7 @@ class Problem:
         `warpgroups` warpgroups that compute. `not_read`: how many of the inputs q, k, P beta, the
         factors, the rows and the inverse the blocks do not read.
         """
-        copies = warpgroups + (6 if self.erase else 5) - not_read
+        copies = warpgroups + (6 if self.delta_term else 5) - not_read
         return [
             plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for n in (copies, warpgroups)
         ]

@@ -22,8 +22,8 @@ AVOID = "--config.model.delta_rule=chunked avoids it"
 TOLERANCE = 0.03
 
 
-def test(
-    key: int, value: int, normalize: bool, erase: bool, split: Split, interpret: bool = False
+def make_self_test(
+    key: int, value: int, normalize: bool, delta_term: bool, split: Split, interpret: bool = False
 ) -> self_test.SelfTest:
     """Returns the test for calls of one kind.
 
@@ -31,13 +31,13 @@ def test(
       key: K, the key width.
       value: V, the value width.
       normalize: whether q and k are L2-normalised.
-      erase: whether the write has the delta term -S^T k.
+      delta_term: whether the write has the delta term -S^T k.
       split: how the passes of the state split the work. All numbers of pieces above 1 are one
         kind.
       interpret: whether a CPU interprets the kernels.
     """
     split = Split(min(split.pieces, 3), split.warpgroups)
-    kind = key, value, normalize, erase, split
+    kind = key, value, normalize, delta_term, split
     parts = "passes", "problem", "tiles", "chunks", "states", "gradients"
     modules = tuple(f"{__package__}.delta_rule_{part}" for part in parts)
     return self_test.SelfTest(
@@ -52,14 +52,14 @@ def test(
 
 
 def max_error(
-    key: int, value: int, normalize: bool, erase: bool, split: Split, interpret: bool
+    key: int, value: int, normalize: bool, delta_term: bool, split: Split, interpret: bool
 ) -> tuple[str, float]:
     """Runs the kernels and the implementation "chunked" in XLA. Returns the name of the output or
     gradient in which they differ most, and the relative L2 difference.
 
     The arrays have three chunks, two documents, padding, and one key head with two value heads. If
     rows are split, each chunk is a piece, and the gates are weak, so that the state before the
-    second piece still matters after it. The arguments have the same meaning as in `test`.
+    second piece still matters after it. The arguments have the same meaning as in `make_self_test`.
     """
     rng = np.random.default_rng(0)
     time, heads = 2 * C + 6, 2
@@ -81,7 +81,7 @@ def max_error(
     x = Inputs(q * scale, k * scale, v, g, beta, segments)
     initial, dfinal = (array(1, heads, key, value, dtype=jnp.float32) for _ in range(2))
 
-    settings = Settings(C, normalize, erase)
+    settings = Settings(C, normalize, delta_term)
 
     def results(implementation, **others):
         o, final, *saved = implementation.forward(x, initial, None, settings, save=True, **others)

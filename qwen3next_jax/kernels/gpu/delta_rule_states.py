@@ -38,23 +38,23 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     Q_GAMMA,
     C,
     along_j,
-    channels,
+    channel_slice,
     high_and_low,
     named_refs,
-    tokens,
-    transposed,
+    token_slice,
+    transposed_ref,
     with_accumulators,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class BlockWork:
     """What a block of the grid computes.
 
     Attributes:
       b, h: the index of the row of the batch and of the value head.
       piece: the index of the piece of the row; 0 if rows are not split.
-      index: the index, in the arrays of first and last states, of those of the piece.
+      index: the index of the piece's states in the arrays of first and last states.
       tile: the index of the first tile of 64 columns. The columns are the value channels. In a
         block that computes maps, they are the columns of U and then those of M.
       warpgroups: the number of warpgroups that compute one tile each, 1 or 2.
@@ -83,7 +83,7 @@ class Inputs(NamedTuple):
     first: Any  # the states (or gradients) with which pieces start
 
 
-class Shared(NamedTuple):
+class SharedMemory(NamedTuple):
     """The shared memory of a block, as `Problem.run_states` orders it, and its barriers."""
 
     q: Any
@@ -131,7 +131,7 @@ def _run_rows(kind, p, refs):
     """Runs a block of `forward_kernel` or `backward_kernel`. `kind` is the class of the block."""
     inputs, outputs, (last, *scratch) = _split_refs(kind, p, refs)
     index, tile = jax.lax.axis_index("batch"), jax.lax.axis_index("value_tiles")
-    place = Place(
+    place = BlockWork(
         b=jax.lax.rem(index, p.batch),
         h=jax.lax.axis_index("heads"),
         piece=1 + jax.lax.div(index, p.batch) if p.pieces > 1 else 0,
@@ -140,7 +140,7 @@ def _run_rows(kind, p, refs):
         warpgroups=p.warpgroups,
         maps=False,
     )
-    kind(p, place, inputs, outputs, last, Shared(*scratch)).run()
+    kind(p, place, inputs, outputs, last, SharedMemory(*scratch)).run()
 
 
 def _run_first_pieces(kind, p, refs):
@@ -150,12 +150,12 @@ def _run_first_pieces(kind, p, refs):
     """
     inputs, outputs, (last, last_maps, *scratch) = _split_refs(kind, p, refs)
     *scratch, maps_arrived, maps_read = scratch
-    shared = Shared(*scratch)
+    shared = SharedMemory(*scratch)
     b, h, block = (jax.lax.axis_index(name) for name in ("batch", "heads", "blocks"))
-    first = Place(b, h, piece=0, index=b, tile=block, warpgroups=1, maps=False)
+    first = BlockWork(b, h, piece=0, index=b, tile=block, warpgroups=1, maps=False)
     number = block - p.value_tiles
     piece = 1 + jax.lax.div(number, p.map_blocks)
-    other = Place(
+    other = BlockWork(
         b,
         h,
         piece,
@@ -179,9 +179,9 @@ def _split_refs(kind, p, refs):
     """Returns the `Inputs`, the references to the outputs with an axis of tokens or chunks, and
     all others.
     """
-    inputs = len(Inputs._fields) if p.erase else len(Inputs._fields) - 1
-    outputs = inputs + kind.outputs(p)
-    named = named_refs(Inputs, refs[:inputs], missing="" if p.erase else "inverses")
+    inputs = len(Inputs._fields) if p.delta_term else len(Inputs._fields) - 1
+    outputs = inputs + kind.output_count(p)
+    named = named_refs(Inputs, refs[:inputs], missing="" if p.delta_term else "inverses")
     return named, refs[inputs:outputs], refs[outputs:]
 
 
@@ -194,7 +194,7 @@ def state_in_shared_memory(p) -> bool:
 
 def load_transposed(tile):
     """Returns the transpose of a tile [C, C] of shared memory, in registers."""
-    return plgpu.load(transposed(tile), layout=plgpu.Layout.WGMMA)
+    return plgpu.load(transposed_ref(tile), layout=plgpu.Layout.WGMMA)
 
 
 def store_transposed(x, tile, target, in_flight: int):
@@ -203,7 +203,7 @@ def store_transposed(x, tile, target, in_flight: int):
     global memory.
     """
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-    transposed(tile)[...] = x.astype(jnp.bfloat16)
+    transposed_ref(tile)[...] = x.astype(jnp.bfloat16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tile, target)
 
@@ -228,7 +228,7 @@ class _StatePass:
 
     first_to_last: bool
 
-    def __init__(self, p, place: Place, inputs: Inputs, last_gmem, shared: Shared):
+    def __init__(self, p, place: BlockWork, inputs: Inputs, last_gmem, shared: SharedMemory):
         self.p, self.place, self.w = p, place, jax.lax.axis_index("warpgroups")
         self.b, self.h, self.c = place.b, place.h, place.tile + self.w
         self.first_gmem, self.last_gmem = inputs.first, last_gmem
@@ -247,7 +247,7 @@ class _StatePass:
         )
 
     @staticmethod
-    def outputs(p) -> int:
+    def output_count(p) -> int:
         """Returns the number of outputs with an axis of tokens or chunks."""
         raise NotImplementedError
 
@@ -271,7 +271,7 @@ class _StatePass:
             if p.stages == 1:
                 slot = jax.lax.optimization_barrier(slot)
             plgpu.barrier_wait(self.arrived.at[slot])
-            state = self.chunk(number(i), slot, state)
+            state = self.compute_chunk(number(i), slot, state)
             plgpu.commit_smem()  # all reads of the slot end before a copy writes to it
             plgpu.barrier_arrive(self.read.at[slot])
             if self.place.warpgroups > 1:
@@ -279,7 +279,7 @@ class _StatePass:
             return state
 
         def compute():
-            state = jax.lax.fori_loop(0, length, step, self.first_state())
+            state = jax.lax.fori_loop(0, length, step, self.load_first_state())
             self.store_last_state(state)
             plgpu.wait_smem_to_gmem(0)
 
@@ -291,20 +291,20 @@ class _StatePass:
             pl.when(w == 1)(lambda: pl.loop(0, length)(copy))
             pl.when(w == 0)(compute)
 
-    def chunk(self, n, slot, state):
+    def compute_chunk(self, n, slot, state):
         """Computes chunk n from the inputs in `slot`. Takes and returns this warpgroup's 64 rows of
         the transposed state, or in the backward pass of its gradient, [64, K] float32.
         """
         raise NotImplementedError
 
-    def first_state(self):
+    def load_first_state(self):
         """Returns the transposed state with which the piece starts: the 64 columns of this
         warpgroup by all key channels, float32. In a block that computes maps it is zeros for the
         tiles of U and 64 rows of the identity for the tiles of M.
         """
         if not self.place.maps:
             return plgpu.load(
-                self.first_gmem.at[self.place.index, self.h, channels(self.c)],
+                self.first_gmem.at[self.place.index, self.h, channel_slice(self.c)],
                 layout=plgpu.Layout.WGMMA,
                 optimized=False,
             )
@@ -316,7 +316,7 @@ class _StatePass:
 
     def store_last_state(self, state):
         """Stores the state (or gradient) with which the piece ends."""
-        self.last_gmem[self.place.index, self.h, channels(self.c)] = state
+        self.last_gmem[self.place.index, self.h, channel_slice(self.c)] = state
 
     def load_values(self, slot):
         """Returns the transposed tile of v, or in the backward pass of dO. M starts from the
@@ -338,14 +338,14 @@ class _StatePass:
         *keys, values, products, factors, rows, inverses = self.inputs
         for source, target in keys:
             if source is not None:
-                copy(source.at[b, tokens(n), jax.lax.div(h, p.heads_per_key)], target.at[slot])
+                copy(source.at[b, token_slice(n), jax.lax.div(h, p.heads_per_key)], target.at[slot])
         for w in range(self.place.warpgroups):
             c = jnp.minimum(self.place.tile + w, p.value_tiles - 1)
-            copy(values[0].at[b, tokens(n), h, channels(c)], values[1].at[slot, w])
+            copy(values[0].at[b, token_slice(n), h, channel_slice(c)], values[1].at[slot, w])
         for source, target in (products, factors, rows):
             if source is not None:
                 copy(source.at[b, h, n], target.at[slot])
-        if p.erase:
+        if p.delta_term:
             copy(inverses[0].at[n, b, h], inverses[1].at[slot])
 
     def state_operand(self, state, tile, target, in_flight: int):
@@ -362,9 +362,9 @@ class _StatePass:
         plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
         for t in range(self.p.key_tiles):
             columns = state[:, t * C : (t + 1) * C]
-            transposed(tile.at[channels(t)])[...] = columns.astype(jnp.bfloat16)
+            transposed_ref(tile.at[channel_slice(t)])[...] = columns.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        return transposed(
+        return transposed_ref(
             tile
         ), lambda: None if target is None else plgpu.copy_smem_to_gmem(tile, target)
 
@@ -383,14 +383,14 @@ class _Forward(_StatePass):
             self.inputs = ((None, self.q), k, v, (None, self.p_ref), *others)
 
     @staticmethod
-    def outputs(p) -> int:
+    def output_count(p) -> int:
         return 2 if p.save else 1
 
-    def chunk(self, n, slot, state):
-        body = functools.partial(self.products, n, slot, state)
+    def compute_chunk(self, n, slot, state):
+        body = functools.partial(self.compute_with_accumulators, n, slot, state)
         return with_accumulators(self.p, (C, C, C, self.p.key), body)
 
-    def products(self, n, slot, state, k_state, outputs, errors, after):
+    def compute_with_accumulators(self, n, slot, state, k_state, outputs, errors, after):
         """Computes chunk n and returns S', the state after it, [64, K] like `state`. `k_state`,
         `outputs`, `errors` and `after` are accumulators for K S, O, E and S'.
         """
@@ -400,36 +400,36 @@ class _Forward(_StatePass):
         before, copy_state = self.state_operand(
             state,
             self.state_tiles.at[w],
-            None if self.states_gmem is None else self.states_gmem.at[n, b, h, :, channels(c)],
+            None if self.states_gmem is None else self.states_gmem.at[n, b, h, :, channel_slice(c)],
             in_flight=1,
         )
-        if p.erase:
-            k_state.add(before, transposed(self.k.at[slot]))
+        if p.delta_term:
+            k_state.add(before, transposed_ref(self.k.at[slot]))
         if not (maps or from_shared):
-            outputs.add(before, transposed(self.q.at[slot]))
+            outputs.add(before, transposed_ref(self.q.at[slot]))
         copy_state()
         values = self.load_values(slot).astype(jnp.float32)
-        if p.erase:
+        if p.delta_term:
             in_flight = 0 if maps or from_shared else 1
             values = (values - along_j(factors, K_GAMMA) * k_state.read(in_flight)).astype(
                 jnp.bfloat16
             )
             for part in range(2):
-                errors.add(values, transposed(self.inverse.at[slot, part]))
+                errors.add(values, transposed_ref(self.inverse.at[slot, part]))
         if from_shared and not maps:
-            outputs.add(before, transposed(self.q.at[slot]))
+            outputs.add(before, transposed_ref(self.q.at[slot]))
         if not maps:
-            in_flight = 2 if p.erase and not from_shared else 0
+            in_flight = 2 if p.delta_term and not from_shared else 0
             outputs.start(along_j(factors, Q_GAMMA) * outputs.read(in_flight))
         after.start(self.rows[slot, GAMMA, C - 1] * state)
-        if p.erase:
+        if p.delta_term:
             values = errors.read()
         parts = high_and_low(values)
         if from_shared:
             parts = jax.lax.optimization_barrier(parts)
         if not maps:
             for part in parts:
-                outputs.add(part, transposed(self.p_ref.at[slot]))
+                outputs.add(part, transposed_ref(self.p_ref.at[slot]))
         if from_shared:
             self.copy_outputs(n, outputs, in_flight=0)
             # E is added up again from its parts, so that only the parts stay in registers.
@@ -449,7 +449,7 @@ class _Forward(_StatePass):
         store_transposed(
             outputs.read(in_flight),
             self.result_tiles.at[self.w],
-            self.o_gmem.at[self.b, tokens(n), self.h, channels(self.c)],
+            self.o_gmem.at[self.b, token_slice(n), self.h, channel_slice(self.c)],
             in_flight=int(self.p.save),
         )
 
@@ -466,14 +466,14 @@ class _Backward(_StatePass):
         *self.dv_gmems, self.dstates_gmem = outputs
 
     @staticmethod
-    def outputs(p) -> int:
+    def output_count(p) -> int:
         return 3
 
-    def chunk(self, n, slot, state):
-        body = functools.partial(self.products, n, slot, state)
+    def compute_chunk(self, n, slot, state):
+        body = functools.partial(self.compute_with_accumulators, n, slot, state)
         return with_accumulators(self.p, (C, C, C, self.p.key), body)
 
-    def products(self, n, slot, dstate, k_dstate, p_do, values, before):
+    def compute_with_accumulators(self, n, slot, dstate, k_dstate, p_do, values, before):
         """Computes chunk n and returns dS, the gradient of the state before it, [64, K] like
         `dstate`, the gradient dS' of the state after it. `k_dstate`, `p_do`, `values` and `before`
         are accumulators for K dS', (P beta)^T dO, dV and dS.
@@ -481,9 +481,9 @@ class _Backward(_StatePass):
         p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
         maps, from_shared = self.place.maps, state_in_shared_memory(p)
         factors = self.factors.at[slot]
-        target = None if maps else self.dstates_gmem.at[n, b, h, :, channels(c)]
+        target = None if maps else self.dstates_gmem.at[n, b, h, :, channel_slice(c)]
         after, copy_state = self.state_operand(dstate, self.state_tiles.at[w], target, in_flight=2)
-        k_dstate.add(after, transposed(self.k.at[slot]))
+        k_dstate.add(after, transposed_ref(self.k.at[slot]))
         if from_shared:
             p_do.start(along_j(factors, K_RHO) * k_dstate.read())
         doutputs = self.load_values(slot)
@@ -493,14 +493,14 @@ class _Backward(_StatePass):
             dvalues = p_do.read()
         else:
             dvalues = along_j(factors, K_RHO) * k_dstate.read(1) + p_do.read()
-        if p.erase:
+        if p.delta_term:
             high, low = high_and_low(dvalues)
             for x, part in ((high, 0), (high, 1), (low, 0)):
                 values.add(x, self.inverse.at[slot, part])
         before.start(self.rows[slot, GAMMA, C - 1] * dstate)
         scaled = along_j(factors, Q_GAMMA) * doutputs.astype(jnp.float32)
         before.add(scaled.astype(jnp.bfloat16), self.q.at[slot])
-        if p.erase:
+        if p.delta_term:
             dvalues = values.read(1)
             dread = -along_j(factors, K_GAMMA) * dvalues
             before.add(dread.astype(jnp.bfloat16), self.k.at[slot])
@@ -509,7 +509,7 @@ class _Backward(_StatePass):
                 store_transposed(
                     x,
                     self.result_tiles.at[w, i],
-                    gmem.at[b, tokens(n), h, channels(c)],
+                    gmem.at[b, token_slice(n), h, channel_slice(c)],
                     in_flight=2,
                 )
         return before.read()

@@ -18,13 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 C = 64  # tokens of a chunk, and the side of every tile
-# The indices of rows [C] that hold one number for each token. `Problem.rows` computes the 8 rows of
-# the first line from the inputs: the running sum of g, the document's index in the chunk (-1 -
-# index for padding), beta, and the decays gamma and rho. `delta_rule_chunks` computes the 6 rows of
-# the second line, called factors: the inverse L2 norms of k and q, and decays times these norms. If
-# a matrix is scaled both along its rows i and along its columns j by the same numbers, they are
-# stored twice (the name of the second copy ends in _J), because each place in shared memory is read
-# in one layout only.
+# The indices of rows [C] that hold one number for each token. `Problem.rows_of_chunks` computes the
+# 8 rows of the first line from the inputs: the running sum of g, the document's index in the chunk
+# (-1 - index for padding), beta, and the decays gamma and rho. `delta_rule_chunks` computes the 6
+# rows of the second line, called factors: the inverse L2 norms of k and q, and decays times these
+# norms. If a matrix is scaled both along its rows i and along its columns j by the same numbers,
+# they are stored twice (the name of the second copy ends in _J), because each place in shared
+# memory is read in one layout only.
 TOTAL, DOCUMENT, BETA, GAMMA, RHO, TOTAL_J, DOCUMENT_J, BETA_J = range(8)
 K_GAMMA, Q_GAMMA, K_RHO, K_NORM, Q_NORM, K_NORM_J = range(6)
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -41,7 +41,7 @@ def named_refs(kind, refs, missing: str = ""):
     return kind(**values)
 
 
-def tiles(*count, height: int = C, width: int = C, columns: int = C):
+def tile_memory(*count, height: int = C, width: int = C, columns: int = C):
     """Returns shared memory for bfloat16 tiles, [*count, height, width].
 
     Args:
@@ -54,7 +54,7 @@ def tiles(*count, height: int = C, width: int = C, columns: int = C):
     return plgpu.SMEM((*count, height, width), jnp.bfloat16, transforms=transforms)
 
 
-def rows(*count):
+def row_memory(*count):
     """Returns shared memory [*count, C] for rows of C float32 numbers."""
     return plgpu.SMEM((*count, C), jnp.float32)
 
@@ -116,7 +116,7 @@ def with_accumulators(p, widths, body):
     )
 
 
-def products(*sums):
+def sums_of_products(*sums):
     """Returns a list with one sum of matrix products, [C, columns] in float32, for each argument.
     An argument is a list of pairs (a, b), and its sum is the sum of a @ b over the pairs.
     """
@@ -130,12 +130,12 @@ def products(*sums):
     return pl.run_scoped(accumulate, *[plgpu.ACC((C, pairs[0][1].shape[1])) for pairs in sums])
 
 
-def product(*pairs):
+def sum_of_products(*pairs):
     """Returns the sum of a @ b over the pairs (a, b), [C, columns] in float32."""
-    return products(pairs)[0]
+    return sums_of_products(pairs)[0]
 
 
-def transposed(tile):
+def transposed_ref(tile):
     """Returns a reference to the transpose of a tile in shared memory."""
     return tile.transpose((1, 0))
 
@@ -178,7 +178,7 @@ def along_j(ref, row: int):
     )
 
 
-def same_document(rows_ref):
+def same_document_mask(rows_ref):
     """Returns booleans [C, C]: whether tokens i and j belong to one document."""
     document = [
         jnp.where(x >= 0, x, -1 - x)
@@ -187,7 +187,7 @@ def same_document(rows_ref):
     return document[0] == document[1]
 
 
-def indices():
+def row_and_column_indices():
     """Returns two arrays [C, C]: the row index i and the column index j."""
     return tuple(
         plgpu.broadcasted_iota(jnp.int32, (C, C), axis, layout=plgpu.Layout.WGMMA)
@@ -195,11 +195,11 @@ def indices():
     )
 
 
-def channels(i: int):
+def channel_slice(i: int):
     """Returns the slice of the channels from 64 i to 64 i + 63."""
     return pl.ds(i * C, C)
 
 
-def tokens(n):
+def token_slice(n):
     """Returns the slice of the tokens of chunk n."""
     return pl.ds(n * C, C)

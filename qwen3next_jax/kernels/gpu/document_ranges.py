@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 # Documents of at most this many tokens are in no class.
 SHORT = 64
-_RATIO = 4  # of the longest length of a class to that of the next
+_RATIO = 4  # the longest length of a class divided by the longest length of the next class
 
 
 class LengthClass(NamedTuple):
@@ -31,7 +31,7 @@ class LengthClass(NamedTuple):
     above: int
 
     @property
-    def documents(self) -> int:
+    def max_documents(self) -> int:
         """M, the largest number of documents that begin among `longest` consecutive tokens; 2 or
         more, because cuDNN takes offsets only of several documents. Two documents begin at least
         above + 1 tokens apart.
@@ -39,7 +39,7 @@ class LengthClass(NamedTuple):
         return max(2, -(-self.longest // (self.above + 1)))
 
 
-class Ranges(NamedTuple):
+class DocumentRanges(NamedTuple):
     """The documents of one call.
 
     Attributes:
@@ -50,8 +50,8 @@ class Ranges(NamedTuple):
         all rows, in order; the entries after the last document are 0.
       counts: int32 [R · M], number of tokens of these documents; 0 after the last document.
       covered: bool [B, T], whether a token belongs to one of these documents.
-      document: int32 [B, T], index in `begins` of the token's document, if it is covered.
-      place: int32 [B, T], position of the token in this document, if it is covered.
+      document_of_token: int32 [B, T], index in `begins` of the token's document, if it is covered.
+      position_in_document: int32 [B, T], position of the token in this document, if it is covered.
     """
 
     lengths: jax.Array
@@ -59,8 +59,8 @@ class Ranges(NamedTuple):
     begins: jax.Array
     counts: jax.Array
     covered: jax.Array
-    document: jax.Array
-    place: jax.Array
+    document_of_token: jax.Array
+    position_in_document: jax.Array
 
 
 def length_classes(length: int) -> tuple[LengthClass, ...]:
@@ -75,7 +75,7 @@ def length_classes(length: int) -> tuple[LengthClass, ...]:
     return tuple(classes)
 
 
-def spans(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def document_spans(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns two arrays int32 [B, T]: the index in its row of the first token of each token's
     document, and the number of tokens of this document, 0 in padding.
 
@@ -83,46 +83,54 @@ def spans(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
       segment_ids_BT: [B, T], which do not decrease along T; 0 marks padding at the end.
     """
     t = segment_ids_BT.shape[1]
-    place = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), segment_ids_BT.shape)
+    position = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), segment_ids_BT.shape)
     edge = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
     is_first = jnp.pad(edge, ((0, 0), (1, 0)), constant_values=True)
     is_last = jnp.pad(edge, ((0, 0), (0, 1)), constant_values=True)
-    first = jax.lax.cummax(jnp.where(is_first, place, 0), axis=1)
-    end = jax.lax.cummin(jnp.where(is_last, place + 1, t), axis=1, reverse=True)
+    first = jax.lax.cummax(jnp.where(is_first, position, 0), axis=1)
+    end = jax.lax.cummin(jnp.where(is_last, position + 1, t), axis=1, reverse=True)
     return first, jnp.where(segment_ids_BT > 0, end - first, 0)
 
 
-def of_class(first_BT: jax.Array, length_BT: jax.Array, of: LengthClass) -> Ranges:
+def ranges_of_class(first_BT: jax.Array, length_BT: jax.Array, of: LengthClass) -> DocumentRanges:
     """Returns the documents of one class.
 
     Args:
-      first_BT, length_BT: the results of `spans`.
+      first_BT, length_BT: the results of `document_spans`.
       of: the class. Its longest length divides T.
     """
-    place = jnp.arange(first_BT.shape[1], dtype=jnp.int32) - first_BT
+    position = jnp.arange(first_BT.shape[1], dtype=jnp.int32) - first_BT
     covered = (length_BT > of.above) & (length_BT <= of.longest)
-    begins = (covered & (place == 0)).reshape(-1, of.longest)
-    return _ranges(begins, length_BT.reshape(begins.shape), covered, place, of.documents)
+    begins = (covered & (position == 0)).reshape(-1, of.longest)
+    return _ranges_that_begin_at(
+        begins, length_BT.reshape(begins.shape), covered, position, of.max_documents
+    )
 
 
-def of_shared(segment_ids_BT: jax.Array, kv_segment_ids_BS: jax.Array) -> tuple[Ranges, Ranges]:
+def ranges_of_shared_documents(
+    segment_ids_BT: jax.Array, kv_segment_ids_BS: jax.Array
+) -> tuple[DocumentRanges, DocumentRanges]:
     """Returns the documents that queries and keys share, where the keys are tokens of the row
-    before the queries: in each row none, or the last document of the keys, if the first query
-    belongs to it. The first result is for the queries, the second for the keys.
+    before the queries. A row has at most one such document: the last document of the keys, if the
+    first query belongs to it. The first result is for the queries, the second for the keys.
     """
     last_B1 = jnp.max(kv_segment_ids_BS, axis=1, keepdims=True)  # padding at the end has the id 0
     shared_B1 = (segment_ids_BT[:, :1] == last_B1) & (last_B1 > 0)
 
     def ranges(ids):
         covered = (ids == last_B1) & shared_B1
-        first, length = spans(ids)
-        place = jnp.arange(ids.shape[1], dtype=jnp.int32) - first
-        return _ranges(covered & (place == 0), length, covered, place, documents=2)
+        first, length = document_spans(ids)
+        position = jnp.arange(ids.shape[1], dtype=jnp.int32) - first
+        return _ranges_that_begin_at(
+            covered & (position == 0), length, covered, position, documents=2
+        )
 
     return ranges(segment_ids_BT), ranges(kv_segment_ids_BS)
 
 
-def _ranges(begins_RL, length_RL, covered, place, documents: int) -> Ranges:
+def _ranges_that_begin_at(
+    begins_RL, length_RL, covered, position, documents: int
+) -> DocumentRanges:
     """Returns the documents that begin where `begins_RL` is True, with the lengths `length_RL` at
     these tokens; at most `documents` of them in each row.
     """
@@ -136,12 +144,12 @@ def _ranges(begins_RL, length_RL, covered, place, documents: int) -> Ranges:
     document = (jnp.cumsum(begins_RL.reshape(-1)) - 1).astype(jnp.int32)
     of_all = jnp.where(begins_RL.reshape(-1), document, rows * documents)
     empty = jnp.zeros(rows * documents, jnp.int32)
-    return Ranges(
+    return DocumentRanges(
         lengths=lengths,
         offsets=jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1),
         begins=empty.at[of_all].set(jnp.arange(rows * width, dtype=jnp.int32), mode="drop"),
         counts=empty.at[of_all].set(length_RL.reshape(-1), mode="drop"),
         covered=covered,
-        document=document.reshape(covered.shape),
-        place=place,
+        document_of_token=document.reshape(covered.shape),
+        position_in_document=position,
     )

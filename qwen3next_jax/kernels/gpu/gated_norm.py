@@ -16,14 +16,20 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.kernels import self_test
-from qwen3next_jax.kernels.gpu.delta_rule_tiles import COLUMN, C, channels, tiles, tokens
-from qwen3next_jax.ops.gated_norm import in_xla
+from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
+    COLUMN,
+    C,
+    channel_slice,
+    tile_memory,
+    token_slice,
+)
+from qwen3next_jax.ops.gated_norm import gated_norm_in_xla
 
 TOLERANCE = 0.02  # largest allowed relative L2 difference between the kernels and XLA
 INTERPRETER = plgpu.InterpretGPUParams()
 
 
-def supports(o, weight, eps: float) -> str:
+def unsupported_reason(o, weight, eps: float) -> str:
     """Returns why the kernels cannot run o [B, T, H · V] with a weight [V]; "" if they can."""
     width = weight.shape[0]
     if o.dtype != jnp.bfloat16 or o.shape[1] % C or width not in (64, 128, 256):
@@ -31,17 +37,19 @@ def supports(o, weight, eps: float) -> str:
             f"has {o.shape[1]} tokens, heads of {width} in {o.dtype}: expected a multiple of {C}, "
             "64, 128 or 256, bfloat16"
         )
-    return self_test.unsupported_chip()
+    return self_test.unsupported_chip_reason()
 
 
 def is_default(o, weight, eps: float) -> bool:
     """Returns whether a call that names no implementation runs the kernels. The call runs them if
     they support it and passed their test on this GPU. The function prints the decision once.
     """
-    return self_test.is_enabled(test(eps, weight.shape[0]), supports(o, weight, eps))
+    return self_test.is_enabled(
+        make_self_test(eps, weight.shape[0]), unsupported_reason(o, weight, eps)
+    )
 
 
-def test(eps: float, width: int) -> self_test.SelfTest:
+def make_self_test(eps: float, width: int) -> self_test.SelfTest:
     """Returns the test for calls with heads of `width` channels and with `eps` in the norm."""
     return self_test.SelfTest(
         "norm and gate",
@@ -71,7 +79,7 @@ def max_error(eps: float, width: int, interpret: bool = False) -> tuple[str, flo
 
     @jax.jit
     def want():
-        y, pullback = jax.vjp(functools.partial(in_xla, eps), o, gate, weight)
+        y, pullback = jax.vjp(functools.partial(gated_norm_in_xla, eps), o, gate, weight)
         return y, *pullback(dy)
 
     return self_test.largest_error(("y", "do", "dgate", "dweight"), got(), want())
@@ -96,7 +104,7 @@ def _call(body, eps, weight, inputs, like, sums, interpret):
     """
     batch, time, d = inputs[0].shape
     width = weight.shape[0]
-    scratch = [tiles(width // C)] * len(inputs) + [plgpu.SMEM((width,), jnp.float32)]
+    scratch = [tile_memory(width // C)] * len(inputs) + [plgpu.SMEM((width,), jnp.float32)]
     scratch.append(plgpu.Barrier(num_arrivals=len(inputs) * (width // C) + 1))
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
     with jax.enable_x64(False):
@@ -126,30 +134,30 @@ class _Block:
     def __init__(self, eps, width, weight_gmem, sources, targets, weight_ref, arrived):
         self.tiles, self.weight, self.targets = width // C, weight_ref, targets
         b, t, h = (jax.lax.axis_index(name) for name in ("batch", "tokens", "heads"))
-        self.at = lambda c: (b, tokens(t), channels(h * self.tiles + c))
+        self.at = lambda c: (b, token_slice(t), channel_slice(h * self.tiles + c))
         plgpu.copy_gmem_to_smem(weight_gmem, weight_ref, arrived)
         for source, target in zip(sources, targets):
             for c in range(self.tiles):
                 plgpu.copy_gmem_to_smem(source.at[self.at(c)], target.at[c], arrived)
         plgpu.barrier_wait(arrived)
-        squares = sum(jnp.sum(x * x, axis=1) for x in map(self.o, range(self.tiles)))
+        squares = sum(jnp.sum(x * x, axis=1) for x in map(self.o_tile, range(self.tiles)))
         self.scale = self.along_rows(jax.lax.rsqrt(squares / width + eps))
 
-    def load(self, i: int, c: int):
+    def load_tile(self, i: int, c: int):
         """Returns tile c of input i, [C, C] in float32."""
         return plgpu.load(self.targets[i].at[c], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
-    def o(self, c: int):
+    def o_tile(self, c: int):
         """Returns tile c of o, [C, C] in float32."""
-        return self.load(0, c)
+        return self.load_tile(0, c)
 
     def along_rows(self, x):
         """Returns [C, C], whose row i holds x[i] in all columns."""
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (C, C), (0,)), plgpu.Layout.WGMMA)
 
-    def weights(self, c: int):
+    def weight_columns(self, c: int):
         """Returns [C, C], whose column j holds the weight of channel j of tile c in all rows."""
-        row = plgpu.load(self.weight.at[channels(c)], layout=COLUMN)
+        row = plgpu.load(self.weight.at[channel_slice(c)], layout=COLUMN)
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(row, (C, C), (1,)), plgpu.Layout.WGMMA)
 
 
@@ -179,10 +187,10 @@ def _forward(eps, width, *refs):
         refs.arrived,
     )
     for c in range(block.tiles):
-        x = block.load(1, c)
-        refs.o[c] = (block.o(c) * block.scale * block.weights(c) * (x * jax.nn.sigmoid(x))).astype(
-            refs.o.dtype
-        )
+        x = block.load_tile(1, c)
+        refs.o[c] = (
+            block.o_tile(c) * block.scale * block.weight_columns(c) * (x * jax.nn.sigmoid(x))
+        ).astype(refs.o.dtype)
     plgpu.commit_smem()
     for c in range(block.tiles):
         plgpu.copy_smem_to_gmem(refs.o.at[c], refs.y_gmem.at[block.at(c)])
@@ -224,19 +232,19 @@ def _backward(eps, width, *refs):
 
     def load_tile(c: int):
         """Returns o / rms, the gate, the sigmoid of the gate, and dy of tile c."""
-        x = block.load(1, c)
-        return block.o(c) * block.scale, x, jax.nn.sigmoid(x), block.load(2, c)
+        x = block.load_tile(1, c)
+        return block.o_tile(c) * block.scale, x, jax.nn.sigmoid(x), block.load_tile(2, c)
 
     inner = 0.0
     for c in range(block.tiles):
         normed, x, sigmoid, d = load_tile(c)
         weighted = d * (x * sigmoid) * normed
         refs.sums_gmem[b, t, block.at(c)[2]] = jnp.sum(weighted, axis=0)
-        inner = inner + jnp.sum(weighted * block.weights(c), axis=1)
+        inner = inner + jnp.sum(weighted * block.weight_columns(c), axis=1)
     mean = block.along_rows(inner / width)
     for c in range(block.tiles):
         normed, x, sigmoid, d = load_tile(c)
-        d = d * block.weights(c)
+        d = d * block.weight_columns(c)
         refs.gate[c] = (d * normed * (sigmoid * (1 + x * (1 - sigmoid)))).astype(refs.gate.dtype)
         refs.dy[c] = (block.scale * (d * (x * sigmoid) - normed * mean)).astype(refs.dy.dtype)
     plgpu.commit_smem()

@@ -2,11 +2,16 @@
 rows of a group are multiplied by the matrix of that group. Rows after the last group belong to no
 group.
 
-On a Hopper GPU (H100, H200), y and dx are products of the Mosaic kernel and dw is one of the Triton
-kernel; on other GPUs from Ampere on, all three are Triton's. The files that tokamax ships with its
-measurements on an H100 (tokamax/data/autotuning) give for 131,072 to 524,288 rows, widths of 768 to
-4,096 and 128 experts, in TFLOP/s: y 384 to 468 by Mosaic and 152 to 505 by Triton, dx 296 to 425
-and 147 to 430, dw 108 to 119 and 591 to 725. The tiles below are those that were fastest there.
+On a Hopper GPU (H100, H200), the Mosaic kernel computes y and dx, and the Triton kernel computes
+dw. On other GPUs from Ampere on, the Triton kernel computes all three. tokamax ships its
+measurements on an H100 (tokamax/data/autotuning). For 131,072 to 524,288 rows, widths of 768 to
+4,096 and 128 experts, these files give the following TFLOP/s. The tiles in this file were the
+fastest there.
+
+         Mosaic        Triton
+    y    384 to 468    152 to 505
+    dx   296 to 425    147 to 430
+    dw   108 to 119    591 to 725
 
 R rows, D input width, F output width, E groups.
 """
@@ -34,7 +39,7 @@ WIDTHS = 64
 ROWS = 64
 
 
-def supports(x, weights) -> str:
+def unsupported_reason(x, weights) -> str:
     """Returns why the kernels cannot run a call; "" if they can.
 
     Args:
@@ -43,7 +48,7 @@ def supports(x, weights) -> str:
     """
     if {x.dtype, *(w.dtype for w in weights)} != {jnp.dtype(jnp.bfloat16)}:
         return f"has rows of {x.dtype} and matrices of {weights[0].dtype}: expected bfloat16"
-    return next(filter(None, (_choose(*w.shape[1:]).refusal for w in weights)), "")
+    return next(filter(None, (_choose_kernels(*w.shape[1:]).refusal for w in weights)), "")
 
 
 def is_default(x, weights) -> bool:
@@ -55,63 +60,71 @@ def is_default(x, weights) -> bool:
         few = f"has {x.shape[0]} rows: the kernels run {MIN_ROWS} or more"
         implementations.give_reason(False, f"{few} {implementations.BY_DEFAULT}")
         return False
-    refusal = supports(x, weights)
+    refusal = unsupported_reason(x, weights)
     shapes = [w.shape[1:] for w in weights]
-    if not refusal and not compile_target().described:
+    if not refusal and not compile_target().may_lack_device:
         for widths in shapes:
-            self_test.outcome_for_now(test(*widths))  # `_choose` depends on it
-    slow = next(filter(None, (_choose(*widths).slow for widths in shapes)), "")
-    return all([self_test.is_enabled(test(*widths, note=slow), refusal) for widths in shapes])
+            self_test.failure_for_now(make_self_test(*widths))  # `_choose_kernels` depends on it
+    slow = next(filter(None, (_choose_kernels(*widths).slow_note for widths in shapes)), "")
+    return all(
+        [self_test.is_enabled(make_self_test(*widths, note=slow), refusal) for widths in shapes]
+    )
 
 
-class _Kernels(NamedTuple):
-    """Which kernels multiply by matrices of one shape (D, F), and what the user should know of it.
+class _KernelChoice(NamedTuple):
+    """Which kernels compute the products with matrices of one shape (D, F).
 
     Attributes:
-      rows: the kernels for y and dx: "mosaic" or "triton".
-      weights: the kernel for dw: "mosaic" or "triton".
+      product: the kernel for y and dx: "mosaic" or "triton".
+      weight_gradient: the kernel for dw: "mosaic" or "triton".
       refusal: why no kernels can run; "" if they can.
-      slow: what to expect because Mosaic computes dw; "" if Triton does.
+      slow_note: a warning for the user if Mosaic computes dw, which is slower; "" if Triton does.
     """
 
-    rows: str = ""
-    weights: str = ""
+    product: str = ""
+    weight_gradient: str = ""
     refusal: str = ""
-    slow: str = ""
+    slow_note: str = ""
 
 
-def _choose(*widths: int) -> _Kernels:
-    """Returns the kernels for matrices of `widths`, (D, F). If the test of Mosaic's with Triton's
-    has failed in this run, dw is Mosaic's, too.
+def _choose_kernels(*widths: int) -> _KernelChoice:
+    """Returns the kernels for matrices of `widths`, (D, F). If the self-test of Mosaic (for y and
+    dx) together with Triton (for dw) has failed in this run, Mosaic computes dw, too.
 
     Triton 3.9 writes PTX 9.4, which needs a ptxas of CUDA 13.4 or later. An older CUDA toolkit on
     PATH or in /usr/local/cuda comes before the one that the extra gpu installs.
     """
-    no_triton = tokamax.triton_unsupported()
-    no_mosaic = tokamax.unsupported()
+    no_triton = tokamax.triton_unsupported_reason()
+    no_mosaic = tokamax.mosaic_unsupported_reason()
     if not no_mosaic and any(width % WIDTHS for width in widths):
         no_mosaic = f"has matrices of {widths}: expected multiples of {WIDTHS}"
     if no_mosaic and no_triton:
         same = no_mosaic == no_triton
-        return _Kernels(refusal=no_mosaic if same else f"{no_mosaic}; Triton's run {no_triton}")
+        return _KernelChoice(
+            refusal=no_mosaic if same else f"{no_mosaic}; Triton's run {no_triton}"
+        )
     if no_mosaic:
-        return _Kernels("triton", "triton")
+        return _KernelChoice("triton", "triton")
     if not no_triton:
-        if not (failure := self_test.known_failure(_test(_Kernels("mosaic", "triton"), widths))):
-            return _Kernels("mosaic", "triton")
+        if not (
+            failure := self_test.known_failure(
+                _self_test_of_choice(_KernelChoice("mosaic", "triton"), widths)
+            )
+        ):
+            return _KernelChoice("mosaic", "triton")
         no_triton = f"whose test {failure}"
     slow = (
         "expect gradients of the experts' weights to take several times as long: they do not run "
         f"in Triton, {no_triton}"
     )
-    return _Kernels("mosaic", "mosaic", slow=slow)
+    return _KernelChoice("mosaic", "mosaic", slow_note=slow)
 
 
 def matmul(x_RD, w_EDF, sizes_E):
     """Returns y [R, F], the result of `ops.grouped_matmul`, with zeros in rows of no group.
     `sizes_E` [E] has the number of rows of each group.
     """
-    return _zeros_after(sizes_E, product(x_RD, w_EDF, sizes_E))
+    return _zero_rows_of_no_group(sizes_E, unmasked_matmul(x_RD, w_EDF, sizes_E))
 
 
 def gradients(x_RD, w_EDF, sizes_E, dy_RF):
@@ -121,29 +134,37 @@ def gradients(x_RD, w_EDF, sizes_E, dy_RF):
     )
 
 
-def product(x_RD, w_EDF, sizes_E):
-    """Returns y [R, F], where rows of no group are undefined. What x has in those rows does not
-    matter.
+def unmasked_matmul(x_RD, w_EDF, sizes_E):
+    """Returns y [R, F], where rows of no group are undefined. The numbers that x has in rows of no
+    group do not matter.
     """
-    run = _mosaic_product if _choose(*w_EDF.shape[1:]).rows == "mosaic" else _triton_product
-    return run(_padded(x_RD), w_EDF, sizes_E)[: x_RD.shape[0]]
+    run = (
+        _mosaic_product
+        if _choose_kernels(*w_EDF.shape[1:]).product == "mosaic"
+        else _triton_product
+    )
+    return run(_pad_rows(x_RD), w_EDF, sizes_E)[: x_RD.shape[0]]
 
 
 def weight_gradients(x_RD, dy_RF, sizes_E, dtype):
     """Returns dw [E, D, F], the sum of x_r dy_rᵀ over the rows r of each group; zeros for a group
-    without rows. What x and dy have in rows of no group does not matter.
+    without rows. The numbers that x and dy have in rows of no group do not matter.
     """
-    kernels = _choose(x_RD.shape[1], dy_RF.shape[1])
-    run = _mosaic_weight_gradients if kernels.weights == "mosaic" else _triton_weight_gradients
-    return run(_padded(x_RD), _padded(dy_RF), sizes_E, dtype)
+    kernels = _choose_kernels(x_RD.shape[1], dy_RF.shape[1])
+    run = (
+        _mosaic_weight_gradients
+        if kernels.weight_gradient == "mosaic"
+        else _triton_weight_gradients
+    )
+    return run(_pad_rows(x_RD), _pad_rows(dy_RF), sizes_E, dtype)
 
 
-def _zeros_after(sizes_E, y_RF):
+def _zero_rows_of_no_group(sizes_E, y_RF):
     """Returns y_RF with zeros in rows of no group."""
     return jnp.where(jnp.arange(y_RF.shape[0])[:, None] < jnp.sum(sizes_E), y_RF, 0)
 
 
-def _padded(x_RD):
+def _pad_rows(x_RD):
     """Returns x_RD with zeros after its rows, so that their number is a multiple of ROWS."""
     missing = -x_RD.shape[0] % ROWS
     return jnp.pad(x_RD, ((0, missing), (0, 0))) if missing else x_RD
@@ -178,12 +199,12 @@ def mosaic_config(minor: str, **settings):
     """Returns tokamax's settings of a Mosaic kernel. `minor` is the dimension, "M" or "N", along
     which neighbouring blocks of the grid lie.
     """
-    common = tokamax.module("ragged_dot.pallas_mosaic_gpu_common")
+    common = tokamax.tokamax_module("ragged_dot.pallas_mosaic_gpu_common")
     return common.Config(split_k=1, grid_minor_dim=common.MatmulDimension[minor], **settings)
 
 
 def _mosaic_product(x_RD, w_EDF, sizes_E):
-    kernel = tokamax.module("ragged_dot.pallas_mosaic_gpu_kernel_sm90").ragged_dot_kernel
+    kernel = tokamax.tokamax_module("ragged_dot.pallas_mosaic_gpu_kernel_sm90").ragged_dot_kernel
     tiles = mosaic_tiles(x_RD.shape[1])
     # A persistent kernel asks the process's GPU for the number of its multiprocessors. Without a
     # GPU, where a program is only compiled, the kernel is not persistent.
@@ -193,9 +214,9 @@ def _mosaic_product(x_RD, w_EDF, sizes_E):
 
 
 def _mosaic_weight_gradients(x_RD, dy_RF, sizes_E, dtype):
-    sm90 = tokamax.module("ragged_dot.pallas_mosaic_gpu_kernel_sm90")
+    sm90 = tokamax.tokamax_module("ragged_dot.pallas_mosaic_gpu_kernel_sm90")
     # The kernel multiplies rows of no group by zero, so they have to be finite.
-    x_RD, dy_RF = _zeros_after(sizes_E, x_RD), _zeros_after(sizes_E, dy_RF)
+    x_RD, dy_RF = _zero_rows_of_no_group(sizes_E, x_RD), _zero_rows_of_no_group(sizes_E, dy_RF)
     return sm90.ragged_contracting_dim_dot_kernel(
         x_RD, dy_RF, sizes_E, dtype, mosaic_config(**MOSAIC_TILES_DW)
     )
@@ -230,7 +251,7 @@ _PRECISION = (jax.lax.Precision.DEFAULT,) * 2
 
 
 def _triton_product(x_RD, w_EDF, sizes_E):
-    triton = tokamax.module("ragged_dot.triton")
+    triton = tokamax.tokamax_module("ragged_dot.triton")
     return triton._ragged_dot(
         x_RD,
         w_EDF,
@@ -238,31 +259,33 @@ def _triton_product(x_RD, w_EDF, sizes_E):
         precision=_PRECISION,
         out_dtype=x_RD.dtype,
         split_k_intermediate_dtype=None,
-        config=triton.Config(**triton_tiles(tokamax.capability())),
+        config=triton.Config(**triton_tiles(tokamax.compute_capability())),
     )
 
 
 def _triton_weight_gradients(x_RD, dy_RF, sizes_E, dtype):
-    triton = tokamax.module("ragged_dot.triton")
+    triton = tokamax.tokamax_module("ragged_dot.triton")
     return triton._ragged_contracting_dim_dot(
         x_RD,
         dy_RF,
         group_sizes=sizes_E,
         precision=_PRECISION,
         out_dtype=dtype,
-        config=triton.Config(**triton_tiles_dw(tokamax.capability())),
+        config=triton.Config(**triton_tiles_dw(tokamax.compute_capability())),
     )
 
 
 # ---- the test
 
 
-def test(*widths: int, note: str = "") -> self_test.SelfTest:
-    """Returns the test for matrices of `widths`, (D, F). `note` is its `SelfTest.note`."""
-    return _test(_choose(*widths), widths, note)
+def make_self_test(*widths: int, note: str = "") -> self_test.SelfTest:
+    """Returns the test for matrices of `widths`, (D, F). `note` is the `note` of the `SelfTest`."""
+    return _self_test_of_choice(_choose_kernels(*widths), widths, note)
 
 
-def _test(kernels: _Kernels, widths: tuple[int, ...], note: str = "") -> self_test.SelfTest:
+def _self_test_of_choice(
+    kernels: _KernelChoice, widths: tuple[int, ...], note: str = ""
+) -> self_test.SelfTest:
     languages = {"mosaic": "pallas_mosaic_gpu_kernel_sm90", "triton": "triton"}
     used = sorted({languages[name] for name in kernels[:2] if name})
     names = ("tokamax._src.ops.ragged_dot." + name for name in used)
@@ -279,7 +302,7 @@ def _test(kernels: _Kernels, widths: tuple[int, ...], note: str = "") -> self_te
 
 
 def max_error(*widths: int, functions=None) -> tuple[str, float]:
-    """Runs the kernels and XLA products on what a layer may hand to them: groups that end inside a
+    """Runs the kernels and XLA products on inputs like those of a layer: groups that end inside a
     tile, a group of several tiles, a group without rows, and rows of no group, which are NaN.
     Returns the name of the result in which they differ most, and the relative L2 difference.
 

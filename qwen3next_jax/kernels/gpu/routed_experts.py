@@ -1,6 +1,6 @@
-"""The routed experts of `ops.routed_experts` on GPUs: products by the kernels of `grouped_matmul`,
-and one pass over memory for what lies between them. Rows of no expert are neither computed nor set
-to zero, because nothing reads them.
+"""The routed experts of `ops.routed_experts` on GPUs. The kernels of `grouped_matmul` compute the
+products; XLA computes everything between two products in one pass over memory. Rows of no expert
+are neither computed nor set to zero, because nothing reads them.
 
 P rows of the layout, T tiles, D model width, E experts, I expert width, F = 2I (gate before up).
 """
@@ -11,24 +11,24 @@ import jax.numpy as jnp
 from qwen3next_jax.kernels.gpu import grouped_matmul
 
 
-def supports(x, gate_up, tile, added) -> str:
+def unsupported_reason(x, gate_up, tile, added) -> str:
     """Returns why the kernels cannot run a call; "" if they can.
 
     Args:
       x: [P, D], the rows.
       gate_up: [E, D, F], the gate and up matrices.
-      tile, added: the rows of a tile, and whether the call adds to earlier gradients. The kernels
-        take any.
+      tile, added: the rows of a tile, and whether the call adds to earlier gradients. Both may have
+        any value.
     """
-    return grouped_matmul.supports(x, _matrices(gate_up))
+    return grouped_matmul.unsupported_reason(x, _matrix_shapes(gate_up))
 
 
 def is_default(x, gate_up, tile, added) -> bool:
-    """Returns whether a call runs the kernels, as `grouped_matmul.is_default`."""
-    return grouped_matmul.is_default(x, _matrices(gate_up))
+    """Returns whether a call runs the kernels, by the rule of `grouped_matmul.is_default`."""
+    return grouped_matmul.is_default(x, _matrix_shapes(gate_up))
 
 
-def _matrices(gate_up):
+def _matrix_shapes(gate_up):
     """Returns the shapes of the gate and up matrices and of the down matrices."""
     e, d, f = gate_up.shape
     return gate_up, jax.ShapeDtypeStruct((e, f // 2, d), gate_up.dtype)
@@ -61,10 +61,10 @@ def mlp(
     Returns:
       (y, the hidden layer or None).
     """
-    sizes_E = _sizes(expert_T, used, x_PD.shape[0], gate_up_EDF.shape[0])
-    hidden_PF = grouped_matmul.product(x_PD, gate_up_EDF, sizes_E)
+    sizes_E = _rows_per_expert(expert_T, used, x_PD.shape[0], gate_up_EDF.shape[0])
+    hidden_PF = grouped_matmul.unmasked_matmul(x_PD, gate_up_EDF, sizes_E)
     activation_PI = _weighted_swiglu(hidden_PF, weight_P)
-    y_PD = grouped_matmul.product(activation_PI, down_EID, sizes_E)
+    y_PD = grouped_matmul.unmasked_matmul(activation_PI, down_EID, sizes_E)
     return y_PD, hidden_PF if keep_hidden else None
 
 
@@ -91,10 +91,10 @@ def mlp_gradients(
       dx [P, D], dweight [P] in float32, dgate_up [E, D, F] and ddown [E, I, D]. In the tiles with
       an index of `used` or more, dx and dweight are undefined.
     """
-    sizes_E = _sizes(expert_T, used, x_PD.shape[0], gate_up_EDF.shape[0])
+    sizes_E = _rows_per_expert(expert_T, used, x_PD.shape[0], gate_up_EDF.shape[0])
     if hidden_PF is None:
-        hidden_PF = grouped_matmul.product(x_PD, gate_up_EDF, sizes_E)
-    da_PI = grouped_matmul.product(dy_PD, down_EID.swapaxes(1, 2), sizes_E)
+        hidden_PF = grouped_matmul.unmasked_matmul(x_PD, gate_up_EDF, sizes_E)
+    da_PI = grouped_matmul.unmasked_matmul(dy_PD, down_EID.swapaxes(1, 2), sizes_E)
     # Without the barrier, XLA computes dweight in a pass of its own, as a part of its scatter.
     activation_PI, dhidden_PF, dweight_P = jax.lax.optimization_barrier(
         _swiglu_gradients(hidden_PF, weight_P, da_PI)
@@ -103,12 +103,12 @@ def mlp_gradients(
     # The memory of dy is free before that of dx is needed.
     dhidden_PF, ddown = jax.lax.optimization_barrier((dhidden_PF, ddown))
     dgate_up = grouped_matmul.weight_gradients(x_PD, dhidden_PF, sizes_E, gate_up_EDF.dtype)
-    dx_PD = grouped_matmul.product(dhidden_PF, gate_up_EDF.swapaxes(1, 2), sizes_E)
+    dx_PD = grouped_matmul.unmasked_matmul(dhidden_PF, gate_up_EDF.swapaxes(1, 2), sizes_E)
     dw = dgate_up, ddown
     return dx_PD, dweight_P, *(map(jnp.add, dw, dw_before) if dw_before else dw)
 
 
-def _sizes(expert_T, used, rows: int, experts: int):
+def _rows_per_expert(expert_T, used, rows: int, experts: int):
     """Returns [E] int32, the number of rows in the tiles of each expert."""
     tiles = expert_T.shape[0]
     is_used_T = jnp.arange(tiles) < used

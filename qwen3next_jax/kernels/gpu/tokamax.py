@@ -18,7 +18,7 @@ from qwen3next_jax.ops.compile_target import compile_target
 RELEASE = "0.0.17"
 
 
-def module(name: str):
+def tokamax_module(name: str):
     """Imports and returns a module of tokamax's operators, such as
     "ragged_dot.pallas_mosaic_gpu_common".
     """
@@ -27,25 +27,30 @@ def module(name: str):
     return importlib.import_module(f"tokamax._src.ops.{name}")
 
 
-def unsupported() -> str:
+def mosaic_unsupported_reason() -> str:
     """Returns why tokamax's Mosaic kernels cannot run in this run; "" if they can."""
     return (
-        self_test.agreed("tokamax", _missing("tokamax", RELEASE) or _old_jax())
-        or self_test.unsupported_chip()
+        self_test.agree_on_reason(
+            "tokamax", _missing_reason("tokamax", RELEASE) or _old_jax_reason()
+        )
+        or self_test.unsupported_chip_reason()
     )
 
 
-def triton_unsupported() -> str:
+def triton_unsupported_reason() -> str:
     """Returns why tokamax's Triton kernels cannot run in this run; "" if they can."""
-    return self_test.agreed(
+    return self_test.agree_on_reason(
         "tokamax's Triton kernels",
-        _missing("tokamax", RELEASE) or _missing("jax-triton") or _missing("triton") or _old_chip(),
+        _missing_reason("tokamax", RELEASE)
+        or _missing_reason("jax-triton")
+        or _missing_reason("triton")
+        or _old_chip_reason(),
     )
 
 
-def _missing(package: str, release: str = "") -> str:
-    """Returns why a package cannot be used; "" if it can. `release` is the only accepted one; ""
-    accepts any.
+def _missing_reason(package: str, release: str = "") -> str:
+    """Returns why a package cannot be used; "" if it can. `release` is the only accepted release;
+    "" accepts any release.
     """
     try:
         found = importlib.metadata.version(package)
@@ -55,7 +60,7 @@ def _missing(package: str, release: str = "") -> str:
     return f"with {package} {found}: expected {release}" if release not in ("", found) else ""
 
 
-def _old_jax() -> str:
+def _old_jax_reason() -> str:
     if jax.__version_info__ >= (0, 12):
         return ""
     return (
@@ -63,14 +68,14 @@ def _old_jax() -> str:
     )
 
 
-def _old_chip() -> str:
-    if compile_target().platform == "cpu":  # as `self_test.unsupported_chip`
+def _old_chip_reason() -> str:
+    if compile_target().platform == "cpu":  # as `self_test.unsupported_chip_reason`
         return ""
-    chip = capability()
+    chip = compute_capability()
     return "" if chip >= 8 else f"on a GPU of compute capability {chip}: expected 8.0 or more"
 
 
-def capability() -> float:
+def compute_capability() -> float:
     """Returns the compute capability of this process's first GPU, such as 9.0 for an H100; 0 if it
     has none.
     """

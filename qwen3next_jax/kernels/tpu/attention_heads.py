@@ -20,7 +20,7 @@ from qwen3next_jax.kernels.tpu.grids import LANES
 BLOCK = 256, 1024  # the largest numbers of rows and of channels in a block
 
 
-def supports(time: int, width: int, rotary: int, dtype) -> str:
+def unsupported_reason(time: int, width: int, rotary: int, dtype) -> str:
     """Returns why the kernels cannot run a call; "" if they can.
 
     Args:
@@ -138,13 +138,13 @@ def _for_each_head(heads, body):
     jax.lax.fori_loop(0, heads.shape[1], step, 0)
 
 
-def _normed(eps, x):
+def _inverse_rms_and_normed(eps, x):
     """Returns 1 / rms and x / rms, with rms over the last axis of x."""
     scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return scale, x * scale
 
 
-def _rotated(x, cos, sin, half):
+def _rotate(x, cos, sin, half):
     """Returns x [R, K] with its first LANES channels rotated: channel i becomes x_i cos_i + x_j
     sin_i. Here j is i + half for i < half, and i - half for larger i. Channels from 2 · half on
     have the cosine 1 and the sine 0.
@@ -161,8 +161,8 @@ def _norm_and_rotate_kernel(eps, half, weight, cos, sin, x, y):
     """Computes y [1, N, R, K] from x [1, R, C] for a block of heads."""
 
     def head(h, lanes):
-        _, normed = _normed(eps, x[0, :, lanes].astype(jnp.float32))
-        y[0, h] = _rotated(normed * weight[...], cos[0], sin[0], half).astype(y.dtype)
+        _, normed = _inverse_rms_and_normed(eps, x[0, :, lanes].astype(jnp.float32))
+        y[0, h] = _rotate(normed * weight[...], cos[0], sin[0], half).astype(y.dtype)
 
     _for_each_head(y, head)
 
@@ -177,8 +177,8 @@ def _norm_and_rotate_gradients_kernel(eps, half, weight, cos, sin, x, dy, dx, dw
         dweight[...] = jnp.zeros_like(dweight)
 
     def head(h, lanes):
-        scale, normed = _normed(eps, x[0, :, lanes].astype(jnp.float32))
-        d = _rotated(dy[0, h].astype(jnp.float32), cos[0], -sin[0], half)
+        scale, normed = _inverse_rms_and_normed(eps, x[0, :, lanes].astype(jnp.float32))
+        d = _rotate(dy[0, h].astype(jnp.float32), cos[0], -sin[0], half)
         dweight[...] += jnp.sum((d * normed).reshape(-1, 8, d.shape[1]), axis=0)
         d = d * weight[...]
         dx[0, :, lanes] = (

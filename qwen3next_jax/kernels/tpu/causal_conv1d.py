@@ -1,6 +1,6 @@
 """TPU kernels of the causal depthwise convolution with its activation. In the forward pass, and
-again in the backward pass, each array is read from HBM or written to it once, except that the next
-block reads the last EDGE tokens of a block again.
+again in the backward pass, each array is read from HBM or written to it once. Only the last EDGE
+tokens of a block are read twice, the second time for the next block.
 
 A kernel computes a block in groups of 128 channels, one after another, with products and sums in
 float32 registers. A block also reads the W - 1 tokens before it, which the kernel gets as a second,
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_before
+from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_of_inputs_before
 from qwen3next_jax.kernels.tpu import grids
 from qwen3next_jax.kernels.tpu.grids import LANES
 
@@ -29,7 +29,7 @@ BACKWARD_BLOCK = 128, 2048
 EDGE = grids.TILE_ROWS  # the number of rows that a grid step reads from the block before its own
 
 
-def supports(x, kernel, activation) -> str:
+def unsupported_reason(x, kernel, activation) -> str:
     """Returns why the TPU kernels cannot run x [B, T, D] with `kernel` [W, D]; "" if they can."""
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"has inputs of {x.dtype}: expected bfloat16 or float32"
@@ -81,7 +81,7 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     )
 
     return (
-        gradient_before(activation, before, x, kernel, age, dy),
+        gradient_of_inputs_before(activation, before, x, kernel, age, dy),
         dx,
         jnp.sum(dkernel.reshape(width, 8, d), axis=1).astype(kernel.dtype),
     )
@@ -171,14 +171,14 @@ def _taps(first, before, tail, x, width: int, lanes):
     return [x] + [extended[EDGE - back : EDGE - back + x.shape[0]] for back in range(1, width)]
 
 
-def _over_lanes(age):
+def _broadcast_ages(age):
     """Broadcasts ages [R, 1] to [R, LANES]. A kernel calls it once for all groups of channels.
     Otherwise the compiler would broadcast the ages again in every comparison.
     """
     return jnp.broadcast_to(age, (age.shape[0], LANES))
 
 
-def _if_same_document(age, x, back: int):
+def _zero_if_other_document(age, x, back: int):
     """Returns x [R, LANES], with zeros in the rows of padding and in the rows of tokens whose input
     `back` tokens earlier belongs to another document. If `age` is None, it returns x unchanged.
     """
@@ -191,7 +191,7 @@ def _before_activation(kernel, age, taps, lanes):
     """
     width = kernel.shape[0]
     return sum(
-        kernel[width - 1 - back, lanes][None] * _if_same_document(age, x, back)
+        kernel[width - 1 - back, lanes][None] * _zero_if_other_document(age, x, back)
         for back, x in enumerate(taps)
     )
 
@@ -203,7 +203,7 @@ def _age_and_others(has_age, refs):
     if not has_age:
         return None, refs
     age, *others = refs
-    return _over_lanes(age[0]), others
+    return _broadcast_ages(age[0]), others
 
 
 def _forward(activation, has_age, kernel, *refs):
@@ -245,7 +245,7 @@ def _backward(activation, has_age, kernel, *refs):
             dz = dz * (gate * (1 + z * (1 - gate)))
         rows, total = dz.shape[0], 0.0
         for back, tap in enumerate(taps):
-            tap_dz, w = _if_same_document(age, dz, back), width - 1 - back
+            tap_dz, w = _zero_if_other_document(age, dz, back), width - 1 - back
             dkernel[8 * w : 8 * w + 8, lanes] += jnp.sum(
                 (tap_dz * tap).reshape(rows // 8, 8, LANES), axis=0
             )

@@ -6,17 +6,19 @@ SMALLEST_VMEM = 16 * 2**20  # bytes of VMEM of a TPU v4, assumed if the chip is 
 
 
 def vmem_bytes() -> int:
-    """The bytes of VMEM of one core; SMALLEST_VMEM if the chip is not known."""
+    """Returns the bytes of VMEM of one core; SMALLEST_VMEM if the chip is not known."""
     tpu = compile_target().tpu
     return tpu.vmem_capacity_bytes if tpu else SMALLEST_VMEM
 
 
 def vmem_budget() -> float:
-    """The bytes of VMEM that a kernel may use: 95 % of them. The compiler needs the rest."""
+    """Returns the bytes of VMEM that a kernel may use: 95 % of `vmem_bytes`. The compiler needs the
+    rest.
+    """
     return 0.95 * vmem_bytes()
 
 
 def cores() -> int:
-    """How many cores one JAX device of this chip has; 1 if the chip is unknown."""
+    """Returns the number of cores of one JAX device of this chip; 1 if the chip is not known."""
     tpu = compile_target().tpu
     return tpu.num_cores if tpu else 1

@@ -31,7 +31,7 @@ from qwen3next_jax.ops.delta_rule import chunk_math
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 
-def supports(x: Inputs, settings: Settings, split: bool) -> str:
+def unsupported_reason(x: Inputs, settings: Settings, split: bool) -> str:
     """Returns why the kernels cannot run a call on the chip; "" if they can.
 
     The answer depends only on shapes, dtypes and the chip, so the forward and the backward pass of
@@ -54,7 +54,7 @@ def forward(
     kernel writes only o and the final state. `interpret` says whether a CPU interprets the kernel.
     """
     p, v = Problem(x.q, x.v, settings.chunk_size), x.v
-    inputs = p.inputs(x)
+    inputs = p.kernel_inputs(x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     if inverses is not None:
         inputs["inverses"] = p.pad_pairs(inverses)
@@ -64,7 +64,7 @@ def forward(
     )
     if save:
         outputs["states"] = jax.ShapeDtypeStruct((p.chunks, *p.state_shape), v.dtype)
-        if settings.erase and inverses is None:
+        if settings.delta_term and inverses is None:
             outputs["inverses"] = p.inverses_shape
     results = p.call(_forward_kernel, inputs, outputs, settings, False, interpret)
     o = p.unflatten(results["o"], v.shape)
@@ -79,7 +79,7 @@ def affine_map(x: Inputs, initial_state, settings: Settings, *, interpret: bool 
     says whether a CPU interprets the kernel.
     """
     p = Problem(x.q, x.v, settings.chunk_size)
-    inputs = p.inputs(x)
+    inputs = p.kernel_inputs(x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     heads = p.state_shape[:2]
     outputs = dict(
@@ -87,14 +87,14 @@ def affine_map(x: Inputs, initial_state, settings: Settings, *, interpret: bool 
         m=jax.ShapeDtypeStruct((*heads, p.key, p.key), jnp.float32),
         reads=jax.ShapeDtypeStruct((p.chunks, *heads, p.chunk_size, p.key), x.v.dtype),
     )
-    if settings.erase:
+    if settings.delta_term:
         outputs["inverses"] = p.inverses_shape
     results = p.call(_map_kernel, inputs, outputs, settings, False, interpret)
     key, value_heads = p.unpadded_key, p.unpadded_value_heads
     m = results["m"][:, :value_heads, :key, :key]
     reads = results["reads"][:, :, :value_heads, :, :key]
     u = p.unpad_state(results["final"])
-    return u, m, reads, p.unpad_pairs(results["inverses"]) if settings.erase else None
+    return u, m, reads, p.unpad_pairs(results["inverses"]) if settings.delta_term else None
 
 
 def backward(
@@ -105,10 +105,10 @@ def backward(
     """
     q, k, v, *_ = x
     p = Problem(q, v, settings.chunk_size)
-    inputs = p.inputs(x)
+    inputs = p.kernel_inputs(x)
     inputs |= dict(do=p.flatten(do.astype(v.dtype), p.value_heads), states=p.pad_state(states))
     inputs["dfinal"] = p.pad_state(dfinal.astype(jnp.float32))
-    if settings.erase:
+    if settings.delta_term:
         inputs["inverses"] = p.pad_pairs(inverses)
     outputs = dict(
         dq=p.flat_shape(p.key_heads, p.key, q.dtype),
@@ -162,19 +162,19 @@ class _Block:
         self.p, self.refs, size = p, refs, p.chunk_size
         self.dots = head_pairs.PairProducts(p.operand)
         total, beta = refs["total"][0, 0, 0], refs["beta"][0, 0, 0]  # [E, 2C]
-        row, column = chunk_math.indices(size, 2 * size)
+        row, column = chunk_math.row_and_column_indices(size, 2 * size)
         self.lower, self.strict, on_diagonal = (
             f(row, column % size) for f in (jnp.greater_equal, jnp.greater, jnp.equal)
         )
-        gamma, rho, is_token = self._decays(total, beta)
+        gamma, rho, is_token = self._set_decays(total, beta)
         # Whether the two value heads of a pair always have the same key head.
         self.shared = p.heads_per_key % 2 == 0
         self.k, self.q = (self.load(name, p.key).astype(p.operand) for name in "kq")  # [J, C, K]
         self.kq = jnp.concatenate([self.k, self.q], axis=1)  # [J, 2C, K]
         products = self._products_with_keys()
-        self._norms(products, on_diagonal, is_token, gamma, rho, beta, normalize)
+        self._set_norms(products, on_diagonal, is_token, gamma, rho, beta, normalize)
 
-    def _decays(self, total, beta):
+    def _set_decays(self, total, beta):
         """Sets beta, carry and pair_decay. Returns the logarithms of gamma and rho, [E, 2C] each,
         and booleans [1, 2C] that are False for padding (None if each row of the batch is one
         document).
@@ -215,7 +215,7 @@ class _Block:
         )
         return self.dots.plain.nt(head_pairs.concat_pair(self.for_value_heads(self.kq)), right)
 
-    def _norms(self, products, on_diagonal, is_token, gamma, rho, beta, normalize: bool):
+    def _set_norms(self, products, on_diagonal, is_token, gamma, rho, beta, normalize: bool):
         """Sets kk, qk and all attributes that contain a norm."""
         p, size = self.p, self.p.chunk_size
         k_row = q_row = jnp.ones((products.shape[0], 2 * size), jnp.float32)  # [J or E, 2C]
@@ -293,13 +293,13 @@ class _Block:
             return x_I
         return jnp.sum(x_I.reshape(-1, self.p.heads_per_key, *x_I.shape[1:]), axis=1)
 
-    def read(self, rows_JRK, state_IKV):
+    def rows_times_states(self, rows_JRK, state_IKV):
         """Returns [I, R, V]: for each value head, the rows of its key head times its state."""
         return self.split_value_heads(
             self.dots.plain.nn(rows_JRK, self.concat_value_heads(state_IKV.astype(self.p.operand)))
         )
 
-    def write(self, rows_JRK, *parts_IRV):
+    def transposed_rows_times(self, rows_JRK, *parts_IRV):
         """Returns [I, K, V]: for each value head, rows^T of its key head times the sum of its
         parts.
         """
@@ -347,7 +347,7 @@ class _Block:
         return jnp.concatenate([x[:, i] for i in range(count)], axis=-1)
 
 
-def _over_lanes(rows_EC, width: int):
+def _repeat_in_lanes(rows_EC, width: int):
     """Returns [I, C, width]: each number of rows_EC [E, 2C] repeated in `width` lanes. Call it
     right before the result is used, because the compiler spills a result that is kept for later.
     """
@@ -368,7 +368,7 @@ def _copy_initial_state(p: Problem, ref, initial_ref):
         pltpu.sync_copy(of_block, ref)
 
 
-def _inverse(c: _Block):
+def _compute_inverse(c: _Block):
     """Returns A = (I + M beta)^{-1} of all heads as pairs [E, C, 2C]."""
     return head_pairs.pair_inverse(c.kk * c.kk_scale * c.pair_decay * c.beta, c.dots)
 
@@ -384,7 +384,7 @@ def _errors(c: _Block, values, kq_state, inverse):
     """
     if inverse is None:
         return values
-    k_gamma = _over_lanes(c.k_gamma, values.shape[-1])
+    k_gamma = _repeat_in_lanes(c.k_gamma, values.shape[-1])
     errors = values - k_gamma * kq_state[:, : c.p.chunk_size]
     return c.dots.nn(c.dots.split(inverse), c.dots.split(errors))
 
@@ -392,13 +392,15 @@ def _errors(c: _Block, values, kq_state, inverse):
 def _next_state(c: _Block, state, errors):
     """Returns S' = carry S + K^T (rho beta E)."""
     carried = c.carry * state
-    return carried + c.write(c.k, *c.dots.split(_over_lanes(c.k_rho, errors.shape[-1]) * errors))
+    return carried + c.transposed_rows_times(
+        c.k, *c.dots.split(_repeat_in_lanes(c.k_rho, errors.shape[-1]) * errors)
+    )
 
 
-def _output(c: _Block, q_state, errors):
+def _outputs(c: _Block, q_state, errors):
     """Returns O = gamma Q S + P (beta E)."""
     p_CC = c.qk * c.qk_scale * c.pair_decay * c.beta
-    return _over_lanes(c.q_gamma, q_state.shape[-1]) * q_state + c.dots.nn(
+    return _repeat_in_lanes(c.q_gamma, q_state.shape[-1]) * q_state + c.dots.nn(
         (p_CC.astype(c.p.operand),), c.dots.split(errors)
     )
 
@@ -415,14 +417,14 @@ def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
         refs["states"][0, 0] = state.astype(refs["states"].dtype)
     # This product stands before the inverse, because the inverse starts with work for the vector
     # unit, which can overlap with the product.
-    kq_state = c.read(c.kq, state)
+    kq_state = c.rows_times_states(c.kq, state)
     inverse = None
-    if settings.erase:
-        inverse = refs["inverses"][0, 0] if "inverses" in inputs else _inverse(c)
+    if settings.delta_term:
+        inverse = refs["inverses"][0, 0] if "inverses" in inputs else _compute_inverse(c)
     if "inverses" in outputs:
         refs["inverses"][0, 0] = inverse
     errors = _errors(c, values, kq_state, inverse)
-    c.store("o", _output(c, kq_state[:, p.chunk_size :], errors))
+    c.store("o", _outputs(c, kq_state[:, p.chunk_size :], errors))
     refs["final"][0] = _next_state(c, refs["final"][0], errors)
 
 
@@ -437,20 +439,20 @@ def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        row, column = chunk_math.indices(p.key, p.key)
+        row, column = chunk_math.row_and_column_indices(p.key, p.key)
         refs["m"][0] = jnp.broadcast_to((row == column).astype(jnp.float32), refs["m"].shape[1:])
 
     c = _Block(p, refs, settings.normalize_qk)
     values = c.load("v", p.value).astype(jnp.float32)
     values = jnp.concatenate([values, jnp.zeros((*values.shape[:-1], p.key), jnp.float32)], axis=-1)
     state = jnp.concatenate([refs["final"][0], refs["m"][0]], axis=-1)
-    kq_state, inverse = c.read(c.kq, state), None
-    if settings.erase:
-        inverse = refs["inverses"][0, 0] = _inverse(c)
+    kq_state, inverse = c.rows_times_states(c.kq, state), None
+    if settings.delta_term:
+        inverse = refs["inverses"][0, 0] = _compute_inverse(c)
     errors = _errors(c, values, kq_state, inverse)
     state = _next_state(c, state, errors)
     refs["final"][0], refs["m"][0] = state[..., : p.value], state[..., p.value :]
-    reads = _output(c, kq_state[:, p.chunk_size :, p.value :], errors[..., p.value :])
+    reads = _outputs(c, kq_state[:, p.chunk_size :, p.value :], errors[..., p.value :])
     refs["reads"][0, 0] = reads.astype(refs["reads"].dtype)
 
 
@@ -459,24 +461,24 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     it.
     """
     refs = dict(zip(inputs + outputs, refs))
-    erase = settings.erase
+    delta_term = settings.delta_term
     _copy_initial_state(p, refs["dinitial"], refs["dfinal"])
     c = _Block(p, refs, settings.normalize_qk)
     dots, size, value = c.dots, p.chunk_size, p.value
     do, values = c.load("do", value).astype(p.operand), c.load("v", value).astype(jnp.float32)
     state, dstate = refs["states"][0, 0], refs["dinitial"][0]
-    inverse = refs["inverses"][0, 0] if erase else None
+    inverse = refs["inverses"][0, 0] if delta_term else None
     q_pair, k_pair = c.qk_scale * c.pair_decay, c.kk_scale * c.pair_decay
-    kq_state, k_dstate = c.read(c.kq, state), c.read(c.k, dstate)
+    kq_state, k_dstate = c.rows_times_states(c.kq, state), c.rows_times_states(c.k, dstate)
     k_state, q_state = kq_state[:, :size], kq_state[:, size:]
-    k_gamma, k_rho = _over_lanes(c.k_gamma, value), _over_lanes(c.k_rho, value)
+    k_gamma, k_rho = _repeat_in_lanes(c.k_gamma, value), _repeat_in_lanes(c.k_rho, value)
     q_gamma = head_pairs.tile_lanes(head_pairs.pairs_over_lanes_by_product(c.q_gamma), value)
     errors = values
-    if erase:
+    if delta_term:
         errors = dots.nn(dots.split(inverse), dots.split(values - k_gamma * k_state))
     p_CC = (c.qk * q_pair * c.beta).astype(p.operand)
     dv = dots.tn((p_CC,), (do,)) + k_rho * k_dstate  # beta dV'
-    if erase:
+    if delta_term:
         dv = dots.tn(dots.split(inverse), dots.split(dv))
     c.store("dv", dv)
 
@@ -486,13 +488,15 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     dq_read, dk_write = q_gamma * do.astype(jnp.float32), k_rho * errors
     enter, leave = q_state * dq_read, k_dstate * errors
     reads = [dq_read]
-    if erase:
+    if delta_term:
         dk_read = -k_gamma * dv
         enter += k_state * dk_read
         reads.append(dk_read)
-        dread = c.write(c.kq, jnp.concatenate([dk_read, dq_read], axis=1).astype(p.operand))
+        dread = c.transposed_rows_times(
+            c.kq, jnp.concatenate([dk_read, dq_read], axis=1).astype(p.operand)
+        )
     else:
-        dread = c.write(c.q, dq_read.astype(p.operand))
+        dread = c.transposed_rows_times(c.q, dq_read.astype(p.operand))
     refs["dinitial"][0] = c.carry * dstate + dread
 
     # The gradients of Q K^T and K K^T.
@@ -501,12 +505,12 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     d_kk = dots.nt([dots.split(dv)], error_parts)
     d_qk = d_qk * q_pair
     pairs = c.qk * d_qk
-    if erase:
+    if delta_term:
         d_kk = jnp.where(c.strict, d_kk[0], 0) * k_pair
         pairs = pairs - c.kk * d_kk
     before = dots.sums_before(pairs * c.beta)
     d_pairs, rows = (d_qk * c.beta).astype(p.operand), c.q
-    if erase:
+    if delta_term:
         d_pairs = jnp.concatenate([d_pairs, (-d_kk * c.beta).astype(p.operand)], axis=1)
         rows = jnp.concatenate([c.q, c.k], axis=1)
 
@@ -515,10 +519,10 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     (dq, *dk_reads), dk = c.times_states(reads, dk_write, state, dstate)
     dq = dq + through_pairs[:, :size]
     dk = sum(dk_reads, dk) + c.transposed_times(d_pairs, rows)
-    if erase:
+    if delta_term:
         dk = dk + through_pairs[:, size:]
     if settings.normalize_qk:
-        dk, dq = _through_norms(c, dk, dq)
+        dk, dq = _backward_through_norms(c, dk, dq)
     c.store("dq", dq)
     c.store("dk", dk)
 
@@ -535,7 +539,7 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     refs["dg"][0, 0, 0] = dg + carried
 
 
-def _through_norms(c: _Block, dk, dq):
+def _backward_through_norms(c: _Block, dk, dq):
     """Applies the backward pass of the L2 normalisation. dk and dq, [J, C, K], are the gradients
     with the norms held constant.
     """

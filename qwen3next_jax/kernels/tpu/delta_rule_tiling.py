@@ -173,8 +173,8 @@ class Problem:
         Args:
           kernel: function of this problem, the names of inputs, the names of outputs, the settings,
             and the Pallas references of inputs and outputs.
-          inputs: the input arrays by name. `specs` lists the possible names.
-          outputs: the shapes and dtypes of outputs by name, also from `specs`.
+          inputs: the input arrays by name. `block_specs` lists the possible names.
+          outputs: the shapes and dtypes of outputs by name, also from `block_specs`.
           settings: the static settings of the call.
           backward: whether the grid goes from the last chunk to the first.
           interpret: whether a CPU interprets the kernel.
@@ -182,7 +182,7 @@ class Problem:
         Returns:
           The outputs by name.
         """
-        specs = self.specs(backward)
+        specs = self.block_specs(backward)
         call = pl.pallas_call(
             functools.partial(kernel, self, list(inputs), list(outputs), settings),
             grid=self.grid,
@@ -248,7 +248,7 @@ class Problem:
         x = jnp.swapaxes(x, 2, 3).reshape(self.batch, -1, self.value_heads)
         return x[:, : self.time, : self.unpadded_value_heads]
 
-    def inputs(self, x: Inputs) -> dict:
+    def kernel_inputs(self, x: Inputs) -> dict:
         """Returns the arrays that every kernel takes, by name, in the kernels' layouts: q, k, v,
         beta, `total` (the running sum of g inside each chunk) and, if x has segments, `documents`
         [B, N, 1, 2C] (the index of each row's document in its chunk, twice, once for each head of a
@@ -275,7 +275,7 @@ class Problem:
             arrays["documents"] = jnp.concatenate([index, index], axis=-1)[:, :, None]
         return arrays
 
-    def specs(self, backward: bool) -> dict:
+    def block_specs(self, backward: bool) -> dict:
         """Returns the block specification of every input and output, by name."""
 
         def n(i):

@@ -16,7 +16,7 @@ from qwen3next_jax.kernels.tpu.grids import LANES
 BLOCK = 256, 1024  # the largest numbers of rows and of channels in a block
 
 
-def supports(o, weight, eps: float) -> str:
+def unsupported_reason(o, weight, eps: float) -> str:
     """Returns why the kernels cannot run o [B, T, H · V] with a weight [V]; "" if they can."""
     width = weight.shape[0]
     if o.dtype not in (jnp.bfloat16, jnp.float32) or width != LANES or o.shape[1] % grids.TILE_ROWS:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.delta_rule.chunk_math import (
     HIGHEST,
     Products,
-    indices,
+    row_and_column_indices,
     split_precision,
     stack_for_product,
 )
@@ -95,7 +95,7 @@ def pairs_over_lanes_by_product(rows_EC):
     for _ in range(3):
         parts.append(rest.astype(jnp.bfloat16))
         rest = rest - parts[-1].astype(jnp.float32)
-    row, column = indices(3 * count, count * LANES)
+    row, column = row_and_column_indices(3 * count, count * LANES)
     pick = (row % count == column // LANES).astype(jnp.bfloat16)
     # [2C, LANES] each
     x = jnp.split(Products(jnp.bfloat16).tn(jnp.concatenate(parts), pick), count, axis=1)
@@ -135,7 +135,7 @@ def row_sums(*xs_ICX):
         for x in jnp.concatenate(split_heads(jnp.sum(x_ICX, axis=-1, keepdims=True)), axis=1)
     ]
     width = -(-len(sums) // LANES) * LANES
-    lane = indices(2 * size, width)[1]
+    lane = row_and_column_indices(2 * size, width)[1]
     columns = jnp.zeros((2 * size, width), jnp.float32)
     for i, x in enumerate(sums):
         columns = jnp.where(lane == i, x, columns)
@@ -225,7 +225,7 @@ class PairProducts:
         belong to the same head as column t.
         """
         lanes = x_ECC.shape[-1]
-        row, column = indices(lanes, lanes)
+        row, column = row_and_column_indices(lanes, lanes)
         before = ((row < column) & ((row < lanes // 2) == (column < lanes // 2))).astype(
             self.operand
         )
@@ -244,7 +244,7 @@ def sum_columns_where(rows_EC, condition):
     to the same head as column t and for which condition(i, t) is true.
     """
     lanes = rows_EC.shape[-1]
-    row, column = indices(lanes, lanes)
+    row, column = row_and_column_indices(lanes, lanes)
     counted = condition(row, column) & ((row < lanes // 2) == (column < lanes // 2))
     return jnp.matmul(rows_EC, counted.astype(jnp.float32), precision=HIGHEST)
 
@@ -288,7 +288,7 @@ def pair_inverse(m_ECC, products):
         change = products.nn_pairs(
             products.split(products.nn_pairs(products.split(lower), m_parts)), products.split(x)
         )
-        row, column = indices(size // 2, 2 * size)
+        row, column = row_and_column_indices(size // 2, 2 * size)
         lower = lower - jnp.where(column % size // m == 2 * (row // m), change, 0)
         blocks[1::2] = jnp.split(lower, size // (2 * m), axis=1)
         x = jnp.concatenate(blocks, axis=1)
@@ -303,7 +303,7 @@ def _diagonal_inverse(m_ECC):
     """
     size = m_ECC.shape[1]
     blocks = jnp.split(m_ECC, size // DIAGONAL, axis=1)
-    row, column = indices(DIAGONAL, 2 * size)
+    row, column = row_and_column_indices(DIAGONAL, 2 * size)
     block = column % size // DIAGONAL
     packed = blocks[0]
     for i in range(1, len(blocks)):
@@ -325,7 +325,7 @@ def _forward_substitution(l):
     8 rows, the rows of a register.
     """
     half = DIAGONAL // 2
-    row, column = indices(DIAGONAL, l.shape[-1])
+    row, column = row_and_column_indices(DIAGONAL, l.shape[-1])
     identity = jnp.where(row == column % DIAGONAL, 1.0, 0.0)
     x, start = [jnp.split(identity, 2) for _ in l], column[:half] // DIAGONAL * DIAGONAL
     for j in range(DIAGONAL - 1):

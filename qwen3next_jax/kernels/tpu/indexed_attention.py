@@ -1,10 +1,12 @@
 """TPU kernels of attention in which an indexer chooses the blocks of keys that each query sees
-(`zoo.ops.indexed_attention`): the choice, the attention under it, and its gradients.
+(`zoo.ops.indexed_attention`): the choice of the blocks, attention to the chosen blocks, and the
+gradients of attention.
 
-No scores go through HBM. Of the choice, each query keeps two numbers: the lowest score that it
-selects, and the block at which its selection of blocks with exactly this score ends. The attention
-kernels compute the indexer's scores of a tile again, compare them with these two numbers, and use
-the result for all heads. All kernels compute a score by the same products and sums.
+No scores go through HBM. The kernel of the choice writes two numbers for each query: the lowest
+score that the query selects, and the block at which its selection of blocks with exactly this score
+ends. The attention kernels compute the indexer's scores of a tile again, compare them with these
+two numbers, and use the result for all heads. All kernels compute a score by the same products and
+sums.
 
 Tiles are computed transposed: keys lie along the sublanes and queries along the lanes. So a number
 of a query is an entry of a row, which all sublanes share, and sums over keys add registers.
@@ -34,11 +36,11 @@ LEAST = -1e29  # a query's largest score before its first key: exp(HIDDEN - LEAS
 LAST = 2**31 - 1  # the largest int32
 
 # The rows of the arrays that describe the queries, the keys and the blocks.
-# Of queries: their place, their segment, the place after their last complete block, and the two
-# numbers of the choice. Of keys: beside the first two the number of their block and the place of
-# its last token (LAST if the block is not complete). Of blocks: the place of their last token in
-# PLACE, and their segment.
-PLACE, SEGMENT, TAIL, LOWEST, CUT = range(5)
+# For a query: its position, its segment, the position after its last complete block, and the two
+# numbers of the choice. For a key: its position, its segment, the number of its block, and the
+# position of the block's last token (LAST if the block is not complete). For a block: the position
+# of its last token, and its segment.
+POSITION, SEGMENT, TAIL, LOWEST, CUT = range(5)
 NUMBER, END = 2, 3
 ROWS = 8  # the sublanes of a register, so also the number of rows of these arrays
 
@@ -76,7 +78,7 @@ class _Sizes(NamedTuple):
         return -(-self.tokens // self.tile) * self.tile
 
     def vmem(self, tile: int) -> int:
-        """Returns the bytes of VMEM that the kernel of dq needs, which needs most of all."""
+        """Returns the bytes of VMEM that the kernel of dq needs. It needs more than the others."""
         queries, keys = self.heads * self.width, self.key_heads * self.width
         per_token = queries * (4 * self.itemsize + 4)  # q, do, dq twice, and its sum in float32
         per_token += 2 * 3 * keys * self.itemsize  # k, its transpose, v
@@ -85,13 +87,13 @@ class _Sizes(NamedTuple):
         return tile * per_token + (3 + 3 * UNROLLED) * 4 * tile**2
 
 
-def _sizes(index_q, q, k) -> _Sizes:
+def _sizes_of_call(index_q, q, k) -> _Sizes:
     return _Sizes(
         q.shape[1], q.shape[2], k.shape[2], q.shape[3], *index_q.shape[2:], q.dtype.itemsize
     )
 
 
-def supports(
+def unsupported_reason(
     tokens: int, heads: int, key_heads: int, width: int, index_heads: int, index_width: int,
     blocks: int, dtype,
 ) -> str:  # fmt: skip
@@ -149,22 +151,22 @@ def _score_bits(index_k_SI, index_q):
     return jnp.maximum(bits_SC, 0)  # -0.0 is negative as an integer
 
 
-def _find_seen(index_q, queries, index_k, keys, bias):
+def _write_visibility_bias(index_q, queries, index_k, keys, bias):
     """Writes to `bias` [S, C] 0 where the query sees the key, and HIDDEN elsewhere. Returns whether
     some query of the tile sees some key.
     """
-    place, segment, tail, lowest, cut = (queries[row : row + 1] for row in range(5))
+    position, segment, tail, lowest, cut = (queries[row : row + 1] for row in range(5))
     columns = keys[...].T
     of_key = lambda row: columns[:, row : row + 1]
     bits_SC = _score_bits(index_k[...], index_q)
     selected_SC = (bits_SC > lowest) | ((bits_SC == lowest) & (of_key(NUMBER) < cut))
-    seen_SC = selected_SC & (of_key(END) <= place)
-    seen_SC |= (of_key(PLACE) >= tail) & (of_key(PLACE) <= place)
+    seen_SC = selected_SC & (of_key(END) <= position)
+    seen_SC |= (of_key(POSITION) >= tail) & (of_key(POSITION) <= position)
     bias[...] = jnp.where(seen_SC & (of_key(SEGMENT) == segment), 0.0, HIDDEN)
     return jnp.max(bias[...]) == 0.0
 
 
-def _at(index, size: int):
+def _slice_of_part(index, size: int):
     """Returns the slice of part `index` of an axis whose parts have `size` entries."""
     return pl.ds(pl.multiple_of(index * size, size), size)
 
@@ -174,7 +176,7 @@ def _for_each_head(sizes: _Sizes, body) -> None:
     readers = sizes.heads // sizes.key_heads
 
     def step(n, _):
-        body(n, _at(n, sizes.width), _at(n // readers, sizes.width))
+        body(n, _slice_of_part(n, sizes.width), _slice_of_part(n // readers, sizes.width))
         return 0
 
     unroll = UNROLLED if sizes.heads % UNROLLED == 0 else 1
@@ -186,17 +188,20 @@ def _for_each_head(sizes: _Sizes, body) -> None:
 # tile r of queries (or keys) and then those of tile n - 1 - r, which are n + 1 in all.
 
 
-def _of_queries(n: int, r, c):
-    """Returns the tiles of queries and of keys of step c in row r of the grid, in which the keys of
-    a tile of queries follow each other; and whether the step is not one that was there before.
+def _tiles_by_query(n: int, r, c):
+    """Returns three things for step c in row r of a grid in which the keys of a tile of queries
+    follow each other: the tile of queries, the tile of keys, and whether the step is the first one
+    with this pair of tiles. (If n is odd, the middle row has each pair twice.)
     """
     second = c > r
     i = jnp.where(second, n - 1 - r, r)
     return i, jnp.where(second, c - r - 1, c), ~second | (n - 1 - r != r)
 
 
-def _of_keys(n: int, r, c):
-    """The same for a grid in which the queries of a tile of keys follow each other."""
+def _tiles_by_key(n: int, r, c):
+    """Returns the same as `_tiles_by_query` for a grid in which the queries of a tile of keys
+    follow each other.
+    """
     second = c >= n - r
     j = jnp.where(second, n - 1 - r, r)
     return jnp.where(second, j + c - (n - r), j + c), j, ~second | (n - 1 - r != r)
@@ -208,7 +213,7 @@ def _call(body, sizes: _Sizes, tiles, limits_BZ, inputs, outputs, scratch, produ
 
     Args:
       body: the kernel.
-      tiles: `_of_queries` or `_of_keys`.
+      tiles: `_tiles_by_query` or `_tiles_by_key`.
       limits_BZ: [B, n] int32: for each tile of queries the first tile of keys that it sees, or for
         each tile of keys the last tile of queries that see it.
       inputs: pairs (array, kind); the kind says by which tile the array is cut: "i" (queries) or
@@ -227,7 +232,7 @@ def _call(body, sizes: _Sizes, tiles, limits_BZ, inputs, outputs, scratch, produ
         def index(b, r, c, limits):
             i, j, _ = tiles(n, r, c)
             # A step that computes nothing reads nothing.
-            if tiles is _of_queries:
+            if tiles is _tiles_by_query:
                 j = jnp.maximum(j, limits[b * n + i])
             else:
                 i = jnp.minimum(i, limits[b * n + j])
@@ -238,7 +243,7 @@ def _call(body, sizes: _Sizes, tiles, limits_BZ, inputs, outputs, scratch, produ
         return pl.BlockSpec(shape, index, **options)
 
     # The queries of a causal row change twice; a second buffer for them would fill VMEM.
-    kept = "i" if tiles is _of_queries else "j"
+    kept = "i" if tiles is _tiles_by_query else "j"
     single = lambda kind: {"pipeline_mode": pl.Buffered(1)} if kind == kept else {}
     read = sum(x.size * x.dtype.itemsize for x, kind in inputs if kind[-1] == kept)
     again = sum(x.size * x.dtype.itemsize for x, kind in inputs if kind[-1] != kept) * (n + 1) // 2
@@ -269,13 +274,13 @@ def _call(body, sizes: _Sizes, tiles, limits_BZ, inputs, outputs, scratch, produ
     )(limits_BZ.reshape(-1), *(x for x, _ in inputs))
 
 
-def _flat(x_BTNK):
+def _merge_heads(x_BTNK):
     """Returns [B, T, N · K]."""
     return x_BTNK.reshape(*x_BTNK.shape[:2], -1)
 
 
-def _heads(sizes: _Sizes, x_BTX):
-    """The reverse of `_flat`, without the tokens that padding added."""
+def _split_heads(sizes: _Sizes, x_BTX):
+    """The reverse of `_merge_heads`, without the tokens that padding added."""
     return x_BTX.reshape(*x_BTX.shape[:2], -1, sizes.width)[:, : sizes.tokens]
 
 
@@ -290,7 +295,7 @@ def _pad(x, size: int, axis: int = 1):
     return jnp.pad(x, widths)
 
 
-def _rows(size: int, *arrays_BX, filler: int):
+def _stack_as_rows(size: int, *arrays_BX, filler: int):
     """Returns [B, ROWS, size] int32: the arrays [B, X] as rows, and `filler` elsewhere."""
     rows = jnp.stack(arrays_BX, axis=1).astype(jnp.int32)
     beyond = (0, 0), (0, ROWS - rows.shape[1]), (0, size - rows.shape[2])
@@ -305,20 +310,21 @@ def _document_starts(segment_BT):
 
 
 def _mask_inputs(sizes: _Sizes, ratio: int, rows, chosen, index_q):
-    """Returns the inputs of `_call` from which a kernel finds what queries see: those of queries
-    and those of keys; and its limits: [B, tiles] int32, for each tile of queries the first tile of
-    keys in their documents, and for each tile of keys the last tile of queries in theirs.
+    """Returns the inputs of `_call` from which a kernel finds which keys a query sees: first the
+    inputs with queries, then the inputs with keys. Then returns the limits of `_call`, [B, tiles]
+    int32: for each tile of queries the first tile of keys in the documents of the queries, and for
+    each tile of keys the last tile of queries in the documents of the keys.
     """
-    count = rows.block_k.shape[1]
-    tail = (rows.place + 1) // ratio * ratio
-    queries = _rows(sizes.padded, rows.place, rows.segment, tail, *chosen, filler=-2)
-    inside = rows.number < count
-    number = jnp.minimum(rows.number, count - 1)
+    count = rows.block_key.shape[1]
+    tail = (rows.position + 1) // ratio * ratio
+    queries = _stack_as_rows(sizes.padded, rows.position, rows.segment, tail, *chosen, filler=-2)
+    inside = rows.blocks_before < count
+    number = jnp.minimum(rows.blocks_before, count - 1)
     take = jax.vmap(lambda x, i: x[i])
     complete = inside & (take(rows.block_segment, number) == rows.segment) & (rows.segment > 0)
-    end = jnp.where(complete, take(rows.block_end, number), LAST)
-    keys = _rows(sizes.padded, rows.place, rows.segment, number, end, filler=-1)
-    token_k = _pad(take(rows.block_k, number), sizes.padded)
+    end = jnp.where(complete, take(rows.block_end_position, number), LAST)
+    keys = _stack_as_rows(sizes.padded, rows.position, rows.segment, number, end, filler=-1)
+    token_k = _pad(take(rows.block_key, number), sizes.padded)
     start = _document_starts(rows.segment)
     stop = sizes.tokens - 1 - _document_starts(rows.segment[:, ::-1])[:, ::-1]
     # Padding is a document of its own.
@@ -326,7 +332,7 @@ def _mask_inputs(sizes: _Sizes, ratio: int, rows, chosen, index_q):
     beyond = jnp.broadcast_to(beyond, (start.shape[0], beyond.size))
     start, stop = (jnp.concatenate((x, beyond), axis=1) for x in (start, stop))
     return (
-        ((_pad(_flat(index_q), sizes.padded), "i"), (queries, "-i")),
+        ((_pad(_merge_heads(index_q), sizes.padded), "i"), (queries, "-i")),
         ((token_k, "j"), (keys, "-j")),
         start[:, :: sizes.tile] // sizes.tile,
         stop[:, sizes.tile - 1 :: sizes.tile] // sizes.tile,
@@ -341,21 +347,21 @@ def forward(ratio: int, rows, chosen, index_q, q, k, v, *, interpret: bool = Fal
 
     Args:
       ratio: number of tokens of a block.
-      rows: the `Rows` of `zoo.ops.indexed_attention`.
+      rows: the `TokensAndBlocks` of `zoo.ops.indexed_attention`.
       chosen: the results of `choose_blocks`.
       index_q: [B, T, H, I], the indexer's queries.
       q: [B, T, N, K].
       k, v: [B, T, M, K].
       interpret: whether a CPU interprets the kernel.
     """
-    sizes = _sizes(index_q, q, k)
+    sizes = _sizes_of_call(index_q, q, k)
     of_queries, of_keys, first, _ = _mask_inputs(sizes, ratio, rows, chosen, index_q)
-    q, k, v = (_pad(_flat(x), sizes.padded) for x in (q, k, v))
+    q, k, v = (_pad(_merge_heads(x), sizes.padded) for x in (q, k, v))
     shape, tile = jax.ShapeDtypeStruct, sizes.tile
     o, logsumexp = _call(
         functools.partial(_forward_kernel, sizes),
         sizes,
-        _of_queries,
+        _tiles_by_query,
         first,
         ((q, "i"), *of_queries, (k, "j"), (_transposed(v), "-j"), *of_keys),
         (
@@ -371,7 +377,7 @@ def forward(ratio: int, rows, chosen, index_q, q, k, v, *, interpret: bool = Fal
         2,
         interpret,
     )
-    return _heads(sizes, o), logsumexp[..., : sizes.tokens]
+    return _split_heads(sizes, o), logsumexp[..., : sizes.tokens]
 
 
 class _ForwardRefs(NamedTuple):
@@ -380,11 +386,11 @@ class _ForwardRefs(NamedTuple):
     first: Any  # the first tile of keys that each tile of queries sees
     q: Any  # [C, N · K]
     index_q: Any  # [C, H · I], the indexer's queries
-    queries: Any  # [ROWS, C] int32, what `_find_seen` reads of queries
+    queries: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
     k: Any  # [S, M · K]
     v_t: Any  # [M · K, S]
     index_k: Any  # [S, I], the keys of the indexer's blocks
-    keys: Any  # [ROWS, S] int32, what `_find_seen` reads of keys
+    keys: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
     o: Any  # output [C, N · K]
     logsumexp: Any  # output [N, C]
     sums: Any  # scratch [N · K, C], of each query the sum of its values
@@ -397,7 +403,7 @@ def _forward_kernel(sizes, *refs):
     """Adds a tile of keys to the attention of a tile of queries."""
     refs = _ForwardRefs(*refs)
     n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
-    i, j, is_new = _of_queries(n, r, c)
+    i, j, is_new = _tiles_by_query(n, r, c)
 
     @pl.when(is_new & (j == 0))
     def _():
@@ -420,7 +426,9 @@ def _forward_kernel(sizes, *refs):
 
     @pl.when(is_new & (j >= refs.first[b * n + i]))
     def _():
-        @pl.when(_find_seen(refs.index_q, refs.queries, refs.index_k, refs.keys, refs.bias))
+        @pl.when(
+            _write_visibility_bias(refs.index_q, refs.queries, refs.index_k, refs.keys, refs.bias)
+        )
         def _():
             _for_each_head(sizes, head)
 
@@ -450,9 +458,9 @@ def backward(
     """
     product = o.astype(jnp.float32) * do.astype(jnp.float32)
     delta_BNT = jnp.sum(product, axis=-1).swapaxes(1, 2)
-    sizes = _sizes(index_q, q, k)
+    sizes = _sizes_of_call(index_q, q, k)
     mask_of_queries, mask_of_keys, first, last = _mask_inputs(sizes, ratio, rows, chosen, index_q)
-    q, k, v, do = (_pad(_flat(x), sizes.padded) for x in (q, k, v, do.astype(q.dtype)))
+    q, k, v, do = (_pad(_merge_heads(x), sizes.padded) for x in (q, k, v, do.astype(q.dtype)))
     of_queries = (
         (q, "i"),
         (do, "i"),
@@ -466,7 +474,7 @@ def backward(
     (dq,) = _call(
         functools.partial(_dq_kernel, sizes),
         sizes,
-        _of_queries,
+        _tiles_by_query,
         first,
         (*of_queries, *of_keys, (_transposed(k), "-j")),
         ((shape(q.shape, q.dtype), "i"),),
@@ -477,7 +485,7 @@ def backward(
     dk, dv = _call(
         functools.partial(_dkv_kernel, sizes),
         sizes,
-        _of_keys,
+        _tiles_by_key,
         last,
         (*of_queries, *of_keys),
         ((shape(k.shape, k.dtype), "j"), (shape(v.shape, v.dtype), "j")),
@@ -485,7 +493,7 @@ def backward(
         4,
         interpret,
     )
-    return tuple(_heads(sizes, x) for x in (dq, dk, dv))
+    return tuple(_split_heads(sizes, x) for x in (dq, dk, dv))
 
 
 def _probabilities(sizes, q, k, bias, logsumexp, number, own, of_keys):
@@ -503,11 +511,11 @@ class _DqRefs(NamedTuple):
     logsumexp: Any  # [N, C]
     delta: Any  # [N, C], the inner products of o and do
     index_q: Any  # [C, H · I], the indexer's queries
-    queries: Any  # [ROWS, C] int32, what `_find_seen` reads of queries
+    queries: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
     k: Any  # [S, M · K]
     v: Any  # [S, M · K]
     index_k: Any  # [S, I], the keys of the indexer's blocks
-    keys: Any  # [ROWS, S] int32, what `_find_seen` reads of keys
+    keys: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
     k_t: Any  # [M · K, S]
     dq: Any  # output [C, N · K]
     sums: Any  # scratch [N · K, C]
@@ -518,7 +526,7 @@ def _dq_kernel(sizes, *refs):
     """Adds the part of a tile of keys to the gradient of a tile of queries, `sums`."""
     refs = _DqRefs(*refs)
     n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
-    i, j, is_new = _of_queries(n, r, c)
+    i, j, is_new = _tiles_by_query(n, r, c)
 
     @pl.when(is_new & (j == 0))
     def _():
@@ -534,7 +542,9 @@ def _dq_kernel(sizes, *refs):
 
     @pl.when(is_new & (j >= refs.first[b * n + i]))
     def _():
-        @pl.when(_find_seen(refs.index_q, refs.queries, refs.index_k, refs.keys, refs.bias))
+        @pl.when(
+            _write_visibility_bias(refs.index_q, refs.queries, refs.index_k, refs.keys, refs.bias)
+        )
         def _():
             _for_each_head(sizes, head)
 
@@ -555,11 +565,11 @@ class _DkvRefs(NamedTuple):
     logsumexp: Any  # [N, C]
     delta: Any  # [N, C], the inner products of o and do
     index_q: Any  # [C, H · I], the indexer's queries
-    queries: Any  # [ROWS, C] int32, what `_find_seen` reads of queries
+    queries: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
     k: Any  # [S, M · K]
     v: Any  # [S, M · K]
     index_k: Any  # [S, I], the keys of the indexer's blocks
-    keys: Any  # [ROWS, S] int32, what `_find_seen` reads of keys
+    keys: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
     dk: Any  # output [S, M · K]
     dv: Any  # output [S, M · K]
     dk_sum: Any  # scratch [S, M · K]
@@ -571,7 +581,7 @@ def _dkv_kernel(sizes, *refs):
     """Adds the part of a tile of queries to the gradients of a tile of keys and values."""
     refs = _DkvRefs(*refs)
     n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
-    i, j, is_new = _of_keys(n, r, c)
+    i, j, is_new = _tiles_by_key(n, r, c)
 
     @pl.when(is_new & (i == j))
     def _():
@@ -589,7 +599,9 @@ def _dkv_kernel(sizes, *refs):
 
     @pl.when(is_new & (i <= refs.last[b * n + j]))
     def _():
-        @pl.when(_find_seen(refs.index_q, refs.queries, refs.index_k, refs.keys, refs.bias))
+        @pl.when(
+            _write_visibility_bias(refs.index_q, refs.queries, refs.index_k, refs.keys, refs.bias)
+        )
         def _():
             _for_each_head(sizes, head)
 
@@ -608,11 +620,11 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
 
     Args:
       number_chosen: the number of blocks that a query selects.
-      rows: the `Rows` of `zoo.ops.indexed_attention`.
+      rows: the `TokensAndBlocks` of `zoo.ops.indexed_attention`.
       index_q: [B, T, H, I], the indexer's queries.
       interpret: whether a CPU interprets the kernel.
     """
-    (batch, count, width), tokens = rows.block_k.shape, index_q.shape[1]
+    (batch, count, width), tokens = rows.block_key.shape, index_q.shape[1]
     memory = lambda tile: _vmem_of_choice(tile, count, width, index_q.dtype.itemsize)
     small = (t for t in TILES if t <= tokens and memory(t) <= chip.vmem_budget())
     tile = next(small, TILES[-1])
@@ -620,16 +632,20 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
     at_once = next(n for n in range(CHUNKS_AT_ONCE, 0, -1) if chunks % n == 0)
     size, padded, all_queries = at_once * CHUNK, chunks * CHUNK, tiles * tile
     beyond = ((0, 0), (0, padded - count))
-    block_k = jnp.pad(rows.block_k, (*beyond, (0, 0)))
-    blocks = _rows(
-        padded, rows.block_end, jnp.where(rows.block_segment > 0, rows.block_segment, -1), filler=-1
+    block_k = jnp.pad(rows.block_key, (*beyond, (0, 0)))
+    blocks = _stack_as_rows(
+        padded,
+        rows.block_end_position,
+        jnp.where(rows.block_segment > 0, rows.block_segment, -1),
+        filler=-1,
     )
-    flat = _pad(_flat(index_q), all_queries)
-    queries = _rows(all_queries, rows.place, rows.segment, filler=-2)
+    flat = _pad(_merge_heads(index_q), all_queries)
+    queries = _stack_as_rows(all_queries, rows.position, rows.segment, filler=-2)
 
-    # The blocks from the first one of the document of a tile's first query to that of its last
-    # query. `number` is the number of complete blocks before a token, so it never decreases.
-    number = jnp.pad(rows.number, ((0, 0), (0, all_queries - tokens)), mode="edge")
+    # For each tile of queries, the first block of the document of its first query, and the block of
+    # its last query. `number` never decreases along a row: it counts the complete blocks before a
+    # token.
+    number = jnp.pad(rows.blocks_before, ((0, 0), (0, all_queries - tokens)), mode="edge")
     start = _pad(_document_starts(rows.segment), all_queries)
     first = jnp.take_along_axis(number, start[:, ::tile], axis=1)
     last = number[:, tile - 1 :: tile]
@@ -701,17 +717,17 @@ def _choice_kernel(number_chosen, *refs):
         def _(part=part, chunk=chunk):
             here = slice(part * CHUNK, (part + 1) * CHUNK)
             columns = refs.blocks[:, here].T
-            visible = (columns[:, PLACE : PLACE + 1] <= refs.queries[PLACE : PLACE + 1]) & (
-                columns[:, SEGMENT : SEGMENT + 1] == refs.queries[SEGMENT : SEGMENT + 1]
-            )
+            visible = (
+                columns[:, POSITION : POSITION + 1] <= refs.queries[POSITION : POSITION + 1]
+            ) & (columns[:, SEGMENT : SEGMENT + 1] == refs.queries[SEGMENT : SEGMENT + 1])
             score = _score_bits(refs.block_k[here], refs.index_q)
-            refs.bits[_at(chunk, CHUNK), :] = jnp.where(visible, score, -1)
+            refs.bits[_slice_of_part(chunk, CHUNK), :] = jnp.where(visible, score, -1)
 
     def count(condition):
         """Returns [1, C], the number of blocks for which condition(bits, number) is true."""
 
         def add(chunk, total):
-            here = refs.bits[_at(chunk, CHUNK), :]
+            here = refs.bits[_slice_of_part(chunk, CHUNK), :]
             number = chunk * CHUNK + jax.lax.broadcasted_iota(jnp.int32, here.shape, 0)
             ones = jnp.where(condition(here, number), 1, 0)
             return total + jnp.sum(ones.reshape(-1, ROWS, ones.shape[1]), axis=0)

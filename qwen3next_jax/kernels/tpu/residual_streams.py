@@ -24,7 +24,7 @@ CHUNKS = 512, 384, 256, 128  # channels that a step of a loop computes; the firs
 _NT = (((1,), (1,)), ((), ()))  # x yᵀ
 
 
-def supports(tokens: int, width: int, streams: int, columns: int, dtype) -> str:
+def unsupported_reason(tokens: int, width: int, streams: int, columns: int, dtype) -> str:
     """Returns why the kernels cannot run a call on the chip; "" if they can.
 
     Args:
@@ -216,7 +216,7 @@ def _dot(a, b, dims=(((1,), (0,)), ((), ()))):
 
 
 def _sigmoid(x):
-    """The sigmoid by the hyperbolic tangent, which is one instruction of the chip."""
+    """Returns the sigmoid, computed with tanh, which is one instruction of the chip."""
     return 0.5 * jnp.tanh(0.5 * x) + 0.5
 
 

@@ -7,8 +7,8 @@ weight 0. Products accumulate in float32. In the forward pass the hidden layer o
 leaves VMEM. Results [P, width] are written in the dtype of the inputs.
 
 T tiles, M rows per tile, P = T·M, D model width, I expert width, F = 2I (gate before up),
-E experts, N tokens. In `sum_rows`, V is the number of grid steps; each step adds the rows of one
-tile to the sums of one block of tokens.
+E experts, N tokens. In `sum_rows_by_token`, V is the number of grid steps; each step adds the rows
+of one tile to the sums of one block of tokens.
 """
 
 from typing import Any, NamedTuple
@@ -23,10 +23,13 @@ from qwen3next_jax.kernels.tpu.grids import LANES
 
 _NT = (((1,), (1,)), ((), ()))  # x yᵀ
 _TN = (((0,), (0,)), ((), ()))  # xᵀ y
-_SUM_TOKENS, _SUM_ROWS = 128, 256  # in `sum_rows`: the tokens of a block and the rows of a tile
+_SUM_TOKENS, _SUM_ROWS = (
+    128,
+    256,
+)  # in `sum_rows_by_token`: the tokens of a block and the rows of a tile
 
 
-def supports(x, gate_up, tile: int, added: bool) -> str:
+def unsupported_reason(x, gate_up, tile: int, added: bool) -> str:
     """Returns why the kernels of the experts cannot run these shapes on the chip; "" if they can.
 
     They need a D that is a multiple of LANES times the number of cores, an F that is a multiple of
@@ -161,7 +164,7 @@ def mlp(
         (x_PD, weight_P[:, None], gate_up_EDF, down_EID),
         (spec.rows(spec.d), spec.rows(1), spec.gate_up, spec.down),
         [shape(width) for width in widths],
-        [spec.written(width) for width in widths],
+        [spec.output_rows(width) for width in widths],
         spec.grid,
         spec.semantics,
         flops=3 * spec.flops,
@@ -199,7 +202,7 @@ def mlp_gradients(
     p, shape = x_PD.shape[0], jax.ShapeDtypeStruct
     known = hidden_PF is not None
     dx, dweight, dhidden, activation = _call(
-        _expert_backward_rows_known if known else _expert_backward_rows,
+        _expert_backward_rows_given_hidden if known else _expert_backward_rows,
         (expert_T, used),
         (hidden_PF if known else x_PD, weight_P[:, None], dy_PD, gate_up_EDF, down_EID),
         (
@@ -215,7 +218,12 @@ def mlp_gradients(
             shape((p, spec.f), x_PD.dtype),
             shape((p, spec.f // 2), x_PD.dtype),
         ),
-        (spec.written(spec.d), spec.written(1), spec.written(spec.f), spec.written(spec.f // 2)),
+        (
+            spec.output_rows(spec.d),
+            spec.output_rows(1),
+            spec.output_rows(spec.f),
+            spec.output_rows(spec.f // 2),
+        ),
         spec.grid,
         spec.semantics,
         flops=(3 if known else 5) * spec.flops,
@@ -253,10 +261,10 @@ class _Specs:
     """The sizes of a call over tiles, its grid, and the block specifications of a tile's rows and
     of its expert's weights.
 
-    The grid has the axes (core, step of the core). Each core takes half of the used tiles, one
-    after another, and then half of the unused ones (index `used` or more), so that the cores have
-    as much to do as each other. A grid step for an unused tile reads the blocks of the core's last
-    used tile. These blocks are in VMEM already, so nothing is copied.
+    The grid has the axes (core, step of the core). Each core takes an equal share of the used
+    tiles, one after another, and then an equal share of the unused tiles (index `used` or more), so
+    that all cores have the same amount of work. A grid step for an unused tile reads the blocks of
+    the core's last used tile. These blocks are in VMEM already, so nothing is copied.
     """
 
     def __init__(self, x_PD, gate_up_EDF, down_EID, expert_T):
@@ -269,33 +277,35 @@ class _Specs:
         self.grid = (cores, self.tiles // cores)
         self.semantics = ("parallel", "parallel" if cores == 1 else "arbitrary")
         self.gate_up = pl.BlockSpec(
-            (1, self.d, self.f), lambda c, i, e, used: (e[self._read(c, i, used)], 0, 0)
+            (1, self.d, self.f), lambda c, i, e, used: (e[self._tile_read(c, i, used)], 0, 0)
         )
         self.down = pl.BlockSpec(
-            (1, self.f // 2, self.d), lambda c, i, e, used: (e[self._read(c, i, used)], 0, 0)
+            (1, self.f // 2, self.d), lambda c, i, e, used: (e[self._tile_read(c, i, used)], 0, 0)
         )
 
     def rows(self, width):
         """Returns the block specification of an input [P, width]."""
-        return pl.BlockSpec((self.tile, width), lambda c, i, e, used: (self._read(c, i, used), 0))
+        return pl.BlockSpec(
+            (self.tile, width), lambda c, i, e, used: (self._tile_read(c, i, used), 0)
+        )
 
-    def written(self, width):
+    def output_rows(self, width):
         """Returns the block specification of an output [P, width]."""
         cores, steps = self.grid
 
         def tile(c, i, used):
-            own = _own_tiles(used, cores)
+            own = _tiles_per_core(used, cores)
             return jnp.where(i < own, c * own + i, (cores - c - 1) * own + c * steps + i)
 
         return pl.BlockSpec((self.tile, width), lambda c, i, e, used: (tile(c, i, used), 0))
 
-    def _read(self, core, step, used):
+    def _tile_read(self, core, step, used):
         """Returns the tile that a grid step reads."""
-        own = _own_tiles(used, self.grid[0])
+        own = _tiles_per_core(used, self.grid[0])
         return jnp.minimum(core * own + jnp.minimum(step, own - 1), used[0] - 1)
 
 
-def _own_tiles(used, cores: int):
+def _tiles_per_core(used, cores: int):
     """Returns the number of used tiles of each core. The last core may have fewer."""
     return jax.lax.div(used[0] + (cores - 1), jnp.int32(cores))
 
@@ -303,7 +313,7 @@ def _own_tiles(used, cores: int):
 def _has_rows(used):
     """Returns whether the tile of this grid step is in use."""
     core, step = pl.program_id(0), pl.program_id(1)
-    own = _own_tiles(used, pl.num_programs(0))
+    own = _tiles_per_core(used, pl.num_programs(0))
     return (step < own) & (core * own + step < used[0])
 
 
@@ -349,8 +359,8 @@ def _expert_backward_rows(expert_T, used, x, *refs):
     _backward_rows(used, lambda: _dot(x[...], refs.gate_up[0]), refs)
 
 
-def _expert_backward_rows_known(expert_T, used, hidden, *refs):
-    """The same, given the hidden layer."""
+def _expert_backward_rows_given_hidden(expert_T, used, hidden, *refs):
+    """Computes the same as `_expert_backward_rows`, from the hidden layer."""
     _backward_rows(used, lambda: hidden[...].astype(jnp.float32), _RowRefs(*refs))
 
 
@@ -405,7 +415,7 @@ def _gate_and_up(hidden):
 # ---- sums by token
 
 
-def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
+def sum_rows_by_token(rows_PD, token_P, tokens: int, *, interpret: bool = False):
     """Returns the sum of each token's rows, [N, D].
 
     The kernel cuts the rows into tiles of _SUM_ROWS rows, and the tokens into blocks of

@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.blocks import wide
+from qwen3next_jax.ops.blocks import accumulation_dtype
 from qwen3next_jax.ops.compile_target import compile_target
 
 LANES = 128
@@ -24,7 +24,7 @@ LONG_BLOCK_BYTES = 512
 PARTS_OF_DQ = 8
 
 
-def supports(q, k, v, split: bool) -> str:
+def unsupported_reason(q, k, v, split: bool) -> str:
     """Returns "": the kernels can run every call, because arrays are padded to whole blocks."""
     return ""
 
@@ -62,7 +62,9 @@ def block_size(length: int, width: int, itemsize: int) -> int:
     return LONG_BLOCK if long else min(BLOCK, length)
 
 
-def _kernel(x, heads: int, length: int, causal: bool, interpret: bool, save_residuals: bool):
+def _attention_of_row(
+    x, heads: int, length: int, causal: bool, interpret: bool, save_residuals: bool
+):
     """Returns JAX's attention function for one row of the batch: heads [N, T, D] of a padded row of
     `length` tokens. With `save_residuals` it also returns the logsumexp.
     """
@@ -90,7 +92,7 @@ def _kernel(x, heads: int, length: int, causal: bool, interpret: bool, save_resi
     )
 
 
-def _length(t: int) -> int:
+def _padded_length(t: int) -> int:
     """Returns t rounded up to a multiple of LANES; if that is more than BLOCK, to a multiple of
     BLOCK.
     """
@@ -101,7 +103,9 @@ def _length(t: int) -> int:
 def _to_splash(x_BTND):
     """Rearranges [B, T, N, D] into [B, N, T, D] and pads T and D."""
     b, t, n, d = x_BTND.shape
-    return jnp.pad(x_BTND.swapaxes(1, 2), ((0, 0), (0, 0), (0, _length(t) - t), (0, -d % LANES)))
+    return jnp.pad(
+        x_BTND.swapaxes(1, 2), ((0, 0), (0, 0), (0, _padded_length(t) - t), (0, -d % LANES))
+    )
 
 
 def _from_splash(x_BNTD, like):
@@ -111,14 +115,14 @@ def _from_splash(x_BNTD, like):
     return x_BNTD[:, :, : like.shape[1], : like.shape[3]].swapaxes(1, 2).astype(like.dtype)
 
 
-def _segments(q, segment_ids, kv_segment_ids, causal):
+def _padded_segment_ids(q, segment_ids, kv_segment_ids, causal):
     """Returns the document ids of the padded queries and keys. The keys that padding adds get the
     id -1, to which no query attends. Returns None if the call has no ids and either the mask is
     causal or nothing is padded.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-    padding = ((0, 0), (0, _length(q.shape[1]) - q.shape[1]))
+    padding = ((0, 0), (0, _padded_length(q.shape[1]) - q.shape[1]))
     if segment_ids is None:
         if causal or padding[1] == (0, 0):  # the causal mask hides the added keys
             return None
@@ -141,13 +145,13 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=Fa
     but has no argument `block`. `interpret` says whether a CPU interprets the kernel.
     """
     t, n = q.shape[1:3]
-    kernel = _kernel(q, n, _length(t), causal, interpret, save_residuals=True)
+    kernel = _attention_of_row(q, n, _padded_length(t), causal, interpret, save_residuals=True)
     inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
     with _mask_scope(causal):
         o, (logsumexp,) = jax.vmap(kernel)(
-            *inputs, _segments(q, segment_ids, kv_segment_ids, causal)
+            *inputs, _padded_segment_ids(q, segment_ids, kv_segment_ids, causal)
         )
-    return _from_splash(o, q), logsumexp[:, :, :t].astype(wide(q))
+    return _from_splash(o, q), logsumexp[:, :, :t].astype(accumulation_dtype(q))
 
 
 def _row_backward(kernel):
@@ -198,8 +202,10 @@ def backward(
     # that vmap adds. So the heads are split into one part for each core, and vmap maps over the
     # parts.
     parts = math.gcd(chip.num_cores if chip else 1, k.shape[2])
-    length = _length(t)
-    row = _row_backward(_kernel(q, n // parts, length, causal, interpret, save_residuals=False))
+    length = _padded_length(t)
+    row = _row_backward(
+        _attention_of_row(q, n // parts, length, causal, interpret, save_residuals=False)
+    )
     logsumexp = jnp.pad(logsumexp_BNT.astype(jnp.float32), ((0, 0), (0, 0), (0, length - t)))
     arrays = (
         _to_splash(q * jnp.asarray(scale, q.dtype)),
@@ -214,7 +220,13 @@ def backward(
     )
     with _mask_scope(causal):
         grads = jax.vmap(jax.vmap(row, in_axes=(0, 0, 0, None, 0, 0, 0)))(
-            q_, k_, v_, _segments(q, segment_ids, kv_segment_ids, causal), o_, logsumexp, do_
+            q_,
+            k_,
+            v_,
+            _padded_segment_ids(q, segment_ids, kv_segment_ids, causal),
+            o_,
+            logsumexp,
+            do_,
         )
     dq, dk, dv = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in grads)
     return _from_splash(dq * scale, q), _from_splash(dk, k), _from_splash(dv, v)

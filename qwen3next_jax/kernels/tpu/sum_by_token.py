@@ -1,5 +1,5 @@
 """Sums the rows of each token on TPUs: it sorts the rows by token, then calls
-`routed_experts.sum_rows`.
+`routed_experts.sum_rows_by_token`.
 
 N tokens, A choices per token, P rows, D model width.
 """
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from qwen3next_jax.kernels.tpu import chip
 from qwen3next_jax.kernels.tpu.grids import LANES
-from qwen3next_jax.kernels.tpu.routed_experts import sum_rows
+from qwen3next_jax.kernels.tpu.routed_experts import sum_rows_by_token
 
 
-def supports(rows, shape: tuple[int, int]) -> str:
+def unsupported_reason(rows, shape: tuple[int, int]) -> str:
     """Returns "": the kernel can run every call."""
     return ""
 
@@ -26,16 +26,17 @@ def sum_by_token(rows, choice, shape: tuple[int, int], *, interpret: bool = Fals
         (choice, jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1, is_stable=False
     )
     rows = rows.at[order].get(mode="promise_in_bounds")
-    return sum_rows(rows, choice // shape[1], shape[0], interpret=interpret)
+    return sum_rows_by_token(rows, choice // shape[1], shape[0], interpret=interpret)
 
 
-def by_choice(values, choice, shape: tuple[int, int], *, interpret: bool = False):
+def values_by_choice(values, choice, shape: tuple[int, int], *, interpret: bool = False):
     """Returns [Q] with `values` [P], float32, at the indices `choice` [P], and 0 elsewhere; indices
     of Q or more are left out.
 
-    A scatter would write one number after another. Here a value becomes a row that is 0 but for
-    three columns of its choice, and the rows of a token are summed. The columns hold the value as a
-    sum of three bfloat16 numbers, which is exact and a sixth of the products of float32.
+    A scatter would write one number after another. Here each value becomes a row with three nonzero
+    columns, whose place depends on the choice, and the rows of a token are summed. The three
+    columns hold three bfloat16 numbers whose sum is the value. So the sum is exact, with a sixth of
+    the products that float32 rows would need.
     """
     tokens, choices = shape
     choice, values = jax.lax.sort((choice.astype(jnp.int32), values), num_keys=1, is_stable=False)
@@ -49,7 +50,7 @@ def by_choice(values, choice, shape: tuple[int, int], *, interpret: bool = False
     rows = sum(
         jnp.where(column == n * choices, part[:, None], 0) for n, part in enumerate(parts)
     ).astype(jnp.bfloat16)
-    sums = sum_rows(rows, choice // choices, tokens, interpret=interpret)
+    sums = sum_rows_by_token(rows, choice // choices, tokens, interpret=interpret)
     return jnp.sum(
         sums[:, : 3 * choices].reshape(tokens, 3, choices), axis=1, dtype=jnp.float32
     ).reshape(-1)

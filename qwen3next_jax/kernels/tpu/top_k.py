@@ -16,11 +16,11 @@ from qwen3next_jax.kernels.tpu.grids import LANES
 BLOCK = 512  # the largest number of rows of a grid step
 ROWS = LANES  # rows that are worked on at once
 LARGEST = 4 * LANES  # the largest E. With more, fewer numbers of these rows stay in registers
-MOST = 32  # the largest A. The kernel's time grows with A; that of XLA's sort does not
+MOST = 32  # the largest A. The kernel's time grows with A; the time of XLA's sort does not
 LOWEST = jnp.iinfo(jnp.int32).min
 
 
-def supports(x_RE, count: int) -> str:
+def unsupported_reason(x_RE, count: int) -> str:
     """Returns why the kernel cannot find the `count` largest of each row; "" if it can."""
     rows, numbers = x_RE.shape
     fits = rows % ROWS == 0 and numbers % 8 == 0 and numbers <= LARGEST
@@ -57,7 +57,7 @@ def top_k(x_RE, count: int, *, interpret: bool = False):
     return value_AR.T, index_AR.T
 
 
-def _ordered(bits):
+def _to_ordered_integers(bits):
     """Returns integers in the order of the float32 numbers that have these bits: -inf, …, -0, 0, …,
     inf, NaN. It is its own inverse.
     """
@@ -70,7 +70,7 @@ def _kernel(count, x, value, index):
     def find_in_rows(i, _):
         rows = pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS)
         # The rows lie along the lanes, so the search for the largest number stays within a lane.
-        key_ER = _ordered(jax.lax.bitcast_convert_type(x[rows], jnp.int32)).T
+        key_ER = _to_ordered_integers(jax.lax.bitcast_convert_type(x[rows], jnp.int32)).T
         number_ER = jax.lax.broadcasted_iota(jnp.int32, key_ER.shape, 0)
         values, indices = [], []
         for _ in range(count):
@@ -82,7 +82,7 @@ def _kernel(count, x, value, index):
             key_ER = jnp.where(number_ER == at_1R, LOWEST, key_ER)
             values.append(best_1R)
             indices.append(at_1R)
-        value_AR = _ordered(jnp.concatenate(values))
+        value_AR = _to_ordered_integers(jnp.concatenate(values))
         value[:, rows] = jax.lax.bitcast_convert_type(value_AR, jnp.float32)
         index[:, rows] = jnp.concatenate(indices)
         return 0

@@ -62,7 +62,7 @@ def attention(
     if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
         from qwen3next_jax.ops.attention import ring
 
-        return ring.attention(options, axis_name, q, k, v, segment_ids)
+        return ring.ring_attention(options, axis_name, q, k, v, segment_ids)
     return _operator(options, q, k, v, segment_ids, segment_ids)
 
 

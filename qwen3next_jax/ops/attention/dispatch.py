@@ -12,7 +12,7 @@ from qwen3next_jax.ops.attention import xla
 from qwen3next_jax.ops.implementations import Chosen, Form
 
 
-def _blockwise(block: int):
+def _xla_functions(block: int):
     """Returns the functions of the implementation "xla" by name, for blocks of `block` tokens."""
     return dict(
         forward=functools.partial(xla.forward, block=block),
@@ -21,8 +21,8 @@ def _blockwise(block: int):
 
 
 FORMS = (
-    Form("xla", ("cpu",), _blockwise(xla.CPU_BLOCK)),
-    Form("xla", ("gpu", "tpu"), _blockwise(xla.GPU_BLOCK)),
+    Form("xla", ("cpu",), _xla_functions(xla.CPU_BLOCK)),
+    Form("xla", ("gpu", "tpu"), _xla_functions(xla.GPU_BLOCK)),
 )
 
 

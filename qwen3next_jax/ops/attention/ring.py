@@ -33,7 +33,7 @@ from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.attention import dispatch, xla
 
 
-def attention(options: dispatch.Options, axis_name: str, q, k, v, segment_ids):
+def ring_attention(options: dispatch.Options, axis_name: str, q, k, v, segment_ids):
     """Returns o [B, T, N, D], the attention of this shard's queries to the keys of the whole row.
 
     Args:
@@ -53,7 +53,7 @@ def attention(options: dispatch.Options, axis_name: str, q, k, v, segment_ids):
 # ---- which shard computes which block
 
 
-def _owners(n: int):
+def _holders_and_workers(n: int):
     """Returns two lists, the first for the even blocks and the second for the odd ones. Each entry
     is (the shard that holds a block, the shard that computes it).
     """
@@ -67,25 +67,25 @@ def _to_balanced(x, axis_name, n):
     """
     even, odd = (
         jax.lax.ppermute(block, axis_name, pairs)
-        for block, pairs in zip(jnp.split(x, 2, axis=1), _owners(n))
+        for block, pairs in zip(jnp.split(x, 2, axis=1), _holders_and_workers(n))
     )
-    return _in_order(even, odd, axis_name)
+    return _concatenate_swapped_on_odd_shards(even, odd, axis_name)
 
 
 def _from_balanced(x, axis_name, n):
     """The reverse of `_to_balanced`."""
     low, high = jnp.split(x, 2, axis=1)
-    even, odd = jnp.split(_in_order(low, high, axis_name), 2, axis=1)
-    back = [[(worker, holder) for holder, worker in pairs] for pairs in _owners(n)]
+    even, odd = jnp.split(_concatenate_swapped_on_odd_shards(low, high, axis_name), 2, axis=1)
+    back = [[(worker, holder) for holder, worker in pairs] for pairs in _holders_and_workers(n)]
     return jnp.concatenate(
         [jax.lax.ppermute(block, axis_name, pairs) for block, pairs in zip((even, odd), back)],
         axis=1,
     )
 
 
-def _in_order(first, second, axis_name):
-    """Concatenates two blocks, `first` before `second`; on odd shards `second` before `first`,
-    because the low block of an odd shard i, which is block i, is an odd block.
+def _concatenate_swapped_on_odd_shards(first, second, axis_name):
+    """Concatenates two blocks: `first` before `second` on even shards, and `second` before `first`
+    on odd shards. (The low block of shard i is block i, so on an odd shard it is an odd block.)
     """
     swap = jax.lax.axis_index(axis_name) % 2 == 1
     return jnp.concatenate([jnp.where(swap, second, first), jnp.where(swap, first, second)], axis=1)
@@ -110,18 +110,22 @@ def _ring_forward(options, axis_name, q, k, v, segment_ids):
     def pair(queries, keys, done):
         (q, ids), (k, v, kv_ids) = queries, keys
         new = dispatch.forward(options._replace(causal=False), q, k, v, ids, kv_ids)
-        return xla.combine(done, new)
+        return xla.combine_key_sets(done, new)
 
     def step(earlier, visiting, result):
-        for query, key in _pairs(earlier):
-            arguments = _pick(mine, query), _pick(visiting, key), _pick(result, query)
+        for query, key in _query_key_pairs(earlier):
+            arguments = (
+                _take_block(mine, query),
+                _take_block(visiting, key),
+                _take_block(result, query),
+            )
             done = _if_document_shared(
                 arguments[0][1], arguments[1][2], pair, lambda queries, keys, done: done, *arguments
             )
-            result = _put(result, query, done)
+            result = _replace_block(result, query, done)
         return (), result
 
-    _, (o, logsumexp) = _around_ring(axis_name, visiting, (), result, step)
+    _, (o, logsumexp) = _send_around_ring(axis_name, visiting, (), result, step)
     o, logsumexp = blocks.save_for_backward(
         (_merge_blocks(o, 1).astype(q.dtype), _merge_blocks(logsumexp, 2)), "attention"
     )
@@ -147,16 +151,19 @@ def _ring_backward(options, axis_name, residuals, do):
 
     def step(earlier, visiting, dq):
         dkv_visiting = jax.tree.map(jnp.zeros_like, dkv)
-        for query, key in _pairs(earlier):
-            done = _pick(dq, query), *_pick(dkv_visiting, key)
-            arguments = _pick(mine, query), _pick(visiting, key), done
+        for query, key in _query_key_pairs(earlier):
+            done = _take_block(dq, query), *_take_block(dkv_visiting, key)
+            arguments = _take_block(mine, query), _take_block(visiting, key), done
             new = _if_document_shared(
                 arguments[0][1], arguments[1][2], pair, lambda queries, keys, done: done, *arguments
             )
-            dq, dkv_visiting = _put(dq, query, new[0]), _put(dkv_visiting, key, new[1:])
+            dq, dkv_visiting = (
+                _replace_block(dq, query, new[0]),
+                _replace_block(dkv_visiting, key, new[1:]),
+            )
         return dkv_visiting, dq
 
-    dkv, dq = _around_ring(axis_name, visiting, dkv, _split_blocks(dq, 1), step)
+    dkv, dq = _send_around_ring(axis_name, visiting, dkv, _split_blocks(dq, 1), step)
     dq, dk, dv = (_merge_blocks(x, 1).astype(like.dtype) for x, like in zip((dq, *dkv), (q, k, v)))
     return dq, dk, dv, None
 
@@ -164,7 +171,7 @@ def _ring_backward(options, axis_name, residuals, do):
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _around_ring(axis_name, visiting, gradients, result, step):
+def _send_around_ring(axis_name, visiting, gradients, result, step):
     """Sends every shard's `visiting` arrays around the ring, so that every other shard gets them
     once. The gradients of these arrays follow them around the ring and return to the shard that
     owns the arrays.
@@ -198,7 +205,7 @@ def _around_ring(axis_name, visiting, gradients, result, step):
     return send(gradients), result
 
 
-def _pairs(earlier):
+def _query_key_pairs(earlier):
     """Returns the two pairs (query block, key block) of a step. 0 is the low block and 1 is the
     high block. `earlier` says whether the keys come from an earlier shard.
     """
@@ -227,7 +234,7 @@ def _if_document_shared(ids, kv_ids, pair, skip, *arguments):
 
 
 def _split_blocks(x, axis: int):
-    """Splits `axis` into the low and the high block, on a new leading axis. Returns None for
+    """Splits `axis` into the low and the high block, on a new leading axis. Returns None if x is
     None.
     """
     return None if x is None else jnp.stack(jnp.split(x, 2, axis=axis))
@@ -238,11 +245,11 @@ def _merge_blocks(x, axis: int):
     return jnp.concatenate([x[0], x[1]], axis=axis)
 
 
-def _pick(tree, index):
+def _take_block(tree, index):
     """Returns x[index] for every array x of the tree."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def _put(tree, index, new):
+def _replace_block(tree, index, new):
     """Returns the tree with x[index] replaced by the array of `new` for every array x."""
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), tree, new)

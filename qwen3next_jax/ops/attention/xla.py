@@ -23,7 +23,7 @@ _HIDDEN = -1e30
 UNSEEN = -_HIDDEN
 
 
-def _plan(block, causal, q, k, segment_ids, kv_segment_ids):
+def _plan_blocks(block, causal, q, k, segment_ids, kv_segment_ids):
     """Returns how queries and keys are split into blocks, as a tuple of five entries:
 
     1. the number of queries in a block (C of the queries);
@@ -59,7 +59,7 @@ def _from_query_blocks(x, t, n):
     return x_BMHTD.transpose(0, 3, 1, 2, 4).reshape(b, t, n, d)
 
 
-def _visible(position_BC, segment_BC, kv_segment_BC, first_key, size_k):
+def _visible_mask(position_BC, segment_BC, kv_segment_BC, first_key, size_k):
     """Returns booleans [B, 1, 1, C, C]: whether each query of a block (second last axis) may attend
     to each key of a block (last axis).
     """
@@ -75,7 +75,12 @@ def _masked_scores(scale, q_BMLD, k_BMCD, mask):
     `mask` is False.
     """
     s_BMLC = (
-        jnp.einsum("bmld,bmcd->bmlc", q_BMLD, k_BMCD, preferred_element_type=blocks.wide(q_BMLD))
+        jnp.einsum(
+            "bmld,bmcd->bmlc",
+            q_BMLD,
+            k_BMCD,
+            preferred_element_type=blocks.accumulation_dtype(q_BMLD),
+        )
         * scale
     )
     b, _, _, c, keys = mask.shape
@@ -96,14 +101,14 @@ def _key_range(position_BC, segment_BC, kv_segments, size_k, keys):
     return jnp.min(jnp.sum(before_BS, axis=1)) // size_k, last
 
 
-def _add(x, j, term):
+def _add_at_index(x, j, term):
     """Returns x with `term` added to x[j]. XLA updates x in place; for `.at[j].add` it would run a
     scatter.
     """
     return jax.lax.dynamic_update_index_in_dim(x, x[j] + term, j, 0)
 
 
-def _finish(o, largest, total):
+def _normalize_sums(o, largest, total):
     """Returns (o [..., D], logsumexp [...]) of each query from its sums over the keys.
 
     Args:
@@ -117,7 +122,7 @@ def _finish(o, largest, total):
     )
 
 
-def combine(done, new):
+def combine_key_sets(done, new):
     """Combines the results of attention to two disjoint sets of keys. `done` and `new` are pairs
     (o, logsumexp), one for each set. Returns the pair (o, logsumexp) for both sets together.
     """
@@ -149,19 +154,19 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
       o [B, T, N, D] in q's dtype, and logsumexp [B, N, T] in float32 (float64 for float64). For a
       query that may attend to no key, o is 0 and logsumexp is UNSEEN.
     """
-    size_q, size_k, position, segment, kv_segment = _plan(
+    size_q, size_k, position, segment, kv_segment = _plan_blocks(
         block, causal, q, k, segment_ids, kv_segment_ids
     )
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
     k_blocks, v_blocks = blocks.to_chunks((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
-    wide = blocks.wide(q)
+    wide = blocks.accumulation_dtype(q)
 
     def query_block(carry, inputs):
         q_BMLD, position_BC, segment_BC = inputs
 
         def key_block(j, carry):
             o_BMLD, largest_BML, total_BML = carry
-            mask = _visible(
+            mask = _visible_mask(
                 position_BC,
                 segment_BC,
                 None if kv_segment is None else kv_segment[j],
@@ -187,10 +192,10 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
         else:
             first, last = _key_range(position_BC, segment_BC, kv_segment, size_k, s)
             o_BMLD, largest_BML, total_BML = jax.lax.fori_loop(first, last, key_block, zero)
-        o_BMLD, logsumexp_BML = _finish(o_BMLD, largest_BML, total_BML)
+        o_BMLD, logsumexp_BML = _normalize_sums(o_BMLD, largest_BML, total_BML)
         return carry, (o_BMLD.astype(q.dtype), logsumexp_BML)
 
-    _, (o, logsumexp) = blocks.scan(
+    _, (o, logsumexp) = blocks.scan_or_call_once(
         query_block, None, (_query_blocks(q, m, size_q), position, segment)
     )
     logsumexp_BTN = _from_query_blocks(logsumexp[..., None], t, n)[..., 0]
@@ -202,12 +207,12 @@ def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scal
     `forward`. Returns dq [B, T, N, D], dk and dv [B, S, M, D], given do [B, T, N, D], the gradient
     of o.
     """
-    size_q, size_k, position, segment, kv_segment = _plan(
+    size_q, size_k, position, segment, kv_segment = _plan_blocks(
         block, causal, q, k, segment_ids, kv_segment_ids
     )
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
     k_blocks, v_blocks = blocks.to_chunks((k.swapaxes(1, 2), v.swapaxes(1, 2)), 2, size_k)
-    wide = blocks.wide(q)
+    wide = blocks.accumulation_dtype(q)
     delta_BTN = jnp.sum(o.astype(wide) * do.astype(wide), axis=-1)
 
     def query_block(carry, inputs):
@@ -215,7 +220,7 @@ def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scal
 
         def key_block(j, carry):
             dq_BMLD, dk_blocks, dv_blocks = carry
-            mask = _visible(
+            mask = _visible_mask(
                 position_BC,
                 segment_BC,
                 None if kv_segment is None else kv_segment[j],
@@ -234,7 +239,11 @@ def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scal
             dq_BMLD += jnp.einsum(
                 "bmlc,bmcd->bmld", ds_BMLC, k_blocks[j], preferred_element_type=wide
             )
-            return dq_BMLD, _add(dk_blocks, j, dk_BMCD), _add(dv_blocks, j, dv_BMCD)
+            return (
+                dq_BMLD,
+                _add_at_index(dk_blocks, j, dk_BMCD),
+                _add_at_index(dv_blocks, j, dv_BMCD),
+            )
 
         zero = (jnp.zeros(q_BMLD.shape, wide), *carry)
         if size_k >= s:
@@ -248,6 +257,6 @@ def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scal
     logsumexp_BTN1 = logsumexp_BNT.swapaxes(1, 2)[..., None]
     by_query = (_query_blocks(x, m, size_q) for x in (q, do, logsumexp_BTN1, delta_BTN[..., None]))
     zero = jnp.zeros(k_blocks.shape, wide), jnp.zeros(k_blocks.shape, wide)
-    carry, dq = blocks.scan(query_block, zero, (*by_query, position, segment))
+    carry, dq = blocks.scan_or_call_once(query_block, zero, (*by_query, position, segment))
     dk, dv = (blocks.from_chunks(x, 2, s).swapaxes(1, 2).astype(k.dtype) for x in carry)
     return _from_query_blocks(dq, t, n), dk, dv

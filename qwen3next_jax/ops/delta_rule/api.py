@@ -28,7 +28,7 @@ def gated_delta_rule(
     initial_state=None,
     segment_ids=None,
     normalize_qk: bool = True,
-    erase: bool = True,
+    delta_term: bool = True,
     implementation: str | None = None,
     axis_name: str | None = None,
     return_all_states: bool = False,
@@ -51,8 +51,9 @@ def gated_delta_rule(
         everything, -100 is enough (exp(-100) is 4e-44); -inf gives NaN.
       beta: [B, T, H] write strength, from 0 to 2. For keys of length 1 (`normalize_qk`), the factor
         I - beta k k^T of the state then has eigenvalues from -1 to 1, so that nothing grows: the
-        distance of two states that get the same tokens never increases, and a state whose values
-        are a linear function of the keys, v = M^T k, stays as near to M as it began.
+        distance of two states that get the same tokens never increases. Without decay (g = 0), if
+        the values are a linear function of the keys, v = M^T k, the distance of the state to M
+        never increases, either.
       initial_state: [B, H, K, V], the state before the first token; None means zeros. With
         `segment_ids` it belongs to the first segment.
       segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
@@ -61,8 +62,8 @@ def gated_delta_rule(
         its inputs get zero gradients.
       normalize_qk: whether q and k are first L2-normalised over K in float32: x * rsqrt(sum x^2 +
         1e-6).
-      erase: whether the write has the delta term -S^T k_t. Without it the function computes gated
-        linear attention.
+      delta_term: whether the write has the delta term -S^T k_t. Without it the function computes
+        gated linear attention.
       implementation: one of "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu", or
         None for the platform's best. None means "pallas_tpu" on a TPU if its blocks fit in VMEM,
         "pallas_gpu" on an H100 or H200 if it supports the call and passed its test (docs/gpu.md),
@@ -111,7 +112,7 @@ def gated_delta_rule(
         live = segments[:, :, None] > 0  # padding does not decay or write the state
         g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
     x = Inputs(q, k, v, g, beta, segments)
-    operator = dispatch.choose_operator(implementation, x, normalize_qk, erase, axis_name)
+    operator = dispatch.choose_operator(implementation, x, normalize_qk, delta_term, axis_name)
     if axis_name is not None:
         return context.gated_delta_rule_over_axis(operator, axis_name, x, initial_state, before)
     if operator.chosen.name == "recurrent":
@@ -121,7 +122,7 @@ def gated_delta_rule(
             x,
             initial_state,
             normalize_qk=normalize_qk,
-            erase=erase,
+            delta_term=delta_term,
             return_all_states=return_all_states,
         )
     return _run(operator, x, initial_state)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.delta_rule.chunk_math import Chunk, Products, Scaled
 
 
-def compose(first, second, exact: Products):
+def compose_affine_maps(first, second, exact: Products):
     """Returns the affine map that applies `first` and then `second`. Each map is a pair
     (M [..., K, K], U [..., K, V]).
     """
@@ -27,23 +27,25 @@ def compose(first, second, exact: Products):
     return exact.nn(m2, m1), exact.nn(m2, u1) + u2
 
 
-def _normalised(k):
+def _scaled_rows(k):
     """Returns k as one array: for a `Scaled` k, its rows times their scales."""
     return k.column * k.raw if isinstance(k, Scaled) else k
 
 
 def affine_maps(c: Chunk, exact: Products):
     """Returns M [N, B, H, K, K] and U [N, B, H, K, V] of all chunks."""
-    k = _normalised(c.k)
+    k = _scaled_rows(c.k)
     identity = c.decay.carry * jnp.eye(k.shape[-1], dtype=exact.operand)
     k_rho = c.decay.rho * k
     if c.inverse is None:
         return identity, exact.tn(k_rho, c.beta * c.v)
-    erased = exact.nn(c.inverse, c.beta * c.decay.gamma * k)
-    return identity - exact.tn(k_rho, erased), exact.tn(k_rho, exact.nn(c.inverse, c.beta * c.v))
+    written_keys = exact.nn(c.inverse, c.beta * c.decay.gamma * k)
+    return identity - exact.tn(k_rho, written_keys), exact.tn(
+        k_rho, exact.nn(c.inverse, c.beta * c.v)
+    )
 
 
-def states(maps, first, exact: Products, reverse: bool):
+def states_before_maps(maps, first, exact: Products, reverse: bool):
     """Applies N maps to a state, one after another. Returns the state before each map,
     [N, ..., K, V], and the state after all of them, [..., K, V].
 
@@ -53,7 +55,9 @@ def states(maps, first, exact: Products, reverse: bool):
       exact: matrix products in float32 or float64, with which the maps are composed.
       reverse: whether the maps are applied from the last one to the first one.
     """
-    m, u = jax.lax.associative_scan(lambda a, b: compose(a, b, exact), maps, reverse=reverse)
+    m, u = jax.lax.associative_scan(
+        lambda a, b: compose_affine_maps(a, b, exact), maps, reverse=reverse
+    )
     after = exact.nn(m, jnp.broadcast_to(first, u.shape)) + u
     if reverse:
         return jnp.concatenate([after[1:], first[None]]), after[0]
@@ -62,7 +66,7 @@ def states(maps, first, exact: Products, reverse: bool):
 
 def forward_pass(c: Chunk, initial_state, dots: Products, exact: Products):
     """Returns the state before each chunk, [N, B, H, K, V], and the final state, [B, H, K, V]."""
-    return states(affine_maps(c, exact), initial_state, exact, reverse=False)
+    return states_before_maps(affine_maps(c, exact), initial_state, exact, reverse=False)
 
 
 def backward_pass(c: Chunk, po, qo, dfinal, dots: Products, exact: Products):
@@ -85,5 +89,5 @@ def backward_pass(c: Chunk, po, qo, dfinal, dots: Products, exact: Products):
     m, _ = affine_maps(c, exact)
     u = qo
     if c.inverse is not None:
-        u = u - exact.tn(c.beta * c.decay.gamma * _normalised(c.k), exact.tn(c.inverse, po))
-    return states((jnp.swapaxes(m, -1, -2), u), dfinal, exact, reverse=True)
+        u = u - exact.tn(c.beta * c.decay.gamma * _scaled_rows(c.k), exact.tn(c.inverse, po))
+    return states_before_maps((jnp.swapaxes(m, -1, -2), u), dfinal, exact, reverse=True)

@@ -34,7 +34,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 NORM_EPSILON = 1e-6
 
 
-def indices(rows: int, columns: int):
+def row_and_column_indices(rows: int, columns: int):
     """Returns two arrays [rows, columns]: the index of the row and the index of the column."""
     return tuple(jax.lax.broadcasted_iota(jnp.int32, (rows, columns), axis) for axis in (0, 1))
 
@@ -180,7 +180,7 @@ def rows_dot(x, y):
 
 def lower_mask(size: int, strict: bool = False):
     """Returns booleans [size, size]: row >= column, or row > column if `strict`."""
-    row, column = indices(size, size)
+    row, column = row_and_column_indices(size, size)
     return row > column if strict else row >= column
 
 
@@ -235,7 +235,7 @@ def inverse_norm_backward(dy, x, scale):
     return scale * (dy - y * jnp.sum(dy * y, axis=-1, keepdims=True))
 
 
-def scales(q, k, normalize: bool):
+def query_and_key_scales(q, k, normalize: bool):
     """Returns two arrays [..., 1], the numbers by which the rows of q and the rows of k have to be
     multiplied. They are the inverse L2 norms of the rows if `normalize`, else 1. The numbers for q
     also contain the factor K^{-1/2}.
@@ -268,7 +268,7 @@ class Documents(typing.NamedTuple):
     last: jax.Array  # [..., 1, 1], the index of the last row
 
 
-def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
+def chunk_decays(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
     """Returns the four decays of a chunk.
 
     The mask is applied to the exponent, because the exponential of a masked entry may overflow, and
@@ -311,7 +311,7 @@ class Chunk(typing.NamedTuple):
 # ---- forward
 
 
-def interaction(kk_CC, beta_C1, d: Decay):
+def interaction_matrix(kk_CC, beta_C1, d: Decay):
     """Returns L. Its entry (i, j) is the factor with which the write of row j is subtracted from
     the write of row i.
     """
@@ -330,7 +330,7 @@ def next_state(state_KV, k_CK, written_CV, d: Decay, dots: Products):
     return d.carry * state_KV + dots.tn(k_CK, d.rho * written_CV, fine=True)
 
 
-def output(qs_CV, p_CC, written_CV, d: Decay, dots: Products):
+def chunk_outputs(qs_CV, p_CC, written_CV, d: Decay, dots: Products):
     """Returns O = gamma (Q S) + P V'. `qs_CV` is Q S."""
     return d.gamma * qs_CV + dots.nn(p_CC, written_CV, fine=True)
 

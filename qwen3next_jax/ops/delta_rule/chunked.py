@@ -63,7 +63,7 @@ def forward(x: Inputs, initial_state, inverses, settings: Settings, *, save: boo
     states, written, final = _state_pass(
         c, initial_state.astype(exact.operand), dots, exact, parallel
     )
-    o = chunk_math.output(dots.nn(c.q, states), c.p, written, c.decay, dots)
+    o = chunk_math.chunk_outputs(dots.nn(c.q, states), c.p, written, c.decay, dots)
     o = _from_chunks(o, x.v.shape[1]).astype(x.v.dtype)
     if not save:
         return o, final, None, None
@@ -82,7 +82,7 @@ def affine_map(x: Inputs, initial_state, settings: Settings, *, parallel: bool):
     c = c._replace(v=jnp.pad(c.v, [(0, 0)] * 4 + [(0, key)]))
     state = jnp.concatenate([initial_state.astype(exact.operand), identity], axis=-1)
     states, written, final = _state_pass(c, state, dots, exact, parallel)
-    r = chunk_math.output(
+    r = chunk_math.chunk_outputs(
         dots.nn(c.q, states[..., value:]), c.p, written[..., value:], c.decay, dots
     )
     return final[..., :value], final[..., value:], r.astype(x.v.dtype), _to_head_pairs(c.inverse)
@@ -109,7 +109,7 @@ def backward(x: Inputs, states, inverses, do, dfinal, settings: Settings, *, par
     time, dtype = v.shape[1], exact.operand
     do = _to_chunks(do.astype(dtype), settings.chunk_size)
     dfinal = dfinal.astype(dtype)
-    written, error = _written(c, states, dots, exact)
+    written, error = _writes_and_errors(c, states, dots, exact)
     dstates, dr, dread, dinitial = _state_pass_backward(c, do, dfinal, dots, exact, parallel)
     d = chunk_math.chunk_gradients(c, error, written, dr, dread, states, dstates, do, dots)
     dq, dk, dv, dbeta, dg = (
@@ -195,8 +195,8 @@ def _chunks_of_a_block(limits: BlockLimits, x: Inputs, size: int) -> int:
 def _split_inputs(x: Inputs, length: int):
     """Splits the inputs into blocks of `length` tokens. Returns the inputs as [blocks, B, length,
     …] and booleans [blocks, B]: whether the first token of the block belongs to the same document
-    as the token before it. They are True for the first block, and None in place of the array if a
-    row is one document.
+    as the token before it. The booleans of the first block are True. If a row is one document, None
+    stands in place of the booleans.
 
     The padding of the last block is zero (a decay of 1 and no write), so it does not change the
     state.
@@ -233,14 +233,16 @@ def zero_unless_continued(continues_B, state_BHKV):
 def _prepare_chunks(
     x: Inputs, known_inverses, settings: Settings
 ) -> tuple[Chunk, Products, Products]:
-    """Returns three things: the arrays of all chunks, [N, B, H, …]; `Products` whose operands are
-    cast to v's dtype; and `Products` whose operands are float32 (float64 for float64 inputs).
+    """Returns three things: the arrays of all chunks, [N, B, H, …]; `Products` that cast operands
+    to v's dtype; and `Products` that cast operands to float32 (float64 for float64 inputs).
     """
     q, k, v, g, beta, segments = x
     size, operand, heads = settings.chunk_size, v.dtype, v.shape[2]
     dtype = jnp.promote_types(jnp.float32, operand)
     dots, exact = Products(operand, copies=True), Products(dtype, copies=True)
-    scales = chunk_math.scales(q.astype(dtype), k.astype(dtype), settings.normalize_qk)
+    scales = chunk_math.query_and_key_scales(
+        q.astype(dtype), k.astype(dtype), settings.normalize_qk
+    )
     unscaled = operand == jnp.bfloat16  # products then take unscaled rows, see `Scaled`
     q_, k_ = (
         _scaled(_to_chunks(x, size), _to_chunks(scale, size))
@@ -251,7 +253,7 @@ def _prepare_chunks(
     v_, g_, beta_ = (_to_chunks(x.astype(dtype), size) for x in (v, g, beta))
     documents = None
     if segments is not None:
-        documents, is_token = _documents(segments, size)
+        documents, is_token = _documents_of_chunks(segments, size)
         if unscaled:
             q_ = _scaled(q_.raw, jnp.where(is_token, q_.column, 0))
         else:
@@ -259,7 +261,9 @@ def _prepare_chunks(
     total = jnp.matmul(
         g_, chunk_math.lower_mask(size).astype(dtype).T, precision=chunk_math.HIGHEST
     )
-    d = chunk_math.decay(total[..., None], total[..., None, :], total[..., -1:, None], documents)
+    d = chunk_math.chunk_decays(
+        total[..., None], total[..., None, :], total[..., -1:, None], documents
+    )
 
     def to_value_heads(tree):
         return jax.tree.map(lambda x: jnp.repeat(x, heads // x.shape[2], axis=2), tree)
@@ -267,13 +271,13 @@ def _prepare_chunks(
     kk, qk = to_value_heads(dots.nt(k_, k_)), to_value_heads(dots.nt(q_, k_))
     beta_ = beta_[..., None]
     a = None if known_inverses is None else _from_head_pairs(known_inverses, heads)
-    if settings.erase and a is None:
-        a = inverse.unit_lower_inverse(chunk_math.interaction(kk, beta_, d), exact)
+    if settings.delta_term and a is None:
+        a = inverse.unit_lower_inverse(chunk_math.interaction_matrix(kk, beta_, d), exact)
     q_, k_ = to_value_heads(q_), to_value_heads(k_)
     return Chunk(q_, k_, v_, beta_, d, kk, qk, a, qk * d.pair), dots, exact
 
 
-def _documents(segments, size: int):
+def _documents_of_chunks(segments, size: int):
     """Returns the documents of the rows of every chunk, and booleans [N, B, 1, C, 1]: whether the
     row is a token (not padding).
     """
@@ -321,7 +325,7 @@ def _from_head_pairs(a, heads: int):
 # ---- the passes of the state from chunk to chunk
 
 
-def _written(c: Chunk, state, dots: Products, exact: Products):
+def _writes_and_errors(c: Chunk, state, dots: Products, exact: Products):
     """Returns V' and the error V - gamma K S, from which V' is computed. Without the delta term
     they are beta V and V.
     """
@@ -344,10 +348,10 @@ def _state_pass(c: Chunk, initial_state, dots: Products, exact: Products, parall
         from qwen3next_jax.ops.delta_rule import associative
 
         states, final = associative.forward_pass(c, initial_state, dots, exact)
-        return states, _written(c, states, dots, exact)[0], final
+        return states, _writes_and_errors(c, states, dots, exact)[0], final
 
     def step(state, chunk: Chunk):
-        written, _ = _written(chunk, state, dots, exact)
+        written, _ = _writes_and_errors(chunk, state, dots, exact)
         return chunk_math.next_state(state, chunk.k, written, chunk.decay, dots), (state, written)
 
     final, (states, written) = jax.lax.scan(step, initial_state, _without_pairs(c))
@@ -381,9 +385,9 @@ def _state_pass_backward(c: Chunk, do, dfinal, dots: Products, exact: Products, 
 
 
 def _backward_through_inverse(c: Chunk, dwritten, exact: Products):
-    """Returns two gradients of V' = A R, where A is the inverse and R = beta (V - gamma K S): that
-    of R, dR = A^T dV', and that of -K S, X = beta gamma dR. Without the delta term there is no
-    inverse, and the result is dV' and None.
+    """Returns two gradients through V' = A R, where A is the inverse and R = beta (V - gamma K S):
+    the gradient of R, dR = A^T dV', and the gradient of -K S, X = beta gamma dR. Without the delta
+    term there is no inverse, and the result is dV' and None.
     """
     if c.inverse is None:
         return dwritten, None

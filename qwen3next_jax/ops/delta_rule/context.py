@@ -69,7 +69,7 @@ def _run_recurrent(operator: Operator, axis_name, x: Inputs, initial_state, cont
     """
     settings = operator.settings
     pass_over = functools.partial(
-        reference.recurrent, normalize_qk=settings.normalize_qk, erase=settings.erase
+        reference.recurrent, normalize_qk=settings.normalize_qk, delta_term=settings.delta_term
     )
     batch, heads, width, _ = initial_state.shape
     identity = jnp.broadcast_to(
@@ -115,7 +115,9 @@ def compose_over_shards(axis_name, m_BHKK, u_BHKV, reverse: bool):
     )
     maps = jax.lax.all_to_all(maps, axis_name, 0, 0)  # [shards, heads of this one, K, K + V]
     m, u = jnp.split(maps, [key], axis=-1)
-    entering, _ = associative.states((m, u), jnp.zeros_like(u[0]), Products(u.dtype), reverse)
+    entering, _ = associative.states_before_maps(
+        (m, u), jnp.zeros_like(u[0]), Products(u.dtype), reverse
+    )
     entering = jax.lax.all_to_all(entering, axis_name, 0, 0)
     return entering.reshape(-1, key, value)[:count].reshape(u_BHKV.shape)
 

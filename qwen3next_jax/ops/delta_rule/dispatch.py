@@ -66,7 +66,11 @@ class Operator(NamedTuple):
 
 
 def choose_operator(
-    implementation: str | None, x: Inputs, normalize_qk: bool, erase: bool, axis_name: str | None
+    implementation: str | None,
+    x: Inputs,
+    normalize_qk: bool,
+    delta_term: bool,
+    axis_name: str | None,
 ) -> Operator:
     """Returns the operator with the named implementation. If `implementation` is None, the operator
     has the best implementation for `x` on the platform that the program is compiled for.
@@ -74,7 +78,7 @@ def choose_operator(
     Raises:
       NotImplementedError: the named implementation cannot run `x` on this platform.
     """
-    settings = Settings(chunk_size(x), normalize_qk, erase)
+    settings = Settings(chunk_size(x), normalize_qk, delta_term)
     chosen = choose(
         "gated_delta_rule",
         implementation,

@@ -37,7 +37,7 @@ class Settings(NamedTuple):
 
     chunk_size: int  # C, the tokens of a chunk; the kernels for GPUs ignore it and use 64
     normalize_qk: bool  # whether q and k are L2-normalised
-    erase: bool  # whether a write has the delta term -S^T k
+    delta_term: bool  # whether a write has the delta term -S^T k
 
 
 class Implementation(Protocol):
@@ -64,7 +64,7 @@ class Implementation(Protocol):
           states: [N, B, H, K, V] in v's dtype, the state before each chunk; None without `save`.
           inverses: [N, B, ⌈H / 2⌉, C, 2C], the matrix A of each chunk (docs/delta_rule.md). Only
             the shape is fixed; each implementation arranges the numbers in its own way. None
-            without `save` or without `erase`.
+            without `save` or without `delta_term`.
         """
 
     def affine_map(self, x: Inputs, initial_state, settings: Settings) -> tuple:
@@ -76,7 +76,7 @@ class Implementation(Protocol):
           U: [B, H, K, V] in float32 or float64.
           M: [B, H, K, K] in float32 or float64.
           r: [N, B, H, C, K] in v's dtype.
-          inverses: the inverses that `forward` takes and returns; None without `erase`.
+          inverses: the inverses that `forward` takes and returns; None without `delta_term`.
         """
 
     def backward(self, x: Inputs, states, inverses, do, dfinal, settings: Settings) -> tuple:

@@ -2,7 +2,8 @@
 alone.
 
 The power series of the inverse, I - L + L^2 - …, is not accurate enough for chunks of 64 rows: if
-the keys have a correlation of 0.9, its terms grow until their sum in float32 has no correct digit.
+the keys have a correlation of 0.9, the terms of the series grow until their sum in float32 has no
+correct digit.
 Block elimination, which is used here, forms no powers of L. It computes the inverse X of a block of
 2m rows from the inverses X11 and X22 of its two diagonal blocks of m rows: the lower left block is
 X21 = -X22 (L21 X11).
@@ -12,12 +13,12 @@ C rows of the matrix.
 
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.delta_rule.chunk_math import Products, indices
+from qwen3next_jax.ops.delta_rule.chunk_math import Products, row_and_column_indices
 
 BASE = 16
 
 
-def ladder(l_CC, exact: Products, size: int):
+def diagonal_block_inverses(l_CC, exact: Products, size: int):
     """Returns [..., C, C]: the inverses of the diagonal blocks of `size` rows of I + L, with zeros
     outside these blocks.
 
@@ -25,7 +26,7 @@ def ladder(l_CC, exact: Products, size: int):
     m = 2, 4, …, where L_m is L with zeros outside the lower left m x m quarter of each diagonal
     block of 2m rows.
     """
-    row, column = indices(*l_CC.shape[-2:])
+    row, column = row_and_column_indices(*l_CC.shape[-2:])
     x = jnp.where(
         row == column, 1.0, jnp.where((row // 2 == column // 2) & (row > column), -l_CC, 0)
     )
@@ -38,14 +39,14 @@ def ladder(l_CC, exact: Products, size: int):
 
 
 def unit_lower_inverse(l_CC, exact: Products):
-    """Returns (I + L)^{-1}, [..., C, C], for a C that is a power of two. `ladder` inverts the
-    diagonal blocks of 16 rows (one block if C is smaller). Then pairs of neighbouring blocks are
-    merged until there is one block.
+    """Returns (I + L)^{-1}, [..., C, C], for a C that is a power of two. `diagonal_block_inverses`
+    inverts the diagonal blocks of 16 rows (one block if C is smaller). Then pairs of neighbouring
+    blocks are merged until there is one block.
     """
     size = l_CC.shape[-1]
     base = min(BASE, size)
     blocks = [l_CC[..., i : i + base, i : i + base] for i in range(0, size, base)]
-    x = ladder(jnp.stack(blocks), exact, base)
+    x = diagonal_block_inverses(jnp.stack(blocks), exact, base)
     inverses = [x[i] for i in range(len(blocks))]
     m = base
     while m < size:

@@ -15,7 +15,12 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs
 
 
 def recurrent(
-    x: Inputs, initial_state, *, normalize_qk: bool, erase: bool, return_all_states: bool = False
+    x: Inputs,
+    initial_state,
+    *,
+    normalize_qk: bool,
+    delta_term: bool,
+    return_all_states: bool = False,
 ):
     """Runs the recurrence in the wider of the dtypes of q and `initial_state`, but at least in
     float32. It has no custom gradient; JAX differentiates the code.
@@ -24,7 +29,7 @@ def recurrent(
       x: the arrays with a time axis.
       initial_state: [B, H, K, V].
       normalize_qk: whether q and k are L2-normalised.
-      erase: whether the write has the delta term -S^T k.
+      delta_term: whether the write has the delta term -S^T k.
       return_all_states: whether to return the state after each token.
 
     Returns:
@@ -36,7 +41,7 @@ def recurrent(
     dtype = jnp.result_type(jnp.float32, q.dtype, initial_state.dtype)
     heads, (batch, time) = v.shape[2], q.shape[:2]
     q, k = q.astype(dtype), k.astype(dtype)
-    q_scale, k_scale = chunk_math.scales(q, k, normalize_qk)
+    q_scale, k_scale = chunk_math.query_and_key_scales(q, k, normalize_qk)
     q_BTHK, k_BTHK = (
         jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q * q_scale, k * k_scale)
     )
@@ -53,7 +58,7 @@ def recurrent(
         state_BHKV = jnp.where(new_B[:, None, None, None], 0, state_BHKV)
         state_BHKV = state_BHKV * jnp.exp(g_BH)[..., None, None]
         write_BHV = v_BHV
-        if erase:
+        if delta_term:
             write_BHV = v_BHV - jnp.sum(state_BHKV * k_BHK[..., None], axis=-2)
         state_BHKV = state_BHKV + (beta_BH[..., None] * k_BHK)[..., None] * write_BHV[..., None, :]
         o_BHV = jnp.sum(state_BHKV * q_BHK[..., None], axis=-2)

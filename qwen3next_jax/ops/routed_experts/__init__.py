@@ -3,10 +3,10 @@ rows lie in tiles, and all rows of a tile belong to one expert.
 """
 
 from qwen3next_jax.ops.routed_experts.layout import (
-    Kept,
+    SavedForBackward,
     routed_experts,
     routed_experts_gradients,
     sum_by_token,
 )
 
-__all__ = ["Kept", "routed_experts", "routed_experts_gradients", "sum_by_token"]
+__all__ = ["SavedForBackward", "routed_experts", "routed_experts_gradients", "sum_by_token"]

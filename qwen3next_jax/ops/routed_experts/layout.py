@@ -2,9 +2,9 @@
 results of a token's experts are added with the router's weights.
 
 A "choice" is a pair of a token and one of its experts. The choices are sorted by expert, and each
-expert gets whole tiles of rows, one row for each of its choices; this arrangement is called the
-layout. The router's weight multiplies the hidden layer of the expert. To multiply the results
-instead, or their gradients, would take an extra pass over memory.
+expert gets whole tiles of rows, one row for each of its choices. These tiles are called the
+layout. The router's weight multiplies the hidden layer of the expert. Multiplying the results of
+the expert instead, and in the backward pass their gradients, would take extra passes over memory.
 
 The layout has room for a fixed number of choices, the capacity. If an unbalanced router sends more
 choices to this device, a loop computes the choices that do not fit, one expert after another. If
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.blocks import wide
+from qwen3next_jax.ops.blocks import accumulation_dtype
 from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.ops.grouped_matmul import grouped_matmul
 from qwen3next_jax.ops.implementations import Form, choose
@@ -30,16 +30,17 @@ LOOP_ROWS = 512
 _LARGEST_NUMBER = 2**31
 
 
-class Kept(NamedTuple):
-    """What the forward pass hands to the backward pass, which would otherwise compute it again.
+class SavedForBackward(NamedTuple):
+    """Arrays of the forward pass that the backward pass reads, so that it need not compute them
+    again.
 
     Attributes:
-      arrangement: the choices, sorted by expert.
+      sorted_choices: the choices, sorted by expert.
       hidden_PF: the hidden layer of the experts (gate before up) in the layout, in x's dtype; None:
         the backward pass computes it again.
     """
 
-    arrangement: "Arrangement"
+    sorted_choices: "SortedChoices"
     hidden_PF: jax.Array | None
 
 
@@ -59,32 +60,44 @@ def routed_experts(x, weight, expert, gate_up, down, *, capacity: int, keep_hidd
       keep_hidden: whether to keep the hidden layer for `routed_experts_gradients`.
 
     Returns:
-      (an array [N, D] in x's dtype, what was kept for `routed_experts_gradients`). The layout's
-      results are summed in float32; the loop adds its results in x's dtype.
+      (an array [N, D] in x's dtype, the arrays saved for `routed_experts_gradients`). The results
+      of the layout are summed in float32; the loop adds its results in x's dtype.
     """
-    arrangement = _arrange(weight, expert, gate_up.shape[0], capacity)
-    plan = _plan(arrangement, weight, gate_up.shape[0], capacity)
+    sorted_choices = _sort_choices(weight, expert, gate_up.shape[0], capacity)
+    layout = _make_layout(sorted_choices, weight, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
-    y_PD, hidden_PF = _mlp(plan, _rows(x, plan.token_P), flat, down, keep_hidden)
+    y_PD, hidden_PF = _mlp(layout, _take_rows(x, layout.token_P), flat, down, keep_hidden)
 
     def add_expert(e, y_ND):
-        w = _matrices(e, flat, down)
+        w = _matrices_of_expert(e, flat, down)
 
         def step(rest, y_ND):
-            y_OD = _dense(_rows(x, rest.token_O).astype(wide(x)), rest.weight_O, *w)
+            y_OD = _one_expert(
+                _take_rows(x, rest.token_O).astype(accumulation_dtype(x)), rest.weight_O, *w
+            )
             return y_ND.at[rest.target_O].add(
                 y_OD.astype(x.dtype), mode="drop", unique_indices=True
             )
 
-        return _for_choices_beyond(plan, e, weight, step, y_ND)
+        return _for_choices_beyond(layout, e, weight, step, y_ND)
 
-    choice_P = jnp.where(plan.is_choice_P, plan.choice_P, weight.size)
+    choice_P = jnp.where(layout.is_choice_P, layout.choice_P, weight.size)
     sums_ND = sum_by_token(y_PD, choice_P, weight.shape)
-    return _for_experts_beyond(plan, add_expert, sums_ND), Kept(arrangement, hidden_PF)
+    return _for_experts_beyond(layout, add_expert, sums_ND), SavedForBackward(
+        sorted_choices, hidden_PF
+    )
 
 
 def routed_experts_gradients(
-    x, weight, expert, gate_up, down, dy, *dw_before, capacity: int, kept: Kept | None = None
+    x,
+    weight,
+    expert,
+    gate_up,
+    down,
+    dy,
+    *dw_before,
+    capacity: int,
+    kept: SavedForBackward | None = None,
 ):
     """Returns the gradients of `routed_experts`.
 
@@ -93,38 +106,48 @@ def routed_experts_gradients(
       dy: [N, D], the gradient of its result.
       dw_before: nothing, or two arrays in the shapes and dtypes of gate_up and down: gradients of
         these weights from other tokens. The gradients of this call are added to them.
-      kept: what `routed_experts` kept; None: it is computed again. With it, only the shapes and
-        dtypes of `weight` are read, and `expert` is not read.
+      kept: the second result of `routed_experts`; None: the arrays are computed again. With
+        `kept`, the function reads only the shape and the dtype of `weight`, and does not read
+        `expert`.
 
     Returns:
       dx [N, D], dweight [N, A], dgate_up and ddown. dweight is in float32. dx, dgate_up and ddown
       have the shapes and dtypes of x, gate_up and down.
     """
     if kept is None:
-        kept = Kept(_arrange(weight, expert, gate_up.shape[0], capacity), None)
-    plan = _plan(kept.arrangement, weight, gate_up.shape[0], capacity)
+        kept = SavedForBackward(_sort_choices(weight, expert, gate_up.shape[0], capacity), None)
+    layout = _make_layout(kept.sorted_choices, weight, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
     dw_before = [d.reshape(w.shape) for d, w in zip(dw_before, (flat, down))]
     dx_PD, dweight_P, *dw = _mlp_gradients(
-        plan,
-        _rows(x, plan.token_P),
+        layout,
+        _take_rows(x, layout.token_P),
         flat,
         down,
         kept.hidden_PF,
-        _rows(dy, plan.token_P),
+        _take_rows(dy, layout.token_P),
         *dw_before,
     )
-    choice_P = jnp.where(plan.is_choice_P, plan.choice_P, weight.size)
+    choice_P = jnp.where(layout.is_choice_P, layout.choice_P, weight.size)
     dx_ND = sum_by_token(dx_PD, choice_P, weight.shape)
-    dweight_Q = _by_choice(dweight_P.astype(wide(weight)), choice_P, weight.shape)
+    dweight_Q = _values_by_choice(
+        dweight_P.astype(accumulation_dtype(weight)), choice_P, weight.shape
+    )
 
     def add_expert(e, carry):
-        w = _matrices(e, flat, down)
+        w = _matrices_of_expert(e, flat, down)
 
         def step(rest, carry):
             sums, dx_ND, dweight_Q = carry
-            _, pullback = jax.vjp(_dense, _rows(x, rest.token_O).astype(wide(x)), rest.weight_O, *w)
-            dx_OD, dweight_O, *terms = pullback(_rows(dy, rest.token_O).astype(wide(x)))
+            _, pullback = jax.vjp(
+                _one_expert,
+                _take_rows(x, rest.token_O).astype(accumulation_dtype(x)),
+                rest.weight_O,
+                *w,
+            )
+            dx_OD, dweight_O, *terms = pullback(
+                _take_rows(dy, rest.token_O).astype(accumulation_dtype(x))
+            )
             return (
                 jax.tree.map(jnp.add, sums, terms),
                 dx_ND.at[rest.target_O].add(
@@ -135,18 +158,20 @@ def routed_experts_gradients(
 
         dw, dx_ND, dweight_Q = carry
         sums, dx_ND, dweight_Q = _for_choices_beyond(
-            plan, e, weight, step, ([jnp.zeros_like(m) for m in w], dx_ND, dweight_Q)
+            layout, e, weight, step, ([jnp.zeros_like(m) for m in w], dx_ND, dweight_Q)
         )
         # If the expert has no tile and there are no earlier gradients, the kernels have not written
         # its gradient, so `d[e]` is undefined and is replaced by zero.
-        written = plan.has_tile_E[e] | bool(dw_before)
+        written = layout.has_tile_E[e] | bool(dw_before)
         dw = [
             d.at[e].set((jnp.where(written, d[e].astype(s.dtype), 0) + s).astype(d.dtype))
             for d, s in zip(dw, sums)
         ]
         return dw, dx_ND, dweight_Q
 
-    (dflat, ddown), dx_ND, dweight_Q = _for_experts_beyond(plan, add_expert, (dw, dx_ND, dweight_Q))
+    (dflat, ddown), dx_ND, dweight_Q = _for_experts_beyond(
+        layout, add_expert, (dw, dx_ND, dweight_Q)
+    )
     return dx_ND, dweight_Q.reshape(weight.shape), dflat.reshape(gate_up.shape), ddown
 
 
@@ -164,22 +189,22 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
     return chosen.function_named("sum_by_token")(rows, choice, shape)
 
 
-def _by_choice(values, choice, shape: tuple[int, int]):
+def _values_by_choice(values, choice, shape: tuple[int, int]):
     """Returns [Q] with `values` [P] at the indices `choice` [P], which have the meaning that they
     have in `sum_by_token`, and 0 elsewhere. Values that are left out may be undefined.
     """
     rows = jax.ShapeDtypeStruct((*values.shape, 1), values.dtype)
     chosen = choose("sum_by_token", None, SUM_FORMS, rows=rows, shape=shape)
-    return chosen.function_named("by_choice")(values, choice, shape)
+    return chosen.function_named("values_by_choice")(values, choice, shape)
 
 
-def _scatter_by_choice(values, choice, shape: tuple[int, int]):
-    """Computes `_by_choice` in XLA."""
+def _values_by_choice_in_xla(values, choice, shape: tuple[int, int]):
+    """Computes `_values_by_choice` in XLA."""
     zeros = jnp.zeros(shape[0] * shape[1], values.dtype)
     return zeros.at[choice].set(values, mode="drop", unique_indices=True)
 
 
-def _sum_by_token(rows, choice, shape: tuple[int, int]):
+def _sum_by_token_in_xla(rows, choice, shape: tuple[int, int]):
     """Computes `sum_by_token` in XLA with a gather. With a scatter, a GPU would add the terms in an
     order that changes from run to run.
     """
@@ -189,13 +214,13 @@ def _sum_by_token(rows, choice, shape: tuple[int, int]):
         .set(jnp.arange(rows.shape[0]), mode="drop", unique_indices=True)
     )
     rows_NAD = rows.at[place_Q.reshape(shape)].get(mode="fill", fill_value=0)
-    return jnp.sum(rows_NAD, axis=1, dtype=wide(rows)).astype(rows.dtype)
+    return jnp.sum(rows_NAD, axis=1, dtype=accumulation_dtype(rows)).astype(rows.dtype)
 
 
 # ---- the layout
 
 
-class _Plan(NamedTuple):
+class _Layout(NamedTuple):
     """The layout of the choices, and the choices that do not fit in it ("beyond the layout").
     Choice a of token n has the number n · A + a.
     """
@@ -228,7 +253,7 @@ class _Plan(NamedTuple):
     first_beyond: jax.Array | None
 
 
-class Arrangement(NamedTuple):
+class SortedChoices(NamedTuple):
     """The choices and the padding, sorted by expert.
 
     Attributes:
@@ -241,7 +266,7 @@ class Arrangement(NamedTuple):
     ordered: tuple[jax.Array, jax.Array]
 
 
-def _arrange(weight_NA, expert_NA, experts: int, capacity: int) -> Arrangement:
+def _sort_choices(weight_NA, expert_NA, experts: int, capacity: int) -> SortedChoices:
     """Returns the choices `expert_NA` with the router's weights `weight_NA`, sorted."""
     size, _, _ = _tile_sizes(expert_NA.size, experts, capacity)
     expert_Q = (
@@ -260,15 +285,15 @@ def _arrange(weight_NA, expert_NA, experts: int, capacity: int) -> Arrangement:
     )
     padding = experts * size + LOOP_ROWS
     keys = jnp.concatenate([expert_Q, padding_EM.reshape(-1), jnp.full(LOOP_ROWS, experts)])
-    weights = jnp.pad(weight_NA.reshape(-1).astype(wide(weight_NA)), (0, padding))
-    return Arrangement(count_E, _sort_by_expert(keys, weights, experts))
+    weights = jnp.pad(weight_NA.reshape(-1).astype(accumulation_dtype(weight_NA)), (0, padding))
+    return SortedChoices(count_E, _sort_by_expert(keys, weights, experts))
 
 
-def _plan(arrangement: Arrangement, weight_NA, experts: int, capacity: int) -> _Plan:
-    """Returns the layout of sorted choices. Of `weight_NA` only the shape is read."""
+def _make_layout(sorted_choices: SortedChoices, weight_NA, experts: int, capacity: int) -> _Layout:
+    """Returns the layout of sorted choices. The function reads only the shape of `weight_NA`."""
     choices = weight_NA.size
     size, tiles, most = _tile_sizes(choices, experts, capacity)
-    count_E, ordered = arrangement
+    count_E, ordered = sorted_choices
     tiles_E = jnp.maximum(-(-count_E // size), 1)
     tile_ends_E = jnp.cumsum(tiles_E)
     tile_starts_E = tile_ends_E - tiles_E
@@ -280,13 +305,13 @@ def _plan(arrangement: Arrangement, weight_NA, experts: int, capacity: int) -> _
     used = jnp.minimum(tile_ends_E[-1:], tiles)
     is_choice_P = (choice_P < choices) & (jnp.arange(rows) < used * size)
     first_beyond = None if tiles == most else jnp.sum(tile_ends_E <= tiles)
-    return _Plan(
+    return _Layout(
         expert_T,
         used,
         (jnp.minimum(tile_ends_E, tiles) - jnp.minimum(tile_starts_E, tiles)) * size,
         is_choice_P,
         choice_P,
-        _token(choice_P, weight_NA),
+        _token_of_choice(choice_P, weight_NA),
         jnp.where(is_choice_P, weight_P, 0),
         ordered,
         jnp.maximum(tile_starts_E * size, rows),
@@ -334,14 +359,14 @@ def _sort_by_expert(keys, weights, experts: int):
     return tuple(ordered)
 
 
-def _token(choice, weight_NA):
+def _token_of_choice(choice, weight_NA):
     """Returns the token of each choice, given the choice's number. Numbers of Q and more get an
     arbitrary token.
     """
     return jnp.minimum(choice, weight_NA.size - 1) // weight_NA.shape[1]
 
 
-def _rows(x, index):
+def _take_rows(x, index):
     """Returns the rows x[index], for indices that exist."""
     return x.at[index].get(mode="promise_in_bounds")
 
@@ -349,18 +374,18 @@ def _rows(x, index):
 # ---- the choices in the layout
 
 
-def _products(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, keep_hidden: bool):
+def _mlp_in_xla(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, keep_hidden: bool):
     """Returns the results [P, D] of the weighted SwiGLU experts in XLA, and, if it is to be kept,
     the hidden layer [P, F]; else None. `sizes_E` is the number of rows of each expert; rows after
     them are zeros.
     """
     hidden_PF = grouped_matmul(x_PD, gate_up_EDF, sizes_E)
-    y_PD = _from_hidden(hidden_PF, weight_P, down_EID, sizes_E)
+    y_PD = _results_of_hidden(hidden_PF, weight_P, down_EID, sizes_E)
     return y_PD, hidden_PF if keep_hidden else None
 
 
-def _from_hidden(hidden_PF, weight_P, down_EID, sizes_E):
-    activation_PI = _weighted_swiglu(hidden_PF.astype(wide(hidden_PF)), weight_P)
+def _results_of_hidden(hidden_PF, weight_P, down_EID, sizes_E):
+    activation_PI = _weighted_swiglu(hidden_PF.astype(accumulation_dtype(hidden_PF)), weight_P)
     return grouped_matmul(activation_PI.astype(hidden_PF.dtype), down_EID, sizes_E)
 
 
@@ -370,17 +395,17 @@ def _weighted_swiglu(hidden, weight):
     return jax.nn.silu(gate) * up * weight[:, None]
 
 
-def _product_gradients(
+def _mlp_gradients_in_xla(
     x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, hidden_PF, dy_PD, *dw_before
 ):
-    """Returns the gradients of x, weight, gate_up and down of `_products`, given dy [P, D].
+    """Returns the gradients of x, weight, gate_up and down of `_mlp_in_xla`, given dy [P, D].
     `hidden_PF` is the hidden layer; None: it is computed again. `dw_before`, if given, are earlier
     gradients of gate_up and down, which are added.
     """
     # If the hidden layer is known, nothing reads this product, and XLA drops it.
     product, pull_first = jax.vjp(lambda *a: grouped_matmul(*a, sizes_E), x_PD, gate_up_EDF)
     _, pull_rest = jax.vjp(
-        lambda *a: _from_hidden(*a, sizes_E),
+        lambda *a: _results_of_hidden(*a, sizes_E),
         product if hidden_PF is None else hidden_PF,
         weight_P,
         down_EID,
@@ -391,15 +416,15 @@ def _product_gradients(
     return dx_PD, dweight_P, *(map(jnp.add, dw, dw_before) if dw_before else dw)
 
 
-def _mlp(plan: _Plan, x_PD, gate_up_EDF, down_EID, keep_hidden: bool):
-    return _run(plan, "mlp", x_PD, gate_up_EDF, down_EID, keep_hidden=keep_hidden)
+def _mlp(layout: _Layout, x_PD, gate_up_EDF, down_EID, keep_hidden: bool):
+    return _run_chosen(layout, "mlp", x_PD, gate_up_EDF, down_EID, keep_hidden=keep_hidden)
 
 
-def _mlp_gradients(plan: _Plan, x_PD, gate_up_EDF, down_EID, hidden_PF, *gradients):
-    return _run(plan, "mlp_gradients", x_PD, gate_up_EDF, down_EID, hidden_PF, *gradients)
+def _mlp_gradients(layout: _Layout, x_PD, gate_up_EDF, down_EID, hidden_PF, *gradients):
+    return _run_chosen(layout, "mlp_gradients", x_PD, gate_up_EDF, down_EID, hidden_PF, *gradients)
 
 
-def _run(plan: _Plan, name: str, x_PD, gate_up_EDF, down_EID, *others, **options):
+def _run_chosen(layout: _Layout, name: str, x_PD, gate_up_EDF, down_EID, *others, **options):
     """Runs the function `name` ("mlp" or "mlp_gradients") of the chosen implementation on the rows
     of the layout. `others` are the hidden layer, dy and the earlier gradients of the weights;
     nothing for "mlp".
@@ -410,23 +435,25 @@ def _run(plan: _Plan, name: str, x_PD, gate_up_EDF, down_EID, *others, **options
         FORMS,
         x=x_PD,
         gate_up=gate_up_EDF,
-        tile=x_PD.shape[0] // plan.expert_T.shape[0],
+        tile=x_PD.shape[0] // layout.expert_T.shape[0],
         added=len(others) > 2,
     )
     # Kernels take the expert of each tile. The XLA implementation takes the number of rows of each
     # expert.
-    groups = (plan.expert_T, plan.used) if chosen.is_kernel else (plan.sizes_E,)
+    groups = (layout.expert_T, layout.used) if chosen.is_kernel else (layout.sizes_E,)
     return chosen.function_named(name)(
-        x_PD, plan.weight_P, gate_up_EDF, down_EID, *groups, *others, **options
+        x_PD, layout.weight_P, gate_up_EDF, down_EID, *groups, *others, **options
     )
 
 
-FORMS = (Form("xla", ("cpu", "gpu", "tpu"), dict(mlp=_products, mlp_gradients=_product_gradients)),)
+FORMS = (
+    Form("xla", ("cpu", "gpu", "tpu"), dict(mlp=_mlp_in_xla, mlp_gradients=_mlp_gradients_in_xla)),
+)
 SUM_FORMS = (
     Form(
         "xla",
         ("cpu", "gpu", "tpu"),
-        dict(sum_by_token=_sum_by_token, by_choice=_scatter_by_choice),
+        dict(sum_by_token=_sum_by_token_in_xla, values_by_choice=_values_by_choice_in_xla),
     ),
 )
 
@@ -434,13 +461,13 @@ SUM_FORMS = (
 # ---- the choices beyond the layout, which do not fit in it
 
 
-def _for_experts_beyond(plan: _Plan, body, carry):
+def _for_experts_beyond(layout: _Layout, body, carry):
     """Runs carry = body(e, carry) for the first expert e that has choices beyond the layout and for
     all experts after it. Returns the last `carry`.
     """
-    if plan.first_beyond is None:
+    if layout.first_beyond is None:
         return carry
-    return jax.lax.fori_loop(plan.first_beyond, plan.ends_E.shape[0], body, carry)
+    return jax.lax.fori_loop(layout.first_beyond, layout.ends_E.shape[0], body, carry)
 
 
 class _ChoicesBeyond(NamedTuple):
@@ -454,18 +481,21 @@ class _ChoicesBeyond(NamedTuple):
     choice_O: jax.Array  # the number of the choice; Q or more for entries that scatters drop
 
 
-def _for_choices_beyond(plan: _Plan, e, weight_NA, step, carry):
+def _for_choices_beyond(layout: _Layout, e, weight_NA, step, carry):
     """Runs carry = step(choices, carry) until all choices of expert e beyond the layout have been
     passed to `step`, O at a time. Returns the last `carry`.
     """
-    beyond = plan.overflow_E[e]
+    beyond = layout.overflow_E[e]
 
     def body(k, carry):
         first, index_O = beyond + k * LOOP_ROWS, jnp.arange(LOOP_ROWS)
         choice_O, weight_O = (
-            jax.lax.dynamic_slice(a, (first,), (LOOP_ROWS,)) for a in plan.ordered
+            jax.lax.dynamic_slice(a, (first,), (LOOP_ROWS,)) for a in layout.ordered
         )
-        token_O, is_choice_O = _token(choice_O, weight_NA), first + index_O < plan.ends_E[e]
+        token_O, is_choice_O = (
+            _token_of_choice(choice_O, weight_NA),
+            first + index_O < layout.ends_E[e],
+        )
         return step(
             _ChoicesBeyond(
                 token_O,
@@ -476,14 +506,14 @@ def _for_choices_beyond(plan: _Plan, e, weight_NA, step, carry):
             carry,
         )
 
-    return jax.lax.fori_loop(0, -(-(plan.ends_E[e] - beyond) // LOOP_ROWS), body, carry)
+    return jax.lax.fori_loop(0, -(-(layout.ends_E[e] - beyond) // LOOP_ROWS), body, carry)
 
 
-def _matrices(e, gate_up_EDF, down_EID):
+def _matrices_of_expert(e, gate_up_EDF, down_EID):
     """Returns the matrices of expert e in the dtype of accumulation."""
-    return tuple(w[e].astype(wide(w)) for w in (gate_up_EDF, down_EID))
+    return tuple(w[e].astype(accumulation_dtype(w)) for w in (gate_up_EDF, down_EID))
 
 
-def _dense(x_OD, weight_O, gate_up_DF, down_ID):
+def _one_expert(x_OD, weight_O, gate_up_DF, down_ID):
     """Returns the weighted SwiGLU of one expert for all rows, [O, D]."""
     return _weighted_swiglu(x_OD @ gate_up_DF, weight_O) @ down_ID

@@ -71,9 +71,11 @@ class BucketCheckpoints(CheckpointWriter):
 
     def save(self, step: int, state: State, may_skip: bool = False) -> None:
         # Process 0 decides for all: another one may be done with its part of the save.
-        is_saving = self._is_saving
-        may_skip = may_skip and not self._keeps(step)
-        if may_skip and broadcast_from_process_0(lambda: self._saving[0] if is_saving() else 0):
+        def saving_now() -> int:
+            is_skipped = self._is_saving() and not self._keeps(step)
+            return self._saving[0] if is_skipped else 0
+
+        if may_skip and broadcast_from_process_0(saving_now):
             if is_process_0():
                 reason = f"the checkpoint of step {self._saving[0]} is still being written"
                 warn(f"step {step} is not saved: {reason}")

@@ -8,17 +8,19 @@ A checkpoint is complete once it has its manifest, which is written last.
 import abc
 import concurrent.futures
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 from qwen3next_jax.common.errors import warn
+from qwen3next_jax.common.events import heldout_losses, iterate_events
 from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import check_checkpoints_not_lost
 from qwen3next_jax.runs.record import run_id
+from qwen3next_jax.runs.store.events import Event
 from qwen3next_jax.runs.store.store import not_writable
 from qwen3next_jax.training.state import State
 
@@ -33,9 +35,10 @@ class CheckpointWriter(Checkpoints):
     `begin` is called.
 
     Old checkpoints are deleted. The run keeps the newest `keep_last` valid checkpoints, and the
-    checkpoints whose step is a multiple of `keep_every` or the end of a stage. When a checkpoint is
-    complete, the background thread verifies the previous checkpoint again. If that is damaged, it
-    is not one of the `keep_last`, and an older checkpoint is kept in its place.
+    checkpoints whose step is a multiple of `keep_every` or the end of a stage. With `keep_best` it
+    also keeps the checkpoint with the lowest held-out loss. When a checkpoint is complete, the
+    background thread verifies the previous checkpoint again. If that is damaged, it is not one of
+    the `keep_last`, and an older checkpoint is kept in its place.
 
     Attributes:
       before_manifest: called in the background thread before a manifest is written. The run sets it
@@ -66,6 +69,8 @@ class CheckpointWriter(Checkpoints):
         self._events: Events = []
         # steps whose checkpoints were read again, and found valid, after a later one was complete
         self._reread: set[int] = set()
+        # step → held-out loss, on process 0
+        self._losses: dict[int, float] = {}
 
     def __exit__(self, *exception):
         self.wait()
@@ -102,8 +107,30 @@ class CheckpointWriter(Checkpoints):
                         self._move_aside(step)
             except OSError as error:
                 raise not_writable(self.workdir, error) from error
+            if self._retention.keep_best:
+                self._read_losses(newest_good)
 
         broadcast_from_process_0(clear)
+
+    def _read_losses(self, last_step: int) -> None:
+        """Reads the held-out losses up to `last_step` from the record of the run."""
+        events = (event for _, event in iterate_events(self.workdir / "metrics.jsonl"))
+        losses = heldout_losses(events).items()
+        self._losses = {step: loss for step, loss in losses if step <= last_step}
+
+    def hear(self, event: Event) -> None:
+        """Remembers the loss of a "heldout" event that the run has just written."""
+        self._losses |= heldout_losses([event])
+
+    def best_step(self) -> int | None:
+        """Returns the step of the checkpoint with the lowest held-out loss, on process 0; None if
+        no checkpoint was evaluated.
+        """
+        return self._best_of(self.steps())
+
+    def _best_of(self, steps: Iterable[int]) -> int | None:
+        evaluated = [step for step in sorted(steps) if step in self._losses]
+        return min(evaluated, key=self._losses.get, default=None)
 
     def set_run(self) -> None:
         """Reads the id of the run, which the manifests name. Call this method once run.json is
@@ -182,14 +209,22 @@ class CheckpointWriter(Checkpoints):
                     self._reread |= {step} - {newest}
                 else:
                     events.append(("damaged", step, {"reason": damage}))
+                    self._losses.pop(step, None)  # the best is one of the others
             elif not self._keeps(step):
                 self._delete(step)
         return events
 
     def _keeps(self, step: int) -> bool:
-        """Whether the checkpoint of this step is never deleted."""
+        """Whether the checkpoint of this step stays even if `keep_last` newer ones are valid. Only
+        process 0 knows which is the best.
+        """
         every = self._retention.keep_every
-        return step in self._keep_steps or bool(every and step % every == 0)
+        if step in self._keep_steps or (every and step % every == 0):
+            return True
+        if not self._retention.keep_best:
+            return False
+        being_written = {self._saving[0]} if self._saving else set()
+        return step == self._best_of({step, *being_written, *self.steps()})
 
     # ---- files
 

@@ -75,9 +75,11 @@ class Lease:
 
     def __exit__(self, *exception):
         self._done.set()
-        if self._thread is not None:
-            self._thread.join()
-        if self._is_owner and self._version:
+        if self._thread is None:  # another process has the lock, or it is released already
+            return
+        self._thread.join()
+        self._thread = None
+        if self._is_owner:
             try:
                 self._write(released=True)
             except OSError as error:

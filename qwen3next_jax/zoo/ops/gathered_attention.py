@@ -103,7 +103,7 @@ def _forward(q_BTNK, k_BSMK, v_BSMK, start_BTJ, size_BTJ, width):
 
     inputs = (_grouped(q_BTNK, groups), start_BTJ, size_BTJ)
     chunks = blocks.to_chunks(inputs, 1, queries_at_once(rows, time))
-    _, results = blocks.scan(attend, None, chunks)
+    _, results = blocks.scan_or_call_once(attend, None, chunks)
     o_BTMHK, logsumexp_BTMH = blocks.from_chunks(results, 1, time)
     o_BTNK = o_BTMHK.reshape(*q_BTNK.shape[:3], -1)
     return o_BTNK, (q_BTNK, k_BSMK, v_BSMK, start_BTJ, size_BTJ, o_BTNK, logsumexp_BTMH)
@@ -149,7 +149,7 @@ def _backward(width, saved, do_BTNK):
     inputs = (*grouped, logsumexp_BTMH, start_BTJ, size_BTJ)
     chunks = blocks.to_chunks(inputs, 1, queries_at_once(rows, time))
     zero = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k_BSMK, v_BSMK))
-    (dk_BSMK, dv_BSMK), dq = blocks.scan(differentiate, zero, chunks)
+    (dk_BSMK, dv_BSMK), dq = blocks.scan_or_call_once(differentiate, zero, chunks)
     dq_BTNK = blocks.from_chunks(dq, 1, time).reshape(q_BTNK.shape)
     return dq_BTNK, dk_BSMK.astype(k_BSMK.dtype), dv_BSMK.astype(v_BSMK.dtype), None, None
 

@@ -15,23 +15,24 @@ from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.implementations import Chosen
 
 
-class Rows(NamedTuple):
+class TokensAndBlocks(NamedTuple):
     """The tokens and the complete blocks of every row.
 
     Attributes:
-      place: [B, T] int32, the place of each token in its document.
+      position: [B, T] int32, the position of each token in its document.
       segment: [B, T] int32, the segment id of each token's document; 0 for padding.
-      number: [B, T] int32, the number of complete blocks that end before the token, in its row.
-      block_k: [B, G, I], the pooled key of each block.
-      block_end: [B, G] int32, the place of each block's last token.
+      blocks_before: [B, T] int32, the number of complete blocks in the row that end before the
+        token. For a token of a complete block, this is the index of the block.
+      block_key: [B, G, I], the pooled key of each block.
+      block_end_position: [B, G] int32, the position of each block's last token.
       block_segment: [B, G] int32, the segment id of each block's document; 0 after the last block.
     """
 
-    place: jax.Array
+    position: jax.Array
     segment: jax.Array
-    number: jax.Array
-    block_k: jax.Array
-    block_end: jax.Array
+    blocks_before: jax.Array
+    block_key: jax.Array
+    block_end_position: jax.Array
     block_segment: jax.Array
 
 
@@ -39,7 +40,7 @@ def indexed_attention(
     chosen: Chosen,
     ratio: int,
     count: int,
-    rows: Rows,
+    rows: TokensAndBlocks,
     index_q_BTHI: jax.Array,
     q_BTNK: jax.Array,
     k_BTMK: jax.Array,

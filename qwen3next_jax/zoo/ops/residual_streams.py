@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from qwen3next_jax.ops.blocks import wide
+from qwen3next_jax.ops.blocks import accumulation_dtype
 from qwen3next_jax.ops.implementations import Chosen, Form, choose
 from qwen3next_jax.sharding.rules import CONTEXT, ROWS, activation_spec, num_shards, per_shard
 
@@ -174,7 +174,9 @@ _write.defvjp(lambda call, h, y, a: (_write(call, h, y, a), (y, a)), _write_back
 
 def _weight_gradient(left_BTI, right_BTO):
     """Returns the sum over tokens of left rightᵀ, [I, O]."""
-    return jnp.einsum("bti,bto->io", left_BTI, right_BTO, preferred_element_type=wide(left_BTI))
+    return jnp.einsum(
+        "bti,bto->io", left_BTI, right_BTO, preferred_element_type=accumulation_dtype(left_BTI)
+    )
 
 
 def _run(call: _Call, function, weights, *arrays, results: int = 3, sums: bool = False):
@@ -222,7 +224,7 @@ def _forward_in_xla(eps, streams, weights, h_BTE):
     of the streams to another layout.
     """
     scale_E, down_EX, up_RE = weights
-    dtype, exact = h_BTE.dtype, wide(h_BTE)
+    dtype, exact = h_BTE.dtype, accumulation_dtype(h_BTE)
     slices = jnp.split(h_BTE, streams, axis=-1)
     sizes, inner_BTX = [], 0.0
     for h_BTD, down_DX in zip(slices, jnp.split(down_EX, streams)):
@@ -243,7 +245,7 @@ def _forward_in_xla(eps, streams, weights, h_BTE):
 
 
 def _gate(hidden_BTR, up_RE):
-    gate_BTE = jnp.matmul(hidden_BTR, up_RE, preferred_element_type=wide(hidden_BTR))
+    gate_BTE = jnp.matmul(hidden_BTR, up_RE, preferred_element_type=accumulation_dtype(hidden_BTR))
     return jax.nn.sigmoid(gate_BTE)
 
 
@@ -262,7 +264,7 @@ def _backward_in_xla(weights, h_BTE, inner_BTX, sizes_BTS, dh_BTE, dx_BTD, dinne
       through the gate; [1, E], the gradient of scale that does not pass through down.
     """
     (scale_E, down_EX, up_RE), streams = weights, sizes_BTS.shape[-1]
-    dtype, exact, rank = h_BTE.dtype, wide(h_BTE), up_RE.shape[0]
+    dtype, exact, rank = h_BTE.dtype, accumulation_dtype(h_BTE), up_RE.shape[0]
     z_BTR = inner_BTX[..., :rank] / streams
     sigmoid_BTR = jax.nn.sigmoid(z_BTR)
     gates = jnp.split(_gate((z_BTR * sigmoid_BTR).astype(dtype), up_RE), streams, axis=-1)

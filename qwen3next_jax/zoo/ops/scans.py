@@ -39,7 +39,7 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
       ValueError: shapes or dtypes do not fit.
     """
     state = _check(a, b, initial_state, segment_ids, 0)
-    a, b = _documents(a, b, segment_ids, axis_name, 0)
+    a, b = _reset_at_documents(a, b, segment_ids, axis_name, 0)
 
     @jax.checkpoint  # saves only a chunk's inputs and its initial state for the backward pass
     def step(state, chunk):
@@ -48,7 +48,9 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
         return h[:, -1], h
 
     def run(state):
-        final, h = blocks.scan(step, state, blocks.to_chunks((a, b), 1, min(CHUNK, b.shape[1])))
+        final, h = blocks.scan_or_call_once(
+            step, state, blocks.to_chunks((a, b), 1, min(CHUNK, b.shape[1]))
+        )
         return final, blocks.from_chunks(h, 1, b.shape[1])
 
     def before(entering, h):
@@ -61,7 +63,7 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
     state = jnp.where(shard == 0, state, 0)
     final, h = run(state)
     total = jnp.exp(jnp.sum(a, axis=1))
-    entering = _entering(total, final, axis_name)
+    entering = _state_entering_shard(total, final, axis_name)
     h = h + jnp.exp(jnp.cumsum(a, axis=1)) * entering[:, None]
     return (
         h,
@@ -94,7 +96,7 @@ def expanded_scan(
         jnp.ones(initial_state.shape[:1] + (time,), bool),
     )
     if segment_ids is not None:
-        new, live = starts(segment_ids, axis_name)
+        new, live = document_starts_and_tokens(segment_ids, axis_name)
 
     @jax.checkpoint
     def step(carry, chunk):
@@ -111,7 +113,7 @@ def expanded_scan(
 
     def run(state):
         chunks = blocks.to_chunks((inputs, new, live), 1, min(CHUNK, time))
-        (final, total), o = blocks.scan(step, (state, jnp.zeros_like(state)), chunks)
+        (final, total), o = blocks.scan_or_call_once(step, (state, jnp.zeros_like(state)), chunks)
         return final, total, blocks.from_chunks(o, 1, time)
 
     if axis_name is None:
@@ -120,7 +122,7 @@ def expanded_scan(
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     state = jnp.where(shard == 0, initial_state, 0)
     final, total, _ = run(state)
-    final, _, o = run(state + _entering(jnp.exp(total), final, axis_name))
+    final, _, o = run(state + _state_entering_shard(jnp.exp(total), final, axis_name))
     return o, jax.lax.psum(jnp.where(shard == shards - 1, final, 0), axis_name)
 
 
@@ -142,7 +144,7 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
     shape = jax.tree.leaves(inputs)[0].shape[:2]
     new, live = jnp.zeros(shape, bool), jnp.ones(shape, bool)
     if segment_ids is not None:
-        new, live = starts(segment_ids, axis_name)
+        new, live = document_starts_and_tokens(segment_ids, axis_name)
 
     def choose(mask, a, b):
         return jax.tree.map(
@@ -160,7 +162,7 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
     )
 
     def run(state):  # saves only each chunk's inputs and its initial state for the backward pass
-        final, o = blocks.scan(
+        final, o = blocks.scan_or_call_once(
             jax.checkpoint(lambda state, chunk: jax.lax.scan(one, state, chunk)), state, chunks
         )
         return final, jax.tree.map(
@@ -181,13 +183,13 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
 
 
 def _compose(first, second):
-    """Returns the pair (a, b) of h ← e^a h + b that applies the pair `first` and then the pair
-    `second`.
+    """Composes two maps h ← e^a h + b. Each map is a pair (a, b); `first` is applied first. Returns
+    the pair of the composed map.
     """
     return second[0] + first[0], jnp.exp(second[0]) * first[1] + second[1]
 
 
-def _entering(carry, leaving, axis_name):
+def _state_entering_shard(carry, leaving, axis_name):
     """Returns the state that enters this shard if zeros enter the first shard.
 
     Args:
@@ -217,7 +219,7 @@ def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str 
     """
     a, b = jax.lax.stop_gradient((a, b))
     state = _check(a, b, initial_state, segment_ids, -jnp.inf)
-    a, b = _documents(a, b, segment_ids, axis_name, -jnp.inf)
+    a, b = _reset_at_documents(a, b, segment_ids, axis_name, -jnp.inf)
 
     def compose(first, second):
         return second[0] + first[0], jnp.maximum(second[0] + first[1], second[1])
@@ -256,20 +258,20 @@ def _check(a, b, initial_state, segment_ids, start):
     return state if initial_state is None else initial_state.astype(b.dtype)
 
 
-def _documents(a, b, segment_ids, axis_name, nothing):
-    """Returns (a, b) with a = −∞ where `starts` says that the state is reset, and in padding a = 0
-    and b = `nothing`, so that padding does not change the state.
+def _reset_at_documents(a, b, segment_ids, axis_name, nothing):
+    """Returns (a, b) with a = −∞ where `document_starts_and_tokens` says that the state is reset,
+    and in padding a = 0 and b = `nothing`, so that padding does not change the state.
     """
     if segment_ids is None:
         return a, b
-    new, live = starts(segment_ids, axis_name)
+    new, live = document_starts_and_tokens(segment_ids, axis_name)
     over = lambda mask, x: mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
     return jnp.where(over(new, a), -jnp.inf, jnp.where(over(live, a), a, 0)), jnp.where(
         over(live, b), b, nothing
     )
 
 
-def starts(segment_ids, axis_name):
+def document_starts_and_tokens(segment_ids, axis_name):
     """Returns two boolean arrays [B, T]: whether the state is reset before each token, and whether
     it is a token (not padding). The state is reset before the first token of every document except
     the document at the start of the row, which continues the initial state.

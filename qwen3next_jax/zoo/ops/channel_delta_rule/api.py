@@ -26,13 +26,13 @@ class Options(typing.NamedTuple):
 
     Attributes:
       implementation: the argument `implementation` of `channel_delta_rule`.
-      erase: the argument `erase`.
-      before: whether the argument `read` is "before".
+      delta_term: the argument `delta_term`.
+      read_before: whether the argument `read` is "before".
     """
 
     implementation: str | None
-    erase: bool
-    before: bool
+    delta_term: bool
+    read_before: bool
 
 
 def channel_delta_rule(
@@ -42,7 +42,7 @@ def channel_delta_rule(
     *,
     g,
     beta=None,
-    erase: bool = True,
+    delta_term: bool = True,
     erase_key=None,
     read: str = "after",
     bonus=None,
@@ -68,17 +68,17 @@ def channel_delta_rule(
       g: [B, T, H, K] log decay, <= 0. With -inf the channel is forgotten exactly. Even a very
         strong decay costs no accuracy.
       beta: [B, T, H] write strength; None for 1.
-      erase: whether the write has the delta term -S^T k_t. Without it the function is gated linear
-        attention (GLA, https://arxiv.org/abs/2312.06635).
-      erase_key: [B, T, H, K], the key e_t in S <- S + beta_t k_t (v_t - S^T e_t)^T, for models that
-        erase with another key than they write with (Gated DeltaNet-2,
+      delta_term: whether the write has the delta term -S^T k_t. Without it the function computes
+        gated linear attention (GLA, https://arxiv.org/abs/2312.06635).
+      erase_key: [B, T, H, K], the key e_t in S <- S + beta_t k_t (v_t - S^T e_t)^T, for models
+        whose delta term reads the state with another key than k_t (Gated DeltaNet-2,
         https://arxiv.org/abs/2605.22791). None means e_t = k_t.
       read: "after": each token reads the state after its own decay and write. "before": each token
         reads the state before its own decay and write (RWKV).
       bonus: [H, K] or None, only with read="before": the token's own term (sum_c q_c bonus_c k_c)
         v_t is added to o_t.
       value_decay: [B, T, H, V] or None, log decay <= 0 of the value channels, only with
-        erase=False. The decay is then S <- Diag(exp(g_t)) S Diag(exp(value_decay_t)).
+        delta_term=False. The decay is then S <- Diag(exp(g_t)) S Diag(exp(value_decay_t)).
       initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first
         segment.
       segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
@@ -101,9 +101,9 @@ def channel_delta_rule(
       ValueError: shapes, dtypes, the implementation's name or the combination of arguments do
         not fit.
 
-    If the function is traced under `jax.debug_nans(True)`, a host callback raises a ValueError for
-    a g or value_decay, also of padding, that is positive or NaN; a compiled program reports it as a
-    `jax.errors.JaxRuntimeError`.
+    If the function is traced under `jax.debug_nans(True)`, a host callback raises a ValueError if a
+    number of g or value_decay is positive or NaN, in padding, too; a compiled program reports it as
+    a `jax.errors.JaxRuntimeError`.
     """
     q, k, v, g = map(jnp.asarray, (q, k, v, g))
     _check(
@@ -112,7 +112,7 @@ def channel_delta_rule(
         v,
         g,
         beta,
-        erase,
+        delta_term,
         erase_key,
         read,
         bonus,
@@ -129,7 +129,7 @@ def channel_delta_rule(
         if initial_state is None
         else initial_state.astype(wide)
     )
-    before, own = read == "before", q
+    read_before, own = read == "before", q
     if segment_ids is not None:
         ids = segment_ids
         earlier = ids[:, :1]
@@ -149,15 +149,15 @@ def channel_delta_rule(
         g = jnp.where(over(new, g), -jnp.inf, g)
         own = q
         # otherwise a document's first token would read the state of the document before
-        q = jnp.where(over(new, q), 0, q) if before else q
-    run = functools.partial(_run, Options(implementation, erase, before))
+        q = jnp.where(over(new, q), 0, q) if read_before else q
+    run = functools.partial(_run, Options(implementation, delta_term, read_before))
     x = Inputs(q, k, v, g, beta, value_decay, erase_key)
     if axis_name is None:
         o, final = run(x, state)
     elif value_decay is None:
-        o, final = context.across(run, axis_name, x, state)
+        o, final = context.across_shards(run, axis_name, x, state)
     else:
-        o, final = two_sided.across(run, axis_name, x, state, before)
+        o, final = two_sided.across_shards(run, axis_name, x, state, read_before)
     if bonus is not None:
         q_BTHK, k_BTHK = (jnp.repeat(x.astype(wide), heads // x.shape[2], axis=2) for x in (own, k))
         o = o + jnp.sum(q_BTHK * bonus.astype(wide) * k_BTHK, axis=-1, keepdims=True) * v.astype(
@@ -172,7 +172,7 @@ def _check(
     v,
     g,
     beta,
-    erase,
+    delta_term,
     erase_key,
     read,
     bonus,
@@ -210,10 +210,10 @@ def _check(
             "bonus with read='after': a token that reads after its write reads itself already; "
             "expected read='before'"
         )
-    if erase_key is not None and not erase:
-        raise ValueError("erase_key with erase=False: expected erase=True")
-    if value_decay is not None and erase:
-        raise ValueError("value_decay with erase=True: expected erase=False")
+    if erase_key is not None and not delta_term:
+        raise ValueError("erase_key with delta_term=False: expected delta_term=True")
+    if value_decay is not None and delta_term:
+        raise ValueError("value_decay with delta_term=True: expected delta_term=False")
     if jax.config.jax_debug_nans:
         checks.values(
             {
@@ -227,9 +227,13 @@ def _check(
 def _run(options: Options, x: Inputs, initial_state):
     """Returns o [B, T, H, V] in the state's dtype, and the final state [B, H, K, V]."""
     if options.implementation == "recurrent":
-        return reference.recurrent(x, initial_state, erase=options.erase, before=options.before)
+        return reference.recurrent(
+            x, initial_state, delta_term=options.delta_term, read_before=options.read_before
+        )
     if x.value_decay is not None:
-        return two_sided.forward(x, initial_state, size=chunk_size(x), before=options.before)
+        return two_sided.forward(
+            x, initial_state, size=chunk_size(x), read_before=options.read_before
+        )
     return _operator(options, x, initial_state)
 
 
@@ -247,7 +251,7 @@ def chunk_size(x: Inputs) -> int:
     return min(16 if narrow else 64, max(16, 1 << (x.q.shape[1] - 1).bit_length()))
 
 
-def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
+def _run_with_platform_sizes(options: Options, pass_over, x: Inputs, *arguments):
     """Calls `pass_over` (`chunked.forward` or `chunked.backward`) with the sizes of a chunk and of
     a piece. A piece has as many chunks as fit in a CPU's caches, or in a small part of an
     accelerator's memory.
@@ -264,8 +268,8 @@ def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
             pass_over,
             size=size,
             piece=-(-chunks // count),
-            erase=options.erase,
-            before=options.before,
+            delta_term=options.delta_term,
+            read_before=options.read_before,
         )
 
     return jax.lax.platform_dependent(x, *arguments, cpu=bound(CPU_LIMITS), default=bound(LIMITS))
@@ -273,17 +277,19 @@ def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _operator(options: Options, x: Inputs, initial_state):
-    return _on_platform(options, chunked.forward, x, initial_state)[:2]
+    return _run_with_platform_sizes(options, chunked.forward, x, initial_state)[:2]
 
 
 def _operator_forward(options, x, initial_state):
-    o, final, *saved = _on_platform(options, chunked.forward, x, initial_state)
+    o, final, *saved = _run_with_platform_sizes(options, chunked.forward, x, initial_state)
     return (o, final), (x, saved)
 
 
 def _operator_backward(options, residuals, cotangents):
     x, saved = residuals
-    *gradients, dinitial = _on_platform(options, chunked.backward, x, *saved, *cotangents)
+    *gradients, dinitial = _run_with_platform_sizes(
+        options, chunked.backward, x, *saved, *cotangents
+    )
     gradients = (
         None if array is None else dx.astype(array.dtype) for dx, array in zip(gradients, x)
     )

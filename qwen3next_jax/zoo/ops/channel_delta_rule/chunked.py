@@ -3,15 +3,15 @@ groups, called pieces. All arrays that do not depend on the state are computed f
 piece at once; then a scan carries the state from chunk to chunk.
 
 In a chunk of C rows (tokens), γ is the decay from the chunk's start to each row, and ρ is the decay
-from each row to the chunk's end (both [C, K], see `ladder`). S is the state before the chunk, S' is
-the state after it, and e^{total} is the decay over the whole chunk. E holds the keys of the delta
-term: the argument `erase_key`, or K if it is None.
+from each row to the chunk's end (both [C, K], see `decay_levels`). S is the state before the chunk,
+S' is the state after it, and e^{total} is the decay over the whole chunk. E holds the keys of the
+delta term: the argument `erase_key`, or K if it is None. Products with β, γ and ρ are elementwise.
 
     EK_ij = Σ_c e_ic k_jc e^{Σ_{j<t≤i} g_tc}
     P_ij  = Σ_c q_ic k_jc e^{Σ_{j<t≤i} g_tc}
     L  = strictly lower(β EK)
     A  = (I + L)^{-1}
-    W  = A β (V − (E γ) S)                      (without erasing: W = β V)
+    W  = A β (V − (E γ) S)                      (without the delta term: W = β V)
     O  = (Q γ) S + P W
     S' = e^{total} S + (K ρ)ᵀ W
 
@@ -32,12 +32,12 @@ The backward pass computes the gradients explicitly from dO and dS':
     dK   = left + …
     dE   = seen + …
 
-The terms … come from D and N; they are computed for each level of `ladder`. The gradient of an
-exponent x is the gradient of a decayed number, such as an entry of K ρ, times the number itself.
-The transpose of the linear function `ladder.exponents` turns the gradients of all exponents into
-dg. The arrays saved for the backward pass are the inputs, the state before each chunk and the
-inverse A of each chunk. Documents need no special treatment here: `api.py` has set g = −∞
-where a document starts.
+The terms … come from D and N; they are computed for each level of `decay_levels`. The gradient of
+an exponent x is the gradient of a decayed number, such as an entry of K ρ, times the number itself.
+The transpose of the linear function `decay_levels.decay_exponents` turns the gradients of all
+exponents into dg. The arrays saved for the backward pass are the inputs, the state before each
+chunk and the inverse A of each chunk. Documents need no special treatment here: `api.py` has set g
+= −∞ where a document starts.
 
 In the recurrence, each token corrects the rounding errors of the tokens before it. In a product
 with A, later rows do not correct the errors of earlier rows, and with repeated keys the errors add
@@ -66,7 +66,7 @@ from qwen3next_jax.ops.delta_rule.chunk_math import (
     split_precision,
     stack_for_product,
 )
-from qwen3next_jax.zoo.ops.channel_delta_rule import ladder
+from qwen3next_jax.zoo.ops.channel_delta_rule import decay_levels
 
 
 class Inputs(typing.NamedTuple):
@@ -80,9 +80,9 @@ class Inputs(typing.NamedTuple):
     value_decay: jax.Array | None = None  # [B, T, H, V]
     erase_key: jax.Array | None = None  # [B, T, H, K]; None: k
 
-    def wide(self) -> "Inputs":
-        """Returns the inputs with q and k repeated to [B, T, H, K], once for each head that reads a
-        key head.
+    def repeat_key_heads(self) -> "Inputs":
+        """Returns the inputs with q and k repeated to [B, T, H, K]: every key head once for each
+        head that reads it.
         """
         heads = self.v.shape[2]
         return self._replace(
@@ -98,10 +98,10 @@ class Chunks(typing.NamedTuple):
     k: jax.Array  # [N, B, H, C, K]
     v: jax.Array  # [N, B, H, C, V]
     beta: jax.Array  # [N, B, H, C, 1]
-    reads: tuple  # for each level q times its decays, [N, B, H, C, K]
+    queries: tuple  # for each level q times its decays, [N, B, H, C, K]
     keys: tuple  # for each level k times its decays, [N, B, H, C, K]
-    erased: tuple  # for each level E times its decays, [N, B, H, C, K]; `keys` if E is k
-    decays: ladder.Exponents  # the decays: e^x for each exponent x
+    erase_keys: tuple  # for each level E times its decays, [N, B, H, C, K]; `keys` if E is k
+    decays: decay_levels.Exponents  # the decays: e^x for each exponent x
     e: jax.Array  # E, the keys of the delta term, [N, B, H, C, K]
     e_enter: jax.Array  # E γ
     q_enter: jax.Array  # Q γ
@@ -112,7 +112,7 @@ class Chunks(typing.NamedTuple):
     inverse: jax.Array | None  # A
 
 
-def both(product, x, y, dots: Products, x_axis: int, y_axis: int):
+def product_in_parts(product, x, y, dots: Products, x_axis: int, y_axis: int):
     """Returns product(x, y). If `dots.operand` is bfloat16, x and y are both split into two
     bfloat16 parts, which are concatenated along the contracted axes `x_axis` and `y_axis`.
     """
@@ -123,30 +123,30 @@ def both(product, x, y, dots: Products, x_axis: int, y_axis: int):
     )
 
 
-def _cut(x, size: int):
+def _to_chunks(x, size: int):
     """Rearranges [B, T, H, …] into [N, B, H, C, …]; pads T."""
     return jnp.swapaxes(blocks.to_chunks(x, 1, size), 2, 3)
 
 
-def _chunks(
-    x: Inputs, known_inverse, size: int, erase: bool, before: bool, dtype
+def _arrays_of_chunks(
+    x: Inputs, known_inverse, size: int, delta_term: bool, read_before: bool, dtype
 ) -> tuple[Chunks, Products, Products]:
-    """Returns the arrays of the chunks of a piece; `Products` whose operands are cast to v's dtype;
-    and `Products` whose operands have the dtype `dtype`, the dtype of the state.
+    """Returns three things: the arrays of the chunks of a piece; `Products` that cast operands to
+    v's dtype; and `Products` that cast operands to `dtype`, the dtype of the state.
     """
     dots, exact = Products(x.v.dtype, copies=True), Products(dtype, copies=True)
-    q, k, v, g, beta = (_cut(array.astype(dtype), size) for array in x.wide()[:5])
-    e = k if x.erase_key is None else _cut(x.erase_key.astype(dtype), size)
+    q, k, v, g, beta = (_to_chunks(array.astype(dtype), size) for array in x.repeat_key_heads()[:5])
+    e = k if x.erase_key is None else _to_chunks(x.erase_key.astype(dtype), size)
     beta = beta[..., None]
-    decays = jax.tree.map(jnp.exp, ladder.exponents(g, before))
+    decays = jax.tree.map(jnp.exp, decay_levels.decay_exponents(g, read_before))
     keys = tuple(k * decay for decay in decays.levels)
-    erased = keys if x.erase_key is None else tuple(e * decay for decay in decays.levels)
-    reads = tuple(q * decay for decay in decays.reads)
-    p, ek, a = ladder.pairs(reads, keys, dots.nt), None, known_inverse
-    if not before:
+    erase_keys = keys if x.erase_key is None else tuple(e * decay for decay in decays.levels)
+    reads = tuple(q * decay for decay in decays.query_levels)
+    p, ek, a = decay_levels.pair_products(reads, keys, dots.nt), None, known_inverse
+    if not read_before:
         p = p + jnp.eye(size, dtype=dtype) * rows_dot(q, k)
-    if erase:
-        ek = ladder.pairs(erased, keys, lambda x, y: dots.nt(x, y, fine=True))
+    if delta_term:
+        ek = decay_levels.pair_products(erase_keys, keys, lambda x, y: dots.nt(x, y, fine=True))
         a = inverse.unit_lower_inverse(beta * ek, exact) if a is None else a
     return (
         Chunks(
@@ -156,11 +156,11 @@ def _chunks(
             beta,
             reads,
             keys,
-            erased,
+            erase_keys,
             decays,
             e,
             e * decays.enter,
-            q * decays.reads_enter,
+            q * decays.query_enter,
             k * decays.leave,
             jnp.swapaxes(decays.total, -1, -2),
             ek,
@@ -172,26 +172,28 @@ def _chunks(
     )
 
 
-def _written(c: Chunks, state, dots: Products, exact: Products):
+def _writes_and_errors(c: Chunks, state, dots: Products, exact: Products):
     """Returns W and V − (E γ) S. Without the delta term they are β V and V."""
     if c.inverse is None:
         return c.beta * c.v, c.v
-    unseen = c.v - both(dots.nn, c.e_enter, state, dots, -1, -2)
-    right = c.beta * unseen
+    errors = c.v - product_in_parts(dots.nn, c.e_enter, state, dots, -1, -2)
+    right = c.beta * errors
     written = exact.nn(c.inverse, right)
     if dots == exact:
         written += exact.nn(c.inverse, right - written - c.beta * exact.nn(c.ek, written))
-    return written, unseen
+    return written, errors
 
 
-def _needed(c: Chunks) -> Chunks:
+def _arrays_for_scan(c: Chunks) -> Chunks:
     """Returns `c` without the arrays that the scan over the chunks does not read."""
     return c._replace(
-        q=None, k=None, reads=None, keys=None, erased=None, decays=None, e=None, p=None
+        q=None, k=None, queries=None, keys=None, erase_keys=None, decays=None, e=None, p=None
     )
 
 
-def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, before: bool):
+def forward(
+    x: Inputs, initial_state, *, size: int, piece: int, delta_term: bool, read_before: bool
+):
     """Computes the forward pass.
 
     Args:
@@ -199,8 +201,8 @@ def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, bef
       initial_state: [B, H, K, V].
       size: the number of tokens of a chunk.
       piece: the number of chunks that are computed at once.
-      erase: whether the write has the delta term -S^T e (e is k if there is no erase_key).
-      before: whether a token reads the state before its own decay and write.
+      delta_term: whether the write has the delta term -S^T e (e is k if there is no erase_key).
+      read_before: whether a token reads the state before its own decay and write.
 
     Returns:
       o [B, T, H, V] in the state's dtype; the final state [B, H, K, V]; and for the backward pass
@@ -209,31 +211,44 @@ def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, bef
     """
 
     def one(state, x):
-        c, dots, exact = _chunks(x, None, size, erase, before, state.dtype)
+        c, dots, exact = _arrays_of_chunks(x, None, size, delta_term, read_before, state.dtype)
 
         def step(state, chunk):
-            written, _ = _written(chunk, state, dots, exact)
-            return chunk.carry * state + both(dots.tn, chunk.k_leave, written, dots, -2, -2), (
+            written, _ = _writes_and_errors(chunk, state, dots, exact)
+            return chunk.carry * state + product_in_parts(
+                dots.tn, chunk.k_leave, written, dots, -2, -2
+            ), (
                 state,
                 written,
             )
 
-        state, (states, written) = blocks.scan(step, state, _needed(c))
+        state, (states, written) = blocks.scan_or_call_once(step, state, _arrays_for_scan(c))
         o = dots.nn(c.q_enter, states) + dots.nn(c.p, written, fine=True)
-        return state, (_joined(o, x.v.shape[1]), states, c.inverse)
+        return state, (_from_chunks(o, x.v.shape[1]), states, c.inverse)
 
     time, count = x.v.shape[1], -(-x.v.shape[1] // size)
-    final, (o, *saved) = blocks.scan(one, initial_state, blocks.to_chunks(x, 1, piece * size))
+    final, (o, *saved) = blocks.scan_or_call_once(
+        one, initial_state, blocks.to_chunks(x, 1, piece * size)
+    )
     return blocks.from_chunks(o, 1, time), final, *blocks.from_chunks(saved, 0, count)
 
 
-def _joined(x, time: int):
+def _from_chunks(x, time: int):
     """Rearranges [N, B, H, C, …] into [B, T, H, …] for T = `time`."""
     return blocks.from_chunks(jnp.swapaxes(x, 2, 3), 1, time)
 
 
 def backward(
-    x: Inputs, states, inverses, do, dfinal, *, size: int, piece: int, erase: bool, before: bool
+    x: Inputs,
+    states,
+    inverses,
+    do,
+    dfinal,
+    *,
+    size: int,
+    piece: int,
+    delta_term: bool,
+    read_before: bool,
 ):
     """Returns the gradients of the fields of `Inputs`, in their order, and the gradient of the
     initial state. The gradient of value_decay is None, because this implementation is not used with
@@ -244,32 +259,34 @@ def backward(
       states, inverses: the last two results of `forward`.
       do: [B, T, H, V], the gradient of o.
       dfinal: [B, H, K, V], the gradient of the final state.
-      size, piece, erase, before: the arguments of `forward`.
+      size, piece, delta_term, read_before: the arguments of `forward`.
     """
 
     def one(dstate, inputs):
         x, states, inverses, do = inputs
-        c, dots, exact = _chunks(x, inverses, size, erase, before, dstate.dtype)
-        do = _cut(do, size)
-        written, unseen = _written(c, states, dots, exact)
+        c, dots, exact = _arrays_of_chunks(x, inverses, size, delta_term, read_before, dstate.dtype)
+        do = _to_chunks(do, size)
+        written, errors = _writes_and_errors(c, states, dots, exact)
         po, qo = dots.tn(c.p, do), dots.tn(c.q_enter, do)
 
         def step(dstate, inputs):
             chunk, po, qo = inputs
             dwritten = po + dots.nn(chunk.k_leave, dstate)
-            dr = exact.tn(chunk.inverse, dwritten) if erase else dwritten
-            if erase and dots == exact:
+            dr = exact.tn(chunk.inverse, dwritten) if delta_term else dwritten
+            if delta_term and dots == exact:
                 dr += exact.tn(chunk.inverse, dwritten - dr - exact.tn(chunk.ek, chunk.beta * dr))
             entering = chunk.carry * dstate + qo
-            if erase:
-                entering = entering - both(dots.tn, chunk.e_enter, chunk.beta * dr, dots, -2, -2)
+            if delta_term:
+                entering = entering - product_in_parts(
+                    dots.tn, chunk.e_enter, chunk.beta * dr, dots, -2, -2
+                )
             return entering, (dstate, dr)
 
-        entering, (dstates, dr) = _reverse_scan(step, dstate, (_needed(c), po, qo))
+        entering, (dstates, dr) = _reverse_scan(step, dstate, (_arrays_for_scan(c), po, qo))
         gradients = _gradients(
-            c, states, dstates, written, unseen, dr, do, before, dots, x.erase_key is None
+            c, states, dstates, written, errors, dr, do, read_before, dots, x.erase_key is None
         )
-        return entering, jax.tree.map(lambda array: _joined(array, x.v.shape[1]), gradients)
+        return entering, jax.tree.map(lambda array: _from_chunks(array, x.v.shape[1]), gradients)
 
     saved, rows = (
         blocks.to_chunks((states, inverses), 0, piece),
@@ -287,11 +304,20 @@ def _reverse_scan(step, carry, xs):
     """
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return jax.lax.scan(step, carry, xs, reverse=True)
-    return blocks.scan(step, carry, xs)
+    return blocks.scan_or_call_once(step, carry, xs)
 
 
 def _gradients(
-    c: Chunks, states, dstates, written, unseen, dr, do, before: bool, dots: Products, by_key: bool
+    c: Chunks,
+    states,
+    dstates,
+    written,
+    errors,
+    dr,
+    do,
+    read_before: bool,
+    dots: Products,
+    by_key: bool,
 ):
     """Returns the gradients of the fields of `Inputs` for each chunk, [N, B, H, C, …]: dq, dk, dv,
     dg, dβ, None and dE.
@@ -299,16 +325,16 @@ def _gradients(
     Args:
       states: the states before the chunks.
       dstates: the gradients of the states after the chunks.
-      written, unseen: the results of `_written`.
+      written, errors: the results of `_writes_and_errors`.
       dr: the gradient dR.
       do: the gradient of o.
-      before: whether a token reads the state before its own decay and write.
+      read_before: whether a token reads the state before its own decay and write.
       by_key: whether E is k; dE is then None and part of dk.
     """
     dv = c.beta * dr
-    dbeta = jnp.sum(dr * unseen, axis=-1)
+    dbeta = jnp.sum(dr * errors, axis=-1)
     d = dots.nt(do, written, fine=True)
-    read = c.decays.reads_enter * dots.nt(do, states)
+    read = c.decays.query_enter * dots.nt(do, states)
     left = c.decays.leave * dots.nt(written, dstates, fine=True)
     seen = n = None
     if c.inverse is not None:
@@ -316,24 +342,31 @@ def _gradients(
         dbeta += jnp.sum(dl * c.ek, axis=-1)
         n, seen = c.beta * dl, -c.decays.enter * dots.nt(dv, states, fine=True)
     dq, dk, de = read, left if seen is None or not by_key else left + seen, seen
-    if not before:
+    if not read_before:
         diagonal = jnp.diagonal(d, axis1=-2, axis2=-1)[..., None]
         dq, dk = dq + diagonal * c.k, dk + diagonal * c.q
     by_level, by_read = [], []
-    for level, (q, k, e) in enumerate(zip(c.reads, c.keys, c.erased)):
-        dq_scaled, dk_scaled = ladder.pairs_backward(d, q, k, level, dots.nn, dots.tn)
+    for level, (q, k, e) in enumerate(zip(c.queries, c.keys, c.erase_keys)):
+        dq_scaled, dk_scaled = decay_levels.pair_products_backward(d, q, k, level, dots.nn, dots.tn)
         if n is not None:
-            de_scaled, of_written = ladder.pairs_backward(n, e, k, level, dots.nn, dots.tn)
+            de_scaled, of_written = decay_levels.pair_products_backward(
+                n, e, k, level, dots.nn, dots.tn
+            )
             dk_scaled = dk_scaled + de_scaled + of_written if by_key else dk_scaled + of_written
-        dq, dk = dq + c.decays.reads[level] * dq_scaled, dk + c.decays.levels[level] * dk_scaled
+        dq, dk = (
+            dq + c.decays.query_levels[level] * dq_scaled,
+            dk + c.decays.levels[level] * dk_scaled,
+        )
         by_level.append(k * dk_scaled)
         if not by_key:
             de, by_level[-1] = de + c.decays.levels[level] * de_scaled, by_level[-1] + e * de_scaled
         by_read.append(q * dq_scaled)
     total = jnp.swapaxes(c.carry * jnp.sum(dstates * states, axis=-1, keepdims=True), -1, -2)
     enter = jnp.zeros_like(c.k) if seen is None else c.e * seen
-    of_sums = ladder.Exponents(
+    of_sums = decay_levels.Exponents(
         tuple(by_level), tuple(by_read), enter, c.q * read, c.k * left, total
     )
-    (dg,) = jax.vjp(lambda g: ladder.exponents(g, before), jnp.zeros_like(c.k))[1](of_sums)
+    (dg,) = jax.vjp(lambda g: decay_levels.decay_exponents(g, read_before), jnp.zeros_like(c.k))[1](
+        of_sums
+    )
     return dq, dk, dv, dg, dbeta, None, None if by_key else de

@@ -17,7 +17,7 @@ from qwen3next_jax.ops.delta_rule.context import compose_over_shards
 from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
 
 
-def across(run, axis_name: str, x: Inputs, initial_state):
+def across_shards(run, axis_name: str, x: Inputs, initial_state):
     """Returns o [B, T, H, V] of this shard, and the final state [B, H, K, V] of the whole row.
 
     Args:

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
 
 
-def recurrent(x: Inputs, initial_state, *, erase: bool, before: bool):
+def recurrent(x: Inputs, initial_state, *, delta_term: bool, read_before: bool):
     """Runs the recurrence in the dtype of the state. JAX differentiates the code.
 
     Args:
       x: the arrays of the call.
       initial_state: [B, H, K, V].
-      erase: whether the write has the delta term -S^T e (e is k if there is no erase_key).
-      before: whether a token reads the state before its own decay and write.
+      delta_term: whether the write has the delta term -S^T e (e is k if there is no erase_key).
+      read_before: whether a token reads the state before its own decay and write.
 
     Returns:
       o [B, T, H, V] and the final state [B, H, K, V], both in the dtype of the state.
@@ -31,12 +31,14 @@ def recurrent(x: Inputs, initial_state, *, erase: bool, before: bool):
         if value_decay_BHV is not None:
             state_BHKV = state_BHKV * jnp.exp(value_decay_BHV)[..., None, :]
         erase_BHK = k_BHK if erase_BHK is None else erase_BHK
-        write_BHV = v_BHV - jnp.sum(state_BHKV * erase_BHK[..., None], axis=-2) if erase else v_BHV
+        write_BHV = (
+            v_BHV - jnp.sum(state_BHKV * erase_BHK[..., None], axis=-2) if delta_term else v_BHV
+        )
         state_BHKV = state_BHKV + (beta_BH[..., None] * k_BHK)[..., None] * write_BHV[..., None, :]
-        return state_BHKV, o_BHV if before else read(state_BHKV)
+        return state_BHKV, o_BHV if read_before else read(state_BHKV)
 
     tokens = jax.tree.map(
-        lambda array: jnp.moveaxis(array.astype(initial_state.dtype), 1, 0), x.wide()
+        lambda array: jnp.moveaxis(array.astype(initial_state.dtype), 1, 0), x.repeat_key_heads()
     )
     state, o_TBHV = jax.lax.scan(step, initial_state, tokens)
     return jnp.moveaxis(o_TBHV, 0, 1), state

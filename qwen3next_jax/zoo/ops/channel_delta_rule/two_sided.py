@@ -3,10 +3,10 @@ Diag(e^{g}) S Diag(e^{g'}) + β k vᵀ. The state is computed chunk by chunk, an
 the code.
 
 The decay of the values uses the same levels of pairs of rows as the decay of the keys (see
-`ladder`). At each level, the value of row j first decays from row j to the end of its block. Then
-the values are summed with the weights q·k of the pairs. The sum decays from the start of the next
-block to row i, which reads it. Therefore the matrix of weights of each level is multiplied by the
-values that were decayed for this level, and no matrix of all pairs is computed.
+`decay_levels`). At each level, the value of row j first decays from row j to the end of its block.
+Then the values are summed with the weights q·k of the pairs. The sum decays from the start of the
+next block to row i, which reads it. Therefore the matrix of weights of each level is multiplied by
+the values that were decayed for this level, and no matrix of all pairs is computed.
 
 Letters: B batch, H heads, C chunk length, K key width, V value width.
 """
@@ -16,51 +16,54 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.delta_rule.chunk_math import HIGHEST, Products, rows_dot
-from qwen3next_jax.zoo.ops.channel_delta_rule import ladder
-from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs, both
+from qwen3next_jax.zoo.ops.channel_delta_rule import decay_levels
+from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs, product_in_parts
 
 
-def forward(x: Inputs, initial_state, *, size: int, before: bool):
+def forward(x: Inputs, initial_state, *, size: int, read_before: bool):
     """Returns o [B, T, H, V] in the state's dtype, and the final state [B, H, K, V].
 
     Args:
       x: the arrays of the call.
       initial_state: [B, H, K, V].
       size: number of tokens of a chunk.
-      before: whether a token reads the state before its own decay and write.
+      read_before: whether a token reads the state before its own decay and write.
     """
     dtype, dots = initial_state.dtype, Products(x.v.dtype, copies=True)
 
     @jax.checkpoint  # the backward pass recomputes all but `state_BHKV` and `chunk`
     def step(state_BHKV, chunk: Inputs):
         q, k, v, g, beta, value_decay = (
-            jnp.moveaxis(array.astype(dtype), 1, 2) for array in chunk.wide()[:6]
+            jnp.moveaxis(array.astype(dtype), 1, 2) for array in chunk.repeat_key_heads()[:6]
         )
         v = beta[..., None] * v
         of_keys, of_values = (
-            jax.tree.map(jnp.exp, ladder.exponents(decay, before)) for decay in (g, value_decay)
+            jax.tree.map(jnp.exp, decay_levels.decay_exponents(decay, read_before))
+            for decay in (g, value_decay)
         )
-        o = of_values.reads_enter * dots.nn(q * of_keys.reads_enter, state_BHKV)
-        if not before:
+        o = of_values.query_enter * dots.nn(q * of_keys.query_enter, state_BHKV)
+        if not read_before:
             o = o + rows_dot(q, k) * v
         for level in range(len(of_keys.levels)):
             reads, keys, values = (
-                q * of_keys.reads[level],
+                q * of_keys.query_levels[level],
                 k * of_keys.levels[level],
                 v * of_values.levels[level],
             )
-            o = o + of_values.reads[level] * ladder.applied(reads, keys, values, level, dots)
+            o = o + of_values.query_levels[level] * decay_levels.apply_level(
+                reads, keys, values, level, dots
+            )
         carry = jnp.swapaxes(of_keys.total, -1, -2) * of_values.total
-        state_BHKV = carry * state_BHKV + both(
+        state_BHKV = carry * state_BHKV + product_in_parts(
             dots.tn, k * of_keys.leave, v * of_values.leave, dots, -2, -2
         )
         return state_BHKV, jnp.moveaxis(o, 2, 1)
 
-    final, o = blocks.scan(step, initial_state, blocks.to_chunks(x, 1, size))
+    final, o = blocks.scan_or_call_once(step, initial_state, blocks.to_chunks(x, 1, size))
     return blocks.from_chunks(o, 1, x.v.shape[1]), final
 
 
-def across(run, axis_name: str, x: Inputs, initial_state, before: bool):
+def across_shards(run, axis_name: str, x: Inputs, initial_state, read_before: bool):
     """Runs `run` on a row that is split over the mesh axis `axis_name`, for states that decay on
     both axes. A loop over the earlier shards computes the state that enters this shard.
 
@@ -68,7 +71,7 @@ def across(run, axis_name: str, x: Inputs, initial_state, before: bool):
       run: function (inputs, initial state) → (outputs, final state) of one shard.
       x: the inputs of this shard.
       initial_state: the state before the row; only the first shard uses it.
-      before: whether a token reads the state before its own decay and write.
+      read_before: whether a token reads the state before its own decay and write.
 
     Returns:
       (the outputs of this shard, the final state of the whole row).
@@ -90,9 +93,9 @@ def across(run, axis_name: str, x: Inputs, initial_state, before: bool):
     def since_start(decay):
         total = jnp.cumsum(decay, axis=1)
         return jnp.exp(
-            jnp.pad(total[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)]) if before else total
+            jnp.pad(total[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)]) if read_before else total
         )
 
-    q = x.wide().q.astype(dtype) * since_start(g)
+    q = x.repeat_key_heads().q.astype(dtype) * since_start(g)
     o = o + since_start(value_decay) * jnp.einsum("bthk,bhkv->bthv", q, entering, precision=HIGHEST)
     return o, jax.lax.psum(jnp.where(shard == shards - 1, carry * entering + leaving, 0), axis_name)

@@ -26,40 +26,39 @@ import typing
 
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.delta_rule.chunk_math import indices
+from qwen3next_jax.ops.delta_rule.chunk_math import row_and_column_indices
 
 BASE = 16
 
 
 class Exponents(typing.NamedTuple):
     """Sums of g over spans of rows. All are ≤ 0. They are linear in g, so `jax.vjp` of the function
-    `exponents` computes dg from sums only.
+    `decay_exponents` computes dg from sums only.
 
     Attributes:
       levels: for each level an array [..., C, K]. For a row in an odd block it holds the sum from
         the block's start to the row, and for a row in an even block the sum from the next row to
         the block's end.
-      reads: the same sums for queries. If a token reads the state before its own decay and write,
-        the sums in odd blocks end one row earlier; otherwise they are `levels`.
+      query_levels: the same sums for queries. If a token reads the state before its own decay and
+        write, the sums in odd blocks end one row earlier; otherwise they are `levels`.
       enter: [..., C, K], the sum from the chunk's start to each row.
-      reads_enter: [..., C, K], the sums for queries. If a token reads the state before its own
-        decay and write, they are the sums `enter`, ended one row earlier; otherwise they are
-        `enter`.
+      query_enter: [..., C, K], the sums for queries. If a token reads the state before its own
+        decay and write, each sum ends one row earlier than in `enter`; otherwise they are `enter`.
       leave: [..., C, K], the sum from the next row to the chunk's end.
       total: [..., 1, K], the sum over the chunk.
     """
 
     levels: tuple
-    reads: tuple
+    query_levels: tuple
     enter: typing.Any
-    reads_enter: typing.Any
+    query_enter: typing.Any
     leave: typing.Any
     total: typing.Any
 
 
-def exponents(g_CK, before: bool) -> Exponents:
-    """Returns the sums of g_CK [..., C, K]. `before` says whether a token reads the state before
-    its own decay and write.
+def decay_exponents(g_CK, read_before: bool) -> Exponents:
+    """Returns the sums of g_CK [..., C, K]. `read_before` says whether a token reads the state
+    before its own decay and write.
     """
 
     def halves(x, m):  # the even and the odd blocks of m rows, [..., C / 2m, m, K] each
@@ -73,7 +72,7 @@ def exponents(g_CK, before: bool) -> Exponents:
         g_CK,
         jnp.zeros_like(g_CK),
         g_CK,
-        jnp.zeros_like(g_CK) if before else g_CK,
+        jnp.zeros_like(g_CK) if read_before else g_CK,
     )
     levels, reads, m = [], [], 1
     while m < g_CK.shape[-2]:
@@ -82,13 +81,13 @@ def exponents(g_CK, before: bool) -> Exponents:
         )
         total_even, total_odd = halves(total, 1)
         levels.append(joined(tail_even, head_odd))
-        reads.append(joined(tail_even, read_odd) if before else levels[-1])
+        reads.append(joined(tail_even, read_odd) if read_before else levels[-1])
         head, tail, total = (
             joined(head_even, head_odd + total_even),
             joined(tail_even + total_odd, tail_odd),
             total_even + total_odd,
         )
-        read = joined(read_even, read_odd + total_even) if before else head
+        read = joined(read_even, read_odd + total_even) if read_before else head
         total, m = total[..., 0, :], 2 * m
     return Exponents(tuple(levels), tuple(reads), head, read, tail, total)
 
@@ -97,32 +96,32 @@ def exponents(g_CK, before: bool) -> Exponents:
 # ----------------------------------------------------------------------------
 
 
-def _diagonal(x_CC, size: int):
+def _diagonal_blocks(x_CC, size: int):
     """Returns the blocks on the diagonal, [..., C / size, size, size]."""
     return jnp.stack(
         [x_CC[..., i : i + size, i : i + size] for i in range(0, x_CC.shape[-1], size)], axis=-3
     )
 
 
-def _rows(x_CK, m: int):
+def _odd_and_even_rows(x_CK, m: int):
     """Returns two arrays [..., blocks, rows, K]: the rows in odd blocks and the rows in even blocks
-    of level m. For m < BASE both arrays hold all rows, in blocks of BASE rows, and `_mask` selects
-    the pairs of the level afterwards.
+    of level m. For m < BASE both arrays hold all rows, in blocks of BASE rows, and `_level_mask`
+    selects the pairs of the level afterwards.
     """
     size = min(max(2 * m, BASE), x_CK.shape[-2])
     x = x_CK.reshape(*x_CK.shape[:-2], -1, size, x_CK.shape[-1])
     return (x, x) if m < BASE else (x[..., m:, :], x[..., :m, :])
 
 
-def _mask(size: int, m: int):
+def _level_mask(size: int, m: int):
     """Returns booleans [size, size]: whether each pair of rows of a block of `size` rows belongs to
     level m.
     """
-    row, column = indices(size, size)
+    row, column = row_and_column_indices(size, size)
     return (row // (2 * m) == column // (2 * m)) & (row // m > column // m)
 
 
-def pairs(x_levels, y_levels, product):
+def pair_products(x_levels, y_levels, product):
     """Returns the strictly lower matrix [..., C, C]. Its entry (i, j) is the inner product of row i
     of x and row j of y, both taken from the arrays of the level to which the pair (i, j) belongs.
 
@@ -133,10 +132,10 @@ def pairs(x_levels, y_levels, product):
     whole = None
     for level, (x, y) in enumerate(zip(x_levels, y_levels)):
         m = 1 << level
-        (odd, _), (_, even) = _rows(x, m), _rows(y, m)
+        (odd, _), (_, even) = _odd_and_even_rows(x, m), _odd_and_even_rows(y, m)
         corner = product(odd, even)
         if m < BASE:
-            corner = jnp.where(_mask(corner.shape[-1], m), corner, 0)
+            corner = jnp.where(_level_mask(corner.shape[-1], m), corner, 0)
             whole = corner if whole is None else whole + corner
             continue
         blocks = whole.reshape(*whole.shape[:-3], -1, 2, m, m)
@@ -147,21 +146,22 @@ def pairs(x_levels, y_levels, product):
     return whole[..., 0, :, :]
 
 
-def pairs_backward(d_CC, x_CK, y_CK, level: int, nn, tn):
-    """Returns the gradients (dx, dy), each [..., C, K], of the arrays of one level of `pairs`.
+def pair_products_backward(d_CC, x_CK, y_CK, level: int, nn, tn):
+    """Returns the gradients (dx, dy), each [..., C, K], of the arrays of one level of
+    `pair_products`.
 
     Args:
-      d_CC: the gradient of the matrix that `pairs` returns.
-      x_CK, y_CK: the arrays of the level that `pairs` took.
+      d_CC: the gradient of the matrix that `pair_products` returns.
+      x_CK, y_CK: the arrays of the level that `pair_products` took.
       level: the index of the level; m = 2^level.
       nn: function (x, y) → x y.
       tn: function (x, y) → xᵀ y.
     """
     m = 1 << level
-    (odd, _), (_, even) = _rows(x_CK, m), _rows(y_CK, m)
-    corner = _diagonal(d_CC, min(max(2 * m, BASE), d_CC.shape[-1]))
+    (odd, _), (_, even) = _odd_and_even_rows(x_CK, m), _odd_and_even_rows(y_CK, m)
+    corner = _diagonal_blocks(d_CC, min(max(2 * m, BASE), d_CC.shape[-1]))
     if m < BASE:
-        corner = jnp.where(_mask(corner.shape[-1], m), corner, 0)
+        corner = jnp.where(_level_mask(corner.shape[-1], m), corner, 0)
         return nn(corner, even).reshape(x_CK.shape), tn(corner, odd).reshape(y_CK.shape)
     corner = corner[..., m:, :m]
     dx, dy = nn(corner, even), tn(corner, odd)
@@ -171,14 +171,21 @@ def pairs_backward(d_CC, x_CK, y_CK, level: int, nn, tn):
     ).reshape(y_CK.shape)
 
 
-def applied(x_CK, y_CK, v_CV, level: int, dots):
-    """Returns [..., C, V], the matrix of one level of `pairs` times v. The rows of x, y and v are
-    already multiplied by the decays of the level. `level` is the index of the level; m = 2^level.
+def apply_level(x_CK, y_CK, v_CV, level: int, dots):
+    """Returns [..., C, V], the matrix of one level of `pair_products` times v. The rows of x, y and
+    v are already multiplied by the decays of the level. `level` is the index of the level; m =
+    2^level.
     """
     m = 1 << level
-    (odd, _), (_, even), (_, values) = _rows(x_CK, m), _rows(y_CK, m), _rows(v_CV, m)
+    (odd, _), (_, even), (_, values) = (
+        _odd_and_even_rows(x_CK, m),
+        _odd_and_even_rows(y_CK, m),
+        _odd_and_even_rows(v_CV, m),
+    )
     corner = dots.nt(odd, even)
     if m < BASE:
-        return dots.nn(jnp.where(_mask(corner.shape[-1], m), corner, 0), values).reshape(v_CV.shape)
+        return dots.nn(jnp.where(_level_mask(corner.shape[-1], m), corner, 0), values).reshape(
+            v_CV.shape
+        )
     o = dots.nn(corner, values)
     return jnp.concatenate([jnp.zeros_like(o), o], axis=-2).reshape(v_CV.shape)
