@@ -120,7 +120,7 @@ def plain_flips_in_checkpoint(lab: Lab, count: int) -> list[Trial]:
     import jax
     import orbax.checkpoint as ocp
 
-    from qwen3next_jax.runs.checkpoint import with_text_keys
+    from qwen3next_jax.runs.store.arrays import with_text_keys
     from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.resolve import resolve_run
 
@@ -150,7 +150,7 @@ def plain_newest_checkpoints(lab: Lab, k: int) -> list[Trial]:
     """
     import orbax.checkpoint as ocp
 
-    from qwen3next_jax.runs.checkpoint import with_text_keys
+    from qwen3next_jax.runs.store.arrays import with_text_keys
     from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.resolve import resolve_run
 
@@ -174,7 +174,7 @@ def plain_files_of_checkpoint(lab: Lab, _: int) -> list[Trial]:
     import jax
     import orbax.checkpoint as ocp
 
-    from qwen3next_jax.runs.checkpoint import with_text_keys
+    from qwen3next_jax.runs.store.arrays import with_text_keys
     from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.resolve import resolve_run
 
