@@ -3,8 +3,10 @@ comparison.
 
 A folder has `model.safetensors` as transformers wrote it, and `cases.safetensors` with what
 transformers computed from it. Of a large array of the cases only every 29th value is there
-(`sampled`). A wrapper has the weights of a text model under other names and a vision tower of its
-own: its folder has the tower alone, and `checkpoint` makes the whole file.
+(`sampled`). Two kinds of folders have a part of their weights, and `checkpoint` makes the whole
+file. A wrapper has the weights of a text model under other names and a vision tower of its own: its
+folder has the tower alone. qwen4_exp_text_tiny has 38 tensors, bit for bit, of qwen3_5_moe_tiny:
+its folder has the other ones.
 
     python -m tests.references REFERENCE DIRECTORY     writes a fixture from a whole reference
 """
@@ -25,6 +27,15 @@ FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 # Values of an array that is kept whole, and the distance of values that are kept of a larger one.
 # 29 divides no dimension of the references, so that every row and column has kept values.
 WHOLE, STRIDE = 256, 29
+# A fixture that has tensors of another one under the same names: (the other one, sha256 of the file
+# that transformers wrote).
+SHARED = {
+    "qwen4_exp_text_tiny": (
+        "qwen3_5_moe_tiny",
+        "2168e072cff4fc7d19207f469c494322bacb8d14f831cd0e73ffcbd170624f03",
+    )
+}
+SHARED_NAMES = r"model\.(embed_tokens|layers\.0\.(linear_attn|mlp))\."
 
 
 class Wrapper(NamedTuple):
@@ -56,19 +67,33 @@ WRAPPERS = {
 def checkpoint(name: str) -> pathlib.Path:
     """The directory of a reference's checkpoint, which no test may change."""
     folder = FIXTURES / name
-    if name not in WRAPPERS:
+    if name in WRAPPERS:
+        tensors, sha256 = _tensors_of_wrapper(name), WRAPPERS[name].sha256
+    elif name in SHARED:
+        tensors, sha256 = _tensors_of_both(name), SHARED[name][1]
+    else:
         return folder
     made = pathlib.Path(_temporary_folder().name) / name
-    shutil.copytree(folder, made)
-    tower = load_file(made / "vision.safetensors")
-    (made / "vision.safetensors").unlink()
-    tensors = wrapped(load_file(FIXTURES / WRAPPERS[name].text / "model.safetensors"))
+    made.mkdir()
+    shutil.copy(folder / "config.json", made)
+    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    digest = hashlib.sha256((made / "model.safetensors").read_bytes()).hexdigest()
+    assert digest == sha256, f"{name}: the checkpoint is not that of transformers"
+    return made
+
+
+def _tensors_of_wrapper(name: str) -> dict[str, np.ndarray]:
+    tensors = wrapped(load_file(checkpoint(WRAPPERS[name].text) / "model.safetensors"))
     if WRAPPERS[name].fused:
         tensors = fused(tensors)
-    save_file(tensors | tower, made / "model.safetensors", metadata={"format": "pt"})
-    digest = hashlib.sha256((made / "model.safetensors").read_bytes()).hexdigest()
-    assert digest == WRAPPERS[name].sha256, f"{name}: the checkpoint is not that of transformers"
-    return made
+    return tensors | load_file(FIXTURES / name / "vision.safetensors")
+
+
+def _tensors_of_both(name: str) -> dict[str, np.ndarray]:
+    """A fixture's own tensors, and those that it shares with another fixture."""
+    other = load_file(FIXTURES / SHARED[name][0] / "model.safetensors")
+    shared = {tensor: x for tensor, x in other.items() if re.match(SHARED_NAMES, tensor)}
+    return shared | load_file(FIXTURES / name / "own_tensors.safetensors")
 
 
 def cases(name: str) -> dict[str, np.ndarray]:
@@ -128,7 +153,17 @@ def main() -> None:
         tower = {name: x for name, x in tensors.items() if "visual" in name}
         save_file(tower, args.directory / "vision.safetensors")
         return
-    shutil.copy(args.reference / "model.safetensors", args.directory)
+    if args.directory.name in SHARED:
+        other = load_file(FIXTURES / SHARED[args.directory.name][0] / "model.safetensors")
+        tensors = load_file(args.reference / "model.safetensors")
+        own = {
+            name: x
+            for name, x in tensors.items()
+            if name not in other or x.tobytes() != other[name].tobytes()
+        }
+        save_file(own, args.directory / "own_tensors.safetensors")
+    else:
+        shutil.copy(args.reference / "model.safetensors", args.directory)
     whole = load_file(args.reference / "cases.safetensors")
     kept = {name: np.ascontiguousarray(sampled(x)) for name, x in whole.items()}
     save_file(kept, args.directory / "cases.safetensors")

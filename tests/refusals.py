@@ -16,6 +16,7 @@ def refused(*names: object, error: type[Exception] = UserError) -> Iterator[None
     with pytest.raises(error) as caught:
         yield
     line = str(caught.value)
-    assert line and line.isprintable(), line
+    assert line, line
+    assert line.isprintable(), line
     missing = [name for name in map(str, names) if name not in line]
     assert not missing, f"{missing} missing: {line}"

@@ -34,11 +34,14 @@ def _flags(args: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["tpu-jobset.yaml", "gpu-jobset.yaml"])
 def test_a_jobset_starts_all_pods(name):
     _, _, spec, pod, container = _jobset(name)
-    assert spec["parallelism"] == spec["completions"] and spec["completionMode"] == "Indexed"
+    assert spec["parallelism"] == spec["completions"]
+    assert spec["completionMode"] == "Indexed"
     # A pod failure policy is only valid with pods that never restart.
-    assert spec["podFailurePolicy"] and pod["restartPolicy"] == "Never"
+    assert spec["podFailurePolicy"]
+    assert pod["restartPolicy"] == "Never"
     flags = _flags(container["args"])
-    assert (ROOT / flags["config"]).is_file() and flags["workdir"].startswith("gs://")
+    assert (ROOT / flags["config"]).is_file()
+    assert flags["workdir"].startswith("gs://")
     for flag in flags:
         group = default_config()
         for part in flag.split(".")[1:]:
@@ -54,7 +57,8 @@ def test_a_tpu_pod_has_every_chip_of_its_host():
         axis: int(_flags(container["args"]).get(f"config.parallel.mesh.{axis}", 1))
         for axis in MESH_AXES
     }
-    assert job["replicas"] > 1 and chips % math.prod(mesh.values()) == 0
+    assert job["replicas"] > 1
+    assert chips % math.prod(mesh.values()) == 0
 
 
 def test_gpu_pods_find_each_other():
@@ -63,7 +67,8 @@ def test_gpu_pods_find_each_other():
     first_pod = f"{manifest['metadata']['name']}-{job['name']}-0-0.{manifest['metadata']['name']}"
     assert flags["process"] == "$(JOB_COMPLETION_INDEX)"
     launch = find_launch({}, flags["coordinator"], int(flags["processes"]), 3)
-    assert isinstance(launch, Launch) and launch.num_processes == spec["parallelism"]
+    assert isinstance(launch, Launch)
+    assert launch.num_processes == spec["parallelism"]
     assert launch.coordinator.rpartition(":")[0] == first_pod
 
 
@@ -89,14 +94,16 @@ def test_an_image_has_extras_that_exist(platform):
 
 def test_an_unknown_platform_gives_no_image():
     done = chosen_extras("abacus")
-    assert done.returncode == 2 and "abacus" in done.stderr
+    assert done.returncode == 2
+    assert "abacus" in done.stderr
 
 
 def test_the_slurm_script_asks_for_its_folder():
     script = DEPLOY / "slurm.sh"
     subprocess.run(["bash", "-n", script], check=True)
     refused = subprocess.run(["bash", script], capture_output=True, text=True)
-    assert refused.returncode and "slurm.sh" in refused.stderr
+    assert refused.returncode
+    assert "slurm.sh" in refused.stderr
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
     assert options["ntasks-per-node"] == options["gpus-per-node"]
     assert options["signal"].startswith("TERM@")
@@ -154,18 +161,22 @@ def test_a_slurm_job_takes_flags_of_train(checkout):
     command = f"train.py {' '.join(flags)} --workdir=runs/a"
     assert done.stdout.splitlines() == [f"{task} 12 {command}" for task in range(2)]
     done = _sbatch(checkout, checkout / "programs", *flags)
-    assert done.returncode == 2 and flags[0] in done.stderr
+    assert done.returncode == 2
+    assert flags[0] in done.stderr
 
 
 def test_a_missing_srun_is_named(tmp_path):
     done = _sbatch(tmp_path, tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("error: srun")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: srun")
 
 
 def test_a_missing_environment_is_named(tmp_path):
     _write_program(tmp_path / "programs/srun", SRUN)
     done = _sbatch(tmp_path, tmp_path / "programs")
-    assert done.returncode == 2 and ".venv" in done.stderr and "uv sync" in done.stderr
+    assert done.returncode == 2
+    assert ".venv" in done.stderr
+    assert "uv sync" in done.stderr
 
 
 def test_gpu_pods_find_the_driver_or_end():

@@ -58,7 +58,8 @@ def test_commands_exist(page):
 def test_commands_parse():
     """Every command is understood by its own flags and config, or says what it needs."""
     number, found = check(pages())
-    assert number > 50 and found == []
+    assert number > 50
+    assert found == []
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,8 @@ def test_commands_parse():
 )
 def test_a_wrong_command_is_found(block, mistake):
     found = mistakes(list(commands_of(f"```bash\n{block}\n```\n", "page.md")))
-    assert len(found) == 1 and mistake in found[0], found
+    assert len(found) == 1, found
+    assert mistake in found[0], found
 
 
 def test_the_page_of_metrics_has_every_field():

@@ -47,7 +47,8 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     for cell in notebook["cells"]:
         if cell["cell_type"] != "code":
             continue
-        assert not cell["outputs"] and cell["execution_count"] is None, "saved with outputs"
+        assert not cell["outputs"], "saved with outputs"
+        assert cell["execution_count"] is None, "saved with outputs"
         tree = ast.parse("".join(cell["source"]))
         last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
         with contextlib.redirect_stdout(io.StringIO()):

@@ -201,7 +201,9 @@ def test_a_run_of_the_user_s_own_parts(tmp_path, monkeypatch, capsys):
     losses = [event["loss"] for event in events if event["event"] == "train"]
     suites = [event for event in events if event["event"] == "suite"]
     assert re.search(r"^10 \d+\.\d+$", capsys.readouterr().out, re.MULTILINE)
-    assert len(losses) == 2 and np.isfinite(losses).all() and "accuracy/8 tokens" in str(suites)
+    assert len(losses) == 2
+    assert np.isfinite(losses).all()
+    assert "accuracy/8 tokens" in str(suites)
 
     with refused("model.linear_mixer = 'my_mixer:Retention'", "--trust"):
         load_model(workdir)

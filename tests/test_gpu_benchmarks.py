@@ -29,7 +29,8 @@ def test_documents_fill_their_rows():
             assert sum(each.document_lengths) == each.length
             assert len(set(each.document_lengths)) == each.documents
             ids = step.batch_of(each)["segment_ids"]
-            assert ids.shape == (each.rows, each.length) and ids.max() == each.documents
+            assert ids.shape == (each.rows, each.length)
+            assert ids.max() == each.documents
             assert each.rows % each.micro_batches == 0
 
 

@@ -101,7 +101,8 @@ def result_or_refusal(work, longest: int = 1500):
     try:
         return work()
     except UserError as error:
-        assert str(error).isprintable() and 0 < len(str(error)) < longest
+        assert str(error).isprintable()
+        assert 0 < len(str(error)) < longest
         return None
 
 
@@ -247,7 +248,8 @@ def test_a_record_with_any_value_gives_a_page(tmp_path_factory, place, key, valu
         for data in re.findall(r'<script type="application/json">(.*?)</script>', page, re.S):
             json.loads(data, parse_constant=pytest.fail)
         for drawn in re.findall(r' (?:d|x|y|cx|cy|x1|y1)="([^"]*)"', page):
-            assert "nan" not in drawn and "inf" not in drawn
+            assert "nan" not in drawn
+            assert "inf" not in drawn
 
 
 TEMPLATES = st.lists(
@@ -411,9 +413,8 @@ def test_targets_are_counted_as_in_rows(tmp_path_factory, template, conversation
     targets = np.asarray(target_weights({"segment_ids": segments, "loss_weights": weights}, 1))
     assert (targets > 0).sum() == counts["tokens"] - counts["ignored_tokens"]
     assert (targets > 0).any(axis=1).all()  # every row trains something
-    assert counts["tokens"] == (segments > 0).sum() and counts["documents"] == sum(
-        row["segment_ids"].max() for row in rows
-    )
+    assert counts["tokens"] == (segments > 0).sum()
+    assert counts["documents"] == sum(row["segment_ids"].max() for row in rows)
     bad = sum(counts["sources"][0]["bad_records"].values())
     # One conversation may be divided, so that a part of it is held out.
     in_all = counts["documents"] + counts["left_out_documents"] + bad
@@ -452,7 +453,8 @@ def test_any_record_is_read_or_left_out(tmp_path_factory, changes):
     counts = open_conversations(folder, records, template, 4096, bad_records="skip").describe()
     left_out = sum(counts["sources"][0]["bad_records"].values())
     left_out += counts["left_out_documents"]  # a text of 5,000 characters
-    assert counts["documents"] + left_out == len(records) and counts["documents"] >= 8
+    assert counts["documents"] + left_out == len(records)
+    assert counts["documents"] >= 8
     result_or_refusal(
         lambda: open_conversations(folder, [*records[:8], records[8]], template, 4096)
     )
@@ -658,12 +660,14 @@ def test_any_lock_is_refused_or_ends_soon(field, value, content):
     found = result_or_refusal(lease._read)
     if found is not None:
         assert 0 < found[1]["seconds"] <= 30
-        assert str(lease._taken(found[1])).isprintable() and len(str(lease._taken(found[1]))) < 500
+        assert str(lease._taken(found[1])).isprintable()
+        assert len(str(lease._taken(found[1]))) < 500
 
 
 def test_names_reach_the_terminal_without_control_characters(capsys):
     PreparationProgress()("\x1b]0;owned\a\x9b2J", 1, 1)
     print_model(dataclasses.replace(SETTINGS, name="[red]"), (1,), (1,), Console())
     lines = capsys.readouterr().out.splitlines()
-    assert r"\x1b]0;owned\x07\x9b2J" in lines[0] and "[red]" in lines[1]
+    assert r"\x1b]0;owned\x07\x9b2J" in lines[0]
+    assert "[red]" in lines[1]
     assert all(line.isprintable() for line in lines)

@@ -65,10 +65,24 @@ def test_later_rows_replace_earlier_ones():
 def test_rows_of_removed_tests_go():
     here = "tests/test_nightly.py"
     table = row(f"{here}::gone", "1") | row(f"{here}::there", "1") | row("tests/no.py::x", "1")
-    other = row("tests/test_docs.py::not_collected", "1")
-    assert nightly.without_gone(table | other, [f"{here}::there"]) == (
+    other = row("tests/test_docs.py::test_the_first_commands_run", "1")
+    gone = row("tests/test_docs.py::gone", "1")  # of a file of which no test is collected
+    assert nightly.without_gone(table | other | gone, [f"{here}::there"]) == (
         row(f"{here}::there", "1") | other
     )
+
+
+def test_merged_tables_have_no_removed_test(tmp_path, monkeypatch):
+    there, gone = (f"tests/test_docs.py::{name}" for name in ("test_the_first_commands_run", "x"))
+    monkeypatch.setattr(nightly, "TABLE", tmp_path / "table.json")
+    monkeypatch.setattr(nightly, "PAGE", tmp_path / "page.md")
+    nightly.PAGE.write_text(nightly.BEGIN + nightly.END)
+    nightly.TABLE.write_text(json.dumps([*row(there, "1").values(), *row(gone, "1").values()]))
+    shard = tmp_path / "shard.json"
+    shard.write_text(json.dumps([*row(there, "2").values()]))
+    monkeypatch.setattr("sys.argv", ["nightly", "--merge", str(shard)])
+    nightly.main()
+    assert nightly.read(nightly.TABLE) == row(there, "2")
 
 
 def test_a_file_gives_a_row_a_test(tmp_path):

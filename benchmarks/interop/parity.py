@@ -252,7 +252,7 @@ def measure_directory(directory: pathlib.Path, cases: dict[str, np.ndarray]) -> 
         Row(
             "export",
             "export → import: tensors whose bits differ",
-            _round_trip_differences(model, directory),
+            round_trip_differences(model, directory),
             0,
         )
     )
@@ -412,7 +412,7 @@ def _yarn_row(model: Qwen3Next, case: dict[str, np.ndarray]) -> Row:
     )
 
 
-def _round_trip_differences(model: Qwen3Next, reference: pathlib.Path) -> int:
+def round_trip_differences(model: Qwen3Next, reference: pathlib.Path) -> int:
     """Checkpoint → model → export: names and bits, those of a vision tower included, against the
     original file.
     """

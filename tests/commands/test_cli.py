@@ -229,7 +229,8 @@ def answers(tmp_path_factory):
 def test_a_mistake_is_one_line_before_jax_is_loaded(answers, number, names):
     stdout, stderr = answers[number]
     (line,) = stderr.strip().splitlines()
-    assert line.startswith("error: ") and all(name in line for name in names)
+    assert line.startswith("error: ")
+    assert all(name in line for name in names)
     assert stdout == ""
 
 
@@ -245,12 +246,10 @@ def test_a_mistake_is_one_line_before_jax_is_loaded(answers, number, names):
 def test_help_shows_the_commands_own_flags(command):
     result = _run(*command)
     flag = {"train.py": "--max-restarts", "eval.py": "--suite"}.get(command[0], "--temperature")
-    assert (
-        result.returncode == 0
-        and flag in result.stdout
-        and "--verbosity" not in result.stdout
-        and result.stderr == ""
-    )
+    assert result.returncode == 0
+    assert flag in result.stdout
+    assert "--verbosity" not in result.stdout
+    assert result.stderr == ""
     assert (
         ("--config=" in result.stdout)
         == ("--config.train.steps=1000" in result.stdout)
@@ -281,7 +280,8 @@ def test_a_reader_that_has_seen_enough_is_no_error(unbuffered):
         timeout=120,
     )
     os.close(writer)
-    assert result.stderr == b"" and result.returncode in (0, 141)
+    assert result.stderr == b""
+    assert result.returncode in (0, 141)
 
 
 def test_a_command_that_a_scheduler_ends_says_so():

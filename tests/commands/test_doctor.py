@@ -22,7 +22,8 @@ def test_every_part_traces_and_asks_for_its_operators():
             lambda: jax.jit(part.function).trace(*part.shapes)
         )
         found = {decision.operator for decision in decisions}
-        assert found >= {part.operators[-1]} and part.bytes > 0, part.name
+        assert found >= {part.operators[-1]}, part.name
+        assert part.bytes > 0, part.name
 
 
 @pytest.fixture
@@ -87,7 +88,8 @@ def test_the_exit_code_says_what_is_wrong(kernel, capsys, change, code, why):
     vars(kernel).update(change)
     device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
     (result,) = doctor.check_parts([part()], device)
-    assert doctor._verdict([result]) == result.code == code and why in result.why
+    assert doctor._verdict([result]) == result.code == code
+    assert why in result.why
     assert (result.share is None) == (result.seconds is None) == ("run" in change)
     assert ("double" in capsys.readouterr().out) == (code > 0)
 
@@ -102,7 +104,8 @@ def test_a_second_trace_forgets_the_first_error(kernel, monkeypatch):
     monkeypatch.setattr(implementations, "trace_and_record", twice)
     device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
     (result,) = doctor.check_parts([dataclasses.replace(part(), function=function)], device)
-    assert result.code == 0 and result.seconds is not None
+    assert result.code == 0
+    assert result.seconds is not None
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,8 @@ def test_a_gpu_that_jax_does_not_use_is_named(
     monkeypatch.setattr(installation, "has_cuda_library", lambda: library)
     installation.skip_absent_tpu(environment)  # as every command begins; libtpu is there
     line = installation.unused_gpu(environment, platform)
-    assert bool(line) == bool(says) and says in line
+    assert bool(line) == bool(says)
+    assert says in line
     assert not line or "driver 580.82.07" in line
 
 
@@ -140,4 +144,5 @@ def test_a_gpu_without_driver_is_missed_where_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(installation, "NVIDIA_DRIVER", tmp_path / "absent")
     assert installation.unused_gpu({}, "cpu") == ""
     asked = installation.unused_gpu({"JAX_PLATFORMS": "cuda,cpu"}, "cpu")
-    assert "JAX_PLATFORMS=cuda,cpu" in asked and str(tmp_path / "absent") in asked
+    assert "JAX_PLATFORMS=cuda,cpu" in asked
+    assert str(tmp_path / "absent") in asked

@@ -97,7 +97,8 @@ def test_a_run_is_shown_by_its_folder(tmp_path):
 def test_an_unwritable_figure_is_one_line():
     command = [sys.executable, "-m", "qwen3next_jax", "show", "tiny", "--svg=/proc/tiny.svg"]
     said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert said.returncode and "--svg=/proc/tiny.svg" in said.stderr.splitlines()[-1]
+    assert said.returncode
+    assert "--svg=/proc/tiny.svg" in said.stderr.splitlines()[-1]
 
 
 def test_too_many_layers_are_refused_at_once():

@@ -110,11 +110,9 @@ def test_bfloat16_rows(w_dtype):
     (loss, *_), (dx, dw, _) = oracle(x, w.astype(jnp.bfloat16), targets, weights)
     f = lambda x, w: linear_cross_entropy(x, w, targets, weights, chunk=128)[0]
     got, gradients = jax.jit(jax.value_and_grad(f, (0, 1)))(x, w)
-    assert (
-        got.dtype == jnp.float32
-        and gradients[0].dtype == jnp.bfloat16
-        and gradients[1].dtype == w_dtype
-    )
+    assert got.dtype == jnp.float32
+    assert gradients[0].dtype == jnp.bfloat16
+    assert gradients[1].dtype == w_dtype
     np.testing.assert_allclose(got, loss, rtol=1e-4)
     for a, b in zip(gradients, (dx, dw)):
         assert np.linalg.norm(np.asarray(a, np.float64) - b) <= 2.0**-8 * np.linalg.norm(b)

@@ -50,7 +50,8 @@ def test_nothing_is_lost_or_doubled_and_rows_are_full(lengths, row_length, buffe
     starts = np.cumsum([0, *lengths])
     cut = set()
     for tokens, part, record in pieces:  # each is a run of its own document
-        assert starts[part + record] <= tokens[0] and tokens[-1] < starts[part + record + 1]
+        assert starts[part + record] <= tokens[0]
+        assert tokens[-1] < starts[part + record + 1]
         np.testing.assert_array_equal(np.diff(tokens), 1)
         if len(tokens) < lengths[part + record]:
             cut.add(part + record)
@@ -79,7 +80,8 @@ def test_documents_stay_whole_where_rows_can_still_be_filled():
 def test_documents_that_fit_badly_are_cut_rather_than_padded():
     # kept whole, 40 % would be padding
     rows, packer = pack([600] * 500, row_length=1000, buffered_tokens=10**6)
-    assert len(rows) == 300 and 0 < packer.cut_documents < 500
+    assert len(rows) == 300
+    assert 0 < packer.cut_documents < 500
 
 
 def test_order_depends_on_the_seed_alone():

@@ -121,7 +121,8 @@ def test_epochs_are_permutations_in_different_orders(config):
         for row in batch["tokens"]
     ]
     first, second = seen[: data.rows], seen[data.rows : 2 * data.rows]
-    assert sorted(first) == sorted(second) and first != second
+    assert sorted(first) == sorted(second)
+    assert first != second
     assert len(set(first)) == data.rows > 20
 
 
@@ -155,14 +156,16 @@ def test_heldout_is_fixed_disjoint_and_padded_with_empty_rows(config):
     batches = take(data.heldout(), 100)
     assert_same(take(load(config).heldout(), 100), batches)
     filled = np.concatenate([batch["segment_ids"].any(axis=1) for batch in batches])
-    assert filled.sum() == data.heldout_rows and filled[: data.heldout_rows].all()
+    assert filled.sum() == data.heldout_rows
+    assert filled[: data.heldout_rows].all()
     assert all(batch["tokens"].shape == (B, T) for batch in batches)
     assert_same(take(data.heldout(B), 100), batches[:1])
     train = {
         piece for batch in take(data.batches(0), data.rows // B + 1) for piece in pieces_of(batch)
     }
     heldout = {piece for batch in batches for piece in pieces_of(batch) if len(piece) > 8}
-    assert heldout and not heldout & train
+    assert heldout
+    assert not heldout & train
 
 
 def test_document_names_say_where_the_rows_come_from(config):
@@ -219,7 +222,8 @@ def test_no_flipped_bit_changes_a_batch_silently(config):
                 np.testing.assert_array_equal(damaged[i].segment_ids, row.segment_ids)
         except UserError as error:
             detected += 1
-            assert str(path) in str(error) and str(error).isprintable()
+            assert str(path) in str(error)
+            assert str(error).isprintable()
     assert detected >= 20  # the rest hits bytes that carry nothing
 
 
@@ -303,9 +307,11 @@ def test_a_small_source_has_its_least_rows(config, tmp_path):
     both = load(config, path=f"large={config.path},small={tmp_path}/small.jsonl")
     assert both.heldout_sources == ["large", "small"]
     held = len(both.heldout_places(None, 0)["small"])
-    assert held >= 1 and not both.heldout_places(1, 0)["small"]
+    assert held >= 1
+    assert not both.heldout_places(1, 0)["small"]
     places = both.heldout_places(1, held + 5)
-    assert places["large"][0] == 0 and len(places["large"]) == held + 5
+    assert places["large"][0] == 0
+    assert len(places["large"]) == held + 5
     assert len(places["small"]) == held
     read = [row for batch in both.heldout(1, least=held + 5) for row in batch["tokens"]]
     every = [row for batch in both.heldout() for row in batch["tokens"]]

@@ -120,7 +120,8 @@ def test_moved_texts_are_not_tokenized_again(texts, tmp_path, tokenized):
     (tmp_path / "texts").rename(tmp_path / "moved")
     del tokenized[:]
     moved = run(f"{tmp_path}/moved/*.jsonl", tmp_path / "p")
-    assert tokenized == [] and moved.fingerprint == first.fingerprint
+    assert tokenized == []
+    assert moved.fingerprint == first.fingerprint
 
 
 def test_a_changed_file_is_tokenized_again(texts, tmp_path, tokenized):
@@ -205,8 +206,10 @@ def test_ranks_that_pack_at_once_begin_with_different_rows(texts, tmp_path, monk
     run(texts, tmp_path / "p", share=Share(0, 2))
     groups = len(list((tmp_path / "p" / "rows").iterdir()))
     of_1 = [first for rank, first in packed if rank == 1]
-    assert groups == len(of_1) == 4 and len(packed) == groups + 1
-    assert packed[0] == (0, 0) and of_1 == [1, 3, 2, 0]
+    assert groups == len(of_1) == 4
+    assert len(packed) == groups + 1
+    assert packed[0] == (0, 0)
+    assert of_1 == [1, 3, 2, 0]
     monkeypatch.undo()
     monkeypatch.setattr(row_groups, "_GROUP_TOKENS", 2000)
     run(texts, tmp_path / "q")
@@ -277,7 +280,8 @@ def test_digests_are_kept_until_files_change(texts, tmp_path, monkeypatch):
     before = run(texts, tmp_path / "p")
     assert sorted(set(read)) == ["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"]
     del read[:]
-    assert run(texts, tmp_path / "p").fingerprint == before.fingerprint and read == []
+    assert run(texts, tmp_path / "p").fingerprint == before.fingerprint
+    assert read == []
     file = tmp_path / "texts" / "b.jsonl"
     file.write_text(file.read_text().replace("import", "export"))  # same size, now
     assert run(texts, tmp_path / "p").fingerprint != before.fingerprint
@@ -304,7 +308,8 @@ def test_neither_side_of_a_small_corpus_is_empty(tmp_path, count, fraction):
     write_jsonl(tmp_path / "few.jsonl", TEXTS[:count])
     prepared = run(f"{tmp_path}/few.jsonl", tmp_path / "p", fraction=fraction)
     statistics = prepared.statistics
-    assert statistics[TRAIN].documents and statistics[HELDOUT].documents
+    assert statistics[TRAIN].documents
+    assert statistics[HELDOUT].documents
     together = {}
     for side in (TRAIN, HELDOUT):  # in which order a document is cut into pieces is random
         reader = prepared.rows[side]
@@ -355,7 +360,8 @@ def test_variants_of_a_document_stay_together(texts, tmp_path):
         origins = {o for i in range(len(reader)) for o in reader[i].origins}
         heldout.append({35 * file + record for file, record in origins})
     in_first = set(range(140))  # the files of the first glob lack the last texts
-    assert heldout[0] == heldout[1] & in_first and heldout[1] == heldout[2] == heldout[3]
+    assert heldout[0] == heldout[1] & in_first
+    assert heldout[1] == heldout[2] == heldout[3]
     assert 20 < len(heldout[0]) < 70
     assert sum(TEXTS[i] != unicodedata.normalize("NFD", TEXTS[i]) for i in heldout[0]) > 10
 
@@ -375,7 +381,8 @@ def test_a_small_glob_without_held_out_documents_says_so(texts, tmp_path, capsys
     documents = [
         [p.statistics[side].documents for side in (TRAIN, HELDOUT)] for p in data._prepared
     ]
-    assert documents[0][1] > 3 and documents[1:] == [[1, 0], [1, 1]]
+    assert documents[0][1] > 3
+    assert documents[1:] == [[1, 0], [1, 1]]
     assert len(list(data.heldout())) == -(-data.heldout_rows // 4)
 
 
@@ -403,7 +410,8 @@ def test_bad_records_stop_or_are_left_out_and_counted(kind, tmp_path, capsys):
     )
     data = TextData(config, 64, 4)
     (facts,) = data.describe()["sources"]
-    assert facts["bad_records"] == {kind: 1} and facts["empty_documents"] == 1
+    assert facts["bad_records"] == {kind: 1}
+    assert facts["empty_documents"] == 1
     assert data.describe()["documents"] == 100
     assert "a.jsonl:71" in capsys.readouterr().err
     manifest = json.loads(next((tmp_path / "p").glob("tokens/*/*.json")).read_text())
@@ -422,7 +430,8 @@ def test_blank_texts_are_left_out_and_counted(tmp_path):
     config = DataConfig(path=f"{tmp_path}/*", prepared_dir=f"{tmp_path}-p")
     facts = TextData(config, 64, 4).describe()
     assert facts["documents"] == 101
-    assert facts["sources"][0]["empty_documents"] == 6 and "6 blank" in facts["title"]
+    assert facts["sources"][0]["empty_documents"] == 6
+    assert "6 blank" in facts["title"]
     with refused(tmp_path / "b.txt"):
         run(f"{tmp_path}/b.txt", tmp_path / "p")
 
@@ -544,7 +553,8 @@ def test_killed_preparations_go_on_and_give_the_same_bytes(texts, tmp_path, monk
         time.sleep(rng.random() * 0.05)
         process.kill()
         kills += process.wait() == -signal.SIGKILL
-    assert kills >= 2 and 4 <= made()
+    assert kills >= 2
+    assert 4 <= made()
     with contextlib.suppress(Unfinished):
         run(texts, tmp_path / "p", share=Share(0, 7))
     run(texts, tmp_path / "p")
@@ -609,7 +619,8 @@ def test_damaged_parts_are_named(texts, tmp_path):
         run(texts, tmp_path / "p", length=32)
     manifest.unlink()
     run(texts, tmp_path / "p", length=32)
-    assert tokens.read_bytes() == good and manifest.read_text() == text
+    assert tokens.read_bytes() == good
+    assert manifest.read_text() == text
 
 
 def test_a_full_disk_leaves_nothing(texts, tmp_path, monkeypatch):
@@ -674,7 +685,8 @@ def indexed(texts, tmp_path, monkeypatch):
     )
     data = TextData(config, 64, 4)
     folders = sorted(path.name for path in (tmp_path / "p" / "rows").iterdir())
-    assert sorted(read) == folders and len(folders) > 3
+    assert sorted(read) == folders
+    assert len(folders) > 3
     del read[:]
     return config, data, read
 
@@ -684,7 +696,8 @@ def test_an_index_opens_unchanged_rows(indexed, monkeypatch):
     config, before, read = indexed
     monkeypatch.setattr(tokenized_parts, "find_part", None)  # no manifest of a part is read, either
     after = TextData(config, 64, 4)
-    assert read == [] and after.describe() == before.describe()
+    assert read == []
+    assert after.describe() == before.describe()
     assert after.fingerprint == before.fingerprint
     assert all_rows(after._prepared[0]) == all_rows(before._prepared[0])
     assert after.document_names(1) == before.document_names(1)
@@ -707,7 +720,8 @@ def test_an_index_that_may_be_wrong_is_not_used(indexed, tmp_path):
         assert TextData(config, 64, 4).fingerprint == before.fingerprint
         assert sorted(read) == [folder.name for folder in folders], change
         del read[:]
-        assert TextData(config, 64, 4).fingerprint == before.fingerprint and read == []
+        assert TextData(config, 64, 4).fingerprint == before.fingerprint
+        assert read == []
 
 
 def test_an_index_does_not_hide_bad_records(indexed):
@@ -800,7 +814,8 @@ def test_verify_finds_every_change(name, two_sources, tmp_path):
     pattern, spoil = SPOILT[name]
     spoil(sorted((tmp_path / "p").glob(pattern))[0])
     damages = [damage for _, damage in verify(tmp_path / "p") if damage]
-    assert damages and all(damage.isprintable() for damage in damages)
+    assert damages
+    assert all(damage.isprintable() for damage in damages)
 
 
 @pytest.mark.parametrize("checksum", [True, False])
@@ -889,7 +904,8 @@ def command(texts, tmp_path):
 
 def test_train_takes_the_rows_of_the_command(texts, tmp_path, command):
     first = command("--rank=0", "--of=2")
-    assert first.returncode == 0 and "2 of 4" in first.stdout, first.stderr
+    assert first.returncode == 0, first.stderr
+    assert "2 of 4" in first.stdout, first.stderr
     done = command("--workers=1")
     assert done.returncode == 0, done.stderr
     assert all(run.stdout.splitlines()[-1] == "without JAX" for run in (first, done))
@@ -912,7 +928,8 @@ def test_train_takes_the_rows_of_the_command(texts, tmp_path, command):
 )
 def test_the_command_refuses_what_it_cannot_prepare(command, flags, name):
     done = command(*flags)
-    assert done.returncode == 2 and name in done.stderr
+    assert done.returncode == 2
+    assert name in done.stderr
 
 
 def test_progress_is_reported(texts, tmp_path, monkeypatch):
@@ -921,8 +938,11 @@ def test_progress_is_reported(texts, tmp_path, monkeypatch):
     run(texts, tmp_path / "p", progress=lambda *figures: seen.append(figures))
     source = find_files_of_glob(texts, "text")
     done = [read for name, read, total in seen if (name, total) == (texts, source.size)]
-    assert len(done) > 10 and done == sorted(done) and done[-1] == source.size
-    assert seen[-1][1] == seen[-1][2] and "rows of 64" in seen[-1][0]
+    assert len(done) > 10
+    assert done == sorted(done)
+    assert done[-1] == source.size
+    assert seen[-1][1] == seen[-1][2]
+    assert "rows of 64" in seen[-1][0]
     assert tokenize_source(source, BYTES, Store(tmp_path / "p")).digest
 
 
@@ -958,11 +978,13 @@ def test_parts_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeyp
 
     monkeypatch.setattr(type(tokenizer), "_compare", differs_in_the_second_file)
     (mixed,) = prepare([source], tokenizer, recipe, tmp_path / "r")
-    assert mixed.fingerprint == fast.fingerprint and len(calls) == 4
+    assert mixed.fingerprint == fast.fingerprint
+    assert len(calls) == 4
     prepare([source], tokenizer, recipe, tmp_path / "r")
     assert len(calls) == 4
     keys = [{p.name for p in (tmp_path / f).glob("tokens/*/*.json")} for f in ("p", "r")]
-    assert len(keys[0] & keys[1]) == 3 and len(keys[1]) == 4
+    assert len(keys[0] & keys[1]) == 3
+    assert len(keys[1]) == 4
     monkeypatch.setattr(preparation, "_WORTH_TIKTOKEN", 1)
     prepare([source], tokenizer.fallback, recipe, tmp_path / "s")
     assert "tiktoken" not in capsys.readouterr().err

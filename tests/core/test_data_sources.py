@@ -242,7 +242,8 @@ def test_text_outside_utf8_is_named(tmp_path, capsys):
         "replace": ["a\ufffdb", "fine", "\ufffd", "\ufffdx", "good", "x", "\ufffdy"],
     }
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and all("4 not UTF-8" in line for line in told)
+    assert len(told) == 2
+    assert all("4 not UTF-8" in line for line in told)
     assert all(name in told[0] for name in ("a.txt", "c.jsonl:1", "c.jsonl:2", "d.parquet:2"))
     with refused("data.on_bad_text = skip"):
         read(tmp_path / "*")
@@ -362,7 +363,8 @@ def test_reading_a_part_goes_forward(tmp_path, monkeypatch, name):
     (file,) = find_files_of_glob(str(large_file(tmp_path / name)), "text").files
     for part in file_parts(file):
         positions = [record.position for record in read_part(file, part, "text", None)]
-        assert positions == sorted(positions) and 0 < positions[-1] <= file.size
+        assert positions == sorted(positions)
+        assert 0 < positions[-1] <= file.size
 
 
 def test_a_text_file_has_one_part(tmp_path, monkeypatch):
@@ -397,9 +399,11 @@ def test_a_bad_line_of_a_part_has_its_number(tmp_path, monkeypatch):
 def test_the_default_corpus_is_the_standard_library():
     source = find_files_of_glob("", "text")
     labels = [file.label for file in source.files]
-    assert labels == sorted(labels) and {"os.py", "json/decoder.py"} <= set(labels)
+    assert labels == sorted(labels)
+    assert {"os.py", "json/decoder.py"} <= set(labels)
     for label in labels:
-        assert label.endswith(".py") and "sysconfigdata" not in label
+        assert label.endswith(".py")
+        assert "sysconfigdata" not in label
         assert not {"site-packages", "test", "tests", "idle_test", "__pycache__"} & set(
             label.split("/")
         )

@@ -47,7 +47,8 @@ def test_parameter_counts_are_the_model_s(config):
 
 def test_released_model():
     counts = parameter_counts(ModelConfig())
-    assert counts.total == 81_324_862_720 and counts.mtp == 1_650_471_424
+    assert counts.total == 81_324_862_720
+    assert counts.mtp == 1_650_471_424
     assert counts.active == pytest.approx(3.25e9, rel=0.01)
 
 

@@ -151,9 +151,8 @@ def test_one_token_alone_is_the_first_of_many(packed):
     params, _, tokens, segments, run, nothing = packed
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: Qwen3Next(SHORT, rngs=nnx.Rngs(0))))
     single = jax.jit(lambda params: nnx.merge(graphdef, params)(tokens[:, :1]))(params)
-    assert single.logits.shape == (3, 1, SHORT.vocab_size) and [
-        m.shape[1] for m in single.mtp_logits
-    ] == [0, 0]
+    assert single.logits.shape == (3, 1, SHORT.vocab_size)
+    assert [m.shape[1] for m in single.mtp_logits] == [0, 0]
     _close(single.logits[:, 0], run(params, tokens, segments, nothing)[0].logits[:, 0])
 
 
@@ -229,7 +228,8 @@ def test_every_variant_runs_and_reaches_all_its_parameters(change):
         return jax.grad(loss)(params)
 
     for path, g in jax.tree_util.tree_leaves_with_path(gradient(params)):
-        assert np.isfinite(g).all() and np.abs(g).max() > 0, jax.tree_util.keystr(path)
+        assert np.isfinite(g).all(), jax.tree_util.keystr(path)
+        assert np.abs(g).max() > 0, jax.tree_util.keystr(path)
 
 
 @pytest.mark.slow
@@ -280,4 +280,5 @@ def test_text_of_a_model_is_short():
     model = nnx.eval_shape(lambda: Qwen3Next(UNEVEN, rngs=nnx.Rngs(0)))
     for text in (repr(model), str(model)):
         assert len(text.splitlines()) == 3 + len(UNEVEN.stacks)
-        assert UNEVEN.linear_mixer in text and UNEVEN.full_mixer in text
+        assert UNEVEN.linear_mixer in text
+        assert UNEVEN.full_mixer in text

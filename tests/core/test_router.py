@@ -126,7 +126,8 @@ def test_the_histogram_gives_the_quantile_of_the_required_biases():
     bias = np.linspace(0.3, -0.3, 8).astype(np.float32)
     # padding does not count, and the counts of micro-batches add up
     counts = _count(scores, bias, 2, mask)
-    assert counts.dtype == jnp.int32 and np.all(np.sum(counts, axis=1) == mask.sum())
+    assert counts.dtype == jnp.int32
+    assert np.all(np.sum(counts, axis=1) == mask.sum())
     first = _count(scores, bias, 2, mask & (np.arange(1000) < 300))
     np.testing.assert_array_equal(
         counts, first + _count(scores, bias, 2, mask & (np.arange(1000) >= 300))

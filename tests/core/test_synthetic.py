@@ -63,7 +63,8 @@ def test_backcopy_repeats_the_token_before_last():
         np.testing.assert_array_equal(tokens[after], tokens[after - 2])
         copied += len(after)
         assert tokens[0] == SEPARATOR
-        assert targets[1:].all() and not targets[0]
+        assert targets[1:].all()
+        assert not targets[0]
     assert copied > 100
 
 

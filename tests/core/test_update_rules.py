@@ -50,7 +50,8 @@ def test_a_rule_acts_at_each_step_but_skipped_ones():
         batch = {"tokens": tokens, "segment_ids": np.full((2, 16), segment, np.int32)}
         state, metrics = step(state, jax.device_put(batch, run.batch_sharding))
         after = jax.device_get(state)
-        assert after["capped_steps"] == capped_steps and "capped_share" in metrics
+        assert after["capped_steps"] == capped_steps
+        assert "capped_share" in metrics
         if segment == POISON:
             for name in after.keys() - {"step", "guards"}:
                 jax.tree.map(np.testing.assert_array_equal, after[name], before[name])
@@ -66,7 +67,8 @@ def test_a_rule_cannot_change_frozen_parameters():
     step, after, metrics = StepInput(run.stages[0], {}, state), state, {}
     for rule in run.rules:
         after, metrics = update_rules.apply_rule(rule, step, after, metrics, jnp.array(False))
-    assert metrics["capped_share"] == 1 and after["capped_steps"] == 1
+    assert metrics["capped_share"] == 1
+    assert after["capped_steps"] == 1
     np.testing.assert_array_equal(after["params"]["head"], params["head"])
 
 

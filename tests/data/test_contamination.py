@@ -68,8 +68,10 @@ def test_the_shared_part_of_a_text_is_found(prepared, monkeypatch, workers):
     texts = [DOCUMENTS[30][50:150], text_of(100), half, "short", over_an_end, DOCUMENTS[0]]
     found = find_contamination(texts, BYTES, prepared, workers)
     shares = found.shares.round(2).tolist()
-    assert shares[0] == shares[5] == 1.0 and shares[1] == shares[4] == 0.0
-    assert 0.3 < shares[2] < 0.7 and np.isnan(shares[3])
+    assert shares[0] == shares[5] == 1.0
+    assert shares[1] == shares[4] == 0.0
+    assert 0.3 < shares[2] < 0.7
+    assert np.isnan(shares[3])
     assert [i for i, _ in found.worst()] == [0, 5, 2]
 
 
@@ -87,7 +89,8 @@ def test_verify_and_the_harness_report_it(prepared, tmp_path, capsys):
     (tmp_path / "questions.jsonl").write_text("\n".join(lines))
     verify.print_contamination(prepared, f"{tmp_path}/questions.jsonl", "question", "bytes")
     out = capsys.readouterr().out
-    assert "1 contaminated" in out and "100%  questions.jsonl:2" in out
+    assert "1 contaminated" in out
+    assert "100%  questions.jsonl:2" in out
     with refused("--tokenizer"):
         verify.print_contamination(prepared, f"{tmp_path}/questions.jsonl", "question", None)
     samples = {

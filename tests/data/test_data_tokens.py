@@ -238,7 +238,8 @@ def test_text_has_only_named_special_tokens(byte_level, byte_fallback):
         added = tokenizer._tokenizer.get_added_tokens_decoder()
         (ids,) = tokenizer.encode_documents([text])
         special = {i for i, token in added.items() if token.special}
-        assert not special & set(ids[:-1].tolist()) and tokenizer.decode(ids[:-1]) == text
+        assert not special & set(ids[:-1].tolist())
+        assert tokenizer.decode(ids[:-1]) == text
         assert set(added) - special <= set(ids.tolist())  # <think> is text
     special = load_tokenizer(byte_level, None, ["<|im_end|>"])
     (ids,) = special.encode_documents([text])
@@ -257,7 +258,8 @@ def test_tiktoken_gives_the_same_ids_or_is_not_used(byte_level, byte_fallback, t
     pytest.importorskip("tiktoken")
     fast = load_tokenizer(byte_level, None, ["<|im_end|>"])
     slow = fast.fallback
-    assert "tiktoken" in fast.libraries and "tokenizers" in slow.libraries
+    assert "tiktoken" in fast.libraries
+    assert "tokenizers" in slow.libraries
     assert load_tokenizer(byte_fallback).fallback is None  # no byte-level BPE
     texts = [TEXT, "", TEXT * 9000, "e\u0301 <think><|im_end|> " * 50, *TRAINING]
     assert len(TEXT * 9000) > 1 << 18  # in parts
@@ -318,7 +320,8 @@ def test_text_never_gives_special_tokens(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
     (ids,) = tokenizer.encode_documents(["a</s>b"])
-    assert ids.tolist().count(tokenizer.eos_id) == 1 and ids[-1] == tokenizer.eos_id
+    assert ids.tolist().count(tokenizer.eos_id) == 1
+    assert ids[-1] == tokenizer.eos_id
 
 
 def _counted(tokenizer, text):
@@ -391,9 +394,12 @@ def test_tokens_of_the_config_have_their_ids(added, tmp_path):
     marks = {str(size): {"content": "<m>", "special": True}, str(size + 1): {"content": "<n>"}}
     _name(folder, marks, eos_token="<m>")
     one = load_tokenizer(folder)
-    assert one.encode("a<m><n>").tolist()[1:] == [size, size + 1] and one.eos_id == size
+    assert one.encode("a<m><n>").tolist()[1:] == [size, size + 1]
+    assert one.eos_id == size
     (ids,) = one.encode_documents(["a<m><n>"])
-    assert size not in ids[:-1] and size + 1 in ids  # <m> is special, <n> is text
+    # <m> is special, <n> is text
+    assert size not in ids[:-1]
+    assert size + 1 in ids
     assert one.fingerprint != before
     (tmp_path / "copy").mkdir()
     one.save(tmp_path / "copy")
@@ -454,7 +460,8 @@ def test_a_text_without_a_safe_place_is_encoded_whole(byte_level, tmp_path, monk
         return [*load_tokenizer(spec)._cutter.cut([text])]
 
     text = "some words\nand more of them\n\n  and  x"
-    assert len(parts(byte_level, text)) > 2 and "".join(parts(byte_level, text)) == text
+    assert len(parts(byte_level, text)) > 2
+    assert "".join(parts(byte_level, text)) == text
     assert len(parts(byte_level, "x" * 99)) == len(parts(byte_level, " " * 99)) == 1
     # No piece ends where a word does: a token may hold the end of one word and the next.
     content = json.loads(open(byte_level, encoding="utf-8").read())
@@ -472,7 +479,8 @@ def test_a_long_text_is_cut_after_any_line_ends(byte_level, end, monkeypatch):
     monkeypatch.setattr(cuts, "_SPACE", re.compile("$."))  # no cut at a space
     text, tokenizer = f"(1,2){end}" * 100, load_tokenizer(byte_level)
     parts = list(tokenizer._cutter.cut([text]))
-    assert max(map(len, parts)) <= 128 and "".join(parts) == text
+    assert max(map(len, parts)) <= 128
+    assert "".join(parts) == text
 
 
 # ---- any tokenizer

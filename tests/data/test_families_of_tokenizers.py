@@ -167,13 +167,16 @@ def describe_template(family: Family, tokenizer) -> list[str]:
         assert "data.template_date" in str(error)
         dated = "yes"
     plain, reasoned = needs(False, QUESTIONS), needs(False, REASONED)
-    assert not needs(True, QUESTIONS) and not needs(True, REASONED)
+    assert not needs(True, QUESTIONS)
+    assert not needs(True, REASONED)
     blocks = "yes" if plain else "with reasoning" if reasoned else "no"
     (encoded,) = conversations.encode_conversations([QUESTIONS], tokenizer, template(True))
     assert not encoded.fault
     ends = int((encoded.weights[encoded.tokens == tokenizer.eos_id] > 0).sum())
     counted = tokenizer.decode(encoded.tokens[encoded.weights > 0])
-    assert "a1" in counted and "a2" in counted and "q" not in counted
+    assert "a1" in counted
+    assert "a2" in counted
+    assert "q" not in counted
     (text,) = (r.text for r in template(True).conversations([REASONED]))
     reasoning = [name for name, why in (("earlier", "why1"), ("last", "why2")) if why in text]
     written = []

@@ -109,9 +109,12 @@ def test_texts_end_at_their_stop_strings(monkeypatch):
             None, ByteTokenizer(), prompts, stops, rows=4, max_new_tokens=20
         )
 
-    assert texts(["\n", "n"], [";"], []) == ["o", "two", "ends"] and len(steps) == 5
-    assert texts(["\n"], ["e"], []) == ["one", "two; thr", "ends"] and len(steps) == 9
-    assert texts([], [], []) == [said[0][:20], "two; three", "ends"] and len(steps) == 20
+    assert texts(["\n", "n"], [";"], []) == ["o", "two", "ends"]
+    assert len(steps) == 5
+    assert texts(["\n"], ["e"], []) == ["one", "two; thr", "ends"]
+    assert len(steps) == 9
+    assert texts([], [], []) == [said[0][:20], "two; three", "ends"]
+    assert len(steps) == 20
 
 
 def options_of_task(**given):
@@ -161,15 +164,15 @@ def test_needle_rows_hide_one_fact_a_depth(kind):
     for depth in (0.0, 0.5, 1.0):
         tokens, count = recall._needle_row(rng, tokenizer, kind, 256, depth, TEXT)
         text, answer = tokenizer.decode(tokens[:-count]), tokenizer.decode(tokens[-count:])
-        assert (
-            len(tokens) == 256
-            and count == (8 if kind < 3 else 37)
-            and text.count("The secret number of") == 2
-        )
-        assert f"{text.rpartition(chr(10))[2]}{answer}." in text and text.endswith(" is")
+        assert len(tokens) == 256
+        assert count == (8 if kind < 3 else 37)
+        assert text.count("The secret number of") == 2
+        assert f"{text.rpartition(chr(10))[2]}{answer}." in text
+        assert text.endswith(" is")
         depths.append(text.index("The secret number of"))
         assert ("river is wide" in text) == (kind == 1)
-    assert depths[0] < 5 and depths[0] < depths[1] < depths[2]
+    assert depths[0] < 5
+    assert depths[0] < depths[1] < depths[2]
 
 
 def test_needle_accuracy_wants_the_whole_answer():
@@ -220,7 +223,8 @@ def test_loss_by_position_counts_a_task_s_targets_alone():
     values = perplexity.loss_by_position(
         scorer_that_knows(lambda t: t[:, 1:] == 0), [task], np.zeros(1, np.int32)
     )
-    assert values["loss"] == 1.5 and values["targets"] == 1
+    assert values["loss"] == 1.5
+    assert values["targets"] == 1
 
 
 def test_sinks_are_means_over_heads_and_layers():
@@ -375,10 +379,12 @@ def test_sources_are_measured_in_one_pass(tmp_path, monkeypatch):
     sums = [row["tokens"].sum() for row in rows]
     is_large = [b"large" in bytes(row["tokens"].clip(0, 255).astype(np.uint8)) for row in rows]
     assert 1 <= len(rows) - sum(is_large) < 8 < sum(is_large)
-    assert values["targets"] == 3 and values["loss"] == np.mean(sums[:3])
+    assert values["targets"] == 3
+    assert values["loss"] == np.mean(sums[:3])
     large = [value for value, is_so in zip(sums, is_large, strict=True) if is_so]
     small = [value for value, is_so in zip(sums, is_large, strict=True) if not is_so]
-    assert values["loss/large"] == np.mean(large[:8]) and values["loss/small"] == np.mean(small)
+    assert values["loss/large"] == np.mean(large[:8])
+    assert values["loss/small"] == np.mean(small)
 
 
 def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys):
@@ -411,7 +417,9 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
 
     evaluate._print_values("repetition", to_metric_values(values, made.metrics))
     printed = capsys.readouterr().out
-    assert "accuracy 8 tokens" in printed and "100.0%" in printed and "rows read" in printed
+    assert "accuracy 8 tokens" in printed
+    assert "100.0%" in printed
+    assert "rows read" in printed
 
     folder = tmp_path / "run"
     folder.mkdir()
@@ -428,12 +436,10 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     )
     write_report([folder], folder / "report.html")
     page = (folder / "report.html").read_text()
-    assert (
-        "repetition: accuracy" in page
-        and "Higher is better" in page
-        and "repetition: rows read" in page
-        and "gone: loss" in page
-    )
+    assert "repetition: accuracy" in page
+    assert "Higher is better" in page
+    assert "repetition: rows read" in page
+    assert "gone: loss" in page
 
     point = Point(
         "p",
@@ -511,7 +517,8 @@ def test_a_mesh_evaluates_as_one_device():
                 mesh=compute_mesh(mesh),
             )
         )
-    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[0]["heldout loss"] > 1
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[0]["heldout loss"] > 1
     np.testing.assert_array_equal(said[1], said[0])
     assert len(np.unique(said[0])) > 8
 
@@ -549,5 +556,6 @@ def test_state_is_measured_between_lengths():
     state = State.__new__(State)
     state.eval_context = context
     found = state.run({})
-    assert found.keys() == {"accuracy/1-8", "accuracy/9-32"} and found["accuracy/1-8"] == 1
+    assert found.keys() == {"accuracy/1-8", "accuracy/9-32"}
+    assert found["accuracy/1-8"] == 1
     assert found["accuracy/9-32"] == pytest.approx(0.5, abs=4 * 0.5 / (64 * 23) ** 0.5)

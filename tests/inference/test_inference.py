@@ -274,7 +274,7 @@ def test_rows_stop_one_by_one(model, prompts, greedy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [1, 2, 3, 4])
+@pytest.mark.parametrize("drafts", [1, 3])
 def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy):
     """The test replaces the drafts of every round by drafts of which the first few are right.
 
@@ -347,13 +347,13 @@ def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy
             :, state.remaining > 0
         ]
         np.testing.assert_array_less(shortfall, 1e-3)
-    assert np.all(accepted > 0) and accepted[0] < 4 * 8
+    assert np.all(accepted > 0)
+    assert accepted[0] < 4 * 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 1, "tensor": 2}], ids=str)
-def test_drafting_on_a_mesh_is_drafting_on_one_device(axes, model, prompts, greedy):
-    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[: max(axes.values())])
+def test_drafting_on_a_mesh_is_drafting_on_one_device(model, prompts, greedy):
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, tensor=2)), jax.devices()[:4])
     graphdef, params = nnx.split(model)
     placed = jax.tree.map(
         lambda p: p.replace(

@@ -67,8 +67,10 @@ def test_generation_records_what_the_forward_pass_chooses(model, recorded):
     tokens = np.stack([np.pad(text, (0, longest - len(text))) for text in texts])
     chosen = np.asarray(features(model, tokens).expert_ids)
     for row, text, own in zip(chosen, texts, experts):
-        assert own.shape == (len(text) - 1, 3, 2) and own.dtype == np.int16
-        assert np.all(own[:, 0] == -1) and np.all(own[:, 1:] >= 0)  # layer 0 is dense
+        assert own.shape == (len(text) - 1, 3, 2)
+        assert own.dtype == np.int16
+        assert np.all(own[:, 0] == -1)  # layer 0 is dense
+        assert np.all(own[:, 1:] >= 0)
         np.testing.assert_array_equal(np.sort(own), np.sort(row[: len(text) - 1]))
 
 
@@ -92,7 +94,8 @@ def test_replayed_logits_are_the_recorded_ones(model):
     half = np.where(np.arange(16)[:, None, None] < 8, other, -1)
     replayed, used = map(np.asarray, run(model, jnp.asarray(half)))
     np.testing.assert_array_equal(used[:, :8, 1:], other[:, :8, 1:])
-    assert np.all(used[:, 8:, 1:] >= 0) and not np.array_equal(replayed[:, 0], hidden[:, 0])
+    assert np.all(used[:, 8:, 1:] >= 0)
+    assert not np.array_equal(replayed[:, 0], hidden[:, 0])
 
     # With all tokens sent to experts 0 and 1, only these two and their scores have gradients.
     two = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int16), other.shape)
@@ -121,7 +124,8 @@ def test_recorded_texts_are_rows(recorded):
     assert data.heldout_rows == 1
     (heldout,) = data.heldout()
     batch = next(iter(data.batches(0)))
-    assert batch["expert_ids"].shape == (2, 16, 3, 2) and batch["expert_ids"].dtype == np.int16
+    assert batch["expert_ids"].shape == (2, 16, 3, 2)
+    assert batch["expert_ids"].dtype == np.int16
     assert {len(texts[0]), len(texts[1])} == {
         int(b["segment_ids"][0].sum()) for b in (batch, heldout)
     }
@@ -139,19 +143,16 @@ def test_recorded_texts_are_rows(recorded):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
+def test_the_experts_of_another_model_are_refused(recorded):
+    config = DataConfig(source="recorded", path=str(recorded[0]))
+    RecordedData.check_model(config, MODEL)
+    for change, names in (
         ({"num_experts": 16}, ("num_experts = 8", "16")),
         ({"num_hidden_layers": 4}, ("num_hidden_layers = 3", "4")),
         ({"num_experts_per_tok": 1}, ("num_experts_per_tok = 2", "1")),
-    ],
-)
-def test_the_experts_of_another_model_are_refused(change, names, recorded):
-    config = DataConfig(source="recorded", path=str(recorded[0]))
-    RecordedData.check_model(config, MODEL)
-    with refused(*names):
-        RecordedData.check_model(config, dataclasses.replace(MODEL, **change))
+    ):
+        with refused(*names):
+            RecordedData.check_model(config, dataclasses.replace(MODEL, **change))
 
 
 @pytest.mark.parametrize(

@@ -362,13 +362,15 @@ def test_a_killed_export_keeps_whole_files(tmp_path, monkeypatch, capsys):
     for _ in range(2):  # the second attempt writes no file and loses none
         with pytest.raises(KeyboardInterrupt):
             save_hf(model, tmp_path / "out", identity="a")
-        assert not (tmp_path / "out").exists() and "3 of " in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        assert "3 of " in capsys.readouterr().err
     damaged = tmp_path / ".out.partial" / written[1]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     kill_after(-1)
     save_hf(model, tmp_path / "out", identity="a")
     # of the files of the first attempt, only the damaged one is written again
-    assert written[3] == written[1] and not {written[0], written[2]} & set(written[3:])
+    assert written[3] == written[1]
+    assert not {written[0], written[2]} & set(written[3:])
     assert content(tmp_path / "out") == content(tmp_path / "expected")
 
     count = len(written)
@@ -387,7 +389,8 @@ def test_a_killed_export_keeps_whole_files(tmp_path, monkeypatch, capsys):
     # the partial folder of an export to a link is beside the folder that the link names
     (tmp_path / ".other.partial").rename(tmp_path / ".place.partial")
     save_hf(model, tmp_path / "other", identity="b")
-    assert len(written) == count and content(tmp_path / "place") == content(tmp_path / "expected")
+    assert len(written) == count
+    assert content(tmp_path / "place") == content(tmp_path / "expected")
     assert {path.name for path in tmp_path.iterdir()} == {"expected", "out", "other", "place"}
 
 
@@ -477,7 +480,8 @@ def test_a_bfloat16_export_is_read_back(in_bfloat16, tmp_path):
 
 def test_shards_of_an_export_are_numbered(in_bfloat16):
     shards = sorted(in_bfloat16[1].glob("*.safetensors"))
-    assert len(shards) > 2 and shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
+    assert len(shards) > 2
+    assert shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
 
 
 def test_files_of_an_export_have_the_dtypes_of_serving(in_bfloat16):
@@ -551,7 +555,8 @@ def test_both_forms_of_config_json_read_alike(checkpoint):
 def test_a_checkpoint_without_mtp_has_depth_0(checkpoint):
     edit_tensors(checkpoint, lambda t: [t.pop(name) for name in list(t) if name.startswith("mtp.")])
     model = load_hf(checkpoint)
-    assert model.config.mtp_depth == 0 and not hasattr(model, "mtp")
+    assert model.config.mtp_depth == 0
+    assert not hasattr(model, "mtp")
 
 
 WRAPPER = references.checkpoint("qwen3_5_moe_wrapper_fused_mtp_tiny")

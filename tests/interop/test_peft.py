@@ -81,7 +81,8 @@ def test_peft_adds_what_merging_adds(changes, tmp_path):
         assert fields["rank_pattern"][module] == len(a)
         scale = fields["alpha_pattern"][module] / len(a)
         np.testing.assert_allclose(after[name] - base, scale * b @ a, atol=1e-6, err_msg=name)
-    assert modules == set(fields["target_modules"]) and len(pairs) == 2 * len(modules)
+    assert modules == set(fields["target_modules"])
+    assert len(pairs) == 2 * len(modules)
     (mode,) = {file.stat().st_mode for file in (tmp_path / "adapter").iterdir()}
     assert mode & 0o777 == 0o666 & ~_umask()
 

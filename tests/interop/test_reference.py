@@ -2,11 +2,18 @@
 Olmo Hybrid compute from the same weights (tests/fixtures).
 """
 
+import collections
+import dataclasses
 import functools
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
-from benchmarks.interop.parity import measure
+from benchmarks.interop.parity import measure, round_trip_differences
+from qwen3next_jax import load_hf
+from tests.references import WRAPPERS, checkpoint
 
 # group → how many quantities of it the reference holds
 _DENSE = {
@@ -22,11 +29,8 @@ _MIXTURE = _DENSE | {"losses": 3, "router logits": 4, "gradients": 91}
 GROUPS = {
     "qwen3_next_tiny": _MIXTURE | {"losses": 2, "gradients": 66},
     "qwen3_5_tiny": _DENSE | {"YaRN": 1},
-    "qwen3_5_wrapper_tiny": _DENSE,
     "qwen3_5_moe_tiny": _MIXTURE,
-    "qwen3_5_moe_wrapper_fused_mtp_tiny": _MIXTURE,
     "qwen4_exp_text_tiny": _MIXTURE | {"gradients": 133, "choices": 2},
-    "qwen4_exp_wrapper_tiny": _MIXTURE | {"gradients": 133, "choices": 2},
     "kimi_linear_tiny": {
         "logits": 1,
         "losses": 1,
@@ -45,29 +49,36 @@ GROUPS = {
         "export": 1,
     },
 }
-# The third computes with the experts of qwen3_next_tiny and the mixers of qwen3_5_tiny; how its
-# names are read is in test_interop.py.
-SLOW = (
-    "qwen3_5_tiny",
-    "qwen3_5_wrapper_tiny",
-    "qwen3_5_moe_wrapper_fused_mtp_tiny",
-    "qwen3_5_moe_tiny",
-    "kimi_linear_tiny",
-    "qwen4_exp_text_tiny",
-    "qwen4_exp_wrapper_tiny",
-)
-measured = functools.cache(measure)
+# qwen3_5_moe_tiny computes with the experts of qwen3_next_tiny and the mixers of qwen3_5_tiny; how
+# its names are read is in test_interop.py.
+SLOW = ("qwen3_5_tiny", "qwen3_5_moe_tiny", "kimi_linear_tiny", "qwen4_exp_text_tiny")
 
 
 @pytest.mark.parametrize(
-    ("reference", "group"),
-    [
-        pytest.param(reference, group, marks=[pytest.mark.slow] * (reference in SLOW))
-        for reference, groups in GROUPS.items()
-        for group in groups
-    ],
+    "reference",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in GROUPS],
 )
-def test_agrees_with_transformers(reference, group):
-    of_group = [row for row in measured(reference) if row.group == group]
-    assert len(of_group) == GROUPS[reference][group]
-    assert [row for row in of_group if not row.passes] == []
+def test_agrees_with_transformers(reference):
+    rows = measure(reference)
+    assert collections.Counter(row.group for row in rows) == GROUPS[reference]
+    assert [row for row in rows if not row.passes] == []
+
+
+@functools.cache
+def model(name):
+    return load_hf(checkpoint(name))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_is_its_text_model(wrapper):
+    """So it computes what the text model computes, which the test above compares."""
+    ours, text = model(wrapper), model(WRAPPERS[wrapper].text)
+    form = {"hf_form": text.config.hf_form, "hf_fused_experts": text.config.hf_fused_experts}
+    assert dataclasses.replace(ours.config, **form) == text.config
+    bits = [nnx.state(model, nnx.Param) for model in (ours, text)]
+    jax.tree.map(np.testing.assert_array_equal, *bits)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_is_exported_with_its_bits(wrapper):
+    assert round_trip_differences(model(wrapper), checkpoint(wrapper)) == 0

@@ -80,12 +80,11 @@ def tolerance(t, dtype=jnp.float32):
 @pytest.mark.parametrize(
     "t, n, m, packed",
     [
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((1, 2, 2, False), (63, 4, 2, True), (64, 4, 1, False), (200, 8, 2, False))
-        ),
+        (1, 2, 2, False),
+        (63, 4, 2, True),
+        (64, 4, 1, False),
         (65, 3, 3, True),
-        pytest.param(200, 8, 2, True, marks=pytest.mark.slow),
+        (200, 8, 2, True),
     ],
 )
 def test_equals_the_plain_softmax(t, n, m, packed):
@@ -118,20 +117,6 @@ def test_bfloat16_operands_float32_softmax():
 
 
 @pytest.mark.slow
-def test_packed_documents_are_separate_documents():
-    lengths = (1, 100, 37)
-    q, k, v, do = inputs(1, sum(lengths), 4, 2, 16)
-    segment_ids = np.repeat(np.arange(1, 4), lengths)[None]
-    packed = output_and_gradients(lambda *x: attention(*x, segment_ids=segment_ids), q, k, v, do)
-    edges = np.cumsum((0, *lengths))
-    alone = [
-        output_and_gradients(attention, *(x[:, a:b] for x in (q, k, v, do)))
-        for a, b in zip(edges, edges[1:])
-    ]
-    assert_near(packed, [jnp.concatenate(x, axis=1) for x in zip(*alone)], tolerance(100))
-
-
-@pytest.mark.slow
 def test_padding_gives_nothing_to_other_rows():
     q, k, v, do = inputs(1, 150, 2, 1, 8)
     segment_ids = np.repeat((1, 2, 0), (40, 60, 50))[None]
@@ -148,8 +133,8 @@ def test_padding_gives_nothing_to_other_rows():
 @pytest.mark.parametrize(
     "new, layers",
     [
-        pytest.param(1, 1, marks=pytest.mark.slow),
-        pytest.param(8, 2, marks=pytest.mark.slow),
+        (1, 1),
+        (8, 2),
         (9, 1),
     ],
 )
@@ -259,10 +244,8 @@ def test_splash_interpreted_equals_the_plain_softmax(t, d, private, monkeypatch)
         monkeypatch.setattr(splash, "compile_target", lambda: two_cores)
         monkeypatch.setattr(splash, "BLOCK", 128)
         monkeypatch.setattr(splash, "LONG_BLOCK", 256)
-        assert (
-            splash.block_size(1024, d, 4) == 256
-            and splash.block_size(1024, 256, 4) == splash.block_size(768, d, 4) == 128
-        )
+        assert splash.block_size(1024, d, 4) == 256
+        assert splash.block_size(1024, 256, 4) == splash.block_size(768, d, 4) == 128
     else:  # a JAX without the backward kernels' name
         monkeypatch.delattr(
             "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel._splash_attention_bwd"

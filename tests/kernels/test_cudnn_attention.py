@@ -145,7 +145,8 @@ def test_queries_see_all_earlier_keys_of_their_document():
         results(*(functools.partial(f, block=128) for f in (xla.forward, xla.backward))),
     )
     np.testing.assert_allclose(got_sum, sums, rtol=1e-5)
-    assert np.all(np.asarray(sums)[0, :, :70] < 10) and np.all(np.asarray(sums)[1] == xla.UNSEEN)
+    assert np.all(np.asarray(sums)[0, :, :70] < 10)
+    assert np.all(np.asarray(sums)[1] == xla.UNSEEN)
     assert_near(got, want, tolerance(128, jnp.bfloat16))
 
 
@@ -224,14 +225,16 @@ def test_each_shard_of_a_mesh_calls_cudnn(on_a_gpu):
     ids = jax.ShapeDtypeStruct((2, 2 * T), jnp.int32)
     found = calls_of(sharded, *shapes(2 * T), ids)
     # the keys of the shard, and two pairs of a block of queries and one of earlier keys
-    assert found["Softmax", "PADDING_CAUSAL", "4"] and found["SoftmaxBackward", "PADDING", "2"] == 2
+    assert found["Softmax", "PADDING_CAUSAL", "4"]
+    assert found["SoftmaxBackward", "PADDING", "2"] == 2
 
 
 def test_a_gpu_runs_cudnn_that_passed(on_a_gpu, monkeypatch, capsys):
     program = lambda t: str(jax.make_jaxpr(lambda q: attention(q, q, q))(shapes(t)[0]))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(self_test, "find_failure", lambda *_: "")
-    assert "dot_product_attention" in program(128) and "cuDNN" in capsys.readouterr().err
+    assert "dot_product_attention" in program(128)
+    assert "cuDNN" in capsys.readouterr().err
     assert "dot_product_attention" not in program(129)
     assert "129" in capsys.readouterr().err
     monkeypatch.setattr(self_test, "find_failure", lambda *_: "gave another dq")
@@ -254,7 +257,8 @@ def test_a_gpu_runs_cudnn_that_passed(on_a_gpu, monkeypatch, capsys):
 def test_what_cudnn_does_not_take_is_said(shape, dtype, split, words):
     q = jax.ShapeDtypeStruct(shape, dtype)
     reason = cudnn_attention.unsupported_reason(q, q, q, split)
-    assert words in reason and bool(reason) == bool(words)
+    assert words in reason
+    assert bool(reason) == bool(words)
 
 
 def test_another_signature_or_release_is_refused_in_one_line(on_a_gpu, monkeypatch):

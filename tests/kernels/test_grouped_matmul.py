@@ -81,13 +81,16 @@ CASES = {  # mostly of one shape, which compiles once
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("rows, sizes", CASES.values(), ids=CASES.keys())
-def test_equals_one_matmul_per_group(rows, sizes, implementation):
-    x, w, dy = random((rows, 6), (len(sizes), 6, 10), (rows, 10))
-    got = matmul_and_gradients(x, w, jnp.asarray(sizes), dy, implementation)
-    assert_near(got, per_group(x, w, sizes, dy), EPSILON[jnp.float32])
+def test_equals_one_matmul_per_group(implementation):
+    """Of one shape, which compiles once. The other shapes are those of the MLP below, which has
+    these products.
+    """
+    for rows, sizes in CASES.values():
+        if rows == 192:
+            x, w, dy = random((rows, 6), (len(sizes), 6, 10), (rows, 10))
+            got = matmul_and_gradients(x, w, jnp.asarray(sizes), dy, implementation)
+            assert_near(got, per_group(x, w, sizes, dy), EPSILON[jnp.float32])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -109,28 +112,31 @@ def test_any_group_sizes(sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes", [(0, 40, 0, 0, 3, 20, 0), (9,) * 7, (0, 0, 0, 0, 0, 0, 64), (60, 0, 1, 1, 1, 0, 1)]
-)
-def test_weights_too_large_for_one_batch_of_blocks(sizes):
+def test_weights_too_large_for_one_batch_of_blocks():
     """One matrix is nearly a third of what a batch of blocks may copy: batches of 3, and groups
     that cross them.
     """
     x, gate_up, down, dy = random((64, 400), (7, 400, 2, 400), (7, 400, 400), (64, 400))
-    got = mlp_and_gradients(x, gate_up, down, jnp.asarray(sizes), dy, "blocked")
-    assert_near(got, swiglu_per_group(x, gate_up, down, sizes, dy), EPSILON[jnp.float32])
+    for sizes in (
+        (0, 40, 0, 0, 3, 20, 0),
+        (9,) * 7,
+        (0, 0, 0, 0, 0, 0, 64),
+        (60, 0, 1, 1, 1, 0, 1),
+    ):
+        got = mlp_and_gradients(x, gate_up, down, jnp.asarray(sizes), dy, "blocked")
+        assert_near(got, swiglu_per_group(x, gate_up, down, sizes, dy), EPSILON[jnp.float32])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bfloat16(implementation):
+def test_bfloat16():
     sizes = [3, 130, 0, 60]
     x, gate_up, down, dy = random(
         (200, 32), (4, 32, 2, 16), (4, 16, 32), (200, 32), dtype=jnp.bfloat16
     )
-    got = mlp_and_gradients(x, gate_up, down, jnp.asarray(sizes), dy, implementation)
-    assert all(a.dtype == jnp.bfloat16 for a in got)
-    assert_near(got, swiglu_per_group(x, gate_up, down, sizes, dy), EPSILON[jnp.bfloat16] / 2)
+    for implementation in IMPLEMENTATIONS:
+        got = mlp_and_gradients(x, gate_up, down, jnp.asarray(sizes), dy, implementation)
+        assert all(a.dtype == jnp.bfloat16 for a in got)
+        assert_near(got, swiglu_per_group(x, gate_up, down, sizes, dy), EPSILON[jnp.bfloat16] / 2)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
@@ -166,10 +172,12 @@ def test_a_gpu_takes_kernels_that_passed_their_test(monkeypatch, capsys):
     monkeypatch.setattr(gpu_kernels, "matmul", lambda x, w, sizes: jnp.cbrt(x @ w[0]))
     monkeypatch.setattr(tokamax, "triton_unsupported_reason", lambda: "without it")
     monkeypatch.setattr(tokamax, "mosaic_unsupported_reason", lambda: "without it")
-    assert "cbrt" not in lowered() and "grouped products" in capsys.readouterr().err
+    assert "cbrt" not in lowered()
+    assert "grouped products" in capsys.readouterr().err
     monkeypatch.setattr(tokamax, "mosaic_unsupported_reason", lambda: "")
     monkeypatch.setattr(self_test, "find_failure", lambda *_: "")
-    assert "cbrt" in lowered() and "grouped products" in capsys.readouterr().err
+    assert "cbrt" in lowered()
+    assert "grouped products" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,6 @@ def errors(got, want, counted):
         (PACKED, 4, 400, jnp.float32, (256, 128)),  # rows shorter than the budget
         (((500, 12), (3, 509)), 4, 64, jnp.float32, (128,)),  # four tiles
         (((402, 0), (401, 1)), 5, 65, jnp.float32, (512, 256, 128)),  # no last block
-        (PACKED, 3, 24, jnp.float32, (128,)),
     ],
 )
 def test_results_and_gradients_are_those_of_the_formulas(

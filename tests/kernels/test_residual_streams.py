@@ -103,20 +103,21 @@ ONE, THREE = dict(rows=2, tokens=5, streams=1), dict(rows=2, tokens=5, streams=3
     "implementation, sizes, dtype",
     [
         ("xla", THREE | dict(width=24, rank=5), jnp.float32),
-        pytest.param(
-            "pallas_tpu",
-            dict(rows=2, tokens=64, streams=2, width=128, rank=20),
-            jnp.float32,
-            marks=slow,
-        ),
         *(
             pytest.param(implementation, sizes, dtype, marks=slow)
-            for dtype in (jnp.bfloat16, jnp.float32)
-            for implementation, sizes in (
-                ("xla", ONE | dict(width=8, rank=3)),
-                ("xla", THREE | dict(width=24, rank=5)),
-                ("pallas_tpu", dict(rows=2, tokens=128, streams=1, width=256, rank=20)),
-                ("pallas_tpu", dict(rows=1, tokens=384, streams=3, width=128, rank=126)),
+            for implementation, sizes, dtype in (
+                ("xla", ONE | dict(width=8, rank=3), jnp.float32),
+                ("xla", THREE | dict(width=24, rank=5), jnp.bfloat16),
+                (
+                    "pallas_tpu",
+                    dict(rows=2, tokens=128, streams=1, width=256, rank=20),
+                    jnp.float32,
+                ),
+                (
+                    "pallas_tpu",
+                    dict(rows=1, tokens=384, streams=3, width=128, rank=126),
+                    jnp.bfloat16,
+                ),
             )
         ),
     ],

@@ -67,7 +67,8 @@ def test_outcomes_of_self_tests_are_stored(operators, capsys):
     both_run = threading.Barrier(2)
     operators["attention"] = operators["b"] = lambda: both_run.wait(timeout=20) * 0.0
     found, result = traced(step())
-    assert [name for name, _, _ in found.values()] == ["kernel", "kernel"] and result == 4
+    assert [name for name, _, _ in found.values()] == ["kernel", "kernel"]
+    assert result == 4
     assert len(capsys.readouterr().err.splitlines()) == 2
 
     def fails():
@@ -83,8 +84,11 @@ def test_a_failed_kernel_is_traced_around(operators, capsys):
     operators["attention"], operators["b"] = lambda: 1.0, lambda: 0.0
     found, result = traced(step())
     name, refusal, consequence = found["attention"]
-    assert name == "xla" and found["b"][0] == "kernel" and result == 1 + 2
-    assert "another y" in refusal and "attention" in consequence
+    assert name == "xla"
+    assert found["b"][0] == "kernel"
+    assert result == 1 + 2
+    assert "another y" in refusal
+    assert "attention" in consequence
 
 
 def test_an_error_of_an_untested_kernel_is_no_end(operators, monkeypatch):
@@ -96,8 +100,10 @@ def test_an_error_of_an_untested_kernel_is_no_end(operators, monkeypatch):
     monkeypatch.setattr(sys.modules["attention_kernel"], "run", broken)
     operators["attention"], operators["b"] = lambda: broken(0), lambda: 0.0
     found, result = traced(step())
-    assert found["attention"][0] == "xla" and "libcudnn" in found["attention"][1]
-    assert found["b"][0] == "kernel" and result == 1 + 2
+    assert found["attention"][0] == "xla"
+    assert "libcudnn" in found["attention"][1]
+    assert found["b"][0] == "kernel"
+    assert result == 1 + 2
 
 
 def test_an_error_that_is_no_kernels_ends_the_trace(operators):

@@ -57,7 +57,8 @@ def test_unmeasured_chips_reach_their_neighbour_s_share():
     size = 1e15
     assert v5p.products.seconds(size) == pytest.approx(size / (827.5e12 * 459 / 918), rel=1e-3)
     assert v5p.hbm.seconds(size) == pytest.approx(size / (3210e9 * 2765 / 3690))
-    assert "nearest, v6e" in v5p.sources["products"] and "v6e" not in v6e.sources["products"]
+    assert "nearest, v6e" in v5p.sources["products"]
+    assert "v6e" not in v6e.sources["products"]
     with refused("H100"):
         rates_of(CHIPS["H100"])
 
@@ -99,7 +100,8 @@ def test_collectives_at_once_share_links():
     alone = [estimate("v6e:16x16", axes, text).seconds for text in (long, short)]
     end = "\n  ROOT %c = bf16[1000000000]{0} all-gather-done(%a)"
     both = estimate("v6e:16x16", axes, long + short.replace("%x", "%z").replace("ROOT ", "") + end)
-    assert alone[0] == 0 and alone[1] < 1e-5
+    assert alone[0] == 0
+    assert alone[1] < 1e-5
     whole = estimate("v6e:16x16", axes, long + end).seconds
     assert both.seconds == pytest.approx(whole + alone[1], rel=1e-9)
     assert both.bound["network data+expert"] == pytest.approx(2 * alone[1])
@@ -244,13 +246,15 @@ def test_experts_take_the_tiles_in_use(fused, monkeypatch):
     balanced, skewed = (expert_load(LAYOUT, skew) for skew in (0.0, 1.5))
     filled = balanced.fullest * 448 / 1.125 / 16
     assert seconds[0.0][kernel] == pytest.approx(full * (filled + 4 / 2) / 30, rel=0.02)
-    assert seconds[1.5][kernel] == pytest.approx(full * skewed.used) and skewed.used > 0.97
+    assert seconds[1.5][kernel] == pytest.approx(full * skewed.used)
+    assert skewed.used > 0.97
     assert seconds[0.0]["b"] == pytest.approx(product * balanced.experts_beyond, rel=0.1)
     assert seconds[1.5]["b"] == pytest.approx(product * skewed.experts_beyond)
     assert balanced.experts_beyond < 0.2 < 1 < skewed.experts_beyond
     # What fits and what does not are all choices: the fullest shard's, in 30 tiles of 16 rows.
     fits = skewed.fullest * LAYOUT.balanced_choices * (1 - skewed.beyond)
-    assert 0.85 * 480 < fits <= 480 and skewed.fullest > 1.2
+    assert 0.85 * 480 < fits <= 480
+    assert skewed.fullest > 1.2
 
 
 @needs_compiler
@@ -332,7 +336,8 @@ def test_grouped_products_last_as_long_as_measured_ones(chip):
     """
     kernels = [k for k in read_kernels() if k.chip == chip and k.width % 128 == 0]
     errors = [abs(predict(kernel) / kernel.milliseconds - 1) for kernel in kernels]
-    assert len(errors) > 60 and statistics.median(errors) < 0.05
+    assert len(errors) > 60
+    assert statistics.median(errors) < 0.05
     assert sum(error > 0.10 for error in errors) <= len(errors) // 15
 
 
@@ -369,7 +374,8 @@ def test_parts_have_names_for_readers_and_lose_nothing():
     }
     costs = {name: SourceCost(2.0**i, 1.0, 3.0) for i, name in enumerate(sources)}
     parts = cost_by_part(costs | {"moe route": SourceCost(100.0, 1.0, 3.0)})
-    assert parts["router"] == SourceCost(102.0, 2.0, 6.0) and next(iter(parts)) == "router"
+    assert parts["router"] == SourceCost(102.0, 2.0, 6.0)
+    assert next(iter(parts)) == "router"
     assert all(part_name(name) == part for name, part in sources.items())
     assert sum(part.seconds for part in parts.values()) == 163.0
 
@@ -379,5 +385,9 @@ def test_only_such_loops_have_choices_beyond():
         expert_load(ExpertLayout(shards, 32, 400, 64), 1.0) for shards in (1, 8, 16)
     )
     assert one.beyond == one.experts_beyond == one.rounds == 0
-    assert gathered.beyond > 0 and gathered.experts_beyond > 1 and gathered.rounds == 0
-    assert ragged.beyond > 0 and ragged.experts_beyond == 0 and ragged.rounds > 0
+    assert gathered.beyond > 0
+    assert gathered.experts_beyond > 1
+    assert gathered.rounds == 0
+    assert ragged.beyond > 0
+    assert ragged.experts_beyond == 0
+    assert ragged.rounds > 0

@@ -102,7 +102,9 @@ def test_collectives_inside_a_scan(mesh, name):
     text = compile_text(mesh, looped(mesh, body), ((8 * M, N), P(AXES)))
     (found,) = program_collectives(hlo.parse_program(text), mesh)
     assert (found.kind, found.axes, found.times) == (kind, axes, TRIPS)
-    assert found.group == group and found.sent == sent and found.total == TRIPS * sent
+    assert found.group == group
+    assert found.sent == sent
+    assert found.total == TRIPS * sent
 
 
 # As libtpu 0.0.50 writes reduce-scatters (numbers shortened): of one array, padded, and of two.
@@ -290,7 +292,8 @@ def test_flops_of_a_kernel_are_those_it_states():
         '"cost_estimate":{"flops":"4242","transcendentals":"0"}',
         '"cost_estimate": {\n"bytes_accessed":11,\n"flops":4242\n}, "device_type": "",',
     )
-    assert other != LOOP and total(other, instruction_flops) == 4242
+    assert other != LOOP
+    assert total(other, instruction_flops) == 4242
 
 
 @pytest.mark.parametrize("name, arrays", [("z", 2), ("r", 1)], ids=["in place", "from VMEM"])
@@ -305,9 +308,8 @@ def test_bytes_are_those_of_hbm(name, arrays):
 )
 def test_memory_by_part(name, part):
     found = memory_use(Compiled(), hlo.parse_program(LOOP.replace("LOOPNAME", name)), {}, {})
-    assert (
-        getattr(found, part) == 4 * 6 * 8 * 128 and found.temporaries == 100_000 - 4 * 6 * 8 * 128
-    )
+    assert getattr(found, part) == 4 * 6 * 8 * 128
+    assert found.temporaries == 100_000 - 4 * 6 * 8 * 128
     assert found.peak == 1000 + 100_000 + 10
 
 

@@ -4,6 +4,7 @@ compiler.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -91,15 +92,19 @@ def test_the_command_answers_a_mistake_in_one_line(tmp_path):
     done = command(
         "--config=configs/tiny.py", "--topology=v5p:9", f"--json={tmp_path / 'plan.json'}"
     )
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not any(tmp_path.iterdir())
-    assert "--topology=v5p:9" in done.stderr and "v6e" not in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert not any(tmp_path.iterdir())
+    assert "--topology=v5p:9" in done.stderr
+    assert "v6e" not in done.stderr
 
 
 def test_a_size_that_is_no_number():
     done = command(
         "--config=configs/tiny.py", "--topology=v5p:2x2x1", "--config.parallel.mesh.data=abc"
     )
-    assert done.returncode == 2 and "--config.parallel.mesh.data=abc" in done.stderr
+    assert done.returncode == 2
+    assert "--config.parallel.mesh.data=abc" in done.stderr
 
 
 @pytest.mark.slow
@@ -115,7 +120,9 @@ def test_a_figure_that_does_not_exist():
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    assert done.returncode == 2 and "typo" in done.stderr and "v5p_8x8x8_default" in done.stderr
+    assert done.returncode == 2
+    assert "typo" in done.stderr
+    assert "v5p_8x8x8_default" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -299,18 +306,15 @@ def test_a_run_s_compiler_options_replace_the_chip_s():
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(
-    scope="module",
-    params=[0, pytest.param(2, marks=pytest.mark.slow)],
-    ids=("recurrent layers", "every second of attention"),
-)
-def plan(request):
+@functools.cache
+def plan_of(interval: int):
+    """A plan of recurrent layers, of which every `interval`-th is attention; 0 for none."""
     periods = UNROLLED["tpu"] + 1  # else there is no loop over them
     of_kind = dataclasses.replace(
         MODEL,
-        full_attention_interval=request.param,
+        full_attention_interval=interval,
         layer_types=(),
-        num_hidden_layers=periods * max(request.param, 1),
+        num_hidden_layers=periods * max(interval, 1),
     )
     return make_plan_in_subprocess(
         dataclasses.replace(config(data=2, expert=2), model=of_kind),
@@ -319,9 +323,23 @@ def plan(request):
     )
 
 
+@pytest.fixture
+def plan():
+    return plan_of(0)
+
+
+of_both_kinds = pytest.mark.parametrize(
+    "interval",
+    [0, pytest.param(2, marks=pytest.mark.slow)],
+    ids=("recurrent layers", "every second of attention"),
+)
+
+
 @pytest.mark.needs("kernels")
 @needs_compiler
-def test_a_plan_of_a_real_step_fits(plan):
+@of_both_kinds
+def test_a_plan_of_a_real_step_fits(interval):
+    plan = plan_of(interval)
     assert plan.fits, plan.reason
     assert plan.mesh == {"slice": 1, "data": 2, "expert": 2, "context": 1, "tensor": 1}
     assert not plan.unknown_kernels
@@ -329,7 +347,9 @@ def test_a_plan_of_a_real_step_fits(plan):
 
 @pytest.mark.needs("kernels")
 @needs_compiler
-def test_the_memory_of_a_plan_adds_up(plan):
+@of_both_kinds
+def test_the_memory_of_a_plan_adds_up(interval):
+    plan = plan_of(interval)
     # two moments, and counters
     assert plan.memory.optimizer == pytest.approx(2 * plan.memory.parameters, rel=1e-3)
     assert plan.memory.peak == pytest.approx(sum(plan.memory[:-1]))
@@ -346,8 +366,10 @@ def test_only_the_rounds_of_experts_are_unstated(plan):
 
 @pytest.mark.needs("kernels")
 @needs_compiler
-def test_flops_of_a_plan_are_the_recomputed_model_s(plan):
+@of_both_kinds
+def test_flops_of_a_plan_are_the_recomputed_model_s(interval):
     """Everything the model needs and the recomputed forward passes, but no expert twice."""
+    plan = plan_of(interval)
     assert 1.2 < plan.estimate.flops / plan.model_flops < 3
     assert 0 < plan.mfu < plan.as_dict()["mfu_roofline"] < 0.5
     assert dataclasses.replace(plan, unknown_kernels=("k",)).mfu is None
@@ -374,7 +396,9 @@ def test_estimates_are_in_their_order(plan):
 
 @pytest.mark.needs("kernels")
 @needs_compiler
-def test_collectives_of_a_plan_follow_its_mesh(plan):
+@of_both_kinds
+def test_collectives_of_a_plan_follow_its_mesh(interval):
+    plan = plan_of(interval)
     assert {axis for c in plan.collectives for axis in c.axes} == {"data", "expert"}
     assert {c.times for c in plan.collectives} >= {1, len(plan.model.stacks[-1])}
 
@@ -385,7 +409,8 @@ def test_a_layer_alone_gathers_weights_and_exchanges_rows():
     compile_layer = runpy.run_path(str(ROOT / "benchmarks/planner/block_plan.py"))["compile_layer"]
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=2)), jax.devices()[:2])
     program = compile_layer(MODEL, "gated_deltanet", mesh, 1, 64, 1, "dots", {}).as_text()
-    assert "all-gather(" in program and "reduce-scatter(" in program
+    assert "all-gather(" in program
+    assert "reduce-scatter(" in program
 
 
 @needs_compiler
@@ -410,11 +435,9 @@ def test_plan_is_shown_written_and_drawn(plan, tmp_path):
     console = Console(record=True, width=150, file=open(os.devnull, "w"))
     show(plan, console)
     text = console.export_text()
-    assert (
-        "data=2 expert=2: fits" in text
-        and "bound by " + plan.binding in text
-        and "ideal: max(" in text
-    )
+    assert "data=2 expert=2: fits" in text
+    assert "bound by " + plan.binding in text
+    assert "ideal: max(" in text
     assert "rates of v5e by calibrated: no product measured: the nearest, v6e" in text
     draw_plans([plan], tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -434,12 +457,11 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
 
     monkeypatch.setattr(planning, "make_train_step", too_large)
     plan = planning.make_plan(config(data=4), topology.describe_topology("v6e:2x2"))
-    assert not plan.fits and plan.needs > plan.usable_hbm
+    assert not plan.fits
+    assert plan.needs > plan.usable_hbm
     assert plan.usable_hbm == pytest.approx(CHIPS["v6e"].usable_hbm, rel=1e-3)
-    assert (
-        plan.reason.startswith(f"needs {plan.needs / 2**30:.2f} GiB of 31.24 GiB")
-        and plan.as_dict()["mfu"] is None
-    )
+    assert plan.reason.startswith(f"needs {plan.needs / 2**30:.2f} GiB of 31.24 GiB")
+    assert plan.as_dict()["mfu"] is None
 
 
 @needs_compiler
@@ -460,7 +482,8 @@ def test_what_nearly_fits_has_a_time(table_s_share, monkeypatch):
     chip = dataclasses.replace(slice_.chip, usable_hbm=table_s_share * slice_.chip.usable_hbm)
     plan = planning.make_plan(config(data=4), slice_._replace(chip=chip))
     over = plan.needs - plan.usable_hbm
-    assert plan.verdict == "does not fit" and 0 < over < planning.NEAR * plan.usable_hbm
+    assert plan.verdict == "does not fit"
+    assert 0 < over < planning.NEAR * plan.usable_hbm
     assert f"{over / 2**30:.2f} GiB" in plan.reason
     product_seconds = 3 * 2 * 131_584**2 * 128 / CHIPS["v6e"].device_flops
     assert plan.as_dict()["step_seconds"] > product_seconds
@@ -478,7 +501,8 @@ def test_the_compiler_s_share_of_memory_counts(monkeypatch):
     small = slice_._replace(chip=dataclasses.replace(slice_.chip, usable_hbm=1000.0))
     assert planning.make_plan(config(data=4), slice_, "O1").fits
     plan = planning.make_plan(config(data=4), small, "O1")
-    assert plan.verdict == "does not fit" and plan.needs > plan.usable_hbm == 1000
+    assert plan.verdict == "does not fit"
+    assert plan.needs > plan.usable_hbm == 1000
 
 
 @needs_compiler
@@ -495,9 +519,8 @@ def test_an_error_of_the_compiler_is_a_row(monkeypatch):
 
     monkeypatch.setattr(planning, "make_train_step", lambda config, mesh: Lowered())
     plan = planning.make_plan(config(data=4), topology.describe_topology("v6e:2x2"))
-    assert (
-        plan.verdict == "failed" and plan.reason == "the compiler's error: INTERNAL: Mosaic failed"
-    )
+    assert plan.verdict == "failed"
+    assert plan.reason == "the compiler's error: INTERNAL: Mosaic failed"
 
 
 # ---- a process for the compiler
@@ -544,11 +567,9 @@ def test_a_compiler_that_ends_its_process_is_one_line(
 
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", program))
     plan = make_plan_in_subprocess(config(data=4), topology.describe_topology("v6e:2x2"))
-    assert (
-        plan.verdict == "failed"
-        and plan.reason == reason
-        and plan.as_dict()["peak_hbm_bytes"] is None
-    )
+    assert plan.verdict == "failed"
+    assert plan.reason == reason
+    assert plan.as_dict()["peak_hbm_bytes"] is None
     console = Console(record=True, width=200, file=open(os.devnull, "w"))
     show(plan, console)
     assert f"data=4 failed: {reason}" in console.export_text()
@@ -604,7 +625,8 @@ def test_a_planner_killed_early_leaves_no_compiler():
     ) as planner:
         # its end: nobody holds it any more
         ended, _, _ = select.select([planner.stdout], [], [], 300)
-        assert ended and not planner.stdout.read()
+        assert ended
+        assert not planner.stdout.read()
 
 
 # ---- the search
@@ -617,7 +639,8 @@ def test_the_smallest_slices_have_a_ranking(slice_):
     config = load_config("small")
     found = rank_candidates(config.model, config.train, topology.describe_topology(slice_))
     only_tensor = [c for c in found if c.mesh.tensor > 1 and c.mesh.data == c.mesh.expert == 1]
-    assert not found[0].reason and any(not c.reason for c in only_tensor)
+    assert not found[0].reason
+    assert any(not c.reason for c in only_tensor)
 
 
 @pytest.fixture(scope="module")
@@ -633,7 +656,8 @@ def candidates():
 @needs_compiler
 def test_what_fits_comes_first_the_fastest_first(candidates):
     fitting = [c for c in candidates if not c.reason]
-    assert fitting and candidates[: len(fitting)] == fitting
+    assert fitting
+    assert candidates[: len(fitting)] == fitting
     per_token = [c.seconds / c.tokens for c in fitting]
     assert per_token == sorted(per_token)
     assert {c.train.batch_size for c in fitting} == {256, 512}
@@ -788,7 +812,8 @@ def test_search_prices_the_network_between_slices():
     ):
         parallel = ParallelConfig(slice_gradients=dtype, slice_state=state)
         best = rank_candidates(model, train, two, fixed, parallel=parallel)[0]
-        assert best.sizes == {"slice": 2, "data": 32, **fixed} and not best.reason
+        assert best.sizes == {"slice": 2, "data": 32, **fixed}
+        assert not best.reason
         crossing = best.seconds - estimated_seconds(model, best.train, best.mesh, two)
         assert crossing == pytest.approx(stored * bytes_of_parameter / 12.5e9)
         saved = estimated_bytes(model, best.train, best.mesh) - best.bytes

@@ -210,7 +210,8 @@ def test_split_collectives_hide_behind_work():
     for size in (1_000_000, 100_000_000):
         network = 2 * size / (100 * GB)
         found = seconds("v5p:2x2x1", dict(data=2, tensor=2), split.replace("SIZE", str(size)))
-        assert found.seconds == pytest.approx(max(compute, network)) and found.flops == flops
+        assert found.seconds == pytest.approx(max(compute, network))
+        assert found.flops == flops
         assert found.bound.get("network tensor", 0) == pytest.approx(max(network - compute, 0))
         assert seconds(
             "v5p:2x2x1", dict(data=2, tensor=2), whole.replace("SIZE", str(size))
@@ -251,10 +252,8 @@ ENTRY %main (p: bf16[1000000]) -> bf16[500000] {
 """
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, tensor=2)), slice_.devices)
     found = estimate_time(hlo.parse_program(text), mesh, slice_.chip, slice_.shape)
-    assert (
-        found.bound == {"network tensor": pytest.approx(1e6 / (100 * GB))}
-        and found.hbm_bytes == 3e6
-    )
+    assert found.bound == {"network tensor": pytest.approx(1e6 / (100 * GB))}
+    assert found.hbm_bytes == 3e6
 
 
 @needs_compiler
@@ -263,7 +262,8 @@ ENTRY %main (p: bf16[1000000]) -> bf16[500000] {
 )
 def test_two_devices_of_a_chip_share_its_links(axis, expected):
     slice_ = topology.describe_topology("tpu7x:2x2x1")
-    assert slice_.chips == 4 and len(slice_.devices) == 8
+    assert slice_.chips == 4
+    assert len(slice_.devices) == 8
     devices = sorted(slice_.devices, key=lambda d: (*d.coords, d.core_on_chip))
     mesh = jax.sharding.Mesh(np.array(devices).reshape(4, 2), ("chip", "core"))
     text = GATHER.replace(

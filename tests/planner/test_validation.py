@@ -56,7 +56,8 @@ def test_every_row_is_a_configuration_of_its_slice():
         chip, _, grid = row.topology.partition(":")
         devices = math.prod(map(int, grid.split("x"))) * CHIPS[chip].devices_per_chip
         train = script["configuration"](row).train
-        assert row.data == devices and train.batch_size == row.rows * devices
+        assert row.data == devices
+        assert train.batch_size == row.rows * devices
 
 
 def test_the_experts_of_maxtext_are_their_formula():

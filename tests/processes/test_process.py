@@ -31,7 +31,8 @@ def _start(program, *arguments, **options):
 def _wait_for(path, process, seconds=20):
     end = time.monotonic() + seconds
     while not path.exists():
-        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, process.communicate()
         time.sleep(0.01)
 
 
@@ -61,10 +62,8 @@ def test_the_first_signal_is_noted_at_once_and_the_second_ends_the_process(tmp_p
     process.send_signal(number)
     assert process.wait(0.8) == ExitCode.ABORTED
     errors = process.communicate()[1]
-    assert (
-        f"{number.name}: saving after the current step; again to stop now" in errors
-        and "second signal" in errors
-    )
+    assert f"{number.name}: saving after the current step; again to stop now" in errors
+    assert "second signal" in errors
 
 
 def test_the_last_signal_of_a_parent_that_dies_slowly_is_no_second_one(monkeypatch):

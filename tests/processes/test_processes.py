@@ -242,12 +242,11 @@ def test_two_processes_interrupted_by_a_signal_to_one_go_on_as_one_process(one, 
     assert [code for code, _, _ in ended] == [130, 130], ended
     # both saved the same one, with nothing after it
     (step,) = (int(p.name) for p in (run / "checkpoints").iterdir())
-    assert (
-        5 <= step <= 7
-        and events(run, "train")[-1]["step"] == events(run, "checkpoint")[-1]["step"] == step
-    )
+    assert 5 <= step <= 7
+    assert events(run, "train")[-1]["step"] == events(run, "checkpoint")[-1]["step"] == step
     assert_saved_by_all(run / "checkpoints" / str(step), 2)
-    assert f"Interrupted: saved after step {step} " in ended[0][1] and "step" not in ended[1][1]
+    assert f"Interrupted: saved after step {step} " in ended[0][1]
+    assert "step" not in ended[1][1]
     assert shares(note) == {((0, 1), 2), ((2, 3), 2)}
 
     Processes(*alone(), arguments(corpus, run)).succeed()
@@ -264,7 +263,8 @@ def test_one_process_goes_on_as_two(one, corpus, tmp_path):
     shutil.copytree(one, run)
     shutil.rmtree(run / "checkpoints" / "16")
     (_, out, _), (_, other, _) = Processes(*by_open_mpi(2), arguments(corpus, run)).succeed()
-    assert "Trained 16 steps" in out and "step" not in other
+    assert "Trained 16 steps" in out
+    assert "step" not in other
     assert [(e["first_step"], e["hosts"]) for e in events(run, "start")] == [(0, 1), (10, 2)]
     assert_same_curve(run, one)
     assert_saved_by_all(run / "checkpoints" / "16", 2)
@@ -287,10 +287,8 @@ def test_a_branch_over_two_processes_goes_on_as_its_parent(one, corpus, tmp_path
             stages,
         ),
     ).succeed()
-    assert (
-        f"new run after step 10 of {one}" in out
-        and "step 14  stage 2 begins: 3 steps of 4 × 64 tokens" in out
-    )
+    assert f"new run after step 10 of {one}" in out
+    assert "step 14  stage 2 begins: 3 steps of 4 × 64 tokens" in out
     found, wanted = (
         [(e["step"], e["loss"], e["grad_norm"]) for e in events(w, "train") if e["step"] > 10]
         for w in (run, one)
@@ -318,7 +316,8 @@ def test_processes_that_differ_are_refused_by_name(corpus, tmp_path):
             r"^error: processes disagree on data fingerprint: process 0 on \S+ has \S+, process 1 "
             r"on \S+ \S+; start"
         )
-        assert code == 2 and re.search(line, err), err
+        assert code == 2, err
+        assert re.search(line, err), err
     assert not (tmp_path / "run").exists()
 
 
@@ -344,9 +343,11 @@ def test_a_hook_that_fails_on_one_process_ends_all(corpus, tmp_path):
     run, hook = tmp_path / "run", "--config.train.hooks=('failing_hooks:add',)"
     processes = Processes(*by_flags(2), arguments(corpus, run, hook), folders=[tmp_path] * 2)
     for code, _, err in processes.wait():
-        assert code == 10 and re.search(r"^error: .*my hook.*KeyError.*process 1 ", err, re.M), err
+        assert code == 10, err
+        assert re.search(r"^error: .*my hook.*KeyError.*process 1 ", err, re.M), err
     (failed,) = events(run, "hook_failed")
-    assert failed["step"] == 2 and [e["step"] for e in events(run, "checkpoint")] == [3]
+    assert failed["step"] == 2
+    assert [e["step"] for e in events(run, "checkpoint")] == [3]
 
 
 @pytest.mark.slow
@@ -371,9 +372,8 @@ def test_a_coordinator_that_nobody_reaches_costs_a_bounded_wait(corpus, tmp_path
         strict=True,
     ):
         ((code, out, err),) = run.wait()
-        assert (code, out) == (7, "") and re.fullmatch(
-            f"error: {reason} .*came from flags: .*\n", err
-        ), err
+        assert (code, out) == (7, ""), err
+        assert re.fullmatch(f"error: {reason} .*came from flags: .*\n", err), err
     assert time.monotonic() - began < 60
     assert not (tmp_path / "run").exists()
 
@@ -473,7 +473,8 @@ def test_two_processes_export_evaluate_and_begin_with_weights_as_one(one, corpus
         first, *others = [re.sub(gloo, "", out) for _, out, _ in (*generated, *exported[1:])]
         assert not any(others)  # the first alone speaks
         said[name] = first
-    assert said["alone"] == said["two"] and said["alone"].startswith("document")
+    assert said["alone"] == said["two"]
+    assert said["alone"].startswith("document")
     for file in (tmp_path / "alone" / "hf").iterdir():
         assert file.read_bytes() == (tmp_path / "two" / "hf" / file.name).read_bytes(), file.name
     found, wanted = (

@@ -78,18 +78,19 @@ def test_a_browser_shows_the_page_whole(folder, tmp_path, names, width, theme):
     page = tmp_path / "report.html"
     write_report([folder / name for name in names], page)
     text = page.read_text()
-    assert (
-        not re.search(r"(src|href)=[\"']?(https?:)?//", text)
-        and "@import" not in text
-        and "url(" not in text
-    )
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//", text)
+    assert "@import" not in text
+    assert "url(" not in text
     page.write_text(text.replace("</head>", AUDIT + "</head>"))
     dark = ("--blink-settings=preferredColorScheme=0",) if theme == "dark" else ()
     dom, _ = open_in_chromium(page, "--dump-dom", f"--window-size={width},900", *dark)
     assert "data-error=" not in dom
     audit = json.loads(html.unescape(re.search(r'data-audit="([^"]*)"', dom)[1]))
-    assert audit["found"] == [] and audit["theme"] == theme
-    assert audit["figures"] > 25 and "step" in audit["tip"] and len(audit["tip"]) > 12
+    assert audit["found"] == []
+    assert audit["theme"] == theme
+    assert audit["figures"] > 25
+    assert "step" in audit["tip"]
+    assert len(audit["tip"]) > 12
 
 
 # This script chooses among many runs as a reader does, and records what the page then shows.
@@ -142,13 +143,17 @@ def test_a_reader_chooses_among_many_runs(tmp_path):
     assert "data-error=" not in dom
     shown = json.loads(html.unescape(re.search(r'data-shown="([^"]*)"', dom)[1]))
     assert shown["all"] == 24  # training and held-out loss of each
-    assert shown["found"] == ["2", "3"] and shown["colours"] == 1
-    assert shown["raw"] == 2 and shown["moved"]
+    assert shown["found"] == ["2", "3"]
+    assert shown["colours"] == 1
+    assert shown["raw"] == 2
+    assert shown["moved"]
     run = load_run(folders[3])
     expected = {f'"run3 training",{e["step"]},{e["loss"]:.5g}' for e in run.events["train"]}
     recorded = {",".join(line.split(",")[:3]) for line in shown["csv"]}
-    assert expected <= recorded and len(shown["csv"]) == 1 + 2 * 2 * len(expected)
-    assert shown["link"] == "@50" and f"{run.events['train'][4]['loss']:.5g}" in shown["held"]
+    assert expected <= recorded
+    assert len(shown["csv"]) == 1 + 2 * 2 * len(expected)
+    assert shown["link"] == "@50"
+    assert f"{run.events['train'][4]['loss']:.5g}" in shown["held"]
 
 
 def test_runs_that_cannot_be_compared_are_named(tmp_path):
@@ -169,9 +174,11 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path):
 
     assert warnings(a=dict, b=dict) == ([], 0)
     (tokenizers,), charts = warnings(a=dict, b=lambda record: record | {"tokenizer": "other"})
-    assert "a | b" in tokenizers and charts == 3  # loss, MTP loss, accuracy: not bits per byte
+    assert "a | b" in tokenizers
+    assert charts == 3  # loss, MTP loss, accuracy: not bits per byte
     (texts,), charts = warnings(a=dict, b=other_text)
-    assert "data.path: a | b" in texts and charts == 3  # loss, bits per byte, drafts
+    assert "data.path: a | b" in texts
+    assert charts == 3  # loss, bits per byte, drafts
 
 
 def test_runs_are_compared_at_common_steps(tmp_path):
@@ -181,7 +188,8 @@ def test_runs_are_compared_at_common_steps(tmp_path):
     assert "(a: 200, b: 300)" in warning
     events = load_run(tmp_path / "b").events["train"]
     (rate,) = (event["learning_rate"] for event in events if event["step"] == 200)
-    assert f"b: {rate:.1e}" in of_rates and "200" in of_rates
+    assert f"b: {rate:.1e}" in of_rates
+    assert "200" in of_rates
     rows = re.findall("<tr data-run.*?</tr>", (tmp_path / "page.html").read_text())
     for name, row in zip("ab", rows, strict=True):
         events = load_run(tmp_path / name).events
@@ -201,15 +209,18 @@ def test_a_run_without_metrics_is_named(tmp_path):
     text = (tmp_path / "page.html").read_text()
     *warnings, layers = re.findall('<p class="warning">(.*?)</p>', text)
     assert [warning.split()[0] for warning in warnings] == ["b", "c"]
-    assert " without d," in layers and "telemetry.diagnostics_every" in layers
+    assert " without d," in layers
+    assert "telemetry.diagnostics_every" in layers
     by_layer = [f for f in re.findall("<figure.*?</figure>", text, re.S) if " by layer<" in f]
-    assert by_layer and all("Not measured: d." in figure for figure in by_layer)
+    assert by_layer
+    assert all("Not measured: d." in figure for figure in by_layer)
 
 
 def test_ticks_of_steps_are_whole_numbers():
     for last in (1, 2, 3, 7, 13, 120):
         ticks = Axis(0, last, 0, 600, whole=True).ticks(6)
-        assert len(ticks) > 1 and all(tick == int(tick) for tick in ticks)
+        assert len(ticks) > 1
+        assert all(tick == int(tick) for tick in ticks)
 
 
 def test_a_legend_has_only_named_lines():
@@ -225,7 +236,8 @@ def shortened():
     y = np.sin(x / 1e4)
     y[31_415], y[500:700], y[92_653] = 99.0, np.nan, np.inf
     series = runs.downsample(x, y, 400)
-    assert len(series.x) <= 400 and (np.diff(series.x) > 0).all()
+    assert len(series.x) <= 400
+    assert (np.diff(series.x) > 0).all()
     return series
 
 
@@ -426,11 +438,9 @@ def test_a_record_with_holes_still_gives_a_page(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, events)) + '\n{"event": "tr')
     write_report([tmp_path], tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    assert (
-        "<script>alert" not in text
-        and "<i>" not in text
-        and "nan" not in re.findall(r' d="([^"]*)"', text)
-    )
+    assert "<script>alert" not in text
+    assert "<i>" not in text
+    assert "nan" not in re.findall(r' d="([^"]*)"', text)
     assert "a&lt;b.jsonl" in text
 
 

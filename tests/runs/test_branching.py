@@ -224,8 +224,8 @@ def test_what_cannot_be_is_told_before_anything_is_read(
 @pytest.mark.parametrize(
     "when",
     [
-        pytest.param("as it is digested", marks=pytest.mark.slow),
-        pytest.param("before it is read", marks=pytest.mark.slow),
+        "as it is digested",
+        "before it is read",
         "while it is read",
     ],
 )
@@ -270,8 +270,8 @@ def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when
     "when",
     [
         "record",
-        pytest.param("settings", marks=pytest.mark.slow),
-        pytest.param("newest step", marks=pytest.mark.slow),
+        "settings",
+        "newest step",
         "structure",
     ],
 )
@@ -317,7 +317,9 @@ def test_an_older_step_than_the_newest_is_said(parent, tmp_path):
         config = with_(train={"init_from": str(init_from)})
         start, run = prepare_start(config, tmp_path), resolved(config)
         text = describe_first_state(run, opened(run), start)
-        assert start.parent.step == 20 and "step 20" in text and ("step 30" in text) == says
+        assert start.parent.step == 20
+        assert "step 20" in text
+        assert ("step 30" in text) == says
 
 
 def test_a_run_records_what_its_parent_began_with(tmp_path):

@@ -114,10 +114,12 @@ def test_a_run_resumes_bitwise_and_is_read_and_moved_like_a_local_one(bucket, tm
 
     assert train(_with_steps(2), workdir, restart=True) == ExitCode.DONE
     (before,) = (path for path in workdir.iterdir() if path.name.startswith("before-"))
-    assert load_trained(before).step == 6 and load_trained(workdir).step == 2
+    assert load_trained(before).step == 6
+    assert load_trained(workdir).step == 2
     assert _losses(before) == _losses(local)
     everything = b"".join(bucket.objects[name]["data"] for name in bucket.names())
-    assert SECRET.encode() not in everything and SECRET not in "".join(capfd.readouterr())
+    assert SECRET.encode() not in everything
+    assert SECRET not in "".join(capfd.readouterr())
 
 
 def test_one_process_has_the_lease_and_who_lost_it_writes_nothing(bucket, monkeypatch):
@@ -169,7 +171,8 @@ def test_the_same_events_are_kept_on_a_disk_and_in_a_bucket(bucket, tmp_path):
             log.append(lines[2].encode() + b"\n")
             log.close()
         found.append((before, read_events(workdir / "metrics.jsonl")))
-    assert found[0] == found[1] and found[0][0] == (5, 3)
+    assert found[0] == found[1]
+    assert found[0][0] == (5, 3)
     assert [(e["event"], e["step"]) for e in found[0][1]] == [
         *(("start", 0), ("train", 1), ("train", 2), ("stop", 3), ("train", 2))
     ]
@@ -277,7 +280,8 @@ def test_the_owner_of_a_lock_is_printed_without_control_characters(bucket, capfd
     with Lease(to_path("gs://bucket/run"), 1.2) as lease:
         lease.run_locked(lambda: None)
     out, _ = capfd.readouterr()
-    assert "waiting" in out and all(line.isprintable() for line in out.splitlines())
+    assert "waiting" in out
+    assert all(line.isprintable() for line in out.splitlines())
 
 
 def test_a_bucket_that_turns_read_only_prints_no_traceback(bucket, monkeypatch, capfd):
@@ -300,7 +304,8 @@ def test_a_bucket_that_turns_read_only_prints_no_traceback(bucket, monkeypatch, 
             checkpoints.save(4, state)
             checkpoints.wait()
             assert checkpoints.steps() == [4]
-    assert ended == [ExitCode.STORAGE] and not raised
+    assert ended == [ExitCode.STORAGE]
+    assert not raised
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
@@ -344,7 +349,8 @@ def test_the_loop_does_not_wait_for_an_outage_and_nothing_is_lost(bucket, tmp_pa
         trainer.add_hook(hook, every=1)
 
     assert train(_with_steps(6), workdir, add_hooks=outage) == ExitCode.DONE
-    assert ended.is_set() and _losses(workdir) == _losses(local)
+    assert ended.is_set()
+    assert _losses(workdir) == _losses(local)
     assert load_trained(workdir).step == 6
 
 

@@ -132,7 +132,8 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
     assert _steps(tmp_path) == [10, 20, 30]
     assert [(event, step) for event, step, _ in told] == [("checkpoint", 30), ("damaged", 20)]
     _save(tmp_path, [40], keep_last=2)  # now two good ones are newer than 10
-    assert 10 not in _steps(tmp_path) and {30, 40} <= set(_steps(tmp_path))
+    assert 10 not in _steps(tmp_path)
+    assert {30, 40} <= set(_steps(tmp_path))
 
 
 def test_a_failed_save_is_told_and_leaves_nothing(tmp_path, monkeypatch, capsys):
@@ -147,10 +148,8 @@ def test_a_failed_save_is_told_and_leaves_nothing(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(manifest, "write_manifest", full)
     told = _save(tmp_path, [20, 30], keep_last=2)
     assert [(event, step) for event, step, _ in told] == [("save_failed", 20), ("checkpoint", 30)]
-    assert (
-        _steps(tmp_path) == [10, 30]
-        and "checkpoints/20 could not be saved" in capsys.readouterr().err
-    )
+    assert _steps(tmp_path) == [10, 30]
+    assert "checkpoints/20 could not be saved" in capsys.readouterr().err
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_or_read_costs_no_new_one(
@@ -164,9 +163,8 @@ def test_an_old_checkpoint_that_cannot_be_deleted_or_read_costs_no_new_one(
     with monkeypatch.context() as patch:
         patch.setattr(local_checkpoints.shutil, "rmtree", held)
         told = _save(tmp_path, [30], keep_last=2)
-    assert [(event, step) for event, step, _ in told] == [
-        ("checkpoint", 30)
-    ] and "not be deleted" in capsys.readouterr().err
+    assert [(event, step) for event, step, _ in told] == [("checkpoint", 30)]
+    assert "not be deleted" in capsys.readouterr().err
     assert manifest.find_damage(tmp_path / "checkpoints" / "30") is None
 
     def unreadable(*_):
@@ -240,7 +238,8 @@ def test_every_piece_of_a_file_is_compared(tmp_path, monkeypatch, size):
     monkeypatch.setattr(manifest, "PIECE", 100)
     content = np.random.default_rng(0).bytes(size)
     (tmp_path / "data").write_bytes(content)
-    assert manifest.write_manifest(tmp_path) == size and manifest.find_damage(tmp_path) is None
+    assert manifest.write_manifest(tmp_path) == size
+    assert manifest.find_damage(tmp_path) is None
     for at in range(0, size, 33):
         (tmp_path / "data").write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         assert "SHA-256 differs" in manifest.find_damage(tmp_path)
@@ -260,16 +259,15 @@ def test_verify_names_the_damaged_checkpoint(tmp_path):
     assert _verify(tmp_path).returncode == 0
     _flip(tmp_path / "checkpoints" / "10")
     result = _verify(tmp_path)
-    assert result.returncode == 1 and "3 checked, 1 damaged" in result.stdout
-    assert re.search(r"checkpoints/10 .*damaged.*SHA-256 differs", result.stdout) and re.search(
-        r"checkpoints/20 +ok", result.stdout
-    )
+    assert result.returncode == 1
+    assert "3 checked, 1 damaged" in result.stdout
+    assert re.search(r"checkpoints/10 .*damaged.*SHA-256 differs", result.stdout)
+    assert re.search(r"checkpoints/20 +ok", result.stdout)
     empty = tmp_path / "empty"
     empty.mkdir()
     result = _verify(empty)
-    assert (
-        result.returncode == ExitCode.USER_ERROR and "neither the folder of a run" in result.stderr
-    )
+    assert result.returncode == ExitCode.USER_ERROR
+    assert "neither the folder of a run" in result.stderr
 
 
 SMALL = ModelConfig(hidden_size=16, num_hidden_layers=1, full_attention_interval=0)

@@ -56,6 +56,5 @@ def test_nothing_passes_silently_and_what_goes_on_is_bitwise_the_undisturbed_run
     )
     assert result.returncode == 0, result.stderr[-3000:]
     lines = [line for line in result.stdout.splitlines() if " silent " in line]
-    assert len(lines) >= 12 and all(line.endswith("silent 0 not bitwise 0") for line in lines), (
-        result.stdout
-    )
+    assert len(lines) >= 12, result.stdout
+    assert all(line.endswith("silent 0 not bitwise 0") for line in lines), result.stdout

@@ -157,7 +157,8 @@ def test_a_spike_is_a_jump_upwards_of_a_full_window():
         guards.SKIPPED | guards.HALTED,
     )
     assert verdicts == [(0, False)] * 10 + [(spike, True), (nan, True), (halted, True)]
-    assert int(memory["spikes"]) == 1 and int(memory["skipped"]) == 3
+    assert int(memory["spikes"]) == 1
+    assert int(memory["skipped"]) == 3
 
 
 def test_a_batch_without_targets_is_skipped_and_compared_with_no_other():
@@ -168,7 +169,8 @@ def test_a_batch_without_targets_is_skipped_and_compared_with_no_other():
     for loss in (5.0, 5.1, 5.2, 5.0, float("nan")):
         memory = check(memory, jnp.float32(loss), jnp.float32(1.0))[1]
     skip, after, metrics = check(memory, jnp.float32(0.0), jnp.float32(0.0), jnp.array(False))
-    assert skip and int(metrics["flags"]) == guards.NO_TARGETS | guards.SKIPPED
+    assert skip
+    assert int(metrics["flags"]) == guards.NO_TARGETS | guards.SKIPPED
     assert metrics["loss_z"] == 0
     _same(after, memory | {"skipped": memory["skipped"] + 1})
     assert int(check(after, jnp.float32(jnp.nan), jnp.float32(1.0))[1]["halted"])
@@ -179,9 +181,12 @@ def test_weights_whose_sum_is_not_finite_make_no_loss_of_zero():
     batch = {"tokens": jnp.ones((1, 4), jnp.int32), "segment_ids": jnp.ones((1, 4), jnp.int32)}
     for weight in (3e38, np.inf, np.nan):
         counts = count_targets(batch | {"loss_weights": jnp.full((1, 4), weight, jnp.float32)}, 1)
-        assert np.isnan(counts.targets) and counts.has_targets and np.isnan(counts.mtp_targets[0])
+        assert np.isnan(counts.targets)
+        assert counts.has_targets
+        assert np.isnan(counts.mtp_targets[0])
     counts = count_targets(batch | {"loss_weights": jnp.zeros((1, 4), jnp.float32)}, 1)
-    assert counts.targets == 1 and not counts.has_targets
+    assert counts.targets == 1
+    assert not counts.has_targets
 
 
 def test_a_nan_is_skipped_and_everything_else_goes_on(config, poisoned, tmp_path):
@@ -199,7 +204,8 @@ def test_a_nan_is_skipped_and_everything_else_goes_on(config, poisoned, tmp_path
     before, after = states[4], states[5]
     _same((before["params"], before["opt_state"]), (after["params"], after["opt_state"]))
     assert [e["step"] for e in _events(tmp_path / "run", "skip")] == [5]
-    assert int(after["guards"]["skipped"]) == 1 and int(after["step"]) == 5
+    assert int(after["guards"]["skipped"]) == 1
+    assert int(after["step"]) == 5
     shutil.copytree(tmp_path / "run", tmp_path / "resumed")
     for step in (12, 16):
         shutil.rmtree(tmp_path / "resumed" / "checkpoints" / str(step))
@@ -213,7 +219,8 @@ def test_a_batch_without_targets_has_no_loss(config, poisoned, tmp_path):
     poisoned({6: ALONE})
     assert train(config, tmp_path) == 0
     (event,) = _events(tmp_path, "no_targets")
-    assert event["step"] == 7 and event["skipped"] == 1
+    assert event["step"] == 7
+    assert event["skipped"] == 1
     (at_7,) = (e for e in _events(tmp_path, "train") if e["step"] == 7)
     assert [at_7[name] for name in ("loss", "total_loss", "top1", "bits_per_byte")] == [None] * 4
     assert None not in [loss for step, loss in _losses(tmp_path).items() if step != 7]
@@ -238,13 +245,17 @@ def test_the_dump_of_too_many_skips_replays(config, poisoned, tmp_path, capsys, 
     poisoned({6: POISON, 7: POISON, 8: POISON})
     assert train(config, tmp_path) == ExitCode.DIVERGED
     (stop,) = _events(tmp_path, "stop")
-    assert stop["step"] == 9 and ".txt" in capsys.readouterr().err and len(stop["documents"]) == 4
+    assert stop["step"] == 9
+    assert ".txt" in capsys.readouterr().err
+    assert len(stop["documents"]) == 4
     command = [sys.executable, "-m", "qwen3next_jax", "replay", str(tmp_path / "dumps" / "9")]
     result = subprocess.run(
         command, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, timeout=120
     )
-    assert result.returncode == 0 and "loss nan" in result.stdout, result.stderr
-    assert "embedding" in result.stdout and ".txt" in result.stdout
+    assert result.returncode == 0, result.stderr
+    assert "loss nan" in result.stdout, result.stderr
+    assert "embedding" in result.stdout
+    assert ".txt" in result.stdout
     # the same step of a run that was trained with another version of its mixer
     monkeypatch.setattr(GatedAttention, "version", 2, raising=False)
     with refused("version 1 of gated_attention", "version 2"):
@@ -276,7 +287,8 @@ def test_a_run_that_diverges_at_its_end_is_not_done(config, poisoned, tmp_path, 
     for _ in range(2):  # a second start ends as the first
         assert train(config, tmp_path) == ExitCode.DIVERGED
         assert "step 16" in capsys.readouterr().err
-    assert len(_events(tmp_path, "stop")) == 1 and not is_done(tmp_path, config.train.steps, ())
+    assert len(_events(tmp_path, "stop")) == 1
+    assert not is_done(tmp_path, config.train.steps, ())
 
 
 @pytest.mark.slow

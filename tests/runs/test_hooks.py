@@ -137,7 +137,8 @@ def test_a_stopped_run_saves_first_and_what_it_then_could_not_evaluate_follows(
         assert measured(tmp_path)[-1]["event"] == "heldout"
     monkeypatch.setattr(MetricsFile, "write", written)
     assert train(with_train(), tmp_path) == 0
-    assert measured(tmp_path) == measured(run[0]) and measured(run[0])[-1]["event"] == "suite"
+    assert measured(tmp_path) == measured(run[0])
+    assert measured(run[0])[-1]["event"] == "suite"
 
 
 def test_a_failing_hook_ends_the_run_with_a_save(run, tmp_path, monkeypatch):

@@ -85,9 +85,9 @@ def test_stages_are_the_branches_that_they_stand_for(staged, tmp_path):
         (21, "3"),
     ]
     last = [e for e in events if e["event"] == "train"][-1]
+    assert last["stage"] == "3"
     assert (
-        last["stage"] == "3"
-        and last["tokens_seen"]
+        last["tokens_seen"]
         == tokens_seen(resolve_stages(STAGED), 30)
         == 10 * 4 * 32 + 10 * 2 * 64 + 10 * 4 * 32
     )
@@ -298,13 +298,15 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(mixed, texts):
             )
         )
         found = [one for stage in (0, 1, 2, 3, 5) for one in drawn[stage] if one.startswith(name)]
-        assert found and found == [alone.names(n)[0] for n in range(len(found))], name
+        assert found, name
+        assert found == [alone.names(n)[0] for n in range(len(found))], name
 
 
 def test_what_rewinds_passed_over_stays_passed_over():
     cursors = [DataCursor("a", 4), DataCursor("b", 2, step=10), DataCursor("b", 8, step=20)]
     assert [stage_number(cursors, step) for step in (0, 1, 10, 11, 20, 21)] == [0, 0, 0, 1, 1, 2]
-    assert after_rewind(cursors, 14, 0, 12) == 2 and after_rewind(cursors, 14, 3, 12) == 5
+    assert after_rewind(cursors, 14, 0, 12) == 2
+    assert after_rewind(cursors, 14, 3, 12) == 5
     assert (
         after_rewind(cursors, 12, 1, 8) == 4
     )  # 2 batches of 4, 2 of 2, and 1 of 2 before: 14 rows

@@ -101,7 +101,8 @@ def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
         ("train", 35),
     ]
     assert events[4] | {"time": 200.0, "previous_end": 132.0, "lost_steps": 10} == events[4]
-    assert events[2]["loss"] == "nan" and events[2]["parts"] == ["inf", None]
+    assert events[2]["loss"] == "nan"
+    assert events[2]["parts"] == ["inf", None]
 
 
 def stages_of(steps):
@@ -221,17 +222,15 @@ def test_without_a_terminal_the_display_prints_plain_lines(capsys):
         "fails)",
     ]
     del lines[2:5]
-    assert len(lines) == 7 and "compil" in lines[1] and "compil" in lines[2]
+    assert len(lines) == 7
+    assert "compil" in lines[1]
+    assert "compil" in lines[2]
     lines = [lines[0], *lines[3:]]
-    assert (
-        lines[0] == "title"
-        and lines[3] == "step 100  rewound: spike"
-        and lines[4] == "step 125  not declared  new thing here 2"
-    )
-    assert (
-        lines[1].startswith("step 120/500  loss 2.0123  bits/byte 2.903")
-        and "MFU 40.1%" in lines[1]
-    )
+    assert lines[0] == "title"
+    assert lines[3] == "step 100  rewound: spike"
+    assert lines[4] == "step 125  not declared  new thing here 2"
+    assert lines[1].startswith("step 120/500  loss 2.0123  bits/byte 2.903")
+    assert "MFU 40.1%" in lines[1]
 
 
 def test_what_a_run_waits_for_is_said_once_in_lines_and_each_time_in_the_panel(capsys):
@@ -287,11 +286,12 @@ def test_tensorboard_holds_every_number(tmp_path):
         for value in Event.FromString(data[12 : 12 + length]).summary.value:
             found[value.tag] = value.simple_value
         data = data[16 + length :]
-    assert found["train/loss"] == pytest.approx(2.0123) and found[
-        "train/mtp_loss/0"
-    ] == pytest.approx(2.3)
-    assert found["diagnostics/beta/layer_00"] == 0.5 and found["diagnostics/beta/layer_02"] == 0.25
-    assert "diagnostics/beta/layer_01" not in found and "train/mtp_loss/1" not in found
+    assert found["train/loss"] == pytest.approx(2.0123)
+    assert found["train/mtp_loss/0"] == pytest.approx(2.3)
+    assert found["diagnostics/beta/layer_00"] == 0.5
+    assert found["diagnostics/beta/layer_02"] == 0.25
+    assert "diagnostics/beta/layer_01" not in found
+    assert "train/mtp_loss/1" not in found
     assert any(tag.startswith("sample") for tag in found)
 
 
@@ -318,16 +318,12 @@ def test_a_resumed_run_continues_its_weights_and_biases_run(tmp_path, monkeypatc
             LocalEvents(tmp_path / "metrics.jsonl"), 0, [WeightsAndBiases(*page)]
         ) as metrics:
             metrics.write("train", 7, loss=1.5)
-    assert (
-        starts[0] == starts[1]
-        and starts[0]["project"] == "study"
-        and starts[0]["resume"] == "allow"
-    )
-    assert (
-        starts[0]["config"]["telemetry"]["wandb"] == "study"
-        and run.finished
-        and run.step == ("*", "step")
-    )
+    assert starts[0] == starts[1]
+    assert starts[0]["project"] == "study"
+    assert starts[0]["resume"] == "allow"
+    assert starts[0]["config"]["telemetry"]["wandb"] == "study"
+    assert run.finished
+    assert run.step == ("*", "step")
     assert list(run) == [{"train/loss": 1.5, "step": 7}] * 2
 
 
@@ -359,4 +355,5 @@ def test_scalars_are_the_numbers_of_an_event():
 def test_profile_ranges_are_checked(change):
     with pytest.raises(UserError, match="profile."):
         ProfileConfig(**change)
-    assert list(ProfileConfig(steps="10:13").range) == [10, 11, 12] and not ProfileConfig().range
+    assert list(ProfileConfig(steps="10:13").range) == [10, 11, 12]
+    assert not ProfileConfig().range

@@ -84,19 +84,18 @@ def test_every_event_is_there(run):
     (sinks,) = (e for e in events if e["event"] == "suite")
     assert 0 < sinks["first_token_share/layer 1"] < 1 < sinks["activation_ratio"]
     start, record = events[0], next(e for e in events if e["event"] == "train" and e["step"] == 20)
-    assert start["previous_end"] is None and start["hosts"] == 1 and start["device_kind"] == "cpu"
-    assert (
-        record["steps"] == 5
-        and record["mfu"] is None
-        and record["memory_bytes"] > 1e8
-        and 0 <= record["data_wait"] <= 1
-    )
+    assert start["previous_end"] is None
+    assert start["hosts"] == 1
+    assert start["device_kind"] == "cpu"
+    assert record["steps"] == 5
+    assert record["mfu"] is None
+    assert record["memory_bytes"] > 1e8
+    assert 0 <= record["data_wait"] <= 1
     assert record["tokens_per_second"] == pytest.approx(5 * 4 * 64 / record["seconds"])
     diagnostics = [e for e in events if e["event"] == "diagnostics"][-1]
     # one layer of the two has experts, four
-    assert np.shape(diagnostics["expert_load"]) == (1, 4) and np.mean(
-        diagnostics["expert_load"]
-    ) == pytest.approx(1, abs=0.01)
+    assert np.shape(diagnostics["expert_load"]) == (1, 4)
+    assert np.mean(diagnostics["expert_load"]) == pytest.approx(1, abs=0.01)
     assert set(diagnostics) > {
         "first_token_share",
         "gate_mean",
@@ -124,9 +123,8 @@ def test_every_event_is_there(run):
 def test_a_resumed_run_says_what_was_lost_and_repeats_the_rest_exactly(run):
     _, before, after = run
     start = [e for e in after if e["event"] == "start"][1]
-    assert (start["first_step"], start["lost_steps"]) == (10, 10) and start[
-        "previous_end"
-    ] == before[-1]["time"]
+    assert (start["first_step"], start["lost_steps"]) == (10, 10)
+    assert start["previous_end"] == before[-1]["time"]
 
     def curve(events, kind, names):
         return [[e["step"], *(e[name] for name in names)] for e in events if e["event"] == kind]
@@ -150,10 +148,10 @@ def test_traces_are_written_in_new_and_in_resumed_runs(run):
 def test_the_report_and_tensorboard_are_there(run):
     workdir, _, _ = run
     page = (workdir / "report.html").read_text()
-    assert "from step 10; 10 steps taken again" in page and "Decay half-life by layer" in page
-    assert "nothing recorded" not in page and "sinks: attention on the first token" in page
+    assert "from step 10; 10 steps taken again" in page
+    assert "Decay half-life by layer" in page
+    assert "nothing recorded" not in page
+    assert "sinks: attention on the first token" in page
     assert len(list((workdir / "tensorboard").iterdir())) == 2
-    assert (
-        not (workdir / "report.tmp").exists()
-        and json.loads((workdir / "run.json").read_text())["config"]["name"] == "watched"
-    )
+    assert not (workdir / "report.tmp").exists()
+    assert json.loads((workdir / "run.json").read_text())["config"]["name"] == "watched"

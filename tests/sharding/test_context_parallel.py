@@ -4,7 +4,6 @@ and all gradients.
 
 import functools
 import importlib.util
-import itertools
 import pathlib
 import subprocess
 import sys
@@ -87,16 +86,13 @@ def assert_equal(got, want, bar=BAR):
         assert error <= bar, f"{jax.tree_util.keystr(path)}: relative L2 error {error:.1e}"
 
 
-def splits(*quick):
-    every = itertools.product((2, 4, 8), (False, True))
-    return pytest.mark.parametrize(
-        "shards, packed",
-        [*quick, *(pytest.param(*x, marks=pytest.mark.slow) for x in every if x not in quick)],
-    )
+# An edge of a shard in a document, an edge that ends one, and documents over several shards are in
+# the rows of `layout` with any number of shards.
+SPLITS = ((2, False), (4, True), (8, True))
 
 
 @pytest.mark.slow
-@splits((4, True))
+@pytest.mark.parametrize("shards, packed", [(2, False), (8, True)])
 def test_convolution(shards, packed):
     time, channels, width = 32, (3, 2), 4
     by_time = arrays(0, x=(B, time, *channels))
@@ -134,7 +130,10 @@ def attention_case(time, implementation=None):
     return f, arrays(2, q=(B, time, 4, 8), k=(B, time, 2, 8), v=(B, time, 2, 8))
 
 
-@splits((4, True))
+@pytest.mark.parametrize(
+    "shards, packed",
+    [x if x == (4, True) else pytest.param(*x, marks=pytest.mark.slow) for x in SPLITS],
+)
 def test_attention(shards, packed):
     time = 160  # blocks of 20 to 40 queries, no multiple of the key blocks of 64
     f, arguments = attention_case(time)
@@ -144,23 +143,21 @@ def test_attention(shards, packed):
 
 @pytest.mark.slow
 @pytest.mark.needs("kernels")
-@pytest.mark.parametrize("packed", [True, False])
-def test_attention_by_splash_kernels(packed):
+def test_attention_by_splash_kernels():
     time = 64  # blocks of 16, padded to whole lanes
     (f, arguments), (whole, _) = attention_case(time, "splash"), attention_case(time)
-    ids = jnp.asarray(layout(time)) if packed else None
+    ids = jnp.asarray(layout(time))
     assert_equal(results(f, arguments, {}, 2, ids), results(whole, arguments, {}, None, ids))
 
 
 @pytest.mark.slow
 @pytest.mark.needs("kernels")
-@pytest.mark.parametrize("packed", [True, False])
-def test_attention_by_cudnn(packed):
+def test_attention_by_cudnn():
     time = 512  # blocks of 128, in bfloat16
     (f, arguments), (whole, _) = attention_case(time, "cudnn"), attention_case(time)
     arguments = {name: x.astype(jnp.bfloat16) for name, x in arguments.items()}
     wide = {name: x.astype(jnp.float32) for name, x in arguments.items()}
-    ids = jnp.asarray(layout(time)) if packed else None
+    ids = jnp.asarray(layout(time))
     got, want = results(f, arguments, {}, 2, ids), results(whole, wide, {}, None, ids)
     assert_equal(got, want, bar=4 * 2.0**-9)
 
@@ -194,7 +191,8 @@ def delta_rule_on_one_device(packed, **settings):
     return results(f, by_time, whole, None, jnp.asarray(layout(160)) if packed else None)
 
 
-@splits()
+@pytest.mark.slow
+@pytest.mark.parametrize("shards, packed", SPLITS)
 def test_delta_rule(shards, packed):
     f, by_time, whole = delta_rule_case(160)
     ids = jnp.asarray(layout(160)) if packed else None
@@ -208,13 +206,9 @@ def test_delta_rule(shards, packed):
 @pytest.mark.parametrize(
     "packed, settings",
     [
-        pytest.param(True, dict(implementation="recurrent"), marks=pytest.mark.slow),
-        pytest.param(True, dict(implementation="associative"), marks=pytest.mark.slow),
-        pytest.param(
-            True,
-            dict(implementation="pallas_tpu"),
-            marks=[pytest.mark.slow, pytest.mark.needs("kernels")],
-        ),
+        (True, dict(implementation="recurrent")),
+        (True, dict(implementation="associative")),
+        pytest.param(True, dict(implementation="pallas_tpu"), marks=pytest.mark.needs("kernels")),
         (False, dict(delta_term=False)),
     ],
     ids=str,

@@ -306,7 +306,6 @@ def test_one_device_takes_all_tokens_at_once(chunk_memory, at_once, monkeypatch)
         np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6 * float(np.abs(expected).max()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_tpu_s_gather_has_the_same_gradient(dim):
     """For a TPU, 37 tiles of lanes are padded to 38; other platforms do not pad."""
@@ -406,14 +405,7 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        "block",
-        *(
-            pytest.param(policy, marks=pytest.mark.slow)
-            for policy in ("full", "dots", "kept", "offload", "keep=attention")
-        ),
-        "offload=input,attention",
-    ],
+    ["block", "full", "dots", "kept", "offload", "keep=attention", "offload=input,attention"],
 )
 def test_remat_keeps_what_its_name_says(policy):
     """A scan over three blocks of two matmuls and an operation named "attention": how many
@@ -473,7 +465,6 @@ def test_a_kept_input_is_saved_once():
     assert [leaf.shape for leaf in jax.tree.leaves(pullback)].count((3, 5, 8)) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy, gathers, sorts, hidden",
     [

@@ -152,7 +152,8 @@ def test_gradients_cross_in_the_dtype_that_is_asked_for():
     for after in (stored, shared):
         for dtype, least, most in (("float32", 0.0, 2**-23), ("bfloat16", 2**-12, 2 * 2**-8)):
             total = jax.jit(lambda grads: add_up_gradients(grads, stored, after, dtype))(grads)
-            assert total.sharding.is_equivalent_to(after, 1) and total.dtype == np.float32
+            assert total.sharding.is_equivalent_to(after, 1)
+            assert total.dtype == np.float32
             error = np.abs(np.asarray(total) / values.sum(0) - 1).max()
             assert least <= error <= most, (after, dtype)
 
@@ -261,7 +262,8 @@ def test_only_gradients_cross_between_slices():
     gradients = [c for c in crossing if c.sent > 1000]
     assert {c.kind for c in crossing} == {"all-reduce"}
     assert [c.total for c in gradients] == [1024 * 1024 / 4 * 2] * 3
-    assert len(crossing) == 4 and min(c.total for c in crossing) <= 512
+    assert len(crossing) == 4
+    assert min(c.total for c in crossing) <= 512
     opcodes = [i.opcode for i in program.computations[program.entry].values()]
     last_send = max(i for i, opcode in enumerate(opcodes) if opcode == "send")
     assert last_send < opcodes.index("recv-done")

@@ -26,7 +26,8 @@ def loss(rate, best):
 @pytest.mark.parametrize("best", [1.5e-3, 3e-3, 7.9e-3])
 def test_a_parabola_s_minimum_lies_between_rates(best):
     found, at_edge = best_rate(RATES, [loss(rate, best) for rate in RATES])
-    assert found == pytest.approx(best) and not at_edge
+    assert found == pytest.approx(best)
+    assert not at_edge
 
 
 def test_a_minimum_at_an_edge_was_tried():
@@ -74,8 +75,10 @@ def test_a_report_says_how_far_the_best_rate_moves(tmp_path, monkeypatch):
     left_out = dataclasses.replace(results[one], metrics={})
     results[one] = dataclasses.replace(left_out, failed="diverged")
     best = best_along_x(sweep, results, METRIC)["scaling mup"][0]
-    assert best.losses[3] == np.inf and (best.rate, best.at_edge) == (4e-3, False)
+    assert best.losses[3] == np.inf
+    assert (best.rate, best.at_edge) == (4e-3, False)
     results[one] = left_out
     assert best_along_x(sweep, results, METRIC)["scaling mup"][0].rates == (*RATES[:3], RATES[4])
     page = render_report(sweep, results, {point.name: "" for point in sweep.points}, "widths")
-    assert 'id="learning-rate"' in page and "-4.0 steps" in page
+    assert 'id="learning-rate"' in page
+    assert "-4.0 steps" in page

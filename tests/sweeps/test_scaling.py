@@ -111,9 +111,11 @@ def test_a_fit_without_a_best_size_is_named():
     """The loss does not depend on the size, so ever smaller models are better."""
     flat = LossFit(1.69, 1e-9, 410.7, 0.34, 0.28)
     scaling = analyse(ladder(flat), resamples=20)
-    assert scaling.optima[0].at_end and not analyse(ladder(), resamples=20).optima[2].at_end
+    assert scaling.optima[0].at_end
+    assert not analyse(ladder(), resamples=20).optima[2].at_end
     text = " ".join(result_sentences(scaling, 20))
-    assert "no best N" in text and "grows as" not in text
+    assert "no best N" in text
+    assert "grows as" not in text
 
 
 def test_text_page_and_json_are_whole():
@@ -121,7 +123,8 @@ def test_text_page_and_json_are_whole():
     assert set(json.loads(as_json(scaling))["constants"]) == set(CONSTANTS)
     assert "largest" in as_text(scaling, 20)
     text = render_page(scaling, "title", "heldout loss", 20)
-    assert text.count("<figure") == 4 and "nan" not in text
+    assert text.count("<figure") == 4
+    assert "nan" not in text
 
 
 def test_too_few_runs_are_refused():

@@ -94,7 +94,8 @@ def test_points_are_all_combinations(ratios):
         "ratio=0-1,size=a,seed=1",
         "ratio=0-1,size=b,seed=0",
     ]
-    assert len(ratios.points) == 12 and ratios.x == "ratio"
+    assert len(ratios.points) == 12
+    assert ratios.x == "ratio"
     check_points(ratios)
 
 
@@ -196,7 +197,8 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
     amounts = [amount(p.config) for p in sweep.points]
     assert all(abs(a / amounts[0] - 1) < 0.02 for a in amounts)
     widths = [p.config.model.intermediate_size for p in sweep.points]
-    assert len(set(widths)) > 1 and widths[0] == 128
+    assert len(set(widths)) > 1
+    assert widths[0] == 128
 
 
 @pytest.mark.parametrize(
@@ -460,17 +462,18 @@ def test_a_killed_sweep_goes_on(tmp_path):
     first.wait()
     _wait(lambda: subprocess.run(["flock", "-n", str(workdir / "lock"), "true"]).returncode == 0)
     before = metrics.read_text()
-    assert '"checkpoint"' in before and not is_done(
-        metrics.parent, load_sweep(path).points[0].config.train.steps, ()
-    )
+    assert '"checkpoint"' in before
+    assert not is_done(metrics.parent, load_sweep(path).points[0].config.train.steps, ())
 
     third = subprocess.run(start, capture_output=True, text=True)
-    assert third.returncode == 0 and "seed=0: done" in third.stdout, third.stderr
+    assert third.returncode == 0, third.stderr
+    assert "seed=0: done" in third.stdout, third.stderr
     events = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "train"] == list(range(1, 301))
     assert "1 of 1 points done" in (workdir / "report.html").read_text()
     assert json.loads((workdir / "results.json").read_text())["points"][0]["steps"] == 300
-    assert here.run() == 0 and any("1 of 1" in str(line) for line in told)
+    assert here.run() == 0
+    assert any("1 of 1" in str(line) for line in told)
 
 
 def _runner(tmp_path, monkeypatch, script, seeds=(0,), retries=2):
@@ -516,15 +519,15 @@ def test_only_what_another_start_may_mend_is_started_again(tmp_path, monkeypatch
         "print('error: loss is NaN', flush=True); "
         + (f"sys.exit({int(code)})" if code > 0 else f"os.kill(os.getpid(), {-code})"),
     )
-    assert r.run() == 1 and r.starts == {"seed=0": starts}
-    assert f"exit code {int(code)}" in told[-1] and after[-1] == {"seed=0": "error: loss is NaN"}
+    assert r.run() == 1
+    assert r.starts == {"seed=0": starts}
+    assert f"exit code {int(code)}" in told[-1]
+    assert after[-1] == {"seed=0": "error: loss is NaN"}
     results = [read_result(p, tmp_path / "none", after[-1].get(p.name, "")) for p in r.sweep.points]
     page = render_report(r.sweep, results, {}, "x")
-    assert (
-        "<li>1 of 1 points failed" in page
-        and "<td>failed: error: loss is NaN</td>" in page
-        and "not done yet" not in page
-    )
+    assert "<li>1 of 1 points failed" in page
+    assert "<td>failed: error: loss is NaN</td>" in page
+    assert "not done yet" not in page
 
 
 def test_a_point_fails_for_what_its_last_start_said(tmp_path, monkeypatch):
@@ -539,7 +542,8 @@ mark.touch()
 sys.exit(1)""",
         retries=1,
     )
-    assert r.run() == 1 and after[-1] == {"seed=0": "out of memory"}
+    assert r.run() == 1
+    assert after[-1] == {"seed=0": "out of memory"}
 
 
 def test_a_signal_reaches_a_starting_point(tmp_path, monkeypatch):
@@ -553,8 +557,10 @@ def test_a_signal_reaches_a_starting_point(tmp_path, monkeypatch):
     popen = subprocess.Popen
     monkeypatch.setattr(runner.subprocess, "Popen", interrupted)
     begun = time.monotonic()
-    assert r.run() == ExitCode.INTERRUPTED and time.monotonic() - begun < 15
-    assert "seed=0: stopped" in told and r.starts == {"seed=0": 1}
+    assert r.run() == ExitCode.INTERRUPTED
+    assert time.monotonic() - begun < 15
+    assert "seed=0: stopped" in told
+    assert r.starts == {"seed=0": 1}
 
 
 def test_a_second_runner_leaves_the_report_alone(tmp_path, monkeypatch):
@@ -562,9 +568,8 @@ def test_a_second_runner_leaves_the_report_alone(tmp_path, monkeypatch):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with open_folder(r.workdir).locked(), refused(r.workdir):
         r.run()
-    assert not after and handlers == [
-        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
-    ]
+    assert not after
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
 def _wait(condition, seconds=120):
@@ -701,14 +706,14 @@ def test_each_source_of_the_data_has_its_finding(tmp_path):
     }
     page = render_report(sweep, results, {p.name: "" for p in sweep.points}, "ratio")
     points_table = page[page.index('id="points"') :]
-    assert "bits per byte web" in points_table and "drafts accepted t+2" in points_table
+    assert "bits per byte web" in points_table
+    assert "drafts accepted t+2" in points_table
 
 
 def test_pareto_keeps_what_nothing_beats_in_both():
     points = [(0, 0.5), (1, 0.5), (1, 0.7), (2, 0.6), (3, 0.9)]
-    assert pareto_front(points, higher=True) == [0, 2, 4] and pareto_front(
-        points, higher=False
-    ) == [0]
+    assert pareto_front(points, higher=True) == [0, 2, 4]
+    assert pareto_front(points, higher=False) == [0]
 
 
 def test_report_and_table_hold_every_point_and_its_command(tmp_path):
@@ -717,13 +722,12 @@ def test_report_and_table_hold_every_point_and_its_command(tmp_path):
     )
     commands = {p.name: runner.shell_command(sweep, p, tmp_path) for p in sweep.points}
     page = render_report(sweep, results, commands, "ratio")
-    assert (
-        "1 of 2 points done" in page
-        and page.count("train.py --config=configs/tiny.py") == 2
-        and "<script src" not in page
-    )
+    assert "1 of 2 points done" in page
+    assert page.count("train.py --config=configs/tiny.py") == 2
+    assert "<script src" not in page
     lines = to_csv(sweep, results, commands).splitlines()
-    assert len(lines) == 3 and lines[0].startswith(
+    assert len(lines) == 3
+    assert lines[0].startswith(
         "point,ratio,train.seed,steps,steps_done,heldout accuracy,heldout loss"
     )
     assert sweep_manifest(sweep)["points"][0]["overrides"] == {
@@ -739,7 +743,8 @@ def test_no_cell_of_the_table_is_a_formula(tmp_path):
     command = '=HYPERLINK("file:///")'
     head, row = csv.reader(io.StringIO(to_csv(sweep, results, {results[0].point.name: command})))
     cells = dict(zip(head, row, strict=True))
-    assert cells["heldout loss"] == "-0.5" and cells["'@name"] == "1.0"
+    assert cells["heldout loss"] == "-0.5"
+    assert cells["'@name"] == "1.0"
     assert cells["command"] == f"'{command}"
 
 
@@ -796,7 +801,8 @@ def test_charts_keep_apart_what_other_axes_change(two_tasks, monkeypatch):
             for ratio, layers in (("0:1", 4), ("1:1", 2), ("3:1", 1))
         }
     styles = [(line.shade, line.dash) for line in drawn["Position: accuracy"]]
-    assert len(set(styles)) == 12 and {shade for shade, _ in styles} == {0, 0.2, 0.4, 0.6, 0.8, 1}
+    assert len(set(styles)) == 12
+    assert {shade for shade, _ in styles} == {0, 0.2, 0.4, 0.6, 0.8, 1}
 
 
 def test_tables_follow_the_sweep_s_x_axis(two_tasks, tmp_path):
@@ -864,7 +870,8 @@ def test_a_sweep_over_budgets_gives_the_speed_up(tmp_path, x):
     assert (comparison.arm, comparison.baseline) == ("muon", "adamw")
     for unit, factor in (("steps", 2.0), ("flops", 2.0), ("seconds", 1.0)):
         found = comparison.found[unit]
-        assert found.factor == pytest.approx(factor, rel=1e-3) and found.seeds == (2, 2)
+        assert found.factor == pytest.approx(factor, rel=1e-3)
+        assert found.seeds == (2, 2)
         assert found.low < factor < found.high
 
 
@@ -874,7 +881,8 @@ def test_the_page_and_results_have_the_speed_up(tmp_path):
     write_report(sweep, results, {p.name: "" for p in sweep.points}, "x", tmp_path)
     assert 'id="effective-speed-up"' in (tmp_path / "report.html").read_text()
     (record,) = json.loads((tmp_path / "results.json").read_text())["speed_ups"]
-    assert record["arm"] == "muon" and record["steps"]["factor"] == pytest.approx(2, rel=1e-3)
+    assert record["arm"] == "muon"
+    assert record["steps"]["factor"] == pytest.approx(2, rel=1e-3)
 
 
 def test_a_seed_without_every_budget_is_left_out(tmp_path):

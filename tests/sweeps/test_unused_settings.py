@@ -201,4 +201,6 @@ def test_an_ablation_of_some_layers_says_which():
         zero_centered_norm=False,
     )
     (line,) = partial_ablations(small)
-    assert "beta_gate" in line and "0-1, 3 (gated_deltanet)" in line and "2, 4-5 (kda, mla)" in line
+    assert "beta_gate" in line
+    assert "0-1, 3 (gated_deltanet)" in line
+    assert "2, 4-5 (kda, mla)" in line

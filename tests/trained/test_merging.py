@@ -79,7 +79,8 @@ def test_the_weights_of_a_decay_reproduce_it_on_a_straight_path_between_checkpoi
     steps = np.array([100, 130, 190, 200, 260])
     points = np.random.default_rng(0).normal(size=len(steps))
     weights = merge_weights(decay, steps)
-    assert abs(weights.sum() - 1) < 1e-12 and weights.min() > 0
+    assert abs(weights.sum() - 1) < 1e-12
+    assert weights.min() > 0
     fine = np.linspace(0, 1, 160_001)
     places = (steps - steps[0]) / (steps[-1] - steps[0])
     path, middle = np.interp(fine, places, points), (fine[1:] + fine[:-1]) / 2
@@ -130,7 +131,8 @@ def test_replaced_arrays_do_not_stay_in_memory(run, monkeypatch):
 
     monkeypatch.setattr(merging, "_add_to_base", counted)
     _merged(run, (2, 4), (0.5, 0.5), whole=False, group_bytes=1)
-    assert len(counts) > 5 and counts[-1] - counts[0] <= 2  # the group before
+    assert len(counts) > 5
+    assert counts[-1] - counts[0] <= 2  # the group before
 
 
 @pytest.mark.slow

@@ -33,7 +33,8 @@ def test_equal_models_have_equal_settings():
     assert model("leaky_rerope", stretch=4).mixer["stretch"] == 4.0
     config = Config(model=model(window=8, sink_logit=True))
     again = from_dict(Config, json.loads(json.dumps(to_dict(config))))
-    assert again == config and hash(again.model) == hash(config.model)
+    assert again == config
+    assert hash(again.model) == hash(config.model)
     assert again.model.settings_of("sliding_window").window == 8
 
 
@@ -90,7 +91,8 @@ def test_what_a_mixer_says_of_its_settings_is_so(name):
     assert set(mixer.read_time) <= names
     if mixer.weights_of is not None:  # it then reads all that gives those weights their meaning
         others = {field.name for field in dataclasses.fields(mixer.weights_of.Settings)}
-        assert mixer.weights_of is GatedAttention and names - set(mixer.read_time) == others
+        assert mixer.weights_of is GatedAttention
+        assert names - set(mixer.read_time) == others
 
 
 # ---- the page
