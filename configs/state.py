@@ -1,9 +1,23 @@
-"""Tasks that need a state (`data/state_tasks.py`): two layers of width 64 must keep one over rows
-of 64 tokens, and are measured on rows of 512. The task makes its rows on the fly.
+"""Tasks that need a state (`data/state_tasks.py`): one recurrent layer of width 64 must keep a
+state over rows of 32 tokens, and is measured on rows of 256. The task makes its rows on the fly.
 
-    uv run train.py --config=configs/state.py --config.data.source=parity
+    uv run train.py --config=configs/state.py
 
-Other tasks: modular_addition, s3, a5, s5, state_recall.
+Time: about 30 CPU seconds.
+Result: on parity an accuracy of 1.0 at all positions up to 256, in each of three seeds
+(docs/state.md).
+
+Other tasks: --config.data.source=modular_addition, s3, a5 or s5. A row of state_recall begins with
+a table of keys, which does not fit into 8 tokens: give it other stages (configs/sweeps/state.py).
+
+Three settings decide whether a layer learns such a task, and how far beyond the trained length:
+
+* Training begins on rows of 8 tokens. The answer to a token is learned only when the answers before
+  it are right, so most of a long row teaches nothing at first.
+* The layer has no decay. A short row does not show that the state must keep its size for ever; a
+  layer with a decay learns the short rows, and fails on long ones.
+* The layer has no short convolution. With one, the key of a token depends on the tokens before it,
+  so equal tokens do not change the state in the same way.
 """
 
 from ml_collections import ConfigDict
@@ -18,8 +32,8 @@ def get_config() -> ConfigDict:
     model = config.model
     model.vocab_size = 128
     model.hidden_size = 64
-    model.num_hidden_layers = 2
-    model.full_attention_interval = 2
+    model.num_hidden_layers = 1
+    model.layer_types = ("linear_attention",)
     model.num_attention_heads = 2
     model.num_key_value_heads = 2
     model.head_dim = 32
@@ -27,25 +41,32 @@ def get_config() -> ConfigDict:
     model.linear_num_value_heads = 4
     model.linear_key_head_dim = 16
     model.linear_value_head_dim = 16
+    model.beta_range = 2
+    model.decay_gate = False
+    model.short_convolution = False
     model.num_experts = 0
     model.intermediate_size = 128
     model.mtp_depth = 0
     model.rope_theta = 10_000.0
-    model.max_position_embeddings = 512
+    model.max_position_embeddings = 256
     model.dtype = "float32"
 
     config.data.source = "parity"
 
-    config.train.steps = 1000
-    config.train.batch_size = 64
-    config.train.sequence_length = 64
+    config.train.steps = 400
+    config.train.batch_size = 32
+    config.train.sequence_length = 32
+    config.train.stages = (
+        dict(name="short", steps=100, sequence_length=8, batch_size=128),  # as many tokens a step
+        dict(name="long", steps=300),
+    )
     config.train.log_every = 50
     config.optimizer.learning_rate = 3e-3
     config.optimizer.warmup_steps = 100
     config.optimizer.final_fraction = 0.0
-    config.checkpoint.every = 500
-    config.eval.every = 500
+    config.checkpoint.every = 400
+    config.eval.every = 400
     config.eval.sample_tokens = 0
     config.eval.suites = ("state",)
-    config.eval.suite_lengths = (64, 128, 256, 512)
+    config.eval.suite_lengths = (32, 64, 128, 256)
     return config

@@ -10,6 +10,7 @@ files whose colours follow the reader's light or dark page.
 | `page.svg` | the report of the run in docs/pictures/tiny |
 | `terminal.svg` | the last events of this run, as the live panel shows them |
 | `sweep.svg` | docs/sweeps/ratio.json |
+| `state_alone.svg`, `state_mixture.svg` | docs/sweeps/state.json |
 | `plan.svg` | docs/planner/v5p_8x8x8_16k_default.json |
 | `decoding.svg` | docs/results/decoding.json |
 
@@ -52,18 +53,58 @@ RECORD = DOCS / "pictures" / "tiny"
 WIDTH, CHART_WIDTH, CHART_HEIGHT, GAP = 1000, 470, 196, 20
 # The fields of events that the pictures show; a record in docs/ holds no others.
 KINDS = ("start", "train", "heldout", "sample", "checkpoint", "diagnostics")
+# Of configs/sweeps/state.py: models with their labels, and what accuracies of a task mean. In
+# state_recall both values of a key are one of 25, so they are equal once in 25 times.
+ONE_LAYER = {
+    "attention": "attention",
+    "recurrent, beta 1": "recurrent, β < 1",
+    "recurrent, beta 2": "β < 2",
+    "2 writes, beta 2": "β < 2, 2 writes",
+}
+ADDED_PARTS = {
+    "recurrent, beta 2": "neither",
+    "with decay, beta 2": "with decay",
+    "with convolution, beta 2": "with convolution",
+}
+TWO_LAYERS = {
+    "2 of attention": "attention",
+    "2 recurrent, beta 2": "recurrent",
+    "1 of each, beta 1": "both, β < 1",
+    "1 of each, beta 2": "both, β < 2",
+}
+ACCURACIES = {
+    "parity": [("a guess", 1 / 2)],
+    "s3": [("a guess", 1 / 6), ("even or odd", 1 / 3)],
+    "modular_addition": [("a guess", 1 / 5)],
+    "state_recall": [("the key alone", (1 + 1 / 25) / 2)],
+}
 
 
 def draw_pictures() -> dict[str, str]:
     """Returns name of the file → SVG, of every picture."""
     run = load_run(RECORD)
     config = from_dict(Config, load_config_file(find_file("qwen3_next_80b_a3b")))
+    state = json.loads((DOCS / "sweeps" / "state.json").read_text())
     return {
         "qwen3_next_80b_a3b.svg": draw_config(config),
         **draw_parts(config.model),
         "page.svg": draw_page(run),
         "terminal.svg": draw_terminal(run),
         "sweep.svg": draw_sweep(json.loads((DOCS / "sweeps" / "ratio.json").read_text())),
+        "state_alone.svg": draw_state(
+            state,
+            "What one layer does alone",
+            ("Parity", "parity", ONE_LAYER),
+            ("Permutations of three things", "s3", ONE_LAYER),
+            ("Addition modulo 5", "modular_addition", ONE_LAYER),
+            ("Parity with a decay or a convolution", "parity", ADDED_PARTS),
+        ),
+        "state_mixture.svg": draw_state(
+            state,
+            "What two layers do",
+            ("Recall by a key and the parity", "state_recall", TWO_LAYERS),
+            ("Parity", "parity", TWO_LAYERS),
+        ),
         "plan.svg": draw_plan(
             json.loads((DOCS / "planner" / "v5p_8x8x8_16k_default.json").read_text())
         ),
@@ -161,6 +202,42 @@ def draw_sweep(sweep: dict) -> str:
     ]
     charts, height = _grid(figures, y)
     return _svg(parts + charts, height, "a sweep over the ratio of layers")
+
+
+def draw_state(sweep: dict, title: str, *charts: tuple[str, str, dict[str, str]]) -> str:
+    """Draws the accuracy of models over the positions of a row. Each dot is the mean over seeds,
+    the band their range.
+
+    Args:
+      sweep: the results of configs/sweeps/state.py.
+      charts: (title, task, {model: label}) of each chart. A model that was not run on the task has
+        no line.
+    """
+    metrics = [name for name in sweep["points"][0] if name.startswith("state accuracy/")]
+    figures = []
+    for caption, task, labels in charts:
+        lines = []
+        for colour, (model, label) in enumerate(labels.items()):
+            points = [p for p in sweep["points"] if (p["task"], p["model"]) == (task, model)]
+            if not points:
+                continue
+            values = [[point[metric] for point in points] for metric in metrics]
+            mean = [math.fsum(v) / len(v) for v in values]
+            ends = [list(map(end, values)) for end in (min, max)]
+            lines.append(Line(label, range(len(mean)), mean, *ends, colour=colour, dots=True))
+        figures.append(
+            line_chart(
+                f"{caption}, accuracy",
+                lines,
+                x_label="positions of a row; the trained rows end at the vertical line",
+                x_names=[name.partition("/")[2].replace("-", "–") for name in metrics],
+                from_zero=True,
+                references=ACCURACIES[task],
+                marks=[(0.5, "the trained rows end", "stage")],
+            )
+        )
+    drawn, height = _grid(figures, 54)
+    return _svg([_text(20, 34, title, 20, bold=True), *drawn], height, title)
 
 
 def draw_plan(plan: dict) -> str:
