@@ -133,8 +133,10 @@ def test_the_first_commands_run(tmp_path):
             (tmp_path / name).write_text(code)
         for command in commands_of(page.read_text(), page.name):
             words = [word for word in command.words if word not in ("uv", "run")]
-            of_tiny = re.search(r"configs/tiny\.py|runs/(tiny|half_attention)", " ".join(words))
-            if of_tiny and words not in commands and "--extra" not in words:
+            text = " ".join(words)
+            of_tiny = re.search(r"configs/tiny\.py|runs/(tiny|half_attention)", text)
+            has_all = "--extra" not in words and "--config.data.path=" not in text
+            if of_tiny and has_all and words not in commands:
                 commands.append(words)
     assert len(commands) >= 5
     environment = os.environ | {

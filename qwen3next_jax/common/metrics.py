@@ -95,8 +95,8 @@ def mtp_target(depth: int) -> str:
 def to_metric_values(values: Mapping[str, Any], metrics: Mapping[str, Metric]) -> list[MetricValue]:
     """Pairs every number of `values` with the declaration of its metric.
 
-    Values that are not numbers are left out. A number whose metric is not declared gets a
-    declaration made from its name.
+    Texts and booleans are left out; NaN and infinity are kept. A number whose metric is not
+    declared gets a declaration made from its name.
     """
     found = []
     for name, value in values.items():

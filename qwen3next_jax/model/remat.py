@@ -1,14 +1,15 @@
 """The policies of the setting `train.remat`. A policy says which results the forward pass saves for
 the backward pass. The backward pass computes the other results again. Beside the policies with a
-name, "keep=… offload=…" saves the parts of a block that it lists, and the block's input, or what a
-policy saves whose name stands before it (`config/remat.py`).
+name, "keep=… offload=…" saves the block's input and the parts of a block that it lists. If the name
+of a policy stands before it, what that policy saves takes the place of the input
+(`config/remat.py`).
 
 none      saves every result that the backward pass needs. In bfloat16 it is replaced by "kept" if
           all mixers and MLPs of the model mark their results with `ops.blocks.save_for_backward`
 kept      saves the results that `ops.blocks.save_for_backward` marks: the results of matrix
           products and operators
 block     saves each block's input, the outputs of attention, the router's choices and their order
-          by expert, which are small for the time that it takes to compute them
+          by expert: they are cheap to save and expensive to compute again
 full      saves each block's input, and nothing else
 dots      saves what "block" saves, the results of projections and dense MLPs, the router's logits,
           and the tokens that expert parallelism gathered, if they are gathered in one chunk

@@ -32,7 +32,8 @@ _PLATFORMS = {"tpu": "a TPU", "gpu": "a GPU", "cpu": "a CPU"}
 # Every reason of kernels that failed their test contains these words.
 WHERE_TRIED = "where it was tried on this GPU"
 NO_MEMORY = "too little of its memory was free"  # why such a test could not run
-BY_DEFAULT = "by default"  # ends the refusal of a call that kernels could run, but do not
+# the last words of a refusal if the kernels could run the call, but are not its default
+BY_DEFAULT = "by default"
 # The operators that take most of a step if they run without kernels on a GPU or a TPU, as the
 # subject and the verb of a sentence.
 _SLOW_WITHOUT_KERNELS = {
@@ -292,10 +293,12 @@ _state = _ThreadState()
 
 def trace_and_record(trace: Callable[[], object]) -> tuple[Decision, ...]:
     """Calls `trace()`, which traces a function, and returns the decisions made meanwhile in this
-    thread, each once. Tests that `assume_passes` put off run side by side when the trace has
-    ended. If a test fails, JAX's caches of traced functions are cleared, and `trace()` is called
-    again. An error of `trace()` is raised unless such a test fails: kernels that cannot be traced
-    fail their test, too.
+    thread, each once.
+
+    `assume_passes` postpones the tests of kernels. They run in parallel once the trace has ended.
+    If a test fails, JAX's caches of traced functions are cleared, and `trace()` is called again
+    without these kernels; an error of the first `trace()` may come from them. If no test fails, an
+    error of `trace()` is raised.
     """
     while True:
         error = None

@@ -49,10 +49,10 @@ def lock_folder(start: Start, data: Sequence[Data], store: RunStore) -> Iterator
       UserError: another process trains in the folder, or it has the files of another run.
     """
     with store:
-        yield _lock_and_compare(start, data, store)
+        yield _lock_and_decide_again(start, data, store)
 
 
-def _lock_and_compare(start: Start, data: Sequence[Data], store: RunStore) -> Start:
+def _lock_and_decide_again(start: Start, data: Sequence[Data], store: RunStore) -> Start:
     decided = start
 
     def compare() -> dict[str, Any]:

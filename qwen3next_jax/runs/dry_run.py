@@ -34,10 +34,10 @@ from qwen3next_jax.training.stages import (
     ResolvedStage,
     SourceReading,
     describe_epochs,
+    epochs_warning,
     first_cursor,
     resolve_stages,
     tokens_seen,
-    warn_of_epochs,
 )
 
 
@@ -239,7 +239,7 @@ def estimate_reading(
     stages: Sequence[ResolvedStage], estimates: Sequence[Estimate], parent: ParentReading
 ) -> dict[str, SourceReading]:
     """Returns name of a source → how much of it a run reads, with what its parent has read, as
-    `training.stages.sources_read` returns it for rows.
+    `training.stages.reading_by_source` returns it for rows.
 
     Args:
       stages: the stages of the run.
@@ -272,7 +272,7 @@ def _print_epochs(
         return
     read = estimate_reading(run.stages, estimates, parent)
     print(f"The run {describe_epochs(read, run.steps)}, as the first documents suggest")
-    if line := warn_of_epochs(read):
+    if line := epochs_warning(read):
         print(f"warning: {line}")
 
 

@@ -44,7 +44,12 @@ from qwen3next_jax.training.hooks import (
 )
 from qwen3next_jax.training.loop import Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
-from qwen3next_jax.training.stages import DataCursor, ResolvedStage, SourceReading, sources_read
+from qwen3next_jax.training.stages import (
+    DataCursor,
+    ResolvedStage,
+    SourceReading,
+    reading_by_source,
+)
 from qwen3next_jax.training.state import State
 
 # Metrics of the train step that a "train" event leaves out, because they are arrays or, in "flags",
@@ -183,8 +188,8 @@ class DisplayHook(Hook):
 
 
 class OperatorsHook(Hook):
-    """Writes an "operators" event and the same in run.json when a step has been traced. They hold
-    what runs the operators of all stages since the start.
+    """When a step has been traced, writes which implementation runs each operator, for all stages
+    since the start: as an "operators" event and into run.json.
     """
 
     def __init__(self, store: RunStore, metrics: MetricsFile):
@@ -250,7 +255,7 @@ class MetricsHook(Hook):
         steps, seconds, waited = self._trainer.clock.lap(info.step)
         record |= self._throughput.measure(info.step, record["loss"], steps, seconds, waited)
         rows = self._cursor.rows_read(info.step, int(info.state["guards"]["data_offset"]))
-        record |= reading_fields(sources_read(rows, self._epochs))
+        record |= reading_fields(reading_by_source(rows, self._epochs))
         self._metrics.write("train", info.step, **record)
 
 

@@ -61,13 +61,13 @@ from qwen3next_jax.training.stages import (
     ResolvedStage,
     describe_epochs,
     epochs_of_stages,
+    epochs_warning,
     first_cursor,
     open_stages,
     place_cursors,
+    reading_by_source,
     resolve_stages,
-    sources_read,
     stage_at,
-    warn_of_epochs,
 )
 from qwen3next_jax.training.state import State
 
@@ -324,8 +324,8 @@ def _observe(
       missing: kinds of events that are written again (`_missing_evaluations`).
     """
     parent = start.parent.path if first.continues_parent else ""
-    read = sources_read(first.cursors[-1].rows_read(run.steps), epochs_of_stages(data))
-    if is_process_0() and (line := warn_of_epochs(read)):
+    read = reading_by_source(first.cursors[-1].rows_read(run.steps), epochs_of_stages(data))
+    if is_process_0() and (line := epochs_warning(read)):
         warn(line)
     epochs = describe_epochs(read, run.steps)
     corpus = ", ".join(filter(None, (data[0].describe()["title"], epochs)))

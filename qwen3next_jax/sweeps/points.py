@@ -114,7 +114,7 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         with mistakes.collect(str(path)):
             _known_setting(setting, f"{path}: set")
     mistakes.raise_any()
-    sources = _setting_sources(axes, path) | dict.fromkeys(changes, "--set")
+    sources = _axis_of_setting(axes, path) | dict.fromkeys(changes, "--set")
     overridden = _apply_changes(record.get("set", {}), axes, changes)
     axes = {axis: _with_changes(axis, values, changes) for axis, values in axes.items()}
     if not axes:
@@ -147,13 +147,15 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
                 first, length = points[0].config.model, config.train.sequence_length
                 width, value = _matching_width(first, config.model, length, match, where)
                 if width in sources:
-                    raise UserError(_two_sources(path, width, sources[width], "match"))
+                    raise UserError(_conflict_message(path, width, sources[width], "match"))
                 overrides[width] = value
                 config = _make_config(base, overrides, where)
             if isinstance(record["axes"].get("flops"), (list, tuple)):
                 if "train.steps" in sources:
                     raise UserError(
-                        _two_sources(path, "train.steps", sources["train.steps"], "axis 'flops'")
+                        _conflict_message(
+                            path, "train.steps", sources["train.steps"], "axis 'flops'"
+                        )
                     )
                 overrides["train.steps"] = _steps_of_flops(config, float(values["flops"]), where)
                 config = _make_config(base, overrides, where)
@@ -273,10 +275,10 @@ def _with_changes(
     }
 
 
-def _setting_sources(
+def _axis_of_setting(
     axes: dict[str, dict[str, dict[str, Any]]], path: str | pathlib.Path
 ) -> dict[str, str]:
-    """Returns setting → the axis that gives it.
+    """Returns setting → the axis that gives it, as a text such as "axis 'width'".
 
     Raises:
       UserError: two axes give the same setting. The report would show one value, but the point
@@ -290,12 +292,12 @@ def _setting_sources(
     for source, settings in given.items():
         for setting in sorted(settings, key=str):
             if setting in sources:
-                raise UserError(_two_sources(path, setting, sources[setting], source))
+                raise UserError(_conflict_message(path, setting, sources[setting], source))
             sources[setting] = source
     return sources
 
 
-def _two_sources(path: str | pathlib.Path, setting: str, first: str, second: str) -> str:
+def _conflict_message(path: str | pathlib.Path, setting: str, first: str, second: str) -> str:
     return f"{path}: {setting} comes from {first} and from {second}: leave it out of one of them"
 
 

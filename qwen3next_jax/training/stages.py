@@ -281,13 +281,15 @@ class SourceReading(NamedTuple):
     documents: int
 
 
-def sources_read(rows: Mapping[str, int], epochs: Mapping[str, Epoch]) -> dict[str, SourceReading]:
-    """Returns name of a source → how much of it was read. A source is left out if its stream never
-    repeats.
+def reading_by_source(
+    rows: Mapping[str, int], epochs: Mapping[str, Epoch]
+) -> dict[str, SourceReading]:
+    """Returns name of a source → how much of it was read.
 
     Args:
       rows: name of a stream → the number of its rows that were read (`DataCursor.rows_read`).
-      epochs: name of a stream → one epoch of it (`Data.epochs`), for all stages.
+      epochs: name of a stream → one epoch of it (`Data.epochs`), for all stages. Streams that never
+        repeat are not among them, so their sources are missing in the result.
     """
     found: dict[str, SourceReading] = {}
     for stream, epoch in epochs.items():
@@ -337,8 +339,10 @@ def describe_epochs(read: Mapping[str, SourceReading], steps: int) -> str:
     return f"reads {text}" + (f"; in one step {', '.join(often)}" if often else "")
 
 
-def warn_of_epochs(read: Mapping[str, SourceReading]) -> str:
-    """Returns a warning if a run reads sources more often than a model gains by; else ""."""
+def epochs_warning(read: Mapping[str, SourceReading]) -> str:
+    """Returns a warning if a run repeats sources so often that a model learns little more from
+    them; else "".
+    """
     often = [
         (f"{name} " if len(read) > 1 else "its data ") + f"{source.epochs:.3g} times"
         for name, source in read.items()

@@ -342,7 +342,7 @@ class QSA(GatedAttention):
 
         heads = activation_spec("batch", None, "heads")
         return self._on_each_device(run, (q_BTNK, k_BSMK, v_BSMK), heads, context)(
-            index_q_BTHI, row_blocks, query_and_key_tokens(context, s_BS)
+            index_q_BTHI, row_blocks, query_and_key_positions(context, s_BS)
         )
 
     def _indexer_loss(self, q_BTNK, k_BTMK, index_q_BTHI, row_blocks: Blocks, context: Context):
@@ -361,7 +361,7 @@ class QSA(GatedAttention):
 
         heads = (jax.lax.stop_gradient(q_BTNK), jax.lax.stop_gradient(k_BTMK))
         kl_BT = self._on_each_device(run, heads, activation_spec("batch"), context)(
-            index_q_BTHI, row_blocks, query_and_key_tokens(context)
+            index_q_BTHI, row_blocks, query_and_key_positions(context)
         )
         counted_BT = self.loss_tokens(
             self.config, context.positions, jnp.ones_like(context.positions, bool)
@@ -380,7 +380,7 @@ class QSA(GatedAttention):
 
         row = activation_spec("batch")
         share_BT = self._on_each_device(run, (q_BTNK, k_BTMK), row, context)(
-            index_q_BTHI, row_blocks, query_and_key_tokens(context)
+            index_q_BTHI, row_blocks, query_and_key_positions(context)
         )
         ratio = settings.indexer_compress_ratio
         has_choice_BT = context.positions + 1 >= settings.indexer_budget + ratio
@@ -461,7 +461,7 @@ def _document_ids(context: Context) -> jax.Array:
     return context.segment_ids
 
 
-def query_and_key_tokens(context: Context, s_BS: jax.Array | None = None) -> Tokens:
+def query_and_key_positions(context: Context, s_BS: jax.Array | None = None) -> Tokens:
     """Returns the tokens of the queries and of the keys. `s_BS` has the same meaning as in
     `QSA._selected_attention`.
     """

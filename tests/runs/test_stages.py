@@ -25,8 +25,8 @@ from qwen3next_jax.training.stages import (
     epochs_of_stages,
     open_stages,
     place_cursors,
+    reading_by_source,
     resolve_stages,
-    sources_read,
     stage_number,
     tokens_seen,
 )
@@ -230,7 +230,7 @@ def test_epochs_count_the_rows_that_stages_read(mixed):
     epochs = epochs_of_stages(rows)
     lengths = [{epoch.source: epoch.rows for epoch in read.epochs.values()} for read in rows]
     for number, cursor in enumerate(cursors):
-        read = sources_read(cursor.rows_read(6 * number + 6), epochs)
+        read = reading_by_source(cursor.rows_read(6 * number + 6), epochs)
         for name in "abc":
             expected = sum(
                 sum(document.startswith(name) for document in drawn[stage]) / lengths[stage][name]
@@ -249,7 +249,7 @@ def test_a_dry_run_counts_the_epochs_of_a_branch_as_its_training_does(mixed):
     (rows,), stages = opened(branch), resolve_stages(branch)
     begun = DataCursor(rows.fingerprint, 4).advance(0, rows).advance(9, rows)
     (cursor,) = place_cursors(stages, [rows], begun)
-    exact = sources_read(cursor.rows_read(18), rows.epochs)
+    exact = reading_by_source(cursor.rows_read(18), rows.epochs)
     sizes = {epoch.source: epoch.rows for epoch in rows.epochs.values()}
     estimates = [Estimate(sizes.get(name, 1) * 16, 1) for name in "abc"]
 

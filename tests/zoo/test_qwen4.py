@@ -146,7 +146,7 @@ def model_of(config):
     return _models[config]
 
 
-def query_and_key_tokens(shape, seed=0):
+def random_tokens(shape, seed=0):
     """Random tokens, some of them end tokens."""
     tokens = np.random.default_rng(seed).integers(0, BASE.vocab_size, shape).astype(np.int32)
     return np.where(np.random.default_rng(seed + 1).random(shape) < 0.1, EOS, tokens)
@@ -253,7 +253,7 @@ def test_gathered_blocks_are_attention_under_a_mask(ratio, budget):
     # relu and rounding make equal scores
     index_q, index_k = jnp.round(draw(2, 77, 2, 8)), jnp.round(draw(2, 77, 8))
     row_blocks = mixer.blocks_of_rows(index_k, context)
-    tokens = qsa.query_and_key_tokens(context)
+    tokens = qsa.query_and_key_positions(context)
     weight = draw(2, 77, 4, 16) * (segments > 0)[..., None, None]
 
     def attention(attend, *qkv):
@@ -338,7 +338,7 @@ def test_packed_documents_are_separate_ones(name):
     model = model_of(config_of(name))
     graph, params = nnx.split(model)
     lengths = (1, 2, 21, 3, 17)
-    tokens = query_and_key_tokens(sum(lengths) + 4)
+    tokens = random_tokens(sum(lengths) + 4)
     cuts = np.cumsum((0, *lengths))
     # Row 0 of the packed batch; as many rows of padding follow as give both batches one shape.
     longest = sum(lengths) + 4
@@ -377,7 +377,7 @@ def test_cached_states_are_those_of_the_whole_sequence(name):
     """Rows cut at different places into prefills, one with padding, and single tokens."""
     model = model_of(config_of(name))
     graph, params = nnx.split(model)
-    rows, length = query_and_key_tokens((3, 40)), 40
+    rows, length = random_tokens((3, 40)), 40
     want = states(model, rows)
     decode = jax.jit(lambda params, *args: nnx.merge(graph, params).decode(*args))
     cache, at = model.init_cache(3, 64), np.zeros(3, int)
@@ -408,7 +408,7 @@ def states(model, rows):
 def test_drafts_give_the_plain_text(name, drafts):
     """Ragged prompts, past the budget; the plain text is the whole sequence's own."""
     model = model_of(config_of(name))
-    prompts = [query_and_key_tokens(n, seed=n) for n in (1, 16, 7)]
+    prompts = [random_tokens(n, seed=n) for n in (1, 16, 7)]
     plain = complete(model, prompts, max_new_tokens=24)
     drafted = complete(model, prompts, max_new_tokens=24, speculative=drafts)
     rows = np.zeros((3, 40), np.int32)
@@ -481,7 +481,7 @@ def test_rows_of_two_tokens():
     """Shorter than a block, a convolution and an n-gram: finite losses and gradients."""
     config = config_of(layer_types=(LINEAR, FULL), num_hidden_layers=2)
     graph, params = nnx.split(model_of(config))
-    batch = {"tokens": query_and_key_tokens((2, 2)), "segment_ids": np.ones((2, 2), np.int32)}
+    batch = {"tokens": random_tokens((2, 2)), "segment_ids": np.ones((2, 2), np.int32)}
 
     def loss(params):
         counts = count_targets(batch, 1, config)
@@ -573,7 +573,7 @@ def test_a_mesh_gives_what_one_device_gives(changes, axes):
     model = model_of(config)
     graph, params = nnx.split(model)
     segments = np.repeat([1, 2, 0], (17, 20, 3)).astype(np.int32)[None].repeat(8, axis=0)
-    batch = {"tokens": query_and_key_tokens((8, 40), seed=20), "segment_ids": segments}
+    batch = {"tokens": random_tokens((8, 40), seed=20), "segment_ids": segments}
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)), jax.devices()[:8])
     optimizer = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=1e-3)
     groups = make_parameter_groups(config, (), optimizer)

@@ -637,8 +637,9 @@ class _Block:
 
     def tile_gradients(self, i: int, error_dstate, of_q, of_k):
         """Returns three results for the tile `own_tiles[i]` of key channels: [C], the inner product
-        of each row of q with the part of its gradient that comes through the state; dQ; and dK. In
-        dQ and dK the norms are held constant. `of_q` and `of_k` are accumulators for dQ and dK.
+        of each row of q with the part of its gradient that comes through the state; dQ; and dK.
+        dQ and dK treat the L2 norms of the rows of q and k as constants. `of_q` and `of_k` are
+        accumulators for dQ and dK.
         """
         p, last, factors = self.p, self.last, self.factors
         k, do, dv, a, slots = hide_addresses(*self.tiles)

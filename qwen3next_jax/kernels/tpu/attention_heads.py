@@ -172,7 +172,7 @@ def _norm_and_rotate_gradients_kernel(eps, half, weight, cos, sin, x, dy, dx, dw
     partial sums, `dweight` [8, K].
     """
 
-    @pl.when(grids.first_step())
+    @pl.when(grids.is_first_step_of_channel_block())
     def _():
         dweight[...] = jnp.zeros_like(dweight)
 

@@ -232,7 +232,7 @@ def _backward(activation, has_age, kernel, *refs):
     def _():
         later[...] = jnp.zeros_like(later)
 
-    @pl.when(grids.first_step())
+    @pl.when(grids.is_first_step_of_channel_block())
     def _():
         dkernel[...] = jnp.zeros_like(dkernel)
 

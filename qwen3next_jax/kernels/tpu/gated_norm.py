@@ -94,7 +94,7 @@ def _backward_kernel(eps, weight, o, gate, dy, do, dgate, dweight):
     8 rows of partial sums, `dweight` [8, V].
     """
 
-    @pl.when(grids.first_step())
+    @pl.when(grids.is_first_step_of_channel_block())
     def _():
         dweight[...] = jnp.zeros_like(dweight)
 

@@ -72,7 +72,7 @@ def call(
     )(*inputs)
 
 
-def first_step():
+def is_first_step_of_channel_block():
     """Returns whether this is the first grid step of a block of channels: the first block of tokens
     of the first row of the batch.
     """

@@ -75,7 +75,7 @@ def routed_experts(x, weight, expert, gate_up, down, *, capacity: int, keep_hidd
             y_OD = _one_expert(
                 _take_rows(x, rest.token_O).astype(accumulation_dtype(x)), rest.weight_O, *w
             )
-            return y_ND.at[rest.target_O].add(
+            return y_ND.at[rest.scatter_token_O].add(
                 y_OD.astype(x.dtype), mode="drop", unique_indices=True
             )
 
@@ -150,7 +150,7 @@ def routed_experts_gradients(
             )
             return (
                 jax.tree.map(jnp.add, sums, terms),
-                dx_ND.at[rest.target_O].add(
+                dx_ND.at[rest.scatter_token_O].add(
                     dx_OD.astype(x.dtype), mode="drop", unique_indices=True
                 ),
                 dweight_Q.at[rest.choice_O].set(dweight_O, mode="drop", unique_indices=True),
@@ -477,7 +477,7 @@ class _ChoicesBeyond(NamedTuple):
 
     token_O: jax.Array
     weight_O: jax.Array
-    target_O: jax.Array  # the token; N or more for entries that scatters drop
+    scatter_token_O: jax.Array  # the token; N or more for entries that scatters drop
     choice_O: jax.Array  # the number of the choice; Q or more for entries that scatters drop
 
 

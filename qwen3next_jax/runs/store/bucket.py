@@ -67,7 +67,9 @@ class BucketStore(RunStore):
         self._lease = Lease(self.workdir, patience, is_owner)
 
     def check(self, where: str) -> None:
-        self._check_names(where, tuple(self.workdir.key.split("/")), forbidden="?#" + _CONTROL)
+        self._check_folder_path(
+            where, tuple(self.workdir.key.split("/")), forbidden="?#" + _CONTROL
+        )
         require(
             self.workdir.scheme == "gs",
             f"{where}: Orbax writes no checkpoints to s3://: give gs:// or a folder on a file "

@@ -58,7 +58,7 @@ class LocalStore(RunStore):
 
     def check(self, where: str) -> None:
         names = self.workdir.absolute().parts[1:]
-        self._check_names(where, names, forbidden="\\")
+        self._check_folder_path(where, names, forbidden="\\")
         require(
             names[:1] not in _SCHEMES,
             f"{where}: Orbax takes it for a bucket: give another folder",

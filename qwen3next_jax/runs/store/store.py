@@ -49,7 +49,7 @@ class RunStore(abc.ABC):
         of its name, because the paths in it would be too long, or because there is no such bucket.
         """
 
-    def _check_names(self, where: str, names: tuple[str, ...], forbidden: str) -> None:
+    def _check_folder_path(self, where: str, names: tuple[str, ...], forbidden: str) -> None:
         """Checks that Orbax and TensorStore, which write the arrays, can write to the folder.
 
         Args:

@@ -59,7 +59,8 @@ def mix(
     Args:
       h_BTE: the streams of a token side by side.
       scale_SD: float32, the weights of the streams' norms.
-      down_SDX: the matrix that reads the normed streams, times their weights, in h's dtype.
+      down_SDX: the matrix that reads the normed streams, already multiplied by the weights of the
+        norms, in h's dtype.
       up_RSD: the gate's second matrix, in h's dtype.
       eps: number added to the mean squares.
       mesh: the devices that share the tokens; None: one device.
@@ -77,7 +78,7 @@ def mix(
     if call.chosen.is_kernel:
         up_RE = jnp.pad(up_RE, ((0, padded - up_RE.shape[0]), (0, 0)))
         down_EX = jnp.pad(down_EX, ((0, 0), (0, padded - columns)))
-    x_BTD, inner_BTX, h_BTE = _operator(call, h_BTE, scale_SD.reshape(-1), down_EX, up_RE)
+    x_BTD, inner_BTX, h_BTE = _mix(call, h_BTE, scale_SD.reshape(-1), down_EX, up_RE)
     return x_BTD, inner_BTX[..., :columns], h_BTE
 
 
@@ -89,8 +90,7 @@ def write(
     time: str | None = "time",
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns the streams [B, T, E] after a block's output y is added to each of them, times its
-    factor in a.
+    """Returns the streams [B, T, E] after a block's output: h_s + a_s · y for every stream s.
 
     Args:
       h_BTE: the streams.
@@ -123,17 +123,17 @@ def _token_axes(time: str | None) -> tuple[str, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _operator(call: _Call, h_BTE, scale_E, down_EX, up_RE):
-    return _forward(call, h_BTE, scale_E, down_EX, up_RE)[0]
+def _mix(call: _Call, h_BTE, scale_E, down_EX, up_RE):
+    return _mix_forward(call, h_BTE, scale_E, down_EX, up_RE)[0]
 
 
-def _forward(call: _Call, h_BTE, *weights):
+def _mix_forward(call: _Call, h_BTE, *weights):
     forward = functools.partial(call.chosen.function_named("forward"), call.eps, call.streams)
     x_BTD, inner_BTX, sizes_BTS = _run(call, forward, (weights,), h_BTE)
     return (x_BTD, inner_BTX, h_BTE), (h_BTE, weights, inner_BTX, sizes_BTS)
 
 
-def _backward(call: _Call, saved, gradients):
+def _mix_backward(call: _Call, saved, gradients):
     h_BTE, weights, inner_BTX, sizes_BTS = saved
     scale_E, down_EX, up_RE = weights
     dx_BTD, dinner_BTX, dh_BTE = gradients
@@ -155,7 +155,7 @@ def _backward(call: _Call, saved, gradients):
     return dh_BTE, jnp.sum(dscale_ZE, axis=0), ddown_EX.astype(dtype), dup_RE.astype(dtype)
 
 
-_operator.defvjp(_forward, _backward)
+_mix.defvjp(_mix_forward, _mix_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
