@@ -23,8 +23,8 @@ from qwen3next_jax.sharding.rules import constrain
 
 class Block(nnx.Module):
     """A decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)). A block may hold the stacked
-    parameters of several layers, whose numbers are the argument `layers`; `layer_stack` calls it
-    with those of one layer.
+    parameters of several layers, whose indices are the argument `layers`; `layer_stack` takes out
+    the parameters of one layer before it calls the block.
 
     The residual stream x is as wide as the model here. Subclasses are other placements of the norms
     (the setting `model.block.placement`). They override `before` and `after`, or `around`. A

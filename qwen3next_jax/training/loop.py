@@ -102,8 +102,9 @@ def make_train_step(
         )
 
         # Optimizer: clipping, direction, weight decay, learning rate. The learning rate follows
-        # the number of updates, which are the steps that were not skipped. The optimizer counts
-        # its updates itself, to the same number.
+        # the number of updates, which are the steps that were not skipped. The main optimizer
+        # evaluates the same schedule at its own count of them; this value is the metric, and the
+        # rate of lazy AdamW.
         learning_rate = schedule(state["step"] - state["guards"]["skipped"])
         params, opt_state = update(grads, state["params"], state["opt_state"], learning_rate, skip)
         after = state | {
@@ -270,13 +271,14 @@ class Trainer:
 
             # Hooks
             ends_stage = step == self.stage.last_step
+            was_stopping = self._stopping
             if due := self._due_hooks(step, ends_stage):
                 jax.block_until_ready(metrics)
                 self._end_step(step, metrics, state)
                 info = StepInfo(step, self.stage, state, batch, metrics, ends_stage, self._stopping)
                 self.clock.pause()
                 self._call_due(due, info)
-                if self._stopping and not info.stopping:  # one of these hooks called `stop`
+                if self._stopping and not was_stopping:  # a hook has called `stop` since then
                     later = [h for h in self._due_hooks(step, ends_stage) if h not in due]
                     self._call_due(later, dataclasses.replace(info, stopping=True))
                 self.clock.resume()

@@ -108,6 +108,22 @@ class Killed(BaseException):
     """Stands for a SIGKILL."""
 
 
+def test_a_stop_when_a_due_step_has_ended_is_saved(tmp_path):
+    """A hook is due after the step, so the loop has asked which hooks are due before the stop."""
+
+    def stop(trainer):
+        class Stop(Hook):
+            def step_ended(self, step, metrics, state):
+                if step == 2:
+                    trainer.stop()
+
+        trainer.add_hook(Stop(), every=0)
+        trainer.add_hook(lambda info: None, every=2, name="due")
+
+    train(with_train(), tmp_path, add_hooks=stop)
+    assert max(saved_steps(tmp_path)) == 2
+
+
 def test_a_stopped_run_saves_first_and_what_it_then_could_not_evaluate_follows(
     run, tmp_path, monkeypatch
 ):
