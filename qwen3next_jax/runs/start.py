@@ -1,8 +1,8 @@
 """Decides how a run starts, before anything is written.
 
 `decide` holds every refusal that follows from the settings and the facts alone. It is pure:
-`facts.read_facts` has already read what it needs. Neither imports JAX, so the user learns of a mistake
-within a second. `checks.resolve_start` adds what needs the mesh and the code of the model.
+`facts.read_facts` has already read what it needs. Neither imports JAX, so the user learns of a
+mistake within a second. `checks.resolve_start` adds what needs the mesh and the code of the model.
 """
 
 import dataclasses
