@@ -116,7 +116,8 @@ class SpeedUp(NamedTuple):
         infinite, if a pair of seeds reaches no common loss between its budgets.
       seeds: the number of seeds of the baseline and of the arm.
       loss: ℓ.
-      misfit: the larger `Law.misfit` of the two laws; None for three budgets, which have none.
+      misfit: the larger `Law.misfit` of the two laws; None if both have three budgets and meet
+        them exactly.
     """
 
     factor: float
@@ -246,7 +247,10 @@ def speed_up(baseline: Arm, arm: Arm, unit: str) -> SpeedUp:
             f"budget says by how much: give {better.name} smaller budgets, or {worse.name} larger"
         )
     low, high = _factor_interval(baseline, arm, unit, factor)
-    exact = min(len(one.losses[0]) for one in (baseline, arm)) == LEAST_BUDGETS
+    exact = all(
+        len(one.losses[0]) == LEAST_BUDGETS and law.residual <= _SAME_LOSS * law(law.high)
+        for one, law in zip((baseline, arm), laws, strict=True)
+    )
     return SpeedUp(
         factor=factor,
         low=low,
@@ -297,13 +301,17 @@ def _budget_ratio(baseline: Law, arm: Law) -> float:
 def _factor_interval(
     baseline: Arm, arm: Arm, unit: str, factor: float
 ) -> tuple[float, float] | tuple[None, None]:
-    """Returns the lowest and the highest speed-up over pairs of seeds, and over `factor`."""
+    """Returns the lowest and the highest speed-up over pairs of seeds, and over `factor`. The
+    interval has no bound if the law of a seed is flat, so that its loss tells no compute.
+    """
     if len(baseline.losses) == len(arm.losses) == 1:
         return None, None
     of_seeds = [
         [fit_law(*seed) for seed in zip(one.spent[unit], one.losses, strict=True)]
         for one in (baseline, arm)
     ]
+    if any(law.misfit(law.low) == math.inf for laws in of_seeds for law in laws):
+        return 0.0, math.inf
     ratios = [_budget_ratio(*pair) for pair in itertools.product(*of_seeds)]
     return min(factor, *ratios), max(factor, *ratios)
 
@@ -364,14 +372,18 @@ def sentence_of_runs(baseline: Run, run: Run) -> str:
 
 def _arm_of_run(run: Run, metric: str) -> Arm:
     """Returns a run as an arm with one seed, whose losses are of held-out evaluations."""
-    train = [event for event in run.events.get("train", ()) if _positive(event, "learning_rate")]
+    train = [event for event in run.events.get("train", ()) if _has_rate(event)]
     rates = np.array([event["learning_rate"] for event in train], float)
     steps = np.array([event["step"] for event in train])
     evaluated = [event for event in run.events.get("heldout", ()) if _positive(event, metric)]
     chosen = []
     for event in evaluated:
+        # The rate may fall between two train events, so those on both sides have to have the peak.
         before = int(np.searchsorted(steps, event["step"], side="right")) - 1
-        if before >= 0 and rates[before] >= (1 - _SAME_RATE) * rates.max():
+        after = int(np.searchsorted(steps, event["step"], side="left"))
+        if before < 0 or after == len(steps):
+            continue
+        if min(rates[before], rates[after]) >= (1 - _SAME_RATE) * rates.max() > 0:
             chosen.append(event)
     require(
         len({event["step"] for event in chosen}) >= LEAST_BUDGETS,
@@ -396,6 +408,11 @@ def _arm_of_run(run: Run, metric: str) -> Arm:
         spent,
         devices_of(run.log),
     )
+
+
+def _has_rate(event: Mapping) -> bool:
+    """Whether the event has a learning rate, which may be 0."""
+    return event.get("learning_rate") == 0 or _positive(event, "learning_rate")
 
 
 def _positive(event: Mapping, *names: str) -> bool:

@@ -188,6 +188,29 @@ def test_only_evaluations_at_the_highest_rate_count():
     assert other.spent["steps"].tolist() == [[200, 300, 400, 500, 600, 700, 800]]
 
 
+def test_an_evaluation_between_two_rates_does_not_count():
+    """Also if the second rate is 0."""
+    for last in (0.0, 1e-4):
+        falling = run_of("b", 2.0, rate=lambda step: last if step > 900 else 1e-3)
+        falling.events["train"] = [e for e in falling.events["train"] if e["step"] % 200 == 0]
+        *_, other = arms_of_runs(run_of("a"), falling)
+        assert other.spent["steps"].max() == 800
+
+
+def test_a_misfit_is_told_beside_an_exact_law():
+    budgets = BUDGETS[:3]
+    exact, off = arm(law(budgets), budgets), arm(law(BUDGETS, 1.2) + [0, 2e-3, -2e-3, 0])
+    assert speed_up(exact, arm(law(budgets, 1.2), budgets), "flops").misfit is None
+    assert speed_up(exact, off, "flops").misfit > 1.001
+
+
+def test_a_flat_seed_leaves_no_bound():
+    falls = law(BUDGETS)
+    found = speed_up(arm([falls, falls]), arm([0 * falls + falls[1], falls]), "flops")
+    assert found.low == 0
+    assert found.high == math.inf
+
+
 def test_runs_that_carry_no_speed_up_say_why():
     cosine = run_of("b", rate=lambda step: 1e-3 * (1 + math.cos(math.pi * step / 1000)))
     for other, names in (
