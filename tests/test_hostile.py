@@ -37,7 +37,7 @@ from qwen3next_jax.interop.checksums import verify_hf
 from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
 from qwen3next_jax.interop.huggingface import check_hf
 from qwen3next_jax.interop.weights import Weights
-from qwen3next_jax.model.multi_token_prediction import target_weights
+from qwen3next_jax.model.targets import target_weights
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.store.lease import Lease

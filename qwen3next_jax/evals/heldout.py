@@ -19,7 +19,7 @@ from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.evals.evaluation import EvalContext, Evaluation
 from qwen3next_jax.evals.scoring import place_on_mesh, replicated_sharding
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.multi_token_prediction import (
+from qwen3next_jax.model.targets import (
     later_tokens,
     mask_ignored_targets,
     target_positions,

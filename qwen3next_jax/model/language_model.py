@@ -26,10 +26,10 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layer_properties import check_mixers, layer_cache, mixer_class
 from qwen3next_jax.model.layer_stack import run_layers
 from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions
-from qwen3next_jax.model.multi_token_prediction import targets_in_document
 from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
 from qwen3next_jax.model.remat import keeps_hidden, rematerialized
 from qwen3next_jax.model.routing import check_routing_shape, stack_routing
+from qwen3next_jax.model.targets import targets_in_document
 from qwen3next_jax.ops import linear_cross_entropy
 from qwen3next_jax.sharding.rules import (
     CONTEXT,

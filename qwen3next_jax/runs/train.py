@@ -112,15 +112,15 @@ def train(
     store = open_store(start.workdir, run.config.checkpoint.patience, is_owner=is_process_0())
     with lock_folder(start, data, store) as start, _open_checkpoints(run, store) as checkpoints:
         saved_step = checkpoints.newest_good_step() or 0
-        missing = _missing_evaluations(run, start, saved_step)
-        if saved_step > run.steps or (saved_step == run.steps and not missing):
+        missed = _missing_evaluations(run, start, saved_step)
+        if saved_step > run.steps or (saved_step == run.steps and not missed):
             return end_of_finished_run(run, store.workdir, saved_step, data[0].tokenizer)
         checkpoints.begin(saved_step)
         check_shared_folder(checkpoints.directory, run.config.parallel.start_timeout)
 
         # ---- State
         first = _load_state(run, data, start, checkpoints, saved_step)
-        with _observe(run, store, data, start, first, missing) as observers:
+        with _observe(run, store, data, start, first, missed) as observers:
             display, metrics, watchdog = observers.display, observers.metrics, observers.watchdog
             checkpoints.before_manifest = metrics.flush
             metrics.add_listener(checkpoints.hear)
@@ -144,7 +144,7 @@ def train(
 
             # ---- Loop
             rewinder = Rewinder(run, data, first.cursors, start, checkpoints, metrics)
-            if missing:
+            if missed:
                 watchdog.allow(run.config.train.compile_timeout, "an evaluation", first.step)
                 with reports_out_of_memory(lambda: stage_at(run.stages, first.step)):
                     trainer.call_missed_hooks(first.step, first.state)
@@ -316,12 +316,12 @@ def _observe(
     data: Sequence[Data],
     start: Start,
     first: _FirstState,
-    missing: Sequence[str],
+    missed: Sequence[str],
 ) -> Iterator[_Observers]:
     """Opens the observers of the run, and closes them at the end of the `with` block.
 
     Args:
-      missing: kinds of events that are written again (`_missing_evaluations`).
+      missed: kinds of events that are written again (`_missing_evaluations`).
     """
     parent = start.parent.path if first.continues_parent else ""
     read = reading_by_source(first.cursors[-1].rows_read(run.steps), epochs_of_stages(data))
@@ -332,7 +332,7 @@ def _observe(
     shown = title(run, corpus, first.step, parent)
     with (
         Display(shown, run.stages, first.step, is_process_0()) as display,
-        open_metrics(run, store, first.step, display, missing) as metrics,
+        open_metrics(run, store, first.step, display, missed) as metrics,
         Signals(display.say) as signals,
         Watchdog(functools.partial(store.write_stacks, jax.process_index())) as watchdog,
         Profiler(run.config.profile, store.workdir, metrics.write) as profiler,

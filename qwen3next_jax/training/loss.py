@@ -32,7 +32,7 @@ from qwen3next_jax.config import ModelConfig, TrainConfig
 from qwen3next_jax.model import Features, Qwen3Next
 from qwen3next_jax.model.layer_properties import has_indexer, mixer_class
 from qwen3next_jax.model.layers import ForwardOptions, document_positions
-from qwen3next_jax.model.multi_token_prediction import (
+from qwen3next_jax.model.targets import (
     later_tokens,
     target_weights,
     targets_in_document,
