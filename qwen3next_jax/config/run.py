@@ -38,6 +38,9 @@ class SyntheticConfig:
     pairs: int = 8
     # modular_addition: the number modulo which the inputs are added
     modulus: int = 5
+    # s3, a5, s5: the inputs are the permutations that move at most this many things; 2: exchanges
+    # of two things; 3: also cycles of three; 5: all permutations
+    max_moved: int = 5
     # mqar: a query stands at the d-th place after the pairs with a probability ∝ d^(gap_power - 1)
     gap_power: float = 0.01
 
@@ -45,7 +48,7 @@ class SyntheticConfig:
         check_bounds(
             self,
             "data.synthetic",
-            {"at least 1": "pairs", "at least 2": "modulus", "a positive number": "gap_power"},
+            {"at least 1": "pairs", "at least 2": "modulus max_moved", "a positive number": "gap_power"},
         )
 
 

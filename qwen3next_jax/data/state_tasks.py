@@ -118,25 +118,45 @@ def _addition_task(modulus: int) -> _Task:
     return _Task(make, FIRST_ID + modulus, f"and one for each number below {modulus}")
 
 
-def _word_problem_task(things: int, even: bool) -> _Task:
+def _word_problem_task(things: int, even: bool, max_moved: int) -> _Task:
     product = _product_table(things, even)
+    allowed = np.flatnonzero([moved <= max_moved for moved in _moved_things(things, even)])
+    smallest = 3 if even else 2
+    require(
+        max_moved >= smallest,
+        f"data.synthetic.max_moved = {max_moved}: expected at least {smallest}, as the only element "
+        "that moves fewer things is the one that changes nothing",
+    )
 
     def make(rng: np.random.Generator, length: int, vocab_size: int) -> StateRow:
-        inputs = rng.integers(0, len(product), length)
+        inputs = rng.choice(allowed, length)
         states = list(itertools.accumulate(inputs, lambda state, x: product[state, x]))
         return _row_of_states(inputs, np.array(states))
 
     return _Task(make, FIRST_ID + len(product), f"and one for each of the {len(product)} elements")
 
 
-@functools.cache
-def _product_table(things: int, even: bool) -> np.ndarray:
-    """Returns the table of a group of permutations: [a, b] is the number of the element "first a,
-    then b". Element 0 changes nothing. `even`: whether only the even permutations belong to it.
+def _permutations(things: int, even: bool) -> list[tuple[int, ...]]:
+    """Returns the elements of a group. Element 0 changes nothing. `even`: whether only the even
+    permutations belong to it.
     """
     elements = list(itertools.permutations(range(things)))
     if even:
         elements = [element for element in elements if not _inversions(element) % 2]
+    return elements
+
+
+def _moved_things(things: int, even: bool) -> list[int]:
+    """Returns for each element of a group how many things it moves."""
+    return [sum(x != i for i, x in enumerate(element)) for element in _permutations(things, even)]
+
+
+@functools.cache
+def _product_table(things: int, even: bool) -> np.ndarray:
+    """Returns the table of a group of permutations: [a, b] is the number of the element "first a,
+    then b".
+    """
+    elements = _permutations(things, even)
     number = {element: i for i, element in enumerate(elements)}
     return np.array(
         [[number[tuple(b[x] for x in a)] for b in elements] for a in elements], np.int64
@@ -183,13 +203,16 @@ def _state_recall_task(keys: int) -> _Task:
 TASKS: dict[str, Callable[[SyntheticConfig], _Task]] = {
     "parity": lambda options: _addition_task(2),
     "modular_addition": lambda options: _addition_task(options.modulus),
-    "s3": lambda options: _word_problem_task(3, even=False),
-    "a5": lambda options: _word_problem_task(5, even=True),
-    "s5": lambda options: _word_problem_task(5, even=False),
+    "s3": lambda options: _word_problem_task(3, even=False, max_moved=options.max_moved),
+    "a5": lambda options: _word_problem_task(5, even=True, max_moved=options.max_moved),
+    "s5": lambda options: _word_problem_task(5, even=False, max_moved=options.max_moved),
     "state_recall": lambda options: _state_recall_task(options.pairs),
 }
 _SETTINGS = {
     "modular_addition": ("synthetic.modulus",),
+    "s3": ("synthetic.max_moved",),
+    "a5": ("synthetic.max_moved",),
+    "s5": ("synthetic.max_moved",),
     "state_recall": ("synthetic.pairs",),
 }
 
