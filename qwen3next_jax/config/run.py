@@ -48,7 +48,11 @@ class SyntheticConfig:
         check_bounds(
             self,
             "data.synthetic",
-            {"at least 1": "pairs", "at least 2": "modulus max_moved", "a positive number": "gap_power"},
+            {
+                "at least 1": "pairs",
+                "at least 2": "modulus max_moved",
+                "a positive number": "gap_power",
+            },
         )
 
 

@@ -14,11 +14,13 @@ which the next one would follow in one step (a scratchpad).
                       modulo this number. Beyond 2 a transition needs complex eigenvalues, as the
                       product of two reflections has (2411.12537, theorem 2).
     s3, a5, s5        Word problems: the inputs are elements of the group of permutations of three
-                      or five things (a5: the even ones); the label is their product so far. n - 1
-                      reflections a token suffice for the permutations of n things (2502.10297),
-                      and two for a5, the rotations of an icosahedron. a5 and s5 are complete for
-                      NC1 (Barrington 1989), so attention and layers with diagonal transitions,
-                      which are in TC0, solve them for all lengths only if TC0 = NC1 (2404.08819).
+                      or five things (a5: the even ones); the label is their product so far. If
+                      `data.synthetic.max_moved` = m, the inputs are the elements that move at most
+                      m things: m - 1 reflections a token suffice for such an element (2502.10297).
+                      Two suffice for all of a5, the rotations of an icosahedron. a5 and s5 are
+                      complete for NC1 (Barrington 1989), also with few generators, so attention and
+                      layers with diagonal transitions, which are in TC0, solve them for all lengths
+                      only if TC0 = NC1 (2404.08819).
     state_recall      A row begins with `data.synthetic.pairs` keys, each followed by two values.
                       Then bits and keys follow. The label of a key is its first value if the parity
                       of the bits so far is even, and else its second. It needs a state and a
@@ -119,19 +121,19 @@ def _addition_task(modulus: int) -> _Task:
 
 
 def _word_problem_task(things: int, even: bool, max_moved: int) -> _Task:
-    product = _product_table(things, even)
-    allowed = np.flatnonzero([moved <= max_moved for moved in _moved_things(things, even)])
-    smallest = 3 if even else 2
+    elements = _permutations(things, even)
+    inputs = [i for i, element in enumerate(elements) if _moved_things(element) <= max_moved]
     require(
-        max_moved >= smallest,
-        f"data.synthetic.max_moved = {max_moved}: expected at least {smallest}, as the only element "
-        "that moves fewer things is the one that changes nothing",
+        len(inputs) > 1,
+        f"data.synthetic.max_moved = {max_moved}: expected at least 3, as every even "
+        "permutation but one moves three things or more",
     )
+    product = _product_table(things, even)
 
     def make(rng: np.random.Generator, length: int, vocab_size: int) -> StateRow:
-        inputs = rng.choice(allowed, length)
-        states = list(itertools.accumulate(inputs, lambda state, x: product[state, x]))
-        return _row_of_states(inputs, np.array(states))
+        numbers = np.array(inputs)[rng.integers(0, len(inputs), length)]
+        states = list(itertools.accumulate(numbers, lambda state, x: product[state, x]))
+        return _row_of_states(numbers, np.array(states))
 
     return _Task(make, FIRST_ID + len(product), f"and one for each of the {len(product)} elements")
 
@@ -146,9 +148,8 @@ def _permutations(things: int, even: bool) -> list[tuple[int, ...]]:
     return elements
 
 
-def _moved_things(things: int, even: bool) -> list[int]:
-    """Returns for each element of a group how many things it moves."""
-    return [sum(x != i for i, x in enumerate(element)) for element in _permutations(things, even)]
+def _moved_things(permutation: tuple[int, ...]) -> int:
+    return sum(x != i for i, x in enumerate(permutation))
 
 
 @functools.cache

@@ -17,8 +17,8 @@ from tests.refusals import refused
 OPTIONS = SyntheticConfig(pairs=4, modulus=7)
 
 
-def rows(task, length=64, vocab_size=128, count=20):
-    made = StateRows(task, length, vocab_size, OPTIONS, seed=3, split=0)
+def rows(task, length=64, vocab_size=128, count=20, options=OPTIONS):
+    made = StateRows(task, length, vocab_size, options, seed=3, split=0)
     return [made[i] for i in range(count)]
 
 
@@ -44,6 +44,28 @@ def test_the_label_is_the_product_so_far(task, things, size):
         for t, number in enumerate(row.tokens[:-1] - FIRST_ID):
             arrangement = np.array(elements[number])[arrangement]
             assert tuple(arrangement) == elements[row.labels[t + 1] - FIRST_ID]
+
+
+@pytest.mark.parametrize(
+    ("task", "max_moved", "inputs"), [("s5", 2, 11), ("s5", 3, 31), ("a5", 3, 21), ("s3", 2, 4)]
+)
+def test_inputs_move_few_things(task, max_moved, inputs):
+    elements = list(itertools.permutations(range(3 if task == "s3" else 5)))
+    if task == "a5":
+        elements = [x for x in elements if round(np.linalg.det(np.eye(5)[list(x)])) == 1]
+    seen = {
+        number - FIRST_ID
+        for row in rows(task, options=SyntheticConfig(max_moved=max_moved))
+        for number in row.tokens
+    }
+    assert len(seen) == inputs
+    for number in seen:
+        assert sum(x != i for i, x in enumerate(elements[number])) <= max_moved
+
+
+def test_no_even_permutation_moves_two_things():
+    with refused("data.synthetic.max_moved = 2", "at least 3"):
+        rows("a5", options=SyntheticConfig(max_moved=2))
 
 
 def test_a_key_recalls_the_value_of_the_parity():

@@ -1,0 +1,93 @@
+"""Compares ratios of recurrent to attention layers on tasks that need a state, a lookup, or both:
+four layers of width 64, with attention in every, every second, every fourth or no layer.
+
+    uv run qwen3next sweep configs/sweeps/state_ratio.py --workers=2
+
+Size: 11 models × 3 tasks × 3 seeds, 99 points of about 60 CPU seconds each.
+Result: docs/state.md.
+"""
+
+LINEAR, FULL = "linear_attention", "full_attention"
+EVERY = (FULL,) * 4
+EVERY_SECOND = (LINEAR, FULL) * 2
+EVERY_FOURTH = (LINEAR,) * 3 + (FULL,)
+NONE = (LINEAR,) * 4
+
+
+def layers(kinds, **settings):
+    """Returns the settings of a model with these layers."""
+    settings["layer_types"] = kinds
+    if LINEAR not in kinds:
+        # Attention reads none of these settings of configs/state.py, and a model without a reader
+        # refuses another value than the default.
+        settings |= {"beta_range": 1, "decay_gate": True, "short_convolution": True}
+    else:
+        # A convolution over three tokens lets both values of a key read the key before them. The
+        # keys have two numbers: a head can hold at most two keys apart.
+        settings |= {
+            "short_convolution": True,
+            "linear_conv_kernel_dim": 3,
+            "linear_key_head_dim": 2,
+            "linear_value_head_dim": 8,
+        }
+    return {f"model.{name}": value for name, value in settings.items()}
+
+
+NO_POSITIONS = {"full_mixer": "nope_attention"}
+TWO_WRITES = {"linear_mixer": "gated_deltaproduct"}
+MODELS = {
+    "every": layers(EVERY),
+    "every, no positions": layers(EVERY, **NO_POSITIONS),
+    "every second, beta 1": layers(EVERY_SECOND, beta_range=1),
+    "every second, beta 2": layers(EVERY_SECOND),
+    "every fourth, beta 1": layers(EVERY_FOURTH, beta_range=1),
+    "every fourth, beta 2": layers(EVERY_FOURTH),
+    "every fourth, beta 2, no positions": layers(EVERY_FOURTH, **NO_POSITIONS),
+    "every fourth, beta 2, 2 writes": layers(EVERY_FOURTH, **TWO_WRITES),
+    "none, beta 1": layers(NONE, beta_range=1),
+    "none, beta 2": layers(NONE),
+    "none, beta 2, 2 writes": layers(NONE, **TWO_WRITES),
+}
+TASKS = {
+    # A lookup alone: four keys with a value each, then queries.
+    "recall": {
+        "data.source": "mqar",
+        "data.synthetic.pairs": 4,
+        "model.vocab_size": 64,
+        "train.steps": 800,
+        "train.stages": (),
+        "train.batch_size": 64,
+        "eval.suites": (),
+    },
+    # Both: four keys with two values each; the parity of the bits decides which value is asked for.
+    "state_recall": {
+        "data.source": "state_recall",
+        "data.synthetic.pairs": 4,
+        "model.vocab_size": 32,
+        "train.steps": 900,
+        "train.stages": (
+            {"steps": 500, "sequence_length": 20, "batch_size": 64},
+            {"steps": 400},
+        ),
+    },
+    # A state alone: permutations of three things.
+    "s3": {
+        "data.source": "s3",
+        "train.steps": 700,
+        "train.stages": ({"steps": 200, "sequence_length": 8, "batch_size": 128}, {"steps": 500}),
+    },
+}
+
+
+def get_sweep():
+    return {
+        "base": "configs/state.py",
+        "set": {
+            "model.num_hidden_layers": 4,
+            "telemetry.diagnostics_every": 0,
+            "eval.every": 1000,
+            "checkpoint.every": 1000,
+        },
+        "x": "model",
+        "axes": {"task": TASKS, "model": MODELS, "train.seed": [0, 1, 2]},
+    }
