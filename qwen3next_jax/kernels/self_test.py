@@ -49,7 +49,7 @@ class SelfTest:
     Attributes:
       name: name of the operator. It is printed, and the name of the stored file depends on it.
       how_to_avoid: text that tells a user how to run the XLA implementation instead.
-      kind: the widths, dtypes and settings on which the compiled kernels depend.
+      call_kind: the widths, dtypes and settings on which the compiled kernels depend.
       modules: import strings of the modules that hold the kernels' source code. They are imported
         only when the outcome is looked up, because tokamax, which some of them need, may not be
         installed.
@@ -57,22 +57,22 @@ class SelfTest:
         returns the name of the output or gradient in which they differ most, and the relative L2
         difference (`largest_error`).
       tolerance: the largest difference with which the test passes.
-      ran_on: the GPU and the JAX release with which the kernels have run training steps
+      trained_on: the GPU and the JAX release with which the kernels have run training steps
         (docs/gpu.md); "" if they have run none.
-      note: what a user has to expect of the kernels although they passed; "" if nothing.
+      warning: what a user has to expect of the kernels although they passed; "" if nothing.
     """
 
     name: str
     how_to_avoid: str
-    kind: tuple
+    call_kind: tuple
     modules: tuple[str, ...]
     max_error: Callable[[], tuple[str, float]]
     tolerance: float
-    ran_on: str = "an H200, jax 0.11.2"
-    note: str = ""
+    trained_on: str = "an H200, jax 0.11.2"
+    warning: str = ""
 
 
-def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
+def kernels_run_by_default(test: SelfTest, unsupported: str = "") -> bool:
     """Returns whether a call that names no implementation runs the kernels. If the kernels can run
     the call and no outcome of the test is stored, the function runs the test, or takes it to pass
     if the test is put off. It prints the decision and its reason, each text once in a process,
@@ -85,21 +85,23 @@ def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
     """
     if compile_target().may_lack_device:  # compiled for a GPU that is not here: no test can run
         return False
-    reason = unsupported or failure_for_now(test)
-    ran = f"which ran on {test.ran_on}" if test.ran_on else "which never ran a whole step"
-    trained = f"have trained on {test.ran_on}" if test.ran_on else "have never trained a model"
-    note = f"; {test.note}" if test.note else ""
-    passed = f"the kernels passed their test on this GPU and {trained}{note}"
+    reason = unsupported or failure_or_assumed_pass(test)
+    ran = f"which ran on {test.trained_on}" if test.trained_on else "which never ran a whole step"
+    trained = (
+        f"have trained on {test.trained_on}" if test.trained_on else "have never trained a model"
+    )
+    warning = f"; {test.warning}" if test.warning else ""
+    passed = f"the kernels passed their test on this GPU and {trained}{warning}"
     implementations.give_reason(not reason, reason or passed)
     print_once(
         f"{test.name}: XLA computes it without the kernel: the call {reason}"
         if reason
-        else f"{test.name}: the kernels for this GPU, {ran}: {test.how_to_avoid}{note}"
+        else f"{test.name}: the kernels for this GPU, {ran}: {test.how_to_avoid}{warning}"
     )
     return not reason
 
 
-def failure_for_now(test: SelfTest) -> str:
+def failure_or_assumed_pass(test: SelfTest) -> str:
     """Returns the outcome of the test as `find_failure` does; "" if it is not known yet and the
     test is put off.
     """
@@ -137,7 +139,7 @@ def agree_on_reason(question: str, reason: str) -> str:
     """
     if jax.process_count() == 1:
         return reason
-    return _exchange_once((compile_target().platform, question), lambda: reason)
+    return _find_and_exchange_once((compile_target().platform, question), lambda: reason)
 
 
 def print_once(line: str):
@@ -145,11 +147,11 @@ def print_once(line: str):
     `trace_and_record` records the decisions.
     """
     if not implementations.is_recording():
-        _print_cached(line)
+        _print_first_time(line)
 
 
 @functools.cache
-def _print_cached(line: str):
+def _print_first_time(line: str):
     print(line, file=sys.stderr, flush=True)
 
 
@@ -176,16 +178,16 @@ def find_failure(device, test: SelfTest, folder: pathlib.Path | None = None) -> 
     of the same run; "" if the kernels passed in all processes. `folder` holds the stored outcomes;
     None: FOLDER.
     """
-    return _exchange_once(
+    return _find_and_exchange_once(
         _test_key(test), lambda: _stored_or_new_failure(device, test, folder or FOLDER)
     )
 
 
 def _test_key(test: SelfTest) -> tuple:
-    return compile_target().platform, test.name, test.kind
+    return compile_target().platform, test.name, test.call_kind
 
 
-def _exchange_once(call, find: Callable[[], str]) -> str:
+def _find_and_exchange_once(call, find: Callable[[], str]) -> str:
     """Calls `find()` once for each value of `call` and exchanges the results of all processes. A
     result is "" or says what went wrong. Returns this process's result if it is not "". Otherwise
     it returns the first result of another process that is not "", or "" if there is none. A process
@@ -199,7 +201,7 @@ def _exchange_once(call, find: Callable[[], str]) -> str:
 
 def _exchange_results(key: str, found: str) -> str:
     """Exchanges the results of all processes under the name `key`. Returns the result that
-    `_exchange_once` describes, given this process's result `found`.
+    `_find_and_exchange_once` describes, given this process's result `found`.
     """
     if jax.process_count() == 1:
         return found
@@ -230,7 +232,13 @@ def _stored_or_new_failure(device, test: SelfTest, folder: pathlib.Path) -> str:
         pathlib.Path(importlib.import_module(name).__file__).read_bytes() for name in test.modules
     )
     versions = [_package_version(name) for name in PACKAGES]
-    kind = device.device_kind, versions, hashlib.sha256(sources).hexdigest(), test.name, test.kind
+    kind = (
+        device.device_kind,
+        versions,
+        hashlib.sha256(sources).hexdigest(),
+        test.name,
+        test.call_kind,
+    )
     file = folder / (hashlib.sha256(repr(kind).encode()).hexdigest()[:16] + ".txt")
     try:
         if stored := file.read_text():  # empty: another process is writing it

@@ -93,8 +93,8 @@ def split_into(monkeypatch):
     """Makes the passes of the state split the work as the argument says."""
 
     def split_into(pieces: int, warpgroups: int = 1):
-        split = delta_rule_problem.Split(pieces, warpgroups)
-        monkeypatch.setattr(pallas_gpu.Problem, "best_split", lambda p: split)
+        split = delta_rule_problem.WorkSplit(pieces, warpgroups)
+        monkeypatch.setattr(pallas_gpu.Problem, "best_work_split", lambda p: split)
         _run.clear_cache()
 
     yield split_into
@@ -121,7 +121,7 @@ def test_a_row_in_three_pieces_forward():
         Settings(CHUNK, normalize_qk=True, delta_term=True),
         save=False,
         interpret=True,
-        split=delta_rule_problem.Split(3, 1),
+        split=delta_rule_problem.WorkSplit(3, 1),
     )
     for x, y in zip(got, want):
         assert error(np.float64(x), np.float64(y)) <= BARS[jnp.bfloat16][0]
@@ -203,9 +203,9 @@ def test_blocks_of_two_tiles(split_into):
 )
 def test_long_rows_of_few_heads_go_in_pieces(batch, tokens, heads, split):
     p = pallas_gpu.Problem(batch, tokens // CHUNK, heads, heads, 128, 128, 128, True, True)
-    assert p.best_split() == split
+    assert p.best_work_split() == split
     # Both calls run all their blocks at the same time.
-    blocks = p.value_tiles + (split[0] - 2) * p.map_blocks, (split[0] - 1) * p.value_tiles
+    blocks = p.value_tile_count + (split[0] - 2) * p.blocks_per_map, (split[0] - 1) * p.value_tile_count
     assert split[0] == 1 or batch * heads * max(blocks) <= delta_rule_problem.PROCESSORS
 
 
@@ -217,7 +217,7 @@ def test_the_second_piece_of_a_row_writes_in_place():
     shaped = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     q, v, state = shaped(1, 192, 1, 64), shaped(1, 192, 2, 64), shaped(1, 2, 64, 64)
     gates = shaped(1, 192, 2)
-    settings, split = Settings(CHUNK, True, True), delta_rule_problem.Split(3, 1)
+    settings, split = Settings(CHUNK, True, True), delta_rule_problem.WorkSplit(3, 1)
 
     def both(x, state):
         o, final, *saved = delta_rule_passes.forward(
@@ -373,7 +373,7 @@ def test_a_wrong_kernel_is_refused_and_remembered(monkeypatch, tmp_path):
     """In the middle of a trace, as a training step asks."""
 
     def verdict(folder):
-        split = delta_rule_problem.Split(1, 1)
+        split = delta_rule_problem.WorkSplit(1, 1)
         found, test = [], delta_rule_self_test.make_self_test(64, 64, True, True, split)
         jax.eval_shape(
             lambda x: (

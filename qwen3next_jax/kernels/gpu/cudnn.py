@@ -57,7 +57,7 @@ def unsupported_reason() -> str:
         return ""
     if target.may_lack_device:
         return "for a GPU that is not here: expected a GPU whose cuDNN says what it can run"
-    return self_test.agree_on_reason("cudnn", _unsupported_reason_here())
+    return self_test.agree_on_reason("cudnn", _unsupported_reason_of_process())
 
 
 def cudnn_version() -> int:
@@ -70,7 +70,7 @@ def cudnn_version() -> int:
         return 0
 
 
-def _unsupported_reason_here() -> str:
+def _unsupported_reason_of_process() -> str:
     chip = getattr(jax.local_devices()[0], "compute_capability", "unknown")
     if not chip[:1].isdigit() or float(chip) < 9:
         return f"on a GPU of compute capability {chip}: expected 9.0 or later (H100, H200, B200)"
