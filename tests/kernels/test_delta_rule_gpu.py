@@ -205,7 +205,10 @@ def test_long_rows_of_few_heads_go_in_pieces(batch, tokens, heads, split):
     p = pallas_gpu.Problem(batch, tokens // CHUNK, heads, heads, 128, 128, 128, True, True)
     assert p.best_work_split() == split
     # Both calls run all their blocks at the same time.
-    blocks = p.value_tile_count + (split[0] - 2) * p.blocks_per_map, (split[0] - 1) * p.value_tile_count
+    blocks = (
+        p.value_tile_count + (split[0] - 2) * p.blocks_per_map,
+        (split[0] - 1) * p.value_tile_count,
+    )
     assert split[0] == 1 or batch * heads * max(blocks) <= delta_rule_problem.PROCESSORS
 
 

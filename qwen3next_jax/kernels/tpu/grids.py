@@ -26,7 +26,7 @@ def block_sizes(time: int, channels: int, largest: tuple[int, int]) -> tuple[int
     )
 
 
-def call(
+def call_block_kernel(
     body,
     inputs,
     in_specs,
@@ -79,7 +79,7 @@ def is_first_step_of_channel_block():
     return (pl.program_id(1) == 0) & (pl.program_id(2) == 0)
 
 
-def for_each_column(channels: int, body) -> None:
+def for_each_lane_group(channels: int, body) -> None:
     """Runs body(lanes) for every group of LANES channels; `lanes` is the slice of the group."""
 
     def step(i, _):

@@ -72,20 +72,20 @@ def diagonal_blocks(x_ERX):
     return interleave_heads(x_ERX[:, :rows, :width], x_ERX[:, rows:, width:])
 
 
-def over_lanes(rows_RC):
+def broadcast_over_lanes(rows_RC):
     """Returns [R, C, LANES], with each number of rows_RC repeated in all lanes."""
     x, shape = rows_RC.T, (rows_RC.shape[1], LANES)
     return jnp.stack([jnp.broadcast_to(x[:, i : i + 1], shape) for i in range(rows_RC.shape[0])])
 
 
-def pairs_over_lanes(rows_EC):
+def broadcast_pairs_over_lanes(rows_EC):
     """Returns [I, C, LANES], with each number of rows_EC [E, 2C] repeated in all lanes."""
-    x = over_lanes(rows_EC)
+    x = broadcast_over_lanes(rows_EC)
     return x.reshape(-1, x.shape[1] // 2, LANES)
 
 
-def pairs_over_lanes_by_product(rows_EC):
-    """Returns the same as `pairs_over_lanes`, computed by a product with a matrix of ones and
+def broadcast_pairs_over_lanes_by_product(rows_EC):
+    """Returns the same as `broadcast_pairs_over_lanes`, computed by a product with a matrix of ones and
     zeros. The result is exact, because each float32 number is split into three bfloat16 parts,
     whose sum is the number. Use this function where the cross-lane unit of the TPU is the
     bottleneck, because it moves the work to the matrix unit.
@@ -102,7 +102,7 @@ def pairs_over_lanes_by_product(rows_EC):
     return jnp.stack(x).reshape(-1, size, LANES)
 
 
-def pair_columns(rows_EC):
+def broadcast_pairs_as_columns(rows_EC):
     """Returns [E, C, 2C]: the C numbers of each head of rows_EC [E, 2C] as a column, repeated in
     all lanes of the head's half.
     """
@@ -144,9 +144,9 @@ def row_sums(*xs_ICX):
 
 @dataclasses.dataclass(frozen=True)
 class PairProducts:
-    """Products with operands of the dtype `operand` and float32 accumulation.
+    """Products with operands of the dtype `operand_dtype` and float32 accumulation.
 
-    Each operand is a tuple of parts, whose sum is the operand's value (`split`). If `operand` is
+    Each operand is a tuple of parts, whose sum is the operand's value (`split_into_parts`). If `operand_dtype` is
     bfloat16, an operand that needs more precision has two parts: the rounded value and the rounded
     remainder. Every other operand has one part. The product of two operands is the sum of the
     products of their parts, except the product of the two remainders, which is too small to matter.
@@ -154,33 +154,33 @@ class PairProducts:
     this sum.
 
     Attributes:
-      operand: the dtype of the parts.
+      operand_dtype: the dtype of the parts.
     """
 
-    operand: typing.Any
+    operand_dtype: typing.Any
 
-    def split(self, x):
+    def split_into_parts(self, x):
         """Returns x as a tuple of parts."""
-        return split_precision(x, self.operand)
+        return split_precision(x, self.operand_dtype)
 
     @property
-    def plain(self):
+    def plain_products(self):
         """Products whose operands are single arrays, not tuples of parts."""
-        return Products(self.operand)
+        return Products(self.operand_dtype)
 
     def nn(self, x_parts, y_parts):
         """Returns [I, R, X]: for each head, the head's half [R, C] of the pairs x [E, R, 2C] times
         the head's y [I, C, X].
         """
         x, y = stack_for_product(x_parts, [block_diagonal(y) for y in y_parts], -1, -2)
-        return split_pair(self.plain.nn(x, y))
+        return split_pair(self.plain_products.nn(x, y))
 
     def tn(self, x_parts, y_parts):
         """Returns [I, C, X]: for each head, the transpose of the head's half [R, C] of the pairs x
         [E, R, 2C] times the head's y [I, R, X].
         """
         x, y = stack_for_product(x_parts, [concat_pair(y) for y in y_parts], -2, -2)
-        return diagonal_blocks(self.plain.tn(x, y))
+        return diagonal_blocks(self.plain_products.tn(x, y))
 
     def nn_pairs(self, x_parts, y_parts):
         """Returns pairs [E, R, 2C]: for each head, the head's half [R, C] of x [E, R, 2C] times the
@@ -200,7 +200,7 @@ class PairProducts:
                 )
             )
         return _sum_part_products(
-            self.plain.nn(jnp.concatenate(x_parts, axis=-2), jnp.concatenate(y, axis=-1)),
+            self.plain_products.nn(jnp.concatenate(x_parts, axis=-2), jnp.concatenate(y, axis=-1)),
             x_parts,
             y_parts,
         )
@@ -210,7 +210,7 @@ class PairProducts:
         C, X], as pairs [E, R, 2C]. Every x, and y, is given as a tuple of parts.
         """
         x = jnp.concatenate([concat_pair(part) for x_parts in xs for part in x_parts], axis=-2)
-        product = self.plain.nt(
+        product = self.plain_products.nt(
             x, jnp.concatenate([block_diagonal(part) for part in y_parts], axis=-2)
         )
         products = []
@@ -220,21 +220,21 @@ class PairProducts:
             product = product[:, rows:]
         return products
 
-    def sums_before(self, x_ECC):
+    def sums_of_columns_before(self, x_ECC):
         """Returns [E, C, 2C]. Its column t is the sum of all columns of x [E, C, 2C] before t that
         belong to the same head as column t.
         """
         lanes = x_ECC.shape[-1]
         row, column = row_and_column_indices(lanes, lanes)
         before = ((row < column) & ((row < lanes // 2) == (column < lanes // 2))).astype(
-            self.operand
+            self.operand_dtype
         )
-        x, y = stack_for_product(self.split(x_ECC), [before], -1, -2)
+        x, y = stack_for_product(self.split_into_parts(x_ECC), [before], -1, -2)
         return jax.lax.dot_general(
             x,
             y,
             (((2,), (0,)), ((), ())),
-            precision=self.plain.precision,
+            precision=self.plain_products.precision,
             preferred_element_type=jnp.float32,
         )
 
@@ -267,7 +267,7 @@ DIAGONAL = 16  # rows of a diagonal block
 PAIRS_AT_ONCE = 8  # the number of pairs that are inverted together, to hide latency
 
 
-def pair_inverse(m_ECC, products):
+def unit_lower_pair_inverse(m_ECC, products):
     """Returns (I + L)^{-1} of each head as pairs [E, C, 2C], where L is the strictly lower
     triangular part of the head's matrix in `m_ECC`. `products` is a `PairProducts`.
 
@@ -276,8 +276,8 @@ def pair_inverse(m_ECC, products):
     the rows of every second block.
     """
     size = m_ECC.shape[-2]
-    x = _diagonal_inverse(m_ECC)
-    m_parts = products.split(m_ECC)
+    x = _diagonal_block_inverses(m_ECC)
+    m_parts = products.split_into_parts(m_ECC)
     m = DIAGONAL
     while m < size:
         blocks = jnp.split(x, size // m, axis=1)
@@ -286,7 +286,8 @@ def pair_inverse(m_ECC, products):
         # enough, because the entries that are used, left of the diagonal blocks, do not depend on
         # the entries of m_ECC above the diagonal.
         change = products.nn_pairs(
-            products.split(products.nn_pairs(products.split(lower), m_parts)), products.split(x)
+            products.split_into_parts(products.nn_pairs(products.split_into_parts(lower), m_parts)),
+            products.split_into_parts(x),
         )
         row, column = row_and_column_indices(size // 2, 2 * size)
         lower = lower - jnp.where(column % size // m == 2 * (row // m), change, 0)
@@ -296,7 +297,7 @@ def pair_inverse(m_ECC, products):
     return x
 
 
-def _diagonal_inverse(m_ECC):
+def _diagonal_block_inverses(m_ECC):
     """Returns [E, C, 2C] with the inverses of the diagonal blocks of 16 rows of I + L, and zeros
     elsewhere. For the computation, the diagonal blocks of a pair lie side by side in an array
     [16, 2C].

@@ -62,7 +62,7 @@ def block_size(length: int, width: int, itemsize: int) -> int:
     return LONG_BLOCK if long else min(BLOCK, length)
 
 
-def _attention_of_row(
+def _attention_function_of_row(
     x, heads: int, length: int, causal: bool, interpret: bool, save_residuals: bool
 ):
     """Returns JAX's attention function for one row of the batch: heads [N, T, D] of a padded row of
@@ -100,7 +100,7 @@ def _padded_length(t: int) -> int:
     return lanes if lanes <= BLOCK else -(-t // BLOCK) * BLOCK
 
 
-def _to_splash(x_BTND):
+def _to_splash_layout(x_BTND):
     """Rearranges [B, T, N, D] into [B, N, T, D] and pads T and D."""
     b, t, n, d = x_BTND.shape
     return jnp.pad(
@@ -108,8 +108,8 @@ def _to_splash(x_BTND):
     )
 
 
-def _from_splash(x_BNTD, like):
-    """Rearranges [B, N, T, D] into [B, T, N, D], without the padding of `_to_splash`, in the shape
+def _from_splash_layout(x_BNTD, like):
+    """Rearranges [B, N, T, D] into [B, T, N, D], without the padding of `_to_splash_layout`, in the shape
     and dtype of `like`.
     """
     return x_BNTD[:, :, : like.shape[1], : like.shape[3]].swapaxes(1, 2).astype(like.dtype)
@@ -133,7 +133,7 @@ def _padded_segment_ids(q, segment_ids, kv_segment_ids, causal):
     )
 
 
-def _mask_scope(causal: bool):
+def _mask_kind_scope(causal: bool):
     """Returns a scope that adds the kind of mask to the kernels' names. The planner reads it there,
     because nothing else in a compiled program says which mask a kernel has.
     """
@@ -145,16 +145,22 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=Fa
     but has no argument `block`. `interpret` says whether a CPU interprets the kernel.
     """
     t, n = q.shape[1:3]
-    kernel = _attention_of_row(q, n, _padded_length(t), causal, interpret, save_residuals=True)
-    inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
-    with _mask_scope(causal):
+    kernel = _attention_function_of_row(
+        q, n, _padded_length(t), causal, interpret, save_residuals=True
+    )
+    inputs = (
+        _to_splash_layout(q * jnp.asarray(scale, q.dtype)),
+        _to_splash_layout(k),
+        _to_splash_layout(v),
+    )
+    with _mask_kind_scope(causal):
         o, (logsumexp,) = jax.vmap(kernel)(
             *inputs, _padded_segment_ids(q, segment_ids, kv_segment_ids, causal)
         )
-    return _from_splash(o, q), logsumexp[:, :, :t].astype(accumulation_dtype(q))
+    return _from_splash_layout(o, q), logsumexp[:, :, :t].astype(accumulation_dtype(q))
 
 
-def _row_backward(kernel):
+def _backward_function_of_row(kernel):
     """Returns a function (q, k, v, segments, o, logsumexp, do) → (dq, dk, dv) for one row of the
     batch, which runs only the backward kernels.
 
@@ -203,22 +209,22 @@ def backward(
     # parts.
     parts = math.gcd(chip.num_cores if chip else 1, k.shape[2])
     length = _padded_length(t)
-    row = _row_backward(
-        _attention_of_row(q, n // parts, length, causal, interpret, save_residuals=False)
+    row = _backward_function_of_row(
+        _attention_function_of_row(q, n // parts, length, causal, interpret, save_residuals=False)
     )
     logsumexp = jnp.pad(logsumexp_BNT.astype(jnp.float32), ((0, 0), (0, 0), (0, length - t)))
     arrays = (
-        _to_splash(q * jnp.asarray(scale, q.dtype)),
-        _to_splash(k),
-        _to_splash(v),
-        _to_splash(o),
+        _to_splash_layout(q * jnp.asarray(scale, q.dtype)),
+        _to_splash_layout(k),
+        _to_splash_layout(v),
+        _to_splash_layout(o),
         logsumexp,
-        _to_splash(do),
+        _to_splash_layout(do),
     )
     q_, k_, v_, o_, logsumexp, do_ = (
         x.reshape(x.shape[0], parts, -1, *x.shape[2:]) for x in arrays
     )
-    with _mask_scope(causal):
+    with _mask_kind_scope(causal):
         grads = jax.vmap(jax.vmap(row, in_axes=(0, 0, 0, None, 0, 0, 0)))(
             q_,
             k_,
@@ -229,4 +235,8 @@ def backward(
             do_,
         )
     dq, dk, dv = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in grads)
-    return _from_splash(dq * scale, q), _from_splash(dk, k), _from_splash(dv, v)
+    return (
+        _from_splash_layout(dq * scale, q),
+        _from_splash_layout(dk, k),
+        _from_splash_layout(dv, v),
+    )

@@ -45,7 +45,7 @@ def values_by_choice(values, choice, shape: tuple[int, int], *, interpret: bool 
         # A conversion to bfloat16 and back might be optimized away.
         parts.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
         rest = rest - parts[-1]
-    width = -(-3 * choices // (LANES * chip.cores())) * LANES * chip.cores()
+    width = -(-3 * choices // (LANES * chip.core_count())) * LANES * chip.core_count()
     column = jnp.arange(width) - (choice % choices)[:, None]
     rows = sum(
         jnp.where(column == n * choices, part[:, None], 0) for n, part in enumerate(parts)

@@ -42,7 +42,7 @@ def top_k(x_RE, count: int, *, interpret: bool = False):
     block = next(n for n in (BLOCK, 256, ROWS) if rows % n == 0)
     best = pl.BlockSpec((count, block), lambda r: (0, r))
     value_AR, index_AR = pl.pallas_call(
-        functools.partial(_kernel, count),
+        functools.partial(_top_k_kernel, count),
         grid=(rows // block,),
         in_specs=[pl.BlockSpec((block, numbers), lambda r: (r, 0))],
         out_specs=[best, best],
@@ -64,7 +64,7 @@ def _to_ordered_integers(bits):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _kernel(count, x, value, index):
+def _top_k_kernel(count, x, value, index):
     """Finds the largest numbers of a block of rows, ROWS of them at once."""
 
     def find_in_rows(i, _):
