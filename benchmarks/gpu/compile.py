@@ -262,7 +262,10 @@ def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, split)
     # then v or dO. Maps of the forward pass need neither q nor P.
     passed = lambda blocks, n, read: blocks * (read * tile + rows + numbers) + n * tile
     scan = passed(values // split.warpgroups_per_block, values, 2 * keys + 3)
-    blocks, mapped_share = -(-(keys + values) // 2), max(0, split.pieces_per_row - 2) / split.pieces_per_row
+    blocks, mapped_share = (
+        -(-(keys + values) // 2),
+        max(0, split.pieces_per_row - 2) / split.pieces_per_row,
+    )
     maps = lambda read: mapped_share * passed(blocks, 2 * blocks, read)
     states = keys * values * tile
     forward = chunk + 2 * tile + scan + values * tile + maps(keys + 2)

@@ -340,7 +340,7 @@ def test_what_has_no_kernel_is_refused(change, message):
 
 @pytest.mark.parametrize("chip", ["8.0", "10.0"])
 def test_other_chips_have_no_kernel(chip, monkeypatch, capsys):
-    self_test._print_cached.cache_clear()
+    self_test._print_first_time.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(
         jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=chip)]
@@ -429,7 +429,7 @@ def test_a_wrong_kernel_is_refused_and_remembered(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_gpu_takes_kernels_that_were_right(monkeypatch, capsys):
     """Two forward, three backward, of one shape and dtype with the XLA form's results."""
-    self_test._print_cached.cache_clear()
+    self_test._print_first_time.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(pallas_gpu, "unsupported_reason", lambda *_, **__: "")
     q, v = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (1, 3))

@@ -203,7 +203,7 @@ def test_one_line_says_why_experts_run_without_kernels(
 ):
     monkeypatch.setattr(tokamax, "mosaic_unsupported_reason", lambda: no_mosaic)
     monkeypatch.setattr(tokamax, "triton_unsupported_reason", lambda: no_triton)
-    self_test._print_cached.cache_clear()
+    self_test._print_first_time.cache_clear()
     call = dict(widths=(128, 64), dtype=jnp.bfloat16) | change
     d, f = call["widths"]
     x, w = (jax.ShapeDtypeStruct(s, call["dtype"]) for s in ((256, d), (4, d, f)))
@@ -249,7 +249,7 @@ def test_a_call_waits_for_no_process_that_lacks_tokamax(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     told = {"tokamax": "without tokamax (process 1)"}
     monkeypatch.setattr(
-        self_test, "_exchange_once", lambda question, find: told.get(question[1], find())
+        self_test, "_find_and_exchange_once", lambda question, find: told.get(question[1], find())
     )
     assert tokamax.mosaic_unsupported_reason() == told["tokamax"]
 

@@ -40,7 +40,7 @@ def operators(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(self_test, "FOLDER", tmp_path)
     monkeypatch.setattr(self_test, "_agreed_outcomes", {})
-    self_test._print_cached.cache_clear()
+    self_test._print_first_time.cache_clear()
     implementations.kernels_by_name.cache_clear()
     yield results
     implementations.kernels_by_name.cache_clear()

@@ -1,9 +1,9 @@
 """Attention over packed documents with cuDNN, for Hopper GPUs and later (docs/gpu.md).
 
 cuDNN keeps the documents of a row apart by their offsets and lengths. Documents of similar length
-share a call (`document_ranges.py` says why), and a call without documents is skipped. Documents of
-at most SHORT tokens are computed with XLA, all of them at once, because cuDNN's tiles of 128 tokens
-would be mostly empty. Where a row is one document, there is one call without offsets.
+share a call of cuDNN (`document_ranges.py` says why), and a call without documents is skipped. XLA
+computes all documents of at most SHORT tokens at once, because cuDNN's tiles of 128 tokens would be
+mostly empty. Where a row is one document, there is one call without offsets.
 
 B batch, T queries, S keys, N query heads, M key/value heads, D head width.
 """
@@ -64,8 +64,9 @@ def unsupported_reason(q, k, v, split: bool) -> str:
 
 
 def is_default(q, k, v, split: bool) -> bool:
-    """Returns whether a call that names no implementation runs cuDNN: if it supports the call and
-    has passed its test on this GPU. For rows of at least ROWS tokens it prints the decision once.
+    """Returns whether a call that names no implementation runs cuDNN. The call runs cuDNN if it has
+    rows of at least ROWS tokens, if cuDNN supports it and if cuDNN passed its test on this GPU. For
+    rows of at least ROWS tokens the function prints the decision once.
     """
     if q.shape[1] < ROWS:
         few = f"has rows of {q.shape[1]} tokens: cuDNN runs {ROWS} or more"
@@ -78,9 +79,9 @@ def is_default(q, k, v, split: bool) -> bool:
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """Takes and returns the same as `forward` of `ops.attention.dispatch`, except that a row of
-    padding has zeros and the logsumexp UNSEEN. In a call that is not causal, the keys are tokens of
-    the row before the queries, so that at most one document has both queries and keys.
+    """Takes and returns the same as `forward` of `ops.attention.dispatch`. The outputs of padding
+    are zeros, and its logsumexp is UNSEEN. If `causal` is False, the keys are the tokens of the row
+    that precede the queries, so at most one document has both queries and keys.
     """
     run = functools.partial(_forward_of_part, scale=scale, causal=causal, interpret=interpret)
     return _run_in_parts(run, q, k, v, segment_ids, kv_segment_ids)
@@ -90,7 +91,7 @@ def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
     """Takes and returns the same as `backward` of `ops.attention.dispatch`, for the calls that
-    `forward` takes. Padding gets zeros.
+    `forward` takes. The gradients of padding are zeros.
     """
     run = functools.partial(_backward_of_part, scale=scale, causal=causal, interpret=interpret)
     o, do = o.astype(q.dtype), do.astype(q.dtype)
@@ -107,7 +108,9 @@ def _cudnn_elements_per_row(q) -> int:
 
 
 def _run_in_parts(run, q, *arrays):
-    """Returns run(q, *arrays), computed for as many rows at a time as a call may have."""
+    """Returns run(q, *arrays), computed for as many rows at a time as one call of cuDNN may
+    have.
+    """
     documents = max(
         q.shape[1] // of.longest * of.max_documents_per_row
         for of in document_ranges.length_classes(q.shape[1])
@@ -191,8 +194,8 @@ def _backward_of_part(
 
 
 def _run_if_any_covered(covered_BT, run, result):
-    """Returns run(result) if any token is covered, else `result`. It is a loop of one turn or none,
-    because XLA copies the arrays of a conditional that is skipped.
+    """Returns run(result) if any token is covered, else `result`. The code is a loop of one
+    iteration or none, because XLA would copy the arrays of a conditional that it skips.
     """
     turns = jnp.any(covered_BT).astype(jnp.int32)
     return jax.lax.fori_loop(0, turns, lambda _, result: run(result), result)
@@ -216,7 +219,9 @@ def _logsumexp_by_token(logsumexp, ranges: document_ranges.DocumentRanges):
 
 
 def _logsumexp_by_document(logsumexp_BNT, ranges: document_ranges.DocumentRanges, width: int):
-    """The reverse of `_logsumexp_by_token`, with UNSEEN after the last token of a document."""
+    """Rearranges the logsumexp [B, N, T] to [documents, N, L], with UNSEEN after the last token of
+    each document.
+    """
     tokens = logsumexp_BNT.swapaxes(1, 2).reshape(-1, logsumexp_BNT.shape[1])
     place = jnp.arange(width)
     in_document = (place < ranges.flat_lengths[:, None])[..., None]

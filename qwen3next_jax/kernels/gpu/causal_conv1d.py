@@ -269,7 +269,9 @@ class _Call:
 
 
 class _Refs(NamedTuple):
-    """The references of a kernel. `ages_gmem` and `ages_smem` are None if the call has no document ids."""
+    """The references of a kernel: first the inputs and outputs in global memory, then arrays in
+    shared memory. `ages_gmem` and `ages_smem` are None if the call has no document ids.
+    """
 
     x_gmem: Any
     before_gmem: Any
@@ -326,10 +328,10 @@ def _forward_kernel(call, *refs):
 
 def _backward_kernel(call, *refs):
     """Computes a block's dx and its part of the gradient of `kernel`, from the block's last token
-    to its first. It begins with the W - 1 tokens after the block, because their outputs depend on
-    the last tokens of the block; for these W - 1 tokens it computes only the gradient of the
-    activation's input. The last block of a row has no tokens after it. It copies its own last
-    tokens instead and multiplies their gradients by zero.
+    to its first. The kernel begins with the W - 1 tokens after the block, because their outputs
+    depend on the last tokens of the block; for these W - 1 tokens it computes only the gradient of
+    the activation's input. The last block of a row, which has no tokens after it, copies its own
+    last tokens instead and multiplies their gradients by zero.
     """
     refs = _name_refs(call, refs, 2, True)
     (dx_gmem, sums_gmem), xs, dys, weights = (

@@ -76,8 +76,9 @@ def scratch_memory(p) -> list:
 
 
 def high_low_product(p, a, b_refs, meanwhile=lambda: None):
-    """Returns the product of two matrices, [C, columns] in float32. Each matrix is the sum of a
-    high and a low part; the product of the two low parts is left out, because it is negligible.
+    """Returns the product of two matrices, [C, columns] in float32. Each matrix is given as a high
+    and a low part, whose sum it is. The product of the two low parts is left out, because it is
+    negligible.
 
     Args:
       p: the `Problem`.
@@ -112,8 +113,8 @@ def block_row_column_indices():
 
 
 def row_block_n_of_array_n(*arrays):
-    """Returns [C, 16]. Its rows 16 n to 16 n + 15 are the same rows of the array with the index n,
-    [C, 16]. They are zero if this array is None or missing.
+    """Returns [C, 16], four blocks of 16 rows. Block n consists of the rows 16 n to 16 n + 15 of the
+    array with the index n, [C, 16]. The block is zero if this array is None or missing.
     """
     block, result = block_row_column_indices()[0], 0.0
     for n, x in enumerate(arrays):
@@ -221,8 +222,8 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
 
 
 class _Refs(NamedTuple):
-    """The references of `chunk_kernel`: inputs and outputs in global memory, what `scratch_memory`
-    lists, and two barriers.
+    """The references of `chunk_kernel`: inputs and outputs in global memory (`…_gmem`), then the
+    shared memory and the barriers of `scratch_memory`.
     """
 
     q_gmem: Any
@@ -235,17 +236,16 @@ class _Refs(NamedTuple):
     k_or_kk: Any  # pair: the tiles of k, and K K^T in the same memory
     negated_l_parts: Any  # the high and the low part of -M beta
     p_beta_or_inverse_parts: Any  # P beta, then the high and the low part of the inverse
-    inverse_diagonal_parts: Any
+    inverse_diagonal_parts: Any  # `diagonal_refs` of `unit_lower_inverse`
     gate_rows: Any
-    norm_rows: Any  # the 6 rows of numbers for each token that `delta_rule_tiles` lists
+    norm_rows: Any  # the 6 norm rows that `delta_rule_tiles` lists
     q_and_k_arrived: Any
     gate_rows_arrived: Any
 
 
 def chunk_kernel(p, *refs):
-    """Computes one chunk of a key head: for each of its value heads the norm_rows (rows with one
-    number for each token, which `delta_rule_tiles` lists), P beta and, if there is an output for
-    it, the inverse of I + M beta.
+    """Computes one chunk of a key head: for each of its value heads the norm rows (see
+    `delta_rule_tiles`), P beta and, if there is an output for it, the inverse of I + M beta.
     """
     has_inverses = len(refs) == len(_Refs._fields)
     refs = named_refs(_Refs, refs, missing="" if has_inverses else "inverses_gmem")

@@ -1,8 +1,8 @@
 """The Mosaic GPU kernel that computes the gradients of a chunk from the state before the chunk and
 the gradient of the state after it (sm_90a). A block of the grid computes one chunk of a value head.
 
-The formulas are in docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` defines the tiles
-and the rows.
+The formulas are in docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` defines the tiles,
+the norm rows and the gate rows.
 
 With keys of 64 or 128 channels, a block has one warpgroup, and two blocks share a multiprocessor,
 so that one computes while the other waits. Then each block has at most 115,712 bytes of shared
@@ -78,8 +78,8 @@ def warpgroup_arguments(p) -> dict:
 
 def scratch_memory(p) -> list:
     """Returns the shared memory of a block, in this order: the tiles of k, dO and dV; the parts of
-    the inverse, which the gradients of K K^T and Q K^T overwrite; the slots (see `_Block`); the
-    norm_rows, the rows and the sums. The barriers follow.
+    the inverse, which the gradients of K K^T and Q K^T overwrite; the slots (see
+    `_GradientBlock`); the norm rows, the gate rows and the sums. The barriers follow.
     """
     n = warpgroup_count(p)
     slots, own_tiles = 2 * p.key_tile_count + (1 if n == 1 else 2 + n), p.key_tile_count // n
@@ -131,7 +131,7 @@ def zeros_per_token():
 
 def zero_error_products():
     """Returns zeros [C] and zeros [C, C] in registers. Without the delta term, they stand for the
-    first two results of `_Block.add_error_products`.
+    first two results of `_GradientBlock.add_error_products`.
     """
     return zeros_per_token(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
 
@@ -146,19 +146,21 @@ def load_tile(ref):
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def decay_between_tokens(rows_ref, row, column):
+def decay_between_tokens(gate_rows_ref, row, column):
     """Returns [C, C], the decay from token j (the row) to token i (the column); zero for i < j and
     between documents. The mask is applied to the exponent, because the exponential may overflow
     where it is masked.
 
     Args:
-      rows_ref: the 8 rows of `Problem.rows_of_chunks`.
+      gate_rows_ref: the 8 gate rows of the chunk.
       row, column: the two results of `row_and_column_indices`.
     """
-    mask = (column >= row) & same_document_mask(rows_ref)
+    mask = (column >= row) & same_document_mask(gate_rows_ref)
     return jnp.exp(
         jnp.where(
-            mask, load_over_rows(rows_ref, TOTAL_J) - load_over_columns(rows_ref, TOTAL), -jnp.inf
+            mask,
+            load_over_rows(gate_rows_ref, TOTAL_J) - load_over_columns(gate_rows_ref, TOTAL),
+            -jnp.inf,
         )
     )
 
@@ -169,9 +171,9 @@ def load_row(ref, i: int):
 
 
 class _Refs(NamedTuple):
-    """The references of `gradient_kernel`: inputs and outputs in global memory, what
-    `scratch_memory` lists, and barriers, which are passed when the copy of the input in the name
-    has arrived.
+    """The references of `gradient_kernel`: inputs and outputs in global memory (`…_gmem`), then the
+    shared memory and the barriers of `scratch_memory`. A barrier `…_arrived` is passed when the
+    inputs in its name have been copied to shared memory.
     """
 
     q_gmem: Any
@@ -191,23 +193,25 @@ class _Refs(NamedTuple):
     k_tiles: Any
     do_tiles: Any
     dv_tiles: Any
-    inverse_or_pair_tiles: Any
+    inverse_or_pair_tiles: Any  # the inverse, then the gradients of Q K^T and K K^T
     input_slots: Any
     norm_rows: Any
     gate_rows: Any
     sum_rows: Any
-    first_inputs_arrived: Any
+    first_inputs_arrived: Any  # k, the norm rows, the gate rows and the inverse
     do_and_dv_arrived: Any
     states_arrived: Any
     dstates_arrived: Any
     q_arrived: Any
-    other_slots_arrived: Any
+    other_slots_arrived: Any  # v, the low part of dV, and the spare slots
     warpgroup_barrier: Any
 
 
 def gradient_kernel(p, *refs):
     """Computes dQ, dK, dg and dbeta of one chunk of a value head."""
-    block = _Block(p, named_refs(_Refs, refs, missing="" if p.delta_term else "inverses_gmem"))
+    block = _GradientBlock(
+        p, named_refs(_Refs, refs, missing="" if p.delta_term else "inverses_gmem")
+    )
     block.start_copies()
     error_highs, error_dstate, pairs = block.compute_errors_and_products()
     block.hide_tile_addresses_from_compiler()
@@ -215,16 +219,16 @@ def gradient_kernel(p, *refs):
     block.write_gradients(*block.query_and_key_gradients(error_dstate))
 
 
-class _Block:
-    """One block of the grid. Its methods `start_copies`, `compute_errors_and_products`, `store_qk_and_kk_gradients`,
-    `query_and_key_gradients` and `write_gradients` run in this order. Copies, and products in
+class _GradientBlock:
+    """One block of the grid. The methods `start_copies`, `compute_errors_and_products`,
+    `store_qk_and_kk_gradients`, `query_and_key_gradients` and `write_gradients` run in this order. Copies, and products in
     accumulators, run while later statements execute, so the order of statements matters.
 
     Attributes:
       w: the index of this warpgroup.
       own_tiles: the indices of the tiles of 64 key channels that this warpgroup computes.
       k, do, dv: the tiles of k, dO and dV in shared memory.
-      a: tiles of shared memory. The first two hold the high and the low part of the inverse until
+      inverse_or_pair_tiles: tiles of shared memory. The first two hold the high and the low part of the inverse until
         `store_qk_and_kk_gradients` overwrites them with the gradients of Q K^T and K K^T.
       slots: tiles of shared memory for inputs. The first slots hold the tiles of the state. The
         next slots hold the tiles of the state's gradient, and later the tiles of q. With one
@@ -308,7 +312,7 @@ class _Block:
         )
 
     def hide_tile_addresses_from_compiler(self):
-        """Replaces the references to shared memory by the results of `hide_addresses_from_compiler`."""
+        """Replaces the references to tiles by references whose addresses the compiler cannot see."""
         self.k, self.do, self.dv, self.inverse_or_pair_tiles, self.slots = (
             hide_addresses_from_compiler(*self.tiles)
         )
@@ -333,9 +337,9 @@ class _Block:
     # ---- copies
 
     def start_copies(self):
-        """Starts the copies of k, the norm_rows, the rows, the inverse, all tiles of dO and dV, and,
-        for the first tile of value channels, v, the state and its gradient. Sets the sums ENTER,
-        LEAVE and CARRIED to zero. Waits for k, the norm_rows, the rows and the inverse.
+        """Starts the copies of k, the norm rows, the gate rows, the inverse, all tiles of dO and dV,
+        and, for the first tile of value channels, v, the state and its gradient. Sets the sums
+        ENTER, LEAVE and CARRIED to zero. Waits for k, the norm rows, the gate rows and the inverse.
         """
 
         @self.on_first_warpgroup
@@ -577,8 +581,9 @@ class _Block:
     # ---- the gradients of K K^T and Q K^T, with rows j and columns i
 
     def store_qk_and_kk_gradients(self, error_highs, pairs):
-        """Computes the gradients of Q K^T and K K^T and stores them in the tiles `a`. Stores dbeta
-        in the sum DBETA and, in the sum DG, all of dg except what `query_and_key_gradients` adds.
+        """Computes the gradients of Q K^T and K K^T and stores them in `inverse_or_pair_tiles`.
+        Stores dbeta in the sum DBETA. Stores dg in the sum DG, but without the parts that come from
+        Q S and from <S, dS'>.
         """
         p, a, k, norm_rows, sums = (
             self.p,
@@ -633,7 +638,7 @@ class _Block:
                     - jnp.where(column > row, load_over_rows(norm_rows, K_NORM_J) * errors, 0.0)
                 )
             )
-            self.sync_warpgroups()  # all reads of the inverse in `a` are done
+            self.sync_warpgroups()  # all reads of the inverse are done
             a[1 - self.w] = (pairs * load_over_columns(self.gate_rows, BETA)).astype(jnp.bfloat16)
             products = pairs * jax.lax.cond(self.w == 0, of_keys, of_queries)
             self.on_first_warpgroup(store_triangle)
@@ -684,7 +689,7 @@ class _Block:
 
     def query_and_key_tile_gradients(self, i: int, error_dstate, of_q, of_k):
         """Returns three results for the tile `own_tiles[i]` of key channels: [C], the inner product
-        of each row of q with the part of its gradient that comes through the state; dQ; and dK.
+        of each row of q with the part of the row's gradient that comes through the state; dQ; dK.
         dQ and dK treat the L2 norms of the rows of q and k as constants. `of_q` and `of_k` are
         accumulators for dQ and dK.
         """

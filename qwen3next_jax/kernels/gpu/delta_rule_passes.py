@@ -50,7 +50,7 @@ def forward(
 
     Args:
       interpret: whether a CPU interprets the kernels.
-      split: how the passes of the state split the work; if None, `Problem.best_work_split` chooses it.
+      split: how the passes of the state split the work; None: `Problem.best_work_split` chooses.
     """
     p = Problem.of_call(x, settings, split, save_states=save, interpret=interpret)
     q, k, v = p.pad_keys(x.q), p.pad_keys(x.k), p.pad_values(x.v)
@@ -156,8 +156,8 @@ KERNELS = {
 def _run_state_pass(
     p: Problem, name: str, inputs: list, first, outputs: dict, results
 ) -> tuple[dict, Any]:
-    """Runs the pass of the state called `name`, "forward" or "backward". The second one carries the
-    gradient of the state from the last chunk to the first.
+    """Runs the pass of the state called `name`, "forward" or "backward". The backward pass carries
+    the gradient of the state from the last chunk to the first.
 
     Args:
       p: the problem.
@@ -232,7 +232,7 @@ def to_saved_inverses(inverses):
     """Converts the inverses [N, B, H, 2, C, C], the high and low parts in bfloat16, to the shape
     [N, B, ⌈H / 2⌉, C, 2C] and the dtype float32 that every implementation saves. If H is odd, it
     adds a head of zeros. The bits of two bfloat16 numbers become the bits of one float32 number, so
-    the float32 numbers have no meaning.
+    the values of the float32 numbers have no meaning.
     """
     chunks, batch, heads = inverses.shape[:3]
     x = jax.lax.bitcast_convert_type(inverses.reshape(chunks, batch, heads, C * C, 2), jnp.float32)

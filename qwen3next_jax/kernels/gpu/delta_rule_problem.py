@@ -53,10 +53,10 @@ class WorkSplit(NamedTuple):
     """How the passes of the state split the work of a call over the chip.
 
     Attributes:
-      pieces_per_row: number of pieces into which every row is split: 1, or 3 or more, at most the number of
-        chunks. Their lengths differ by a chunk at most.
-      warpgroups_per_block: number of warpgroups that compute in a block, 1 or 2, each one tile of 64 value
-        channels; 1 if rows are split or if the number of tiles is odd.
+      pieces_per_row: number of pieces into which every row is split: 1, or 3 or more, at most the
+        number of chunks. The lengths of the pieces differ by at most one chunk.
+      warpgroups_per_block: number of warpgroups that compute in a block, 1 or 2, each one tile of 64
+        value channels; 1 if rows are split or if the number of tiles is odd.
     """
 
     pieces_per_row: int
@@ -74,7 +74,8 @@ class Problem:
       value_heads: H.
       key_width: K, one of WIDTHS. The channels of q and k above `unpadded_key_width` are zeros.
       value_width: V, one of WIDTHS.
-      unpadded_key_width: the key width of the caller's arrays. Scores are divided by its square root.
+      unpadded_key_width: the key width of the caller's arrays. Scores are divided by its square
+        root.
       normalize_qk: whether q and k are L2-normalised.
       delta_term: whether a write to the state has the delta term (`Settings.delta_term`).
       save_states: whether the forward pass writes the state before each chunk.
@@ -99,8 +100,8 @@ class Problem:
     def of_call(
         cls, x: Inputs, settings: Settings, split: WorkSplit | None = None, **others
     ) -> "Problem":
-        """Returns the problem of a call. If `split` is None, `best_work_split` chooses it. `others` sets
-        the fields `save_states` and `interpret`.
+        """Returns the problem of a call. If `split` is None, `best_work_split` chooses `work_split`.
+        `others` sets the fields `save_states` and `interpret`.
         """
         batch, time, key_heads, channels = x.q.shape
         value_heads, value = x.v.shape[2:]
@@ -139,8 +140,8 @@ class Problem:
     @property
     def blocks_per_map(self) -> int:
         """The number of blocks of the grid that compute the map of a piece for a value head. Each
-        computes two tiles of 64 columns: U has `value_tile_count` tiles, M has `key_tile_count` tiles, and if
-        the sum is odd, the last tile of the last block has no meaning.
+        block computes two tiles of 64 columns: U has `value_tile_count` tiles, and M has
+        `key_tile_count` tiles. If the sum is odd, the last tile of the last block has no meaning.
         """
         return -(-(self.value_tile_count + self.key_tile_count) // 2)
 
@@ -173,13 +174,14 @@ class Problem:
         and the maps of P - 2 pieces, the second call computes the other P - 1 pieces. If K is at
         most V, either call needs P - 1 times as many multiprocessors as whole rows, because a map
         takes `blocks_per_map` blocks with two tiles each, and a piece `value_tile_count` blocks with one. P
-        is the largest number with which the chip runs all blocks of a call at the same time, so
-        more pieces would wait for one another.
+        is the largest number with which the chip runs all blocks of a call at the same time. With
+        more pieces, some blocks would wait for others.
 
         Rows are not split if that saves less than a fifth of the time (COMPOSING_CHUNKS). So rows
-        stay whole if P is 2, which saves nothing, if they are short, and if a call has enough heads
-        and rows to fill the chip and would only pay for the maps. Neither packed documents nor
-        gates change the choice. They shrink M, or make it zero, but piece 0 takes as long as a map.
+        stay whole if P is 2, which saves nothing, if the rows are short, and if a call has enough
+        heads and rows to fill the chip, so that the maps would only cost time. Neither packed
+        documents nor gates change the choice: they shrink M or make it zero, but the chip computes
+        piece 0 in the same time as a map.
         """
         rows = self.batch * self.value_heads
         pieces = 1 + multiprocessor_count() // (
@@ -230,8 +232,8 @@ class Problem:
         return pad_axis(x_BHKV, -1, self.value_width)
 
     def gate_rows_of_chunks(self, x: Inputs):
-        """Returns [B, H, N, 8, C] in float32: for each chunk of each value head the 8 rows whose
-        indices `delta_rule_tiles` names TOTAL, DOCUMENT, ….
+        """Returns [B, H, N, 8, C] in float32: for each chunk of each value head the 8 gate rows,
+        whose indices `delta_rule_tiles` names TOTAL, DOCUMENT, ….
         """
         by_chunk = lambda x_BTH: jnp.moveaxis(
             self.pad_time(x_BTH).reshape(self.batch, self.chunks, C, -1), 3, 1
@@ -301,7 +303,8 @@ class Problem:
         """Runs the kernel of `delta_rule_chunks`, which computes the arrays of a chunk that do not
         depend on the state. Returns a dict with these arrays:
 
-        norm_rows: [B, H, N, 6, C] float32, the rows that `delta_rule_tiles` lists as K_GAMMA, ….
+        norm_rows: [B, H, N, 6, C] float32, the rows whose indices `delta_rule_tiles` names K_GAMMA,
+          ….
         p_beta: [B, H, N, C, C] bfloat16, P beta.
         inverses: [N, B, H, 2, C, C] bfloat16, the high and the low part of the inverse of I + M
           beta; only if the argument `inverses` is True.
@@ -335,7 +338,8 @@ class Problem:
           results: shared memory from which the kernel's results (O, or in the backward pass dV) are
             copied to global memory.
           inputs: the input arrays. If rows are split, references to the arrays that
-            `run_first_piece_and_maps` returned for the first piece come last; the kernel writes to them.
+            `run_first_piece_and_maps` returned for the first piece come last; the kernel writes to
+            these arrays.
         """
         grid = dict(
             value_tiles=self.value_tile_count // self.warpgroups_per_block,
@@ -351,7 +355,8 @@ class Problem:
     ) -> dict:
         """Runs the pass of the state that computes the first piece of every row, and the maps of
         the other pieces but the last. The arguments and the result are those of `run_state_kernel`.
-        `kernel` is `delta_rule_states.first_piece_and_maps_forward_kernel` or `first_piece_and_maps_backward_kernel`.
+        `kernel` is `first_piece_and_maps_forward_kernel` or `first_piece_and_maps_backward_kernel`
+        of `delta_rule_states`.
         """
         blocks = self.value_tile_count + (self.pieces_per_row - 2) * self.blocks_per_map
         grid = dict(blocks=blocks, heads=self.value_heads, batch=self.batch)
@@ -369,9 +374,8 @@ class Problem:
 
     def _state_kernel_scratch(self, warpgroups: int, results) -> list:
         """Returns the shared memory of a pass of the state, in this order. For each stage: q; k; v,
-        or dO in the backward pass; P beta; both parts of the inverse; the 6 rows of `norm_rows`; the
-        8 rows that the method `gate_rows_of_chunks` returns. For each of the warpgroups: the tiles of
-        its state. Then `results`.
+        or dO in the backward pass; P beta; both parts of the inverse; the 6 norm rows; the 8 gate rows.
+        For each of the warpgroups: the tiles of its state. Then `results`.
         """
         n, keys = self.pipeline_stages, tile_memory(self.pipeline_stages, width=self.key_width)
         return [
@@ -387,9 +391,9 @@ class Problem:
         ]
 
     def _state_kernel_barriers(self, warpgroups: int, not_read: int = 0) -> list:
-        """Returns the barriers `arrived` and `read` (`delta_rule_states._StatePassBlock`) of blocks with
-        `warpgroups` warpgroups that compute. `not_read`: how many of the inputs q, k, P beta, the
-        norm_rows, the rows and the inverse the blocks do not read.
+        """Returns the barriers `inputs_arrived` and `inputs_read` of blocks with `warpgroups`
+        warpgroups that compute. `not_read`: how many of the inputs q, k, P beta, the
+        norm rows, the gate rows and the inverse the blocks do not read.
         """
         copies = warpgroups + (6 if self.delta_term else 5) - not_read
         return [

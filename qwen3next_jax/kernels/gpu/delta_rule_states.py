@@ -12,7 +12,7 @@ tokens or key channels. So they can be left operands of products, which wgmma ta
 For keys of at most 128 channels, everything that the next chunk waits for therefore stays in
 registers.
 
-If rows are split into P pieces (`Problem.best_split`), two kernels run one after the other. Pieces
+If rows are split into P pieces (`Problem.best_work_split`), two kernels run one after the other. Pieces
 are numbered in the order in which the state, or its gradient, passes through them: in a backward
 pass, piece 0 is the end of the row. The first kernel computes piece 0, whose first state is known,
 and at the same time the affine maps of the pieces 1 to P - 2: the state after a piece is U + M S if
@@ -84,7 +84,9 @@ class StatePassInputs(NamedTuple):
 
 
 class SharedMemory(NamedTuple):
-    """The shared memory of a block, as `Problem.run_states` orders it, and its barriers."""
+    """The shared memory of a block and its barriers, in the order of `Problem.run_state_kernel`.
+    The slots of an input hold it for one chunk each.
+    """
 
     q_slots: Any
     k_slots: Any
@@ -184,8 +186,8 @@ def _run_first_piece_or_map_block(kind, p, refs):
 
 
 def _inputs_outputs_and_other_refs(kind, p, refs):
-    """Returns the `StatePassInputs`, the references to the outputs with an axis of tokens or chunks, and
-    all others.
+    """Splits the references of a kernel into three parts: the `StatePassInputs`, the outputs with an
+    axis of tokens or chunks, and all other references.
     """
     inputs = len(StatePassInputs._fields) if p.delta_term else len(StatePassInputs._fields) - 1
     outputs = inputs + kind.per_chunk_output_count(p)
@@ -196,8 +198,9 @@ def _inputs_outputs_and_other_refs(kind, p, refs):
 
 
 def reads_state_from_shared_memory(p) -> bool:
-    """Returns whether products read the state from shared memory. They do for keys of more than 128
-    channels, because such a state takes half of the registers. Fewer products run at a time then.
+    """Returns whether products read the state from shared memory. The answer is True for keys
+    of more than 128 channels, because such a state takes half of the registers. Fewer products run
+    at a time then.
     """
     return p.key_width > 128
 
@@ -228,8 +231,8 @@ class _StatePassBlock:
       w, c: the index of the warpgroup in the block, and of the tile of columns that it computes.
         A warpgroup that only copies has no tile.
       inputs: seven pairs (array in global memory or None, its copy in shared memory with one slot
-        for each stage): q, k, v (in the backward pass dO), P beta, the norm_rows, the rows and the
-        inverse. A pair whose array is None is not copied.
+        for each stage): q, k, v (in the backward pass dO), P beta, the norm rows, the gate rows
+        and the inverse. A pair whose array is None is not copied.
       first_gmem: the states (or gradients) with which pieces start.
       last_gmem: the output for the states (or gradients) with which pieces end.
       inputs_arrived, inputs_read: two barriers for each slot. `inputs_arrived` is passed when the slot's inputs have
@@ -314,8 +317,8 @@ class _StatePassBlock:
 
     def load_first_state(self):
         """Returns the transposed state with which the piece starts: the 64 columns of this
-        warpgroup by all key channels, float32. In a block that computes maps it is zeros for the
-        tiles of U and 64 rows of the identity for the tiles of M.
+        warpgroup by all key channels, float32. In a block that computes maps, the state
+        is zeros for the tiles of U and 64 rows of the identity for the tiles of M.
         """
         if not self.work.computes_maps:
             return plgpu.load(
@@ -336,8 +339,8 @@ class _StatePassBlock:
         self.last_gmem[self.work.state_index, self.h, channel_slice(self.c)] = state
 
     def load_transposed_values(self, slot):
-        """Returns the transposed tile of v, or in the backward pass of dO. M starts from the
-        identity and gets zeros as values: for tiles of M the result is zeros.
+        """Returns the transposed tile of v, or in the backward pass of dO. For a tile of the map M,
+        which starts from the identity and takes zeros as values, the result is zeros.
         """
         values = load_transposed_tile(self.v_slots.at[slot, self.w])
         if not self.work.computes_maps:
@@ -347,8 +350,8 @@ class _StatePassBlock:
 
     def start_input_copies(self, n, slot, barrier):
         """Starts the copies of chunk n's inputs to a slot: q and k, the tiles of v or dO of all
-        warpgroups, P beta, the norm_rows, the rows and the inverse. It skips an input whose array is
-        None.
+        warpgroups, P beta, the norm rows, the gate rows and the inverse. The method skips an input
+        whose array is None.
         """
         p, h, b = self.p, self.h, self.b
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, barrier)
@@ -367,8 +370,8 @@ class _StatePassBlock:
 
     def state_operand_and_copy(self, state, tile, target, in_flight: int):
         """Returns two things: the state, or in the backward pass its gradient, as a left operand of
-        products, and a function that copies it to `target` in global memory. The function does
-        nothing if `target` is None.
+        products, and a function that copies the state to `target` in global memory. This function
+        does nothing if `target` is None.
         """
         if not reads_state_from_shared_memory(self.p):
             x = state.astype(jnp.bfloat16)
@@ -463,7 +466,7 @@ class _ForwardBlock(_StatePassBlock):
 
     def start_output_copy(self, n, outputs, in_flight: int):
         """Waits for all products except the last `in_flight` ones, then starts the copy of O to
-        global memory. In a block that computes maps it does nothing.
+        global memory. In a block that computes maps the method does nothing.
         """
         if self.work.computes_maps:
             return

@@ -18,11 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 C = 64  # tokens of a chunk, and the side of every tile
-# The indices of rows [C] that hold one number for each token. `Problem.gate_rows_of_chunks` computes the
-# 8 rows of the first line from the inputs: the running sum of g, the document's index in the chunk
-# (-1 - index for padding), beta, and the decays gamma and rho. `delta_rule_chunks` computes the 6
-# rows of the second line, called factors: the inverse L2 norms of k and q, and decays times these
-# norms. If a matrix is scaled both along its rows i and along its columns j by the same numbers,
+# The indices of rows [C] that hold one number for each token. The first line lists the 8 gate rows,
+# which `Problem.gate_rows_of_chunks` computes from the inputs: the running sum of g, the document's
+# index in the chunk (-1 - index for padding), beta, and the decays gamma and rho. The second line
+# lists the 6 norm rows, which `delta_rule_chunks` computes: the inverse L2 norms of k and q, and
+# decays times these norms. If a matrix is scaled both along its rows i and along its columns j by the same numbers,
 # they are stored twice (the name of the second copy ends in _J), because each place in shared
 # memory is read in one layout only.
 TOTAL, DOCUMENT, BETA, GAMMA, RHO, TOTAL_J, DOCUMENT_J, BETA_J = range(8)
@@ -31,8 +31,8 @@ ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def named_refs(kind, refs, missing: str = ""):
-    """Returns the references that a kernel gets as a `kind`, a NamedTuple. Its field `missing`, if
-    there is one, gets None.
+    """Returns the references that a kernel gets as a NamedTuple of the class `kind`. The field that
+    `missing` names has no reference; it gets None.
     """
     names = [name for name in kind._fields if name != missing]
     values = dict(zip(names, refs, strict=True))

@@ -1,15 +1,15 @@
 """Where the documents of packed rows begin and how long they are, as cuDNN's attention takes it: by
 an offset and a length for each document (`cudnn.py`).
 
-cuDNN sees R rows of L tokens with at most M documents each. However short the documents are, it
-plans work for R · M documents of L tokens, and in the backward pass also memory. A row of T tokens
+cuDNN sees R rows of L tokens with at most M documents each. However short the documents are,
+cuDNN plans work for R · M documents of L tokens, and in the backward pass also memory. A row of T tokens
 may have T documents. With L = M = T, cuDNN would plan for T · T tokens in each row, which is far
 too much.
 
 Therefore documents are divided by their length into classes (`length_classes`), and each class is a
-call of its own. The call sees the same array as rows of L tokens, where L is the greatest length in
-the class. A document may continue in the next of these rows, which follows in memory. Since a class
-has no short documents, few of them begin in one row. So M is a small number, whatever the data.
+call of its own. The call reshapes the arrays to rows of L tokens, where L is the greatest length in the
+class. A document may continue in the next of these rows, which follows in memory. Since a class has
+no short documents, few of its documents begin in one row. So M is small for all data.
 
 B batch, T tokens of a row, R rows of L tokens with R · L = B · T, M documents of such a row.
 """
@@ -46,12 +46,12 @@ class DocumentRanges(NamedTuple):
       lengths: int32 [R, M], number of tokens of each document, in order; -1 where there is none.
       offsets: int32 [R, M + 1], index in its row of each document's first token; -1 where there is
         none, and in the last column.
-      flat_offsets: int32 [R · M], index among all R · L tokens of the first token of each document of
-        all rows, in order; the entries after the last document are 0.
+      flat_offsets: int32 [R · M], the first token of each document of all rows, in order, as an
+        index among all R · L tokens; 0 after the last document.
       flat_lengths: int32 [R · M], number of tokens of these documents; 0 after the last document.
       covered: bool [B, T], whether a token belongs to one of these documents.
-      document_of_token: int32 [B, T], index in `flat_offsets` of the token's document, if it is covered.
-      position_in_document: int32 [B, T], position of the token in this document, if it is covered.
+      document_of_token: int32 [B, T], index in `flat_offsets` of the document of a covered token.
+      position_in_document: int32 [B, T], position of a covered token in its document.
     """
 
     lengths: jax.Array

@@ -83,7 +83,7 @@ class _KernelChoice(NamedTuple):
       product_kernel: the kernel for y and dx: "mosaic" or "triton".
       weight_gradient_kernel: the kernel for dw: "mosaic" or "triton".
       refusal: why no kernels can run; "" if they can.
-      slow_dw_warning: a warning for the user if Mosaic computes dw, which is slower; "" if Triton does.
+      slow_dw_warning: a warning for the user if Mosaic computes dw, which is slower; otherwise "".
     """
 
     product_kernel: str = ""
@@ -97,7 +97,7 @@ def _choose_kernels(*widths: int) -> _KernelChoice:
     dx) together with Triton (for dw) has failed in this run, Mosaic computes dw, too.
 
     Triton 3.9 writes PTX 9.4, which needs a ptxas of CUDA 13.4 or later. An older CUDA toolkit on
-    PATH or in /usr/local/cuda comes before the one that the extra gpu installs.
+    PATH or in /usr/local/cuda takes precedence over the toolkit that the extra `gpu` installs.
     """
     no_triton = tokamax.triton_unsupported_reason()
     no_mosaic = tokamax.mosaic_unsupported_reason()
@@ -284,7 +284,7 @@ def _triton_weight_gradients(x_RD, dy_RF, sizes_E, dtype):
 
 
 def make_self_test(*widths: int, warning: str = "") -> self_test.SelfTest:
-    """Returns the test for matrices of `widths`, (D, F). `warning` is the `warning` of the `SelfTest`."""
+    """Returns the test for matrices of `widths`, (D, F). `warning` is a field of `SelfTest`."""
     return _self_test_of_choice(_choose_kernels(*widths), widths, warning)
 
 

@@ -1,5 +1,5 @@
-"""Functions for kernels in which each grid step computes a block of tokens and channels. They
-choose the block sizes, call the kernel, and loop over a block's groups of 128 channels.
+"""Functions for kernels in which each grid step computes a block of tokens and channels. The
+functions choose the block sizes, call the kernel, and loop over a block's groups of 128 channels.
 """
 
 import jax
