@@ -335,8 +335,9 @@ def delta_rule_programs(options, shaped) -> dict[str, Program]:
     backward = functools.partial(pallas_gpu.backward, **common)
     if options.only in "delta rule":
         print(
-            f"{t} tokens, {g} key heads of {k}, {h} value heads of {v}, in {split.pieces_per_row} piece(s)"
-            f", {split.warpgroups_per_block} tile(s) a block of whole rows"
+            f"{t} tokens, {g} key heads of {k}, {h} value heads of {v}, "
+            f"in {split.pieces_per_row} piece(s), "
+            f"{split.warpgroups_per_block} tile(s) a block of whole rows"
         )
     counts = kernel_counts(g, h, k, v, split)
 

@@ -8,12 +8,12 @@ from the XLA form.
                                                      say nothing
 
 A line for each shape and split: pieces of a row, and tiles of 64 value channels that a block of a
-whole row computes (`WorkSplit` of kernels/gpu/delta_rule_problem.py). The split that a call chooses is
-marked with *. Milliseconds are those of the kernels by the profiler, with XLA's own kernels around
-them; after "clock" stands the time of a call when calls follow one another. Then the milliseconds
-of each kernel, and the array that is furthest from the XLA form (`chunked`) with its relative L2
-distance. Gates and write strengths are so weak that the state before a piece still matters after
-it: with usual ones, wrong maps of pieces would not show.
+whole row computes (`WorkSplit` of kernels/gpu/delta_rule_problem.py). The split that a call chooses
+is marked with *. Milliseconds are those of the kernels by the profiler, with XLA's own kernels
+around them; after "clock" stands the time of a call when calls follow one another. Then the
+milliseconds of each kernel, and the array that is furthest from the XLA form (`chunked`) with its
+relative L2 distance. Gates and write strengths are so weak that the state before a piece still
+matters after it: with usual ones, wrong maps of pieces would not show.
 
 The programs of a shape are compiled side by side.
 """

@@ -1,5 +1,5 @@
-"""A test of kernels on the user's own GPU. A call that names no implementation runs the kernels only
-if they passed this test. The test is needed because the kernels have run on few chips so far.
+"""A test of kernels on the user's own GPU. A call that names no implementation runs the kernels
+only if they passed this test. The test is needed because the kernels have run on few chips so far.
 
 Each kind of call has its own test. A kind of call is a combination of widths, dtypes and settings
 that the kernels are compiled for. The test runs the kernels and the XLA implementation on a tiny
@@ -54,8 +54,8 @@ class SelfTest:
         imported only when the outcome is looked up, because some of them need tokamax, which may
         not be installed.
       max_error: function that runs the kernels and the XLA implementation on a tiny input. The
-        function returns the name of the output or gradient in which they differ most, and the relative L2
-        difference (`largest_error`).
+        function returns the name of the output or gradient in which they differ most, and the
+        relative L2 difference (`largest_error`).
       tolerance: the largest difference with which the test passes.
       trained_on: the GPU and the JAX release with which the kernels have run training steps
         (docs/gpu.md); "" if they have run none.
@@ -178,8 +178,8 @@ def largest_error(names, got, want) -> tuple[str, float]:
 
 def find_failure(device, test: SelfTest, folder: pathlib.Path | None = None) -> str:
     """Returns what went wrong in the test in this process or, if the kernels passed here, in
-    another process of the same run; "" if the kernels passed in all processes. `folder` holds the stored outcomes;
-    None: FOLDER.
+    another process of the same run; "" if the kernels passed in all processes. `folder` holds the
+    stored outcomes; None: FOLDER.
     """
     return _find_and_exchange_once(
         _test_key(test), lambda: _stored_or_new_failure(device, test, folder or FOLDER)

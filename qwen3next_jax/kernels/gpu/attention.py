@@ -56,9 +56,9 @@ def unsupported_reason(q, k, v, split: bool) -> str:
     if _cudnn_elements_per_row(q) >= TOO_LARGE:
         return (
             f"has rows of {q.shape[1]} tokens of {q.shape[2]} heads of {width} channels, as which "
-            f"cuDNN sees {_cudnn_elements_per_row(q):,} numbers: expected fewer than {TOO_LARGE:,}, "
-            "beyond which its gradients are wrong; split the row over `context` or the heads over "
-            "`tensor`"
+            f"cuDNN sees {_cudnn_elements_per_row(q):,} numbers: expected fewer than "
+            f"{TOO_LARGE:,}, beyond which its gradients are wrong; split the row over `context` or "
+            "the heads over `tensor`"
         )
     return cudnn.unsupported_reason()
 

@@ -113,8 +113,8 @@ def block_row_column_indices():
 
 
 def row_block_n_of_array_n(*arrays):
-    """Returns [C, 16], four blocks of 16 rows. Block n consists of the rows 16 n to 16 n + 15 of the
-    array with the index n, [C, 16]. The block is zero if this array is None or missing.
+    """Returns [C, 16], four blocks of 16 rows. Block n consists of the rows 16 n to 16 n + 15 of
+    the array with the index n, [C, 16]. The block is zero if this array is None or missing.
     """
     block, result = block_row_column_indices()[0], 0.0
     for n, x in enumerate(arrays):

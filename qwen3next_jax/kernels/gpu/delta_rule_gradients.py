@@ -221,15 +221,17 @@ def gradient_kernel(p, *refs):
 
 class _GradientBlock:
     """One block of the grid. The methods `start_copies`, `compute_errors_and_products`,
-    `store_qk_and_kk_gradients`, `query_and_key_gradients` and `write_gradients` run in this order. Copies, and products in
-    accumulators, run while later statements execute, so the order of statements matters.
+    `store_qk_and_kk_gradients`, `query_and_key_gradients` and `write_gradients` run in this order.
+    Copies, and products in accumulators, run while later statements execute, so the order of
+    statements matters.
 
     Attributes:
       w: the index of this warpgroup.
       own_tiles: the indices of the tiles of 64 key channels that this warpgroup computes.
       k, do, dv: the tiles of k, dO and dV in shared memory.
-      inverse_or_pair_tiles: tiles of shared memory. The first two hold the high and the low part of the inverse until
-        `store_qk_and_kk_gradients` overwrites them with the gradients of Q K^T and K K^T.
+      inverse_or_pair_tiles: tiles of shared memory. The first two hold the high and the low part of
+        the inverse until `store_qk_and_kk_gradients` overwrites them with the gradients of Q K^T
+        and K K^T.
       slots: tiles of shared memory for inputs. The first slots hold the tiles of the state. The
         next slots hold the tiles of the state's gradient, and later the tiles of q. With one
         warpgroup there is one spare slot after them. With two warpgroups there is one slot for v,
@@ -312,7 +314,7 @@ class _GradientBlock:
         )
 
     def hide_tile_addresses_from_compiler(self):
-        """Replaces the references to tiles by references whose addresses the compiler cannot see."""
+        """Replaces the references to tiles, so that the compiler cannot see their addresses."""
         self.k, self.do, self.dv, self.inverse_or_pair_tiles, self.slots = (
             hide_addresses_from_compiler(*self.tiles)
         )
@@ -337,8 +339,8 @@ class _GradientBlock:
     # ---- copies
 
     def start_copies(self):
-        """Starts the copies of k, the norm rows, the gate rows, the inverse, all tiles of dO and dV,
-        and, for the first tile of value channels, v, the state and its gradient. Sets the sums
+        """Starts the copies of k, the norm rows, the gate rows, the inverse, all tiles of dO and
+        dV, and, for the first tile of value channels, v, the state and its gradient. Sets the sums
         ENTER, LEAVE and CARRIED to zero. Waits for k, the norm rows, the gate rows and the inverse.
         """
 
@@ -520,8 +522,9 @@ class _GradientBlock:
 
         Returns:
           Three results: [C], the inner product of each token's row of `ks` (gamma K S) with its row
-          of the low part of dV; the new `pairs`; the new `error_dstate` (see `compute_errors_and_products`). In
-          the second warpgroup the first result is zeros. Without the delta term it is not used.
+          of the low part of dV; the new `pairs`; the new `error_dstate` (see
+          `compute_errors_and_products`). In the second warpgroup the first result is zeros. Without
+          the delta term it is not used.
         """
         p, do, dv, a, slots = self.p, self.do, self.dv, self.inverse_or_pair_tiles, self.slots
 

@@ -55,8 +55,8 @@ class WorkSplit(NamedTuple):
     Attributes:
       pieces_per_row: number of pieces into which every row is split: 1, or 3 or more, at most the
         number of chunks. The lengths of the pieces differ by at most one chunk.
-      warpgroups_per_block: number of warpgroups that compute in a block, 1 or 2, each one tile of 64
-        value channels; 1 if rows are split or if the number of tiles is odd.
+      warpgroups_per_block: number of warpgroups that compute in a block, 1 or 2, each one tile of
+        64 value channels; 1 if rows are split or if the number of tiles is odd.
     """
 
     pieces_per_row: int
@@ -100,8 +100,8 @@ class Problem:
     def of_call(
         cls, x: Inputs, settings: Settings, split: WorkSplit | None = None, **others
     ) -> "Problem":
-        """Returns the problem of a call. If `split` is None, `best_work_split` chooses `work_split`.
-        `others` sets the fields `save_states` and `interpret`.
+        """Returns the problem of a call. If `split` is None, `best_work_split` chooses
+        `work_split`. `others` sets the fields `save_states` and `interpret`.
         """
         batch, time, key_heads, channels = x.q.shape
         value_heads, value = x.v.shape[2:]
@@ -173,9 +173,9 @@ class Problem:
         A row in P pieces takes 2 N / P chunks one after another: the first call computes piece 0
         and the maps of P - 2 pieces, the second call computes the other P - 1 pieces. If K is at
         most V, either call needs P - 1 times as many multiprocessors as whole rows, because a map
-        takes `blocks_per_map` blocks with two tiles each, and a piece `value_tile_count` blocks with one. P
-        is the largest number with which the chip runs all blocks of a call at the same time. With
-        more pieces, some blocks would wait for others.
+        takes `blocks_per_map` blocks with two tiles each, and a piece `value_tile_count` blocks
+        with one. P is the largest number with which the chip runs all blocks of a call at the same
+        time. With more pieces, some blocks would wait for others.
 
         Rows are not split if that saves less than a fifth of the time (COMPOSING_CHUNKS). So rows
         stay whole if P is 2, which saves nothing, if the rows are short, and if a call has enough
@@ -374,8 +374,8 @@ class Problem:
 
     def _state_kernel_scratch(self, warpgroups: int, results) -> list:
         """Returns the shared memory of a pass of the state, in this order. For each stage: q; k; v,
-        or dO in the backward pass; P beta; both parts of the inverse; the 6 norm rows; the 8 gate rows.
-        For each of the warpgroups: the tiles of its state. Then `results`.
+        or dO in the backward pass; P beta; both parts of the inverse; the 6 norm rows; the 8 gate
+        rows. For each of the warpgroups: the tiles of its state. Then `results`.
         """
         n, keys = self.pipeline_stages, tile_memory(self.pipeline_stages, width=self.key_width)
         return [

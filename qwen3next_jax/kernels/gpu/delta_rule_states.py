@@ -12,12 +12,12 @@ tokens or key channels. So they can be left operands of products, which wgmma ta
 For keys of at most 128 channels, everything that the next chunk waits for therefore stays in
 registers.
 
-If rows are split into P pieces (`Problem.best_work_split`), two kernels run one after the other. Pieces
-are numbered in the order in which the state, or its gradient, passes through them: in a backward
-pass, piece 0 is the end of the row. The first kernel computes piece 0, whose first state is known,
-and at the same time the affine maps of the pieces 1 to P - 2: the state after a piece is U + M S if
-S is the state before it. XLA composes the maps. The second kernel computes the pieces 1 to P - 1,
-all at the same time.
+If rows are split into P pieces (`Problem.best_work_split`), two kernels run one after the other.
+Pieces are numbered in the order in which the state, or its gradient, passes through them: in a
+backward pass, piece 0 is the end of the row. The first kernel computes piece 0, whose first state
+is known, and at the same time the affine maps of the pieces 1 to P - 2: the state after a piece is
+U + M S if S is the state before it. XLA composes the maps. The second kernel computes the pieces 1
+to P - 1, all at the same time.
 
 C = 64 tokens of a chunk.
 """
@@ -55,8 +55,8 @@ class BlockWork:
       batch_index, head_index: the index of the row of the batch and of the value head.
       piece_index: the index of the piece of the row; 0 if rows are not split.
       state_index: the index of the piece's states in the arrays of first and last states.
-      first_tile: the index of the first tile of 64 columns. The columns are the value channels. In a
-        block that computes maps, they are the columns of U and then those of M.
+      first_tile: the index of the first tile of 64 columns. The columns are the value channels. In
+        a block that computes maps, they are the columns of U and then those of M.
       computing_warpgroups: the number of warpgroups that compute one tile each, 1 or 2.
       computes_maps: whether the block computes a part of the map of the piece.
     """
@@ -146,9 +146,9 @@ def _run_state_block(kind, p, refs):
 
 
 def _run_first_piece_or_map_block(kind, p, refs):
-    """Runs a block of `first_piece_and_maps_forward_kernel` or `first_piece_and_maps_backward_kernel`. Of the blocks of a value
-    head, the first ones compute piece 0, and each of the others computes two tiles of columns of a
-    map.
+    """Runs a block of `first_piece_and_maps_forward_kernel` or
+    `first_piece_and_maps_backward_kernel`. Of the blocks of a value head, the first ones compute
+    piece 0, and each of the others computes two tiles of columns of a map.
     """
     inputs, outputs, (last, last_maps, *scratch) = _inputs_outputs_and_other_refs(kind, p, refs)
     *scratch, maps_arrived, maps_read = scratch
@@ -186,8 +186,8 @@ def _run_first_piece_or_map_block(kind, p, refs):
 
 
 def _inputs_outputs_and_other_refs(kind, p, refs):
-    """Splits the references of a kernel into three parts: the `StatePassInputs`, the outputs with an
-    axis of tokens or chunks, and all other references.
+    """Splits the references of a kernel into three parts: the `StatePassInputs`, the outputs with
+    an axis of tokens or chunks, and all other references.
     """
     inputs = len(StatePassInputs._fields) if p.delta_term else len(StatePassInputs._fields) - 1
     outputs = inputs + kind.per_chunk_output_count(p)
@@ -235,8 +235,8 @@ class _StatePassBlock:
         and the inverse. A pair whose array is None is not copied.
       first_gmem: the states (or gradients) with which pieces start.
       last_gmem: the output for the states (or gradients) with which pieces end.
-      inputs_arrived, inputs_read: two barriers for each slot. `inputs_arrived` is passed when the slot's inputs have
-        been copied, `inputs_read` when all computing warpgroups have read them.
+      inputs_arrived, inputs_read: two barriers for each slot. `inputs_arrived` is passed when the
+        slot's inputs have been copied, `inputs_read` when all computing warpgroups have read them.
     """
 
     first_to_last: bool

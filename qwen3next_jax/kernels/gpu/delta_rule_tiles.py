@@ -22,9 +22,9 @@ C = 64  # tokens of a chunk, and the side of every tile
 # which `Problem.gate_rows_of_chunks` computes from the inputs: the running sum of g, the document's
 # index in the chunk (-1 - index for padding), beta, and the decays gamma and rho. The second line
 # lists the 6 norm rows, which `delta_rule_chunks` computes: the inverse L2 norms of k and q, and
-# decays times these norms. If a matrix is scaled both along its rows i and along its columns j by the same numbers,
-# they are stored twice (the name of the second copy ends in _J), because each place in shared
-# memory is read in one layout only.
+# decays times these norms. If a matrix is scaled both along its rows i and along its columns j by
+# the same numbers, they are stored twice (the name of the second copy ends in _J), because each
+# place in shared memory is read in one layout only.
 TOTAL, DOCUMENT, BETA, GAMMA, RHO, TOTAL_J, DOCUMENT_J, BETA_J = range(8)
 K_GAMMA, Q_GAMMA, K_RHO, K_NORM, Q_NORM, K_NORM_J = range(6)
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)

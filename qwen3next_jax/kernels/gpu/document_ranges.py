@@ -2,14 +2,14 @@
 an offset and a length for each document (`cudnn.py`).
 
 cuDNN sees R rows of L tokens with at most M documents each. However short the documents are,
-cuDNN plans work for R · M documents of L tokens, and in the backward pass also memory. A row of T tokens
-may have T documents. With L = M = T, cuDNN would plan for T · T tokens in each row, which is far
-too much.
+cuDNN plans work for R · M documents of L tokens, and in the backward pass also memory. A row of T
+tokens may have T documents. With L = M = T, cuDNN would plan for T · T tokens in each row, which is
+far too much.
 
 Therefore documents are divided by their length into classes (`length_classes`), and each class is a
-call of its own. The call reshapes the arrays to rows of L tokens, where L is the greatest length in the
-class. A document may continue in the next of these rows, which follows in memory. Since a class has
-no short documents, few of its documents begin in one row. So M is small for all data.
+call of its own. The call reshapes the arrays to rows of L tokens, where L is the greatest length in
+the class. A document may continue in the next of these rows, which follows in memory. Since a class
+has no short documents, few of its documents begin in one row. So M is small for all data.
 
 B batch, T tokens of a row, R rows of L tokens with R · L = B · T, M documents of such a row.
 """

@@ -1,5 +1,5 @@
-"""Imports the kernels of the library tokamax, and says whether they can run here (docs/gpu.md). tokamax
-has kernels in two languages: Mosaic, for Hopper GPUs, and Triton, for GPUs from Ampere on.
+"""Imports the kernels of the library tokamax, and says whether they can run here (docs/gpu.md).
+tokamax has kernels in two languages: Mosaic, for Hopper GPUs, and Triton, for GPUs from Ampere on.
 
 Several processes of a run have to compile the same program, so they agree on every answer.
 """

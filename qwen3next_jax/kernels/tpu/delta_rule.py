@@ -9,8 +9,8 @@ K^T, and the kernel sums dQ and dK over these value heads.
 docs/delta_rule.md, "In terms of E", derives the formulas; E is the matrix of prediction errors. A
 TPU scales the rows and columns of matrices faster for two heads at once. So the kernels keep beta,
 the decays and the norms of q and k as rows [pairs, 2C], which hold one number for each token of two
-heads. They multiply these rows with each other first, and broadcast the product over the lanes
-where a matrix is scaled.
+heads. The kernels multiply these rows with each other first, and broadcast the product over the
+lanes where a matrix is scaled.
 
 Matrix products take operands in the inputs' dtype and accumulate in float32. Where the terms of a
 sum may cancel, an operand is split into two bfloat16 parts (`head_pairs.PairProducts`).
@@ -138,8 +138,8 @@ def backward(
 
 class _Block:
     """The inputs of the heads of one grid step, and the arrays that both passes compute from them.
-    "The norm" of a row of q or k means here the factor that normalises the row: the inverse of its
-    L2 norm (1 if q and k are not normalised).
+    "The norm" of a row of q or k means here the factor that normalises the row: the inverse of the
+    row's L2 norm (1 if q and k are not normalised).
 
     Attributes:
       p, refs: the problem, and the Pallas references of inputs and outputs by name.
@@ -311,8 +311,8 @@ class _Block:
         )
 
     def transposed_rows_times_values(self, rows_JRK, *parts_IRV):
-        """Returns [I, K, V]: for each value head, rows^T of its key head times the sum of its
-        parts.
+        """Returns [I, K, V]: for each value head, the transposed rows of its key head times the sum
+        of its arrays in `parts_IRV`.
         """
         rows = jnp.concatenate([rows_JRK] * len(parts_IRV), axis=1)
         parts = [self.concat_value_heads(x) for x in parts_IRV]
@@ -394,7 +394,7 @@ def _compute_inverse(c: _Block):
 
 
 def _prediction_errors(c: _Block, values, kq_state, inverse):
-    """Returns the errors E = A (V - gamma K S), [I, C, V]. Without the delta term it returns V.
+    """Returns the errors E = A (V - gamma K S), [I, C, V], or V without the delta term.
 
     Args:
       c: the heads of the grid step.
@@ -584,7 +584,7 @@ def _backward_through_norms(c: _Block, dk, dq):
 
 def _gate_gradient_of_carried_state(c: _Block, state, dstate):
     """Returns [E, 2C], the part of dg that comes from the decay of the state over the whole chunk.
-    It is the same for all tokens of the chunk.
+    This part is the same for all tokens of the chunk.
     """
     products = dstate * state.astype(jnp.float32)
     inner = jnp.sum(jnp.sum(products, axis=1, keepdims=True), axis=2, keepdims=True)

@@ -30,8 +30,8 @@ class Tiling:
     the size, because the compiler keeps intermediate arrays of all heads of a block.
 
     Raises:
-      ValueError: `block_value_heads` is odd or no multiple of `heads_per_key`, or a width is no multiple
-        of LANES.
+      ValueError: `block_value_heads` is odd or no multiple of `heads_per_key`, or a width is no
+        multiple of LANES.
     """
 
     block_value_heads: int  # the value heads of a block
@@ -57,7 +57,7 @@ class Tiling:
     def needed_vmem_bytes(self) -> int:
         """The bytes of VMEM that the backward kernel needs for double-buffered blocks and for the
         intermediate arrays of every head. For a v6e the compiler allocates 8 arrays [C, K + V] in
-        float32 per head. This estimate counts 16 of them to be safe; that is also enough for M of
+        float32 per head. This estimate counts 16 of them to be safe, which is also enough for M of
         the affine map, [K, K] in float32.
         """
         keys, values = self.chunk_size * self.key_width, self.chunk_size * self.value_width
@@ -91,8 +91,8 @@ class Tiling:
         fitting = [x for x in (cls(n, **sizes) for n in blocks) if x.needed_vmem_bytes <= vmem]
         if not fitting:
             raise NotImplementedError(
-                f"has head widths {sizes['key_width']} and {sizes['value_width']} with {per_key} value heads a "
-                "key head: one block of the TPU kernel "
+                f"has head widths {sizes['key_width']} and {sizes['value_width']} with {per_key} "
+                "value heads a key head: one block of the TPU kernel "
                 f"needs more than {vmem} bytes of VMEM (95 % of the chip's; of an unknown chip "
                 f"95 % of {chip.SMALLEST_VMEM})"
             )
@@ -113,9 +113,9 @@ def _pad_axes(x, sizes: dict[int, int]):
 class Problem:
     """The sizes of one call, its arrays in the kernels' layouts, and the blocks of the grid.
 
-    The attributes for heads and widths (`key_heads`, `value_heads`, `key_width`, `value_width`) describe the
-    padded arrays. The attributes named `unpadded_…` describe the arrays of the call. `operand_dtype` is
-    the dtype of the operands of matrix products.
+    The attributes for heads and widths (`key_heads`, `value_heads`, `key_width`, `value_width`)
+    describe the padded arrays. The attributes named `unpadded_…` describe the arrays of the call.
+    `operand_dtype` is the dtype of the operands of matrix products.
 
     Raises:
       NotImplementedError: no block of heads fits in the chip's VMEM.

@@ -13,7 +13,7 @@ TILE_ROWS = 16  # the rows of a tile of bfloat16 numbers
 def block_sizes(time: int, channels: int, largest: tuple[int, int]) -> tuple[int, int]:
     """Returns the number of rows and of channels in a block. The rows are the largest power of two
     from TILE_ROWS to 256 that divides `time`, and the channels are the largest multiple of LANES
-    that divides `channels`; neither exceeds `largest`.
+    that divides `channels`; neither number exceeds `largest`.
 
     Args:
       time: number of tokens of a row, a multiple of TILE_ROWS.

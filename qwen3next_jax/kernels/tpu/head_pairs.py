@@ -85,8 +85,8 @@ def broadcast_pairs_over_lanes(rows_EC):
 
 
 def broadcast_pairs_over_lanes_by_product(rows_EC):
-    """Returns the same as `broadcast_pairs_over_lanes`, computed by a product with a matrix of ones and
-    zeros. The result is exact, because each float32 number is split into three bfloat16 parts,
+    """Returns the same as `broadcast_pairs_over_lanes`, computed by a product with a matrix of ones
+    and zeros. The result is exact, because each float32 number is split into three bfloat16 parts,
     whose sum is the number. Use this function where the cross-lane unit of the TPU is the
     bottleneck, because it moves the work to the matrix unit.
     """
@@ -146,12 +146,12 @@ def row_sums(*xs_ICX):
 class PairProducts:
     """Products with operands of the dtype `operand_dtype` and float32 accumulation.
 
-    Each operand is a tuple of parts, whose sum is the operand's value (`split_into_parts`). If `operand_dtype` is
-    bfloat16, an operand that needs more precision has two parts: the rounded value and the rounded
-    remainder. Every other operand has one part. The product of two operands is the sum of the
-    products of their parts, except the product of the two remainders, which is too small to matter.
-    `nn` and `tn` concatenate the parts along the contracted axis, so that the matrix unit computes
-    this sum.
+    Each operand is a tuple of parts, whose sum is the operand's value (`split_into_parts`). If
+    `operand_dtype` is bfloat16, an operand that needs more precision has two parts: the rounded
+    value and the rounded remainder. Every other operand has one part. The product of two operands
+    is the sum of the products of their parts, except the product of the two remainders, which is
+    too small to matter. `nn` and `tn` concatenate the parts along the contracted axis, so that the
+    matrix unit computes this sum.
 
     Attributes:
       operand_dtype: the dtype of the parts.

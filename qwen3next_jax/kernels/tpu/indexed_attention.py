@@ -8,8 +8,8 @@ ends. The attention kernels compute the indexer's scores of a tile again, compar
 two numbers, and use the result for all heads. All kernels compute a score by the same products and
 sums.
 
-Tiles are computed transposed: keys lie along the sublanes and queries along the lanes. So a number
-of a query is an entry of a row, which all sublanes share, and sums over keys add registers.
+Tiles are computed transposed: keys lie along the sublanes and queries along the lanes. So the
+numbers of all queries are one row, which all sublanes share, and a sum over keys adds registers.
 
 Letters: B batch, T tokens, padded to whole tiles, N query heads, M key/value heads, K head width,
 H heads of the indexer, I their width, G blocks, padded to whole chunks; C queries and S keys of a
@@ -78,11 +78,13 @@ class _CallSizes(NamedTuple):
 
     @property
     def padded_tokens(self) -> int:
-        """T: the number of tokens of a row of whole tiles."""
+        """T: the number of tokens of a row that is padded to whole tiles."""
         return -(-self.tokens_per_row // self.tile_tokens) * self.tile_tokens
 
     def needed_vmem_bytes(self, tile: int) -> int:
-        """Returns the bytes of VMEM that the kernel of dq needs. It needs more than the others."""
+        """Returns the bytes of VMEM that the kernel of dq needs, the largest of the kernels of
+        attention.
+        """
         queries, keys = self.query_heads * self.head_width, self.key_heads * self.head_width
         per_token = queries * (4 * self.itemsize + 4)  # q, do, dq twice, and its sum in float32
         per_token += 2 * 3 * keys * self.itemsize  # k, its transpose, v
@@ -131,7 +133,7 @@ def unsupported_reason(
 
 
 def _vmem_bytes_of_choice(tile: int, blocks: int, index_width: int, itemsize: int) -> int:
-    """Returns the bytes of VMEM that the choice needs for tiles of `tile` queries."""
+    """Returns the bytes of VMEM that the choice of blocks needs for tiles of `tile` queries."""
     scores = 4 * tile * (-(-blocks // CHUNK) * CHUNK)
     streamed = 2 * CHUNK * CHUNKS_AT_ONCE * (index_width * itemsize + 4 * ROWS)
     return scores + streamed + 4 * 4 * CHUNK * tile
@@ -141,14 +143,14 @@ def _vmem_bytes_of_choice(tile: int, blocks: int, index_width: int, itemsize: in
 
 
 def _dot(a, b, dims):
-    """Returns the product with the dimension numbers `dims`, in float32."""
+    """Returns the product of a and b with the dimension numbers `dims`, in float32."""
     exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
 def _indexer_score_bits(index_k_SI, index_q):
-    """Returns the indexer's scores [S, C] as integers, which have the same order because scores are
-    not negative.
+    """Returns the indexer's scores [S, C] as integers with the scores' bits. The integers have the
+    order of the scores, because scores are not negative.
     """
     width, total_SC = index_k_SI.shape[1], 0.0
     for start in range(0, index_q.shape[1], width):
@@ -323,10 +325,11 @@ def _document_starts(segment_BT):
 
 
 def _mask_inputs_and_limits(sizes: _CallSizes, ratio: int, rows, chosen, index_q):
-    """Returns the inputs of `_call_attention_kernel` from which a kernel finds which keys a query sees: first the
-    inputs with queries, then the inputs with keys. Then returns the limits of `_call_attention_kernel`, [B, tiles]
-    int32: for each tile of queries the first tile of keys in the documents of the queries, and for
-    each tile of keys the last tile of queries in the documents of the keys.
+    """Returns the inputs of `_call_attention_kernel` from which a kernel finds which keys a query
+    sees: first the inputs with queries, then the inputs with keys. Then returns the limits of
+    `_call_attention_kernel`, [B, tiles] int32: for each tile of queries the first tile of keys in
+    the documents of the queries, and for each tile of keys the last tile of queries in the
+    documents of the keys.
     """
     count = rows.block_key.shape[1]
     tail = (rows.position + 1) // ratio * ratio
@@ -410,9 +413,9 @@ class _ForwardRefs(NamedTuple):
     key_rows: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
     o: Any  # output [C, N · K]
     logsumexp: Any  # output [N, C]
-    weighted_value_sums: Any  # scratch [N · K, C], of each query the sum of its values
-    largest_scores: Any  # scratch [N, C], its largest score
-    exponential_sums: Any  # scratch [N, C], the sum of the exponentials
+    weighted_value_sums: Any  # scratch [N · K, C], of each query the sum of exponentials · values
+    largest_scores: Any  # scratch [N, C], the largest score of each query
+    exponential_sums: Any  # scratch [N, C], of each query the sum of exponentials
     visibility_bias: Any  # scratch [S, C], 0 or HIDDEN
 
 
@@ -476,7 +479,7 @@ def backward(
 
     Args:
       ratio, rows, chosen, index_q, q, k, v: the arguments of `forward`.
-      o, logsumexp_BNT: its results.
+      o, logsumexp_BNT: the results of `forward`.
       do: [B, T, N, K], the gradient of o.
       interpret: whether a CPU interprets the kernels.
     """
@@ -551,7 +554,7 @@ class _DqRefs(NamedTuple):
 
 
 def _dq_kernel(sizes, *refs):
-    """Adds the part of a tile of keys to the gradient of a tile of queries, `sums`."""
+    """Adds the part of a tile of keys to the gradient of a tile of queries, `dq_sum`."""
     refs = _DqRefs(*refs)
     n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
     i, j, is_new = _step_tiles_by_query(n, r, c)
@@ -722,19 +725,20 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
 class _ChoiceRefs(NamedTuple):
     """The references of `_choice_kernel`."""
 
-    block_ranges: Any  # of each tile of queries the first and the last block of its documents
+    block_ranges: Any  # for each tile of queries the first and the last block of its documents
     indexer_q: Any  # [C, H · I]
     query_rows: Any  # [ROWS, C] int32
     block_keys: Any  # the blocks' keys, of some chunks
     block_rows: Any  # [ROWS, …] int32, of the same blocks
     lowest_score_bits: Any  # output [1, C], the lowest score that a query selects, as bits
-    tie_end_block: Any  # output [1, C], where its selection of this score ends
+    tie_end_block: Any  # output [1, C], the block at which its selection of this score ends
     score_bits: Any  # scratch [G, C]
 
 
 def _choice_kernel(number_chosen, *refs):
-    """Scores some chunks of blocks for a tile of queries, into `bits` [G, C]: the score's bits, or
-    -1 if the query does not see the block. The last step finds the two results.
+    """Scores some chunks of blocks for a tile of queries. It writes to `score_bits` [G, C] the
+    score's bits, or -1 if the query does not see the block. The last step finds the lowest selected
+    score and the block at which its selection ends.
     """
     refs = _ChoiceRefs(*refs)
     b, t, g = (pl.program_id(axis) for axis in range(3))

@@ -49,9 +49,9 @@ def unsupported_reason(tokens: int, width: int, streams: int, columns: int, dtyp
 
 
 def forward(eps, streams, weights, h, *, interpret: bool = False):
-    """Returns x [N, D], inner [N, X] float32 and the sizes [N, S] float32 (see
-    `zoo.ops.residual_streams`) from h [N, E] and the weights: scale [E] float32, down [E, X] and
-    up [X, E].
+    """Returns x [N, D], inner [N, X] float32 and the sizes [N, S] float32, which
+    `zoo.ops.residual_streams` defines, from h [N, E] and the weights: scale [E] float32, down
+    [E, X] and up [X, E].
     """
     scale, down, up = weights
     spec = _CallSpecs(h, streams, down.shape[1])
@@ -76,7 +76,7 @@ def backward(weights, h, inner, sizes, dh, dx, dinner, *, interpret: bool = Fals
 
     Args:
       weights, h: the arguments of `forward`.
-      inner, sizes: its results.
+      inner, sizes: the second and the third result of `forward`.
       dh: [N, E], the gradient of the streams that does not pass through the mix.
       dx, dinner: [N, D] and [N, X] float32, the gradients of x and of inner.
 
@@ -244,12 +244,14 @@ def _for_each_channel_chunk(width: int, body) -> None:
 
 
 def _chunk_slice(stream: int, width: int, start, size: int):
-    """Returns the slice of a chunk of a stream in an array [·, E]."""
+    """Returns the slice of a chunk of one stream's channels in an array [·, E]."""
     return pl.ds(pl.multiple_of(stream * width + start, LANES), size)
 
 
 class _ForwardRefs(NamedTuple):
-    """The references of `_forward_kernel`."""
+    """The references of `_forward_kernel`. `down_products` and `inverse_rms` are `inner` and the
+    sizes in the formulas of `zoo.ops.residual_streams`.
+    """
 
     stream_values: Any  # [M, E]
     norm_scale: Any  # [1, E]
@@ -258,11 +260,13 @@ class _ForwardRefs(NamedTuple):
     block_input: Any  # output [M, D]
     down_products: Any  # output [M, X]
     inverse_rms: Any  # output [M, S]
-    gate_hidden: Any  # scratch [M, X], silu(inner / S)
+    gate_hidden: Any  # scratch [M, X], silu(down_products / S)
 
 
 def _forward_kernel(eps, *refs):
-    """Computes x, inner and the sizes of a tile."""
+    """Computes the block's input, the products with the gate's down matrix and the inverse RMS of
+    the streams for a tile of tokens.
+    """
     refs = _ForwardRefs(*refs)
     streams, d = refs.inverse_rms.shape[1], refs.block_input.shape[1]
     size_of = []
@@ -296,7 +300,9 @@ def _forward_kernel(eps, *refs):
 
 
 class _BackwardRefs(NamedTuple):
-    """The references of `_backward_kernel`."""
+    """The references of `_backward_kernel`. `dstreams_past_mix` and `ddown_products_past_gate` are
+    gradients that do not pass through the mix and the gate; the kernel adds those that do.
+    """
 
     stream_values: Any  # [M, E]
     norm_scale: Any  # [1, E]
@@ -311,13 +317,13 @@ class _BackwardRefs(NamedTuple):
     dgate: Any  # output [M, E]
     ddown_products: Any  # output [M, X]
     dnorm_scale: Any  # output [8, E], partial sums over the tokens
-    gate_hidden: Any  # scratch [M, X], silu(inner / S)
-    dgate_hidden: Any  # scratch [M, X], its gradient
-    dnormed: Any  # scratch [M, D], the gradient of one stream divided by its size
+    gate_hidden: Any  # scratch [M, X], silu(down_products / S)
+    dgate_hidden: Any  # scratch [M, X], the gradient of `gate_hidden`
+    dnormed: Any  # scratch [M, D], the gradient of one stream after its norm
 
 
 def _backward_kernel(*refs):
-    """Computes the gradients of a tile, and adds the tile's part to `dscale`."""
+    """Computes the gradients of a tile, and adds the tile's part to `dnorm_scale`."""
     refs = _BackwardRefs(*refs)
     streams, d = refs.inverse_rms.shape[1], refs.dblock_input.shape[1]
     size_of = [refs.inverse_rms[:, s : s + 1] for s in range(streams)]
@@ -330,7 +336,8 @@ def _backward_kernel(*refs):
     def _():
         refs.dnorm_scale[...] = jnp.zeros_like(refs.dnorm_scale)
 
-    # From x to the gate. What reaches the normed stream past the gate waits in `dh_out`.
+    # From x to the gate. The gradient that reaches the normed stream past the gate waits in
+    # `dstreams`.
     def through_gate(start, size):
         dx_chunk = (
             refs.dblock_input[:, _chunk_slice(0, d, start, size)].astype(jnp.float32) / streams

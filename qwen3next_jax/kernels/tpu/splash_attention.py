@@ -109,8 +109,8 @@ def _to_splash_layout(x_BTND):
 
 
 def _from_splash_layout(x_BNTD, like):
-    """Rearranges [B, N, T, D] into [B, T, N, D], without the padding of `_to_splash_layout`, in the shape
-    and dtype of `like`.
+    """Rearranges [B, N, T, D] into [B, T, N, D], without the padding of `_to_splash_layout`, in the
+    shape and dtype of `like`.
     """
     return x_BNTD[:, :, : like.shape[1], : like.shape[3]].swapaxes(1, 2).astype(like.dtype)
 
