@@ -79,8 +79,8 @@ def is_default(q, k, v, split: bool) -> bool:
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """Takes and returns the same as `forward` of `ops.attention.dispatch`. The outputs of padding
-    are zeros, and its logsumexp is UNSEEN. If `causal` is False, the keys are the tokens of the row
+    """Takes and returns the same as `forward` of `ops.attention.dispatch`. In tokens of padding, o
+    is zero and the logsumexp is UNSEEN. If `causal` is False, the keys are the tokens of the row
     that precede the queries, so at most one document has both queries and keys.
     """
     run = functools.partial(_forward_of_part, scale=scale, causal=causal, interpret=interpret)
@@ -194,8 +194,9 @@ def _backward_of_part(
 
 
 def _run_if_any_covered(covered_BT, run, result):
-    """Returns run(result) if any token is covered, else `result`. The code is a loop of one
-    iteration or none, because XLA would copy the arrays of a conditional that it skips.
+    """Returns run(result) if any token is covered, else `result`. A loop of one iteration or none
+    stands in place of a conditional, because XLA copies the arrays of a conditional whose branch is
+    not taken.
     """
     turns = jnp.any(covered_BT).astype(jnp.int32)
     return jax.lax.fori_loop(0, turns, lambda _, result: run(result), result)

@@ -130,7 +130,7 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
         is one document.
       interpret: whether a CPU interprets the kernel.
     """
-    call = _Call(activation, before, x, kernel, document_ages(ids, kernel.shape[0]))
+    call = _ConvolutionCall(activation, before, x, kernel, document_ages(ids, kernel.shape[0]))
     return call(
         _forward_kernel, "forward", [], [jax.ShapeDtypeStruct(x.shape, x.dtype)], 0, interpret
     )[0]
@@ -141,7 +141,7 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     other arguments have the same meaning as in `forward`.
     """
     age = document_ages(ids, kernel.shape[0])
-    call = _Call(activation, before, x, kernel, age)
+    call = _ConvolutionCall(activation, before, x, kernel, age)
     sums = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // TOKENS, *kernel.shape), jnp.float32)
     dx, dkernel = call(
         _backward_kernel,
@@ -158,7 +158,7 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     )
 
 
-class _Call:
+class _ConvolutionCall:
     """The sizes of one call, and the code that the forward and the backward kernel share.
 
     Attributes:
@@ -286,7 +286,7 @@ class _Refs(NamedTuple):
 
 
 def _name_refs(call, refs, outputs: int, gradient: bool) -> _Refs:
-    """Names the references that `_Call` passes to a kernel."""
+    """Names the references that `_ConvolutionCall` passes to a kernel."""
     x, before, kernel, *refs = refs
     age = refs.pop(0) if call.has_age else None
     dy = refs.pop(0) if gradient else None
@@ -327,11 +327,11 @@ def _forward_kernel(call, *refs):
 
 
 def _backward_kernel(call, *refs):
-    """Computes a block's dx and its part of the gradient of `kernel`, from the block's last token
-    to its first. The kernel begins with the W - 1 tokens after the block, because their outputs
-    depend on the last tokens of the block; for these W - 1 tokens it computes only the gradient of
-    the activation's input. The last block of a row, which has no tokens after it, copies its own
-    last tokens instead and multiplies their gradients by zero.
+    """Computes dx of a block and the block's part of the gradient of `kernel`, from the block's
+    last token to its first. The kernel begins with the W - 1 tokens after the block, because their
+    outputs depend on the last tokens of the block; for these W - 1 tokens it computes only the
+    gradient of the activation's input. The last block of a row, which has no tokens after it,
+    copies its own last tokens instead and multiplies their gradients by zero.
     """
     refs = _name_refs(call, refs, 2, True)
     (dx_gmem, sums_gmem), xs, dys, weights = (
@@ -357,7 +357,7 @@ def _backward_kernel(call, *refs):
 
     def gradient(r, taps):
         """Returns the gradient of the activation's input for token r. The tokens of the block have
-        r = 0 to TOKENS - 1, the W - 1 tokens after it the next indices.
+        r = 0 to TOKENS - 1; the W - 1 tokens after the block have the next indices.
         """
         dz = _load_row(dys, r)
         if call.activation == "silu":

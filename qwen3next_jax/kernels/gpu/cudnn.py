@@ -142,8 +142,8 @@ def backward(
     """Returns dq, dk and dv. Other arguments are those of `forward`.
 
     Args:
-      o, logsumexp: in the shapes of `forward`'s results. They may also be the results of a softmax
-        over k and further keys; dq is then the part that comes from k.
+      o, logsumexp: in the shapes of `forward`'s results. o and the logsumexp may also come from a
+        softmax over k and further keys; dq is then the part that comes from k.
       do: [R, L, N, D], the gradient of o.
     """
     if interpret:

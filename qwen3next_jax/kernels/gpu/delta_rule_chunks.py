@@ -76,9 +76,8 @@ def scratch_memory(p) -> list:
 
 
 def high_low_product(p, a, b_refs, meanwhile=lambda: None):
-    """Returns the product of two matrices, [C, columns] in float32. Each matrix is given as a high
-    and a low part, whose sum it is. The product of the two low parts is left out, because it is
-    negligible.
+    """Returns the product of two matrices, [C, columns] in float32. Each matrix is the sum of a
+    high and a low part. The product of the two low parts is left out, because it is negligible.
 
     Args:
       p: the `Problem`.
@@ -141,14 +140,13 @@ def inverse_norms(squares):
 def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
     """Writes X = (I + L)^{-1} to `x_refs`, as a high and a low part.
 
-    Like `diagonal_block_inverses` in `ops/delta_rule/inverse.py`, it starts with the inverses of
-    diagonal blocks of 2 rows and doubles the number m of their rows step by step: it adds X (-L) X
-    to X in the lower left quarter of each diagonal block of 2m rows.
+    Like `diagonal_block_inverses` in `ops/delta_rule/inverse.py`, the function starts with the
+    inverses of diagonal blocks of m = 2 rows. Each step doubles m: it adds X (-L) X to X in the
+    lower left quarter of each diagonal block of 2m rows.
 
-    X stays in registers. Until its diagonal blocks have 16 rows, it is an array [C, 16] that holds
-    the four diagonal blocks of 16 rows below each other. As the right operand of a product, X has
-    the same layout in shared memory. For a left operand, `to_diagonal` moves the blocks to the
-    diagonal of a matrix [C, C].
+    X stays in registers. Until m is 16, X is an array [C, 16] that holds the four diagonal blocks
+    of 16 rows below each other. As the right operand of a product, X has the same layout in shared
+    memory. For a left operand, `to_diagonal` moves the blocks to the diagonal of a matrix [C, C].
 
     Args:
       p: the `Problem`.

@@ -5,16 +5,16 @@ The formulas are in docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` defi
 the norm rows and the gate rows.
 
 With keys of 64 or 128 channels, a block has one warpgroup, and two blocks share a multiprocessor,
-so that one computes while the other waits. Then each block has at most 115,712 bytes of shared
-memory, which is less than all its inputs take. So several inputs use the same memory one after
-another: an input is copied there as soon as no product reads the input before it. The [C, C]
-matrices are transposed, with rows j and columns i. This makes E a left operand, which wgmma takes
-from registers.
+so that one computes while the other waits. If two blocks share a multiprocessor, each has at most
+115,712 bytes of shared memory, which is less than all its inputs take. So several inputs use the
+same memory one after another: an input is copied as soon as no product reads the earlier input in
+its place. The [C, C] matrices are transposed, with rows j and columns i. The transposition makes E
+a left operand, which wgmma takes from registers.
 
 With keys of 256 channels, one block fills a multiprocessor and needs more registers than one
-warpgroup has, so a block has two warpgroups. Both compute E. Each computes two of the four tiles of
-key channels of dQ and dK. The first warpgroup computes the gradient of K K^T, the second one the
-gradient of Q K^T. At the end the sums of both warpgroups are added.
+warpgroup has, so a block has two warpgroups. Both warpgroups compute E. Each warpgroup computes two
+of the four tiles of key channels of dQ and dK. The first warpgroup computes the gradient of K K^T,
+the second one the gradient of Q K^T. At the end the sums of both warpgroups are added.
 
 C = 64 tokens of a chunk.
 """
@@ -107,7 +107,7 @@ def scratch_memory(p) -> list:
 
 def hide_addresses_from_compiler(*refs):
     """Returns references to the same memory in a form that hides from the compiler that the
-    addresses are the same. Otherwise the compiler would keep all addresses in registers, and there
+    addresses are the same. A compiler that knows all addresses keeps them in registers, and there
     are too few registers.
     """
     zero = jax.lax.optimization_barrier(jnp.int32(0))
@@ -130,8 +130,8 @@ def zeros_per_token():
 
 
 def zero_error_products():
-    """Returns zeros [C] and zeros [C, C] in registers. Without the delta term, they stand for the
-    first two results of `_GradientBlock.add_error_products`.
+    """Returns zeros [C] and zeros [C, C] in registers. Without the delta term, the zeros replace
+    the first two results of `_GradientBlock.add_error_products`.
     """
     return zeros_per_token(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
 
@@ -148,8 +148,8 @@ def load_tile(ref):
 
 def decay_between_tokens(gate_rows_ref, row, column):
     """Returns [C, C], the decay from token j (the row) to token i (the column); zero for i < j and
-    between documents. The mask is applied to the exponent, because the exponential may overflow
-    where it is masked.
+    between documents. The mask is applied to the exponent, because the exponential of a masked
+    exponent may overflow.
 
     Args:
       gate_rows_ref: the 8 gate rows of the chunk.
@@ -234,8 +234,8 @@ class _GradientBlock:
         and K K^T.
       slots: tiles of shared memory for inputs. The first slots hold the tiles of the state. The
         next slots hold the tiles of the state's gradient, and later the tiles of q. With one
-        warpgroup there is one spare slot after them. With two warpgroups there is one slot for v,
-        one for the low part of dV and a spare slot for each warpgroup.
+        warpgroup, one spare slot follows. With two warpgroups there is one slot for v, one for the
+        low part of dV and a spare slot for each warpgroup.
       …_arrived: barriers that are passed when the copy of the input in the name has arrived.
     """
 
@@ -272,7 +272,9 @@ class _GradientBlock:
     # ---- places in memory, copies and sums
 
     def dstate_slot(self, t: int) -> int:
-        """Returns the slot of tile t of the state's gradient. Tile t of q overwrites it later."""
+        """Returns the slot of tile t of the state's gradient. Tile t of q overwrites the slot
+        later.
+        """
         return self.p.key_tile_count + t
 
     def q_tile(self, t: int):
@@ -406,8 +408,8 @@ class _GradientBlock:
           error_highs: for each tile of value channels the high part of E, [C, 64]; empty with two
             warpgroups.
           error_dstate: a list of E dS^T [C, 64] for each of this warpgroup's tiles of key channels.
-          pairs: [C, C], E dV^T, or E dO^T in the second of two warpgroups. Without the delta term
-            it is None with one warpgroup, and zeros in the first of two.
+          pairs: [C, C], E dV^T, or E dO^T in the second of two warpgroups. Without the delta term,
+            `pairs` is None with one warpgroup, and zeros in the first of two.
         """
         error_highs, error_dstate, pairs = [], None, None
         for c in range(self.p.value_tile_count):
@@ -495,9 +497,9 @@ class _GradientBlock:
 
     def copy_next_dstate(self, c: int):
         """Starts copies to the slots that the products of tile c of the value channels have read.
-        Before the last tile it copies the gradient of the state and, with one warpgroup, v for tile
-        c + 1. After the last tile it copies q and, if there are several tiles, the tile of the
-        state that `query_and_key_tile_gradients` reads second.
+        Before the last tile, the method copies the gradient of the state and, with one warpgroup, v
+        for tile c + 1. After the last tile, the method copies q and, if there are several tiles,
+        the tile of the state that `query_and_key_tile_gradients` reads second.
         """
         for t in self.own_tiles:
             if c < self.last:
@@ -524,7 +526,7 @@ class _GradientBlock:
           Three results: [C], the inner product of each token's row of `ks` (gamma K S) with its row
           of the low part of dV; the new `pairs`; the new `error_dstate` (see
           `compute_errors_and_products`). In the second warpgroup the first result is zeros. Without
-          the delta term it is not used.
+          the delta term the first result is not used.
         """
         p, do, dv, a, slots = self.p, self.do, self.dv, self.inverse_or_pair_tiles, self.slots
 

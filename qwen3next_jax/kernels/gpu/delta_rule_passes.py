@@ -42,8 +42,9 @@ def forward(
     """Computes what `ops.delta_rule.interface.Implementation.forward` describes, always in chunks
     of 64 tokens.
 
-    Heads are padded with zeros to a width of WIDTHS. This changes no result: a channel of zeros in
-    k or v writes nothing to the state, and one in q reads nothing. `states` keep the padded width.
+    Heads are padded with zeros to a width of WIDTHS. The padding changes no result: a channel of
+    zeros in k or v writes nothing to the state, and a channel of zeros in q reads nothing. `states`
+    keep the padded width.
 
     The argument and the result `inverses` hold the inverses of I + M beta (docs/delta_rule.md) in
     the layout that `to_saved_inverses` returns.
@@ -230,9 +231,9 @@ def transpose_last_axes(x):
 
 def to_saved_inverses(inverses):
     """Converts the inverses [N, B, H, 2, C, C], the high and low parts in bfloat16, to the shape
-    [N, B, ⌈H / 2⌉, C, 2C] and the dtype float32 that every implementation saves. If H is odd, it
-    adds a head of zeros. The bits of two bfloat16 numbers become the bits of one float32 number, so
-    the values of the float32 numbers have no meaning.
+    [N, B, ⌈H / 2⌉, C, 2C] and the dtype float32 that every implementation saves. If H is odd, a
+    head of zeros is added. The bits of two bfloat16 numbers become the bits of one float32 number,
+    so the values of the float32 numbers have no meaning.
     """
     chunks, batch, heads = inverses.shape[:3]
     x = jax.lax.bitcast_convert_type(inverses.reshape(chunks, batch, heads, C * C, 2), jnp.float32)

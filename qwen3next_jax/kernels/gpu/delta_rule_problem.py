@@ -165,15 +165,15 @@ class Problem:
     def best_work_split(self) -> WorkSplit:
         """Returns how the passes of the state split the work over the chip.
 
-        A block of a pass needs a multiprocessor to itself, because of its shared memory. A row that
-        is not split takes N chunks one after another, on B · H · tiles multiprocessors if a block
-        computes one tile. If the chip has fewer, a block computes two tiles, which share the tiles
-        of q and k that they read.
+        A block of a pass uses so much shared memory that it needs a multiprocessor to itself.
+        Without a split, the pass computes the N chunks of a row one after another, on B · H · tiles
+        multiprocessors if a block computes one tile. If the chip has fewer multiprocessors, a block
+        computes two tiles, which share the tiles of q and k that they read.
 
-        A row in P pieces takes 2 N / P chunks one after another: the first call computes piece 0
-        and the maps of P - 2 pieces, the second call computes the other P - 1 pieces. If K is at
-        most V, either call needs P - 1 times as many multiprocessors as whole rows, because a map
-        takes `blocks_per_map` blocks with two tiles each, and a piece `value_tile_count` blocks
+        With P pieces, the pass computes 2 N / P chunks one after another: the first call computes
+        piece 0 and the maps of P - 2 pieces, the second call computes the other P - 1 pieces. If K
+        is at most V, either call needs P - 1 times as many multiprocessors as whole rows, because a
+        map takes `blocks_per_map` blocks with two tiles each, and a piece `value_tile_count` blocks
         with one. P is the largest number with which the chip runs all blocks of a call at the same
         time. With more pieces, some blocks would wait for others.
 
@@ -198,7 +198,7 @@ class Problem:
 
     def piece_start_and_length(self, piece):
         """Returns two integers: the index of the first chunk of a piece, and the number of its
-        chunks. The chunks are counted in the order in which the pass computes them.
+        chunks. Chunks are counted in the order in which the pass computes the chunks.
         """
         if self.pieces_per_row == 1:
             return 0, self.chunks

@@ -1,5 +1,5 @@
-"""The test of the gated delta rule's kernels for Hopper GPUs on this process's GPU. Calls run the
-kernels by default only if they pass it.
+"""The test of the gated delta rule's kernels for Hopper GPUs on this process's GPU. A call that
+names no implementation runs the kernels only if they passed this test.
 """
 
 import functools

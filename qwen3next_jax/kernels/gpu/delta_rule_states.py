@@ -1,16 +1,17 @@
 """The Mosaic GPU kernels that pass the state, or its gradient, from chunk to chunk (sm_90a).
 
-A block of the grid has two warpgroups. It computes one or two tiles of 64 value channels of a value
-head, each with one warpgroup. The second warpgroup of a block that computes one tile copies inputs
-to shared memory. In a block that computes two tiles, the first warpgroup copies them as well: with
-a third warpgroup for the copies, each thread would have 168 registers. `setmaxnreg`, which moves
-registers from one warpgroup to another, has no effect if nvJitLink compiles the kernels, as it does
-with jax 0.12 where it is installed. The formulas are in docs/delta_rule.md, "In terms of E".
+A block of the grid has two warpgroups. The block computes one or two tiles of 64 value channels of
+a value head, each tile with one warpgroup. The second warpgroup of a block that computes one tile
+copies inputs to shared memory. In a block that computes two tiles, the first warpgroup copies the
+inputs as well: with a third warpgroup for the copies, each thread would have only 168 registers.
+`setmaxnreg`, which moves registers from one warpgroup to another, has no effect if nvJitLink
+compiles the kernels; jax 0.12 uses nvJitLink where it is installed. The formulas are in
+docs/delta_rule.md, "In terms of E".
 
 States, errors and outputs are transposed here: their rows are value channels, and their columns are
-tokens or key channels. So they can be left operands of products, which wgmma takes from registers.
-For keys of at most 128 channels, everything that the next chunk waits for therefore stays in
-registers.
+tokens or key channels. So states, errors and outputs can be left operands of products, which wgmma
+takes from registers. For keys of at most 128 channels, everything that the next chunk waits for
+therefore stays in registers.
 
 If rows are split into P pieces (`Problem.best_work_split`), two kernels run one after the other.
 Pieces are numbered in the order in which the state, or its gradient, passes through them: in a
@@ -85,7 +86,7 @@ class StatePassInputs(NamedTuple):
 
 class SharedMemory(NamedTuple):
     """The shared memory of a block and its barriers, in the order of `Problem.run_state_kernel`.
-    The slots of an input hold it for one chunk each.
+    Each slot of an input holds the input of one chunk.
     """
 
     q_slots: Any
@@ -103,14 +104,15 @@ class SharedMemory(NamedTuple):
 
 def forward_kernel(p, *refs):
     """Computes the state of a value head from the first chunk of a row to the last, and O. If rows
-    are split into pieces, it computes all pieces but piece 0.
+    are split into pieces, the kernel computes all pieces but piece 0.
     """
     _run_state_block(_ForwardBlock, p, refs)
 
 
 def backward_kernel(p, *refs):
     """Computes the gradient of a value head's state from the last chunk of a row to the first, and
-    dV as a high and a low part. If rows are split into pieces, it computes all pieces but piece 0.
+    dV as a high and a low part. If rows are split into pieces, the kernel computes all pieces but
+    piece 0.
     """
     _run_state_block(_BackwardBlock, p, refs)
 

@@ -31,8 +31,8 @@ ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def named_refs(kind, refs, missing: str = ""):
-    """Returns the references that a kernel gets as a NamedTuple of the class `kind`. The field that
-    `missing` names has no reference; it gets None.
+    """Returns the references that a kernel gets as a NamedTuple of the class `kind`. If `missing`
+    is the name of a field, `refs` has no reference for it, and the field gets None.
     """
     names = [name for name in kind._fields if name != missing]
     values = dict(zip(names, refs, strict=True))

@@ -64,8 +64,8 @@ class DocumentRanges(NamedTuple):
 
 
 def length_classes(length: int) -> tuple[LengthClass, ...]:
-    """Returns the classes of all documents of more than SHORT tokens in rows of `length` tokens,
-    the longest first. The longest length of each class divides `length`.
+    """Returns the classes of length for documents of more than SHORT tokens in rows of `length`
+    tokens, the longest class first. The longest length of each class divides `length`.
     """
     classes, longest = [], length
     while longest > SHORT:

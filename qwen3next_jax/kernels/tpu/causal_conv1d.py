@@ -53,7 +53,7 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
         is one document.
       interpret: whether a CPU interprets the kernel.
     """
-    call = _Call(x, kernel, document_ages(ids, kernel.shape[0]), interpret)
+    call = _ConvolutionCall(x, kernel, document_ages(ids, kernel.shape[0]), interpret)
     return call(
         functools.partial(_forward_kernel, activation),
         call.before_and_x_inputs(before, x),
@@ -69,7 +69,7 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     other arguments have the same meaning as in `forward`.
     """
     age, (width, d) = document_ages(ids, kernel.shape[0]), kernel.shape
-    call = _Call(x, kernel, age, interpret, backwards=True)
+    call = _ConvolutionCall(x, kernel, age, interpret, backwards=True)
     dx, dkernel = call(
         functools.partial(_backward_kernel, activation),
         (*call.before_and_x_inputs(before, x), dy),
@@ -87,7 +87,7 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     )
 
 
-class _Call:
+class _ConvolutionCall:
     """The blocks of one call and their specifications.
 
     Attributes:
@@ -197,8 +197,8 @@ def _output_before_activation(kernel, age, taps, lanes):
 
 
 def _split_ages_from_refs(has_age, refs):
-    """Returns the ages of a block's tokens [R, LANES], None if the call has no document ids, and
-    the other references.
+    """Returns two things: the ages of a block's tokens [R, LANES], or None if the call has no
+    document ids; and the other references.
     """
     if not has_age:
         return None, refs

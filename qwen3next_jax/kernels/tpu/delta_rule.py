@@ -9,8 +9,8 @@ K^T, and the kernel sums dQ and dK over these value heads.
 docs/delta_rule.md, "In terms of E", derives the formulas; E is the matrix of prediction errors. A
 TPU scales the rows and columns of matrices faster for two heads at once. So the kernels keep beta,
 the decays and the norms of q and k as rows [pairs, 2C], which hold one number for each token of two
-heads. The kernels multiply these rows with each other first, and broadcast the product over the
-lanes where a matrix is scaled.
+heads. To scale a matrix, the kernels first multiply such rows with each other, and then broadcast
+the product over the lanes.
 
 Matrix products take operands in the inputs' dtype and accumulate in float32. Where the terms of a
 sum may cancel, an operand is split into two bfloat16 parts (`head_pairs.PairProducts`).
@@ -136,7 +136,7 @@ def backward(
 # latency of one head's operation.
 
 
-class _Block:
+class _ChunkOfHeads:
     """The inputs of the heads of one grid step, and the arrays that both passes compute from them.
     "The norm" of a row of q or k means here the factor that normalises the row: the inverse of the
     row's L2 norm (1 if q and k are not normalised).
@@ -208,8 +208,8 @@ class _Block:
     def _products_of_keys_and_queries(self):
         """Returns [J, 2C, 4C], or [E, 2C, 4C] if the heads of a pair may have different key heads:
         the products of the unnormalised rows of k and q (2C) with the rows of k and q of two heads
-        (4C). They contain K K^T, Q K^T and Q Q^T. The diagonals of K K^T and Q Q^T are the squared
-        L2 norms of the rows.
+        (4C). The products contain K K^T, Q K^T and Q Q^T. The diagonals of K K^T and Q Q^T are the
+        squared L2 norms of the rows.
         """
         if self.shared:
             right = jnp.concatenate([self.k, self.k, self.q, self.q], axis=1)
@@ -324,8 +324,9 @@ class _Block:
         """Returns two things: the list of the products x state^T, one for each x, and the product y
         other^T. Each product is [J, R, K], summed over the value heads of each key head.
 
-        One matrix product computes them all. Its right operand has both states side by side, so
-        that it fills the columns of the matrix unit. Half of each row of the result is not used.
+        One matrix product computes all these products. Its right operand has both states side by
+        side, which fills the columns of the matrix unit. Half of each row of its result is not
+        used.
         """
         stack = lambda *xs: jnp.concatenate(
             [self.concat_value_heads(x.astype(self.p.operand_dtype)) for x in xs], axis=1
@@ -367,8 +368,9 @@ class _Block:
 
 
 def _repeat_in_lanes(rows_EC, width: int):
-    """Returns [I, C, width]: each number of rows_EC [E, 2C] repeated in `width` lanes. Call it
-    right before the result is used, because the compiler spills a result that is kept for later.
+    """Returns [I, C, width]: each number of rows_EC [E, 2C] repeated in `width` lanes. Call this
+    function right before the result is used, because the compiler spills a result that is kept for
+    later.
     """
     return head_pairs.tile_lanes(head_pairs.broadcast_pairs_over_lanes(rows_EC), width)
 
@@ -388,12 +390,12 @@ def _copy_initial_state(p: Problem, ref, initial_ref):
         pltpu.sync_copy(of_block, ref)
 
 
-def _compute_inverse(c: _Block):
+def _compute_inverse(c: _ChunkOfHeads):
     """Returns A = (I + M beta)^{-1} of all heads as pairs [E, C, 2C]."""
     return head_pairs.unit_lower_pair_inverse(c.kk * c.kk_scale * c.pair_decay * c.beta, c.dots)
 
 
-def _prediction_errors(c: _Block, values, kq_state, inverse):
+def _prediction_errors(c: _ChunkOfHeads, values, kq_state, inverse):
     """Returns the errors E = A (V - gamma K S), [I, C, V], or V without the delta term.
 
     Args:
@@ -409,7 +411,7 @@ def _prediction_errors(c: _Block, values, kq_state, inverse):
     return c.dots.nn(c.dots.split_into_parts(inverse), c.dots.split_into_parts(errors))
 
 
-def _next_state(c: _Block, state, errors):
+def _next_state(c: _ChunkOfHeads, state, errors):
     """Returns S' = carry S + K^T (rho beta E)."""
     carried = c.carry * state
     return carried + c.transposed_rows_times_values(
@@ -417,7 +419,7 @@ def _next_state(c: _Block, state, errors):
     )
 
 
-def _outputs(c: _Block, q_state, errors):
+def _outputs(c: _ChunkOfHeads, q_state, errors):
     """Returns O = gamma Q S + P (beta E)."""
     p_CC = c.qk * c.qk_scale * c.pair_decay * c.beta
     return _repeat_in_lanes(c.q_gamma, q_state.shape[-1]) * q_state + c.dots.nn(
@@ -431,7 +433,7 @@ def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])
-    c = _Block(p, refs, settings.normalize_qk)
+    c = _ChunkOfHeads(p, refs, settings.normalize_qk)
     values, state = c.load_heads("v", p.value_width).astype(jnp.float32), refs["final"][0]
     if "states" in refs:
         refs["states"][0, 0] = state.astype(refs["states"].dtype)
@@ -449,10 +451,10 @@ def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
 
 def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
-    """Computes one chunk of `affine_map`: it carries U and M to the next chunk and writes the reads
-    r and the inverses. It runs the forward pass on a state that has U and M side by side along the
-    lanes. M is the final state of a call whose values are zero and whose initial state is the
-    identity, and r are the outputs of that call.
+    """Computes one chunk of `affine_map`: carries U and M to the next chunk and writes the reads r
+    and the inverses. The kernel runs the forward pass on a state that has U and M side by side
+    along the lanes. M is the final state of a call whose values are zero and whose initial state is
+    the identity, and r are the outputs of that call.
     """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])
@@ -462,7 +464,7 @@ def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
         row, column = chunk_math.row_and_column_indices(p.key_width, p.key_width)
         refs["m"][0] = jnp.broadcast_to((row == column).astype(jnp.float32), refs["m"].shape[1:])
 
-    c = _Block(p, refs, settings.normalize_qk)
+    c = _ChunkOfHeads(p, refs, settings.normalize_qk)
     values = c.load_heads("v", p.value_width).astype(jnp.float32)
     values = jnp.concatenate(
         [values, jnp.zeros((*values.shape[:-1], p.key_width), jnp.float32)], axis=-1
@@ -479,13 +481,13 @@ def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
 
 def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
-    """Computes one chunk of the backward pass: the gradients of its inputs and of the state before
-    it.
+    """Computes one chunk of the backward pass: the gradients of the chunk's inputs and of the state
+    before the chunk.
     """
     refs = dict(zip(inputs + outputs, refs))
     delta_term = settings.delta_term
     _copy_initial_state(p, refs["dinitial"], refs["dfinal"])
-    c = _Block(p, refs, settings.normalize_qk)
+    c = _ChunkOfHeads(p, refs, settings.normalize_qk)
     dots, size, value = c.dots, p.chunk_size, p.value_width
     do, values = (
         c.load_heads("do", value).astype(p.operand_dtype),
@@ -568,7 +570,7 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     refs["dg"][0, 0, 0] = dg + carried
 
 
-def _backward_through_norms(c: _Block, dk, dq):
+def _backward_through_norms(c: _ChunkOfHeads, dk, dq):
     """Applies the backward pass of the L2 normalisation. dk and dq, [J, C, K], are the gradients
     with the norms held constant.
     """
@@ -582,7 +584,7 @@ def _backward_through_norms(c: _Block, dk, dq):
     )
 
 
-def _gate_gradient_of_carried_state(c: _Block, state, dstate):
+def _gate_gradient_of_carried_state(c: _ChunkOfHeads, state, dstate):
     """Returns [E, 2C], the part of dg that comes from the decay of the state over the whole chunk.
     This part is the same for all tokens of the chunk.
     """

@@ -57,8 +57,8 @@ class Tiling:
     def needed_vmem_bytes(self) -> int:
         """The bytes of VMEM that the backward kernel needs for double-buffered blocks and for the
         intermediate arrays of every head. For a v6e the compiler allocates 8 arrays [C, K + V] in
-        float32 per head. This estimate counts 16 of them to be safe, which is also enough for M of
-        the affine map, [K, K] in float32.
+        float32 per head. To be safe, this property counts 16 such arrays, which is also enough for
+        M of the affine map, [K, K] in float32.
         """
         keys, values = self.chunk_size * self.key_width, self.chunk_size * self.value_width
         state = self.key_width * self.value_width
@@ -72,8 +72,8 @@ class Tiling:
     @classmethod
     def choose(cls, value_heads: int, *, vmem: int, cores: int, **sizes):
         """Returns the tiling with the largest block that divides the heads, fits in VMEM and, if
-        possible, leaves no core idle. A block has at most 32 value heads or, if that is more, the
-        value heads of two key heads.
+        possible, leaves no core idle. A block has at most 32 value heads, or at most the value
+        heads of two key heads if these are more than 32.
 
         Args:
           value_heads: number of value heads of the call.

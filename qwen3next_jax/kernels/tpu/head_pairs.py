@@ -3,7 +3,7 @@
 A matrix [C, C] with C = 64 fills half of a TPU register's 128 lanes and a sixteenth of the
 256 x 256 matrix unit. So the matrices of heads 2e and 2e + 1 lie side by side in the lanes, as a
 pair [C, 2C]. In a product of pairs, the right operand is a block-diagonal matrix of the two heads'
-right operands. One product then computes both heads in the time of one.
+right operands. One product of pairs then computes both heads in the time of one head.
 
 E pairs, I = 2E heads, C chunk length, R any number of rows, X any width.
 """
@@ -67,7 +67,7 @@ def block_diagonal(x_IRX):
 
 
 def diagonal_blocks(x_ERX):
-    """The reverse of `block_diagonal`. It ignores the two blocks off the diagonal."""
+    """The reverse of `block_diagonal`; the two blocks off the diagonal are ignored."""
     rows, width = x_ERX.shape[-2] // 2, x_ERX.shape[-1] // 2
     return interleave_heads(x_ERX[:, :rows, :width], x_ERX[:, rows:, width:])
 
@@ -187,9 +187,9 @@ class PairProducts:
         head's half [C, C] of y [E, C, 2C].
 
         One product of the parts of x, stacked along the rows, with the parts of y, stacked along
-        the columns, computes the products of all parts. It loads a quarter as many weights into the
-        matrix unit as a product whose operands are concatenated along the contracted axis. These
-        loads are most of the cost of small products.
+        the columns, computes the products of all parts. This product loads a quarter as many
+        weights into the matrix unit as a product whose operands are concatenated along the
+        contracted axis. The loads of weights are most of the cost of small products.
         """
         y = []
         for part in y_parts:
@@ -221,8 +221,8 @@ class PairProducts:
         return products
 
     def sums_of_columns_before(self, x_ECC):
-        """Returns [E, C, 2C]. Its column t is the sum of all columns of x [E, C, 2C] before t that
-        belong to the same head as column t.
+        """Returns an array [E, C, 2C], whose column t is the sum of all columns of x [E, C, 2C]
+        before t that belong to the same head as column t.
         """
         lanes = x_ECC.shape[-1]
         row, column = row_and_column_indices(lanes, lanes)
@@ -240,8 +240,8 @@ class PairProducts:
 
 
 def sum_columns_where(rows_EC, condition):
-    """Returns [..., 2C]. Its column t is the sum of all columns i of rows_EC [..., 2C] that belong
-    to the same head as column t and for which condition(i, t) is true.
+    """Returns an array [..., 2C], whose column t is the sum of all columns i of rows_EC [..., 2C]
+    that belong to the same head as column t and for which condition(i, t) is true.
     """
     lanes = rows_EC.shape[-1]
     row, column = row_and_column_indices(lanes, lanes)

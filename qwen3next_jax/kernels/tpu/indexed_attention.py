@@ -175,7 +175,7 @@ def _write_visibility_bias(index_q, queries, index_k, keys, bias):
     return jnp.max(bias[...]) == 0.0
 
 
-def _equal_part_slice(index, size: int):
+def _aligned_part_slice(index, size: int):
     """Returns the slice of part `index` of an axis whose parts have `size` entries."""
     return pl.ds(pl.multiple_of(index * size, size), size)
 
@@ -187,8 +187,8 @@ def _for_each_head(sizes: _CallSizes, body) -> None:
     def step(n, _):
         body(
             n,
-            _equal_part_slice(n, sizes.head_width),
-            _equal_part_slice(n // readers, sizes.head_width),
+            _aligned_part_slice(n, sizes.head_width),
+            _aligned_part_slice(n // readers, sizes.head_width),
         )
         return 0
 
@@ -406,11 +406,11 @@ class _ForwardRefs(NamedTuple):
     first_key_tile: Any  # the first tile of keys that each tile of queries sees
     q: Any  # [C, N · K]
     indexer_q: Any  # [C, H · I], the indexer's queries
-    query_rows: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
+    query_mask_rows: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
     k: Any  # [S, M · K]
     v_transposed: Any  # [M · K, S]
     indexer_k: Any  # [S, I], the keys of the indexer's blocks
-    key_rows: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
+    key_mask_rows: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
     o: Any  # output [C, N · K]
     logsumexp: Any  # output [N, C]
     weighted_value_sums: Any  # scratch [N · K, C], of each query the sum of exponentials · values
@@ -453,7 +453,11 @@ def _forward_kernel(sizes, *refs):
     def _():
         @pl.when(
             _write_visibility_bias(
-                refs.indexer_q, refs.query_rows, refs.indexer_k, refs.key_rows, refs.visibility_bias
+                refs.indexer_q,
+                refs.query_mask_rows,
+                refs.indexer_k,
+                refs.key_mask_rows,
+                refs.visibility_bias,
             )
         )
         def _():
@@ -542,11 +546,11 @@ class _DqRefs(NamedTuple):
     logsumexp: Any  # [N, C]
     delta: Any  # [N, C], the inner products of o and do
     indexer_q: Any  # [C, H · I], the indexer's queries
-    query_rows: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
+    query_mask_rows: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
     k: Any  # [S, M · K]
     v: Any  # [S, M · K]
     indexer_k: Any  # [S, I], the keys of the indexer's blocks
-    key_rows: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
+    key_mask_rows: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
     k_transposed: Any  # [M · K, S]
     dq: Any  # output [C, N · K]
     dq_sum: Any  # scratch [N · K, C]
@@ -575,7 +579,11 @@ def _dq_kernel(sizes, *refs):
     def _():
         @pl.when(
             _write_visibility_bias(
-                refs.indexer_q, refs.query_rows, refs.indexer_k, refs.key_rows, refs.visibility_bias
+                refs.indexer_q,
+                refs.query_mask_rows,
+                refs.indexer_k,
+                refs.key_mask_rows,
+                refs.visibility_bias,
             )
         )
         def _():
@@ -598,11 +606,11 @@ class _DkvRefs(NamedTuple):
     logsumexp: Any  # [N, C]
     delta: Any  # [N, C], the inner products of o and do
     indexer_q: Any  # [C, H · I], the indexer's queries
-    query_rows: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
+    query_mask_rows: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
     k: Any  # [S, M · K]
     v: Any  # [S, M · K]
     indexer_k: Any  # [S, I], the keys of the indexer's blocks
-    key_rows: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
+    key_mask_rows: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
     dk: Any  # output [S, M · K]
     dv: Any  # output [S, M · K]
     dk_sum: Any  # scratch [S, M · K]
@@ -634,7 +642,11 @@ def _dkv_kernel(sizes, *refs):
     def _():
         @pl.when(
             _write_visibility_bias(
-                refs.indexer_q, refs.query_rows, refs.indexer_k, refs.key_rows, refs.visibility_bias
+                refs.indexer_q,
+                refs.query_mask_rows,
+                refs.indexer_k,
+                refs.key_mask_rows,
+                refs.visibility_bias,
             )
         )
         def _():
@@ -727,18 +739,18 @@ class _ChoiceRefs(NamedTuple):
 
     block_ranges: Any  # for each tile of queries the first and the last block of its documents
     indexer_q: Any  # [C, H · I]
-    query_rows: Any  # [ROWS, C] int32
+    query_mask_rows: Any  # [ROWS, C] int32
     block_keys: Any  # the blocks' keys, of some chunks
-    block_rows: Any  # [ROWS, …] int32, of the same blocks
+    block_mask_rows: Any  # [ROWS, …] int32, of the same blocks
     lowest_score_bits: Any  # output [1, C], the lowest score that a query selects, as bits
     tie_end_block: Any  # output [1, C], the block at which its selection of this score ends
     score_bits: Any  # scratch [G, C]
 
 
 def _choice_kernel(number_chosen, *refs):
-    """Scores some chunks of blocks for a tile of queries. It writes to `score_bits` [G, C] the
-    score's bits, or -1 if the query does not see the block. The last step finds the lowest selected
-    score and the block at which its selection ends.
+    """Scores some chunks of blocks for a tile of queries. For each block, the kernel writes to
+    `score_bits` [G, C] the score's bits, or -1 if the query does not see the block. The last step
+    finds the lowest selected score and the block at which the selection of this score ends.
     """
     refs = _ChoiceRefs(*refs)
     b, t, g = (pl.program_id(axis) for axis in range(3))
@@ -752,18 +764,18 @@ def _choice_kernel(number_chosen, *refs):
         @pl.when((chunk >= first) & (chunk <= last))
         def _(part=part, chunk=chunk):
             here = slice(part * CHUNK, (part + 1) * CHUNK)
-            columns = refs.block_rows[:, here].T
+            columns = refs.block_mask_rows[:, here].T
             visible = (
-                columns[:, POSITION : POSITION + 1] <= refs.query_rows[POSITION : POSITION + 1]
-            ) & (columns[:, SEGMENT : SEGMENT + 1] == refs.query_rows[SEGMENT : SEGMENT + 1])
+                columns[:, POSITION : POSITION + 1] <= refs.query_mask_rows[POSITION : POSITION + 1]
+            ) & (columns[:, SEGMENT : SEGMENT + 1] == refs.query_mask_rows[SEGMENT : SEGMENT + 1])
             score = _indexer_score_bits(refs.block_keys[here], refs.indexer_q)
-            refs.score_bits[_equal_part_slice(chunk, CHUNK), :] = jnp.where(visible, score, -1)
+            refs.score_bits[_aligned_part_slice(chunk, CHUNK), :] = jnp.where(visible, score, -1)
 
     def count(condition):
         """Returns [1, C], the number of blocks for which condition(bits, number) is true."""
 
         def add(chunk, total):
-            here = refs.score_bits[_equal_part_slice(chunk, CHUNK), :]
+            here = refs.score_bits[_aligned_part_slice(chunk, CHUNK), :]
             number = chunk * CHUNK + jax.lax.broadcasted_iota(jnp.int32, here.shape, 0)
             ones = jnp.where(condition(here, number), 1, 0)
             return total + jnp.sum(ones.reshape(-1, ROWS, ones.shape[1]), axis=0)
@@ -773,8 +785,8 @@ def _choice_kernel(number_chosen, *refs):
         return jnp.sum(total, axis=0, keepdims=True)
 
     def largest(num_bits: int, holds):
-        """Returns [1, C], the largest number of `num_bits` bits for which `holds` is true. It is
-        true for 0, and for a number if it is true for a larger one.
+        """Returns [1, C], the largest number of `num_bits` bits for which `holds` is true. `holds`
+        is true for 0, and true for every number below one for which it is true.
         """
 
         def step(bit, found):

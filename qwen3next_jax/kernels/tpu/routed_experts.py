@@ -32,8 +32,8 @@ _SUM_TOKENS, _SUM_ROWS = (
 def unsupported_reason(x, gate_up, tile: int, added: bool) -> str:
     """Returns why the kernels of the experts cannot run these shapes on the chip; "" if they can.
 
-    They need a D that is a multiple of LANES times the number of cores, an F that is a multiple of
-    2 LANES, and a VMEM that holds the weights of one expert, or their gradients.
+    The kernels need a D that is a multiple of LANES times the number of cores, an F that is a
+    multiple of 2 LANES, and a VMEM that holds the weights of one expert, or their gradients.
 
     Args:
       x: [P, D].
@@ -191,8 +191,8 @@ def mlp_gradients(
     Args:
       hidden_PF: the hidden layer that `mlp` returned; None: it is computed again.
       dw_before: nothing, or two arrays: earlier gradients of gate_up and down, to which the
-        gradients of this call are added. Without them, the gradients of an expert that has no tile
-        are undefined.
+        gradients of this call are added. Without `dw_before`, the gradients of an expert that has
+        no tile are undefined.
 
     Returns:
       dx [P, D], dweight [P] in float32, dgate_up [E, D, F] and ddown [E, I, D]. In the tiles with
@@ -264,7 +264,7 @@ class _TileSpecs:
     The grid has the axes (core, step of the core). Each core takes an equal share of the used
     tiles, one after another, and then an equal share of the unused tiles (index `used` or more), so
     that all cores have the same amount of work. A grid step for an unused tile reads the blocks of
-    the core's last used tile. These blocks are in VMEM already, so nothing is copied.
+    the core's last used tile, which are in VMEM already, so nothing is copied.
     """
 
     def __init__(self, x_PD, gate_up_EDF, down_EID, expert_T):
@@ -338,8 +338,8 @@ def _expert_forward_kernel(expert_T, used, x, weight, gate_up, down, y, *kept):
 
 
 class _RowGradientRefs(NamedTuple):
-    """The references of the kernels of the gradients of rows, for a tile and its expert, without
-    the rows or their hidden layer.
+    """The references of the two kernels that compute the gradients of a tile's rows, without the
+    rows or their hidden layer.
     """
 
     weight: Any  # [rows, 1], the router's weights
@@ -389,7 +389,7 @@ def _write_row_gradients(used, hidden, refs: _RowGradientRefs):
 
 
 def _expert_backward_weights_kernel(expert_T, used, x, dhidden, activation, dy, *refs):
-    """Adds the tile's part of the gradients of its expert's matrices."""
+    """Adds a tile's part to the gradients of the matrices of the tile's expert."""
     *dw_before, dgate_up, ddown, dgate_up_sum, ddown_sum = refs
     t = pl.program_id(1)
     first = (t == 0) | (expert_T[t] != expert_T[jnp.maximum(t - 1, 0)])
@@ -420,9 +420,9 @@ def sum_rows_by_token(rows_PD, token_P, tokens: int, *, interpret: bool = False)
     """Returns the sum of each token's rows, [N, D].
 
     The kernel cuts the rows into tiles of _SUM_ROWS rows, and the tokens into blocks of
-    _SUM_TOKENS tokens. For each block that has rows in a tile, it adds to the block's sums the
-    product of a matrix [_SUM_TOKENS, _SUM_ROWS] and the tile. The matrix has a one where the row
-    belongs to the token, and zeros elsewhere.
+    _SUM_TOKENS tokens. For each block of tokens that has rows in a tile, the kernel adds to the
+    block's sums the product of a matrix [_SUM_TOKENS, _SUM_ROWS] and the tile. The matrix has a one
+    where the row belongs to the token, and zeros elsewhere.
 
     Args:
       rows_PD: [P, D]. All numbers have to be finite, because the kernel multiplies the rows of

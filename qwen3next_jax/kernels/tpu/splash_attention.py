@@ -47,7 +47,7 @@ def block_size(length: int, width: int, itemsize: int) -> int:
 
     With the long block, the work per key takes a tenth to a quarter fewer cycles, and there are
     half as many copies. But a causal mask excludes fewer whole blocks of keys if blocks are longer.
-    In a short row this costs more than the long block saves.
+    In a short row, the masked keys that remain cost more than the long block saves.
 
     Args:
       length: number of tokens of the padded row.
@@ -66,7 +66,7 @@ def _attention_function_of_row(
     x, heads: int, length: int, causal: bool, interpret: bool, save_residuals: bool
 ):
     """Returns JAX's attention function for one row of the batch: heads [N, T, D] of a padded row of
-    `length` tokens. With `save_residuals` it also returns the logsumexp.
+    `length` tokens. With `save_residuals` this function also returns the logsumexp.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
@@ -134,8 +134,9 @@ def _padded_segment_ids(q, segment_ids, kv_segment_ids, causal):
 
 
 def _mask_kind_scope(causal: bool):
-    """Returns a scope that adds the kind of mask to the kernels' names. The planner reads it there,
-    because nothing else in a compiled program says which mask a kernel has.
+    """Returns a scope that adds the kind of mask to the kernels' names. The planner reads the kind
+    of mask from these names, because nothing else in a compiled program says which mask a kernel
+    has.
     """
     return jax.named_scope("splash_causal" if causal else "splash_full")
 
@@ -165,8 +166,8 @@ def _backward_function_of_row(kernel):
     batch, which runs only the backward kernels.
 
     JAX has no public name for these kernels. In JAX 0.11.2 and 0.12.0 `_splash_attention_bwd` runs
-    them and takes the arguments used here. If JAX has no such function, the returned function uses
-    the public gradient, which also runs the forward kernel again.
+    the backward kernels and takes the arguments used here. If JAX has no such function, the
+    returned function uses the public gradient, which also runs the forward kernel again.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 

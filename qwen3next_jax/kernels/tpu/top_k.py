@@ -1,5 +1,5 @@
-"""A TPU kernel that finds the largest numbers of each row. XLA sorts whole rows for this; the
-kernel finds the largest number and takes it out, A times.
+"""A TPU kernel that finds the largest numbers of each row. XLA sorts whole rows to find these
+numbers; the kernel instead finds and removes the largest number A times.
 
 R rows of E numbers. The A largest of each row are found.
 """
@@ -59,7 +59,7 @@ def top_k(x_RE, count: int, *, interpret: bool = False):
 
 def _to_ordered_integers(bits):
     """Returns integers in the order of the float32 numbers that have these bits: -inf, …, -0, 0, …,
-    inf, NaN. It is its own inverse.
+    inf, NaN. The function is its own inverse.
     """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
