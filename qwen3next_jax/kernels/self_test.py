@@ -142,7 +142,7 @@ def agree_on_reason(question: str, reason: str) -> str:
     """
     if jax.process_count() == 1:
         return reason
-    return _find_and_exchange_once((compile_target().platform, question), lambda: reason)
+    return _failure_in_any_process((compile_target().platform, question), lambda: reason)
 
 
 def print_once(line: str):
@@ -181,7 +181,7 @@ def find_failure(device, test: SelfTest, folder: pathlib.Path | None = None) -> 
     another process of the same run; "" if the kernels passed in all processes. `folder` holds the
     stored outcomes; None: FOLDER.
     """
-    return _find_and_exchange_once(
+    return _failure_in_any_process(
         _test_key(test), lambda: _stored_or_new_failure(device, test, folder or FOLDER)
     )
 
@@ -190,7 +190,7 @@ def _test_key(test: SelfTest) -> tuple:
     return compile_target().platform, test.name, test.call_kind
 
 
-def _find_and_exchange_once(call, find: Callable[[], str]) -> str:
+def _failure_in_any_process(call, find: Callable[[], str]) -> str:
     """Calls `find()` once for each value of `call` and exchanges the results of all processes. A
     result is "" or says what went wrong. Returns this process's result if it is not "". Otherwise
     it returns the first result of another process that is not "", or "" if there is none. A process
@@ -198,11 +198,11 @@ def _find_and_exchange_once(call, find: Callable[[], str]) -> str:
     """
     if call not in _agreed_outcomes:
         key = hashlib.sha256(repr(call).encode()).hexdigest()[:16]
-        _agreed_outcomes[call] = _exchange_results(key, find())
+        _agreed_outcomes[call] = _exchange_failures(key, find())
     return _agreed_outcomes[call]
 
 
-def _exchange_results(key: str, found: str) -> str:
+def _exchange_failures(key: str, found: str) -> str:
     """Exchanges the results of all processes under the name `key`. A result is "" or says what went
     wrong. Returns this process's result `found` if it is not ""; otherwise the first result of
     another process that is not "", or "" if there is none.

@@ -249,7 +249,7 @@ def test_a_call_waits_for_no_process_that_lacks_tokamax(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     told = {"tokamax": "without tokamax (process 1)"}
     monkeypatch.setattr(
-        self_test, "_find_and_exchange_once", lambda question, find: told.get(question[1], find())
+        self_test, "_failure_in_any_process", lambda question, find: told.get(question[1], find())
     )
     assert tokamax.mosaic_unsupported_reason() == told["tokamax"]
 

@@ -20,7 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.kernels import causal_conv1d_edges, self_test
-from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_of_inputs_before
+from qwen3next_jax.kernels.causal_conv1d_edges import (
+    count_earlier_inputs_in_document,
+    gradient_of_inputs_before,
+)
 
 TOLERANCE = 0.02  # largest allowed relative L2 difference between the kernels and XLA
 INTERPRETER = plgpu.InterpretGPUParams()
@@ -91,7 +94,7 @@ def max_error(activation, dtype: str, width: int, interpret: bool = False) -> tu
     def plain(ids, before, x, kernel):
         extended, age = (
             jnp.concatenate([before, x], axis=1).astype(jnp.float32),
-            document_ages(ids, width),
+            count_earlier_inputs_in_document(ids, width),
         )
         z = sum(
             kernel[w]
@@ -130,7 +133,9 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
         is one document.
       interpret: whether a CPU interprets the kernel.
     """
-    call = _ConvolutionCall(activation, before, x, kernel, document_ages(ids, kernel.shape[0]))
+    call = _ConvolutionCall(
+        activation, before, x, kernel, count_earlier_inputs_in_document(ids, kernel.shape[0])
+    )
     return call(
         _forward_kernel, "forward", [], [jax.ShapeDtypeStruct(x.shape, x.dtype)], 0, interpret
     )[0]
@@ -140,7 +145,7 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The
     other arguments have the same meaning as in `forward`.
     """
-    age = document_ages(ids, kernel.shape[0])
+    age = count_earlier_inputs_in_document(ids, kernel.shape[0])
     call = _ConvolutionCall(activation, before, x, kernel, age)
     sums = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // TOKENS, *kernel.shape), jnp.float32)
     dx, dkernel = call(
@@ -167,7 +172,7 @@ class _ConvolutionCall:
       channels: number of channels of a block, 128 or 256.
       shape: [B, T, D], the shape of x.
       has_age: whether the call has document ids. The kernels then also take the age of each token
-        (`document_ages`).
+        (`count_earlier_inputs_in_document`).
       inputs: the arrays that both kernels take: x, before, kernel and, if `has_age`, the ages.
     """
 

@@ -421,7 +421,7 @@ class _GradientBlock:
                 self.refs.do_and_dv_arrived.at[c],
             ):
                 plgpu.barrier_wait(barrier)
-            ks, errors = self.errors_of_tile(c)
+            ks, errors = self.prediction_errors_of_tile(c)
             self.sync_warpgroups()  # all reads of the slots end before copies write there
             self.copy_next_state(c)
             high, low = high_and_low(errors)
@@ -436,7 +436,7 @@ class _GradientBlock:
             self.copy_next_dstate(c)
         return error_highs, error_dstate, pairs
 
-    def errors_of_tile(self, c: int):
+    def prediction_errors_of_tile(self, c: int):
         """Returns gamma K S in bfloat16 (None without the delta term) and E in float32, [C, 64]
         each, for tile c of the value channels. Adds this tile's terms to the sums CARRIED, LEAVE
         and, with the delta term, ENTER.
@@ -477,8 +477,8 @@ class _GradientBlock:
         return ks, errors
 
     def copy_next_state(self, c: int):
-        """Starts copies to the slots that `errors_of_tile` has read: the state for tile c + 1 of
-        the value channels, with the delta term the low part of dV for tile c and, with two
+        """Starts copies to the slots that `prediction_errors_of_tile` has read: the state for tile
+        c + 1 of the value channels, with the delta term the low part of dV for tile c and, with two
         warpgroups, v for tile c + 1. After the last tile there is no tile c + 1 to copy.
         """
         for t in self.own_tiles if c < self.last else ():

@@ -9,8 +9,8 @@ gradients of each chunk's inputs.
 If a call has too few heads to fill the chip, each row is split into pieces, and two calls of
 kernels of `delta_rule_states` compute the pass. The state after a piece is U + M S if the state
 before it is S. The first call computes the first piece and the maps U + M S of all other pieces but
-the last. Composing these maps gives the state before each piece, and the second call computes all
-pieces but the first.
+the last. The composition of the maps gives the state before each piece, and the second call
+computes all pieces but the first.
 
 B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key width, V value width.
 """

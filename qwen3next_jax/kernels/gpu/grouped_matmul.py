@@ -3,8 +3,8 @@ rows of a group are multiplied by the matrix of that group. Rows after the last 
 group.
 
 On a Hopper GPU (H100, H200), the Mosaic kernel computes y and dx, and the Triton kernel computes
-dw. On other GPUs from Ampere on, the Triton kernel computes all three. tokamax ships its
-measurements on an H100 (tokamax/data/autotuning). For 131,072 to 524,288 rows, widths of 768 to
+dw. On other GPUs from Ampere on, the Triton kernel computes y, dx and dw. The package tokamax ships
+its measurements on an H100 (tokamax/data/autotuning). For 131,072 to 524,288 rows, widths of 768 to
 4,096 and 128 experts, these files give the following TFLOP/s. The tiles in this file were the
 fastest there.
 

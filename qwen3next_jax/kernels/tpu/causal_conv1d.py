@@ -18,7 +18,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_of_inputs_before
+from qwen3next_jax.kernels.causal_conv1d_edges import (
+    count_earlier_inputs_in_document,
+    gradient_of_inputs_before,
+)
 from qwen3next_jax.kernels.tpu import grids
 from qwen3next_jax.kernels.tpu.grids import LANES
 
@@ -53,7 +56,9 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
         is one document.
       interpret: whether a CPU interprets the kernel.
     """
-    call = _ConvolutionCall(x, kernel, document_ages(ids, kernel.shape[0]), interpret)
+    call = _ConvolutionCall(
+        x, kernel, count_earlier_inputs_in_document(ids, kernel.shape[0]), interpret
+    )
     return call(
         functools.partial(_forward_kernel, activation),
         call.before_and_x_inputs(before, x),
@@ -68,7 +73,7 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The
     other arguments have the same meaning as in `forward`.
     """
-    age, (width, d) = document_ages(ids, kernel.shape[0]), kernel.shape
+    age, (width, d) = count_earlier_inputs_in_document(ids, kernel.shape[0]), kernel.shape
     call = _ConvolutionCall(x, kernel, age, interpret, backwards=True)
     dx, dkernel = call(
         functools.partial(_backward_kernel, activation),
@@ -172,15 +177,15 @@ def _shifted_inputs(first, before, tail, x, width: int, lanes):
 
 
 def _broadcast_ages(age):
-    """Broadcasts ages [R, 1] to [R, LANES]. A kernel calls it once for all groups of channels.
-    Otherwise the compiler would broadcast the ages again in every comparison.
+    """Broadcasts ages [R, 1] to [R, LANES]. A kernel calls this function once for all groups of
+    channels, because the compiler would otherwise broadcast the ages again in every comparison.
     """
     return jnp.broadcast_to(age, (age.shape[0], LANES))
 
 
 def _zero_if_other_document(age, x, back: int):
     """Returns x [R, LANES], with zeros in the rows of padding and in the rows of tokens whose input
-    `back` tokens earlier belongs to another document. If `age` is None, it returns x unchanged.
+    `back` tokens earlier belongs to another document. If `age` is None, x is returned unchanged.
     """
     return x if age is None else jnp.where(age >= back, x, 0.0)
 

@@ -201,7 +201,7 @@ def _for_each_head(sizes: _CallSizes, body) -> None:
 # tile r of queries (or keys) and then those of tile n - 1 - r, which are n + 1 in all.
 
 
-def _step_tiles_by_query(n: int, r, c):
+def _causal_step_tiles_by_query(n: int, r, c):
     """Returns three things for step c in row r of a grid in which the keys of a tile of queries
     follow each other: the tile of queries, the tile of keys, and whether the step is the first one
     with this pair of tiles. (If n is odd, the middle row has each pair twice.)
@@ -211,9 +211,9 @@ def _step_tiles_by_query(n: int, r, c):
     return i, jnp.where(second, c - r - 1, c), ~second | (n - 1 - r != r)
 
 
-def _step_tiles_by_key(n: int, r, c):
-    """Returns the same as `_step_tiles_by_query` for a grid in which the queries of a tile of keys
-    follow each other.
+def _causal_step_tiles_by_key(n: int, r, c):
+    """Returns the same as `_causal_step_tiles_by_query` for a grid in which the queries of a tile
+    of keys follow each other.
     """
     second = c >= n - r
     j = jnp.where(second, n - 1 - r, r)
@@ -228,7 +228,7 @@ def _call_attention_kernel(
 
     Args:
       body: the kernel.
-      tiles: `_step_tiles_by_query` or `_step_tiles_by_key`.
+      tiles: `_causal_step_tiles_by_query` or `_causal_step_tiles_by_key`.
       limits_BZ: [B, n] int32: for each tile of queries the first tile of keys that it sees, or for
         each tile of keys the last tile of queries that see it.
       inputs: pairs (array, kind); the kind says by which tile the array is cut: "i" (queries) or
@@ -247,7 +247,7 @@ def _call_attention_kernel(
         def index(b, r, c, limits):
             i, j, _ = tiles(n, r, c)
             # A step that computes nothing reads nothing.
-            if tiles is _step_tiles_by_query:
+            if tiles is _causal_step_tiles_by_query:
                 j = jnp.maximum(j, limits[b * n + i])
             else:
                 i = jnp.minimum(i, limits[b * n + j])
@@ -258,7 +258,7 @@ def _call_attention_kernel(
         return pl.BlockSpec(shape, index, **options)
 
     # The queries of a causal row change twice; a second buffer for them would fill VMEM.
-    kept = "i" if tiles is _step_tiles_by_query else "j"
+    kept = "i" if tiles is _causal_step_tiles_by_query else "j"
     single = lambda kind: {"pipeline_mode": pl.Buffered(1)} if kind == kept else {}
     read = sum(x.size * x.dtype.itemsize for x, kind in inputs if kind[-1] == kept)
     again = sum(x.size * x.dtype.itemsize for x, kind in inputs if kind[-1] != kept) * (n + 1) // 2
@@ -381,7 +381,7 @@ def forward(ratio: int, rows, chosen, index_q, q, k, v, *, interpret: bool = Fal
     o, logsumexp = _call_attention_kernel(
         functools.partial(_forward_kernel, sizes),
         sizes,
-        _step_tiles_by_query,
+        _causal_step_tiles_by_query,
         first,
         ((q, "i"), *of_queries, (k, "j"), (_swap_tokens_and_channels(v), "-j"), *of_keys),
         (
@@ -423,7 +423,7 @@ def _forward_kernel(sizes, *refs):
     """Adds a tile of keys to the attention of a tile of queries."""
     refs = _ForwardRefs(*refs)
     n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
-    i, j, is_new = _step_tiles_by_query(n, r, c)
+    i, j, is_new = _causal_step_tiles_by_query(n, r, c)
 
     @pl.when(is_new & (j == 0))
     def _():
@@ -509,7 +509,7 @@ def backward(
     (dq,) = _call_attention_kernel(
         functools.partial(_dq_kernel, sizes),
         sizes,
-        _step_tiles_by_query,
+        _causal_step_tiles_by_query,
         first,
         (*of_queries, *of_keys, (_swap_tokens_and_channels(k), "-j")),
         ((shape(q.shape, q.dtype), "i"),),
@@ -520,7 +520,7 @@ def backward(
     dk, dv = _call_attention_kernel(
         functools.partial(_dkv_kernel, sizes),
         sizes,
-        _step_tiles_by_key,
+        _causal_step_tiles_by_key,
         last,
         (*of_queries, *of_keys),
         ((shape(k.shape, k.dtype), "j"), (shape(v.shape, v.dtype), "j")),
@@ -561,7 +561,7 @@ def _dq_kernel(sizes, *refs):
     """Adds the part of a tile of keys to the gradient of a tile of queries, `dq_sum`."""
     refs = _DqRefs(*refs)
     n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
-    i, j, is_new = _step_tiles_by_query(n, r, c)
+    i, j, is_new = _causal_step_tiles_by_query(n, r, c)
 
     @pl.when(is_new & (j == 0))
     def _():
@@ -622,7 +622,7 @@ def _dkv_kernel(sizes, *refs):
     """Adds the part of a tile of queries to the gradients of a tile of keys and values."""
     refs = _DkvRefs(*refs)
     n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
-    i, j, is_new = _step_tiles_by_key(n, r, c)
+    i, j, is_new = _causal_step_tiles_by_key(n, r, c)
 
     @pl.when(is_new & (i == j))
     def _():
