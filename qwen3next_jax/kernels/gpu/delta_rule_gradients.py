@@ -189,7 +189,7 @@ class _Refs(NamedTuple):
     inverses_gmem: Any  # None without the delta term
     dq_gmem: Any
     dk_gmem: Any
-    dg_gmem: Any
+    dg_and_dbeta_gmem: Any
     k_tiles: Any
     do_tiles: Any
     dv_tiles: Any
@@ -771,7 +771,7 @@ class _GradientBlock:
 
         at = self.b, self.h, self.n
         self.on_first_warpgroup(
-            lambda: plgpu.copy_smem_to_gmem(sums.at[:2], self.refs.dg_gmem.at[at])
+            lambda: plgpu.copy_smem_to_gmem(sums.at[:2], self.refs.dg_and_dbeta_gmem.at[at])
         )
 
         def finish(i, gmem, norm, slot_of):

@@ -531,7 +531,7 @@ def backward(
     return tuple(_split_heads(sizes, x) for x in (dq, dk, dv))
 
 
-def _probabilities(sizes, q, k, bias, logsumexp, number, own, of_keys):
+def _attention_probabilities(sizes, q, k, bias, logsumexp, number, own, of_keys):
     """Returns p [S, C] of a head, from the logsumexp of its queries."""
     s_SC = _dot(k[:, of_keys], q[:, own], _NT) * sizes.head_width**-0.5 + bias[...]
     return jnp.exp(s_SC - logsumexp[pl.ds(number, 1), :])
@@ -568,7 +568,7 @@ def _dq_kernel(sizes, *refs):
         refs.dq_sum[...] = jnp.zeros_like(refs.dq_sum)
 
     def head(number, own, of_keys):
-        p_SC = _probabilities(
+        p_SC = _attention_probabilities(
             sizes, refs.q, refs.k, refs.visibility_bias, refs.logsumexp, number, own, of_keys
         )
         dp_SC = _dot(refs.v[:, of_keys], refs.do[:, own], _NT)
@@ -630,7 +630,7 @@ def _dkv_kernel(sizes, *refs):
         refs.dv_sum[...] = jnp.zeros_like(refs.dv_sum)
 
     def head(number, own, of_keys):
-        p_SC = _probabilities(
+        p_SC = _attention_probabilities(
             sizes, refs.q, refs.k, refs.visibility_bias, refs.logsumexp, number, own, of_keys
         )
         refs.dv_sum[:, of_keys] += _dot(p_SC.astype(refs.do.dtype), refs.do[:, own], _NN)

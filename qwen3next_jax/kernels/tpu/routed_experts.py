@@ -342,14 +342,14 @@ class _RowGradientRefs(NamedTuple):
     rows or their hidden layer.
     """
 
-    weight: Any  # [rows, 1], the router's weights
+    router_weight: Any  # [rows, 1]
     dy: Any  # [rows, D]
     gate_up: Any  # [1, D, F]
     down: Any  # [1, I, D]
     dx: Any  # output [rows, D]
-    dweight: Any  # output [rows, 1]
+    drouter_weight: Any  # output [rows, 1]
     dhidden: Any  # output [rows, F]
-    activation: Any  # output [rows, I]
+    weighted_activation: Any  # output [rows, I], silu(gate) · up · router weight
 
 
 def _expert_backward_rows_kernel(expert_T, used, x, *refs):
@@ -375,9 +375,11 @@ def _write_row_gradients(used, hidden, refs: _RowGradientRefs):
         sigmoid = jax.nn.sigmoid(gate)
         swiglu = gate * sigmoid * up
         da = _dot(refs.dy[...], refs.down[0], _NT)
-        refs.dweight[...] = jnp.sum(swiglu * da, axis=1, keepdims=True)
-        refs.activation[...] = (swiglu * refs.weight[...]).astype(refs.activation.dtype)
-        da = da * refs.weight[...]
+        refs.drouter_weight[...] = jnp.sum(swiglu * da, axis=1, keepdims=True)
+        refs.weighted_activation[...] = (swiglu * refs.router_weight[...]).astype(
+            refs.weighted_activation.dtype
+        )
+        da = da * refs.router_weight[...]
         half = gate.shape[1]
         dhidden[:, :half] = (da * up * sigmoid * (1 + gate * (1 - sigmoid))).astype(dhidden.dtype)
         dhidden[:, half:] = (da * gate * sigmoid).astype(dhidden.dtype)
