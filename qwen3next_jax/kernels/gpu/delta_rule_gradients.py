@@ -193,7 +193,7 @@ class _Refs(NamedTuple):
     k_tiles: Any
     do_tiles: Any
     dv_tiles: Any
-    inverse_or_pair_tiles: Any  # the inverse, then the gradients of Q K^T and K K^T
+    inverse_or_gradient_tiles: Any  # the inverse, then the gradients of Q K^T and K K^T
     input_slots: Any
     norm_rows: Any
     gate_rows: Any
@@ -229,9 +229,9 @@ class _GradientBlock:
       w: the index of this warpgroup.
       own_tiles: the indices of the tiles of 64 key channels that this warpgroup computes.
       k, do, dv: the tiles of k, dO and dV in shared memory.
-      inverse_or_pair_tiles: tiles of shared memory. The first two hold the high and the low part of
-        the inverse until `store_qk_and_kk_gradients` overwrites them with the gradients of Q K^T
-        and K K^T.
+      inverse_or_gradient_tiles: tiles of shared memory. The first two hold the high and the low
+        part of the inverse until `store_qk_and_kk_gradients` overwrites them with the gradients of
+        Q K^T and K K^T.
       slots: tiles of shared memory for inputs. The first slots hold the tiles of the state. The
         next slots hold the tiles of the state's gradient, and later the tiles of q. With one
         warpgroup, one spare slot follows. With two warpgroups there is one slot for v, one for the
@@ -245,10 +245,10 @@ class _GradientBlock:
             refs.k_tiles,
             refs.do_tiles,
             refs.dv_tiles,
-            refs.inverse_or_pair_tiles,
+            refs.inverse_or_gradient_tiles,
             refs.input_slots,
         )
-        self.k, self.do, self.dv, self.inverse_or_pair_tiles, self.slots = self.tiles
+        self.k, self.do, self.dv, self.inverse_or_gradient_tiles, self.slots = self.tiles
         self.norm_rows, self.gate_rows = refs.norm_rows, refs.gate_rows
 
         self.b, self.h, self.n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
@@ -317,7 +317,7 @@ class _GradientBlock:
 
     def hide_tile_addresses_from_compiler(self):
         """Replaces the references to tiles, so that the compiler cannot see their addresses."""
-        self.k, self.do, self.dv, self.inverse_or_pair_tiles, self.slots = (
+        self.k, self.do, self.dv, self.inverse_or_gradient_tiles, self.slots = (
             hide_addresses_from_compiler(*self.tiles)
         )
 
@@ -381,7 +381,9 @@ class _GradientBlock:
             )
             for part in range(self.p.inverse_tile_count):
                 inverse = self.refs.inverses_gmem.at[self.n, self.b, self.h, part]
-                copy(inverse, self.inverse_or_pair_tiles.at[part], self.refs.first_inputs_arrived)
+                copy(
+                    inverse, self.inverse_or_gradient_tiles.at[part], self.refs.first_inputs_arrived
+                )
             for c in range(self.p.value_tile_count):
                 copy(
                     self.gmem_value_tile(self.refs.do_gmem, c),
@@ -444,7 +446,7 @@ class _GradientBlock:
         k, dv, a, slots, spare_slot = (
             self.k,
             self.dv,
-            self.inverse_or_pair_tiles,
+            self.inverse_or_gradient_tiles,
             self.slots,
             self.spare_slot,
         )
@@ -528,7 +530,7 @@ class _GradientBlock:
           `compute_errors_and_products`). In the second warpgroup the first result is zeros. Without
           the delta term the first result is not used.
         """
-        p, do, dv, a, slots = self.p, self.do, self.dv, self.inverse_or_pair_tiles, self.slots
+        p, do, dv, a, slots = self.p, self.do, self.dv, self.inverse_or_gradient_tiles, self.slots
 
         def to_errors(products, meanwhile=lambda: None):
             """Returns the first two results of `add_error_products`. Calls `meanwhile` while
@@ -586,13 +588,13 @@ class _GradientBlock:
     # ---- the gradients of K K^T and Q K^T, with rows j and columns i
 
     def store_qk_and_kk_gradients(self, error_highs, pairs):
-        """Computes the gradients of Q K^T and K K^T and stores them in `inverse_or_pair_tiles`.
+        """Computes the gradients of Q K^T and K K^T and stores them in `inverse_or_gradient_tiles`.
         Stores dbeta in the sum DBETA. Stores dg in the sum DG, but without the parts that come from
         Q S and from <S, dS'>.
         """
         p, a, k, norm_rows, sums = (
             self.p,
-            self.inverse_or_pair_tiles,
+            self.inverse_or_gradient_tiles,
             self.k,
             self.norm_rows,
             self.sums,

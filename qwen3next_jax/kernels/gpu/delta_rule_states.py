@@ -227,8 +227,8 @@ class _StatePassBlock:
     """One block of the grid of a pass of the state. Subclasses compute a chunk.
 
     Attributes:
-      first_to_last: True if the block goes from the first chunk of its piece to the last; False if
-        it goes from the last chunk to the first.
+      visits_chunks_in_order: True if the block goes from the first chunk of its piece to the last;
+        False if it goes from the last chunk to the first.
       work: what the block computes.
       w, c: the index of the warpgroup in the block, and of the tile of columns that it computes.
         A warpgroup that only copies has no tile.
@@ -241,7 +241,7 @@ class _StatePassBlock:
         slot's inputs have been copied, `inputs_read` when all computing warpgroups have read them.
     """
 
-    first_to_last: bool
+    visits_chunks_in_order: bool
 
     def __init__(
         self, p, work: BlockWork, inputs: StatePassInputs, last_gmem, shared: SharedMemory
@@ -275,7 +275,7 @@ class _StatePassBlock:
         """
         p, w = self.p, self.w
         start, length = p.piece_start_and_length(self.work.piece_index)
-        number = lambda i: start + i if self.first_to_last else p.chunks - 1 - start - i
+        number = lambda i: start + i if self.visits_chunks_in_order else p.chunks - 1 - start - i
 
         def copy(i):
             slot = jax.lax.rem(i, p.pipeline_stages)
@@ -398,7 +398,7 @@ class _StatePassBlock:
 class _ForwardBlock(_StatePassBlock):
     """The block of a forward pass. A block that computes maps computes no O."""
 
-    first_to_last = True
+    visits_chunks_in_order = True
 
     def __init__(self, p, work, inputs, outputs, last_gmem, shared):
         super().__init__(p, work, inputs, last_gmem, shared)
@@ -485,7 +485,7 @@ class _BackwardBlock(_StatePassBlock):
     state.
     """
 
-    first_to_last = False
+    visits_chunks_in_order = False
 
     def __init__(self, p, work, inputs, outputs, last_gmem, shared):
         super().__init__(p, work, inputs, last_gmem, shared)
