@@ -127,6 +127,32 @@ def test_a_row_in_three_pieces_forward():
         assert error(np.float64(x), np.float64(y)) <= BARS[jnp.bfloat16][0]
 
 
+@pytest.mark.parametrize("split", [(1, 1), (1, 2), (3, 1)])
+def test_gradients_have_the_shapes_of_inputs(split):
+    split = delta_rule_problem.WorkSplit(*split)
+    settings = Settings(CHUNK, normalize_qk=True, delta_term=True)
+
+    def outputs(q, k, v, g, beta, state):
+        inputs = Inputs(q, k, v, g, beta, None)
+        return delta_rule_passes.forward(inputs, state, None, settings, save=True, split=split)
+
+    def gradients(q, k, v, g, beta, state):
+        inputs = Inputs(q, k, v, g, beta, None)
+        out, final, states, inverses = outputs(q, k, v, g, beta, state)
+        return delta_rule_passes.backward(
+            inputs, states, inverses, out, final, settings, split=split
+        )
+
+    keys, values = (
+        jax.ShapeDtypeStruct((1, 3 * CHUNK, heads, 128), jnp.bfloat16) for heads in (1, 2)
+    )
+    gates = jax.ShapeDtypeStruct((1, 3 * CHUNK, 2), jnp.float32)
+    state = jax.ShapeDtypeStruct((1, 2, 128, 128), jnp.float32)
+    arguments = keys, keys, values, gates, gates, state
+    found = jax.eval_shape(gradients, *arguments)
+    assert [x.shape for x in jax.tree.leaves(found)] == [x.shape for x in arguments]
+
+
 DOCUMENTS = {
     "one document": [],
     "documents end with pieces": [CHUNK, 3 * CHUNK],

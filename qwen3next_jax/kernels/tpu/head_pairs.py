@@ -14,6 +14,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.kernels.tpu.grids import LANES
 from qwen3next_jax.ops.delta_rule.chunk_math import (
     HIGHEST,
     Products,
@@ -21,8 +22,6 @@ from qwen3next_jax.ops.delta_rule.chunk_math import (
     split_precision,
     stack_for_product,
 )
-
-LANES = 128
 
 
 def is_first_head(shape):

@@ -9,10 +9,10 @@ import math
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.kernels.tpu.grids import LANES
 from qwen3next_jax.ops.blocks import accumulation_dtype
 from qwen3next_jax.ops.compile_target import compile_target
 
-LANES = 128
 SAVED_AXES = (0, 2, 1, 3)  # to [B, N, T, D], the order in which the kernels write
 BLOCK, LONG_BLOCK = 512, 1024  # the number of queries, and of keys, in a block
 # The long block fits in VMEM if the D channels of one token and head take at most this many bytes.
