@@ -5,7 +5,7 @@ compiles the real train step for the slice, on a machine that needs no TPU.
     --mesh=data=64,expert=8
         [--search [--rows=512,1024]] [--quick] [--cost_model=schedule|roofline|calibrated]
         [--json=plan.json]
-    uv run --extra gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
+    uv run --extra plan-gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
     --mesh=data=8
 
 `--search` ranks meshes, batch sizes (`--rows`), remat policies and micro-batches by estimated time
