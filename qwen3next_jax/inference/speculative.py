@@ -1,7 +1,7 @@
 """Speculative decoding: the multi-token prediction (MTP) module drafts tokens, and one pass of the
 trunk (the model without this module) verifies several of them.
 
-A round, with K drafts per row:
+A round with K drafts per row has three steps:
 1. The trunk processes the pending token and the K drafts in one pass.
 2. The trunk accepts the drafts before the first rejected draft, and chooses one more token itself.
    The accepted drafts and the trunk's own token are the round's new tokens.

@@ -12,9 +12,9 @@ from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 @dataclasses.dataclass(frozen=True)
 class FreezeIndexers(UpdateRule):
     """The update rule that keeps indexers constant in a stage with `train.indexer_training` =
-    "frozen". In such a stage the gradients of indexers are 0, but the optimizer's momentum from
-    earlier stages would still change the indexers. In other stages the rule adds the weight of the
-    indexers' loss to the metrics.
+    "frozen". The gradients of frozen indexers are 0, but without the rule the optimizer's momentum
+    from earlier stages would still change the indexers. In other stages the rule adds the weight of
+    the indexers' loss to the metrics.
 
     Attributes:
       indexer_paths: the paths of the parameters of indexers.

@@ -39,7 +39,7 @@ class TableGradient(NamedTuple):
     row_gradients: jax.Array
 
 
-def ngram_table_numbers(model: ModelConfig) -> dict[tuple[str | int, ...], int]:
+def embedding_number_by_table_path(model: ModelConfig) -> dict[tuple[str | int, ...], int]:
     """Returns path of a table in the parameters → number of the table's n-gram embedding, for all
     n-gram embeddings of the model.
     """
@@ -106,7 +106,7 @@ def update(
     """Returns the tables, and the state of lazy AdamW, after an update.
 
     Args:
-      tables: the result of `ngram_table_numbers`.
+      tables: the result of `embedding_number_by_table_path`.
       params: nested dict with the tables.
       state: the state, as `init` returned it.
       gradients: number of an embedding → the gradient of its table.

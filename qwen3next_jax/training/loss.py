@@ -262,8 +262,8 @@ def _router_mean_by_layer(features: Features, counts: Counts, name: str) -> jax.
 
 def _router_sums_by_layer(features: Features, name: str) -> list[jax.Array]:
     """Returns a list of one router statistic, summed over tokens: first that of the decoder layers
-    with experts, [L, …], then that of the layer of the MTP module, [1, …]. A kind of layer that the
-    model lacks is left out.
+    with experts, [L, …], then that of the layer of the MTP module, [1, …]. If the model lacks one
+    of the two, the list has one entry, or none.
     """
     layers = [features.router[name]] if features.router else []
     return layers + ([features.mtp_router[name][None]] if features.mtp_router else [])

@@ -6,12 +6,13 @@ own (`optimizer.groups`).
 A parameter that is frozen as a whole has no gradient and no optimizer state. Two kinds of arrays
 can be frozen in part:
 
-- An array that stacks the parameters of several layers. The main group then has a smaller array,
-  with the trained layers only. The backward pass still computes the gradient of every layer of the
-  stack, and the gradients of its frozen layers are dropped.
-- An array that holds several matrices as parts. The main group then has the whole array, with
-  gradients that are 0 in the frozen parts. The frozen parts have optimizer state, too. The update
-  rule `KeepFrozen` restores their values, which weight decay changes.
+- An array that stacks the parameters of several layers. If some of the layers are frozen, the main
+  group has a smaller array, with the trained layers only. The backward pass still computes the
+  gradient of every layer of the stack, and the gradients of its frozen layers are dropped.
+- An array that holds several matrices as parts. If some of the matrices are frozen, the main group
+  has the whole array, with gradients that are 0 in the frozen parts. The frozen parts have
+  optimizer state, too. The update rule `KeepFrozen` restores their values, which weight decay
+  changes.
 """
 
 import dataclasses
@@ -194,7 +195,7 @@ def make_parameter_groups(
         frozen, but not all.
     """
     parameters = declared(model)
-    frozen, lines = _frozen_masks_and_lines(model, parameters, freeze)
+    frozen, lines = _frozen_masks_and_summary_lines(model, parameters, freeze)
     if model.lora.rank:
         lines.insert(0, _freeze_all_but_adapters(model, parameters, frozen))
     tables = _unfrozen_lazy_adamw_tables(model, optimizer, frozen)
@@ -202,7 +203,7 @@ def make_parameter_groups(
     main, trained_layers_by_stack, frozen_element_masks = _main_group_and_frozen_parts(
         parameters, frozen, table_paths
     )
-    numbers, of_groups = _group_numbers_and_lines(
+    numbers, of_groups = _group_numbers_and_summary_lines(
         model, parameters, optimizer.groups, frozen, table_paths
     )
     numbers = {
@@ -265,7 +266,8 @@ def _learning_rate_factors_and_weight_decays(
     Args:
       main: the declarations of the main group.
       optimizer: the settings of the optimizer.
-      numbers: path → the group numbers of the trained layers (see `_group_numbers_and_lines`).
+      numbers: path → the group numbers of the trained layers (from
+        `_group_numbers_and_summary_lines`).
       scaling: path → the factor of the learning rate that `optimizer.scaling` asks for.
     """
     rates, values = [1.0], [optimizer.weight_decay]
@@ -288,7 +290,7 @@ def _learning_rate_factors_and_weight_decays(
     return factors, decays
 
 
-def _frozen_masks_and_lines(
+def _frozen_masks_and_summary_lines(
     model: ModelConfig, parameters: Mapping[str, Declared], freeze: Sequence[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Returns (path of every parameter → bool [layers, parts], true where it is frozen; one line
@@ -342,7 +344,7 @@ def _unfrozen_lazy_adamw_tables(
         return {}
     from qwen3next_jax.training import lazy_adamw
 
-    tables = lazy_adamw.ngram_table_numbers(model)
+    tables = lazy_adamw.embedding_number_by_table_path(model)
     trained = {
         path: number for path, number in tables.items() if not frozen[_slash_path(path)].any()
     }
@@ -354,7 +356,7 @@ def _unfrozen_lazy_adamw_tables(
     return trained
 
 
-def _group_numbers_and_lines(
+def _group_numbers_and_summary_lines(
     model: ModelConfig,
     parameters: Mapping[str, Declared],
     groups: Sequence[ParameterGroup],

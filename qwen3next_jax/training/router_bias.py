@@ -28,11 +28,11 @@ from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 class BalanceBySign(UpdateRule):
     """The update rule that applies `balance_by_sign` with the rate `train.router_bias_rate`."""
 
-    model: ModelConfig
+    model_config: ModelConfig
 
     def apply(self, step: StepInput, after: dict, metrics: dict) -> tuple[dict, dict]:
         load_LE, rate = metrics["expert_load"], step.stage.train.router_bias_rate
-        params = balance_by_sign(self.model, after["params"], load_LE, rate)
+        params = balance_by_sign(self.model_config, after["params"], load_LE, rate)
         return after | {"params": params}, metrics
 
 
@@ -42,11 +42,13 @@ class BalanceByQuantile(UpdateRule):
     "required_bias" from the metrics, because they are a large array.
     """
 
-    model: ModelConfig
+    model_config: ModelConfig
 
     def apply(self, step: StepInput, after: dict, metrics: dict) -> tuple[dict, dict]:
         metrics = dict(metrics)
-        params = balance_by_quantile(self.model, after["params"], metrics.pop("required_bias"))
+        params = balance_by_quantile(
+            self.model_config, after["params"], metrics.pop("required_bias")
+        )
         return after | {"params": params}, metrics
 
 

@@ -16,10 +16,10 @@ matrix product sums over (in) and the dimensions of the product's result (out) g
 "mup" (2203.03466, table 3) has the factors of the table. "completep" (2505.01618) also divides the
 initial value and the learning rate of the matrices that write to the residual stream by l. The
 paper divides the output of each block by l instead; for an optimizer whose update does not depend
-on the size of the gradient both are equivalent. Scaling the matrices changes neither the model's
-forward pass nor its exported files. Muon's column is the spectral condition ‖ΔW‖ ∝ √(out / in)
-(2310.17813) for updates whose norm is 0.2 √max(in, out); parameters that Muon leaves to AdamW have
-AdamW's factors.
+on the size of the gradient, both methods are equivalent. Scaling the matrices changes neither the
+model's forward pass nor its exported files. Muon's column is the spectral condition ‖ΔW‖ ∝ √(out /
+in) (2310.17813) for updates whose norm is 0.2 √max(in, out); parameters that Muon leaves to AdamW
+have AdamW's factors.
 
 The weight decay of a parameter is divided by the factor of its learning rate, so that weight decay
 shrinks every parameter by the same share per step. Adam's `eps` is not scaled.

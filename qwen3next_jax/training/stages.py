@@ -387,7 +387,7 @@ def place_cursors(
     Args:
       stages: the stages of the run.
       data: the data of every stage; this function calls the method `begin` of each.
-      first: the cursor with which the run begins to read, even if it is resumed at a later step.
+      first: the cursor at the first step of the run, even if the run is resumed at a later step.
     """
     cursors: list[DataCursor | None] = []
     for stage, rows in zip(stages, data, strict=True):

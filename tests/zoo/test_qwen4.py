@@ -501,7 +501,7 @@ def test_lazy_adamw_is_adamw_for_used_rows():
     """Rows 0 and 5 are used in every step, row 2 in the second of three, the others never."""
     config = config_of(hf_form="")
     settings = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=0.5, weight_decay=0.3)
-    tables = lazy_adamw.ngram_table_numbers(config)
+    tables = lazy_adamw.embedding_number_by_table_path(config)
     (path,) = tables
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
