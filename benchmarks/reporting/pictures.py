@@ -10,7 +10,8 @@ files whose colours follow the reader's light or dark page.
 | `page.svg` | the report of the run in docs/pictures/tiny |
 | `terminal.svg` | the last events of this run, as the live panel shows them |
 | `sweep.svg` | docs/sweeps/ratio.json |
-| `state_alone.svg`, `state_mixture.svg` | docs/sweeps/state.json |
+| `state_alone.svg` | docs/sweeps/state.json, docs/sweeps/permutations.json |
+| `state_mixture.svg` | docs/sweeps/state.json, docs/sweeps/state_ratio.json |
 | `plan.svg` | docs/planner/v5p_8x8x8_16k_default.json |
 | `decoding.svg` | docs/results/decoding.json |
 
@@ -30,6 +31,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Sequence
 from importlib import resources
+from typing import NamedTuple
 
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
@@ -72,9 +74,22 @@ TWO_LAYERS = {
     "1 of each, beta 1": "both, β < 1",
     "1 of each, beta 2": "both, β < 2",
 }
+FOUR_LAYERS = {
+    "every": "attention",
+    "every second, beta 2": "every second",
+    "every fourth, beta 2": "every fourth",
+    "none, beta 2": "recurrent",
+}
+EVERY_FOURTH = {
+    "every fourth, beta 1": "β < 1",
+    "every fourth, beta 2": "β < 2",
+    "every fourth, beta 2, no positions": "no positions",
+    "every fourth, beta 2, 2 writes": "2 writes",
+}
 ACCURACIES = {
     "parity": [("a guess", 1 / 2)],
     "s3": [("a guess", 1 / 6), ("even or odd", 1 / 3)],
+    "s5": [("a guess", 1 / 120)],
     "modular_addition": [("a guess", 1 / 5)],
     "state_recall": [("the key alone", (1 + 1 / 25) / 2)],
 }
@@ -84,7 +99,10 @@ def draw_pictures() -> dict[str, str]:
     """Returns name of the file → SVG, of every picture."""
     run = load_run(RECORD)
     config = from_dict(Config, load_config_file(find_file("qwen3_next_80b_a3b")))
-    state = json.loads((DOCS / "sweeps" / "state.json").read_text())
+    state, permutations, ratio = (
+        json.loads((DOCS / "sweeps" / f"{name}.json").read_text())["points"]
+        for name in ("state", "permutations", "state_ratio")
+    )
     return {
         "qwen3_next_80b_a3b.svg": draw_config(config),
         **draw_parts(config.model),
@@ -92,18 +110,39 @@ def draw_pictures() -> dict[str, str]:
         "terminal.svg": draw_terminal(run),
         "sweep.svg": draw_sweep(json.loads((DOCS / "sweeps" / "ratio.json").read_text())),
         "state_alone.svg": draw_state(
-            state,
             "What one layer does alone",
-            ("Parity", "parity", ONE_LAYER),
-            ("Permutations of three things", "s3", ONE_LAYER),
-            ("Addition modulo 5", "modular_addition", ONE_LAYER),
-            ("Parity with a decay or a convolution", "parity", ADDED_PARTS),
+            StateChart("Parity", "parity", ONE_LAYER, state),
+            StateChart("Addition modulo 5", "modular_addition", ONE_LAYER, state),
+            StateChart("Permutations of three things", "s3", ONE_LAYER, state),
+            StateChart(
+                "Of five: exchanges of two",
+                "s5",
+                ONE_LAYER,
+                [p for p in permutations if p["inputs"] == "exchanges of two"],
+            ),
+            StateChart(
+                "Of five: also turns of three",
+                "s5",
+                ONE_LAYER,
+                [p for p in permutations if p["inputs"] == "and turns of three"],
+            ),
+            StateChart("Parity with a decay or a convolution", "parity", ADDED_PARTS, state),
         ),
         "state_mixture.svg": draw_state(
-            state,
-            "What two layers do",
-            ("Recall by a key and the parity", "state_recall", TWO_LAYERS),
-            ("Parity", "parity", TWO_LAYERS),
+            "What a mixture of layers does",
+            StateChart(
+                "Two layers, recall by a key and the parity", "state_recall", TWO_LAYERS, state
+            ),
+            StateChart(
+                "Four layers, recall by a key and the parity", "state_recall", FOUR_LAYERS, ratio
+            ),
+            StateChart(
+                "Four layers, the same, attention in every fourth",
+                "state_recall",
+                EVERY_FOURTH,
+                ratio,
+            ),
+            StateChart("Four layers, permutations of three things", "s3", FOUR_LAYERS, ratio),
         ),
         "plan.svg": draw_plan(
             json.loads((DOCS / "planner" / "v5p_8x8x8_16k_default.json").read_text())
@@ -204,24 +243,36 @@ def draw_sweep(sweep: dict) -> str:
     return _svg(parts + charts, height, "a sweep over the ratio of layers")
 
 
-def draw_state(sweep: dict, title: str, *charts: tuple[str, str, dict[str, str]]) -> str:
+class StateChart(NamedTuple):
+    """A chart of the accuracy of models on a task that needs a state.
+
+    Attributes:
+      caption: the title.
+      task: the name of the task in ACCURACIES.
+      labels: {model: label}. A model that was not run on the task has no line.
+      points: points of a sweep. Those of other tasks are left out.
+    """
+
+    caption: str
+    task: str
+    labels: dict[str, str]
+    points: list[dict]
+
+
+def draw_state(title: str, *charts: StateChart) -> str:
     """Draws the accuracy of models over the positions of a row. Each dot is the mean over seeds,
     the band their range.
-
-    Args:
-      sweep: the results of configs/sweeps/state.py.
-      charts: (title, task, {model: label}) of each chart. A model that was not run on the task has
-        no line.
     """
-    metrics = [name for name in sweep["points"][0] if name.startswith("state accuracy/")]
     figures = []
-    for caption, task, labels in charts:
+    for caption, task, labels, points in charts:
+        points = [point for point in points if point.get("task", task) == task]
+        metrics = [name for name in points[0] if name.startswith("state accuracy/")]
         lines = []
         for colour, (model, label) in enumerate(labels.items()):
-            points = [p for p in sweep["points"] if (p["task"], p["model"]) == (task, model)]
-            if not points:
+            of_model = [point for point in points if point["model"] == model]
+            if not of_model:
                 continue
-            values = [[point[metric] for point in points] for metric in metrics]
+            values = [[point[metric] for point in of_model] for metric in metrics]
             mean = [math.fsum(v) / len(v) for v in values]
             ends = [list(map(end, values)) for end in (min, max)]
             lines.append(Line(label, range(len(mean)), mean, *ends, colour=colour, dots=True))
