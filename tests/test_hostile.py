@@ -618,11 +618,11 @@ def test_any_manifest_of_a_checkpoint_is_damage_or_true(tmp_path_factory, name, 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "d").write_text("abc")
     manifest.write_manifest(folder, 10)
-    path = folder / manifest.NAME
+    path = folder / manifest.FILE_NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     damage = manifest.find_damage(folder)
     assert damage is None or 0 < len(damage) < 1500
-    assert damage is not None or name not in ("piece", "files") or value == manifest.PIECE
+    assert damage is not None or name not in ("piece", "files") or value == manifest.PIECE_BYTES
 
 
 class _Lock:
@@ -657,11 +657,11 @@ def test_any_lock_is_refused_or_ends_soon(field, value, content):
     fields = {"owner": "x", "host": "h", "process": 1, "seconds": 30.0, "released": False}
     text = json.dumps(fields | {field: value} if content is None else content)
     lease = Lease(_Lock(text.encode(errors="replace")), 1.0)
-    found = result_or_refusal(lease._read)
+    found = result_or_refusal(lease._read_lock)
     if found is not None:
         assert 0 < found[1]["seconds"] <= 30
-        assert str(lease._taken(found[1])).isprintable()
-        assert len(str(lease._taken(found[1]))) < 500
+        assert str(lease._taken_error(found[1])).isprintable()
+        assert len(str(lease._taken_error(found[1]))) < 500
 
 
 def test_names_reach_the_terminal_without_control_characters(capsys):

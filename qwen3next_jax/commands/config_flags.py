@@ -21,7 +21,7 @@ from qwen3next_jax.config.files import (
 )
 from qwen3next_jax.config.reading import FlagText
 from qwen3next_jax.runs.record import read_config
-from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
+from qwen3next_jax.runs.vocabulary import fill_vocabulary_from_tokenizer
 
 _reads_settings = False  # whether the command accepts `--config.group.name=value`
 _overrides: list[tuple[str, str]] = []
@@ -150,6 +150,6 @@ def _read_config(values: dict[str, Any], may_resume: bool) -> Config:
     in the vocabulary size and trusts the packages that the settings name.
     """
     name = str(values.get("name", Config().name))
-    fill_from_tokenizer(values, workdir_of(name) if may_resume else None)
+    fill_vocabulary_from_tokenizer(values, workdir_of(name) if may_resume else None)
     registry.trust_user_settings(values)
     return from_dict(Config, values)

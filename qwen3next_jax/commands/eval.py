@@ -11,7 +11,7 @@ from absl import flags
 
 from qwen3next_jax.commands import checks, config_flags, process_setup, run_flags
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
-from qwen3next_jax.runs.record import recorded_config
+from qwen3next_jax.runs.record import read_config_if_readable
 from qwen3next_jax.training import unused_settings
 
 get_config = config_flags.define_config_flag()
@@ -42,7 +42,7 @@ def main() -> int:
     checks.check_model("workdir", workdir)
     given = config_flags.given_settings(may_resume=True)
     if config:
-        resumed = recorded_config(workdir)
+        resumed = read_config_if_readable(workdir)
         unused_settings.check(config, given, resumed)
     loading = get_loading()
     lengths, pairs = (

@@ -25,8 +25,8 @@ from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.tokens import Tokenizer, same_token_ids
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.processes.distributed import is_process_0, process_0_first
-from qwen3next_jax.runs.checkpoint import Step
-from qwen3next_jax.runs.facts import tokenizer_of_model
+from qwen3next_jax.runs.checkpoint import StepChoice
+from qwen3next_jax.runs.facts import tokenizer_of_init_from
 from qwen3next_jax.runs.record import read_config
 from qwen3next_jax.trained.load import describe_parameters, load_model
 from qwen3next_jax.training.stages import resolve_stages, stage_at
@@ -60,7 +60,7 @@ def evaluate(
     names: tuple[str, ...] = ("heldout",),
     options: evaluation.EvalOptions = evaluation.EvalOptions(),
     json_path: str = "",
-    step: Step = None,
+    step: StepChoice = None,
     mesh: MeshConfig | None = None,
     dtype: str = "float32",
     ema: bool = False,
@@ -100,7 +100,7 @@ def run_evaluations(
     path: pathlib.Path,
     names: tuple[str, ...] = ("heldout",),
     options: evaluation.EvalOptions = evaluation.EvalOptions(),
-    step: Step = None,
+    step: StepChoice = None,
     mesh: MeshConfig | None = None,
     dtype: str = "float32",
     ema: bool = False,
@@ -146,7 +146,7 @@ def run_evaluations(
             f"{path}: no tokenizer.json there: put the model's own beside its config.json"
         )
     if config is not None and not config.data.tokenizer:
-        data = dataclasses.replace(config.data, tokenizer=tokenizer_of_model(str(path)))
+        data = dataclasses.replace(config.data, tokenizer=tokenizer_of_init_from(str(path)))
         config = dataclasses.replace(config, data=data)
     if is_run:
         # Evaluates with the row length and batch size of the stage that was trained last.

@@ -101,8 +101,10 @@ def _export_adapter(workdir: str, out: pathlib.Path, step, ema: bool) -> int:
     base = to_path(_source.value, "--source=") if _source.value else find_adapted_model(workdir)
     found = load_adapters(to_path(workdir), step, ema)
     _, form = _base_model(workdir)
-    config = dataclasses.replace(found.config, hf_form=_form.value or form or found.config.hf_form)
-    modules = save_adapter(config, found.adapters, out, str(base or ""), found.base_digest)
+    config = found.model_config
+    config = dataclasses.replace(config, hf_form=_form.value or form or config.hf_form)
+    digest = found.frozen_manifest_digest
+    modules = save_adapter(config, found.adapters, out, str(base or ""), digest)
     described = base or "an export of the model with which the run began"
     print(
         f"{_out.value}: adapters of {modules} modules after step {found.step}"

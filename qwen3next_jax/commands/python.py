@@ -40,7 +40,7 @@ def load_config(path: str | pathlib.Path, settings: Mapping[str, Any] | None = N
     Raises:
       UserError: the file cannot be read, or a setting does not exist or is not valid.
     """
-    from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
+    from qwen3next_jax.runs.vocabulary import fill_vocabulary_from_tokenizer
 
     require(
         isinstance(path, (str, os.PathLike)) and os.fspath(path) != "",
@@ -62,7 +62,7 @@ def load_config(path: str | pathlib.Path, settings: Mapping[str, Any] | None = N
         for part in groups:
             group = group.setdefault(part, {})
         group[key] = value
-    fill_from_tokenizer(values)
+    fill_vocabulary_from_tokenizer(values)
     registry.trust_user_settings(values)
     return from_dict(Config, values)
 

@@ -163,7 +163,7 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
         folders = [p for p in (workdir / kind).glob("*") if is_step_name(p.name)]
         for folder in sorted(folders, key=lambda p: int(p.name)):
             damage = manifest.find_damage(folder, run=run)
-            if damage is None and (folder / manifest.FROZEN).is_file():
+            if damage is None and (folder / manifest.FROZEN_FILE_NAME).is_file():
                 try:
                     expected.add(manifest.read_frozen_record(folder)["manifest"])
                 except UserError as error:
@@ -173,7 +173,7 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
         damage = manifest.find_damage(frozen, run=record and record.id)
         if not frozen.is_dir():
             damage = "it is missing: without the frozen parameters no checkpoint can be read"
-        elif damage is None and expected - {manifest.digest(frozen)}:
+        elif damage is None and expected - {manifest.digest_of_manifest(frozen)}:
             damage = "its digest is not the one in the checkpoints: it is of another run"
         yield "frozen", damage
 

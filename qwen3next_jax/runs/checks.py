@@ -1,4 +1,6 @@
-"""Checks of a start that need JAX: the mesh, the code of the model, and the evaluations."""
+"""Checks before a run starts that need JAX: of the mesh, the code of the model and the
+evaluations.
+"""
 
 import dataclasses
 
@@ -11,50 +13,50 @@ from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.model.layer_properties import check_mixers
 from qwen3next_jax.runs.facts import ParentRun, PretrainedModel
 from qwen3next_jax.runs.start import Start
-from qwen3next_jax.runs.versions import check_versions
+from qwen3next_jax.runs.versions import check_module_versions
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import resolve_stages
 
 SAMPLE_TEMPERATURE = 0.7
 
 
-def resolve_start(start: Start, mesh: Mesh) -> ResolvedRun:
-    """Resolves the settings of a run for its mesh.
+def check_and_resolve(start: Start, mesh: Mesh) -> ResolvedRun:
+    """Resolves the settings of a run for its mesh, and checks that the run can start with them.
 
     Raises:
       UserError: the mesh cannot split the batches of a stage; this code computes a module of the
-        model in another way than the code that trained its weights; an evaluation or the sample
-        cannot run; a hook cannot be imported; or a Hugging Face directory lacks a tensor. The
-        message names the first mistake.
+        model in another way than the code that trained the weights; an evaluation or the sample
+        cannot run; a hook cannot be imported; or the Hugging Face directory in `train.init_from`
+        lacks a tensor. The message names the first mistake.
     """
-    check_code(start)
+    check_versions_of_weights(start)
     for name in start.config.train.hooks:
         resolve({}, name, "train.hooks")
     run = resolve_run(start.config, mesh)
     check_evaluations(start.config.eval, start.config.data, run.model)
-    if isinstance(start.facts.source, PretrainedModel):
+    if isinstance(start.facts.initial_model, PretrainedModel):
         from qwen3next_jax.interop.huggingface import check_hf
 
         check_hf(start.config.train.init_from)
     return run
 
 
-def check_code(start: Start) -> None:
+def check_versions_of_weights(start: Start) -> None:
     """Checks that this code computes the modules of the model in the same way as the code that
-    trained its weights: those of the run itself, or those of the run with which it begins.
+    trained the weights. The weights are those of the run's own checkpoint or of its parent's.
 
     Raises:
-      UserError: a module that the run takes over has another version in this code.
+      UserError: a module of the model has another version in this code.
     """
-    folder, source = start.facts.folder, start.facts.source
+    folder, parent = start.facts.folder, start.facts.initial_model
     if folder.complete_steps:
-        record = folder.trained_record()
+        record = folder.record_if_trained()
         model = record.read_config(folder.path).model
-        check_versions(folder.path, record.versions, record.code, model)
-    elif isinstance(source, ParentRun):
-        theirs, ours = source.model, start.config.model
+        check_module_versions(folder.path, record.versions, record.code, model)
+    elif isinstance(parent, ParentRun):
+        theirs, ours = parent.model_config, start.config.model
         shared = dataclasses.replace(theirs, mtp_depth=min(theirs.mtp_depth, ours.mtp_depth))
-        check_versions(source.folder, source.record.versions, source.record.code, shared)
+        check_module_versions(parent.folder, parent.record.versions, parent.record.code, shared)
 
 
 def check_without_devices(config: Config) -> None:
@@ -74,7 +76,7 @@ def check_without_devices(config: Config) -> None:
 
 
 def check_evaluations(config: EvalConfig, data: DataConfig, model: ModelConfig) -> None:
-    """Checks that the evaluations and the sample of a run can run on the model and its data.
+    """Checks that the evaluations in the settings `eval`, and the sample, can run on the model.
 
     Raises:
       UserError: an evaluation or the sample cannot run; the message names it.

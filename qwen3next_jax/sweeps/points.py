@@ -38,7 +38,7 @@ from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict,
 from qwen3next_jax.config.files import call_file, find_file, load_config_file, settings_called
 from qwen3next_jax.config.mixer import is_mixer_setting
 from qwen3next_jax.config.registry import trust_user_settings
-from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
+from qwen3next_jax.runs.vocabulary import fill_vocabulary_from_tokenizer
 
 FORMAT = 3  # of sweep.json; raise it when a recorded sweep would be read wrongly after a change
 _KEYS = ("base", "set", "axes", "match", "x")
@@ -490,7 +490,7 @@ def _make_config(base: dict[str, Any], overrides: dict[str, Any], where: str) ->
             group = group[part]
         group[key] = value
     try:
-        fill_from_tokenizer(values)
+        fill_vocabulary_from_tokenizer(values)
         trust_user_settings(values)
         config = from_dict(Config, values)
     except UserError as error:

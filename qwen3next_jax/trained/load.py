@@ -23,7 +23,7 @@ from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layer_properties import split_sizes
 from qwen3next_jax.processes import distributed
 from qwen3next_jax.processes.launch import Launch
-from qwen3next_jax.runs.checkpoint import Step, load_trained
+from qwen3next_jax.runs.checkpoint import StepChoice, load_trained
 from qwen3next_jax.runs.record import RunRecord, read_config, read_record
 from qwen3next_jax.sharding.mesh import check_divides, compute_mesh, make_mesh
 from qwen3next_jax.sharding.rules import ROWS, num_shards
@@ -51,7 +51,7 @@ class LoadedModel(NamedTuple):
 
 def load_model(
     path: str | pathlib.Path,
-    step: Step = None,
+    step: StepChoice = None,
     mesh: MeshConfig | None = None,
     dtype: str | None = "float32",
     devices: Sequence[Any] | None = None,

@@ -20,7 +20,7 @@ from qwen3next_jax.config import Config, Stage, default_config, from_dict
 from qwen3next_jax.config.describe import list_settings
 from qwen3next_jax.config.files import apply_overrides, load_config_file
 from qwen3next_jax.runs.store import open_store
-from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
+from qwen3next_jax.runs.vocabulary import fill_vocabulary_from_tokenizer
 from qwen3next_jax.sweeps.points import load_sweep
 from tests.records import record
 from tests.refusals import refused
@@ -356,7 +356,7 @@ def test_the_command_line_sets_values_of_every_type():
 def test_the_tokenizer_sets_what_the_model_leaves_to_it():
     values = default_config()
     values["model"]["vocab_size"] = 0
-    fill_from_tokenizer(values)
+    fill_vocabulary_from_tokenizer(values)
     assert (values["model"]["vocab_size"], values["model"]["eos_token_id"]) == (257, 256)
 
 
@@ -366,12 +366,12 @@ def test_a_resumed_run_keeps_its_vocabulary(tmp_path):
     values["train"]["init_from"] = str(tmp_path / "gone")
     # no parent is no reason to read bytes
     with refused("train.init_from", "gone"):
-        fill_from_tokenizer(values, tmp_path)
-    open_store(tmp_path).write_run(
+        fill_vocabulary_from_tokenizer(values, tmp_path)
+    open_store(tmp_path).write_run_json(
         record(config={"model": {"vocab_size": 2000, "eos_token_id": 7}})
     )
     (tmp_path / "checkpoints/4").mkdir(parents=True)
-    fill_from_tokenizer(values, tmp_path)
+    fill_vocabulary_from_tokenizer(values, tmp_path)
     assert (values["model"]["vocab_size"], values["model"]["eos_token_id"]) == (2000, 7)
 
 

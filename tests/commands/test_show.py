@@ -19,7 +19,7 @@ from qwen3next_jax.model.description import context_memory, layer_kinds
 from qwen3next_jax.model.flops import parameter_counts
 from qwen3next_jax.model.language_model import declared
 from qwen3next_jax.reporting.architecture import LayerBox, draw_model
-from qwen3next_jax.runs.record import run_text
+from qwen3next_jax.runs.record import run_json_text
 from tests.records import record
 from tests.refusals import refused
 
@@ -87,7 +87,7 @@ def test_show_refuses_a_third_config():
 def test_a_run_is_shown_by_its_folder(tmp_path):
     config = default_config()
     config["model"] |= {"num_hidden_layers": 3, "num_experts": 0}
-    (tmp_path / "run.json").write_text(run_text(record(config=config)))
+    (tmp_path / "run.json").write_text(run_json_text(record(config=config)))
     assert load_settings(str(tmp_path))["model"]["num_hidden_layers"] == 3
     (tmp_path / "run.json").unlink()
     with refused(tmp_path, "run.json"):

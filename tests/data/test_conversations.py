@@ -15,7 +15,7 @@ from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.data.conversations import LARGEST_WEIGHT, LEAST_WEIGHT, find_fault
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.tokens import extends_tokenizer, load_tokenizer
-from qwen3next_jax.runs.dry_run import _describe_data
+from qwen3next_jax.runs.dry_run import _read_first_documents
 from qwen3next_jax.training.loss import count_targets, total_loss
 from tests.corpora import write_jsonl
 from tests.models import SMALLEST, drawn_model
@@ -172,7 +172,7 @@ def test_a_title_names_what_is_lost(with_long):
     counts = open_data(settings, 96, 2).describe()
     for number in (counts["cut_documents"], len(records), 96, f"{counts['dropped_tokens']:,}"):
         assert str(number) in counts["title"]
-    assert counts["title"].partition("; ")[2] in _describe_data(settings, 259, [96]).text
+    assert counts["title"].partition("; ")[2] in _read_first_documents(settings, 259, [96]).text
 
 
 def test_rows_too_short_for_conversations_are_refused(with_long):

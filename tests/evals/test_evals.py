@@ -339,7 +339,7 @@ def test_eval_refuses_data_that_do_not_fit_before_it_opens_them(tmp_path, monkey
 
     loaded = Loaded(), IDS, None, None, None
     monkeypatch.setattr(evaluate, "load_model", lambda *_, **__: loaded)
-    monkeypatch.setattr(evaluate, "tokenizer_of_model", lambda path: "bytes")
+    monkeypatch.setattr(evaluate, "tokenizer_of_init_from", lambda path: "bytes")
     monkeypatch.setattr(evaluate, "open_data", None)
     (tmp_path / "config.json").touch()
     config = dataclasses.replace(NANO, data=DataConfig(source="mqar"))

@@ -30,7 +30,7 @@ def _fallback(workdir: pathlib.Path) -> int | None:
     from qwen3next_jax.runs.checkpoint import Checkpoints
 
     with contextlib.redirect_stderr(io.StringIO()) as said, Checkpoints(workdir) as checkpoints:
-        step = checkpoints.newest_good_step()
+        step = checkpoints.newest_valid_step()
     return step if step == checkpoints.steps()[-1] or "is skipped" in said.getvalue() else None
 
 

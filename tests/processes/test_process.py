@@ -102,7 +102,7 @@ import functools, pathlib, sys, time
 from qwen3next_jax.processes.watchdog import Watchdog
 from qwen3next_jax.runs.store import open_store
 store = open_store(pathlib.Path(sys.argv[1]))
-with Watchdog(functools.partial(store.write_stacks, 0), tick=0.05) as watchdog:
+with Watchdog(functools.partial(store.write_thread_stacks, 0), tick=0.05) as watchdog:
     watchdog.allow(0, "a step", 1)  # no limit
     time.sleep(0.3)
     def stalled_loader(): time.sleep(60)
@@ -133,7 +133,7 @@ from qwen3next_jax.processes import supervisor
 from qwen3next_jax.runs.store import open_store
 supervisor.FIRST_PAUSE = 0.05
 workdir, command = pathlib.Path(sys.argv[1]), ["/bin/sh", "-c", sys.argv[3]]
-find_run = open_store(workdir).run_files if sys.argv[4:] else None
+find_run = open_store(workdir).run_file_identities if sys.argv[4:] else None
 sys.exit(supervisor.supervise(workdir, int(sys.argv[2]), command, find_run))
 """
 # Each start saves the next of three checkpoints; the third ends well.

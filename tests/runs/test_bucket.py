@@ -138,12 +138,12 @@ def test_one_process_has_the_lease_and_who_lost_it_writes_nothing(bucket, monkey
     second.run_locked(lambda: None)
     content = (workdir / "metrics/000000.jsonl").read_bytes()
     successor = BucketEvents(workdir / "metrics.jsonl", second, patience)
-    successor.keep(1)
+    successor.remove_later(1)
     successor.close()
     pieces.append(b'{"event": "train", "step": 2, "time": 2}\n')
     with pytest.raises(Conflict):
-        pieces._put(workdir / "metrics/000000.jsonl", b"stale", pieces._version)
-    first._beat()
+        pieces._write_piece(workdir / "metrics/000000.jsonl", b"stale", pieces._version)
+    first._renew_or_ping()
     assert set(ended) == {ExitCode.TAKEN_OVER}
     assert (workdir / "metrics/000000.jsonl").read_bytes() == content
     pieces._pending = b""
@@ -167,7 +167,7 @@ def test_the_same_events_are_kept_on_a_disk_and_in_a_bucket(bucket, tmp_path):
         with open_store(workdir) as store:
             store.run_locked(lambda: None)
             log = store.open_events()
-            before = log.keep(2, ["heldout"])
+            before = log.remove_later(2, ["heldout"])
             log.append(lines[2].encode() + b"\n")
             log.close()
         found.append((before, read_events(workdir / "metrics.jsonl")))
@@ -179,7 +179,7 @@ def test_the_same_events_are_kept_on_a_disk_and_in_a_bucket(bucket, tmp_path):
 
 
 def test_a_folder_copied_into_a_bucket_is_compared_with_its_digests(bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "PIECE", 100)
+    monkeypatch.setattr(manifest, "PIECE_BYTES", 100)
     copy = to_path("gs://bucket/copy")
     for name, size in {"empty": 0, "large": 250}.items():
         (tmp_path / name).write_bytes(bytes(size))
@@ -287,7 +287,7 @@ def test_the_owner_of_a_lock_is_printed_without_control_characters(bucket, capfd
 def test_a_bucket_that_turns_read_only_prints_no_traceback(bucket, monkeypatch, capfd):
     """The writes of a failed save end when Orbax's event loop is closed."""
     workdir, ended, raised = to_path("gs://bucket/[run]*"), [], []
-    monkeypatch.setattr(arrays, "_print_before", raised.append)
+    monkeypatch.setattr(arrays, "_previous_hook", raised.append)
     monkeypatch.setattr(Lease, "end_process", lambda self, code, _: ended.append(code) or 1 / 0)
     state = {f"{i}": jax.numpy.arange(1000.0) for i in range(60)}
     with Lease(workdir, 1.2) as lease:
@@ -295,7 +295,7 @@ def test_a_bucket_that_turns_read_only_prints_no_traceback(bucket, monkeypatch, 
         lease._done.set()
         retention = dataclasses.replace(CONFIG.checkpoint, patience=1)
         with BucketCheckpoints(workdir, retention, (), lease) as checkpoints:
-            checkpoints.begin(0)
+            checkpoints.prepare_folder(0)
             bucket.faults["read_only"] = 1.0
             checkpoints.save(2, state)
             with pytest.raises(ZeroDivisionError):
@@ -315,20 +315,20 @@ def test_a_bucket_keeps_the_best_and_waits_for_it(bucket, monkeypatch):
     with Lease(workdir, 60) as lease:
         lease.run_locked(lambda: None)
         with BucketCheckpoints(workdir, retention, (), lease) as checkpoints:
-            checkpoints.begin(0)
+            checkpoints.prepare_folder(0)
             # as if every save were still being written when the next one begins
             monkeypatch.setattr(checkpoints, "_is_saving", lambda: checkpoints._saving is not None)
             for step, loss in {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0}.items():
-                checkpoints.hear({"event": "heldout", "step": step, "loss": loss})
+                checkpoints.note_heldout_loss({"event": "heldout", "step": step, "loss": loss})
                 checkpoints.save(step, state, may_skip=step < 4)
             checkpoints.wait()
             assert checkpoints.steps() == [2, 4]
             checkpoints.save(5, state)
             checkpoints.wait()
             assert checkpoints.steps() == [2, 4, 5]
-            assert [step for event, step, _ in checkpoints.events() if event == "save_failed"] == [
-                3
-            ]
+            assert [
+                step for event, step, _ in checkpoints.take_events() if event == "save_failed"
+            ] == [3]
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import Config, DataConfig, Stage, TrainConfig, from_dict, to_dict
 from qwen3next_jax.data.estimate import Estimate
-from qwen3next_jax.runs.dry_run import estimate_reading, parent_reading
+from qwen3next_jax.runs.dry_run import estimate_source_readings, find_parent_reading
 from qwen3next_jax.runs.facts import read_facts
 from qwen3next_jax.runs.folder import saved_steps
-from qwen3next_jax.runs.record import Parent
-from qwen3next_jax.runs.start import decide
+from qwen3next_jax.runs.record import ParentCheckpoint
+from qwen3next_jax.runs.start import decide_start
 from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.training.stages import (
     DataCursor,
@@ -143,12 +143,12 @@ def test_resumed_around_a_boundary_it_is_the_run_that_was_resumed_at_one(staged,
 )
 def test_only_what_comes_may_change(tmp_path, config, message):
     (tmp_path / "checkpoints" / "15").mkdir(parents=True)
-    open_store(tmp_path).write_run(record(config=to_dict(STAGED)))
+    open_store(tmp_path).write_run_json(record(config=to_dict(STAGED)))
     if message:
         with pytest.raises(UserError, match=message):
-            decide(config, read_facts(config, tmp_path))
+            decide_start(config, read_facts(config, tmp_path))
     else:
-        decide(config, read_facts(config, tmp_path))
+        decide_start(config, read_facts(config, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -255,12 +255,12 @@ def test_a_dry_run_counts_the_epochs_of_a_branch_as_its_training_does(mixed):
 
     def estimated(parent, data, record):
         source = SimpleNamespace(config=dataclasses.replace(branch, data=data))
-        facts = SimpleNamespace(source=source, folder=SimpleNamespace(record=record))
+        facts = SimpleNamespace(initial_model=source, folder=SimpleNamespace(record=record))
         start = SimpleNamespace(config=branch, parent=parent, facts=facts)
-        reading = parent_reading(SimpleNamespace(stages=stages), start)
-        return estimate_reading(stages, estimates, reading)
+        reading = find_parent_reading(SimpleNamespace(stages=stages), start)
+        return estimate_source_readings(stages, estimates, reading)
 
-    parent, other = Parent("parent", 9, "", ""), dataclasses.replace(config.data, seed=1)
+    parent, other = ParentCheckpoint("parent", 9, "", ""), dataclasses.replace(config.data, seed=1)
     for name in "ab":
         close = {"abs": 1 / sizes[name]}  # a row
         for read in (

@@ -10,7 +10,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.files import UserInput, apply_overrides, load_config_file
 from qwen3next_jax.model.layer_properties import partial_ablations
-from qwen3next_jax.runs.record import recorded_config
+from qwen3next_jax.runs.record import read_config_if_readable
 from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sweeps import points, runner
 from qwen3next_jax.sweeps.check import check_settings
@@ -163,17 +163,17 @@ def test_a_file_is_held_to_what_it_says_itself(tmp_path, monkeypatch):
 def test_a_run_that_has_begun_goes_on_with_what_it_has(tmp_path, overrides, message):
     config, settings = given(TINY, **overrides)
     with pytest.raises(UserError, match=message):
-        unused_settings.check(config, settings, recorded_config(tmp_path))
-    open_store(tmp_path).write_run(record(config=to_dict(config)))
-    unused_settings.check(config, settings, recorded_config(tmp_path))
+        unused_settings.check(config, settings, read_config_if_readable(tmp_path))
+    open_store(tmp_path).write_run_json(record(config=to_dict(config)))
+    unused_settings.check(config, settings, read_config_if_readable(tmp_path))
     with pytest.raises(UserError, match=message):
         unused_settings.check(config, settings)
     changed = to_dict(config)
     changed["train"]["router_z_loss_weight"] = 0.2
     changed["data"]["path"], changed["model"]["mixer"]["prefix_tokens"] = "", 3
-    open_store(tmp_path).write_run(record(config=changed))
+    open_store(tmp_path).write_run_json(record(config=changed))
     with pytest.raises(UserError, match=message):
-        unused_settings.check(config, settings, recorded_config(tmp_path))
+        unused_settings.check(config, settings, read_config_if_readable(tmp_path))
 
 
 def test_a_sweep_may_give_what_some_points_read(tmp_path, monkeypatch):

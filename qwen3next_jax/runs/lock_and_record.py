@@ -1,4 +1,4 @@
-"""Locks the folder of a run, and records the start in it."""
+"""Locks the folder of a run, and makes the record of the run's start, which run.json holds."""
 
 import contextlib
 import dataclasses
@@ -18,11 +18,17 @@ from qwen3next_jax.processes.distributed import (
     is_process_0,
     run_on_all,
 )
-from qwen3next_jax.runs.changes import Machines, compare_data, compare_machines
-from qwen3next_jax.runs.checks import check_code
+from qwen3next_jax.runs.changes import CodeAndDevices, compare_code_and_devices, compare_data
+from qwen3next_jax.runs.checks import check_versions_of_weights
 from qwen3next_jax.runs.facts import ParentRun, PretrainedModel, read_facts
-from qwen3next_jax.runs.record import BaseModel, Change, Parent, RunRecord, settings_as_json
-from qwen3next_jax.runs.start import Start, decide
+from qwen3next_jax.runs.record import (
+    BaseModel,
+    Change,
+    ParentCheckpoint,
+    RunRecord,
+    settings_as_json,
+)
+from qwen3next_jax.runs.start import Start, decide_start
 from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursors
@@ -30,12 +36,13 @@ from qwen3next_jax.training.stages import DataCursors
 
 @contextlib.contextmanager
 def lock_folder(start: Start, data: Sequence[Data], store: RunStore) -> Iterator[Start]:
-    """Locks the folder of a run until the end of the `with` block, and moves an old run in it aside
-    if the start says so. Compares the data, the code and the devices with run.json.
+    """Locks the folder of a run until the end of the `with` block. With `--restart`, or if an
+    earlier `--restart` did not finish, moves the old run's files in it to `before-TIME`. Compares
+    the data, the code and the devices with run.json.
 
-    The folder is read again under the lock. If it, or the model in `train.init_from`, has changed
-    since the decision, because preparing the data can take hours, the start is decided again.
-    Process 0 does this for all processes.
+    Preparing the data can take hours. So the folder is read again under the lock, and if the folder
+    or the model in `train.init_from` has changed, the start is decided again. Process 0 does this
+    for all processes.
 
     Args:
       start: the decision about the start.
@@ -43,7 +50,7 @@ def lock_folder(start: Start, data: Sequence[Data], store: RunStore) -> Iterator
       store: the store of the run.
 
     Yields:
-      The start, with all changes since the last one.
+      The decision about the start, with all changes since the last start.
 
     Raises:
       UserError: another process trains in the folder, or it has the files of another run.
@@ -55,22 +62,23 @@ def lock_folder(start: Start, data: Sequence[Data], store: RunStore) -> Iterator
 def _lock_and_decide_again(start: Start, data: Sequence[Data], store: RunStore) -> Start:
     decided = start
 
-    def compare() -> dict[str, Any]:
+    def decide_and_compare() -> dict[str, Any]:
         nonlocal decided
         if start.facts.restart or store.is_restart_unfinished():
-            store.move_aside()
+            store.move_old_run_aside()
         decided = _decide_again(start)
-        folder, tokens = decided.facts.folder, decided.facts.tokens
+        folder, tokenizers = decided.facts.folder, decided.facts.tokenizers
         tokenizer = data[0].tokenizer.fingerprint
         require(
-            tokens is None or tokens.ours.fingerprint == tokenizer,
-            f"train.init_from = {start.given.train.init_from}: its tokenizer was replaced while "
-            "the data were prepared with the one before: start again",
+            tokenizers is None or tokenizers.run_tokenizer.fingerprint == tokenizer,
+            f"train.init_from = {start.given_config.train.init_from}: its tokenizer was replaced "
+            "while the data were prepared with the one before: start again",
         )
         changes = list(decided.changes)
-        if record := folder.trained_record():
-            compare_data(folder, record, [rows.fingerprint for rows in data], tokenizer)
-            changes = sorted([*changes, *compare_machines(record, _machines())])
+        if record := folder.record_if_trained():
+            compare_data(folder, record, [stage_data.fingerprint for stage_data in data], tokenizer)
+            machines = compare_code_and_devices(record, _present_code_and_devices())
+            changes = sorted([*changes, *machines])
             if not folder.has_events:
                 warn(
                     f"{folder.path / 'metrics.jsonl'} is missing: a new one begins at the step at "
@@ -82,40 +90,42 @@ def _lock_and_decide_again(start: Start, data: Sequence[Data], store: RunStore) 
             "changes": changes,
         }
 
-    found = broadcast_from_process_0(lambda: store.run_locked(compare))
+    found = broadcast_from_process_0(lambda: store.run_locked(decide_and_compare))
     if found["is_changed"]:  # process 0 has read the folders again; now the others do
         decided = run_on_all(lambda: decided if is_process_0() else _decide_again(start))
     check_shared_folder(store.workdir, start.config.parallel.start_timeout)
     parent = found["parent"]
     return dataclasses.replace(
         decided,
-        parent=parent and Parent(**parent),
+        parent=parent and ParentCheckpoint(**parent),
         changes=tuple(Change(*change) for change in found["changes"]),
     )
 
 
 def _decide_again(start: Start) -> Start:
-    """Reads the facts again, and returns `start` if they are the same, or else a new decision."""
-    facts = read_facts(start.given, start.workdir, writes_telemetry=is_process_0())
+    """Reads again what the start depends on. Returns `start` if nothing has changed, or else a new
+    decision.
+    """
+    facts = read_facts(start.given_config, start.workdir, writes_telemetry=is_process_0())
     if facts == start.facts:
         return start
-    again = decide(start.given, facts)
-    check_code(again)
+    again = decide_start(start.given_config, facts)
+    check_versions_of_weights(again)
     return again
 
 
 def make_record(
     start: Start, run: ResolvedRun, cursors: DataCursors, tokenizer: str
 ) -> RunRecord | None:
-    """Returns the new content of run.json; None if it does not change.
+    """Returns the new content of run.json; None if the file stays as it is.
 
     Args:
       start: the result of `lock_folder`.
-      run: the run.
-      cursors: for every stage, the place in the training data at which it begins to read.
+      run: the resolved run.
+      cursors: for every stage, the place in the training data at which the stage begins to read.
       tokenizer: the fingerprint of the tokenizer.
     """
-    before = start.facts.folder.trained_record()
+    before = start.facts.folder.record_if_trained()
     if before and not start.changes:
         return None
     now = RunRecord(
@@ -123,10 +133,10 @@ def make_record(
         data=tuple(cursors),
         tokenizer=tokenizer,
         versions=versions(run.model),
-        source=base_model(start.facts.source),
+        source=base_model_record(start.facts.initial_model),
         id=uuid.uuid4().hex,
         parent=start.parent,
-        **_machines()._asdict(),
+        **_present_code_and_devices()._asdict(),
     )
     if before is None:
         return now
@@ -140,16 +150,21 @@ def make_record(
     )
 
 
-def base_model(source: ParentRun | PretrainedModel | None) -> BaseModel | None:
-    """Returns the base model of a run that begins with `source`. The folder of a parent need not be
-    kept, so its base model is recorded, without the stamp of its files.
+def base_model_record(initial_model: ParentRun | PretrainedModel | None) -> BaseModel | None:
+    """Returns the Hugging Face directory with which the weights of a run began, as run.json records
+    it. A run that begins with a parent run copies the parent's entry, because the user may delete
+    the parent; the entry `files`, which only the first run needs, is left out.
     """
-    if isinstance(source, PretrainedModel):
-        return BaseModel(str(source.folder.absolute()), source.model.hf_form, source.files)
-    base = source and source.record.source
+    if isinstance(initial_model, PretrainedModel):
+        return BaseModel(
+            str(initial_model.folder.absolute()),
+            initial_model.model_config.hf_form,
+            initial_model.files_digest,
+        )
+    base = initial_model and initial_model.record.source
     return base and dataclasses.replace(base, files="")
 
 
-def _machines() -> Machines:
+def _present_code_and_devices() -> CodeAndDevices:
     devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-    return Machines(code_version(), jax.process_count(), devices)
+    return CodeAndDevices(code_version(), jax.process_count(), devices)
