@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     dump = read_dump(folder)
     reason = escape_control(f"step {dump.step}, halted because of {dump.reason}")
     print(f"{arguments[0]}: {reason}")
-    for row, names in enumerate(dump.documents):
+    for row, names in enumerate(dump.document_names):
         print(escape_control(f"row {row}: {', '.join(names)}"))
 
     stage = stage_at(dump.run.stages, dump.step)

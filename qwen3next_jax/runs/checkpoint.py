@@ -263,9 +263,9 @@ def load_adapters(
 
 
 def _entries_to_read(workdir: pathlib.Path, config: Config, params: dict, ema: bool) -> State:
-    """Returns the part of the abstract train state that holds `params`: the entries "step" and
-    "params". With `ema` the moving averages, in the entry "ema", replace all parameters that are
-    not frozen as a whole.
+    """Returns the entries of the abstract train state to read for the parameters `params`: "step"
+    and "params". With `ema`, the entry "ema" has the moving averages of the parameters, and
+    "params" has only the parameters that are frozen as a whole, which have no average.
 
     Raises:
       UserError: `ema` is true, and the run has no moving average.

@@ -20,7 +20,7 @@ from qwen3next_jax.training.stages import resolve_stages
 SAMPLE_TEMPERATURE = 0.7
 
 
-def check_and_resolve(start: Start, mesh: Mesh) -> ResolvedRun:
+def check_and_resolve_run(start: Start, mesh: Mesh) -> ResolvedRun:
     """Resolves the settings of a run for its mesh, and checks that the run can start with them.
 
     Raises:

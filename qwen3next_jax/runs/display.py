@@ -267,7 +267,7 @@ class Display:
             line = f"step {step}  sample {event['text']!r}"
         elif kind == "operators":
             self._operators = operator_lines(event["operators"])
-            self._slow = slow_operator_lines(event["operators"])
+            self._slow = missing_kernel_lines(event["operators"])
             line = "\n".join((*self._operators, *(f"warning: {text}" for text in self._slow)))
         elif kind == "checkpoint":
             self._checkpoint = f"step {step}"
@@ -437,7 +437,7 @@ def operator_lines(operators: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{', '.join(same)}: {why}" for why, same in names.items()]
 
 
-def slow_operator_lines(operators: Sequence[Mapping[str, Any]]) -> list[str]:
+def missing_kernel_lines(operators: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the consequences of operators that run without kernels, such as slow steps. Each
     consequence appears once, with the first reason for it.
 

@@ -14,7 +14,7 @@ from qwen3next_jax.data.pipeline import find_sources, source_of
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.checks import check_and_resolve
+from qwen3next_jax.runs.checks import check_and_resolve_run
 from qwen3next_jax.runs.folder import check_checkpoints_not_lost
 from qwen3next_jax.runs.init_from import describe_skipped_checkpoints
 from qwen3next_jax.runs.memory import (
@@ -57,7 +57,7 @@ def dry_run(start: Start, *, devices: Sequence[Any] | None = None) -> ExitCode:
         source, and no values of the tensors in `train.init_from`.
     """
     mesh = make_mesh(start.config.parallel, devices)
-    run = run_on_all(lambda: check_and_resolve(start, mesh))
+    run = run_on_all(lambda: check_and_resolve_run(start, mesh))
     lengths = sorted({stage.sequence_length for stage in run.stages})
     data = run_on_all(lambda: _read_first_documents(run.config.data, run.model.vocab_size, lengths))
     step = (
@@ -74,7 +74,7 @@ def dry_run(start: Start, *, devices: Sequence[Any] | None = None) -> ExitCode:
     _print_size(run)
     print(f"Data: {data.text}")
     _print_stages(run, taken)
-    _print_epochs(run, data.estimates, find_parent_reading(run, start))
+    _print_epochs(run, data.size_estimates, find_data_read_by_parent(run, start))
     if step:
         first = f"after step {step}"
     elif not train.init_from:
@@ -171,12 +171,12 @@ class _DataSummary(NamedTuple):
 
     Attributes:
       text: the description, for the terminal.
-      estimates: the estimated size of each data source; None for a source whose text files are
+      size_estimates: the estimated size of each data source; None for a source whose text files are
         gone, so that only prepared tokens remain. Empty if the data are generated.
     """
 
     text: str
-    estimates: Sequence[Estimate | None]
+    size_estimates: Sequence[Estimate | None]
 
 
 def _read_first_documents(
@@ -208,7 +208,7 @@ def _read_first_documents(
     return _DataSummary(text, estimates)
 
 
-class ParentReading(NamedTuple):
+class DataReadByParent(NamedTuple):
     """How much training data the parent of a run had read when the run began.
 
     Attributes:
@@ -220,23 +220,23 @@ class ParentReading(NamedTuple):
     shared_stages: Sequence[ResolvedStage]
 
 
-def find_parent_reading(run: ResolvedRun, start: Start) -> ParentReading:
+def find_data_read_by_parent(run: ResolvedRun, start: Start) -> DataReadByParent:
     """Returns how much the parent had read, if the run begins or began with the whole state of its
     parent (`train.init_state = "all"`). If the run has a checkpoint of its own, its parent is not
     read: the parent's stages are assumed to be those of the run.
     """
     if start.config.train.init_state != "all":
-        return ParentReading(0, ())
+        return DataReadByParent(0, ())
     if start.parent:
-        ours = {_reading_key(stage) for stage in run.stages}
+        ours = {_key_of_rows_read(stage) for stage in run.stages}
         theirs = resolve_stages(start.facts.initial_model.config)
-        same = [stage for stage in theirs if _reading_key(stage) in ours]
-        return ParentReading(start.parent.step, same)
+        same = [stage for stage in theirs if _key_of_rows_read(stage) in ours]
+        return DataReadByParent(start.parent.step, same)
     cursor = first_cursor(start.facts.folder.record.data)
-    return ParentReading(cursor.step, run.stages if cursor.continues_stream else ())
+    return DataReadByParent(cursor.step, run.stages if cursor.continues_stream else ())
 
 
-def _reading_key(stage: ResolvedStage) -> tuple[DataConfig, int]:
+def _key_of_rows_read(stage: ResolvedStage) -> tuple[DataConfig, int]:
     """Returns a key that is equal for two stages that read the same rows, even if the weights of
     their data sources differ.
     """
@@ -244,7 +244,7 @@ def _reading_key(stage: ResolvedStage) -> tuple[DataConfig, int]:
 
 
 def estimate_source_readings(
-    stages: Sequence[ResolvedStage], estimates: Sequence[Estimate], parent: ParentReading
+    stages: Sequence[ResolvedStage], estimates: Sequence[Estimate], parent: DataReadByParent
 ) -> dict[str, SourceReading]:
     """Estimates how much of each data source a run reads, including what its parent has read.
 
@@ -274,7 +274,7 @@ def estimate_source_readings(
 
 
 def _print_epochs(
-    run: ResolvedRun, estimates: Sequence[Estimate | None], parent: ParentReading
+    run: ResolvedRun, estimates: Sequence[Estimate | None], parent: DataReadByParent
 ) -> None:
     """Prints how often the run reads each data source, as far as the first documents of the source
     let one estimate its size.

@@ -32,7 +32,7 @@ def report_already_finished(
     divergence = broadcast_from_process_0(lambda: _recorded_divergence_reason(workdir, step))
     beyond = "its last" if step == run.steps else f"beyond train.steps = {run.steps}"
     summary = f"{workdir}: already trained to step {step}, {beyond}."
-    return report_last_step(run, workdir, step, divergence, summary, tokenizer)
+    return report_finished_run(run, workdir, step, divergence, summary, tokenizer)
 
 
 def _recorded_divergence_reason(workdir: pathlib.Path, step: int) -> str:
@@ -87,7 +87,7 @@ def dump_and_report_halt(
         documents=documents,
     )
     names = sorted({name for row in documents for name in row})
-    return _print_and_return(
+    return _print_end(
         ExitCode.DIVERGED,
         f"stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
         f"{', …' * (len(names) > 8)}. To run the step again: "
@@ -103,19 +103,19 @@ def report_early_end(
     and returns the exit code.
     """
     if not is_saved:
-        return _print_and_return(
+        return _print_end(
             ExitCode.NOT_SAVED,
             f"step {step} could not be saved in {workdir} (see above): make room; the same command "
             "then resumes from the previous checkpoint",
         )
-    return _print_and_return(
+    return _print_end(
         ExitCode.INTERRUPTED,
         f"Interrupted: saved after step {step} of {run.steps} in {workdir}. The same command "
         "resumes from there.",
     )
 
 
-def report_last_step(
+def report_finished_run(
     run: ResolvedRun,
     workdir: pathlib.Path,
     step: int,
@@ -131,7 +131,7 @@ def report_last_step(
       summary: the first sentence of the message of a run that did not diverge.
     """
     if divergence:
-        return _print_and_return(
+        return _print_end(
             ExitCode.DIVERGED,
             f"{workdir}: diverged by step {step}, its last: {divergence}. "
             f"{_learning_rate_advice(run)}",
@@ -144,7 +144,7 @@ def report_last_step(
         if any(source.messages_field for source in run.config.data.sources):
             what = "--chat"
         next_commands.append(f"{shell_command('generate')} --model={folder} {what}")
-    return _print_and_return(
+    return _print_end(
         ExitCode.DONE,
         f"{summary} Checkpoints and metrics.jsonl are in {workdir}; next: "
         + ", or ".join(next_commands),
@@ -158,7 +158,7 @@ def _learning_rate_advice(run: ResolvedRun) -> str:
     )
 
 
-def _print_and_return(code: ExitCode, text: str) -> ExitCode:
+def _print_end(code: ExitCode, text: str) -> ExitCode:
     """Prints `text` on process 0, and returns `code`."""
     if is_process_0():
         is_success = code in (ExitCode.DONE, ExitCode.INTERRUPTED)

@@ -109,7 +109,7 @@ class TokenizerPair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the start of a run depends on.
+    """All facts on which the decision about the start of a run depends.
 
     Attributes:
       folder: the content of the run's folder; empty if `restart` is true.
@@ -312,7 +312,7 @@ def read_checkpoint_status(
     return CheckpointStatus(path, step, steps, (digest or "")[:20], damage)
 
 
-def require_plausible(where: str, status: CheckpointStatus) -> None:
+def require_plausible_checkpoint(where: str, status: CheckpointStatus) -> None:
     """Raises a UserError that begins with `where` if the checkpoint is missing or not plausible."""
     steps = ", ".join(map(str, status.saved_steps)) or "none"
     require(

@@ -155,7 +155,7 @@ class Dump:
       batch: the batch of the step.
       step: the number of the step.
       reason: why the guards ended the run at this step.
-      documents: the names of the documents in every row of the batch.
+      document_names: for every row of the batch, the names of its documents.
     """
 
     run: ResolvedRun
@@ -163,7 +163,7 @@ class Dump:
     batch: Batch
     step: int
     reason: str
-    documents: list[list[str]]
+    document_names: list[list[str]]
 
 
 def write_dump(
@@ -252,5 +252,5 @@ def read_dump(folder: pathlib.Path) -> Dump:
         batch=batch,
         step=record["step"],
         reason=record["reason"],
-        documents=record["documents"],
+        document_names=record["documents"],
     )

@@ -319,7 +319,7 @@ class DiagnosticsHook(Hook):
 
 def evaluation_event_kinds(run: ResolvedRun) -> set[str]:
     """Returns the kinds of events that `EvaluationHook` and `SampleHook` write each time they are
-    called. The kind of an event of `eval.suites` is "suite NAME" (see `kind_with_suite`).
+    called. The kind of an event of `eval.suites` is "suite NAME" (see `event_kind_with_suite`).
     """
     names = set()
     if has_subpackage("evals"):
@@ -331,8 +331,10 @@ def evaluation_event_kinds(run: ResolvedRun) -> set[str]:
     return names
 
 
-def kind_with_suite(event: Mapping[str, Any]) -> str:
-    """Returns the kind of an event. For an evaluation in `eval.suites` this is "suite NAME"."""
+def event_kind_with_suite(event: Mapping[str, Any]) -> str:
+    """Returns the kind of an event; "suite NAME" if the event is about the evaluation NAME in
+    `eval.suites`.
+    """
     kind = event["event"]
     return f"suite {event.get('suite')}" if kind == "suite" else kind
 

@@ -4,7 +4,12 @@ from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, LoRAConfig, ModelConfig, OptimizerConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.data.tokens import extends_tokenizer, same_token_ids
-from qwen3next_jax.runs.facts import ParentRun, PretrainedModel, TokenizerPair, require_plausible
+from qwen3next_jax.runs.facts import (
+    ParentRun,
+    PretrainedModel,
+    TokenizerPair,
+    require_plausible_checkpoint,
+)
 from qwen3next_jax.runs.folder import RunFolder
 from qwen3next_jax.runs.record import ParentCheckpoint
 
@@ -91,7 +96,7 @@ def _check_parent_run(config: Config, parent: ParentRun, folder: RunFolder) -> N
         f"{where}: it has no valid checkpoint yet (its checkpoint.every = "
         f"{theirs.checkpoint.every})",
     )
-    require_plausible(where, parent.checkpoint)
+    require_plausible_checkpoint(where, parent.checkpoint)
     scalings = [describe_optimizer_scaling(one.optimizer) for one in (theirs, config)]
     require(
         scalings[0] == scalings[1],

@@ -37,11 +37,12 @@ from qwen3next_jax.training.stages import DataCursors
 @contextlib.contextmanager
 def lock_folder(start: Start, data: Sequence[Data], store: RunStore) -> Iterator[Start]:
     """Locks the folder of a run until the end of the `with` block. With `--restart`, or if an
-    earlier `--restart` did not finish, moves the old run's files in it to `before-TIME`. Compares
-    the data, the code and the devices with run.json.
+    earlier `--restart` did not finish, moves the files of the old run to WORKDIR/before-TIME.
+    Compares the data, the code and the devices with run.json.
 
-    Preparing the data can take hours. So the folder is read again under the lock, and if the folder
-    or the model in `train.init_from` has changed, the start is decided again. Process 0 does this
+    Preparing the data can take hours, during which the folder or the model in `train.init_from` may
+    change. So both are read again once the folder is locked. If one of them has changed, the start
+    is decided again. Process 0 does this
     for all processes.
 
     Args:

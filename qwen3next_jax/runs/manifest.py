@@ -1,5 +1,5 @@
-"""Manifests: the SHA-256 digests of all files of a folder. With a manifest a reader notices a
-flipped bit in a file, which Orbax does not notice.
+"""Manifests. The manifest of a folder lists the digests of all its files. With a manifest a reader
+notices a flipped bit in a file, which Orbax does not notice.
 
     FOLDER/manifest.json    {"run": ID, "step": N, "piece": bytes,
                              "files": {relative path: [bytes, [SHA-256 of each piece]]}}
@@ -127,7 +127,7 @@ def arrays_folder(directory: Folder) -> Folder:
     return _resolved_arrays_folder(directory, place)
 
 
-def content_one_folder_deeper(content: bytes) -> bytes:
+def content_after_move_to_subfolder(content: bytes) -> bytes:
     """Returns the content that a manifest needs after a move into a subfolder, so that its key
     "arrays", a relative path, still names the same folder. The content of a damaged manifest is
     returned unchanged.

@@ -1,10 +1,10 @@
-"""run.json: the type `RunRecord` of its content, and functions that read the file and make its
+"""run.json: the type of its content (`RunRecord`), a function that reads it, and one that makes its
 text.
 
     WORKDIR/run.json    configuration, data, tokenizer, code, processes, devices, parent, and every
                         allowed change since the first start; with its format and a digest
 
-A run writes run.json before its first step. Every resume compares its settings with the file.
+A run writes run.json before its first step. A run that resumes compares its settings with the file.
 """
 
 import dataclasses

@@ -82,7 +82,7 @@ class Rewinder:
         self._checkpoints.prepare_folder(step)
         sharding = state["guards"]["data_offset"].sharding
         state["guards"]["data_offset"] = jax.device_put(np.int32(data_offset), sharding)
-        self._metrics.remove_later(step)
+        self._metrics.remove_events_after(step)
         self._metrics.write(
             "rewind", halt.step, to_step=step, data_offset=data_offset, reason=halt.reason
         )

@@ -2,8 +2,8 @@
 
 `decide_start` raises every error that follows from the settings and the facts alone. It reads no
 file: `facts.read_facts` has read all that the decision depends on. Neither function imports JAX, so
-the user learns of a mistake within a second. `checks.check_and_resolve` later checks what depends
-on the mesh and on the code of the model.
+the user learns of a mistake within a second. `checks.check_and_resolve_run` later checks what
+depends on the mesh and on the code of the model.
 """
 
 import dataclasses

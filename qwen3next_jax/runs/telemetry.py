@@ -1,5 +1,5 @@
-"""Writes `metrics.jsonl`, the record of a run. The terminal, TensorBoard, Weights & Biases and
-report.html show the events of this file. docs/reference/metrics.md describes the events.
+"""Writes the events of a run to `metrics.jsonl`. The terminal, TensorBoard, Weights & Biases and
+report.html show these events. docs/reference/metrics.md describes the events.
 """
 
 import json
@@ -58,7 +58,7 @@ class MetricsFile:
         """
         self._log, self._listeners = log, tuple(listeners)
         if log is not None:
-            before = log.remove_later(steps_before, repeated)
+            before = log.remove_events_after(steps_before, repeated)
             lost_steps = max(before.last_train_step - steps_before, 0)
             self._previous = {"previous_end": before.last_time, "lost_steps": lost_steps}
 
@@ -120,12 +120,12 @@ class MetricsFile:
         if self._log is not None:
             self._log.flush()
 
-    def remove_later(self, step: int) -> None:
+    def remove_events_after(self, step: int) -> None:
         """Removes the events after `step`, because the run takes these steps again. Events of the
         kinds in `store.events.PROCESS_EVENTS` stay.
         """
         if self._log is not None:
-            self._log.remove_later(step)
+            self._log.remove_events_after(step)
 
 
 def _non_finite_as_text(value: Any) -> Any:

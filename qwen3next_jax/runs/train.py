@@ -32,14 +32,14 @@ from qwen3next_jax.processes.distributed import (
 )
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
 from qwen3next_jax.runs import hooks
-from qwen3next_jax.runs.checks import check_and_resolve
+from qwen3next_jax.runs.checks import check_and_resolve_run
 from qwen3next_jax.runs.display import Display, display_title
 from qwen3next_jax.runs.endings import (
     dump_and_report_halt,
     last_step_divergence_reason,
     report_already_finished,
     report_early_end,
-    report_last_step,
+    report_finished_run,
 )
 from qwen3next_jax.runs.first_state import describe_first_state, make_first_state
 from qwen3next_jax.runs.guard_flags import GuardFlags, Halted
@@ -103,7 +103,7 @@ def train(
 
     # ---- Mesh
     mesh = make_mesh(start.config.parallel, devices)
-    run = run_on_all(lambda: check_and_resolve(start, mesh))
+    run = run_on_all(lambda: check_and_resolve_run(start, mesh))
     run_on_all(lambda: check_state_fits(run.abstract_state))
 
     # ---- Data
@@ -182,7 +182,7 @@ def train(
     summary = f"Trained {step} steps: held-out {heldout}."
     if run.config.checkpoint.keep_best and best is not None:
         summary += f" Of the checkpoints, step {best} has the lowest held-out loss (--step=best)."
-    return report_last_step(run, store.workdir, step, divergence, summary, data[0].tokenizer)
+    return report_finished_run(run, store.workdir, step, divergence, summary, data[0].tokenizer)
 
 
 # ---- Data and folder
@@ -216,9 +216,10 @@ def _missing_evaluation_kinds(run: ResolvedRun, start: Start, step: int) -> list
     the step of the newest checkpoint. Returns [] if metrics.jsonl has all of these events, or if
     none were due.
 
-    Events can be missing for two reasons. A run that is asked to stop saves before it evaluates,
-    and may be killed between the two. And an evaluation may have ended the run with an error; its
-    events count as missing, unless the settings now say that errors in hooks do not end the run.
+    Events of evaluations can be missing for two reasons. A run that is asked to stop saves before
+    it evaluates, and may be killed between the two. And an evaluation may have ended the run with
+    an error; its events count as missing, unless the settings now say that errors in hooks do not
+    end the run.
 
     If this start changes the settings `eval`, nothing is missing, because the run was not to
     evaluate with the new settings.
@@ -230,7 +231,7 @@ def _missing_evaluation_kinds(run: ResolvedRun, start: Start, step: int) -> list
     def find_missing_kinds() -> list[str]:
         events = iterate_events(start.workdir / "metrics.jsonl")
         of_step = [event for _, event in events if event["step"] == step]
-        recorded = {hooks.kind_with_suite(event) for event in of_step}
+        recorded = {hooks.event_kind_with_suite(event) for event in of_step}
         failed = {event["hook"] for event in of_step if event["event"] == "hook_failed"}
         continues_without = run.config.train.on_hook_error == "continue"
         if continues_without and failed & {EVALUATION_HOOK_NAME, SAMPLE_HOOK_NAME}:

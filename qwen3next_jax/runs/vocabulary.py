@@ -14,16 +14,16 @@ def fill_vocabulary_from_tokenizer(
     trains on text.
 
     A resumed run keeps the values in its run.json; its tokenizer and its parent are not read. A new
-    run takes the values from the tokenizer `data.tokenizer`. If that is "", it takes them from the
-    tokenizer of the model in `train.init_from`.
+    run takes the values from the tokenizer that `data.tokenizer` names. If `data.tokenizer` is "",
+    a new run takes the values from the tokenizer of the model in `train.init_from`.
 
     Args:
       values: the settings as a nested dict; it is changed in place.
       workdir: the folder of a run that may resume; None: the run is new.
 
     Raises:
-      UserError: the tokenizer cannot be loaded, `train.init_from` does not exist, or a record of
-        the run in `workdir` is missing.
+      UserError: the tokenizer cannot be loaded, `train.init_from` does not exist, or a file of the
+        run in `workdir` is missing.
     """
     model = values.get("model", {})
     data = values.get("data", {})

@@ -32,7 +32,7 @@ from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.facts import (
     newest_plausible_step,
     read_checkpoint_status,
-    require_plausible,
+    require_plausible_checkpoint,
     split_step,
 )
 from qwen3next_jax.runs.init_from import NON_STRUCTURAL_SETTINGS, describe_optimizer_scaling
@@ -219,7 +219,7 @@ def _find_source(name: str) -> MergeSource:
         step, _ = newest_plausible_step(folder, record.id)
         require(step is not None, f"{name}: the run has no valid checkpoint")
     status = read_checkpoint_status(folder, step, record.id)
-    require_plausible(name, status)
+    require_plausible_checkpoint(name, status)
     check_module_versions(folder, record.versions, record.code, config.model)
     return MergeSource(name, folder, step, record, config, status.manifest_digest)
 

@@ -21,7 +21,7 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.runs.checks import check_and_resolve
+from qwen3next_jax.runs.checks import check_and_resolve_run
 from qwen3next_jax.runs.first_state import describe_first_state, make_first_state
 from qwen3next_jax.runs.record import BaseModel, ParentCheckpoint, read_record
 from qwen3next_jax.runs.start import prepare_start
@@ -155,7 +155,7 @@ def test_a_vocabulary_grows_by_the_mean_of_its_rows(base, tmp_path):
         train=dataclasses.replace(BASE.train, init_from=str(base)),
     )
     start = prepare_start(grown, tmp_path)
-    run = check_and_resolve(start, make_mesh(grown.parallel, jax.devices()[:1]))
+    run = check_and_resolve_run(start, make_mesh(grown.parallel, jax.devices()[:1]))
     data = open_stages(run.stages, grown.model.vocab_size)
     assert f"{SMALLEST.vocab_size} grows to {grown.model.vocab_size}" in describe_first_state(
         run, data, start

@@ -138,7 +138,7 @@ def test_one_process_has_the_lease_and_who_lost_it_writes_nothing(bucket, monkey
     second.run_locked(lambda: None)
     content = (workdir / "metrics/000000.jsonl").read_bytes()
     successor = BucketEvents(workdir / "metrics.jsonl", second, patience)
-    successor.remove_later(1)
+    successor.remove_events_after(1)
     successor.close()
     pieces.append(b'{"event": "train", "step": 2, "time": 2}\n')
     with pytest.raises(Conflict):
@@ -167,7 +167,7 @@ def test_the_same_events_are_kept_on_a_disk_and_in_a_bucket(bucket, tmp_path):
         with open_store(workdir) as store:
             store.run_locked(lambda: None)
             log = store.open_events()
-            before = log.remove_later(2, ["heldout"])
+            before = log.remove_events_after(2, ["heldout"])
             log.append(lines[2].encode() + b"\n")
             log.close()
         found.append((before, read_events(workdir / "metrics.jsonl")))

@@ -6,7 +6,7 @@ import pytest
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import LoRAConfig, ModelConfig, Stage
-from qwen3next_jax.runs.checks import check_and_resolve
+from qwen3next_jax.runs.checks import check_and_resolve_run
 from qwen3next_jax.runs.facts import PretrainedModel
 from qwen3next_jax.runs.memory import check_activations_fit, minimum_activation_bytes
 from qwen3next_jax.runs.notices import surprising_settings
@@ -19,7 +19,7 @@ from tests.runs.test_branching import with_
 
 def notices(tmp_path, **groups):
     start = prepare_start(with_(**groups), tmp_path)
-    return surprising_settings(check_and_resolve(start, single_device_mesh()), start)
+    return surprising_settings(check_and_resolve_run(start, single_device_mesh()), start)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_adapters_beside_a_vocabulary_that_grows_are_named(tmp_path):
 
 def test_a_batch_beyond_the_memory_is_refused(tmp_path):
     config = with_(train={"batch_size": 10**9})
-    run = check_and_resolve(prepare_start(config, tmp_path), single_device_mesh())
+    run = check_and_resolve_run(prepare_start(config, tmp_path), single_device_mesh())
     (stage,) = run.stages
     expected = 10**9 * config.train.sequence_length * config.model.hidden_size * 4
     assert minimum_activation_bytes(run, stage) == expected * config.model.num_hidden_layers
@@ -72,7 +72,7 @@ def test_a_batch_beyond_the_memory_is_refused(tmp_path):
 def test_a_hook_that_is_missing_is_no_start(tmp_path):
     start = prepare_start(with_(train={"hooks": ("no_such_module:add",)}), tmp_path)
     with pytest.raises(UserError, match="train.hooks.*no_such_module"):
-        check_and_resolve(start, single_device_mesh())
+        check_and_resolve_run(start, single_device_mesh())
 
 
 def test_a_dry_run_prints_no_bound_of_zero(tmp_path, capsys):

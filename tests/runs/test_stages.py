@@ -13,7 +13,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import Config, DataConfig, Stage, TrainConfig, from_dict, to_dict
 from qwen3next_jax.data.estimate import Estimate
-from qwen3next_jax.runs.dry_run import estimate_source_readings, find_parent_reading
+from qwen3next_jax.runs.dry_run import estimate_source_readings, find_data_read_by_parent
 from qwen3next_jax.runs.facts import read_facts
 from qwen3next_jax.runs.folder import saved_steps
 from qwen3next_jax.runs.record import ParentCheckpoint
@@ -257,7 +257,7 @@ def test_a_dry_run_counts_the_epochs_of_a_branch_as_its_training_does(mixed):
         source = SimpleNamespace(config=dataclasses.replace(branch, data=data))
         facts = SimpleNamespace(initial_model=source, folder=SimpleNamespace(record=record))
         start = SimpleNamespace(config=branch, parent=parent, facts=facts)
-        reading = find_parent_reading(SimpleNamespace(stages=stages), start)
+        reading = find_data_read_by_parent(SimpleNamespace(stages=stages), start)
         return estimate_source_readings(stages, estimates, reading)
 
     parent, other = ParentCheckpoint("parent", 9, "", ""), dataclasses.replace(config.data, seed=1)

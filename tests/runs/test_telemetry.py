@@ -94,7 +94,7 @@ def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
     with MetricsFile(LocalEvents(path), 20) as metrics:
         metrics.write_start(20, start_time=200.0)
         metrics.write("train", 40, time=240.0)
-        metrics.remove_later(30)
+        metrics.remove_events_after(30)
         metrics.write("train", 35, time=245.0)
     events = read_events(path)
     assert [(e["event"], e["step"]) for e in events] == [
@@ -122,7 +122,7 @@ def test_other_processes_write_and_show_nothing(tmp_path, capsys):
     ):
         metrics.write_start(0, start_time=1.0)
         metrics.write("train", 1)
-        metrics.remove_later(0)
+        metrics.remove_events_after(0)
         display(TRAIN)
     assert capsys.readouterr().out == ""
 

@@ -25,8 +25,9 @@ logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in r
 
 
 def _print_unraisable(error: Any) -> None:
-    """Prints an exception that Python could not raise, with one exception: after a failed save,
-    TensorStore's threads report the end of each write to an event loop that Orbax has closed.
+    """Prints an exception that Python could not raise, but not the errors "Event loop is closed".
+    TensorStore's threads cause these after a failed save, when they report the end of their writes
+    to an event loop that Orbax has closed.
     """
     if str(error.exc_value) != "Event loop is closed":
         _previous_hook(error)
@@ -161,8 +162,8 @@ def with_text_keys(state: Any) -> Any:
 
 
 def with_original_keys(restored: Any, pattern: Any) -> Any:
-    """Returns the values of `restored`, whose keys are text, under the original keys, those of
-    `pattern`. Leaves are matched by key and not by order, because as text "10" sorts before "2".
+    """Returns `restored` with the keys of `pattern` in place of the text keys that `with_text_keys`
+    made. Leaves are matched by key and not by order, because as text "10" sorts before "2".
     """
     if type(pattern) is dict:
         return {

@@ -8,8 +8,8 @@
 
 `--restart` moves an old run by copying its small objects and then deleting the originals. The
 arrays of its checkpoints stay in WORKDIR/arrays, where the moved manifests find them. A new run
-puts its own id into the names of the folders of its arrays, and deletes no other arrays. Dumps and
-profiles stay where they are, too.
+puts its own id into the names of the folders of its arrays, and deletes no other arrays. The dumps
+and profiles of the old run stay where they are, too.
 """
 
 import faulthandler
@@ -186,6 +186,6 @@ class BucketStore(RunStore):
 def _move_object(source: BucketPath, target: BucketPath) -> None:
     content = source.read_bytes()
     if source.name == manifest.FILE_NAME:
-        content = manifest.content_one_folder_deeper(content)
+        content = manifest.content_after_move_to_subfolder(content)
     target.write_bytes(content)
     source.unlink(missing_ok=True)

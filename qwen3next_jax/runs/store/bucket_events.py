@@ -9,8 +9,8 @@ seconds, and the number of pieces depends only on the number of bytes.
 Every write is conditional: the piece must have the version that this process wrote or read last. If
 the piece has another version, there are two cases. If this process still has the run's lock, and
 the piece holds a beginning of what is to be written, then the answer to an earlier write was lost,
-and the piece is written. Otherwise the process ends. A process begins with `remove_later`, which
-writes the newest piece again, so a process that had the lock before cannot write it any more.
+and the piece is written. Otherwise the process ends. A process begins with `remove_events_after`,
+which writes the newest piece again, so a process that had the lock before cannot write it any more.
 """
 
 import threading
@@ -55,9 +55,9 @@ class BucketEvents(EventLog):
         )
         self._thread.start()
 
-    def remove_later(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
-        """As `EventLog.remove_later`. Reads the pieces from the newest one back, until a piece
-        holds a "train" event of `last_step` or an earlier step, because all events in earlier
+    def remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
+        """As `EventLog.remove_events_after`. Reads the pieces from the newest one back, until a
+        piece holds a "train" event of `last_step` or an earlier step, because all events in earlier
         pieces stay. The result is about the events in the pieces that were read.
         """
         self.flush()

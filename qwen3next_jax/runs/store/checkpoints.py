@@ -1,5 +1,5 @@
-"""`CheckpointWriter`, the base class that writes and deletes the checkpoints of a run. Its
-subclasses are for a disk and for a bucket.
+"""`CheckpointWriter`, the base class that writes and deletes the checkpoints of a run. One
+subclass writes to a disk, another to a bucket.
 
     WORKDIR/damaged/    checkpoints that a resume found damaged
 

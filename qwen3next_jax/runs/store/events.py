@@ -21,7 +21,7 @@ PROCESS_EVENTS = (
 
 
 class PreviousEvents(NamedTuple):
-    """How far an earlier process came, by the events that `EventLog.remove_later` found.
+    """How far an earlier process came, by the events that `EventLog.remove_events_after` found.
 
     Attributes:
       last_time: the time of the newest event, in seconds since 1970; None if there is none.
@@ -33,10 +33,12 @@ class PreviousEvents(NamedTuple):
 
 
 class EventLog(abc.ABC):
-    """Writes the lines of a run's metrics.jsonl. Call `remove_later` before the first `append`."""
+    """Writes the lines of a run's metrics.jsonl. Call `remove_events_after` before the first
+    `append`.
+    """
 
     @abc.abstractmethod
-    def remove_later(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
+    def remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
         """Removes the events after `last_step` (see `is_kept`), because this process takes these
         steps again. Returns how far the earlier process came.
 

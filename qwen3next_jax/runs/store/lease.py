@@ -223,8 +223,8 @@ class Lease:
         self._thread.start()
 
     def _renew_periodically(self) -> None:
-        """Runs in a thread until the lock is released: renews the lock every third of `seconds`,
-        and ends the process if the bucket does not answer for the time of `patience`.
+        """Renews the lock every third of `seconds`, until the lock is released. Ends the process if
+        the bucket does not answer for `patience` seconds. Runs in a thread of its own.
         """
         failing_since, reason = None, ""
         while not self._done.wait(self.seconds / 3):

@@ -20,8 +20,8 @@ class LocalEvents(EventLog):
         self._file: int | None = None  # a descriptor
         self._unwritten = b""
 
-    def remove_later(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
-        """As `EventLog.remove_later`. Rewrites the file without these events, and opens it."""
+    def remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
+        """As `EventLog.remove_events_after`. Rewrites the file without these events."""
         self.close()
         before, temporary = PreviousEvents(None, 0), self._path.with_suffix(".tmp")
         try:

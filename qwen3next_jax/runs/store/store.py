@@ -85,8 +85,8 @@ class RunStore(abc.ABC):
 
     @abc.abstractmethod
     def is_restart_unfinished(self) -> bool:
-        """Whether a process was killed in `move_old_run_aside`. Then the next start moves the
-        remaining files, which belong to the old run, with or without --restart.
+        """Whether a process was killed in `move_old_run_aside`, so that files of the old run
+        remain. The next start moves the remaining files, with or without --restart.
         """
 
     @abc.abstractmethod
@@ -108,7 +108,7 @@ class RunStore(abc.ABC):
     # ---- run.json and the tokenizer
 
     def write_run_json(self, record: RunRecord) -> None:
-        """Writes run.json. If the process is killed meanwhile, the old file remains.
+        """Writes run.json. If the process is killed meanwhile, the old run.json remains.
 
         Raises:
           UserError: the file cannot be written.
@@ -185,8 +185,8 @@ class RunStore(abc.ABC):
     @abc.abstractmethod
     def write_thread_stacks(self, process: int, stop: dict[str, Any]) -> None:
         """Writes the stacks of all threads of this process, because it hangs, and says on standard
-        error where the stacks are. The implementation takes no lock, because a thread that hangs
-        may hold it, and does not wait long for a bucket.
+        error where the stacks are. Takes no lock of this process, because a thread that hangs may
+        hold the lock. Waits only a few seconds for a bucket.
 
         Args:
           process: the index of the process.
