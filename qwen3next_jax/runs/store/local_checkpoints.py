@@ -112,13 +112,13 @@ class LocalCheckpoints(CheckpointWriter):
         trained, frozen = split_frozen(state, self._frozen_paths)
         run = run_id(self.workdir)
 
-        def must_write() -> bool:
+        def clear_if_damaged() -> bool:
             if manifest.find_damage(self._frozen, sizes_only=True, run=run) is None:
                 return False
             shutil.rmtree(self._frozen, ignore_errors=True)
             return True
 
-        if broadcast_from_process_0(must_write):
+        if broadcast_from_process_0(clear_if_damaged):
             write_arrays(self._frozen, frozen)
             if is_process_0():
                 _check_chunks_of_folder(self._frozen, count_chunks(frozen))
