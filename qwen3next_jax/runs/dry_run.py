@@ -106,7 +106,7 @@ def _print_size(run: ResolvedRun) -> None:
     sizes = {
         "parameters": bytes_per_device(params),
         "optimizer state": bytes_per_device(opt_state),
-        "gradients": bytes_per_device(params) - bytes_per_device(run.groups.frozen(params)),
+        "gradients": bytes_per_device(params) - bytes_per_device(run.groups.select_frozen(params)),
     }
     if "ema" in run.abstract_state:
         sizes["average of the parameters"] = bytes_per_device(run.abstract_state["ema"])
@@ -268,7 +268,7 @@ def estimate_source_readings(
             share = tokens * weight / sum(weights)
             before = read.get(source.name, SourceReading(0.0, 0.0, 0))
             read[source.name] = SourceReading(
-                before.epochs + share / one.tokens, before.tokens + share, round(one.documents)
+                before.epochs + share / one.tokens, before.tokens_read + share, round(one.documents)
             )
     return read
 

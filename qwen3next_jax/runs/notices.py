@@ -11,7 +11,7 @@ def surprising_settings(run: ResolvedRun, start: Start) -> list[str]:
     """Returns one line for each setting that may surprise the user. `train.py` and `--dry-run`
     print these lines before the run computes anything.
     """
-    lines = [*partial_ablations(run.model), *run.groups.lines]
+    lines = [*partial_ablations(run.model), *run.groups.summary_lines]
     lines += filter(None, [_warm_up_warning(run.stages[0])])
     model, released = run.model, ModelConfig()
     if (

@@ -30,7 +30,7 @@ from qwen3next_jax.processes.distributed import (
     process_0_first,
     run_on_all,
 )
-from qwen3next_jax.processes.watchdog import Signals, Watchdog
+from qwen3next_jax.processes.watchdog import SignalHandler, Watchdog
 from qwen3next_jax.runs import hooks
 from qwen3next_jax.runs.checks import check_and_resolve_run
 from qwen3next_jax.runs.display import Display, display_title
@@ -61,10 +61,10 @@ from qwen3next_jax.training.stages import (
     DataCursors,
     ResolvedStage,
     describe_epochs,
-    epochs_of_stages,
+    epoch_by_stream,
     epochs_warning,
     first_cursor,
-    open_stages,
+    open_data_of_stages,
     place_cursors,
     reading_by_source,
     resolve_stages,
@@ -148,7 +148,7 @@ def train(
             # ---- Loop
             rewinder = Rewinder(run, data, loaded.cursors, start, checkpoints, metrics)
             if missed:
-                watchdog.allow(
+                watchdog.set_time_limit(
                     run.config.train.compile_timeout, "an evaluation", loaded.steps_before
                 )
                 with reports_out_of_memory(lambda: stage_at(run.stages, loaded.steps_before)):
@@ -196,7 +196,7 @@ def _open_data(run: ResolvedRun) -> list[Data]:
     """
     with PreparationProgress() as progress:
         data = process_0_first(
-            lambda: open_stages(
+            lambda: open_data_of_stages(
                 run.stages, run.model.vocab_size, progress if is_process_0() else None
             )
         )
@@ -318,7 +318,7 @@ class _Observers(NamedTuple):
 
     display: Display
     metrics: MetricsFile
-    signals: Signals
+    signals: SignalHandler
     watchdog: Watchdog
     profiler: Profiler
 
@@ -339,7 +339,9 @@ def _open_observers(
         not write all of them (`_missing_evaluation_kinds`).
     """
     parent = start.parent.path if loaded.continues_parent else ""
-    read = reading_by_source(loaded.cursors[-1].rows_read(run.steps), epochs_of_stages(data))
+    read = reading_by_source(
+        loaded.cursors[-1].rows_read_by_stream(run.steps), epoch_by_stream(data)
+    )
     if is_process_0() and (line := epochs_warning(read)):
         warn(line)
     epochs = describe_epochs(read, run.steps)
@@ -348,7 +350,7 @@ def _open_observers(
     with (
         Display(shown, run.stages, loaded.steps_before, is_process_0()) as display,
         open_metrics(run, store, loaded.steps_before, display, missed) as metrics,
-        Signals(display.say) as signals,
+        SignalHandler(display.say) as signals,
         Watchdog(functools.partial(store.write_thread_stacks, jax.process_index())) as watchdog,
         Profiler(run.config.profile, store.workdir, metrics.write) as profiler,
     ):
@@ -421,7 +423,7 @@ def _train_with_rewinds(
             with reports_out_of_memory(lambda: trainer.stage):
                 return trainer.train(state, steps_before)
         except Halted as halt:
-            watchdog.allow(
+            watchdog.set_time_limit(
                 trainer.run.config.train.compile_timeout, "a rewind or a dump", halt.step
             )
             rewound = rewinder.rewind(halt)
@@ -470,7 +472,7 @@ def _add_hooks(
         trainer.add_hook(hook, every=0, required=True)
     save_every = config.checkpoint.every
     trainer.add_hook(
-        hooks.MetricsHook(trainer, metrics, epochs_of_stages(data)),
+        hooks.MetricsHook(trainer, metrics, epoch_by_stream(data)),
         every=(config.train.log_every, save_every),
         at_stage_end=True,
         at_stop=True,
@@ -492,7 +494,7 @@ def _add_hooks(
             evaluation,
             every=config.eval.every,
             at_stage_end=True,
-            after_stop=True,
+            last_at_stop=True,
             name=EVALUATION_HOOK_NAME,
         )
     if config.eval.sample_tokens and has_subpackage("inference"):
@@ -500,7 +502,7 @@ def _add_hooks(
             hooks.SampleHook(run, metrics, config.eval, data[0], display.show_activity),
             every=config.eval.every,
             at_stage_end=True,
-            after_stop=True,
+            last_at_stop=True,
             name=SAMPLE_HOOK_NAME,
         )
     for name in config.train.hooks:
