@@ -38,7 +38,7 @@ MIXERS = {
     "mlstm": "qwen3next_jax.zoo.mlstm:MLSTM",
     "gsa": "qwen3next_jax.zoo.gated_slots:GSA",
     "abc": "qwen3next_jax.zoo.gated_slots:ABC",
-    "dfw": "qwen3next_jax.zoo.gated_linear:DFW",
+    "dfw": "qwen3next_jax.zoo.gated_linear:DecayingFastWeights",
     "mamba": "qwen3next_jax.zoo.state_space:Mamba",
     "rwkv4": "qwen3next_jax.zoo.rwkv:RWKV4",
     "gdn2": "qwen3next_jax.zoo.kda:GDN2",

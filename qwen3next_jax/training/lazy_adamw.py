@@ -61,7 +61,7 @@ def look_up(
     positions = document_positions(batch["segment_ids"])
     ids, rows = {}, {}
     for path, number in tables.items():
-        ids[number] = model.ple.module().ids(model, number, batch["tokens"], positions)
+        ids[number] = model.ple.module().ngram_ids(model, number, batch["tokens"], positions)
         table, of_table = get(params, path)[0], _declared(model, path)
         rows[number] = row_tables.look_up_rows(
             table, ids[number], of_table, mesh, dtype=model.dtype

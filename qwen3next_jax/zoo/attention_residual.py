@@ -42,7 +42,9 @@ EXAMPLES = {
 
 
 class DepthAttention(nnx.Module):
-    """The weighted mean of the sources that one mixer, one MLP or the head reads, and its norm."""
+    """Computes the input of one mixer, one MLP or the head: the norm of a weighted mean of the
+    sources.
+    """
 
     def __init__(self, config: ModelConfig, make: Make):
         self.config = config
@@ -56,7 +58,7 @@ class DepthAttention(nnx.Module):
 
         Args:
           v_BTE: all sources.
-          visible: how many of them are read, from the first on; at least 1.
+          visible: number of sources in the mean, counted from the first source; at least 1.
         """
         weight_D = self.query[...] * self.key_norm[...]
 
@@ -148,12 +150,16 @@ class AttentionResidual(Block):
 
     @staticmethod
     def observed(v_BTE, config):
-        """The sum of all sources, which is the residual stream of the placement "pre"."""
+        """Returns the sum of all sources. With the placement "pre", this sum is the residual
+        stream.
+        """
         return sum(jnp.split(v_BTE, v_BTE.shape[-1] // config.hidden_size, axis=-1))
 
     @staticmethod
     def residual_flops(config, layers):
-        """The scores and the mean of the sources that are read: 4 D for each of them."""
+        """Counts the FLOPs of the scores and of the weighted means: 4 D for each source that a
+        mixer, an MLP or the head reads.
+        """
         size = config.streams.block_layers
         read = 1 + -(-layers // size)  # by the head
         for layer in range(layers):
@@ -166,12 +172,12 @@ class AttentionResidual(Block):
 # --------------------------------------------------------------------------------------------------
 
 
-def depth_reference(config, params, last, embedding_D, blocks):
+def attention_residual_reference(config, params, last, embedding_D, blocks):
     """Returns N(h) of the head [D] for one token, in the dtype of the inputs.
 
     Args:
       params: list of the parameters of every mixer's and every MLP's `DepthAttention`, in order.
-      last: those of the head's.
+      last: the parameters of the head's `DepthAttention`.
       embedding_D: the token's embedding.
       blocks: functions from the input N(h) [D] of each mixer and MLP to its output [D].
     """

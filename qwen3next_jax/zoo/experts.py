@@ -41,7 +41,7 @@ EXAMPLES = {
 ALPHA, LIMIT = 1.702, 7.0  # constants of the clipped SwiGLU, as in gpt-oss
 
 
-def expert_form_of_mlp(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, keep_hidden):
+def routed_experts_from_mlp(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, keep_hidden):
     """Returns a function with the arguments and the result that `model.expert_forms` describes. It
     computes the weighted sum of each token's chosen experts; `mlp` computes the experts.
 
@@ -111,16 +111,17 @@ class SquaredReLUExperts(SparseMoE):
 
     @staticmethod
     def expert_form(*args, **how):
-        return expert_form_of_mlp(_squared_relu_mlp, *args, **how)
+        return routed_experts_from_mlp(_squared_relu_experts, *args, **how)
 
 
 def _squared_relu(x):
     return jnp.square(jax.nn.relu(x))
 
 
-def _squared_relu_mlp(tensor_shards, x_QD, up_EDI, down_EID, sizes_E):
-    """Computes the routed experts of `SquaredReLUExperts`; the argument `mlp` of
-    `expert_form_of_mlp`."""
+def _squared_relu_experts(tensor_shards, x_QD, up_EDI, down_EID, sizes_E):
+    """Computes the routed experts of `SquaredReLUExperts`. It is passed to
+    `routed_experts_from_mlp` as the argument `mlp`.
+    """
     hidden_QI = keeping_inputs(_squared_relu, grouped_matmul(x_QD, up_EDI, sizes_E))
     return grouped_matmul(hidden_QI, down_EID, sizes_E)
 
@@ -159,7 +160,7 @@ class ClippedSwiGLUExperts(SparseMoE):
 
     @staticmethod
     def expert_form(*args, **how):
-        return expert_form_of_mlp(_clipped_swiglu_mlp, *args, **how)
+        return routed_experts_from_mlp(_clipped_swiglu_experts, *args, **how)
 
 
 def _clipped_swiglu(gate_up):
@@ -171,9 +172,10 @@ def _clipped_swiglu(gate_up):
     return gate * jax.nn.sigmoid(ALPHA * gate) * (jnp.clip(up, -LIMIT, LIMIT) + 1)
 
 
-def _clipped_swiglu_mlp(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bias_ED, sizes_E):
-    """Computes the routed experts of `ClippedSwiGLUExperts`; the argument `mlp` of
-    `expert_form_of_mlp`."""
+def _clipped_swiglu_experts(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bias_ED, sizes_E):
+    """Computes the routed experts of `ClippedSwiGLUExperts`. It is passed to
+    `routed_experts_from_mlp` as the argument `mlp`.
+    """
     gate_up = gate_up.reshape(*gate_up.shape[:2], -1)  # [E, D, 2, I] or [E, D, 2·I]
     gate_up_bias = gate_up_bias.reshape(len(sizes_E), -1)
     hidden_QI = keeping_inputs(

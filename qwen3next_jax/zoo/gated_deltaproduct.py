@@ -84,10 +84,10 @@ class GatedDeltaProduct(GatedDeltaNet):
             beta_BTHn = jnp.broadcast_to(beta_BTHn[..., None], (*beta_BTHn.shape, n))
         ids = heads.segment_ids
         heads = heads._replace(
-            q=_place_at_write(heads.q, n - 1, n),
+            q=_zeros_at_other_writes(heads.q, n - 1, n),
             k=_writes_to_time_axis(heads.k, n),
             v=_writes_to_time_axis(heads.v, n),
-            g=_place_at_write(heads.g, 0, n),
+            g=_zeros_at_other_writes(heads.g, 0, n),
             beta=_writes_to_time_axis(beta_BTHn, n)[..., 0],
             segment_ids=None if ids is None else jnp.repeat(ids, n, axis=1),
         )
@@ -124,7 +124,7 @@ def _writes_to_time_axis(x_BTHC: jax.Array, n: int) -> jax.Array:
     return jnp.swapaxes(x_BTHnC, 2, 3).reshape(batch, time * n, heads, width // n)
 
 
-def _place_at_write(x: jax.Array, write: int, n: int) -> jax.Array:
+def _zeros_at_other_writes(x: jax.Array, write: int, n: int) -> jax.Array:
     """Returns [B, n T, …] for x [B, T, …]. Each token has n entries: number `write` (from 0) is the
     token's entry of x, and the others are zeros.
     """

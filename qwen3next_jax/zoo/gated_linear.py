@@ -124,7 +124,7 @@ class HGRN2(ChannelDecay):
         )
 
 
-class DFW(ChannelDecay):
+class DecayingFastWeights(ChannelDecay):
     """Decaying fast weights (2210.04243): each key channel and each value channel has a decay.
 
     S ← Diag(σ(W x)) S Diag(σ(W' x)) + k vᵀ, o = Sᵀq. A norm of each head follows; there is no
@@ -145,13 +145,13 @@ class DFW(ChannelDecay):
         return Inputs(qkv, g=jax.nn.log_sigmoid(project_to_float32(x_BTD, self.decay_proj)))
 
     def recurrence(self, heads, state):
-        key_decay, value_decay = jnp.split(heads.g, (heads.q.shape[-1],), axis=-1)
+        key_decay, value_log_decay = jnp.split(heads.g, (heads.q.shape[-1],), axis=-1)
         o_BTHV, final_state = channel_delta_rule(
             heads.q,
             heads.k,
             heads.v,
             g=key_decay,
-            value_decay=value_decay,
+            value_log_decay=value_log_decay,
             delta_term=False,
             initial_state=state and state["state"],
             segment_ids=heads.segment_ids,
@@ -177,14 +177,14 @@ def hgrn2_reference(config, params, x):
     return project_out(params, rms_norm(config, o) * params["norm"])
 
 
-def dfw_reference(config, params, x):
+def decaying_fast_weights_reference(config, params, x):
     q, k, v, _ = queries_keys_values_gate(config, params, x)
     decay = jax.nn.sigmoid(jnp.einsum("td,dhc->thc", x, params["decay_proj"]))
 
     def step(s, token):
         q, k, v, decay = token
-        key_decay, value_decay = decay[:, : k.shape[-1]], decay[:, k.shape[-1] :]
-        s = key_decay[..., None] * s * value_decay[:, None] + k[..., None] * v[:, None]
+        key_decay, value_log_decay = decay[:, : k.shape[-1]], decay[:, k.shape[-1] :]
+        s = key_decay[..., None] * s * value_log_decay[:, None] + k[..., None] * v[:, None]
         return s, jnp.einsum("hkv,hk->hv", s, q)
 
     empty = jnp.zeros((*k.shape[1:], v.shape[-1]))
@@ -192,4 +192,8 @@ def dfw_reference(config, params, x):
     return project_out(params, rms_norm(config, o) * params["norm"])
 
 
-REFERENCES = {"gla": gla_reference, "hgrn2": hgrn2_reference, "dfw": dfw_reference}
+REFERENCES = {
+    "gla": gla_reference,
+    "hgrn2": hgrn2_reference,
+    "dfw": decaying_fast_weights_reference,
+}

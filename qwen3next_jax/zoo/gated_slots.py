@@ -78,7 +78,7 @@ class MemorySlots(Recurrent):
             heads.k,
             strength_BTHM,
             g=no_decay_BTHK,
-            value_decay=g_BTHM,
+            value_log_decay=g_BTHM,
             initial_state=state and state["state"],
             **common,
         )

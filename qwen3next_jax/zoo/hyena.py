@@ -282,14 +282,14 @@ def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None
         )
         if segment_ids is not None:
             segment_ids = jax.lax.all_gather(segment_ids, axis_name, axis=1, tiled=True)
-    y_BTC = _convolve(x_BTC, kernel_TC, _number_documents(segment_ids, x_BTC.shape[:2]))
+    y_BTC = _convolve_documents(x_BTC, kernel_TC, _document_numbers(segment_ids, x_BTC.shape[:2]))
     if axis_name is not None:
         y_BTC = jax.lax.all_to_all(y_BTC, axis_name, split_axis=1, concat_axis=2, tiled=True)
         y_BTC = y_BTC[..., :size]
     return y_BTC.reshape(x.shape).astype(x.dtype)
 
 
-def _number_documents(segment_ids, shape):
+def _document_numbers(segment_ids, shape):
     """Returns the number of each token's document, [B, T]. The documents of a row have the numbers
     1, 2, …; padding has the number 0. If `segment_ids` is None, all tokens have the number 1.
     """
@@ -309,7 +309,7 @@ def _fold_over_documents(step, start, document_BT, *arrays):
       step: function (result of the previous call, mask [B, T, 1] of the document's tokens, *arrays)
         → result. The arrays that it gets are 0 outside the document.
       start: the first argument of the first call.
-      document_BT: the result of `_number_documents`.
+      document_BT: the result of `_document_numbers`.
       arrays: arrays [B, T, C].
 
     Returns:
@@ -327,7 +327,7 @@ def _fold_over_documents(step, start, document_BT, *arrays):
     return jax.lax.while_loop(is_left, one, (jnp.ones((), jnp.int32), start))[1]
 
 
-def _fourier_transforms(time: int):
+def _transform_and_inverse(time: int):
     """Returns two functions. The first computes the real Fourier transform along the second-last
     axis, padded to a power of two of at least 2 · `time` - 1 entries. The second computes the
     inverse transform and returns the first `time` entries.
@@ -338,11 +338,11 @@ def _fourier_transforms(time: int):
 
 
 @jax.custom_vjp
-def _convolve(x_BTC, kernel_TC, document_BT):
+def _convolve_documents(x_BTC, kernel_TC, document_BT):
     """Returns y [B, T, C], the convolution within each document. `document_BT` is the result of
-    `_number_documents`.
+    `_document_numbers`.
     """
-    there, back = _fourier_transforms(x_BTC.shape[1])
+    there, back = _transform_and_inverse(x_BTC.shape[1])
     transformed = there(kernel_TC)
     return _fold_over_documents(
         lambda y, here, x: y + jnp.where(here, back(there(x) * transformed), 0),
@@ -352,9 +352,9 @@ def _convolve(x_BTC, kernel_TC, document_BT):
     )
 
 
-def _convolve_backward(residuals, dy_BTC):
+def _convolve_documents_backward(residuals, dy_BTC):
     x_BTC, kernel_TC, document_BT = residuals
-    there, back = _fourier_transforms(x_BTC.shape[1])
+    there, back = _transform_and_inverse(x_BTC.shape[1])
     mirrored = jnp.conj(there(kernel_TC))
 
     def step(total, here, x, dy):
@@ -369,4 +369,6 @@ def _convolve_backward(residuals, dy_BTC):
     return dx, back(dkernel), None
 
 
-_convolve.defvjp(lambda *inputs: (_convolve(*inputs), inputs), _convolve_backward)
+_convolve_documents.defvjp(
+    lambda *inputs: (_convolve_documents(*inputs), inputs), _convolve_documents_backward
+)

@@ -18,9 +18,10 @@ The head reads the norm of the sum of the streams, as in the hyper-connections o
 layer of the multi-token prediction module has streams of its own, which start as its input. The
 weight of the norm of vec(X) is part of φ, as in the paper.
 
-Start values: α = 0.01, as in the paper. The paper does not give those of the biases. Here b_pre and
-b_post are 0, and b_res is 0 except for its diagonal (`DIAGONAL`). So the streams are equal at first
-and hardly mix, and each of them is nearly the stream of the placement "pre".
+Start values: α = 0.01, as in the paper. The paper does not give the start values of the biases.
+Here b_pre and b_post start at 0, and b_res starts at 0 except for its diagonal (`DIAGONAL`). So the
+streams are equal at first and hardly mix, and each of them is nearly the residual stream of the
+placement "pre".
 
 Letters: B batch, T time, S streams, D model, E = S·D, X = S + S + S².
 """
@@ -46,7 +47,9 @@ EXAMPLES = {
 
 
 class HyperConnection(nnx.Module):
-    """The three maps around one block, and the norm of the block's input."""
+    """Computes the three maps H_pre, H_post and H_res around one block. It also holds the norm of
+    the block's input.
+    """
 
     def __init__(self, config: ModelConfig, make: Make):
         self.config = config
@@ -62,7 +65,7 @@ class HyperConnection(nnx.Module):
             lambda shape: jnp.broadcast_to(bias_X, shape), bias_X.shape, ".", kind="rate"
         )
 
-    def maps(self, h_BTE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def pre_post_and_res_maps(self, h_BTE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Computes the maps of every token from its streams h [B, T, E].
 
         Returns:
@@ -111,26 +114,26 @@ def sinkhorn(logits: jax.Array, iterations: int) -> jax.Array:
     return jax.nn.softmax(logits, axis=1)
 
 
-def _read(h_BTE: jax.Array, pre_SBT: jax.Array) -> jax.Array:
+def _block_input(h_BTE: jax.Array, pre_SBT: jax.Array) -> jax.Array:
     """Returns H_pre X, [B, T, D]."""
     slices = jnp.split(h_BTE, len(pre_SBT), axis=-1)
-    return _weighted(pre_SBT, slices).astype(h_BTE.dtype)
+    return _weighted_sum(pre_SBT, slices).astype(h_BTE.dtype)
 
 
-def _write(
+def _streams_after_block(
     h_BTE: jax.Array, y_BTD: jax.Array, post_SBT: jax.Array, res_SSBT: jax.Array
 ) -> jax.Array:
     """Returns H_res X + H_postᵀ y, [B, T, E], for the output y of the block."""
     slices = jnp.split(h_BTE, len(post_SBT), axis=-1)
     y_BTD = y_BTD.astype(post_SBT.dtype)
     new = [
-        (_weighted(row_SBT, slices) + own_BT[..., None] * y_BTD).astype(h_BTE.dtype)
+        (_weighted_sum(row_SBT, slices) + own_BT[..., None] * y_BTD).astype(h_BTE.dtype)
         for row_SBT, own_BT in zip(res_SSBT, post_SBT)
     ]
     return jnp.concatenate(new, axis=-1)
 
 
-def _weighted(weight_SBT: jax.Array, slices: list[jax.Array]) -> jax.Array:
+def _weighted_sum(weight_SBT: jax.Array, slices: list[jax.Array]) -> jax.Array:
     """Returns the sum of the streams [B, T, D], each times its weight."""
     return sum(
         w_BT[..., None] * h_BTD.astype(w_BT.dtype) for w_BT, h_BTD in zip(weight_SBT, slices)
@@ -147,10 +150,10 @@ class MHC(Block):
 
     def around(self, h_BTE, part, context):
         connection = getattr(self, f"{part}_norm")
-        pre_SBT, post_SBT, res_SSBT = connection.maps(h_BTE)
-        x_BTD = keeping_inputs(_read, h_BTE, pre_SBT)
+        pre_SBT, post_SBT, res_SSBT = connection.pre_post_and_res_maps(h_BTE)
+        x_BTD = keeping_inputs(_block_input, h_BTE, pre_SBT)
         return rms_norm(x_BTD, connection.norm[...], self.config), lambda y_BTD: keeping_inputs(
-            _write, h_BTE, y_BTD, post_SBT, res_SSBT
+            _streams_after_block, h_BTE, y_BTD, post_SBT, res_SSBT
         )
 
     @staticmethod
@@ -165,7 +168,9 @@ class MHC(Block):
 
     @staticmethod
     def residual_flops(config, layers):
-        """H_pre X, H_res X and H_postᵀ y, around the mixer and the MLP of every layer."""
+        """Counts the FLOPs of H_pre X, H_res X and H_postᵀ y, around the mixer and the MLP of every
+        layer.
+        """
         s = config.streams.hc_count
         return layers * 2 * 2.0 * (s + s * s + s) * config.hidden_size
 
@@ -174,7 +179,7 @@ class MHC(Block):
 # --------------------------------------------------------------------------------------------------
 
 
-def streams_reference(config, params, h_SD, blocks):
+def streams_after_blocks_reference(config, params, h_SD, blocks):
     """Returns the streams of one token after some blocks, [S, D], in the dtype of the inputs.
 
     Args:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.recurrent import Heads, Inputs, Recurrent
-from qwen3next_jax.zoo.ops import normalizer
+from qwen3next_jax.zoo.ops import attention_weight_sums
 from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
@@ -48,8 +48,8 @@ class ScalarDecay(Recurrent):
     """The base class of the mixers in this file: S ← e^g S + β k vᵀ, o = Sᵀq. There is no
     convolution, and q and k are not normalised.
 
-    If `normalises` returns True, there is a second state z [K], z ← e^g z + β k, and a subclass
-    divides o by the sum of the weights, zᵀq.
+    If `divides_by_weight_sum` returns True, there is a second state z [K], z ← e^g z + β k, and a
+    subclass divides o by the sum of the weights, zᵀq.
     """
 
     switches = ("delta_rule",)
@@ -57,7 +57,7 @@ class ScalarDecay(Recurrent):
     normalize_qk = False
 
     @classmethod
-    def normalises(cls, config) -> bool:
+    def divides_by_weight_sum(cls, config) -> bool:
         """Returns whether the mixer divides its output by the sum of the weights."""
         return False
 
@@ -77,7 +77,7 @@ class ScalarDecay(Recurrent):
           row} for both states.
         """
         o_BTHV, states = ScalarDecay.recurrence(self, heads, state)
-        weight_BTH, z_BHK = normalizer(
+        weight_BTH, z_BHK = attention_weight_sums(
             heads.q,
             heads.k,
             g=heads.g,
@@ -91,7 +91,7 @@ class ScalarDecay(Recurrent):
     @classmethod
     def init_cache(cls, config, batch, length):
         cache = super().init_cache(config, batch, length)
-        if cls.normalises(config):
+        if cls.divides_by_weight_sum(config):
             cache["normaliser"] = jnp.zeros(cache["state"].shape[:-1])
         return cache
 
@@ -99,7 +99,7 @@ class ScalarDecay(Recurrent):
     def activation_flops(cls, config, length):
         """Counts the FLOPs per token of writing and reading the states S and z."""
         flops = super().activation_flops(config, length)
-        if cls.normalises(config):
+        if cls.divides_by_weight_sum(config):
             flops += 4 * config.linear_num_value_heads * config.linear_key_head_dim
         return flops
 
@@ -145,7 +145,7 @@ class LinearAttention(ScalarDecay):
         return (o_BTHV / (weight_BTH[..., None] + LINEAR_EPSILON)).astype(heads.v.dtype), states
 
     @classmethod
-    def normalises(cls, config):
+    def divides_by_weight_sum(cls, config):
         return cls.settings(config).normaliser
 
 
@@ -316,7 +316,7 @@ class GatedRFA(ScalarDecay):
         return (o_BTHV / weight_BTH[..., None]).astype(heads.v.dtype), states
 
     @classmethod
-    def normalises(cls, config):
+    def divides_by_weight_sum(cls, config):
         return True
 
     @classmethod

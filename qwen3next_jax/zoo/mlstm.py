@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
-from qwen3next_jax.zoo.ops import max_plus_scan, normalizer
+from qwen3next_jax.zoo.ops import attention_weight_sums, max_plus_scan
 from qwen3next_jax.zoo.projections import project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
@@ -81,7 +81,7 @@ class MLSTM(Recurrent):
             heads._replace(q=heads.q * heads.q.shape[-1] ** 0.5), state
         )
         o_BTHV = o_BTHV.astype(jnp.float32)
-        nq_BTH, n_BHK = normalizer(
+        nq_BTH, n_BHK = attention_weight_sums(
             heads.q,
             heads.k,
             g=heads.g,

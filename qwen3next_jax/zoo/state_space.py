@@ -21,7 +21,7 @@ from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
 from qwen3next_jax.ops import causal_conv1d
 from qwen3next_jax.sharding.rules import activation_spec, per_shard
-from qwen3next_jax.zoo.ops import expanded_scan
+from qwen3next_jax.zoo.ops import low_memory_linear_scan
 from qwen3next_jax.zoo.projections import project_to_float32
 from qwen3next_jax.zoo.references import (
     causal_convolution,
@@ -178,7 +178,7 @@ class Mamba(ChannelStates):
             inputs = [y.astype(jnp.float32) for y in (x, step, b, c)]
             if state is None:
                 state = jnp.zeros((x.shape[0], *a_log.shape), jnp.float32)
-            return expanded_scan(
+            return low_memory_linear_scan(
                 expand, read, inputs, state, segment_ids=segment_ids, axis_name=context.time_axis
             )
 
@@ -279,7 +279,7 @@ class S4D(ChannelStates):
 
             if state is None:
                 state = jnp.zeros((x.shape[0], *a.shape), a.dtype)
-            return expanded_scan(
+            return low_memory_linear_scan(
                 lambda x: (rate, write * x[..., None]),
                 read,
                 x,

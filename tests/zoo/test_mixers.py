@@ -104,9 +104,9 @@ READING = (
     "finish",
     "_scan",
     "cell",
-    "queries",
-    "keys",
-    "seen",
+    "queries_for_score",
+    "keys_for_score",
+    "attention_mask",
     "score",
 )
 

@@ -116,7 +116,7 @@ def write(h, y, a, *, interpret: bool = False):
 
 
 def write_gradients(y, a, dh, *, interpret: bool = False):
-    """Returns the gradients of y [N, D] and of a [N, S] in `write`, given dh [N, E]."""
+    """Returns the gradients of y [N, D] and of a [N, S] in `add_to_streams`, given dh [N, E]."""
     spec = _Specs(dh, a.shape[1])
     widths = spec.d, spec.streams, spec.e
     return spec.call(

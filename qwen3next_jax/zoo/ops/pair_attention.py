@@ -38,7 +38,7 @@ def pair_attention(
     kv_positions: jax.Array,
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
-    num_selected: int = 0,
+    num_selected_keys: int = 0,
     sink: jax.Array | None = None,
     axis_name: str | None = None,
     chunk: int = CHUNK,
@@ -52,13 +52,13 @@ def pair_attention(
       score: function (q, k, positions [B, C, 1], kv_positions [B, 1, S]) → [B, N, C, S] float32,
         the scores of a chunk of queries and all keys.
       seen: function (positions, kv_positions) → bool [B, C, S], whether the query sees the key.
-        If `num_selected` is not 0, it returns two such arrays: the keys that the query always sees,
-        and the keys from which the keys with the highest scores are selected.
+        If `num_selected_keys` is not 0, it returns two such arrays: the keys that the query always
+        sees, and the keys from which the keys with the highest scores are selected.
       positions, kv_positions: [B, T], [B, S] integers, the position of each query and key in its
         document.
       segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each query and
         key. A query sees only keys of its document.
-      num_selected: the number of keys with the highest scores that each query and head sees in
+      num_selected_keys: the number of keys with the highest scores that each query and head sees in
         addition. 0 means none. Keys with the same score as the last selected key are seen, too.
       sink: [N] or None, one logit for each head, which enters the denominator of the softmax but
         has no value.
@@ -88,10 +88,10 @@ def pair_attention(
         t_BC1, s_B1S = t_BC[..., None], kv_positions[:, None]
         s_BNCS, visible = score(q, k, t_BC1, s_B1S), seen(t_BC1, s_B1S)
         same = True if ids_BC is None else ids_BC[..., None] == kv_segment_ids[:, None]
-        if num_selected:
+        if num_selected_keys:
             always_BCS, maybe_BCS = (x & same for x in visible)
             far_BNCS = jnp.where(maybe_BCS[:, None], s_BNCS, -jnp.inf)
-            least = jax.lax.top_k(far_BNCS, min(num_selected, far_BNCS.shape[-1]))[0][..., -1:]
+            least = jax.lax.top_k(far_BNCS, min(num_selected_keys, far_BNCS.shape[-1]))[0][..., -1:]
             visible_BNCS = always_BCS[:, None] | (maybe_BCS[:, None] & (s_BNCS >= least))
         else:
             visible_BNCS = (visible & same)[:, None]
