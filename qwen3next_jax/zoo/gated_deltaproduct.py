@@ -92,8 +92,6 @@ class GatedDeltaProduct(GatedDeltaNet):
             segment_ids=None if ids is None else jnp.repeat(ids, n, axis=1),
         )
         o_BLHV, states = super().recurrence(heads, state)
-        if heads.return_all_states:
-            states = {name: x[:, n - 1 :: n] for name, x in states.items()}
         return o_BLHV[:, n - 1 :: n], states
 
     @classmethod
