@@ -101,7 +101,7 @@ READING = (
     "attend",
     "init_cache",
     "inputs",
-    "finish",
+    "norm_and_gate",
     "_scan",
     "cell",
     "queries_for_score",
