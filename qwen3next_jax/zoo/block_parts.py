@@ -67,8 +67,8 @@ class LayerNorm:
 
     @staticmethod
     def apply(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-        """Applies the norm over the last axis of x. It is computed in float32 and returned in the
-        dtype of x.
+        """Applies the norm over the last axis of x. The norm is computed in float32, and the result
+        has the dtype of x.
         """
 
         def normalise(x, weight):
@@ -282,8 +282,8 @@ def linear_scaling(
 
 def ntk_scaling(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
     """Computes NTK-aware scaling: multiplies the base by factor^(R / (R − 2)), where R = 2 · half
-    is the number of rotated dimensions. The fastest pair keeps its frequency, and the frequency of
-    the slowest pair is divided by `factor`.
+    is the number of rotated dimensions. The fastest pair of dimensions keeps its frequency, and the
+    frequency of the slowest pair is divided by `factor`.
     """
     return (factor ** (-np.arange(half) / max(half - 1, 1))).astype(np.float32), 1.0
 
@@ -291,11 +291,11 @@ def ntk_scaling(half: int, theta: float, factor: float, context: int) -> tuple[n
 def truncated_scaling(
     half: int, theta: float, factor: float, context: int
 ) -> tuple[np.ndarray, float]:
-    """Computes a truncated basis (Giraffe, 2308.10882). A pair that makes at least one full turn
-    over `context` positions keeps its frequency. A slower pair that makes more than one turn over
-    `context` · `factor` positions gets the frequency of exactly one turn over `context` · `factor`
-    positions. The slowest pairs are not rotated. The paper does not specify the two limits; this
-    code chooses them.
+    """Computes a truncated basis (Giraffe, 2308.10882). A pair of dimensions that makes at least
+    one full turn over `context` positions keeps its frequency. A slower pair that makes more than
+    one turn over `context` · `factor` positions gets the frequency of exactly one turn over
+    `context` · `factor` positions. The slowest pairs are not rotated. The paper does not specify
+    the two limits; this code chooses them.
     """
     frequency = theta ** (-np.arange(half) / half)
     once = 2 * math.pi / context

@@ -3,7 +3,8 @@ gate (Nemotron 3 Nano), and clipped experts with biases (gpt-oss).
 
 The function `sorted_moe` of `model.expert_forms` computes the routed experts, in plain XLA. If the
 mesh splits the experts, every shard gathers the tokens of all shards and computes the outputs of
-its own experts, and a reduce-scatter sums the outputs. No choice of an expert is dropped.
+its own experts, and a reduce-scatter sums the outputs. No token is dropped: all chosen experts are
+computed.
 
 Letters: R tokens, D model, A choices per token, Q rows sorted by expert, E experts of this shard, I
 expert width, F width of a bias.
@@ -42,8 +43,9 @@ ALPHA, LIMIT = 1.702, 7.0  # constants of the clipped SwiGLU, as in gpt-oss
 
 
 def routed_experts_from_mlp(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, keep_hidden):
-    """Returns a function with the arguments and the result that `model.expert_forms` describes. It
-    computes the weighted sum of each token's chosen experts; `mlp` computes the experts.
+    """Returns a function with the arguments and the result that `model.expert_forms` describes. The
+    returned function computes the weighted sum of each token's chosen experts; `mlp` computes the
+    experts.
 
     Args:
       mlp: (number of shards of the mesh axis `tensor`, x [Q, D], *experts, group_sizes [E]) →
@@ -119,8 +121,8 @@ def _squared_relu(x):
 
 
 def _squared_relu_experts(tensor_shards, x_QD, up_EDI, down_EID, sizes_E):
-    """Computes the routed experts of `SquaredReLUExperts`. It is passed to
-    `routed_experts_from_mlp` as the argument `mlp`.
+    """Computes the routed experts of `SquaredReLUExperts`. `routed_experts_from_mlp` gets this
+    function as its argument `mlp`.
     """
     hidden_QI = keeping_inputs(_squared_relu, grouped_matmul(x_QD, up_EDI, sizes_E))
     return grouped_matmul(hidden_QI, down_EID, sizes_E)
@@ -173,8 +175,8 @@ def _clipped_swiglu(gate_up):
 
 
 def _clipped_swiglu_experts(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bias_ED, sizes_E):
-    """Computes the routed experts of `ClippedSwiGLUExperts`. It is passed to
-    `routed_experts_from_mlp` as the argument `mlp`.
+    """Computes the routed experts of `ClippedSwiGLUExperts`. `routed_experts_from_mlp` gets this
+    function as its argument `mlp`.
     """
     gate_up = gate_up.reshape(*gate_up.shape[:2], -1)  # [E, D, 2, I] or [E, D, 2·I]
     gate_up_bias = gate_up_bias.reshape(len(sizes_E), -1)
@@ -189,9 +191,9 @@ def _clipped_swiglu_experts(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID
 
 
 def _bias_of_rows(bias_EF, sizes_E, rows):
-    """Returns the bias of each row's expert, [rows, F]. It is computed as a product with a one-hot
-    matrix, because the gradient of the lookup `bias[expert]` would be a scatter-add, which in
-    bfloat16 loses most of the sum to rounding.
+    """Returns the bias of each row's expert, [rows, F]. The biases are computed as a product with a
+    one-hot matrix, because the gradient of the lookup `bias[expert]` would be a scatter-add, which
+    in bfloat16 loses most of the sum to rounding.
 
     Args:
       bias_EF: the biases of all experts.

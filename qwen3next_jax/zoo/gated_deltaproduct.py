@@ -42,7 +42,7 @@ class GatedDeltaProduct(GatedDeltaNet):
     single matrix is at most a reflection. The paper uses β between 0 and 2.
 
     With one write this is Gated DeltaNet. With n writes, the operator and kernels of Gated DeltaNet
-    run over rows of n T tokens. The diagnostic beta is the mean over the n writes.
+    run over rows of n T tokens. The diagnostic beta is the mean of β over the n writes.
     """
 
     @dataclasses.dataclass(frozen=True)

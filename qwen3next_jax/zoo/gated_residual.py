@@ -1,6 +1,6 @@
 """Several residual streams with gates in place of norms: the residual form of Qwen3.8-Flash-Next
-(transformers' `qwen4_exp`). It is the hyper-connections of arXiv 2409.19606 with a low-rank input
-gate.
+(transformers' `qwen4_exp`). These are the hyper-connections of arXiv 2409.19606 with a low-rank
+input gate.
 
 Every one of the S streams starts as the embedding. Around every block f (a mixer or an MLP), with n
 the RMSNorm of each stream alone and V, U, A weights,

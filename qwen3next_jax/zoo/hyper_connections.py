@@ -19,9 +19,9 @@ layer of the multi-token prediction module has streams of its own, which start a
 weight of the norm of vec(X) is part of φ, as in the paper.
 
 Start values: α = 0.01, as in the paper. The paper does not give the start values of the biases.
-Here b_pre and b_post start at 0, and b_res starts at 0 except for its diagonal (`DIAGONAL`). So the
-streams are equal at first and hardly mix, and each of them is nearly the residual stream of the
-placement "pre".
+Here b_pre and b_post start at 0, and b_res starts at 0 except for its diagonal
+(`INITIAL_DIAGONAL`). So the streams are equal at first and hardly mix, and each of them is nearly
+the residual stream of the placement "pre".
 
 Letters: B batch, T time, S streams, D model, E = S·D, X = S + S + S².
 """
@@ -37,8 +37,8 @@ from qwen3next_jax.model.layers import keeping_inputs, rms_norm
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import accumulation_dtype, save_for_backward
 
-ALPHA = 0.01  # the start of every α
-DIAGONAL = 5.0  # the start of the diagonal of b_res: 4 streams keep 98 % of themselves
+INITIAL_ALPHA = 0.01  # the start of every α
+INITIAL_DIAGONAL = 5.0  # the start of the diagonal of b_res: 4 streams keep 98 % of themselves
 
 # A configuration for the tests, with numbers that are not the defaults.
 EXAMPLES = {
@@ -47,8 +47,8 @@ EXAMPLES = {
 
 
 class HyperConnection(nnx.Module):
-    """Computes the three maps H_pre, H_post and H_res around one block. It also holds the norm of
-    the block's input.
+    """Computes the three maps H_pre, H_post and H_res around one block. The module also holds the
+    norm of the block's input.
     """
 
     def __init__(self, config: ModelConfig, make: Make):
@@ -59,8 +59,10 @@ class HyperConnection(nnx.Module):
         self.phi = make.matrix(
             (s, d, sum(widths)), ". embed -> .", parts=tuple(zip(("pre", "post", "res"), widths))
         )
-        bias_X = jnp.concatenate((jnp.zeros(2 * s), (DIAGONAL * jnp.eye(s)).reshape(-1)))
-        self.alpha = make.parameter(lambda shape: jnp.full(shape, ALPHA), (3,), ".", kind="rate")
+        bias_X = jnp.concatenate((jnp.zeros(2 * s), (INITIAL_DIAGONAL * jnp.eye(s)).reshape(-1)))
+        self.alpha = make.parameter(
+            lambda shape: jnp.full(shape, INITIAL_ALPHA), (3,), ".", kind="rate"
+        )
         self.bias = make.parameter(
             lambda shape: jnp.broadcast_to(bias_X, shape), bias_X.shape, ".", kind="rate"
         )

@@ -154,7 +154,7 @@ def _project_low_rank(params, name, x):
 
 
 def _log_decay(params, x):
-    """Returns g [T, H, K] for the inputs x [T, D]."""
+    """Returns the log decay g [T, H, K] for the inputs x [T, D]."""
     step = jax.nn.softplus(_project_low_rank(params, "decay", x) + params["dt_bias"])
     return -jnp.exp(params["a_log"])[:, None] * step
 

@@ -3,8 +3,8 @@ lightning attention, gated retention and gated random feature attention.
 
 In the formulas, x is a token's input; q, k and v are its query, key and value; S [K, V] is the
 recurrent state of a head; g is the log decay; β is the write strength; o is the head's output. The
-output Sᵀq is a weighted sum of values. Some mixers divide it by the sum of the weights, zᵀq, where
-z [K] is a second state.
+output Sᵀq is a weighted sum of values. Some mixers divide the output by the sum of the weights,
+zᵀq, where z [K] is a second state.
 
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """

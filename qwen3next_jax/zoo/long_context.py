@@ -1,6 +1,7 @@
 """Variants of gated attention that use its trained weights for texts longer than the training
-texts. They limit the distances by which queries and keys are rotated, divide a text into parallel
-windows, select keys, or increase the base of the rotary positions with the length of the text.
+texts. The variants limit the distances by which queries and keys are rotated, divide a text into
+parallel windows, select keys, or increase the base of the rotary positions with the length of the
+text.
 
 Letters: B batch, T queries, S keys (the tokens of the row; with a cache, its slots), C queries that
 are computed at once (a chunk), N query heads, M key/value heads, H = N // M, K head width, P pairs
@@ -64,9 +65,10 @@ class ReRoPE(PairAttention):
         return rotate(k_BSMK, s_BS, self.config), rotate(k_BSMK, far_BS, self.config)
 
     def far_rotary_positions(self, positions, window):
-        """Returns the positions by which queries or keys are rotated for the scores of far keys.
-        For queries, `window` is the setting `window`; for keys it is 0. A query's result minus a
-        key's result is the distance by which the two are rotated relative to each other.
+        """Returns the positions by which queries or keys are rotated for the scores of keys beyond
+        the window. The argument `window` is the setting `window` for queries, and 0 for keys. The
+        position returned for a query minus the position returned for a key is the distance by which
+        the two are rotated relative to each other.
         """
         return jnp.full_like(positions, window)
 

@@ -125,8 +125,8 @@ class MLA(Mixer):
         return getattr(self, name)[...].astype(x.dtype)
 
     def norm_latent(self, x, weight):
-        """Applies RMSNorm to latent vectors x. Its epsilon is `latent_norm_eps`, or `rms_norm_eps`
-        if `latent_norm_eps` is 0.
+        """Applies RMSNorm to latent vectors x. The epsilon of the norm is `latent_norm_eps`, or
+        `rms_norm_eps` if `latent_norm_eps` is 0.
         """
         eps = self.settings(self.config).latent_norm_eps or self.config.rms_norm_eps
         return rms_norm(x, weight[...], dataclasses.replace(self.config, rms_norm_eps=eps))

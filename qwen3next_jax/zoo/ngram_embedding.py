@@ -161,8 +161,8 @@ class NgramEmbedding(nnx.Module):
 
     @classmethod
     def init_cache(cls, config: ModelConfig, batch: int) -> dict[str, jax.Array]:
-        """Returns the cache before the first token. It has space for the last tokens and for the
-        last inputs of the convolution. The zeros in the cache are never read as tokens, because
+        """Returns the cache before the first token. The cache has space for the last tokens and for
+        the last inputs of the convolution. The zeros in the cache are never read as tokens, because
         an n-gram and the convolution look back no further than the start of the document.
         """
         ple = config.ple
@@ -269,8 +269,8 @@ def _multiply_32_bits(a: jax.Array, b: int) -> Words:
 def _remainder(words: Words, size_H: np.ndarray) -> jax.Array:
     """Returns [..., H] uint32, the remainder of each 64-bit number divided by each size.
 
-    It is a long division. Each step appends as many further bits of the number to the remainder as
-    fit into 32 bits.
+    The function computes a long division. Each step of the division appends as many further bits of
+    the number to the remainder as fit into 32 bits.
 
     Args:
       words: the numbers [...].

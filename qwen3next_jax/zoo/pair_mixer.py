@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from qwen3next_jax.model.gated_attention import GatedAttention, write
 from qwen3next_jax.model.layers import rotate, token_mean
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, num_shards, per_shard
-from qwen3next_jax.zoo.ops.pair_attention import CHUNK, pair_attention, scaled_dot
+from qwen3next_jax.zoo.ops.pair_attention import QUERIES_PER_CHUNK, pair_attention, scaled_dot
 
 
 class PairAttention(GatedAttention):
@@ -24,7 +24,7 @@ class PairAttention(GatedAttention):
 
     weights_of = GatedAttention
     in_place = False
-    chunk = CHUNK  # number of queries computed at once
+    chunk = QUERIES_PER_CHUNK  # number of queries computed at once
 
     def with_positions(self, x_BTNK, positions_BT):
         return x_BTNK  # unchanged, because `queries_for_score` and `keys_for_score` rotate

@@ -1,10 +1,10 @@
 """Qwen Sparse Attention (QSA): gated attention in which an indexer chooses, for each query, the
 blocks of keys that the query sees (Qwen3.8-Flash-Next; transformers' `qwen4_exp`).
 
-The indexer has H small query heads and one key head. Its keys are averaged over blocks of `ratio`
-consecutive tokens, counted from the document's start. A block is complete for a query if the query
-is at the block's last token or after it. A query sees the tokens of the budget / ratio complete
-blocks with the highest scores
+The indexer has H small query heads and one key head. The indexer's keys are averaged over blocks of
+`ratio` consecutive tokens; the first block begins at the document's start. A block is complete for
+a query if the query is at the block's last token or after it. A query sees the tokens of the budget
+/ ratio complete blocks with the highest scores
 
     Σ over heads of relu(⟨q, k⟩) / √d        with d the width of the indexer's heads
 
@@ -70,7 +70,7 @@ from qwen3next_jax.zoo.ops.gathered_attention import (
     token_indices_and_mask,
 )
 from qwen3next_jax.zoo.ops.indexed_attention import TokensAndBlocks, indexed_attention
-from qwen3next_jax.zoo.ops.pair_attention import CHUNK, scaled_dot
+from qwen3next_jax.zoo.ops.pair_attention import QUERIES_PER_CHUNK, scaled_dot
 
 # A configuration for the tests. With this ratio and budget, even short rows can end in an
 # incomplete block, and have queries that do not see every block.
@@ -93,7 +93,7 @@ _HIDDEN = -1e30  # score of a key or block that the query does not see
 # v5p. Where the TPU kernels fit, they run at every length: by the same model, gathering would be
 # faster than the kernels only beyond some 100 times the budget, or more if the heads are split over
 # devices (docs/notes/models.md).
-GATHER_BEYOND = {"cpu": 4, "gpu": 16, "tpu": 16}
+GATHER_BEYOND_BUDGETS = {"cpu": 4, "gpu": 16, "tpu": 16}
 
 
 class CompleteBlocks(NamedTuple):
@@ -634,7 +634,7 @@ def _should_gather(num_keys: int, settings: "QSA.Settings") -> bool:
     """Whether attention gathers the selected keys of each query if a row has `num_keys` keys. The
     answer depends on the platform that the program is compiled for.
     """
-    return num_keys > GATHER_BEYOND[compile_target().platform] * settings.indexer_budget
+    return num_keys > GATHER_BEYOND_BUDGETS[compile_target().platform] * settings.indexer_budget
 
 
 def block_sparse_attention(
@@ -925,7 +925,7 @@ def indexer_teacher(
     return largest_BCG / jnp.where(total_BC1 > 0, total_BC1, 1)
 
 
-def _map_chunks_of_queries(of_chunk, *of_queries: jax.Array, size: int = CHUNK) -> Any:
+def _map_chunks_of_queries(of_chunk, *of_queries: jax.Array, size: int = QUERIES_PER_CHUNK) -> Any:
     """Applies `of_chunk` to the queries, one chunk of `size` at a time. In the forward and in the
     backward pass, the intermediate arrays of only one chunk are in memory at any time.
     """

@@ -1,4 +1,4 @@
-"""Recurrent networks whose new state is a nonlinear function of the old one: the simple recurrent
+"""Recurrent networks whose new state is a nonlinear function of the old state: the simple recurrent
 network (Elman, 1990) and long short-term memory (LSTM). The state after a token can only be
 computed from the state before it, so the tokens are computed one after another. If a row is split
 over shards, each shard waits for the final state of the shard before it.

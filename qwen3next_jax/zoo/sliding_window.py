@@ -29,7 +29,7 @@ EXAMPLES = {
         },
     }
 }
-CHUNK = 128  # number of queries computed at once
+QUERIES_PER_CHUNK = 128  # number of queries computed at once
 _HIDDEN = -1e30  # score of a masked key; finite, so that a query without any key gives no NaN
 
 
@@ -234,7 +234,7 @@ def window_attention(
         k, v, kv_ids, first = _prepend_earlier_keys(k, v, ids, first, before, axis_name)
     else:
         kv_ids = kv_segment_ids
-    size = min(CHUNK, time)
+    size = min(QUERIES_PER_CHUNK, time)
     end = [(0, 0), (0, -time % size)]
     k_padded, v_padded = (jnp.pad(x, end + [(0, 0), (0, 0)]) for x in (k, v))
     ids_padded = jnp.pad(kv_ids, end, constant_values=-1)
@@ -342,7 +342,7 @@ def _keys_and_values_of_first_tokens(first: FirstTokens, start_BC, groups, width
 
 
 def _prepend_earlier_keys(k, v, ids, first, before: int, axis_name):
-    """Returns k, v and ids with W = `before` more entries before the first query. These entries
+    """Returns k, v and ids with W = `before` more entries before the first query. The added entries
     come from the shards before this one, or are padding at the start of the row. The fourth result
     is `first` with the keys and values of the whole row.
     """

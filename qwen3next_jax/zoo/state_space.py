@@ -123,8 +123,8 @@ class Mamba(ChannelStates):
 
     def _convolve(self, x_BTHV, context: Context, state):
         """Applies the convolution and the SiLU to x. Returns the outputs [B, T, H, V] and the
-        inputs that the convolution of the next tokens needs. `state` holds these inputs before the
-        row; None means zeros.
+        inputs that the convolution of the next tokens needs. `state` holds the inputs of the
+        convolution before the row; None means zeros.
         """
         rows = activation_spec("batch", context.time, "heads")
         first = activation_spec("batch", None, "heads")

@@ -1,8 +1,8 @@
 """Mixers that change their recurrent state by one step of gradient descent per token: TTT-Linear
 and Titans.
 
-Both divide a document into blocks of `mixer.block` tokens. The gradients of all tokens of a block
-are computed at the state before the block.
+Both mixers divide a document into blocks of `mixer.block` tokens. The gradients of all tokens of a
+block are computed at the state before the block.
 
 Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
 """
@@ -74,7 +74,8 @@ class GradientStepMixer(Recurrent):
 
     def states_after_token(self, states, new_BHKV):
         """Returns the parts of the cache after a token, where `new_BHKV` is the new "state". After
-        the last token of a block, "start" gets this value too, for the gradients of the next block.
+        the last token of a block, `new_BHKV` also becomes "start", the state at which the gradients
+        of the next block are computed.
         """
         count_BH = states["count"] + 1
         is_last = count_BH == self.settings(self.config).block
@@ -177,8 +178,8 @@ class Titans(GradientStepMixer):
     block. q and k are normalised to length 1. The token's input x gives the share 1 − α of the
     memory that is kept, the momentum η, and the learning rate θ: 1 − α and η are σ(W x + b), and θ
     = σ(w x + b) / mixer.block. The divisor keeps the memory from overshooting if all keys of a
-    block are equal. With blocks of one token and without momentum, this resembles Gated DeltaNet.
-    There is no output gate. The diagnostic beta is the mean of η and θ.
+    block are equal. With blocks of one token and without momentum, the mixer resembles Gated
+    DeltaNet. There is no output gate. The diagnostic beta is the mean of η and θ.
     """
 
     switches = ("short_convolution", "linear_conv_kernel_dim")

@@ -1,5 +1,5 @@
-"""Operators that several mixers of the zoo share: functions that take and return arrays. They
-import only JAX, NumPy and `qwen3next_jax.ops`.
+"""Operators that several mixers of the zoo share: functions that take and return arrays. The
+operators import only JAX, NumPy and `qwen3next_jax.ops`.
 """
 
 from qwen3next_jax.zoo.ops.attention_weight_sums import attention_weight_sums

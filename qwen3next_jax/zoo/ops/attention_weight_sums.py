@@ -1,4 +1,4 @@
-"""The sum of the attention weights in linear attention. Some models divide the output by it."""
+"""The sum of the attention weights in linear attention, by which some models divide the output."""
 
 import jax.numpy as jnp
 

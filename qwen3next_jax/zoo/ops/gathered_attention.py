@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
 
-CHUNK = 32  # number of queries, of all rows of the batch together, whose keys are gathered at once
+GATHERED_QUERIES_PER_CHUNK = (
+    32  # number of queries, of all rows of the batch together, whose keys are gathered at once
+)
 _HIDDEN = -1e30  # score of a gathered token that the query does not see
 
 
@@ -72,7 +74,7 @@ def queries_per_chunk(rows: int, time: int) -> int:
     """Returns C, the number of queries of each row in a chunk. The batch has `rows` rows of `time`
     queries.
     """
-    return min(max(CHUNK // rows, 1), time)
+    return min(max(GATHERED_QUERIES_PER_CHUNK // rows, 1), time)
 
 
 def _split_query_heads(x_BTNK: jax.Array, groups: int) -> jax.Array:

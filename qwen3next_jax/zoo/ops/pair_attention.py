@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks, checks
 
-CHUNK = 64  # number of queries computed at once
+QUERIES_PER_CHUNK = 64  # number of queries computed at once
 _HIDDEN = -1e30  # score of a masked key; finite, so that a query without any key gives no NaN
 
 
@@ -41,7 +41,7 @@ def pair_attention(
     num_selected_keys: int = 0,
     sink: jax.Array | None = None,
     axis_name: str | None = None,
-    chunk: int = CHUNK,
+    chunk: int = QUERIES_PER_CHUNK,
 ) -> jax.Array:
     """Returns softmax(score) v. The softmax is in float32 and runs over the keys that the query
     "sees", that is, attends to.

@@ -6,8 +6,8 @@ For a token, with h_s the stream s of S, and n_s = size_s · scale_s ∘ h_s its
     inner = Σ_s size_s · h_s down_s      gate = sigmoid(up silu(inner / S))
     x = mean over streams of gate_s ∘ n_s
 
-where `down` already contains the factor `scale` of the norm. Only the first R columns of `inner`
-enter the gate; the caller uses the other columns.
+The matrix `down` already contains the factor `scale` of the norm. Only the first R columns of
+`inner` enter the gate; the caller uses the other columns.
 
 `mix_streams` returns the streams, too, and the caller adds the block's output to the returned
 streams. So the backward pass of `mix_streams` gets the gradient of the streams, and adds its own
@@ -36,7 +36,7 @@ LANES = 128  # the kernels need a multiple of this number of columns
 
 
 class _StaticOptions(NamedTuple):
-    """The static arguments of a call. They do not depend on the values of its arrays.
+    """The arguments of a call that do not depend on the values of its arrays.
 
     Attributes:
       implementation: the kernels or the XLA functions that run the call.

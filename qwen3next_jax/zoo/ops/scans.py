@@ -2,7 +2,7 @@
 `max_plus_scan` computes m ← max(a + m, b), elementwise and for many tokens in parallel.
 `token_scan` computes any other recurrence, token by token.
 
-At the first token of a document, a is set to −∞. This resets the state exactly, because all
+At the first token of a document, a is set to −∞. The value −∞ resets the state exactly, because all
 exponents are sums of a, never differences of sums.
 
 Letters: B batch, T time, C tokens of a chunk, `…` any further axes.
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.delta_rule.context import last_id_before
 
-CHUNK = 64
+TOKENS_PER_CHUNK = 64
 
 
 def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | None = None):
@@ -49,7 +49,7 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
 
     def run(state):
         final, h = blocks.scan_or_call_once(
-            step, state, blocks.to_chunks((a, b), 1, min(CHUNK, b.shape[1]))
+            step, state, blocks.to_chunks((a, b), 1, min(TOKENS_PER_CHUNK, b.shape[1]))
         )
         return final, blocks.from_chunks(h, 1, b.shape[1])
 
@@ -114,7 +114,7 @@ def low_memory_linear_scan(
         return (h[:, -1], total + totals[:, -1]), read(h, inputs)
 
     def run(state):
-        chunks = blocks.to_chunks((inputs, new, live), 1, min(CHUNK, time))
+        chunks = blocks.to_chunks((inputs, new, live), 1, min(TOKENS_PER_CHUNK, time))
         (final, total), o = blocks.scan_or_call_once(step, (state, jnp.zeros_like(state)), chunks)
         return final, total, blocks.from_chunks(o, 1, time)
 
@@ -160,7 +160,9 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
         return choose(live, after, state), o
 
     chunks = blocks.to_chunks(
-        jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, new, live)), 0, min(CHUNK, shape[1])
+        jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, new, live)),
+        0,
+        min(TOKENS_PER_CHUNK, shape[1]),
     )
 
     def run(state):  # saves only each chunk's inputs and its initial state for the backward pass

@@ -1,6 +1,6 @@
-"""The public function `channel_delta_rule`. It checks the arguments, sets the log decay to -inf
-where a document starts and chooses an implementation. This file also defines the custom gradient of
-the chunked implementation.
+"""The public function `channel_delta_rule`. The function checks its arguments, sets the log decay
+to -inf where a document starts and chooses an implementation. This file also defines the custom
+gradient of the chunked implementation.
 
 Letters: B batch, T time, G key heads, H heads (head h reads key head h // (H // G)), K key width, V
 value width.

@@ -1,6 +1,6 @@
-"""The chunked implementation of `channel_delta_rule`, in XLA alone. It processes one piece after
-another; a piece is a group of chunks. First it computes, for all chunks of a piece at once, the
-arrays that do not depend on the state. Then a scan carries the state from chunk to chunk.
+"""The chunked implementation of `channel_delta_rule`, in XLA alone. The chunks are processed in
+groups, called pieces, one piece after another. First the arrays that do not depend on the state are
+computed, for all chunks of a piece at once. Then a scan carries the state from chunk to chunk.
 
 In a chunk of C rows (tokens), γ is the decay from the chunk's start to each row, and ρ is the decay
 from each row to the chunk's end (both [C, K], see `decay_levels`). S is the state before the chunk,
@@ -46,8 +46,9 @@ dtype of the sums (float32 or float64). For W, which solves (I + L) W = Y with Y
 the step adds A (Y − (I + L) W). For dR, it uses the transposes of A and L.
 
 With bfloat16 inputs, the operands of products are rounded to bfloat16, because they are multiplied
-by decays. In some products, terms cancel if keys repeat. There the code splits operands into two
-bfloat16 parts: both operands of EK, (E γ) S and (K ρ)ᵀ W, and the operand W of P W.
+by decays. If keys repeat, the terms of some products cancel. In these products the code splits
+operands into two bfloat16 parts: both operands of EK, (E γ) S and (K ρ)ᵀ W, and the operand W of P
+W.
 
 Letters: N chunks, B batch, G key heads, H heads, C chunk length, K key width, V value width.
 """
