@@ -99,7 +99,7 @@ class PostNorm(Block):
         return super().before(x_BTD + y_BTD, part)
 
 
-class Olmo2(Block):
+class Olmo2Norm(Block):
     """Norms of the outputs of mixer and MLP: x + N(f(x)), as in OLMo 2 (2501.00656). N is a norm
     and f is the mixer or the MLP.
     """
@@ -111,7 +111,7 @@ class Olmo2(Block):
         return x_BTD + super().before(y_BTD, part)
 
 
-class OlmoHybrid(Block):
+class OlmoHybridNorm(Block):
     """Norms of the inputs in recurrent layers, x + f(N(x)), and of the outputs in layers with
     attention, x + N(f(x)), as in Olmo Hybrid. N is a norm and f is the mixer or the MLP. A layer
     has attention if its mixer is a `GatedAttention`, or if its cache grows with the text.
@@ -184,7 +184,7 @@ class GeGLU(DenseMLP):
         return hidden_BTI @ self.down[...].astype(x_BTD.dtype), {}
 
 
-class GELU(nnx.Module):
+class GELUMLP(nnx.Module):
     """The MLP down(gelu(up x)), where up and down are matrices."""
 
     activation = staticmethod(gelu)
@@ -199,13 +199,13 @@ class GELU(nnx.Module):
         return hidden_BTI @ self.down[...].astype(x_BTD.dtype), {}
 
 
-class ReLU(GELU):
+class ReLUMLP(GELUMLP):
     """The MLP down(max(0, up x)), where up and down are matrices (1706.03762)."""
 
     activation = staticmethod(jax.nn.relu)
 
 
-class SquaredReLU(GELU):
+class SquaredReLUMLP(GELUMLP):
     """The MLP down(max(0, up x)²), where up and down are matrices (2109.08668)."""
 
     activation = staticmethod(lambda x: jnp.square(jax.nn.relu(x)))
@@ -273,14 +273,16 @@ class LearnedPositions(NoPositions):
 # multiplied.
 
 
-def linear_scaling(
+def linear_rope_scaling(
     half: int, theta: float, factor: float, context: int
 ) -> tuple[np.ndarray, float]:
     """Computes position interpolation (2306.15595): divides all frequencies by `factor`."""
     return np.full(half, 1 / factor, np.float32), 1.0
 
 
-def ntk_scaling(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
+def ntk_rope_scaling(
+    half: int, theta: float, factor: float, context: int
+) -> tuple[np.ndarray, float]:
     """Computes NTK-aware scaling: multiplies the base by factor^(R / (R − 2)), where R = 2 · half
     is the number of rotated dimensions. The fastest pair of dimensions keeps its frequency, and the
     frequency of the slowest pair is divided by `factor`.
@@ -288,7 +290,7 @@ def ntk_scaling(half: int, theta: float, factor: float, context: int) -> tuple[n
     return (factor ** (-np.arange(half) / max(half - 1, 1))).astype(np.float32), 1.0
 
 
-def truncated_scaling(
+def truncated_rope_scaling(
     half: int, theta: float, factor: float, context: int
 ) -> tuple[np.ndarray, float]:
     """Computes a truncated basis (Giraffe, 2308.10882). A pair of dimensions that makes at least

@@ -71,8 +71,8 @@ def routed_experts_from_mlp(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, ke
 
 def _run_on_tokens_of_all_shards(run, x_RD, weight_RA, expert_RA, *experts):
     """Gathers the tokens of all shards along the mesh axis `expert`, and applies `run` to them with
-    this shard's experts. Then sums the results of all shards with a reduce-scatter. Returns the
-    sums for this shard's tokens, [R, D].
+    this shard's experts. Then a reduce-scatter sums the results of all shards. Returns the sums for
+    this shard's tokens, [R, D].
     """
     x_RD, weight_RA, expert_RA = (
         jax.lax.all_gather(a, EXPERT, tiled=True) for a in (x_RD, weight_RA, expert_RA)
@@ -211,8 +211,8 @@ def _bias_of_rows(bias_EF, sizes_E, rows):
 
 
 def experts_reference(config, params, x):
-    """Computes the mixture of experts of one row, [T, D] → [T, D]. It computes all experts for
-    every token, and gives experts that are not chosen the weight 0.
+    """Computes the mixture of experts of one row, [T, D] → [T, D]. The reference computes all
+    experts for every token, and gives experts that are not chosen the weight 0.
     """
     c = config.moe
     logits = x @ params["router"] + params.get("logit_bias", 0)

@@ -123,8 +123,8 @@ def _writes_to_time_axis(x_BTHC: jax.Array, n: int) -> jax.Array:
 
 
 def _zeros_at_other_writes(x: jax.Array, write: int, n: int) -> jax.Array:
-    """Returns [B, n T, …] for x [B, T, …]. Each token has n entries: number `write` (from 0) is the
-    token's entry of x, and the others are zeros.
+    """Returns [B, n T, …] for x [B, T, …]. Each token gets n entries. Entry number `write`, counted
+    from 0, is the token's entry of x; the other entries are zeros.
     """
     others = [(0, 0), (0, 0), (write, n - 1 - write)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x[:, :, None], others).reshape(x.shape[0], -1, *x.shape[2:])

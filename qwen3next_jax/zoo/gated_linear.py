@@ -30,7 +30,7 @@ EXAMPLES = {
 GLA_RANK, GLA_TEMPERATURE = 16, 16
 
 
-class ChannelDecay(Recurrent):
+class ChannelDecayMixer(Recurrent):
     """The base class of the mixers in this file: S ← Diag(e^g) S + k vᵀ, o = Sᵀq, without a
     convolution.
     """
@@ -57,7 +57,7 @@ class ChannelDecay(Recurrent):
         return False
 
 
-class GLA(ChannelDecay):
+class GLA(ChannelDecayMixer):
     """Gated linear attention (2312.06635, equations 3–4): g = log σ(W₂ W₁ x + b) / 16 for each
     key channel, where W₂ W₁ is a projection of rank 16, and o = Sᵀq / √K. The activation of the
     output gate is a SiLU.
@@ -86,7 +86,7 @@ class GLA(ChannelDecay):
         return super().recurrence(heads._replace(q=heads.q * heads.q.shape[-1] ** -0.5), state)
 
 
-class HGRN2(ChannelDecay):
+class HGRN2(ChannelDecayMixer):
     """HGRN-2 (2404.07904): each key channel has a decay f and the key 1 − f. The decay has a lower
     bound b, which starts higher in deeper layers.
 
@@ -124,7 +124,7 @@ class HGRN2(ChannelDecay):
         )
 
 
-class DecayingFastWeights(ChannelDecay):
+class DecayingFastWeights(ChannelDecayMixer):
     """Decaying fast weights (2210.04243): each key channel and each value channel has a decay.
 
     S ← Diag(σ(W x)) S Diag(σ(W' x)) + k vᵀ, o = Sᵀq. A norm of each head follows; there is no

@@ -8,8 +8,8 @@ the RMSNorm of each stream alone and V, U, A weights,
     w = sigmoid(U silu(V n / S))     x = mean over streams of w ∘ n       f reads x
     a = 2 sigmoid(A n / S)           h_s ← h_s + a_s · f(x)               for every stream s
 
-After the last layer, the head's input is one more x, computed by the same formula with weights of
-its own. There is no other norm.
+The head's input is computed from the streams after the last layer, by the formula of x, with
+weights of its own. There is no other norm.
 
 The streams of a token lie side by side, [B, T, S·D]. Letters: B batch, T time, S streams, D model,
 R rank of the input gate.

@@ -98,14 +98,14 @@ class Hyena(Mixer):
                 u, _ = causal_conv1d(u, kernel, activation=None, segment_ids=ids, axis_name=axis)
             else:
                 cache = dict(cache, input=write(cache["input"], u, positions))
-                u = short_convolution_of_cache(cache["input"], kernel, positions)
+                u = short_convolution_over_cache(cache["input"], kernel, positions)
             z, *gates = jnp.split(u, ORDER + 1, axis=-1)
             for n, gate in enumerate(gates):
                 if cache is None:
                     y = fft_convolution(z, filters_OLHV[n], segment_ids=ids, axis_name=axis)
                 else:
                     cache[f"z_{n}"] = write(cache[f"z_{n}"], z, positions)
-                    y = long_convolution_of_cache(cache[f"z_{n}"], filters_OLHV[n], positions)
+                    y = long_convolution_over_cache(cache[f"z_{n}"], filters_OLHV[n], positions)
                 z = (gate * (y.astype(jnp.float32) + bias[n] * z)).astype(u.dtype)
             return z, jnp.abs(gates[0] * gates[1]).mean(axis=-1), cache
 
@@ -157,10 +157,10 @@ class Hyena(Mixer):
 
     @classmethod
     def activation_flops(cls, config, length):
-        """Counts the FLOPs per token of the long convolutions. Each needs a Fourier transform and
-        an inverse transform of n ≥ 2 `length` points, with 2.5 n log₂ n operations each, and the
-        product with the transformed filter. The computation of the filters is not counted, because
-        all rows share it.
+        """Counts the FLOPs per token of the long convolutions. Each long convolution needs a
+        Fourier transform and an inverse transform of n ≥ 2 `length` points, with 2.5 n log₂ n
+        operations each, and the product with the transformed filter. The computation of the filters
+        is not counted, because all rows share it.
         """
         doubled = 1 << (2 * length - 1).bit_length()
         channels = config.linear_num_value_heads * config.linear_value_head_dim
@@ -176,7 +176,7 @@ class Hyena(Mixer):
         return config.linear_conv_kernel_dim - 1
 
 
-def short_convolution_of_cache(u_BSHC, kernel_WHC, positions_BT):
+def short_convolution_over_cache(u_BSHC, kernel_WHC, positions_BT):
     """Applies the short convolution to the tokens in a cache's slots, and returns its output at the
     positions `positions_BT`, [B, T, H, C].
     """
@@ -186,7 +186,7 @@ def short_convolution_of_cache(u_BSHC, kernel_WHC, positions_BT):
     return jnp.einsum("btwhc,whc->bthc", taps, kernel_WHC)
 
 
-def long_convolution_of_cache(z_BSHV, filter_SHV, positions_BT):
+def long_convolution_over_cache(z_BSHV, filter_SHV, positions_BT):
     """Applies a long convolution to the tokens in a cache's slots, and returns its output at the
     positions `positions_BT`, [B, T, H, V]. Up to MOST_TOKENS_BY_SUMS positions are computed by
     sums, more by Fourier transforms.

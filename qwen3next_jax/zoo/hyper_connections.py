@@ -12,14 +12,15 @@ vec(X) [S·D] is their numbers in one row. Around every block f (a mixer or an M
 
 sinkhorn(L) takes exp(L), divides every column by its sum, then every row by its sum, and repeats
 both `model.streams.sinkhorn_iterations` times. All numbers of H_res are positive, its rows sum to
-1, and its columns nearly do. So no number of layers can make the streams grow by mixing them.
+1, and its columns nearly do. So the streams do not grow by being mixed, whatever the number of
+layers.
 
 The head reads the norm of the sum of the streams, as in the hyper-connections of 2409.19606. The
 layer of the multi-token prediction module has streams of its own, which start as its input. The
 weight of the norm of vec(X) is part of φ, as in the paper.
 
-Start values: α = 0.01, as in the paper. The paper does not give the start values of the biases.
-Here b_pre and b_post start at 0, and b_res starts at 0 except for its diagonal
+Every α starts at 0.01, as in the paper. The paper does not give the start values of the biases.
+In this code, b_pre and b_post start at 0, and b_res starts at 0 except for its diagonal
 (`INITIAL_DIAGONAL`). So the streams are equal at first and hardly mix, and each of them is nearly
 the residual stream of the placement "pre".
 
@@ -98,8 +99,8 @@ class HyperConnection(nnx.Module):
 
 def sinkhorn(logits: jax.Array, iterations: int) -> jax.Array:
     """Returns matrices [S, S, …] of positive numbers whose rows sum to 1 and whose columns nearly
-    do. It divides the columns of exp(logits) by their sums, then the rows, `iterations` times. It
-    computes with logarithms, so that no sum overflows or becomes 0.
+    do. The function divides the columns of exp(logits) by their sums, then the rows, `iterations`
+    times. It computes with logarithms, so that no sum overflows or becomes 0.
 
     Args:
       logits: [S, S, …], first the number of the row.

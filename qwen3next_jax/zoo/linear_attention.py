@@ -44,7 +44,7 @@ GATED_RETENTION_TEMPERATURE = 16.0  # τ of the paper
 RFA_EPSILON = 1e-6
 
 
-class ScalarDecay(Recurrent):
+class ScalarDecayMixer(Recurrent):
     """The base class of the mixers in this file: S ← e^g S + β k vᵀ, o = Sᵀq. There is no
     convolution, and q and k are not normalised.
 
@@ -76,7 +76,7 @@ class ScalarDecay(Recurrent):
           o [B, T, H, V] in float32; the sum of the weights zᵀq [B, T, H]; {name: state after the
           row} for both states.
         """
-        o_BTHV, states = ScalarDecay.recurrence(self, heads, state)
+        o_BTHV, states = ScalarDecayMixer.recurrence(self, heads, state)
         weight_BTH, z_BHK = attention_weight_sums(
             heads.q,
             heads.k,
@@ -104,7 +104,7 @@ class ScalarDecay(Recurrent):
         return flops
 
 
-class LinearAttention(ScalarDecay):
+class LinearAttention(ScalarDecayMixer):
     """Linear attention (2006.16236, equations 16–20): it replaces the weight e^{q·k} of softmax
     attention by the product φ(q)·φ(k) of feature vectors.
 
@@ -149,7 +149,7 @@ class LinearAttention(ScalarDecay):
         return cls.settings(config).normaliser
 
 
-class Retention(ScalarDecay):
+class Retention(ScalarDecayMixer):
     """The base class of RetNet and gated retention: S ← γ S + k vᵀ, o = Sᵀq / √K, where q and k
     are rotated by their positions (2307.08621, equations 5–8). A norm of each head and a SiLU gate
     follow. A subclass computes ln γ in `log_decay`.
@@ -188,8 +188,8 @@ class Retention(ScalarDecay):
 
 def _rotate(x_BTGK, positions_BT):
     """Applies rotary positions with the base ROTATION_BASE to all K dimensions of x; dimension i
-    and dimension i + K/2 form a pair. The settings `rope_theta` and `partial_rotary_factor` do not
-    apply here.
+    and dimension i + K/2 form a pair. The settings `rope_theta` and `partial_rotary_factor` have no
+    effect.
     """
     first, second = jnp.split(x_BTGK.astype(jnp.float32), 2, axis=-1)
     half = first.shape[-1]
@@ -228,7 +228,7 @@ class GatedRetention(Retention):
         return jax.nn.log_sigmoid(logit_BTH) / GATED_RETENTION_TEMPERATURE
 
 
-class Lightning(ScalarDecay):
+class LightningAttention(ScalarDecayMixer):
     """Lightning attention (MiniMax-01, 2501.08313): each head of each layer has a constant decay,
     which is not trained.
 
@@ -267,7 +267,7 @@ class Lightning(ScalarDecay):
         return (o * gate).astype(o_BTHV.dtype)
 
 
-class GatedRFA(ScalarDecay):
+class GatedRFA(ScalarDecayMixer):
     """Gated random feature attention (2103.02143, equations 4 and 7).
 
     The features of a query or key y are φ(y) = [sin ωy, cos ωy] / √(K/2), where ω [K/2, K] has

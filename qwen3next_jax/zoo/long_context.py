@@ -94,7 +94,7 @@ class LeakyReRoPE(ReRoPE):
         return window - window / stretch + positions.astype(jnp.float32) / stretch
 
 
-class LambdaWindow(ReRoPE):
+class LambdaWindowAttention(ReRoPE):
     """The Λ-shaped mask of LM-Infinite (2308.16137): a query sees the last `window` keys
     and the first `first_tokens` keys of its document. As in `ReRoPE`, a query and a key are rotated
     relative to each other by at most `window`.
@@ -116,14 +116,14 @@ class LambdaWindow(ReRoPE):
 
 
 def _lambda_window_mask(settings, t_BC1, s_B1S):
-    """Returns the mask of `LambdaWindow`, bool [B, C, S]."""
+    """Returns the mask of `LambdaWindowAttention`, bool [B, C, S]."""
     in_window = t_BC1 - s_B1S < settings.window
     return (s_B1S <= t_BC1) & (in_window | (s_B1S < settings.first_tokens))
 
 
 def _lambda_window_pair_count(settings, length):
-    """Returns the number of pairs for which the mask of `LambdaWindow` is true, in a row of
-    `length` tokens that is one document.
+    """Returns the number of pairs for which the mask of `LambdaWindowAttention` is true, in a row
+    of `length` tokens that is one document.
     """
     window = min(settings.window, length)
     # A query at t ≥ window sees the last `window` keys, and up to `first_tokens` of the
@@ -134,15 +134,15 @@ def _lambda_window_pair_count(settings, length):
     return window * (window + 1) / 2 + beyond * window + first
 
 
-class SelectedTokens(ReRoPE):
-    """`LambdaWindow` with selected keys: between the first tokens and the window, each query and
-    head also sees the `selected` keys with the highest scores. The selected keys are rotated as if
-    their distance were `window`. InfLLM (2402.04617) selects blocks of keys; this mixer selects
-    single keys.
+class SelectedTokensAttention(ReRoPE):
+    """`LambdaWindowAttention` with selected keys: between the first tokens and the window, each
+    query and head also sees the `selected` keys with the highest scores. The selected keys are
+    rotated as if their distance were `window`. InfLLM (2402.04617) selects blocks of keys; this
+    mixer selects single keys.
     """
 
     @dataclasses.dataclass(frozen=True)
-    class Settings(LambdaWindow.Settings):
+    class Settings(LambdaWindowAttention.Settings):
         # number of selected keys beyond the window, for each query and head
         selected: Annotated[int, "at least 1"] = 64
 
@@ -170,7 +170,7 @@ class SelectedTokens(ReRoPE):
         ) / 2
 
 
-class ParallelWindows(PairAttention):
+class ParallelWindowsAttention(PairAttention):
     """Parallel context windows (2212.10947). The first `contexts` × `window` tokens of a document
     form `contexts` windows. The tokens of a window have the positions 0 … `window` - 1 and do not
     see other windows. The tokens after the windows have the positions from `window` on and see all
@@ -216,7 +216,7 @@ class ParallelWindows(PairAttention):
         return within + (length * (length + 1) - in_windows * (in_windows + 1)) / 2
 
 
-class DynamicNTK(PairAttention):
+class DynamicNTKAttention(PairAttention):
     """Attention whose rotary base grows with the length of the text (dynamic NTK scaling). L is the
     trained length, `max_position_embeddings`; f is `yarn_factor`; R is the number of rotated
     dimensions. A query at position t ≥ L, and the keys that it reads, are rotated with the base

@@ -1,8 +1,8 @@
 """mLSTM (xLSTM, 2405.04517, equations 19–27): linear attention with an exponential input gate.
 
 The code subtracts m_t = max(ln σ(f_t) + m_{t−1}, i_t) from all exponents, so that no exponent is
-above 0. Here f_t and i_t are the inputs of the forget gate and of the input gate. The output does
-not depend on m.
+above 0. In the formula, f_t and i_t are the inputs of the forget gate and of the input gate. The
+output does not depend on m.
 
 Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
 """

@@ -1,5 +1,5 @@
 """The base class of mixers that are gated attention with scores or masks that the fast kernels do
-not support. It computes all T × T scores.
+not support. The base class computes all T × T scores.
 
 Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
 key/value heads, K head width.

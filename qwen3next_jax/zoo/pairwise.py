@@ -155,7 +155,7 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes + [2 ** (-8 * (n + 1) / (2 * power)) for n in range(0, 2 * (heads - power), 2)]
 
 
-class T5Bias(MaskedAttention):
+class T5BiasAttention(MaskedAttention):
     """T5's relative position bias (1910.10683, section 2.1). A bucket is a range of distances; each
     head adds a learned number for the bucket of the distance to the score. If the mask is causal,
     all buckets are for earlier keys; otherwise half of them are for earlier keys and half for later

@@ -8,9 +8,9 @@ a query if the query is at the block's last token or after it. A query sees the 
 
     Σ over heads of relu(⟨q, k⟩) / √d        with d the width of the indexer's heads
 
-and all tokens up to its own that follow the last complete block. If two blocks have the same score,
-the earlier one is preferred (relu makes many scores 0). A query sees all earlier tokens if its
-document has at most budget + ratio - 1 tokens so far.
+The query also sees the tokens after the last complete block, up to its own. If two blocks have the
+same score, the earlier one is preferred (relu makes many scores 0). A query sees all earlier tokens
+if its document has at most budget + ratio - 1 tokens so far.
 
 No gradient passes through the selection, so the language model's loss does not train the indexer.
 The indexer has its own loss (`TrainConfig.indexer_training`), which follows the technical report
@@ -704,8 +704,9 @@ def masked_block_attention(
     """Returns o [B, T, N, K], in v's dtype: attention of each query to the keys that it sees, with
     the softmax in float32.
 
-    It computes the scores of all queries and keys of a row, one chunk of queries after another, and
-    hides the keys that a query does not see. Memory grows with chunk × S, and work with T × S.
+    The function computes the scores of all queries and keys of a row, one chunk of queries after
+    another, and hides the keys that a query does not see. Memory grows with chunk × S, and work
+    with T × S.
 
     Args:
       q_BTNK, k_BSMK, v_BSMK: attention's queries, keys and values.
@@ -868,8 +869,8 @@ def indexer_overlap(
 ) -> jax.Array:
     """Returns [B, T], the overlap of each query (see indexer_overlap of `QSA`): of the n blocks to
     which the teacher of dense attention gives the largest probabilities, the share that the query
-    selects. Here n is the largest number of blocks that a query can select. The arguments are those
-    of `indexer_divergence`.
+    selects. The number n is the largest number of blocks that a query can select. The arguments are
+    those of `indexer_divergence`.
     """
     count = settings.indexer_budget // settings.indexer_compress_ratio
 

@@ -33,7 +33,7 @@ QUERIES_PER_CHUNK = 128  # number of queries computed at once
 _HIDDEN = -1e30  # score of a masked key; finite, so that a query without any key gives no NaN
 
 
-class SlidingWindow(BiasedProjections):
+class SlidingWindowAttention(BiasedProjections):
     """`GatedAttention` whose queries see only the last `window` keys. The cache holds the keys and
     values of the window (and of the first tokens), so that its size is constant.
     """

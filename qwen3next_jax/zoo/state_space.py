@@ -38,7 +38,7 @@ EXAMPLES = {
 }
 
 
-class ChannelStates(Mixer):
+class ChannelStateMixer(Mixer):
     """The base class of mixers with a small state for each of linear_num_value_heads ×
     linear_value_head_dim channels.
     """
@@ -60,7 +60,7 @@ class ChannelStates(Mixer):
         return {"linear_num_value_heads": config.linear_num_value_heads}
 
 
-class Mamba(ChannelStates):
+class Mamba(ChannelStateMixer):
     """Mamba (S6, 2312.00752, algorithm 2). Every channel has a state h [N], whose decay and update
     depend on the token.
 
@@ -205,7 +205,7 @@ class Mamba(ChannelStates):
         return config.linear_conv_kernel_dim - 1
 
 
-class S4D(ChannelStates):
+class S4D(ChannelStateMixer):
     """S4D (2206.11893, equations 3–5). Every channel has a complex state h [N], whose complex decay
     is learned and does not depend on the token.
 

@@ -1,7 +1,7 @@
 """Attention whose scores and mask may be any functions of a query and a key, for variants of
-attention that the kernels do not support. It computes one chunk of queries after another, each
-against all keys of the row. The memory is proportional to C × S, and the work to T × S, whatever
-the mask is.
+attention that the kernels do not support. The function computes one chunk of queries after another,
+each chunk with all keys of the row. The memory is proportional to C × S, and the work to T × S,
+whatever the mask is.
 
 Letters: B batch, T queries, S keys, C queries of a chunk, N query heads, M key/value heads
 (query head n reads head n // (N // M)), H = N // M, K head width.

@@ -10,12 +10,12 @@ The matrix `down` already contains the factor `scale` of the norm. Only the firs
 `inner` enter the gate; the caller uses the other columns.
 
 `mix_streams` returns the streams, too, and the caller adds the block's output to the returned
-streams. So the backward pass of `mix_streams` gets the gradient of the streams, and adds its own
-part while it reads the streams anyway.
+streams. So the backward pass of `mix_streams` gets the gradient of the returned streams, and adds
+its own part to this gradient while it reads the streams anyway.
 
 The kernels read and write each array of the streams once. XLA computes the gradients of the gate's
 two matrices, as products that read the streams and the gradient of the gate. So on a mesh, XLA sums
-these gradients over the devices as it does for every other matrix.
+the gradients of the gate's matrices over the devices as it does for every other matrix.
 
 Letters: B batch, T time, S streams, D model, E = S · D, R rank of the gate, X columns of `inner`.
 """

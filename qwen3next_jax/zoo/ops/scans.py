@@ -76,9 +76,9 @@ def low_memory_linear_scan(
     expand, read, inputs, initial_state, *, segment_ids=None, axis_name: str | None = None
 ):
     """Computes h_t = exp(a_t) h_{t-1} + b_t without storing a, b and h for all tokens. For each
-    chunk of tokens, it computes a and b from the inputs, then h, then the outputs from h. It needs
-    less memory than `linear_scan` if a, b and h are larger than the inputs and outputs. If T is
-    split over a mesh axis, every shard computes its chunks twice.
+    chunk of tokens, it computes a and b from the inputs, then h, then the outputs from h. The
+    function needs less memory than `linear_scan` if a, b and h are larger than the inputs and
+    outputs. If T is split over a mesh axis, every shard computes its chunks twice.
 
     Args:
       expand: function (inputs of a chunk) → (a, b), each [B, C, …].
@@ -209,8 +209,9 @@ def _state_entering_shard(carry, leaving, axis_name):
 
 
 def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | None = None):
-    """Computes m_t = max(a_t + m_{t-1}, b_t). No gradient passes through m. A caller subtracts this
-    running maximum from exponents to avoid overflow; its result must not depend on m.
+    """Computes m_t = max(a_t + m_{t-1}, b_t). No gradient passes through m. A caller subtracts the
+    running maximum m from exponents to avoid overflow; the result of the caller must not depend on
+    m.
 
     Args:
       a, b: real arrays [B, T, …] of the same shape.

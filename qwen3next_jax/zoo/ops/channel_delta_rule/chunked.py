@@ -32,12 +32,12 @@ The backward pass computes the gradients explicitly from dO and dS':
     dK   = left + …
     dE   = seen + …
 
-The terms … are sums over the levels of `decay_levels`, computed from D and N. The gradient of
-an exponent x is the gradient of a decayed number, such as an entry of K ρ, times the number itself.
+The terms … are sums over the levels of `decay_levels`, computed from D and N. The gradient of an
+exponent x is the gradient of a decayed number, such as an entry of K ρ, times the number itself.
 The transpose of the linear function `decay_levels.decay_exponents` turns the gradients of all
 exponents into dg. The arrays saved for the backward pass are the inputs, the state before each
-chunk and the inverse A of each chunk. Documents need no special treatment here: `api.py` has set g
-= −∞ where a document starts.
+chunk and the inverse A of each chunk. This file does not treat documents separately, because
+`api.py` has set g = −∞ where a document starts.
 
 In the recurrence, each token corrects the rounding errors of the tokens before it. In a product
 with A, later rows do not correct the errors of earlier rows, and with repeated keys the errors add
@@ -104,7 +104,7 @@ class Chunks(typing.NamedTuple):
     queries_by_level: tuple  # for each level q times its decays, [N, B, H, C, K]
     keys_by_level: tuple  # for each level k times its decays, [N, B, H, C, K]
     erase_keys_by_level: tuple  # for each level E times its decays; `keys_by_level` if E is k
-    decays: decay_levels.Exponents  # the decays: e^x for each exponent x
+    decays: decay_levels.DecayExponents  # the decays: e^x for each exponent x
     erase_keys: jax.Array  # E, the keys of the delta term, [N, B, H, C, K]
     erase_keys_from_start: jax.Array  # E γ
     queries_from_start: jax.Array  # Q γ
@@ -414,7 +414,7 @@ def _input_gradients(
         by_read.append(q * dq_scaled)
     total = jnp.swapaxes(c.total_decay * jnp.sum(dstates * states, axis=-1, keepdims=True), -1, -2)
     enter = jnp.zeros_like(c.k) if seen is None else c.erase_keys * seen
-    of_sums = decay_levels.Exponents(
+    of_sums = decay_levels.DecayExponents(
         tuple(by_level), tuple(by_read), enter, c.q * read, c.k * left, total
     )
     (dg,) = jax.vjp(

@@ -2,18 +2,18 @@
 decays are computed as sums of g, never as differences of sums.
 
 From row j to row i > j, each channel of the state decays by the factor e^{Σ_{j<t≤i} g_t}. Let G_i =
-Σ_{t≤i} g_t. This factor is e^{G_i} e^{−G_j}, so one matrix product could apply the decays of all
-pairs. But e^{−G_j} can overflow, and the difference G_i − G_j would lose precision. Therefore the
-pairs of rows are divided into levels m = 1, 2, 4, …, C/2. For level m, the rows are divided into
-blocks of m rows, numbered from 0. A pair (i, j) belongs to level m if i is in a block with an odd
-number and j is in the block just before it. The exponent of the pair is then
+Σ_{t≤i} g_t. The decay factor of a pair is e^{G_i} e^{−G_j}, so one matrix product could apply the
+decays of all pairs. But e^{−G_j} can overflow, and the difference G_i − G_j would lose precision.
+Therefore the pairs of rows are divided into levels m = 1, 2, 4, …, C/2. For level m, the rows are
+divided into blocks of m rows, numbered from 0. A pair (i, j) belongs to level m if i is in a block
+with an odd number and j is in the block just before it. The exponent of the pair is then
 
     (Σ of g from the start of i's block to row i)
     + (Σ of g from the row after j to the end of j's block).
 
-Every pair belongs to exactly one level. Both sums are ≤ 0, so nothing overflows, and g = −∞ is
-exact. At each level, the decay is the product of a factor that depends on i and a factor that
-depends on j.
+Every pair belongs to exactly one level. Both sums in the exponent are ≤ 0, so nothing overflows,
+and g = −∞ is exact. At each level, the decay is the product of a factor that depends on i and a
+factor that depends on j.
 
 For m < MIN_BLOCK_ROWS, the code multiplies blocks of MIN_BLOCK_ROWS rows and then masks the pairs
 of other levels, because a matrix unit is not faster for smaller blocks. For m ≥ MIN_BLOCK_ROWS, it
@@ -31,7 +31,7 @@ from qwen3next_jax.ops.delta_rule.chunk_math import row_and_column_indices
 MIN_BLOCK_ROWS = 16  # the fewest rows of a block that is multiplied as a whole
 
 
-class Exponents(typing.NamedTuple):
+class DecayExponents(typing.NamedTuple):
     """Sums of g over spans of rows. All sums are ≤ 0. The sums are linear in g, so `jax.vjp` of
     `decay_exponents` computes the gradient of g by sums alone.
 
@@ -58,8 +58,8 @@ class Exponents(typing.NamedTuple):
     total: typing.Any
 
 
-def decay_exponents(g_CK, reads_before_write: bool) -> Exponents:
-    """Returns the sums of g over the spans of rows that `Exponents` lists.
+def decay_exponents(g_CK, reads_before_write: bool) -> DecayExponents:
+    """Returns the sums of g over the spans of rows that `DecayExponents` lists.
 
     Args:
       g_CK: [..., C, K], the log decay of each row.
@@ -94,7 +94,7 @@ def decay_exponents(g_CK, reads_before_write: bool) -> Exponents:
         )
         read = joined(read_even, read_odd + total_even) if reads_before_write else head
         total, m = total[..., 0, :], 2 * m
-    return Exponents(tuple(levels), tuple(reads), head, read, tail, total)
+    return DecayExponents(tuple(levels), tuple(reads), head, read, tail, total)
 
 
 # ---- matrices over pairs of rows, level by level
@@ -127,8 +127,9 @@ def _level_mask(size: int, m: int):
 
 
 def pair_products(x_levels, y_levels, product):
-    """Returns the strictly lower matrix [..., C, C]. Its entry (i, j) is the inner product of row i
-    of x and row j of y, both taken from the arrays of the level to which the pair (i, j) belongs.
+    """Returns the strictly lower matrix [..., C, C]. Entry (i, j) of the matrix is the inner
+    product of row i of x and row j of y, both taken from the arrays of the level to which the pair
+    (i, j) belongs.
 
     Args:
       x_levels, y_levels: for each level an array [..., C, K].
