@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
 from qwen3next_jax.zoo.ops import channel_delta_rule
-from qwen3next_jax.zoo.projections import make_low_rank, project_to_float32
+from qwen3next_jax.zoo.projections import make_low_rank_projection, project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
     project_out,
@@ -66,7 +66,9 @@ class GLA(ChannelDecayMixer):
     def __init__(self, config, make, layers):
         self.config = c = config
         self.make_projection(make)
-        self.decay_down, self.decay_up = make_low_rank(make, GLA_RANK, c.linear_key_head_dim)
+        self.decay_down, self.decay_up = make_low_rank_projection(
+            make, GLA_RANK, c.linear_key_head_dim
+        )
         self.decay_bias = make.parameter(
             jnp.zeros,
             (c.linear_num_value_heads, c.linear_key_head_dim),

@@ -258,7 +258,7 @@ class QSA(GatedAttention):
     def complete_blocks_of_rows(self, index_k_BTI: jax.Array, context: Context) -> CompleteBlocks:
         """Returns the complete blocks of all documents of each row."""
         ratio, t_BT = self.settings(self.config).indexer_compress_ratio, context.positions
-        segment_BT = _document_ids(context)
+        segment_BT = _segment_ids_of_tokens(context)
         ends_BT = ((t_BT + 1) % ratio == 0) & (segment_BT > 0)
         before_BT = jnp.cumsum(ends_BT, axis=1) - ends_BT
         count = t_BT.shape[1] // ratio
@@ -472,7 +472,7 @@ class QSA(GatedAttention):
         )
 
 
-def _document_ids(context: Context) -> jax.Array:
+def _segment_ids_of_tokens(context: Context) -> jax.Array:
     """Returns [B, T], the segment id of each token's document; 0 for padding."""
     if context.segment_ids is None:
         return jnp.ones_like(context.positions)
@@ -486,7 +486,7 @@ def query_and_key_tokens(context: Context, s_BS: jax.Array | None = None) -> Que
       context: the inputs that all layers share; the queries are its tokens.
       s_BS: the positions of the keys in a cache; None if the keys are those of the queries' tokens.
     """
-    t_BT, segment_BT = context.positions, _document_ids(context)
+    t_BT, segment_BT = context.positions, _segment_ids_of_tokens(context)
     if s_BS is None:
         index_BT = jnp.broadcast_to(jnp.arange(t_BT.shape[1], dtype=jnp.int32), t_BT.shape)
         return QueryAndKeyTokens(t_BT, t_BT, segment_BT, segment_BT, index_BT)
@@ -793,7 +793,7 @@ def indexer_divergence(
             index_q_BCHI, row_blocks, t_BC, segment_BC, settings
         )
         kept_BCG = visible_BCG if dense else selected_BCG
-        teacher_BCG = indexer_teacher(
+        teacher_BCG = indexer_teacher_probabilities(
             q_BCNK, k_BTMK, kept_BCG, row_blocks, t_BC, segment_BC, tokens, settings, head_axis
         )
         return _kl_divergence(teacher_BCG, jnp.where(kept_BCG, score_BCG, _HIDDEN))
@@ -878,7 +878,7 @@ def indexer_overlap(
         selected_BCG, _, visible_BCG = select_blocks(
             index_q_BCHI, row_blocks, t_BC, segment_BC, settings
         )
-        teacher_BCG = indexer_teacher(
+        teacher_BCG = indexer_teacher_probabilities(
             q_BCNK, k_BTMK, visible_BCG, row_blocks, t_BC, segment_BC, tokens, settings, head_axis
         )
         best_BCG = best_blocks_mask(teacher_BCG, visible_BCG, count)
@@ -889,7 +889,7 @@ def indexer_overlap(
     )
 
 
-def indexer_teacher(
+def indexer_teacher_probabilities(
     q_BCNK: jax.Array,
     k_BTMK: jax.Array,
     kept_BCG: jax.Array,

@@ -15,7 +15,7 @@ from qwen3next_jax.model.recurrent import Inputs, Recurrent
 from qwen3next_jax.ops import causal_conv1d
 from qwen3next_jax.sharding.rules import activation_spec, per_shard
 from qwen3next_jax.zoo.ops import channel_delta_rule, linear_scan, max_plus_scan
-from qwen3next_jax.zoo.projections import make_low_rank, project_to_float32
+from qwen3next_jax.zoo.projections import make_low_rank_projection, project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
     project_out,
@@ -206,7 +206,7 @@ class RWKV6(Recurrent):
         for part in (("receptance", k), ("key", k), ("value", v, r), ("gate", v, r)):
             projection = make.matrix((d, g, part[1]), "embed -> key_heads .", parts=(part,))
             setattr(self, f"{part[0]}_proj", projection)
-        self.decay_down, self.decay_up = make_low_rank(make, RWKV6_DECAY_RANK, k)
+        self.decay_down, self.decay_up = make_low_rank_projection(make, RWKV6_DECAY_RANK, k)
         self.decay = make.parameter(
             lambda shape: jnp.broadcast_to(jnp.linspace(-6.0, -1.0, k), shape),
             (h, k),

@@ -261,9 +261,9 @@ def chunk_size(x: TokenArrays) -> int:
 
 
 def _run_with_platform_piece_size(options: Options, pass_over, x: TokenArrays, *arguments):
-    """Calls `pass_over` (`chunked.forward` or `chunked.backward`) with the number of tokens of a
-    chunk, and the number of chunks that are computed at once (a piece). A piece has as many chunks
-    as fit in a CPU's caches, or in a small part of an accelerator's memory.
+    """Calls `pass_over` (`chunked.forward_pass` or `chunked.backward_pass`) with the number of
+    tokens of a chunk, and the number of chunks that are computed at once (a piece). A piece has as
+    many chunks as fit in a CPU's caches, or in a small part of an accelerator's memory.
     """
     size, chunks = chunk_size(x), -(-x.v.shape[1] // chunk_size(x))
     numbers = size * x.v.shape[0] * x.v.shape[2] * max(x.q.shape[3], x.v.shape[3])
@@ -286,18 +286,20 @@ def _run_with_platform_piece_size(options: Options, pass_over, x: TokenArrays, *
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(options: Options, x: TokenArrays, initial_state):
-    return _run_with_platform_piece_size(options, chunked.forward, x, initial_state)[:2]
+    return _run_with_platform_piece_size(options, chunked.forward_pass, x, initial_state)[:2]
 
 
 def _chunked_forward(options, x, initial_state):
-    o, final, *saved = _run_with_platform_piece_size(options, chunked.forward, x, initial_state)
+    o, final, *saved = _run_with_platform_piece_size(
+        options, chunked.forward_pass, x, initial_state
+    )
     return (o, final), (x, saved)
 
 
 def _chunked_backward(options, residuals, cotangents):
     x, saved = residuals
     *gradients, dinitial = _run_with_platform_piece_size(
-        options, chunked.backward, x, *saved, *cotangents
+        options, chunked.backward_pass, x, *saved, *cotangents
     )
     gradients = (
         None if array is None else dx.astype(array.dtype) for dx, array in zip(gradients, x)

@@ -112,7 +112,7 @@ class Chunks(typing.NamedTuple):
     total_decay: jax.Array  # e^total, [N, B, H, K, 1]
     erase_key_products: jax.Array | None  # EK, [N, B, H, C, C]
     query_key_products: jax.Array  # P, [N, B, H, C, C]
-    inverse: jax.Array | None  # A, [N, B, H, C, C]
+    triangular_inverse: jax.Array | None  # A, [N, B, H, C, C]
 
 
 def product_of_split_operands(product, x, y, dots: Products, x_axis: int, y_axis: int):
@@ -187,14 +187,14 @@ def _writes_and_errors(c: Chunks, state, dots: Products, exact: Products):
     """Returns W and V − (E γ) S of the formulas at the top of the file. Without the delta term, the
     results are β V and V.
     """
-    if c.inverse is None:
+    if c.triangular_inverse is None:
         return c.beta * c.v, c.v
     errors = c.v - product_of_split_operands(dots.nn, c.erase_keys_from_start, state, dots, -1, -2)
     right = c.beta * errors
-    written = exact.nn(c.inverse, right)
+    written = exact.nn(c.triangular_inverse, right)
     if dots == exact:
         written += exact.nn(
-            c.inverse, right - written - c.beta * exact.nn(c.erase_key_products, written)
+            c.triangular_inverse, right - written - c.beta * exact.nn(c.erase_key_products, written)
         )
     return written, errors
 
@@ -213,7 +213,7 @@ def _arrays_for_scan(c: Chunks) -> Chunks:
     )
 
 
-def forward(
+def forward_pass(
     x: TokenArrays,
     initial_state,
     *,
@@ -256,7 +256,7 @@ def forward(
         o = dots.nn(c.queries_from_start, states) + dots.nn(
             c.query_key_products, written, fine=True
         )
-        return state, (_from_chunks(o, x.v.shape[1]), states, c.inverse)
+        return state, (_from_chunks(o, x.v.shape[1]), states, c.triangular_inverse)
 
     time, count = x.v.shape[1], -(-x.v.shape[1] // size)
     final, (o, *saved) = blocks.scan_or_call_once(
@@ -270,7 +270,7 @@ def _from_chunks(x, time: int):
     return blocks.from_chunks(jnp.swapaxes(x, 2, 3), 1, time)
 
 
-def backward(
+def backward_pass(
     x: TokenArrays,
     states,
     inverses,
@@ -288,10 +288,10 @@ def backward(
 
     Args:
       x: the arrays with an axis of tokens.
-      states, inverses: the last two results of `forward`.
+      states, inverses: the last two results of `forward_pass`.
       do: [B, T, H, V], the gradient of o.
       dfinal: [B, H, K, V], the gradient of the final state.
-      size, piece, delta_term, reads_before_write: the arguments of `forward`.
+      size, piece, delta_term, reads_before_write: the arguments of `forward_pass`.
     """
 
     def one(dstate, inputs):
@@ -306,10 +306,10 @@ def backward(
         def step(dstate, inputs):
             chunk, po, qo = inputs
             dwritten = po + dots.nn(chunk.keys_to_end, dstate)
-            dr = exact.tn(chunk.inverse, dwritten) if delta_term else dwritten
+            dr = exact.tn(chunk.triangular_inverse, dwritten) if delta_term else dwritten
             if delta_term and dots == exact:
                 dr += exact.tn(
-                    chunk.inverse,
+                    chunk.triangular_inverse,
                     dwritten - dr - exact.tn(chunk.erase_key_products, chunk.beta * dr),
                 )
             entering = chunk.total_decay * dstate + qo
@@ -383,7 +383,7 @@ def _input_gradients(
     read = c.decays.query_from_start * dots.nt(do, states)
     left = c.decays.to_end * dots.nt(written, dstates, fine=True)
     seen = n = None
-    if c.inverse is not None:
+    if c.triangular_inverse is not None:
         dl = jnp.where(lower_mask(d.shape[-1], strict=True), -dots.nt(dr, written, fine=True), 0)
         dbeta += jnp.sum(dl * c.erase_key_products, axis=-1)
         n, seen = c.beta * dl, -c.decays.from_start * dots.nt(dv, states, fine=True)
