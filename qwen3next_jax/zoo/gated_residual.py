@@ -184,7 +184,8 @@ def head_input_reference(config, params, h_SD, blocks):
     """Returns the head's input [D] for one token, computed by NumPy in the dtype of the inputs.
 
     Args:
-      params: list of the parameters of each block's mix, and last those of the mix for the head.
+      params: list of the parameters of each block's `StreamMix`, and last the parameters of the
+        head's `StreamMix`.
       h_SD: the token's streams before the first block.
       blocks: functions x [D] → output [D].
     """

@@ -72,9 +72,10 @@ class HyperConnection(nnx.Module):
         """Computes the maps of every token from its streams h [B, T, E].
 
         Returns:
-          H_pre [S, B, T]; H_post [S, B, T]; H_res [S, S, B, T], first the new stream, then the old
-          one; in float32 or, if h is wider, in the dtype of h. The streams stand first because an
-          accelerator pads the last two dimensions of an array.
+          H_pre [S, B, T]; H_post [S, B, T]; H_res [S, S, B, T], with the new streams along the
+          first axis and the old streams along the second. All maps are float32 or, if h is wider,
+          have the dtype of h. The axes of the streams come first, because an accelerator pads the
+          last two axes of an array.
         """
         exact, s = accumulation_dtype(h_BTE), self.config.streams.hc_count
         slices = jnp.split(h_BTE, s, axis=-1)
@@ -103,7 +104,7 @@ def sinkhorn(logits: jax.Array, iterations: int) -> jax.Array:
     times. It computes with logarithms, so that no sum overflows or becomes 0.
 
     Args:
-      logits: [S, S, …], first the number of the row.
+      logits: [S, S, …]; the first axis numbers the rows, the second axis the columns.
       iterations: how often the columns and the rows are divided.
     """
 

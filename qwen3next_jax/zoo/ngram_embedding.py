@@ -45,7 +45,8 @@ class NgramEmbedding(nnx.Module):
         its own hash functions and its own table.
 
     Attributes:
-      whole_rows: as `whole_rows` of `model.mixer.Mixer`.
+      whole_rows: True, because the module needs whole rows on one device (as in
+        `model.mixer.Mixer`).
     """
 
     whole_rows = True

@@ -78,7 +78,7 @@ def channel_delta_rule(
       bonus: [H, K] or None, only with read="before": the token's own term (sum_c q_c bonus_c k_c)
         v_t is added to o_t.
       value_log_decay: [B, T, H, V] or None, log decay <= 0 of the value channels, only with
-        delta_term=False. The decay is then S <- Diag(exp(g_t)) S Diag(exp(value_decay_t)).
+        delta_term=False. The decay is then S <- Diag(exp(g_t)) S Diag(exp(value_log_decay_t)).
       initial_state: [B, H, K, V] or None for zeros. With `segment_ids`, only the first document
         starts from it.
       segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
@@ -89,8 +89,8 @@ def channel_delta_rule(
         every platform.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
         `shard_map`. The arrays are then this shard's parts, and a document has the same id on every
-        shard. Only the first shard reads its `initial_state`; other shards ignore theirs, which
-        gets no gradient. Every shard returns the final state of the whole row.
+        shard. Only the first shard reads its `initial_state`; the `initial_state` of every other
+        shard is ignored and gets no gradient. Every shard returns the final state of the whole row.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
