@@ -283,11 +283,8 @@ class QSA(GatedAttention):
     def attention_mask(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """Returns [B, T, T] bool: whether each query (second axis) sees each token (third axis)."""
         index_q_BTHI, index_k_BTI = self.index_queries_and_keys(x_BTD, context)
-        row_blocks, settings = (
-            self.complete_blocks_of_rows(index_k_BTI, context),
-            self.settings(self.config),
-        )
-        tokens = query_and_key_tokens(context)
+        row_blocks = self.complete_blocks_of_rows(index_k_BTI, context)
+        tokens, settings = query_and_key_tokens(context), self.settings(self.config)
         of_queries = tokens.query_position, tokens.query_segment
         selected_BTG, *_ = select_blocks(index_q_BTHI, row_blocks, *of_queries, settings)
         return seen_tokens_mask(selected_BTG, row_blocks, *of_queries, tokens, settings)
@@ -784,8 +781,8 @@ def indexer_divergence(
 
     Args:
       dense: whether the loss is that of the mode "dense", over all complete blocks.
-      head_axis: the mesh axis that splits the heads; the teacher is summed over this axis. None if
-        no mesh axis splits the heads.
+      head_axis: the mesh axis that splits the heads, over which attention's probabilities are
+        summed. None if no mesh axis splits the heads.
     """
 
     def of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
