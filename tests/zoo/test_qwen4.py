@@ -261,7 +261,7 @@ def test_gathered_blocks_are_attention_under_a_mask(ratio, budget):
         return jnp.sum(jnp.sin(o) * weight), o * (segments > 0)[..., None, None]
 
     def loss(diverge, index_q, block_k):
-        kl = diverge(q, k, index_q, row_blocks._replace(k=block_k), tokens, settings)
+        kl = diverge(q, k, index_q, row_blocks._replace(pooled_key=block_k), tokens, settings)
         return jnp.sum(kl * (segments > 0)), kl * (segments > 0)
 
     q, k, v = draw(2, 77, 4, 16), draw(2, 77, 2, 16), draw(2, 77, 2, 16)
