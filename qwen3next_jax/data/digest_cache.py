@@ -33,7 +33,7 @@ class DigestCache:
         self._known: dict[str, str] = {}
         self._recorded = ""  # what this process recorded in a bucket
         known = []
-        for name in store.names("digests/*.jsonl"):
+        for name in store.names_matching("digests/*.jsonl"):
             for line in store.path(name).read_text(errors="replace").splitlines():
                 with contextlib.suppress(ValueError):  # its process was killed as it wrote
                     known.append(json_files.parse(line, list))
@@ -66,8 +66,8 @@ class DigestCache:
             lines.write(line)
 
     def forget_all(self) -> None:
-        """Removes all recorded digests. The caller has found one of them to be wrong."""
-        for name in self._store.names("digests/*.jsonl"):
+        """Removes all recorded digests. Called when one of them turns out to be wrong."""
+        for name in self._store.names_matching("digests/*.jsonl"):
             self._store.path(name).unlink(missing_ok=True)
         self._known = {}
 
@@ -82,7 +82,7 @@ def content_identity(source: Source) -> list | None:
     """
     if source.size < _SMALLEST:
         return [
-            [file.label, readers.part_digest(file, Part(0, file.size), source.text_field)]
+            [file.relative_path, readers.part_digest(file, Part(0, file.size), source.text_field)]
             for file in source.files
         ]
     if not all(is_remote(os.fspath(file.path)) or _is_settled(file) for file in source.files):

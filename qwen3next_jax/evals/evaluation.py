@@ -79,7 +79,7 @@ class EvalContext:
           least: number of rows of each source of the data, if it has so many: after the first
             rows come those that a source lacks.
         """
-        return self.open_data().heldout(self.options.rows or rows, least=least)
+        return self.open_data().heldout_batches(self.options.rows or rows, least=least)
 
     def scorer(self, params: dict) -> Scorer:
         """Returns a scorer of the model with these parameters: a function that computes, for the

@@ -67,7 +67,7 @@ class Heldout(Evaluation):
         rows = measure_rows(self._step, params, batches, data.token_bytes, context.mesh)
         # The rows that a small source lacks come after those that make up the total.
         values = summarise_totals(sum_rows(rows, slice(context.options.rows)))
-        places = data.heldout_places(context.options.rows, _LEAST_ROWS)
+        places = data.heldout_places_by_source(context.options.rows, _LEAST_ROWS)
         values |= summarise_sources({name: sum_rows(rows, own) for name, own in places.items()})
         if "bits_per_byte" not in values and context.tokenizer.reads_text:
             loss = dataclasses.replace(self.metrics["loss"], main=True)

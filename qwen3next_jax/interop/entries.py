@@ -20,14 +20,14 @@ class TensorSlice(NamedTuple):
     """The slice of a parameter that one tensor holds.
 
     Attributes:
-      index: the index of the slice in the transposed parameter of one layer.
+      index_in_layer: the index of the slice in the transposed parameter of one layer.
       name: the tensor's name without the prefix of its layer ("self_attn.q_proj.weight").
       shape: the tensor's shape in the file.
       row_order: the order of the tensor's rows: row i of the tensor is row `row_order[i]` of the
         slice. None: tensor and slice have the same order.
     """
 
-    index: tuple[int | slice, ...]
+    index_in_layer: tuple[int | slice, ...]
     name: str
     shape: tuple[int, ...]
     row_order: np.ndarray | None = None
@@ -38,17 +38,17 @@ class Entry(NamedTuple):
 
     Attributes:
       path: the parameter's path in its module, with slashes ("mixer/q_proj" in a layer).
-      axes: the permutation of the parameter's axes (in the sense of `numpy.transpose`) after which
-        each tensor is a slice along the leading axes.
+      transpose_axes: the permutation of the parameter's axes (in the sense of `numpy.transpose`)
+        after which each tensor is a slice along the leading axes.
       slices: the slice that each tensor holds.
-      all_experts: the single tensor that holds the parameter of all experts, in checkpoints with
-        fused experts (`ModelConfig.hf_fused_experts`); None: there is no such tensor.
+      all_experts_slice: the single tensor that holds the parameter of all experts, in checkpoints
+        with fused experts (`ModelConfig.hf_fused_experts`); None: there is no such tensor.
     """
 
     path: str
-    axes: tuple[int, ...]
+    transpose_axes: tuple[int, ...]
     slices: tuple[TensorSlice, ...]
-    all_experts: TensorSlice | None = None
+    all_experts_slice: TensorSlice | None = None
 
 
 # A function from a model's settings to the entries of one of its modules.

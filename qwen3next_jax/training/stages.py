@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, DataConfig, OptimizerConfig, Stage, TrainConfig
-from qwen3next_jax.data.pipeline import Data, Epoch, open_data, rows_of_streams
+from qwen3next_jax.data.pipeline import Data, Epoch, open_data, row_counts_of_streams
 from qwen3next_jax.data.preparation import Progress
 
 # Name of a group of settings → the settings in this group that a stage can set.
@@ -236,10 +236,12 @@ class DataCursor(NamedTuple):
                 batch_size=data.batch_size,
                 step=step,
                 row=self._row_of_mix(step, data_offset),
-                streams=dict(data.streams),
+                streams=dict(data.stream_weights),
             )
         starts = self.rows_read(step, data_offset)
-        return DataCursor(data.fingerprint, data.batch_size, step, 0, starts, dict(data.streams))
+        return DataCursor(
+            data.fingerprint, data.batch_size, step, 0, starts, dict(data.stream_weights)
+        )
 
     def rows_read(self, step: int, data_offset: int = 0) -> dict[str, int]:
         """Returns name of a stream → the number of its rows that the run has read after `step`
@@ -288,8 +290,8 @@ def reading_by_source(
 
     Args:
       rows: name of a stream → the number of its rows that were read (`DataCursor.rows_read`).
-      epochs: name of a stream → one epoch of it (`Data.epochs`), for all stages. Streams that never
-        repeat are not among them, so their sources are missing in the result.
+      epochs: name of a stream → one epoch of it (`Data.stream_epochs`), for all stages. Streams
+        that never repeat are not among them, so their sources are missing in the result.
     """
     found: dict[str, SourceReading] = {}
     for stream, epoch in epochs.items():
@@ -303,7 +305,7 @@ def reading_by_source(
 
 def epochs_of_stages(data: Sequence[Data]) -> dict[str, Epoch]:
     """Returns name of a stream → one epoch of it, for the streams of all stages."""
-    return {name: epoch for rows in data for name, epoch in rows.epochs.items()}
+    return {name: epoch for rows in data for name, epoch in rows.stream_epochs.items()}
 
 
 # A model learns little more from data that it reads more often (Muennighoff et al. 2023,
@@ -366,7 +368,7 @@ def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
     `streams`: name of a stream → its weight. If the mix began with the stream's row 0, the result
     is also the index of the stream's next row.
     """
-    return dict(zip(streams, rows_of_streams(tuple(streams.values()), rows), strict=True))
+    return dict(zip(streams, row_counts_of_streams(tuple(streams.values()), rows), strict=True))
 
 
 def place_cursors(
@@ -389,7 +391,7 @@ def place_cursors(
         else:
             cursor = first.advance(first.step, rows)
         if cursor:
-            rows.begin(cursor.row, cursor.starts)
+            rows.set_start(cursor.row, cursor.starts)
         cursors.append(cursor)
     return cursors
 

@@ -8,7 +8,7 @@ import pytest
 from qwen3next_jax.commands import verify
 from qwen3next_jax.data import contamination, preparation
 from qwen3next_jax.data.contamination import NGRAM, NgramIndex, find_contamination
-from qwen3next_jax.data.sources import find_files_of_glob
+from qwen3next_jax.data.sources import find_source_of_glob
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.evals.contamination import contamination_of_tasks
@@ -31,7 +31,7 @@ def prepared(tmp_path):
     for name, some in (("a", DOCUMENTS[:25]), ("b", DOCUMENTS[25:])):
         write_jsonl(tmp_path / f"{name}.jsonl", some)
     preparation.tokenize_source(
-        find_files_of_glob(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(tmp_path / "p")
+        find_source_of_glob(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(tmp_path / "p")
     )
     return str(tmp_path / "p")
 
@@ -72,7 +72,7 @@ def test_the_shared_part_of_a_text_is_found(prepared, monkeypatch, workers):
     assert shares[1] == shares[4] == 0.0
     assert 0.3 < shares[2] < 0.7
     assert np.isnan(shares[3])
-    assert [i for i, _ in found.worst()] == [0, 5, 2]
+    assert [i for i, _ in found.worst_texts()] == [0, 5, 2]
 
 
 def test_all_tokens_are_compared(prepared):
@@ -99,7 +99,10 @@ def test_verify_and_the_harness_report_it(prepared, tmp_path, capsys):
     }
     found = contamination_of_tasks(samples, BYTES, prepared)
     kinds = ("contaminated", "in_part", "clean", "too_short")
-    counts = {task: [of_task.counts()[kind] for kind in kinds] for task, of_task in found.items()}
+    counts = {
+        task: [of_task.counts_by_verdict()[kind] for kind in kinds]
+        for task, of_task in found.items()
+    }
     assert counts == {"one": [1, 0, 0, 0], "two": [0, 0, 1, 1]}
 
 
@@ -108,7 +111,7 @@ def test_tokens_of_another_tokenizer_are_not_compared(prepared, monkeypatch, tmp
     other.fingerprint = "other"
     with refused(prepared):
         find_contamination(DOCUMENTS, other, prepared)
-    (name,) = Store(prepared).names("corpora/*.json")
+    (name,) = Store(prepared).names_matching("corpora/*.json")
     content = Store(prepared).read_json(name)
     content["format"] -= 1  # of another format
     Store(prepared).write_json(name, content)
@@ -116,6 +119,6 @@ def test_tokens_of_another_tokenizer_are_not_compared(prepared, monkeypatch, tmp
         find_contamination(DOCUMENTS, BYTES, prepared)
     assert "qwen3next prepare" in capsys.readouterr().err
     preparation.tokenize_source(
-        find_files_of_glob(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(prepared)
+        find_source_of_glob(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(prepared)
     )
     assert find_contamination(DOCUMENTS, BYTES, prepared).shares.min() == 1.0

@@ -117,7 +117,7 @@ def test_long_texts_get_the_same_ids(tokenizer, monkeypatch):
                 patch.setattr(cuts, "_AROUND", 3)
                 patch.setattr(texts, "_PIECE", piece)
                 patch.setattr(tokens, "_ENCODED_AT_ONCE", 10)
-                long = np.concatenate(list(tokenizer.encode_long(text.encode())))
+                long = np.concatenate(list(tokenizer.encode_long_text(text.encode())))
             np.testing.assert_array_equal(short, long)
 
 
@@ -257,10 +257,10 @@ def test_text_has_only_named_special_tokens(byte_level, byte_fallback):
 def test_tiktoken_gives_the_same_ids_or_is_not_used(byte_level, byte_fallback, tmp_path):
     pytest.importorskip("tiktoken")
     fast = load_tokenizer(byte_level, None, ["<|im_end|>"])
-    slow = fast.fallback
-    assert "tiktoken" in fast.libraries
-    assert "tokenizers" in slow.libraries
-    assert load_tokenizer(byte_fallback).fallback is None  # no byte-level BPE
+    slow = fast.slower_fallback
+    assert "tiktoken" in fast.library_versions
+    assert "tokenizers" in slow.library_versions
+    assert load_tokenizer(byte_fallback).slower_fallback is None  # no byte-level BPE
     texts = [TEXT, "", TEXT * 9000, "e\u0301 <think><|im_end|> " * 50, *TRAINING]
     assert len(TEXT * 9000) > 1 << 18  # in parts
     for one, other in zip(fast.encode_documents(texts), slow.encode_documents(texts), strict=True):
@@ -279,7 +279,9 @@ def test_tiktoken_gives_the_same_ids_or_is_not_used(byte_level, byte_fallback, t
 def test_tiktoken_splits_as_the_tokenizer_does(byte_level, texts):
     pytest.importorskip("tiktoken")
     tokenizer = load_tokenizer(byte_level)
-    both = zip(tokenizer._encode_fast(texts), tokenizer._encode_slowly(texts), strict=True)
+    both = zip(
+        tokenizer._encode_by_tiktoken(texts), tokenizer._encode_by_tokenizers(texts), strict=True
+    )
     assert all(np.array_equal(fast, slow) for fast, slow in both)
 
 
@@ -295,7 +297,7 @@ def _with_added(path, folder, special=(), others=()):
 def test_added_runs_of_spaces_are_one_token_in_documents(byte_level, tmp_path):
     tokenizer = load_tokenizer(_with_added(byte_level, tmp_path, others=["    "]))
     text = "def f():\n    return 1\n        x\n"
-    for one in filter(None, (tokenizer, tokenizer.fallback)):  # with tiktoken and without
+    for one in filter(None, (tokenizer, tokenizer.slower_fallback)):  # with tiktoken and without
         (ids,) = one.encode_documents([text])
         np.testing.assert_array_equal(ids[:-1], tokenizer.encode(text))
         assert ids.tolist().count(tokenizer.vocab_size - 1) == 3
@@ -677,7 +679,7 @@ def test_any_tokenizer_has_one_meaning(
         patch.setattr(cuts, "_AROUND", 12)
         text = "".join(several) * 3
         (short,) = tokenizer.encode_documents([text])
-        long = np.concatenate(list(tokenizer.encode_long(text.encode())))
+        long = np.concatenate(list(tokenizer.encode_long_text(text.encode())))
     (whole,) = tokenizer.encode_documents([text])
     np.testing.assert_array_equal(whole, short)
     np.testing.assert_array_equal(whole, long)

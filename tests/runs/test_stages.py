@@ -220,7 +220,11 @@ def mixed(texts):
     for stage, read, cursor in zip(stages, rows, cursors, strict=True):
         first = cursor.batch(stage.steps_before + 1, 0)
         drawn.append(
-            [name[0] for step in range(first, first + 6) for name in read.document_names(step)]
+            [
+                name[0]
+                for step in range(first, first + 6)
+                for name in read.document_names_of_batch(step)
+            ]
         )
     return config, rows, cursors, drawn
 
@@ -249,8 +253,8 @@ def test_a_dry_run_counts_the_epochs_of_a_branch_as_its_training_does(mixed):
     (rows,), stages = opened(branch), resolve_stages(branch)
     begun = DataCursor(rows.fingerprint, 4).advance(0, rows).advance(9, rows)
     (cursor,) = place_cursors(stages, [rows], begun)
-    exact = reading_by_source(cursor.rows_read(18), rows.epochs)
-    sizes = {epoch.source: epoch.rows for epoch in rows.epochs.values()}
+    exact = reading_by_source(cursor.rows_read(18), rows.stream_epochs)
+    sizes = {epoch.source: epoch.rows for epoch in rows.stream_epochs.values()}
     estimates = [Estimate(sizes.get(name, 1) * 16, 1) for name in "abc"]
 
     def estimated(parent, data, record):
@@ -281,12 +285,13 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(mixed, texts):
     for stage, read, cursor in zip(stages, rows, cursors, strict=True):
         first = cursor.batch(stage.steps_before + 1, 0)
         np.testing.assert_array_equal(
-            next(read.batches(first))["tokens"][0], read.row(read._first_row_of(first))["tokens"]
+            next(read.batches(first))["tokens"][0],
+            read.row(read._first_row_of_batch(first))["tokens"],
         )
     whole = dataclasses.replace(config, train=dataclasses.replace(train, stages=(), steps=18))
     (plain,) = opened(whole)
     assert sum(drawn[:3], []) == [
-        name[0] for step in range(12) for name in plain.document_names(step)
+        name[0] for step in range(12) for name in plain.document_names_of_batch(step)
     ] + [plain.names(i)[0] for i in range(48, 66)]
     for i, name in enumerate("abc"):
         (alone,) = opened(

@@ -3,7 +3,8 @@ multi-token prediction.
 
 Every projection and every convolution of a recurrent layer is a tensor of its own. In recurrent
 layers, the norms stand before the mixer and before the MLP; in attention layers, after the mixer
-and after the MLP. The norm of queries, and that of keys, is over all heads together.
+and after the MLP. The norm of the queries is over all heads together, and so is the norm of the
+keys.
 
 The norms of layers have two sets of tensor names: the names in the released files, and the names
 that `save_pretrained` of transformers writes. An import reads both; an export writes the released
@@ -20,10 +21,10 @@ from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor_entry, vector_entry
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
-    fields_from_source,
-    note_unknown,
+    fields_to_copy,
+    note_unknown_fields,
     refuse_other_values,
-    token_fields,
+    token_id_fields,
 )
 from qwen3next_jax.interop.families.form import Fields, Form
 
@@ -108,7 +109,7 @@ _SETTINGS = frozenset(
         "eos_token_id",
     )
 )
-# See `Form.width_fields`.
+# See `Form.width_field_groups`.
 _WIDTH_FIELDS = (
     ("num_attention_heads",),
     ("num_key_value_heads",),
@@ -121,8 +122,10 @@ _WIDTH_FIELDS = (
 def _read_settings(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, _SUPPORTED, where)
     known = {*_SAME_NAME, *_SUPPORTED, *_START_VALUES, *_ROPE, *IGNORED}
-    note_unknown(fields, known | {"layer_types", "head_dim", "linear_allow_neg_eigval"}, where)
-    positions = _read_positions(fields, where)
+    note_unknown_fields(
+        fields, known | {"layer_types", "head_dim", "linear_allow_neg_eigval"}, where
+    )
+    positions = _read_rotary_settings(fields, where)
     fields = _with_defaults(fields, where)
     settings = {name: fields[name] for name in (*_SAME_NAME, "head_dim", "layer_types")}
     return settings | {
@@ -149,14 +152,14 @@ def _with_defaults(fields: Fields, where: str) -> Fields:
     """
     fields = _DEFAULTS | {name: value for name, value in fields.items() if value is not None}
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
-        _require_count(fields, name, where)
+        _require_positive_integer(fields, name, where)
     heads, layers = fields["num_attention_heads"], fields["num_hidden_layers"]
     for name in ("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"):
         fields.setdefault(name, heads)
-    _require_count(fields, "linear_num_key_heads", where)
+    _require_positive_integer(fields, "linear_num_key_heads", where)
     key = int(0.75 * fields["hidden_size"] / fields["linear_num_key_heads"])
     fields.setdefault("linear_key_head_dim", key)
-    _require_count(fields, "linear_key_head_dim", where)
+    _require_positive_integer(fields, "linear_key_head_dim", where)
     fields.setdefault("linear_value_head_dim", 2 * fields["linear_key_head_dim"])
     fields.setdefault("head_dim", fields["hidden_size"] // heads)
     require(
@@ -178,7 +181,7 @@ def _with_defaults(fields: Fields, where: str) -> Fields:
     return fields
 
 
-def _require_count(fields: Fields, name: str, where: str) -> None:
+def _require_positive_integer(fields: Fields, name: str, where: str) -> None:
     """Raises UserError if the field `name` is not a positive number below 2^16."""
     value = fields[name]
     require(
@@ -187,7 +190,7 @@ def _require_count(fields: Fields, name: str, where: str) -> None:
     )
 
 
-def _read_positions(fields: Fields, where: str) -> Fields:
+def _read_rotary_settings(fields: Fields, where: str) -> Fields:
     """Returns the settings of rotary positions. If the file has the field `rope_theta` with the
     value null, queries and keys are not rotated.
 
@@ -207,7 +210,7 @@ def _read_positions(fields: Fields, where: str) -> Fields:
             "'default' (remove the scaling to use the model within its trained context)"
         )
     refuse_other_values(group, {"partial_rotary_factor": (1.0,)}, f"{where}: {name}")
-    note_unknown(group, ("rope_theta", "rope_type", "type", "partial_rotary_factor"), where)
+    note_unknown_fields(group, ("rope_theta", "rope_type", "type", "partial_rotary_factor"), where)
     theta = group.get("rope_theta", fields.get("rope_theta", _ROPE_THETA))
     if theta is None:
         return {"partial_rotary_factor": 0.0}
@@ -216,9 +219,9 @@ def _read_positions(fields: Fields, where: str) -> Fields:
 
 def _write_fields(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
     fields = {"pad_token_id": None, "use_cache": True} | _START_VALUES
-    fields |= fields_from_source(source)
+    fields |= fields_to_copy(source)
     fields |= {name: getattr(config, name) for name in _SAME_NAME}
-    fields |= token_fields(config, source)
+    fields |= token_id_fields(config, source)
     theta = config.rope_theta if config.partial_rotary_factor else None
     fields |= {
         "architectures": ["OlmoHybridForCausalLM"],
@@ -336,7 +339,7 @@ def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[Entry]:
         yield vector_entry(path, f"{name}.weight", config.hidden_size)
 
 
-def _tensor_name(name: str) -> str:
+def _tensor_name_in_entries(name: str) -> str:
     """Returns the released name of a tensor. `save_pretrained` of transformers writes other names
     of norms.
     """
@@ -356,20 +359,20 @@ def _shape_advice(name: str) -> str:
 
 FORM = Form(
     name="olmo_hybrid",
-    title="OlmoHybrid",
+    display_name="OlmoHybrid",
     model_types={"olmo_hybrid": "olmo_hybrid"},
     read_settings=_read_settings,
-    write_fields=_write_fields,
+    write_config_fields=_write_fields,
     check_model=_check_model,
-    stored_settings=_SETTINGS,
+    supported_settings=_SETTINGS,
     mixer_entries={
         "gated_deltanet": _gated_deltanet_entries,
         "gated_attention": _attention_entries,
     },
     expert_entries=lambda config: iter(()),
     mtp_entries=None,
-    width_fields=_WIDTH_FIELDS,
-    tensor_name=_tensor_name,
-    shape_advice=_shape_advice,
+    width_field_groups=_WIDTH_FIELDS,
+    tensor_name_in_entries=_tensor_name_in_entries,
+    wrong_shape_advice=_shape_advice,
     layer_norm_entries=_layer_norm_entries,
 )

@@ -18,7 +18,7 @@ from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor_entry, 
 from qwen3next_jax.interop.families import qwen3_5, qwen3_next, rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
-    note_unknown,
+    note_unknown_fields,
     present_fields,
     refuse_other_values,
 )
@@ -99,18 +99,18 @@ _WIDTH_FIELDS = (
 def _read_settings(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, _SUPPORTED, where)
     known = {*_SAME, *_STREAMS, *_INDEXER, *_PLE, *_SUPPORTED, *_IGNORED, *IGNORED, *rope.FIELDS}
-    note_unknown(fields, known | {"layer_types", "full_attention_interval"}, where)
+    note_unknown_fields(fields, known | {"layer_types", "full_attention_interval"}, where)
     settings = _DEFAULTS | present_fields(fields, (*_SAME, "full_attention_interval"))
     if fields.get("layer_types") is not None:
-        settings["layer_types"] = _layer_types(fields["layer_types"], where)
-    settings |= rope.read_rope(
+        settings["layer_types"] = _read_layer_types(fields["layer_types"], where)
+    settings |= rope.read_rope_settings(
         fields, settings["max_position_embeddings"], where, ignored=rope.IMAGE_POSITIONS
     )
     ple = {_PLE[name]: value for name, value in present_fields(fields, tuple(_PLE)).items()}
     ple.setdefault("embed_dim", settings["hidden_size"])
     ple.setdefault("split_ngram_parts", 512)
     if "layer_ids" in ple:
-        ple["layer_ids"] = _layer_ids(ple["layer_ids"], where)
+        ple["layer_ids"] = _read_ple_layer_ids(ple["layer_ids"], where)
     return settings | {
         "full_mixer": "qsa",
         "block": {"placement": "gated_residual"},
@@ -123,7 +123,7 @@ def _read_settings(fields: Fields, where: str) -> Fields:
     }
 
 
-def _layer_ids(ids: object, where: str) -> list[int]:
+def _read_ple_layer_ids(ids: object, where: str) -> list[int]:
     """Returns the numbers of the layers with an n-gram embedding, each once, in order, given the
     field `ple_layer_ids`.
 
@@ -137,7 +137,7 @@ def _layer_ids(ids: object, where: str) -> list[int]:
     return sorted(set(ids))
 
 
-def _layer_types(names: object, where: str) -> list[str]:
+def _read_layer_types(names: object, where: str) -> list[str]:
     """Converts the field `layer_types` to the setting `layer_types`.
 
     Raises:
@@ -150,7 +150,7 @@ def _layer_types(names: object, where: str) -> list[str]:
     return [_LAYER_TYPES[name] for name in names]
 
 
-def _write_text(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
+def _write_text_fields(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
     fields = qwen3_next.text_model_fields(config, dtype, source, _SAME)
     indexer = config.settings_of("qsa")
     return fields | {
@@ -171,8 +171,10 @@ def _write_text(config: ModelConfig, dtype: str, source: Fields, around: Fields)
     }
 
 
-def _write_wrapper(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
-    text = _write_text(config, dtype, source, {})
+def _write_wrapper_fields(
+    config: ModelConfig, dtype: str, source: Fields, around: Fields
+) -> Fields:
+    text = _write_text_fields(config, dtype, source, {})
     return qwen3_5.wrapper_fields(text, "Qwen4Exp", config, dtype, around)
 
 
@@ -303,8 +305,8 @@ def _layer_embedding_entries(config: ModelConfig, number: int) -> Iterator[Entry
 
 
 def _layer_constants(config: ModelConfig, number: int) -> dict[str, np.ndarray]:
-    """Returns the constants of a layer's hash functions by the name of their tensor. They follow
-    from the settings; an import compares them with the stored ones.
+    """Returns the constants of a layer's hash functions by the name of their tensor. The constants
+    follow from the settings; an import compares them with the stored tensors.
     """
     ple, name = config.ple, "ple.ple_embedding"
     numbers = {
@@ -318,26 +320,26 @@ def _layer_constants(config: ModelConfig, number: int) -> dict[str, np.ndarray]:
 TEXT = dataclasses.replace(
     qwen3_5.TEXT,
     name=_TEXT,
-    title="Qwen4Exp",
+    display_name="Qwen4Exp",
     model_types={_TEXT: _TEXT},
     read_settings=_read_settings,
-    write_fields=_write_text,
+    write_config_fields=_write_text_fields,
     check_model=_check_model,
-    stored_settings=_SETTINGS,
+    supported_settings=_SETTINGS,
     mixer_entries={"gated_deltanet": qwen3_5.gated_deltanet_entries, "qsa": _qsa_entries},
     mtp_entries=_mtp_entries,
-    width_fields=_WIDTH_FIELDS,
+    width_field_groups=_WIDTH_FIELDS,
     layer_norm_entries=_layer_norm_entries,
     final_norm_entries=_final_norm_entries,
     layer_embedding_entries=_layer_embedding_entries,
-    layer_constants=_layer_constants,
+    layer_constant_tensors=_layer_constants,
 )
 WRAPPER: Form = dataclasses.replace(
     TEXT,
     name="qwen4_exp",
     model_types={"qwen4_exp": _TEXT},
-    write_fields=_write_wrapper,
+    write_config_fields=_write_wrapper_fields,
     trunk_prefix="model.language_model.",
-    text_group="text_config",
-    text_fields=qwen3_5.text_fields_in_wrapper,
+    text_config_group="text_config",
+    read_text_fields=qwen3_5.text_fields_in_wrapper,
 )
