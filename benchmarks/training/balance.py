@@ -79,7 +79,7 @@ def train(run: ResolvedRun, step: Callable, evaluate: Callable, data: Data, stat
             idle.append(np.sum(load_LE == 0))
     batches = (jax.device_put(b, run.batch_sharding) for b in data.heldout_batches(HELDOUT_ROWS))
     heldout = summarise_totals(
-        sum_over_batches(evaluate, state["params"], batches, data.token_bytes)
+        sum_over_batches(evaluate, state["params"], batches, data.token_byte_counts)
     )
     return {
         "busiest": float(np.mean(busiest)),

@@ -76,7 +76,7 @@ def _read_tokens_from_config_files(
                 and key.isdigit()
                 and len(key) < 10
                 and isinstance(token, dict)
-                and _is_text(token.get("content"))
+                and _is_nonempty_utf8(token.get("content"))
                 and all(isinstance(token.get(flag, False), bool) for flag in _FLAGS),
                 f"{where}: {short_repr(key)} names {short_repr(token)}: expected an id and a token "
                 "with its content and flags",
@@ -91,7 +91,7 @@ def _read_tokens_from_config_files(
     found = {}
     for content, i in _read_json_object(path).items():
         require(
-            type(i) is int and 0 <= i < 10**9 and _is_text(content),
+            type(i) is int and 0 <= i < 10**9 and _is_nonempty_utf8(content),
             f"{path}: {short_repr(content)} names {short_repr(i)}: expected token → id",
         )
         special = content in specials
@@ -99,7 +99,7 @@ def _read_tokens_from_config_files(
     return path, found
 
 
-def _is_text(content: Any) -> bool:
+def _is_nonempty_utf8(content: Any) -> bool:
     """Whether `content` is a string that is not empty and has no lone surrogate."""
     return isinstance(content, str) and content.encode(errors="ignore").decode() == content != ""
 
@@ -176,7 +176,7 @@ def make_tokens_unmatchable(tokenizer: Mapping[str, Any], unmatchable: Set[str])
 
 
 def is_unmatchable(token: str) -> bool:
-    """Whether `make_tokens_unmatchable` gave this name to a token."""
+    """Whether `token` is a name that `make_tokens_unmatchable` gave to a special token."""
     return token.startswith(_UNMATCHABLE_PREFIX)
 
 

@@ -45,31 +45,33 @@ class Contamination:
     """How much of each text of an evaluation occurs in prepared data.
 
     Attributes:
-      shares: float64 [texts], share of each text's tokens that lie in an n-gram that the data
-        contain; NaN for texts of fewer than `NGRAM` tokens, which have no n-gram.
-      tokens: number of tokens of the data.
+      contained_shares: float64 [texts], share of each text's tokens that lie in an n-gram that the
+        data contain; NaN for texts of fewer than `NGRAM` tokens, which have no n-gram.
+      data_token_count: number of tokens of the data.
     """
 
-    shares: np.ndarray
-    tokens: int
+    contained_shares: np.ndarray
+    data_token_count: int
 
     def counts_by_verdict(self) -> dict[str, int]:
         """Returns the number of texts, and how many of them are contaminated, contaminated in part,
         clean, and too short to tell.
         """
         return {
-            "texts": len(self.shares),
-            "contaminated": int((self.shares >= CONTAMINATED).sum()),
-            "in_part": int(((CLEAN <= self.shares) & (self.shares < CONTAMINATED)).sum()),
-            "clean": int((self.shares < CLEAN).sum()),
-            "too_short": int(np.isnan(self.shares).sum()),
+            "texts": len(self.contained_shares),
+            "contaminated": int((self.contained_shares >= CONTAMINATED).sum()),
+            "in_part": int(
+                ((CLEAN <= self.contained_shares) & (self.contained_shares < CONTAMINATED)).sum()
+            ),
+            "clean": int((self.contained_shares < CLEAN).sum()),
+            "too_short": int(np.isnan(self.contained_shares).sum()),
         }
 
     def summary(self) -> str:
         """Returns the counts as a line of text."""
         counts = self.counts_by_verdict()
         return (
-            f"{counts['texts']:,} texts against {self.tokens:,} tokens: "
+            f"{counts['texts']:,} texts against {self.data_token_count:,} tokens: "
             f"{counts['contaminated']:,} contaminated (at least {CONTAMINATED:.0%} of a text's "
             f"tokens lie in {NGRAM}-grams that the data contain), {counts['in_part']:,} in part, "
             f"{counts['clean']:,} clean (less than {CLEAN:.0%}), {counts['too_short']:,} too short "
@@ -77,9 +79,15 @@ class Contamination:
         )
 
     def worst_texts(self, count: int = 10) -> list[tuple[int, float]]:
-        """Returns (index, share) of the texts with the largest shares that are not clean."""
-        order = np.argsort(-np.nan_to_num(self.shares), kind="stable")[:count]
-        return [(int(i), float(self.shares[i])) for i in order if self.shares[i] >= CLEAN]
+        """Returns (index, share) of the `count` texts with the largest shares, without the clean
+        ones among them.
+        """
+        order = np.argsort(-np.nan_to_num(self.contained_shares), kind="stable")[:count]
+        return [
+            (int(i), float(self.contained_shares[i]))
+            for i in order
+            if self.contained_shares[i] >= CLEAN
+        ]
 
 
 def find_contamination(
@@ -116,11 +124,11 @@ def find_contamination(
         size = 4 if tokenizer.vocab_size > 1 << 16 else 2
         progress(prepared_dir, size * sum(read), size * sum(part.tokens for part in parts))
 
-    scan = functools.partial(_find_ngrams, index=index, store=store)
+    scan = functools.partial(_contained_ngrams, index=index, store=store)
     for item, numbers in run_in_workers(scan, parts, workers or usable_cores(), show):
         found[numbers] = True
         show(item, parts[item].tokens)
-    return Contamination(index.shares(found), sum(part.tokens for part in parts))
+    return Contamination(index.contained_shares(found), sum(part.tokens for part in parts))
 
 
 def find_tokenized_parts(store: Store, tokenizer: Tokenizer) -> list[TokenizedPart]:
@@ -153,14 +161,14 @@ def find_tokenized_parts(store: Store, tokenizer: Tokenizer) -> list[TokenizedPa
     return parts
 
 
-def _find_ngrams(
+def _contained_ngrams(
     part: TokenizedPart, progress: Callable[[int], None], index: "NgramIndex", store: Store
 ) -> np.ndarray:
     """Returns the indices in `index.ngrams` of the n-grams that a part contains, int64 [found]."""
     tokens, _ = open_part_tokens(store, part)
     found = np.zeros(len(index.ngrams), bool)
     for start in range(0, len(tokens), _READ_AT_ONCE):
-        index.mark(tokens[start : start + _READ_AT_ONCE + NGRAM - 1], found)
+        index.mark_contained(tokens[start : start + _READ_AT_ONCE + NGRAM - 1], found)
         progress(min(start + _READ_AT_ONCE, len(tokens)))
     return np.flatnonzero(found)
 
@@ -188,7 +196,7 @@ class NgramIndex:
         self._table = np.zeros(1 << (64 - int(self._shift)), bool)
         self._table[self.ngrams >> self._shift] = True
 
-    def mark(self, tokens: np.ndarray, found: np.ndarray) -> None:
+    def mark_contained(self, tokens: np.ndarray, found: np.ndarray) -> None:
         """Sets `found`, bool [G], to true for each n-gram that occurs in `tokens`, int [N]."""
         if not len(self.ngrams):
             return
@@ -198,7 +206,7 @@ class NgramIndex:
             numbers = np.minimum(np.searchsorted(self.ngrams, hashes), len(self.ngrams) - 1)
             found[numbers[self.ngrams[numbers] == hashes]] = True
 
-    def shares(self, found: np.ndarray) -> np.ndarray:
+    def contained_shares(self, found: np.ndarray) -> np.ndarray:
         """Returns the share of each text's tokens that lie in an n-gram of `found`, bool [G]; NaN
         for texts without n-grams. float64 [texts].
         """

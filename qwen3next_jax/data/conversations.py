@@ -181,13 +181,13 @@ class EncodedConversation(NamedTuple):
     Attributes:
       text: the text; "" if there is a fault.
       tokens: int32 [N], with the end token.
-      weights: float32 [N], the loss weight of each token.
+      loss_weights: float32 [N], the loss weight of each token.
       fault: what is wrong with the conversation; "" if nothing is.
     """
 
     text: str
     tokens: np.ndarray
-    weights: np.ndarray
+    loss_weights: np.ndarray
     fault: str = ""
 
 

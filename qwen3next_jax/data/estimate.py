@@ -77,7 +77,7 @@ def _describe_long_conversations(
     conversations: Sequence, tokenizer: Tokenizer, row_length: int
 ) -> str:
     """Returns how many of these conversations are longer than a row, as text; "" for none."""
-    tokens = [with_loss_weights(c.token_pieces[0], c.weights) for c in conversations]
+    tokens = [with_loss_weights(c.token_pieces[0], c.loss_weights) for c in conversations]
     ends = np.cumsum([len(own) for own in tokens])
     documents = Documents(np.concatenate(tokens), ends, 0, np.zeros_like(ends))
     _, counts = cut_conversations_to_row(documents, row_length, tokenizer)

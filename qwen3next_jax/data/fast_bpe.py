@@ -2,8 +2,8 @@
 
 tiktoken and the tokenizers library merge tokens by different rules: `tokenizers` merges the pairs
 in its list of merges; tiktoken merges any two neighbours whose concatenation is a token. For the
-usual vocabularies both give the same ids, but there is no proof of this, so `HuggingFaceTokenizer`
-compares the ids of a sample of every batch.
+usual vocabularies both libraries give the same ids. There is no proof of this, so
+`HuggingFaceTokenizer` compares the ids that both give to a sample of the texts.
 """
 
 from collections.abc import Collection, Mapping
@@ -48,8 +48,8 @@ class TiktokenTable(NamedTuple):
     ranks: dict[bytes, int]
 
     def encoding(self) -> Any:
-        """Returns a tiktoken.Encoding without special tokens. For 150,000 tokens this takes a
-        second.
+        """Returns a tiktoken.Encoding without special tokens. tiktoken takes a second to make an
+        Encoding of 150,000 tokens.
 
         Raises:
           DifferentIds: tiktoken cannot read `pattern`.

@@ -117,7 +117,7 @@ class Data(Protocol):
         """
 
     @classmethod
-    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+    def settings_read(cls, config: DataConfig) -> tuple[str, ...] | None:
         """Returns the names of the `DataConfig` settings ("path", "synthetic.pairs") that this
         source reads besides the seed; None if it may read any setting. A user who changes a setting
         that the source does not read gets an error.
@@ -142,11 +142,11 @@ class Data(Protocol):
         """
 
     @property
-    def token_bytes(self) -> np.ndarray:
+    def token_byte_counts(self) -> np.ndarray:
         """The number of UTF-8 bytes that each token stands for, int32 [vocab_size]; all 0 if bytes
         cannot be counted by tokens.
         """
-        return self.tokenizer.token_bytes
+        return self.tokenizer.token_byte_counts
 
     def set_start(self, row: int, starts: Mapping[str, int]) -> None:
         """Sets where this stage starts to read, so that it skips what earlier stages have read.
@@ -196,7 +196,7 @@ class Data(Protocol):
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
         iterator = iter(
             numbers.map(
-                lambda number: self._stack(
+                lambda number: self._stack_rows(
                     self._read_rows([self._first_row_of_batch(number) + b for b in share]),
                     len(share),
                 )
@@ -227,7 +227,7 @@ class Data(Protocol):
         for start in range(0, len(indices), self.batch_size):
             batch = indices[start : start + self.batch_size]
             rows_of_share = [self.heldout_row(batch[b]) for b in share if b < len(batch)]
-            yield self._stack(rows_of_share, len(share))
+            yield self._stack_rows(rows_of_share, len(share))
 
     def heldout_places_by_source(self, rows: int | None, least: int) -> dict[str, list[int]]:
         """Returns which rows of `heldout_batches(rows, least=least)` belong to each source: name of
@@ -278,7 +278,7 @@ class Data(Protocol):
     def _first_row_of_batch(self, number: int) -> int:
         return self._first_row + number * self.batch_size
 
-    def _stack(self, rows: Sequence[Batch], count: int) -> Batch:
+    def _stack_rows(self, rows: Sequence[Batch], count: int) -> Batch:
         """Returns a batch of `count` rows: `rows`, then empty rows."""
         batch = {
             name: np.zeros((count, self.sequence_length), kind)
@@ -399,7 +399,7 @@ class TextData(Data):
         return load_tokenizer(config.tokenizer, vocab_size, config.parse_tokens)
 
     @classmethod
-    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+    def settings_read(cls, config: DataConfig) -> tuple[str, ...] | None:
         if cls is not TextData:  # a source that extends it may read more
             return None
         return (
@@ -422,8 +422,8 @@ class TextData(Data):
         find_sources(config, load_tokenizer(config.tokenizer, vocab_size, config.parse_tokens))
 
     @property
-    def token_bytes(self) -> np.ndarray:
-        sizes = self.tokenizer.token_bytes
+    def token_byte_counts(self) -> np.ndarray:
+        sizes = self.tokenizer.token_byte_counts
         return sizes if self._token_bytes_match_text else np.zeros_like(sizes)
 
     @property

@@ -29,7 +29,13 @@ from qwen3next_jax.data import readers, row_groups, sources, tokenized_parts
 from qwen3next_jax.data.digest_cache import DigestCache
 from qwen3next_jax.data.prepared import PreparedSource, index_name, open_indexed_rows, write_index
 from qwen3next_jax.data.readers import Part
-from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, DividedDocument, RowRecipe, Statistics
+from qwen3next_jax.data.row_groups import (
+    HELDOUT,
+    TRAIN,
+    DocumentInBothSplits,
+    RowRecipe,
+    Statistics,
+)
 from qwen3next_jax.data.rows import RowReader, ShardTable
 from qwen3next_jax.data.sources import Source, SourceFile
 from qwen3next_jax.data.store import Store
@@ -105,15 +111,15 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The parts that one of several processes tokenizes; the processes may be on several hosts.
+    """Which parts one of several processes tokenizes. The processes may be on several hosts.
 
     Attributes:
       rank: number of the process, from 0.
-      processes: number of processes.
+      process_count: number of processes.
     """
 
     rank: int = 0
-    processes: int = 1
+    process_count: int = 1
 
 
 class Unfinished(Exception):
@@ -283,7 +289,7 @@ def tokenize_source(
         for i, part in parts
     ]
     found = _finished_parts(range(len(jobs)), jobs, cache, tokenizer, store)
-    todo = [n for n in range(len(jobs)) if n not in found and n % share.processes == share.rank]
+    todo = [n for n in range(len(jobs)) if n not in found and n % share.process_count == share.rank]
     todo.sort(
         key=lambda n: -jobs[n].size
     )  # the largest first, so that all workers end at about the same time
@@ -548,7 +554,7 @@ def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
 
 def pack_source(
     corpus: Corpus,
-    divided: DividedDocument | None,
+    divided: DocumentInBothSplits | None,
     tokenizer: Tokenizer,
     recipe: RowRecipe,
     store: Store,
@@ -578,7 +584,7 @@ def pack_source(
       UserError: prepared data that are damaged.
     """
     found = row_groups.group_parts(
-        corpus.nonempty_parts, divided, keep_whole=corpus.source.chat_format is not None
+        corpus.nonempty_parts, divided, truncate_documents=corpus.source.chat_format is not None
     )
     missing = [
         i
@@ -590,7 +596,7 @@ def pack_source(
         """Returns a sort key: first come the groups of this process' share, then the groups of the
         other shares, in the reverse of the order in which their own processes pack them.
         """
-        distance = (i - share.rank) % share.processes
+        distance = (i - share.rank) % share.process_count
         return distance, -i if distance else i
 
     todo = [found[i] for i in sorted(missing, key=turn)]
@@ -601,7 +607,7 @@ def pack_source(
         done[item] = packed
         what, size = (
             f"{corpus.source.name}, rows of {recipe.row_length}",
-            todo[item].bytes_per_token,
+            todo[item].token_itemsize,
         )
         progress(what, sum(done.values()) * size, tokens * size)
 
@@ -627,7 +633,7 @@ def _choose_divided_documents(
     tokenizer: Tokenizer,
     recipe: RowRecipe,
     store: Store,
-) -> dict[int, DividedDocument]:
+) -> dict[int, DocumentInBothSplits]:
     """Chooses the documents that are divided between the splits, whatever their hashes say.
 
     Otherwise its hash decides whether a document is trained on or held out. A source whose
@@ -656,7 +662,7 @@ def _choose_divided_documents(
 
 def _divide_document(
     corpus: Corpus, all_heldout: bool, tokenizer: Tokenizer, recipe: RowRecipe, store: Store
-) -> DividedDocument:
+) -> DocumentInBothSplits:
     """Divides the document of `corpus` with the smallest hash.
 
     If `all_heldout`, this document is trained on as a whole. Otherwise its end is held out, with
@@ -678,11 +684,11 @@ def _divide_document(
     start = int(table["end"][document - 1]) if document else 0
     own = tokens[start : int(table["end"][document]) - 1]  # without the end token
     if all_heldout and documents > 1:
-        return DividedDocument(number, document, len(own), int(table["bytes"][document]))
+        return DocumentInBothSplits(number, document, len(own), int(table["bytes"][document]))
     in_all = sum(part.tokens for part in filled) - documents
     heldout = max(round(recipe.heldout_fraction * in_all), 1)
     if documents > 1 and heldout >= len(own):
-        return DividedDocument(number, document, 0, 0)
+        return DocumentInBothSplits(number, document, 0, 0)
     require(
         len(own) >= 2,
         f"{corpus.source.name!r} holds a single document of {len(own)} token: too little to train "
@@ -691,8 +697,10 @@ def _divide_document(
     kept = len(own) - min(heldout, len(own) - 1)
     # The bytes of the held-out end are counted, because only a text's first token may stand for a
     # space that the text does not have.
-    of_end = int(tokenizer.token_bytes[own[kept:]].sum())
-    return DividedDocument(number, document, kept, max(int(table["bytes"][document]) - of_end, 0))
+    of_end = int(tokenizer.token_byte_counts[own[kept:]].sum())
+    return DocumentInBothSplits(
+        number, document, kept, max(int(table["bytes"][document]) - of_end, 0)
+    )
 
 
 def _open_rows(

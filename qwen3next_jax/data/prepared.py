@@ -291,7 +291,9 @@ def _files_are_unchanged(paths: Iterable[str], before: np.ndarray, listed: Listi
 
 
 def _list_bucket_rows(store: Store) -> Listing:
-    """Returns a listing of all rows of a store in a bucket; None for a local store."""
+    """Lists the files with rows of a store in a bucket: path → entry. Returns None for a local
+    store.
+    """
     root = store.path("rows")
     if not isinstance(root, BucketPath):
         return None

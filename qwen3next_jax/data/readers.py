@@ -308,7 +308,7 @@ class BadRecords:
         self.first: list[tuple[int, str]] = []
 
     def leave_out(self, number: int, where: object, kind: str, what: str) -> None:
-        """Counts a record that is left out.
+        """Counts a bad record, which is left out of the data.
 
         Args:
           number: number of the record in the part.

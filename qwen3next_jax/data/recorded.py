@@ -62,13 +62,13 @@ class RecordedText(NamedTuple):
     Attributes:
       tokens: int32 [n].
       routed_experts: int16 [n, L, A]; -1 where the router is to choose.
-      prompt_tokens: the number of tokens at the start that are no targets.
+      prompt_length: the number of tokens at the start that are no targets.
       model_settings: the settings `_IDENTITY` of the model that generated the text; {} if unknown.
     """
 
     tokens: np.ndarray
     routed_experts: np.ndarray
-    prompt_tokens: int
+    prompt_length: int
     model_settings: dict[str, Any]
 
 
@@ -267,7 +267,7 @@ class RecordedData(Data):
         return load_tokenizer(config.tokenizer or "bytes", vocab_size, config.parse_tokens)
 
     @classmethod
-    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+    def settings_read(cls, config: DataConfig) -> tuple[str, ...] | None:
         return ("path", "tokenizer", "parse_tokens", "heldout_fraction")
 
     @staticmethod
@@ -294,7 +294,7 @@ class RecordedData(Data):
 
     def describe(self) -> dict[str, Any]:
         tokens = sum(len(text.tokens) for text in self._texts)
-        size = sum(int(self.tokenizer.token_bytes[r.tokens].sum()) for r in self._texts)
+        size = sum(int(self.tokenizer.token_byte_counts[r.tokens].sum()) for r in self._texts)
         return {
             "title": f"{len(self._texts):,} recorded texts, {tokens:,} tokens",
             "bits_per_nat": tokens / size / math.log(2) if size else None,
@@ -313,19 +313,19 @@ class RecordedData(Data):
         return {
             "tokens": np.pad(text.tokens, (0, rest)).astype(np.int32),
             "segment_ids": (t < n).astype(np.int32),
-            "target_mask": (t >= text.prompt_tokens) & (t < n),
+            "target_mask": (t >= text.prompt_length) & (t < n),
             "expert_ids": np.pad(
                 text.routed_experts, ((0, rest), (0, 0), (0, 0)), constant_values=-1
             ),
         }
 
-    def _stack(self, rows: Sequence[Batch], count: int) -> Batch:
+    def _stack_rows(self, rows: Sequence[Batch], count: int) -> Batch:
         shape = (count, self.sequence_length, *self._texts[0].routed_experts.shape[1:])
         experts = np.full(shape, -1, np.int16)
         for b, row in enumerate(rows):
             experts[b] = row["expert_ids"]
         plain = [{name: row[name] for name in self.array_dtypes} for row in rows]
-        return super()._stack(plain, count) | {"expert_ids": experts}
+        return super()._stack_rows(plain, count) | {"expert_ids": experts}
 
 
 def _check_fits_row(path: os.PathLike, text: RecordedText, sequence_length: int) -> None:

@@ -86,9 +86,9 @@ class RemoteShard:
           IndexError, RuntimeError: a chunk is damaged or does not exist.
           StoreError: the bucket does not answer.
         """
-        return [self._read(position) for position in positions]
+        return [self._read_chunk(position) for position in positions]
 
-    def _read(self, position: int) -> bytes:
+    def _read_chunk(self, position: int) -> bytes:
         if (chunk := _cache.get((self._path, position))) is not None:
             return chunk
         start, stop = self._places[position], self._places[position + 1]

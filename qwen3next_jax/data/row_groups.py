@@ -70,7 +70,7 @@ class Statistics:
 
 
 @dataclasses.dataclass(frozen=True)
-class DividedDocument:
+class DocumentInBothSplits:
     """The document of a small source that is divided between the two splits, whatever its hash
     says, so that neither split is empty.
 
@@ -78,15 +78,16 @@ class DividedDocument:
       part_index: index of the document's part, among the parts of the source that hold documents
         or, for the attribute of a `Group`, in the group.
       document_index: index of the document in its part.
-      train_tokens: number of the document's first tokens, without the end token, that are trained
-        on; the tokens after them are held out. Either part may be empty.
-      train_bytes: number of bytes of UTF-8 text that the first `train_tokens` tokens stand for.
+      train_token_count: number of the document's first tokens, without the end token, that are
+        trained on; the tokens after them are held out. Either part may be empty.
+      train_byte_count: number of bytes of UTF-8 text that the first `train_token_count` tokens
+        stand for.
     """
 
     part_index: int
     document_index: int
-    train_tokens: int
-    train_bytes: int
+    train_token_count: int
+    train_byte_count: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,16 +96,18 @@ class Group:
 
     first_part: int  # index of the first part, among the parts of the source that hold documents
     parts: tuple[TokenizedPart, ...]
-    divided_document: DividedDocument | None  # its `part_index` is the index in the group
-    # whether no document is divided between rows; a document longer than a row then loses its end
-    keep_whole: bool = False
+    document_in_both_splits: (
+        DocumentInBothSplits | None
+    )  # its `part_index` is the index in the group
+    # whether a document longer than a row loses its end instead of being divided between rows
+    truncate_documents: bool = False
 
     @property
     def token_count(self) -> int:
         return sum(part.tokens for part in self.parts)
 
     @property
-    def bytes_per_token(self) -> int:
+    def token_itemsize(self) -> int:
         """The number of bytes of one token."""
         return np.dtype(self.parts[0].dtype).itemsize
 
@@ -115,14 +118,16 @@ class Group:
 
 
 def group_parts(
-    parts: Sequence[TokenizedPart], divided: DividedDocument | None, keep_whole: bool = False
+    parts: Sequence[TokenizedPart],
+    divided: DocumentInBothSplits | None,
+    truncate_documents: bool = False,
 ) -> list[Group]:
     """Returns the groups of a source's parts, in the order of the parts.
 
     Args:
       parts: the parts of the source that hold documents.
       divided: the divided document of the source; None if there is none.
-      keep_whole: as in `Group`.
+      truncate_documents: as in `Group`.
     """
     found, first, tokens = [], 0, 0
     for i, part in enumerate(parts):
@@ -134,7 +139,7 @@ def group_parts(
                 if inside
                 else None
             )
-            found.append(Group(first, tuple(parts[first : i + 1]), own, keep_whole))
+            found.append(Group(first, tuple(parts[first : i + 1]), own, truncate_documents))
             first, tokens = i + 1, 0
     return found
 
@@ -145,9 +150,10 @@ def group_key(group: Group, recipe: RowRecipe) -> str:
         "format": _FORMAT,
         # the parts; another name would give the rows of every run another digest
         "units": [part.identity for part in group.parts],
-        "divided": group.divided_document and dataclasses.astuple(group.divided_document),
+        "divided": group.document_in_both_splits
+        and dataclasses.astuple(group.document_in_both_splits),
         **dataclasses.asdict(recipe),
-        **({"keep_whole": _WHOLE_FORMAT} if group.keep_whole else {}),
+        **({"keep_whole": _WHOLE_FORMAT} if group.truncate_documents else {}),
     }
     return digests.sha256_json(parts)[:20]
 
@@ -185,7 +191,7 @@ def write_group_rows(
         stored = token_dtype(dtype.name, group.has_loss_weights)
         writers = {side: RowWriter(directory, side, stored, length) for side in (TRAIN, HELDOUT)}
         packers = {
-            side: Packer(length, recipe.seed, keep_whole=group.keep_whole)
+            side: Packer(length, recipe.seed, keep_whole=group.truncate_documents)
             for side in (TRAIN, HELDOUT)
         }
         counts = {side: Statistics() for side in (TRAIN, HELDOUT)}
@@ -199,7 +205,7 @@ def write_group_rows(
         done = 0
         for side, documents, text_bytes, is_part in _documents_of_group(group, recipe, store):
             done += len(documents.tokens)
-            if group.keep_whole:
+            if group.truncate_documents:
                 documents, found = cut_conversations_to_row(documents, length, tokenizer)
                 # A part of a divided conversation may lack its end, which the other part has.
                 counts[side] += dataclasses.replace(found, endless=0) if is_part else found
@@ -243,8 +249,8 @@ def _documents_of_group(group: Group, recipe: RowRecipe, store: Store) -> Iterat
         tokens, table = open_part_tokens(store, part)
         weights = open_part_weights(store, part)
         divided = (
-            group.divided_document
-            if group.divided_document and group.divided_document.part_index == number
+            group.document_in_both_splits
+            if group.document_in_both_splits and group.document_in_both_splits.part_index == number
             else None
         )
         ends = table["end"].astype(np.int64)
@@ -308,7 +314,7 @@ def cut_conversations_to_row(
     return found, Statistics(
         documents=len(lengths),
         cut_documents=int(is_cut.sum()),
-        text_bytes=int(tokenizer.token_bytes[tokens["token"][counts & stays]].sum()),
+        text_bytes=int(tokenizer.token_byte_counts[tokens["token"][counts & stays]].sum()),
         tokens=len(found.tokens),
         ignored=int((stays & ~counts).sum()),
         dropped=int((~stays).sum()),
@@ -373,7 +379,7 @@ def _documents_by_split(
 
 
 def _pieces_of_divided_document(
-    tokens: np.ndarray, entry: np.void, part: int, divided: DividedDocument
+    tokens: np.ndarray, entry: np.void, part: int, divided: DocumentInBothSplits
 ) -> Iterator[_Split]:
     """Yields the two pieces of a divided document.
 
@@ -383,10 +389,10 @@ def _pieces_of_divided_document(
       part_index: index of its part in the group.
       divided: where the document is divided.
     """
-    train, heldout = np.split(tokens[:-1], [divided.train_tokens])
-    heldout_bytes = int(entry["bytes"]) - divided.train_bytes
+    train, heldout = np.split(tokens[:-1], [divided.train_token_count])
+    heldout_bytes = int(entry["bytes"]) - divided.train_byte_count
     for split, piece, text_bytes in (
-        (TRAIN, train, divided.train_bytes),
+        (TRAIN, train, divided.train_byte_count),
         (HELDOUT, heldout, heldout_bytes),
     ):
         if len(piece):

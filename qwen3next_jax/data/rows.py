@@ -13,7 +13,7 @@ In folders whose metadata say `weighted`, each token is followed by its loss wei
 (`token_dtype`); in all others every token has the weight 1.
 
 A chunk of a shard, which ArrayRecord calls a record, holds `rows_per_record` rows, one after the
-other; the folder's metadata have this number. The last chunk of a shard may hold fewer.
+other; the folder's metadata have this number. The last chunk of a shard may hold fewer rows.
 
 ArrayRecord stores a hash of every chunk and verifies it at every read, so a damaged byte is an
 error and never a different token.

@@ -102,7 +102,7 @@ class SourceFile:
     # number of bytes on disk
     size: int
     # a local file's modification time, a remote object's checksum; "" if unknown
-    version: str
+    mtime_or_checksum: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Source:
     bad_records: str = "stop"  # data.bad_records
     bad_records_limit: float = 1.0  # data.bad_records_limit
     # Whether no file matches the glob any more, but the tokens of the files that did are prepared;
-    # then the `version` of `files` is unknown.
+    # then the `mtime_or_checksum` of `files` is unknown.
     text_is_gone: bool = False
     # of records with messages: how they become tokens; then `text_field` is not read
     chat_format: ChatFormat | None = None
@@ -166,7 +166,7 @@ def content_digest(file: SourceFile) -> str:
     then the SHA-256 of its size and checksum.
     """
     if is_remote(os.fspath(file.path)):
-        return digests.sha256(f"{file.size} {file.version}")
+        return digests.sha256(f"{file.size} {file.mtime_or_checksum}")
     with as_user_error(f"{file.path}: cannot be read", OSError):
         return digests.sha256_file(file.path)
 

@@ -206,7 +206,7 @@ class StateData(SyntheticData):
     array_dtypes = Data.array_dtypes | {"labels": np.int32, "target_mask": bool}
 
     @classmethod
-    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+    def settings_read(cls, config: DataConfig) -> tuple[str, ...] | None:
         return _SETTINGS.get(config.source, ())
 
     @staticmethod

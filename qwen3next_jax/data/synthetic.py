@@ -190,7 +190,7 @@ class TaskTokenizer:
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
-        self.token_bytes = np.zeros(vocab_size, np.int32)
+        self.token_byte_counts = np.zeros(vocab_size, np.int32)
         self.fingerprint = digests.sha256(f"{vocab_size} ids of a synthetic task")
 
     def encode(self, text: str) -> np.ndarray:
@@ -252,7 +252,7 @@ class SyntheticData(Data):
         return TaskTokenizer(vocab_size)
 
     @classmethod
-    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+    def settings_read(cls, config: DataConfig) -> tuple[str, ...] | None:
         if cls is not SyntheticData:  # a subclass may read any setting
             return None
         return ("synthetic.pairs", "synthetic.gap_power") if config.source == "mqar" else ()

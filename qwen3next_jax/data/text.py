@@ -1,4 +1,4 @@
-"""The texts of documents, short and long.
+"""Functions for the texts of documents, short and long.
 
 Python holds a text in one, two or four bytes per character: a single emoji makes it four for a text
 that is ASCII otherwise. A long text is therefore held as UTF-8 and decoded in pieces.

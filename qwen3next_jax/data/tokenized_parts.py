@@ -122,7 +122,7 @@ class FileChanged(UserError):
 
 
 def part_key(job: TokenizeJob, tokenizer: Tokenizer) -> str:
-    """Returns the key of the tokenized part of `job`, whose digest must be known."""
+    """Returns the key of the tokenized part of `job`. `job.digest` must be known."""
     kind = readers.file_format(job.file)
     parts: dict[str, Any] = {
         "format": FORMAT,
@@ -174,7 +174,9 @@ def find_part_by_key(store: Store, key: str) -> TokenizedPart | None:
 
 
 def find_part_of_job(store: Store, job: TokenizeJob, tokenizer: Tokenizer) -> TokenizedPart | None:
-    """Returns the part of `job`, whose digest must be known; None if it is not finished."""
+    """Returns the tokenized part of `job`, or None if it is not finished. `job.digest` must be
+    known.
+    """
     part = find_part_by_key(store, part_key(job, tokenizer))
     if part is None and tokenizer.slower_fallback:
         part = find_part_by_key(store, part_key(job, tokenizer.slower_fallback))
@@ -246,10 +248,10 @@ def _write_tokenized_part(
                         if weights:
                             conversation.extend(ids.tolist())
                         count += len(ids)
-                        of_tokens += int(tokenizer.token_bytes[ids].sum())
+                        of_tokens += int(tokenizer.token_byte_counts[ids].sum())
                         write(ids.astype(dtype).tobytes())
                     if weights:
-                        weights.write(document.weights)
+                        weights.write(document.loss_weights)
                         # Special tokens have no bytes here, but the template writes them. So the
                         # text that the tokens stand for is compared, without the last end token.
                         said = tokenizer.decode(conversation[:-1])
@@ -295,7 +297,7 @@ def _write_tokenized_part(
 
 
 class _WeightsWriter(NamedTuple):
-    """The file of a part's weights, while it is written."""
+    """Writes the file with a part's loss weights, and computes its digest."""
 
     file: BinaryIO
     digest: Any
@@ -318,7 +320,7 @@ class _EncodedDocument(NamedTuple):
     text: Text
     token_pieces: Iterable[np.ndarray]  # the ids with the end token, integers [n], in pieces
     counted_bytes: int  # as `DOCUMENT` has them
-    weights: np.ndarray | None = None  # loss weight of each token; None: all are 1
+    loss_weights: np.ndarray | None = None  # loss weight of each token; None: all are 1
 
 
 class _EncodedBatch(NamedTuple):
@@ -381,10 +383,10 @@ def _encoded_conversations(
                 where = readers.RecordPlace(job.file, job.part, record.index_in_part)
                 bad.leave_out(record.index_in_part, where, "no conversation", one.fault)
             else:
-                counted = int(tokenizer.token_bytes[one.tokens[one.weights > 0]].sum())
+                counted = int(tokenizer.token_byte_counts[one.tokens[one.loss_weights > 0]].sum())
                 documents.append(
                     _EncodedDocument(
-                        record.index_in_part, one.text, [one.tokens], counted, one.weights
+                        record.index_in_part, one.text, [one.tokens], counted, one.loss_weights
                     )
                 )
         yield _EncodedBatch(documents, batch[-1].index_in_part + 1, 0, batch[-1].bytes_read)

@@ -46,9 +46,9 @@ class Tokenizer(Protocol):
     Attributes:
       vocab_size: number of ids (the largest id plus one).
       eos_id: the id that ends every document.
-      token_bytes: int32 [vocab_size], number of UTF-8 bytes that each token stands for inside of
-        a text; 0 for special tokens that are not in `parse_tokens`. Some tokenizers change or lose
-        parts of a text, which no token stands for (`miscounted_bytes`).
+      token_byte_counts: int32 [vocab_size], number of UTF-8 bytes that each token stands for inside
+        of a text; 0 for special tokens that are not in `parse_tokens`. Some tokenizers change or
+        lose parts of a text, which no token stands for (`miscounted_bytes`).
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
       library_versions: name of each library that determines the ids of a text → its version.
       parse_tokens: the special tokens that get their own ids where a document spells them out.
@@ -68,7 +68,7 @@ class Tokenizer(Protocol):
     misses_tiktoken: bool
     vocab_size: int
     eos_id: int
-    token_bytes: np.ndarray
+    token_byte_counts: np.ndarray
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
@@ -171,7 +171,7 @@ def miscounted_bytes(token_bytes: int, text_bytes: int) -> int:
       does not have, and the first token of a document is never a target.
 
     Args:
-      token_bytes: the sum of the tokenizer's `token_bytes` over the document.
+      token_bytes: the sum of the tokenizer's `token_byte_counts` over the document.
       text_bytes: number of bytes of the document as UTF-8.
     """
     more = token_bytes - text_bytes
@@ -189,7 +189,7 @@ class ByteTokenizer:
     misses_tiktoken = False
     vocab_size = 257
     eos_id = 256
-    token_bytes = np.array([1] * 256 + [0], np.int32)
+    token_byte_counts = np.array([1] * 256 + [0], np.int32)
     fingerprint = digests.sha256("bytes, 256 = end of document")
 
     def encode(self, text: str) -> np.ndarray:
@@ -255,7 +255,7 @@ class HuggingFaceTokenizer:
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(json_files.MAX_BYTES))
         add_tokens_from_config_files(path.parent, self._tokenizer)
         _check_deterministic(path, self._tokenizer)
-        # `token_bytes` and the library allocate tables with an entry for every id up to the
+        # `token_byte_counts` and the library allocate tables with an entry for every id up to the
         # largest.
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
@@ -360,7 +360,7 @@ class HuggingFaceTokenizer:
         return {key: value for key, value in self.__dict__.items() if key != "_tiktoken_encoding"}
 
     @functools.cached_property
-    def token_bytes(self) -> np.ndarray:
+    def token_byte_counts(self) -> np.ndarray:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         hidden = self._unmatchable_tokens
         added = {t.content for t in self._tokenizer.get_added_tokens_decoder().values()}
@@ -412,9 +412,9 @@ class HuggingFaceTokenizer:
         """
         if self._tiktoken_encoding is None:
             return self._encode_by_tokenizers(texts)
-        return self._encode_by_tiktoken(self._check_samples(texts))
+        return self._encode_by_tiktoken(self._pass_on_and_check_samples(texts))
 
-    def _check_samples(self, texts: Iterable[str]) -> Iterator[str]:
+    def _pass_on_and_check_samples(self, texts: Iterable[str]) -> Iterator[str]:
         for i, text in enumerate(texts):
             if i % _COMPARED_EVERY == 0:
                 self._check_same_ids(text[:_COMPARED_CHARACTERS])

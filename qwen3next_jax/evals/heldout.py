@@ -64,7 +64,7 @@ class Heldout(Evaluation):
         data = context.open_data()
 
         batches = context.heldout(least=_LEAST_ROWS)
-        rows = measure_rows(self._step, params, batches, data.token_bytes, context.mesh)
+        rows = measure_rows(self._step, params, batches, data.token_byte_counts, context.mesh)
         # The rows that a small source lacks come after those that make up the total.
         values = summarise_totals(sum_rows(rows, slice(context.options.rows)))
         places = data.heldout_places_by_source(context.options.rows, _LEAST_ROWS)
@@ -201,7 +201,7 @@ def summarise_totals(total: dict[str, float]) -> dict[str, float]:
       perplexity: per token.
       accuracy: the share of targets that are the trunk's most likely token.
       bits_per_byte: the loss in bits per UTF-8 byte of the predicted tokens; absent if they have no
-        bytes, as in synthetic tasks, or if these cannot be counted (`Data.token_bytes`).
+        bytes, as in synthetic tasks, or if these cannot be counted (`Data.token_byte_counts`).
       targets, bytes: the number of tokens that were predicted, and of their UTF-8 bytes; the other
         metrics are absent if no token was predicted.
       mtp_loss/d: nats per token, for each MTP depth d from 0.

@@ -30,7 +30,7 @@ class LossByPosition(Evaluation):
         return loss_by_position(
             self.eval_context.scorer(params),
             self.eval_context.heldout(),
-            self.eval_context.open_data().token_bytes,
+            self.eval_context.open_data().token_byte_counts,
         )
 
 
@@ -49,7 +49,7 @@ def loss_by_position(
     Returns:
       loss/FIRST-LAST: nats per token, for every bucket that has tokens.
       bits_per_byte/FIRST-LAST: the loss in bits per UTF-8 byte; absent for synthetic tasks, and
-        if bytes cannot be counted (`Data.token_bytes`).
+        if bytes cannot be counted (`Data.token_byte_counts`).
       targets/FIRST-LAST: the number of tokens in the bucket.
       loss, bits_per_byte, targets: the same over all buckets.
     """

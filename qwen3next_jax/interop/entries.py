@@ -2,9 +2,9 @@
 
 A parameter of this project has the shape [inputs…, outputs…], and the parameters of all layers of a
 stack share one array. A Hugging Face tensor has the shape [outputs, inputs], and each layer (or
-each expert of each layer) has a tensor of its own. An `Entry` describes the conversion: transpose
-the parameter of one layer to [tensors…, rows…, columns…]; each tensor is then a slice of the
-result, reshaped to the tensor's shape. A tensor may have its rows in another order. Import and
+each expert of each layer) has a tensor of its own. A `ParameterEntry` describes the conversion:
+transpose the parameter of one layer to [tensors…, rows…, columns…]; each tensor is then a slice of
+the result, reshaped to the tensor's shape. A tensor may have its rows in another order. Import and
 export use the same entry, so they cannot disagree.
 """
 
@@ -33,7 +33,7 @@ class TensorSlice(NamedTuple):
     row_order: np.ndarray | None = None
 
 
-class Entry(NamedTuple):
+class ParameterEntry(NamedTuple):
     """The tensors that hold one parameter of one layer.
 
     Attributes:
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 # A function from a model's settings to the entries of one of its modules.
-EntryFunction = Callable[[ModelConfig], Iterator[Entry]]
+EntryFunction = Callable[[ModelConfig], Iterator[ParameterEntry]]
 
 
 def one_tensor_entry(
@@ -61,27 +61,31 @@ def one_tensor_entry(
     axes: tuple[int, ...],
     tensor_shape: tuple[int, ...],
     row_order: np.ndarray | None = None,
-) -> Entry:
-    """Returns the entry of a parameter that a single tensor holds. `Entry` and `TensorSlice`
-    explain the arguments.
+) -> ParameterEntry:
+    """Returns the entry of a parameter that a single tensor holds. `ParameterEntry` and
+    `TensorSlice` explain the arguments.
     """
-    return Entry(path, axes, (TensorSlice((), name, tensor_shape, row_order),))
+    return ParameterEntry(path, axes, (TensorSlice((), name, tensor_shape, row_order),))
 
 
-def vector_entry(path: str, name: str, width: int) -> Entry:
+def vector_entry(path: str, name: str, width: int) -> ParameterEntry:
     """Returns the entry of a parameter [width] that a single tensor [width] holds."""
     return one_tensor_entry(path, name, (0,), (width,))
 
 
-def entries_under_module(module: str, entries: Iterator[Entry]) -> Iterator[Entry]:
-    """Returns the entries of the submodule `module` of a layer. Their paths, which begin in the
-    submodule, get the prefix "MODULE/".
+def entries_under_module(
+    module: str, entries: Iterator[ParameterEntry]
+) -> Iterator[ParameterEntry]:
+    """Returns the entries of a layer's submodule with the prefix "MODULE/" before their paths,
+    which begin in the submodule.
     """
     return (entry._replace(path=f"{module}/{entry.path}") for entry in entries)
 
 
-def swiglu_entries(path_prefix: str, name_prefix: str, width: int, hidden: int) -> Iterator[Entry]:
-    """Yields the entries of a SwiGLU MLP.
+def swiglu_entries(
+    path_prefix: str, name_prefix: str, width: int, hidden: int
+) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of a SwiGLU MLP.
 
     Args:
       path_prefix: the beginning of the paths of the MLP's parameters, such as "shared_"; may be "".
@@ -93,7 +97,7 @@ def swiglu_entries(path_prefix: str, name_prefix: str, width: int, hidden: int) 
         TensorSlice((0,), f"{name_prefix}.gate_proj.weight", (hidden, width)),
         TensorSlice((1,), f"{name_prefix}.up_proj.weight", (hidden, width)),
     )
-    yield Entry(f"{path_prefix}gate_up", (1, 2, 0), gate_and_up)
+    yield ParameterEntry(f"{path_prefix}gate_up", (1, 2, 0), gate_and_up)
     yield one_tensor_entry(
         f"{path_prefix}down", f"{name_prefix}.down_proj.weight", (1, 0), (width, hidden)
     )

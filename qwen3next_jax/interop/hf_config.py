@@ -15,7 +15,7 @@ from qwen3next_jax.common.errors import UserError, require, short_repr
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MixerConfig, ModelConfig, from_dict
 from qwen3next_jax.config.registry import check_trusted
-from qwen3next_jax.interop.families import FORMS, form_of
+from qwen3next_jax.interop.families import FORMS, form_of_config
 from qwen3next_jax.interop.families.fields import first_present, note_once
 from qwen3next_jax.interop.families.form import Fields, Form
 from qwen3next_jax.interop.weights import Weights, count_and_names, read_json
@@ -60,7 +60,7 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     file = directory / "config.json"
     where = str(file)
     raw = read_json(file)
-    form = form_of(raw, where)
+    form = form_of_config(raw, where)
     weights = Weights(directory, form.tensor_name_in_entries)
     fields = form.read_text_fields(raw, where)
     check_claimed_sizes(form, fields, {name: weights.shape(name) for name in weights.names}, where)
@@ -96,8 +96,8 @@ def parse_hf_config(fields: Fields, names: Collection[str], where: str) -> Model
     """Returns the settings of the model that a config.json describes.
 
     A note on standard error names the fields that this project does not know. The setting
-    `mtp_depth` is 0 if the directory has no tensors of the multi-token prediction module. Otherwise
-    it is the value of the field `mtp_depth` (which only this project writes) or of
+    `mtp_depth` is 0 if the directory has no tensors of the multi-token prediction module. If it has
+    them, `mtp_depth` is the value of the field `mtp_depth` (which only this project writes) or of
     `mtp_num_hidden_layers`, or 1 if the file has neither field. The setting `dtype` is "bfloat16"
     if the file says so, and "float32" for any other dtype or none.
 
@@ -110,7 +110,7 @@ def parse_hf_config(fields: Fields, names: Collection[str], where: str) -> Model
     Raises:
       UserError: the model_type is unknown, or this project does not compute the model.
     """
-    form = form_of(fields, where)
+    form = form_of_config(fields, where)
     return _parse_settings(form, form.read_text_fields(fields, where), names, where)
 
 
@@ -245,7 +245,7 @@ def hf_config_fields(config: ModelConfig, dtype: str, source: Fields | None = No
     fields = form.write_config_fields(config, dtype, {}, {})
     if not source:
         return fields
-    source_form = form_of(source, "the source's config.json")
+    source_form = form_of_config(source, "the source's config.json")
     if source_form.model_types[source["model_type"]] != form.model_types[fields["model_type"]]:
         return fields
     wrapper = source if source_form.text_config_group else {}
@@ -254,5 +254,5 @@ def hf_config_fields(config: ModelConfig, dtype: str, source: Fields | None = No
 
 def text_fields_as_written(fields: Fields) -> Fields:
     """Returns the fields of the text model in a config.json, as they are written there."""
-    group = form_of(fields, "config.json").text_config_group
+    group = form_of_config(fields, "config.json").text_config_group
     return fields[group] if group else fields

@@ -2,8 +2,8 @@
 
 The tensors of a layer hold its norms, its mixer and its MLP, and their names begin with the layer's
 name. A form (`interop.families.form.Form`) is one way to store a model in files. It has entries
-(`interop.entries.Entry`: the tensors of a parameter) for the mixers that it stores. The class of
-any other mixer may define its entries itself (`hf_entries`, docs/extending.md).
+(`interop.entries.ParameterEntry`: the tensors of a parameter) for the mixers that it stores. The
+class of any other mixer may define its entries itself (`hf_entries`, docs/extending.md).
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,8 +15,8 @@ from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ModelConfig, to_dict
 from qwen3next_jax.interop.entries import (
-    Entry,
     EntryFunction,
+    ParameterEntry,
     entries_under_module,
     one_tensor_entry,
     swiglu_entries,
@@ -40,7 +40,7 @@ class StoredParameter(NamedTuple):
     """
 
     path: str
-    entry: Entry
+    entry: ParameterEntry
     layer_prefixes: tuple[str, ...]
     declaration: Declared
 
@@ -59,7 +59,7 @@ def stored_parameters(config: ModelConfig) -> list[StoredParameter]:
         name one that it has.
     """
     declarations = declared(config)
-    found = list(_stored_parameters(config, declarations))
+    found = list(_parameters_with_entries(config, declarations))
     stored, existing = {parameter.path for parameter in found}, declarations.keys()
     require(
         stored == existing,
@@ -70,16 +70,16 @@ def stored_parameters(config: ModelConfig) -> list[StoredParameter]:
     return found
 
 
-def _stored_parameters(
+def _parameters_with_entries(
     config: ModelConfig, declarations: Mapping[str, Declared]
 ) -> Iterator[StoredParameter]:
-    """Yields all parameters of a model, as its form's entries name them. `declarations`: path of a
+    """Yields all parameters that the entries of a model's form name. `declarations`: path of a
     parameter → its declaration. A parameter whose path is not in `declarations` gets None in place
     of its declaration.
     """
     form = FORMS[config.hf_form]
 
-    def with_paths(module: str, prefixes: tuple[str, ...], entries: Iterator[Entry]):
+    def with_paths(module: str, prefixes: tuple[str, ...], entries: Iterator[ParameterEntry]):
         """Yields the parameters of the module at the path `module`, given its entries."""
         part = "mtp" if module.startswith("mtp/") else "trunk"
         for entry in entries:
@@ -118,20 +118,22 @@ def constant_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     }
 
 
-def _embedding_entries(config: ModelConfig) -> Iterator[Entry]:
+def _embedding_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
     size = (config.vocab_size, config.hidden_size)
     yield one_tensor_entry("embedding", "embed_tokens.weight", (0, 1), size)
 
 
-def _head_entries(config: ModelConfig) -> Iterator[Entry]:
+def _head_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
     yield one_tensor_entry(
         "head", "lm_head.weight", (1, 0), (config.vocab_size, config.hidden_size)
     )
 
 
-def _layer_entries(form: Form, config: ModelConfig, mixer: str, sparse: bool) -> Iterator[Entry]:
-    """Yields the entries of a layer with the mixer named `mixer`, and with experts if `sparse`,
-    otherwise with a dense MLP.
+def _layer_entries(
+    form: Form, config: ModelConfig, mixer: str, sparse: bool
+) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of a layer with the mixer named `mixer`, and with
+    experts if `sparse`, otherwise with a dense MLP.
     """
     yield from form.layer_norm_entries(config, mixer)
     yield from entries_under_module("mixer", _mixer_entries(form, mixer)(config))

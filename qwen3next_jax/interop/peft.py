@@ -8,7 +8,7 @@ stacks the A of all parts, and lora_B has a block for the B of each part and is 
 blocks. The ranks and alphas of modules are in `rank_pattern` and `alpha_pattern`.
 
 transformers' experts, and the multi-token prediction module, are not modules that PEFT adapts in
-this way; `check_adapters` refuses adapters of these parts.
+this way; `require_peft_modules` refuses adapters of these parts.
 """
 
 import json
@@ -56,7 +56,7 @@ def save_adapter(
     Raises:
       UserError: transformers has no modules for some of the adapters, or `out` is not new.
     """
-    check_adapters(config)
+    require_peft_modules(config)
     require_empty_folder(out)
     scale = config.lora.alpha / config.lora.rank
     tensors, ranks = {}, {}
@@ -88,7 +88,7 @@ def save_adapter(
     return len(ranks)
 
 
-def check_adapters(config: ModelConfig) -> None:
+def require_peft_modules(config: ModelConfig) -> None:
     """Checks that transformers has a module for each adapter of the model.
 
     Raises:

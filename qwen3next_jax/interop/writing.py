@@ -263,7 +263,9 @@ class LocalExport:
         folder.rmdir()
 
     def _write_checksums(self) -> list[pathlib.Path]:
-        """Writes SHA256SUMS. Returns the paths of that file and of all files that it names."""
+        """Writes SHA256SUMS. Returns the paths of SHA256SUMS and of all files that SHA256SUMS
+        names.
+        """
         files = [file for file in sorted(self.folder.rglob("*")) if file.is_file()]
         files.remove(self.folder / _PROGRESS)
         lines = []

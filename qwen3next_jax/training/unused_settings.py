@@ -121,7 +121,7 @@ def find_unused(config: Config) -> dict[str, str]:
     `find_unused_in_layers` finds.
     """
     unused = {name: why for name, (reads, why) in _CONDITIONS.items() if not reads(config)}
-    read = data_source_class(config.data).settings(config.data)
+    read = data_source_class(config.data).settings_read(config.data)
     if read is not None:
         unused |= {
             f"data.{name}": f"data.source = {config.data.source!r} does not read it"

@@ -498,7 +498,7 @@ def test_lossy_tokenizers_give_no_bits_per_byte(texts, tmp_path, capsys):
         for _ in range(2):  # the second time from the index
             data = TextData(config, 64, 4)
             is_counted = data.describe()["bits_per_nat"] is not None
-            assert is_counted == data.token_bytes.any() == (tokenizer == "bytes")
+            assert is_counted == data.token_byte_counts.any() == (tokenizer == "bytes")
             assert ("bits per byte" in capsys.readouterr().err) != is_counted
 
 

@@ -50,7 +50,7 @@ def test_exactly_the_shared_ngrams_are_found(dtype, monkeypatch):
     index = NgramIndex(texts)
     found = np.zeros(len(index.ngrams), bool)
     index.mark(data, found)
-    for text, share in zip(texts, index.shares(found), strict=True):
+    for text, share in zip(texts, index.contained_shares(found), strict=True):
         covered = np.zeros(len(text), bool)
         for i, ngram in enumerate(ngrams(text.tolist())):
             covered[i : i + NGRAM] |= ngram in held
@@ -67,7 +67,7 @@ def test_the_shared_part_of_a_text_is_found(prepared, monkeypatch, workers):
     over_an_end = DOCUMENTS[3][-10:] + DOCUMENTS[4][:10]  # stands nowhere, though both halves do
     texts = [DOCUMENTS[30][50:150], text_of(100), half, "short", over_an_end, DOCUMENTS[0]]
     found = find_contamination(texts, BYTES, prepared, workers)
-    shares = found.shares.round(2).tolist()
+    shares = found.contained_shares.round(2).tolist()
     assert shares[0] == shares[5] == 1.0
     assert shares[1] == shares[4] == 0.0
     assert 0.3 < shares[2] < 0.7
@@ -81,7 +81,7 @@ def test_all_tokens_are_compared(prepared):
 
 
 def test_no_texts_are_not_contaminated(prepared):
-    assert not np.nan_to_num(find_contamination([], BYTES, prepared).shares).any()
+    assert not np.nan_to_num(find_contamination([], BYTES, prepared).contained_shares).any()
 
 
 def test_verify_and_the_harness_report_it(prepared, tmp_path, capsys):
@@ -121,4 +121,4 @@ def test_tokens_of_another_tokenizer_are_not_compared(prepared, monkeypatch, tmp
     preparation.tokenize_source(
         find_source_of_glob(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(prepared)
     )
-    assert find_contamination(DOCUMENTS, BYTES, prepared).shares.min() == 1.0
+    assert find_contamination(DOCUMENTS, BYTES, prepared).contained_shares.min() == 1.0

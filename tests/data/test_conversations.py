@@ -153,7 +153,7 @@ def test_prepare_counts_what_rows_hold(with_long):
     assert counts["tokens"] == sum(len(tokens) for tokens, _ in found)
     in_loss = sum(int((weights > 0).sum()) for _, weights in found)
     assert counts["tokens"] - counts["ignored_tokens"] == in_loss
-    text_bytes = sum(data.tokenizer.token_bytes[t[w > 0]].sum() for t, w in found)
+    text_bytes = sum(data.tokenizer.token_byte_counts[t[w > 0]].sum() for t, w in found)
     assert counts["bytes"] == text_bytes
 
 

@@ -82,7 +82,9 @@ def describe_tokenizer(family: Family, ours, library) -> list[str]:
         return one[:-1]
 
     def miscounted(text):
-        return miscounted_bytes(int(ours.token_bytes[documents(text)].sum()), len(text.encode()))
+        return miscounted_bytes(
+            int(ours.token_byte_counts[documents(text)].sum()), len(text.encode())
+        )
 
     given = library.encode(TEXT, add_special_tokens=False).ids
     same = documents(TEXT).tolist() == ours.encode(TEXT).tolist() == given
@@ -176,8 +178,8 @@ def describe_template(family: Family, tokenizer) -> list[str]:
     blocks = "yes" if plain else "with reasoning" if reasoned else "no"
     (encoded,) = conversations.encode_conversations([QUESTIONS], tokenizer, template(True))
     assert not encoded.fault
-    ends = int((encoded.weights[encoded.tokens == tokenizer.eos_id] > 0).sum())
-    counted = tokenizer.decode(encoded.tokens[encoded.weights > 0])
+    ends = int((encoded.loss_weights[encoded.tokens == tokenizer.eos_id] > 0).sum())
+    counted = tokenizer.decode(encoded.tokens[encoded.loss_weights > 0])
     assert "a1" in counted
     assert "a2" in counted
     assert "q" not in counted

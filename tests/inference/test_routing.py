@@ -185,7 +185,7 @@ def test_files_of_other_programs(arrays, names, tmp_path):
     config = DataConfig(source="recorded", path=f"{tmp_path}/*.safetensors")
     safetensors.numpy.save_file(good, tmp_path / "a.safetensors")
     RecordedData.check_model(config, MODEL)
-    assert read_recorded_text(tmp_path / "a.safetensors").prompt_tokens == 1
+    assert read_recorded_text(tmp_path / "a.safetensors").prompt_length == 1
     bad = {name: x for name, x in (good | arrays).items() if x is not None}
     safetensors.numpy.save_file(bad, tmp_path / "b.safetensors")
     with refused(*names):

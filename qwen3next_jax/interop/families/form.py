@@ -2,9 +2,9 @@
 
 The other files of this folder, except `fields.py` and `rope.py`, are families of models. A family
 has one or more forms, and the setting `model.hf_form` names a form. A form converts config.json to
-settings and back, says which tensors hold which parameters (its entries, `interop.entries.Entry`),
-and refuses models that it cannot store. It consists of data and plain functions; nothing here
-imports JAX or the model.
+settings and back, says which tensors hold which parameters (its entries,
+`interop.entries.ParameterEntry`), and refuses models that it cannot store. A form consists of data
+and plain functions; nothing here imports JAX or the model.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.interop.entries import Entry, EntryFunction, vector_entry
+from qwen3next_jax.interop.entries import EntryFunction, ParameterEntry, vector_entry
 
 Fields = dict[str, Any]  # the fields of a config.json, or of a group in it
 
 
-def layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[Entry]:
-    """Yields the entries of the two norms of a layer with this mixer."""
+def layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[ParameterEntry]:
+    """Yields the entries (`ParameterEntry`) of the two norms of a layer with the mixer `mixer`."""
     yield vector_entry("mixer_norm", "input_layernorm.weight", config.hidden_size)
     yield vector_entry("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
 
 
-def final_norm_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entry of the norm after the last layer."""
+def final_norm_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields the entry (`ParameterEntry`) of the norm after the last layer."""
     yield vector_entry("final_norm", "norm.weight", config.hidden_size)
 
 
@@ -101,9 +101,9 @@ class Form:
     read_text_fields: Callable[[Fields, str], Fields] = lambda fields, where: fields
     tensor_name_in_entries: Callable[[str], str] = lambda name: name
     wrong_shape_advice: Callable[[str], str] = lambda name: ""
-    layer_norm_entries: Callable[[ModelConfig, str], Iterator[Entry]] = layer_norm_entries
+    layer_norm_entries: Callable[[ModelConfig, str], Iterator[ParameterEntry]] = layer_norm_entries
     final_norm_entries: EntryFunction = final_norm_entries
-    layer_embedding_entries: Callable[[ModelConfig, int], Iterator[Entry]] | None = None
+    layer_embedding_entries: Callable[[ModelConfig, int], Iterator[ParameterEntry]] | None = None
     layer_constant_tensors: Callable[[ModelConfig, int], Mapping[str, np.ndarray]] | None = None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
 from qwen3next_jax.interop.entries import (
-    Entry,
+    ParameterEntry,
     TensorSlice,
     one_tensor_entry,
     swiglu_entries,
@@ -440,9 +440,10 @@ def _mla_settings(config: ModelConfig) -> Any:
 # ---- tensors
 
 
-def _kda_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of `kda`. q, k and v have a tensor each. The projections of the decay and
-    of the gate have two tensors each, because each is a product of two low-rank factors.
+def _kda_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of the mixer `kda`. q, k and v have a tensor each.
+    The projections of the decay and of the gate have two tensors each, because each is a product of
+    two low-rank factors.
     """
     d, heads = config.hidden_size, config.linear_num_value_heads
     k = config.linear_key_head_dim  # the width of a head's keys, and of its values
@@ -461,8 +462,8 @@ def _kda_entries(config: ModelConfig) -> Iterator[Entry]:
         )
         for name, index in index_of.items()
     )
-    yield Entry("in_proj", (1, 2, 0), projections)
-    yield Entry("conv_kernel", (1, 2, 0), convolutions)
+    yield ParameterEntry("in_proj", (1, 2, 0), projections)
+    yield ParameterEntry("conv_kernel", (1, 2, 0), convolutions)
     yield one_tensor_entry("beta_proj", "self_attn.b_proj.weight", (1, 0), (heads, d))
     yield one_tensor_entry("decay_down", "self_attn.f_a_proj.weight", (1, 0), (k, d))
     yield one_tensor_entry("decay_up", "self_attn.f_b_proj.weight", (1, 2, 0), (heads * k, k))
@@ -474,9 +475,9 @@ def _kda_entries(config: ModelConfig) -> Iterator[Entry]:
     yield one_tensor_entry("out_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * k))
 
 
-def _mla_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of `mla`. Keys and values are projections of a latent. If `query_rank` >
-    0, queries are projections of another latent.
+def _mla_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of the mixer `mla`. Keys and values are projections
+    of a latent. If `query_rank` > 0, queries are projections of another latent.
     """
     d, heads, latent = config.hidden_size, config.num_attention_heads, _mla_settings(config)
     rank, query_rank, shared = latent.latent_rank, latent.query_rank, latent.shared_key_width
@@ -498,9 +499,9 @@ def _mla_entries(config: ModelConfig) -> Iterator[Entry]:
     yield one_tensor_entry("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * own))
 
 
-def _expert_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of a mixture of experts with a router bias and an ungated shared
-    expert.
+def _expert_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of a mixture of experts with a router bias and an
+    ungated shared expert.
     """
     d, width = config.hidden_size, config.moe_intermediate_size
     count, mlp = config.num_experts, "block_sparse_moe"
@@ -515,8 +516,8 @@ def _expert_entries(config: ModelConfig) -> Iterator[Entry]:
     )
     yield one_tensor_entry("router", f"{mlp}.gate.weight", (1, 0), (count, d))
     yield vector_entry("router_bias", f"{mlp}.gate.e_score_correction_bias", count)
-    yield Entry("expert_gate_up", (0, 2, 3, 1), gate_and_up)
-    yield Entry("expert_down", (0, 2, 1), down)
+    yield ParameterEntry("expert_gate_up", (0, 2, 3, 1), gate_and_up)
+    yield ParameterEntry("expert_down", (0, 2, 1), down)
     yield from swiglu_entries(
         "shared_", f"{mlp}.shared_experts", d, config.shared_expert_intermediate_size
     )

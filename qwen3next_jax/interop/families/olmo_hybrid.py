@@ -7,10 +7,10 @@ and after the MLP. The norm of the queries is over all heads together, and so is
 keys.
 
 The norms of layers have two sets of tensor names: the names in the released files, and the names
-that `save_pretrained` of transformers writes. An import reads both; an export writes the released
-names. `save_pretrained` also cuts the three convolutions of a layer, one behind the other, into
-three parts of equal size. An import refuses such files, unless queries, keys and values are equally
-wide.
+that `save_pretrained` of transformers writes. An import reads both sets of names; an export writes
+the released names. `save_pretrained` also cuts the three convolutions of a layer, one behind the
+other, into three parts of equal size. An import refuses such files, unless queries, keys and values
+are equally wide.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,12 @@ from collections.abc import Iterator
 from qwen3next_jax.common.errors import UserError, require, short_repr
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
 from qwen3next_jax.config.block import BlockConfig
-from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor_entry, vector_entry
+from qwen3next_jax.interop.entries import (
+    ParameterEntry,
+    TensorSlice,
+    one_tensor_entry,
+    vector_entry,
+)
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
     fields_to_copy,
@@ -277,8 +282,10 @@ def _check_model(config: ModelConfig) -> None:
 # ---- tensors
 
 
-def _gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of Gated DeltaNet, with a tensor for each projection and convolution."""
+def _gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of Gated DeltaNet. Each projection and each
+    convolution is a tensor.
+    """
     d, groups, heads = (
         config.hidden_size,
         config.linear_num_key_heads,
@@ -306,17 +313,19 @@ def _gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
     r = heads // groups
     b = TensorSlice((slice(None), slice(r)), "linear_attn.b_proj.weight", (heads, d))
     a = TensorSlice((slice(None), slice(r, None)), "linear_attn.a_proj.weight", (heads, d))
-    yield Entry("in_proj_qkvz", (1, 2, 0), slices("qkvg", "proj", d))
-    yield Entry("in_proj_ba", (1, 2, 0), (b, a))
-    yield Entry("conv_kernel", (1, 2, 0), slices("qkv", "conv1d", 1, config.linear_conv_kernel_dim))
+    yield ParameterEntry("in_proj_qkvz", (1, 2, 0), slices("qkvg", "proj", d))
+    yield ParameterEntry("in_proj_ba", (1, 2, 0), (b, a))
+    yield ParameterEntry(
+        "conv_kernel", (1, 2, 0), slices("qkv", "conv1d", 1, config.linear_conv_kernel_dim)
+    )
     yield vector_entry("a_log", "linear_attn.A_log", heads)
     yield vector_entry("dt_bias", "linear_attn.dt_bias", heads)
     yield vector_entry("norm", "linear_attn.o_norm.weight", config.linear_value_head_dim)
     yield one_tensor_entry("out_proj", "linear_attn.o_proj.weight", (2, 0, 1), (d, groups * values))
 
 
-def _attention_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields an entry for each parameter of an attention layer, which has no output gate."""
+def _attention_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of an attention layer, which has no output gate."""
     d = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -328,9 +337,9 @@ def _attention_entries(config: ModelConfig) -> Iterator[Entry]:
     yield vector_entry("k_norm", "self_attn.k_norm.weight", keys)
 
 
-def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[Entry]:
-    """Yields the entries of a layer's norms. In a recurrent layer, `post_attention_layernorm` is
-    the norm before the MLP; in an attention layer, it is the norm after the attention.
+def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold a layer's norms. In a recurrent layer, `post_attention_layernorm`
+    is the norm before the MLP; in an attention layer, it is the norm after the attention.
     """
     names = ("input_layernorm", "post_attention_layernorm")
     if mixer == _MIXER_OF_LAYER_TYPE[FULL]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.interop.entries import Entry, TensorSlice
+from qwen3next_jax.interop.entries import ParameterEntry, TensorSlice
 from qwen3next_jax.interop.families import qwen3_next, rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
@@ -193,9 +193,9 @@ def _check_model(config: ModelConfig) -> None:
 # ---- tensors
 
 
-def gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of Gated DeltaNet, with one tensor for q, k and v, and one each for z, b
-    and a.
+def gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of Gated DeltaNet: the input projections have one
+    tensor for q, k and v, and one each for z, b and a.
     """
     d, heads = config.hidden_size, config.linear_num_value_heads
     value_heads_per_key_head = heads // config.linear_num_key_heads
@@ -207,7 +207,7 @@ def gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
     z = (all_key_heads, slice(channels_per_key_head, None))
     b = (all_key_heads, slice(value_heads_per_key_head))
     a = (all_key_heads, slice(value_heads_per_key_head, None))
-    yield Entry(
+    yield ParameterEntry(
         "in_proj_qkvz",
         (1, 2, 0),
         (
@@ -215,7 +215,7 @@ def gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
             TensorSlice(z, "linear_attn.in_proj_z.weight", (value_width, d)),
         ),
     )
-    yield Entry(
+    yield ParameterEntry(
         "in_proj_ba",
         (1, 2, 0),
         (

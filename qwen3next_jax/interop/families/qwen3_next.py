@@ -13,8 +13,8 @@ import numpy as np
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import FULL, LINEAR, MixerConfig, ModelConfig
 from qwen3next_jax.interop.entries import (
-    Entry,
     EntryFunction,
+    ParameterEntry,
     TensorSlice,
     one_tensor_entry,
     swiglu_entries,
@@ -179,9 +179,9 @@ def check_model(config: ModelConfig) -> None:
 # ---- tensors
 
 
-def gated_attention_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of gated attention. q_proj holds, for each head, the query and then its
-    gate.
+def gated_attention_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of gated attention. q_proj holds, for each head, the
+    query and then its gate.
     """
     d, k = config.hidden_size, config.head_dim
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
@@ -193,9 +193,9 @@ def gated_attention_entries(config: ModelConfig) -> Iterator[Entry]:
     yield vector_entry("k_norm", "self_attn.k_norm.weight", k)
 
 
-def _gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of Gated DeltaNet. Its input projections are grouped by key head, as the
-    parameters are.
+def _gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of Gated DeltaNet. The tensors of its input
+    projections are grouped by key head, as the parameters are.
     """
     d = config.hidden_size
     key_width = config.linear_num_key_heads * config.linear_key_head_dim
@@ -215,8 +215,8 @@ def _gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
     yield from deltanet_entries_after_in_proj(config)
 
 
-def deltanet_entries_after_in_proj(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of Gated DeltaNet without its input projections."""
+def deltanet_entries_after_in_proj(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold the parameters of Gated DeltaNet after its input projections."""
     heads, value_dim = config.linear_num_value_heads, config.linear_value_head_dim
     order = conv_channel_order_in_files(config)
     yield one_tensor_entry(
@@ -250,9 +250,9 @@ def conv_channel_order_in_files(config: ModelConfig) -> np.ndarray:
     return np.concatenate([q.ravel(), k.ravel(), v.ravel()])
 
 
-def expert_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of a mixture of experts. Each expert has tensors of its own, or all
-    experts share a fused tensor (`Entry.all_experts_slice`).
+def expert_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of a mixture of experts. Each expert has tensors of
+    its own, or all experts share a fused tensor (`ParameterEntry.all_experts_slice`).
     """
     d, width = config.hidden_size, config.moe_intermediate_size
     count, shared = config.num_experts, config.shared_expert_intermediate_size
@@ -266,13 +266,13 @@ def expert_entries(config: ModelConfig) -> Iterator[Entry]:
         for expert in range(count)
     )
     yield one_tensor_entry("router", "mlp.gate.weight", (1, 0), (count, d))
-    yield Entry(
+    yield ParameterEntry(
         "expert_gate_up",
         (0, 2, 3, 1),
         gate_and_up,
         all_experts_slice=TensorSlice((), "mlp.experts.gate_up_proj", (count, 2 * width, d)),
     )
-    yield Entry(
+    yield ParameterEntry(
         "expert_down",
         (0, 2, 1),
         down,
@@ -283,8 +283,10 @@ def expert_entries(config: ModelConfig) -> Iterator[Entry]:
         yield one_tensor_entry("shared_gate", "mlp.shared_expert_gate.weight", (0,), (1, d))
 
 
-def mtp_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of the multi-token prediction module without its decoder layer."""
+def mtp_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold the parameters of the multi-token prediction module, without its
+    decoder layer.
+    """
     d = config.hidden_size
     yield vector_entry("embedding_norm", "pre_fc_norm_embedding.weight", d)
     yield vector_entry("hidden_norm", "pre_fc_norm_hidden.weight", d)

@@ -14,7 +14,12 @@ import numpy as np
 
 from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
-from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor_entry, vector_entry
+from qwen3next_jax.interop.entries import (
+    ParameterEntry,
+    TensorSlice,
+    one_tensor_entry,
+    vector_entry,
+)
 from qwen3next_jax.interop.families import qwen3_5, qwen3_next, rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
@@ -227,8 +232,8 @@ def _check_model(config: ModelConfig) -> None:
 
 def _stream_mix_entries(
     config: ModelConfig, path: str, name: str, injects: bool
-) -> Iterator[Entry]:
-    """Yields the entries of the parameters of a `StreamMix`.
+) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of a `StreamMix`.
 
     Args:
       path: the path of the `StreamMix` in the parameters.
@@ -249,16 +254,16 @@ def _stream_mix_entries(
         yield one_tensor_entry(f"{path}/inject", tensor, (2, 0, 1), (streams, width))
 
 
-def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[Entry]:
+def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[ParameterEntry]:
     yield from _stream_mix_entries(config, "mixer_norm", "attn_hyper_connection", injects=True)
     yield from _stream_mix_entries(config, "mlp_norm", "mlp_hyper_connection", injects=True)
 
 
-def _final_norm_entries(config: ModelConfig) -> Iterator[Entry]:
+def _final_norm_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
     yield from _stream_mix_entries(config, "final_norm", "hyper_connection_mixer", injects=False)
 
 
-def _mtp_entries(config: ModelConfig) -> Iterator[Entry]:
+def _mtp_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
     d = config.hidden_size
     yield vector_entry("embedding_norm", "pre_fc_norm_embedding.weight", d)
     yield vector_entry("hidden_norm", "pre_fc_norm_hidden.weight", config.streams.hc_count * d)
@@ -267,9 +272,9 @@ def _mtp_entries(config: ModelConfig) -> Iterator[Entry]:
     yield from _stream_mix_entries(config, "norm", "hyper_connection_mixer", injects=False)
 
 
-def _qsa_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of gated attention and of its indexer. The indexer's projection has the
-    rows of all query heads first, then those of the key head.
+def _qsa_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of gated attention and of its indexer. The indexer's
+    projection has the rows of all query heads first, then those of the key head.
     """
     yield from qwen3_next.gated_attention_entries(config)
     s, name = config.settings_of("qsa"), "self_attn.indexer"
@@ -280,9 +285,9 @@ def _qsa_entries(config: ModelConfig) -> Iterator[Entry]:
     yield vector_entry("index_k_norm", f"{name}.k_layernorm.weight", s.indexer_head_dim)
 
 
-def _layer_embedding_entries(config: ModelConfig, number: int) -> Iterator[Entry]:
-    """Yields the tensors of a layer's n-gram embedding, whose table is stored in several tensors.
-    `number`: the index of the embedding, from 0.
+def _layer_embedding_entries(config: ModelConfig, number: int) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of a layer's n-gram embedding. Several tensors hold
+    its table. `number`: the index of the embedding, from 0.
     """
     ple, d, width = config.ple, config.hidden_size, config.streams.hc_count * config.hidden_size
     shards = tuple(
@@ -293,7 +298,7 @@ def _layer_embedding_entries(config: ModelConfig, number: int) -> Iterator[Entry
         )
         for part, rows in enumerate(ple.parts(number))
     )
-    yield Entry("table", (0, 1), shards)
+    yield ParameterEntry("table", (0, 1), shards)
     yield one_tensor_entry("key_proj", "ple.key_proj.weight", (1, 2, 0), (width, ple.embed_dim))
     yield one_tensor_entry("value_proj", "ple.value_proj.weight", (1, 0), (d, ple.embed_dim))
     yield vector_entry("key_norm", "ple.norm_key.weight", width)

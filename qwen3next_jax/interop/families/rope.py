@@ -1,7 +1,7 @@
 """Reads and writes the settings of rotary positions in the config.json of Qwen3-Next and Qwen3.5.
 
-Such a file has one of two notations: the fields `rope_theta`, `partial_rotary_factor` and
-`rope_scaling` at the top level, or the group `rope_parameters`.
+A config.json has one of two notations for rotary positions: the fields `rope_theta`,
+`partial_rotary_factor` and `rope_scaling` at the top level, or the group `rope_parameters`.
 """
 
 import math
@@ -118,8 +118,8 @@ def _read_yarn(rope: Fields, context: Any, where: str) -> Fields:
 
 
 def rope_fields(config: ModelConfig, source: Fields) -> Fields:
-    """Returns the fields `max_position_embeddings` and `rope_parameters` of an export. Fields about
-    the positions of image tokens are copied from `source`.
+    """Returns the fields `max_position_embeddings` and `rope_parameters` of an exported
+    config.json. Fields about the positions of image tokens are copied from `source`.
     """
     scaling = _rope_scaling_fields(config, source)
     return {
