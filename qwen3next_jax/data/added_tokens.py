@@ -141,8 +141,8 @@ def make_tokens_unmatchable(tokenizer: Mapping[str, Any], unmatchable: Set[str])
     a text that spells out such a token is encoded as ordinary text. All other text gets the same
     ids as before.
 
-    The tokens keep their ids, and get names that no document contains. They are renamed in the list
-    of added tokens and in the model's vocabulary, which may hold them, too.
+    The tokens keep their ids, and get names that no document contains. Both the list of added
+    tokens and the model's vocabulary, which may hold the tokens as well, get the new names.
 
     Args:
       tokenizer: the content of a tokenizer.json.

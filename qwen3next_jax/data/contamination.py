@@ -9,7 +9,7 @@ tokens that lie in an n-gram that the data contain. A text is contaminated if it
 80 %, and clean if its share is below 20 %.
 
 A tokenizer may split the edges of a text in another way when the text stands inside a document. So
-the first and last tokens of a text that the data contain may count as not found.
+the first and last tokens of a text may count as not found although the data contain the text.
 
 Letters: N tokens, G different n-grams of all texts.
 """

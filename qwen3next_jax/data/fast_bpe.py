@@ -2,8 +2,8 @@
 
 tiktoken and the tokenizers library merge tokens by different rules: `tokenizers` merges the pairs
 in its list of merges; tiktoken merges any two neighbours whose concatenation is a token. For the
-usual vocabularies both libraries give the same ids. There is no proof of this, so
-`HuggingFaceTokenizer` compares the ids that both give to a sample of the texts.
+usual vocabularies both libraries give the same ids. Nobody has proved that the ids are always the
+same, so `HuggingFaceTokenizer` compares the ids that both libraries give to a sample of the texts.
 """
 
 from collections.abc import Collection, Mapping

@@ -173,7 +173,7 @@ class Data(Protocol):
         """
 
     def describe(self) -> dict[str, Any]:
-        """Returns facts about the data as JSON values. There are at least two: `title`, a short
+        """Returns facts about the data as JSON values. Two facts are always there: `title`, a short
         text; and `bits_per_nat`, the factor that turns a loss in nats per token into bits per byte
         of text, or None if the tokens are not text or their bytes cannot be counted.
         """
@@ -380,7 +380,7 @@ class TextData(Data):
         self.fingerprint = digests.sha256(json.dumps(identity))[:20]
 
     def _sample_digest(self) -> str:
-        """Returns a digest of some training rows and some held-out rows. It is part of the
+        """Returns a digest of some training rows and some held-out rows. The digest is part of the
         fingerprint, so that hosts and resumed runs notice when another version of a library gives
         other rows: numpy draws the packing's random numbers, grain shuffles and mixes rows, and
         array_record stores them.

@@ -9,9 +9,9 @@
     indexes/           where all rows of a run are, so that a run opens in seconds (`prepared`)
     digests/           digests of large files, so that they are not read at every start
 
-A part or group of parts that exists is used, whichever process made it. So a preparation that was
-killed continues where it stopped, rows of all lengths are packed from the same tokens, and several
-hosts may prepare at once.
+A part or group of parts that exists is used, whichever process made it. So a killed preparation
+continues where it stopped, rows of every length are packed from the same tokens, and several hosts
+may prepare the same data at once.
 """
 
 import collections
@@ -566,8 +566,8 @@ def pack_source(
     rows.
 
     Every process that calls this function packs all groups that are missing, and begins with the
-    groups of its own share. So processes that call it at the same time seldom pack the same group,
-    and no process waits for another.
+    groups of its own share. So processes that run at the same time seldom pack the same group, and
+    no process waits for another.
 
     Args:
       corpus: the source with its parts.
@@ -636,9 +636,9 @@ def _choose_divided_documents(
 ) -> dict[int, DocumentInBothSplits]:
     """Chooses the documents that are divided between the splits, whatever their hashes say.
 
-    Otherwise its hash decides whether a document is trained on or held out. A source whose
-    documents would all be held out gets a document to train on. If no source would have a document
-    to hold out, the source with the smallest hash gets one.
+    The hash of every other document decides whether the document is trained on or held out. A
+    source whose documents would all be held out gets a document to train on. If no source would
+    have a document to hold out, the source with the smallest hash gets one.
 
     Returns:
       Index of the source → its divided document.
@@ -665,9 +665,10 @@ def _divide_document(
 ) -> DocumentInBothSplits:
     """Divides the document of `corpus` with the smallest hash.
 
-    If `all_heldout`, this document is trained on as a whole. Otherwise its end is held out, with
-    `recipe.heldout_fraction` of the corpus' tokens; if the document has no more tokens than that,
-    it is held out as a whole. The only document of a corpus is cut in two in both cases.
+    If `all_heldout`, this document is trained on as a whole. If not `all_heldout`, the end of this
+    document is held out, with `recipe.heldout_fraction` of the corpus' tokens; if the document has
+    no more tokens than that, it is held out as a whole. The only document of a corpus is cut in two
+    in both cases.
 
     Args:
       corpus: a source with its parts.

@@ -4,8 +4,8 @@ To find the rows of a corpus of 15 T tokens without an index, a process would re
 each of some 450,000 parts and 56,000 folders of rows. The index is one file of some tens of bytes
 per shard. The index holds the content of these manifests, and the size and modification time of
 every file that holds rows. An index is used only if it begins with a digest of its name and
-content, and all files with rows still have their size and time. Otherwise `preparation` reads the
-manifests, reports what is wrong with them, and writes the index anew.
+content, and all files with rows still have their size and time. If the index cannot be used,
+`preparation` reads the manifests, reports what is wrong with them, and writes the index anew.
 """
 
 import concurrent.futures

@@ -501,7 +501,7 @@ def _decompressed_stream(raw: Any, file: SourceFile) -> tuple[Any, bool]:
 
 def lacks_zstd_checksum(file: SourceFile) -> bool:
     """Whether a local file is a frame of zstd without a checksum of its content (RFC 8878, 3.1.1).
-    Such a file may be damaged without an error.
+    Damage in a file without a checksum may cause no error.
     """
     if _compression_of(file) != "zstd" or is_remote(os.fspath(file.path)):
         return False

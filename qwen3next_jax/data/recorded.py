@@ -1,6 +1,6 @@
 """Recorded texts: texts that a model generated, with the experts that their tokens used. This
-module reads and writes their files. It also has the data source "recorded", which trains on
-recorded texts with the same experts (router replay, 2510.11370).
+module reads and writes files of recorded texts. It also has the data source "recorded", which
+trains on recorded texts with the same experts (router replay, 2510.11370).
 
 A file is a safetensors file of one text, with these arrays:
   tokens          [n], integers: the prompt and the new tokens.
@@ -172,7 +172,7 @@ def read_recorded_text(path: os.PathLike) -> RecordedText:
 
 
 def check_recorded_text(path: os.PathLike, text: RecordedText, model: ModelConfig) -> None:
-    """Raises UserError if the experts of a text cannot be those of `model`."""
+    """Raises UserError if the recorded tokens and experts of a text do not fit `model`."""
     for name, value in text.model_settings.items():
         own = getattr(model, name) if name in _IDENTITY else None
         require(

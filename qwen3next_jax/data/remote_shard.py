@@ -37,7 +37,8 @@ _CACHE_BYTES = 1 << 28  # of chunks in the memory of this process
 
 
 class RemoteShard:
-    """An open shard in a bucket. It has the methods of ArrayRecord's reader that `rows` uses.
+    """An open shard in a bucket. A RemoteShard has the methods of ArrayRecord's reader that `rows`
+    calls.
 
     Raises:
       ValueError: the shard has no index that can be read. StoreError: the bucket does not answer.

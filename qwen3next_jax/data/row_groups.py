@@ -429,8 +429,8 @@ def read_group_metadata(directory: pathlib.Path) -> dict:
 
 
 def _metadata_fault(content: dict) -> str:
-    """Returns what is wrong with the content of a metadata.json; "" if nothing is. The file has the
-    right digest, so a fault in it comes from another program, or from a mistake in this one.
+    """Returns what is wrong with the content of a metadata.json; "" if nothing is. The digest of
+    the metadata is right, so a fault comes from another program, or from a mistake in this one.
     """
     for name in ("row_length", "rows_per_record"):
         value = content.get(name)

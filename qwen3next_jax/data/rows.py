@@ -293,7 +293,7 @@ def shard_name(split: str, number: int) -> str:
 class RowReader:
     """Gives random access to the rows of one split. Several threads may use a reader at once.
 
-    A shard is opened when a row of it is read. All readers together keep at most `_MOST_OPEN`
+    A shard is opened when one of its rows is read. All readers together keep at most `_MOST_OPEN`
     shards open: those that were read last.
 
     Args:
@@ -383,9 +383,9 @@ _reader_numbers = itertools.count()
 
 
 def _cached_shard(key: tuple[int, int], open_it: Callable[[], Any]) -> Any:
-    """Returns the open shard `key`. If it is not open, it is opened with `open_it`; of more than
-    `_MOST_OPEN` open shards, those that were read longest ago are then dropped. A dropped shard
-    closes when the last thread that reads it has finished.
+    """Returns the open shard `key`. A shard that is not open is opened with `open_it`. If more than
+    `_MOST_OPEN` shards are then open, the shards that were read longest ago are dropped. A dropped
+    shard closes when the last thread that reads it has finished.
     """
     with _open_lock:
         if key in _open:
@@ -416,8 +416,8 @@ def raise_open_file_limit() -> None:
 
 
 def _array_record_module() -> Any:
-    """Returns the ArrayRecord library. It is imported late, because a machine that only loads a
-    model may not have it.
+    """Returns the ArrayRecord library. The library is imported late, because a machine that only
+    loads a model may not have it.
     """
     from array_record.python import array_record_module
 

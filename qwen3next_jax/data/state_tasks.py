@@ -1,9 +1,9 @@
 """Rows of tasks that need a state: the answer at a token depends on all tokens before it, and no
 token of the row shows the answer.
 
-A row holds inputs alone. The model is to predict the state after token t. This state is not the
-next token of the row; it is a label beside the tokens. So the model sees no earlier answer, from
-which the next one would follow in one step (a scratchpad).
+A row holds inputs alone. The model is to predict the state after token t. The state is not the next
+token of the row, but a label beside the tokens. So the model never sees its earlier answers. With
+them (a scratchpad), the next answer would follow in one step.
 
     parity            The inputs are bits; the label is the parity of the bits so far. A layer whose
                       state has transitions with positive eigenvalues alone cannot, at a finite

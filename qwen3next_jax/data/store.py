@@ -1,4 +1,4 @@
-"""The folder of prepared data. Its files and folders appear whole or not at all. So any number of
+"""The folder of prepared data. Files and folders appear in it whole or not at all. So any number of
 processes, on any hosts, may write prepared data at once, and may be killed at any time.
 
 Names are relative to the folder. A file or folder is written in `.partial/`, under a name that no
@@ -76,7 +76,7 @@ class Store:
         return content
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Writes `content` and a digest of it as a JSON file."""
+        """Writes a JSON file with `content` and a digest of `content`."""
         with self.new_file(name) as path:
             write_json_with_digest(path, content)
 
@@ -182,5 +182,5 @@ def _remove_path(path: pathlib.Path) -> None:
 
 
 def write_json_with_digest(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes `content` and a digest of it as JSON."""
+    """Writes a JSON file with `content` and a digest of `content` to `path`."""
     path.write_text(json.dumps(content | {"digest": digests.sha256_json(content)}, indent=1) + "\n")

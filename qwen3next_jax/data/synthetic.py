@@ -181,8 +181,8 @@ def _backcopy_row(
 
 
 class TaskTokenizer:
-    """The `Tokenizer` of a synthetic task. Its ids do not stand for text; they are written as
-    numbers.
+    """The `Tokenizer` of a synthetic task. The ids of a task do not stand for text, so text is a
+    list of numbers, such as "17 4 230".
     """
 
     reads_text = False

@@ -70,8 +70,8 @@ def text_of_long_json(line: bytes, field: str) -> Text | None:
     """Returns the text in a field of a long JSON object, if the object has no fault. Returns None
     if the object has a fault, or if the field holds no text.
 
-    The syntax of JSON is ASCII. So the object is decoded as Latin-1, one byte a character, and a
-    string that is found in it is encoded as Latin-1 to give the bytes of its UTF-8 text.
+    The syntax of JSON is ASCII. So the whole object is decoded as Latin-1, one character per byte;
+    the string in the field is then encoded as Latin-1, which gives back its UTF-8 bytes.
     """
     if not _is_utf8(line):
         return None

@@ -237,7 +237,7 @@ class _LevanterArray:
     def set_checked_length(self, length: int) -> None:
         """Sets the number of entries, and raises UserError unless there are files for all of them.
         For a missing file, TensorStore would return zeros. (TensorStore also returns zeros for a
-        chunk that is missing in a file. This is right: its writer leaves out chunks of zeros.)
+        chunk that is missing in a file, and rightly so: its writer leaves out chunks of zeros.)
         """
         require(
             0 < length <= self._array.shape[0],

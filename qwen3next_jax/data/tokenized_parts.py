@@ -1,10 +1,10 @@
-"""Tokenized parts. A tokenized part holds the tokens of a part of a file (`readers.file_parts`). It
-is made once, and all preparations that need its tokens share it.
+"""Tokenized parts. A tokenized part holds the tokens of a part of a file (`readers.file_parts`).
+Each tokenized part is made once, and shared by all preparations that need its tokens.
 
 A tokenized part with key "ab…" consists of the file `tokens/ab/<key>.tokens` and of its manifest
 `tokens/ab/<key>.json`, which is written last. The key is a digest of everything that determines the
 tokens: the part's bytes, the settings for reading them, the tokenizer, and the versions of the
-libraries that tokenize. It does not depend on the path of the source file, the row length, the
+libraries that tokenize. The key does not depend on the path of the source file, the row length, the
 seed, the held-out fraction, or the process that makes the part.
 
 The file of tokens holds the tokens of one document after the other, as little-endian uint16 or

@@ -146,8 +146,8 @@ def same_token_ids(one: str, other: str) -> bool:
 
 
 def extends_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether the tokenizer `one` is `other` with further added tokens, such as those of a chat
-    format: then it gives all other text the same ids.
+    """Whether the tokenizer `one` is `other` with further added tokens, such as the tokens of a
+    chat format. Then both give the same ids to any text that contains none of the further tokens.
     """
     ours, theirs = (
         json.loads(_byte_level_tokenizer().to_str() if isinstance(t, ByteTokenizer) else t.json)

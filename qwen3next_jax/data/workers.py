@@ -1,8 +1,8 @@
 """Runs a function over many items in worker processes of this machine.
 
-The workers are plain Python processes, which get items and send results through pipes. They do not
-use `multiprocessing`, because a fork would break JAX's threads, and a spawn would run the user's
-script again. Workers never import JAX.
+The workers are plain Python processes, which get items and send results through pipes. This module
+does not use `multiprocessing`, because a fork would break JAX's threads, and a spawn would run the
+user's script again. Workers never import JAX.
 """
 
 import contextlib

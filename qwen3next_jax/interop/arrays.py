@@ -223,7 +223,7 @@ def _extend_to_piece(
     needed: ShardSlice, parameter: StoredParameter, array: jax.Array | np.ndarray
 ) -> ShardSlice:
     """Extends the slice `needed` to as much as fits into `MAX_PIECE_BYTES`. If the whole array
-    fits, the result is the whole array. Otherwise the slice is extended along the first dimension
+    fits, the result is the whole array. Otherwise `needed` is extended along the first dimension
     that numbers the parameter's tensors or their rows.
     """
     if array.nbytes <= MAX_PIECE_BYTES:
@@ -269,9 +269,9 @@ def _make_slice_gather(
     begins at index `start`, replicated on every device.
 
     Each device makes an array of the slice's shape with the values that its own shard has, and
-    zeros elsewhere. Then the arrays of all devices are added. The values are added as integers with
-    the same bits, because -0.0 + 0.0 is 0.0 in floating point. Nothing larger than the slice is
-    gathered.
+    zeros elsewhere. The sum of these arrays over all devices is the slice. The values are added as
+    integers with the same bits, because -0.0 + 0.0 is 0.0 in floating point. Nothing larger than
+    the slice is gathered.
     """
     spec = (*sharding.spec, *(None,) * (len(sizes) - len(sharding.spec)))
     tuples = [(axes,) if isinstance(axes, str) else axes for axes in spec]

@@ -1,7 +1,8 @@
 """Converts the config.json of a Hugging Face directory to a `ModelConfig` and back.
 
-This file holds what all families of models share; `interop.families` holds what differs. A form is
-one way to store a model in a directory (`families.form.Form`). Nothing here imports JAX.
+This file converts the fields that all families of models share; `interop.families` converts the
+fields that differ. A form is one way to store a model in a directory (`families.form.Form`).
+Nothing here imports JAX.
 """
 
 import dataclasses
@@ -179,8 +180,8 @@ def check_claimed_sizes(
     form: Form, fields: Fields, shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
     """Checks that a config.json does not describe a far larger model than the tensors in its
-    directory. This check comes first, because later code makes a list of all layers, which may need
-    much memory.
+    directory. The check comes before other code makes a list of all layers, which may need much
+    memory.
 
     Args:
       form: the form of the checkpoint.

@@ -243,8 +243,8 @@ def _read_sharded_array(
 def read_parameter_slice(
     weights: Weights, parameter: StoredParameter, part: ShardSlice, dtype: np.dtype
 ) -> np.ndarray:
-    """Reads the values of a slice of a stacked parameter. Of the parameter's tensors, it reads only
-    the rows and columns that the slice holds.
+    """Reads the values of a slice of a stacked parameter. Reads only those rows and columns of the
+    parameter's tensors that the slice holds.
 
     Args:
       weights: the tensors of the checkpoint.

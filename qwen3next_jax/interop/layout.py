@@ -1,9 +1,10 @@
 """Says which tensors of a Hugging Face checkpoint hold which parameters of a model.
 
 The tensors of a layer hold its norms, its mixer and its MLP, and their names begin with the layer's
-name. A form (`interop.families.form.Form`) is one way to store a model in files. It has entries
-(`interop.entries.ParameterEntry`: the tensors of a parameter) for the mixers that it stores. The
-class of any other mixer may define its entries itself (`hf_entries`, docs/extending.md).
+name. A form (`interop.families.form.Form`) is one way to store a model in files. A form has entries
+for the mixers that it stores; an entry (`interop.entries.ParameterEntry`) says which tensors hold a
+parameter. The class of any other mixer may define its entries itself (`hf_entries`,
+docs/extending.md).
 """
 
 from collections.abc import Iterator, Mapping

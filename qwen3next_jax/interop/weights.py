@@ -125,8 +125,8 @@ class Weights:
     """The tensors of the checkpoint in a directory.
 
     The constructor reads the headers of the files. `read` then reads the bytes of the requested
-    rows and columns, and no others. It does not map files into memory: if another program truncated
-    a mapped file, the operating system would kill this process.
+    rows and columns, and no others. `read` does not map files into memory: if another program
+    truncated a mapped file, the operating system would kill this process.
 
     Args:
       directory: a directory with safetensors files.
@@ -410,8 +410,8 @@ def count_and_names(names: Iterable[str], limit: int = 3) -> str:
 
 def modification_digest(path: str | os.PathLike) -> str:
     """Returns a digest that changes when a file of the model in a Hugging Face directory is
-    replaced. It is computed from the names, sizes and modification times of config.json and the
-    files of weights; the files are not read.
+    replaced. The digest is computed from the names, sizes and modification times of config.json and
+    the files of weights; the files are not read.
 
     Raises:
       UserError: one of these files does not exist.

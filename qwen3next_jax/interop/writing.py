@@ -3,9 +3,9 @@ writing process is killed, the next export to the same place keeps the complete 
 both exports have the same `identity` (see `LocalExport`). Otherwise it deletes them.
 
 The files are written into the directory `.NAME.partial`, beside the place of the final directory
-NAME. The file progress.json in it records the digest of each file that is completely on the disk. A
-file gets its own name only after progress.json names it. Therefore no export wrote a file that
-progress.json does not name, and such a file is left alone.
+NAME. The file progress.json in `.NAME.partial` records the digest of each file that is completely
+on the disk. A file gets its own name only after progress.json names it. Therefore no export wrote a
+file that progress.json does not name, and such a file is left alone.
 
 At the end, progress.json is moved out of the directory, to `.NAME.progress.json`. Then the
 directory is renamed to NAME, and `.NAME.progress.json` is removed. So the directory NAME never

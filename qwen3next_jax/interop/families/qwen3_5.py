@@ -3,8 +3,8 @@ no layer.
 
 A directory holds either the text model alone (`qwen3_5_text`), or a wrapper around a text model and
 a vision tower (`qwen3_5`). The config.json of a wrapper has the fields of its text model in the
-group `text_config`. A recurrent layer has four tensors for its input projections. One holds q of
-all heads, then k of all heads, then v of all heads; z, b and a have one each.
+group `text_config`. A recurrent layer has four tensors for its input projections. The first tensor
+holds q of all heads, then k of all heads, then v of all heads; z, b and a have a tensor each.
 """
 
 import dataclasses
