@@ -34,7 +34,7 @@ def contamination_of_tasks(
     by_task, start = {}, 0
     for task, examples in samples.items():
         shares = found.contained_shares[start : start + len(examples)]
-        by_task[task] = dataclasses.replace(found, shares=shares)
+        by_task[task] = dataclasses.replace(found, contained_shares=shares)
         start += len(examples)
     return by_task
 

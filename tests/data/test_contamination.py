@@ -49,7 +49,7 @@ def test_exactly_the_shared_ngrams_are_found(dtype, monkeypatch):
     held = set(ngrams(data.tolist()))
     index = NgramIndex(texts)
     found = np.zeros(len(index.ngrams), bool)
-    index.mark(data, found)
+    index.mark_contained(data, found)
     for text, share in zip(texts, index.contained_shares(found), strict=True):
         covered = np.zeros(len(text), bool)
         for i, ngram in enumerate(ngrams(text.tolist())):
@@ -77,7 +77,7 @@ def test_the_shared_part_of_a_text_is_found(prepared, monkeypatch, workers):
 
 def test_all_tokens_are_compared(prepared):
     found = find_contamination([text_of(100)], BYTES, prepared)
-    assert found.tokens == sum(len(text.encode()) + 1 for text in DOCUMENTS)
+    assert found.data_token_count == sum(len(text.encode()) + 1 for text in DOCUMENTS)
 
 
 def test_no_texts_are_not_contaminated(prepared):

@@ -232,7 +232,7 @@ def mixed(texts):
 def test_epochs_count_the_rows_that_stages_read(mixed):
     _, rows, cursors, drawn = mixed
     epochs = epochs_of_stages(rows)
-    lengths = [{epoch.source: epoch.rows for epoch in read.epochs.values()} for read in rows]
+    lengths = [{epoch.source: epoch.rows for epoch in read.stream_epochs.values()} for read in rows]
     for number, cursor in enumerate(cursors):
         read = reading_by_source(cursor.rows_read(6 * number + 6), epochs)
         for name in "abc":
@@ -292,7 +292,7 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(mixed, texts):
     (plain,) = opened(whole)
     assert sum(drawn[:3], []) == [
         name[0] for step in range(12) for name in plain.document_names_of_batch(step)
-    ] + [plain.names(i)[0] for i in range(48, 66)]
+    ] + [plain.document_names_of_row(i)[0] for i in range(48, 66)]
     for i, name in enumerate("abc"):
         (alone,) = opened(
             dataclasses.replace(
@@ -304,7 +304,7 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(mixed, texts):
         )
         found = [one for stage in (0, 1, 2, 3, 5) for one in drawn[stage] if one.startswith(name)]
         assert found, name
-        assert found == [alone.names(n)[0] for n in range(len(found))], name
+        assert found == [alone.document_names_of_row(n)[0] for n in range(len(found))], name
 
 
 def test_what_rewinds_passed_over_stays_passed_over():
