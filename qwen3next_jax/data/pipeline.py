@@ -182,7 +182,7 @@ class Data(Protocol):
         """Yields batches without end, while background threads read ahead. Batch n holds B rows of
         the training stream, beginning n · B rows after the start that `set_start` sets. A row
         depends on the seed, the source and the epoch alone. So a resumed run only needs the number
-        of its next batch (`stages.DataCursor.batch`).
+        of its next batch (`stages.DataCursor.batch_index`).
 
         Args:
           first_batch: number of the first batch.
