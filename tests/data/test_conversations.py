@@ -207,7 +207,7 @@ def test_packed_conversations_have_separate_ones_losses(tmp_path, marked):
         found, of = loss(batch), counts(batch)
         return (
             np.array([found["loss"], found["mtp_loss/0"]]),
-            np.array([of.targets, of.mtp_targets[0]]),
+            np.array([of.target_weight_sum, of.mtp_target_weight_sums[0]]),
         )
 
     total, weight = measured(packed)
