@@ -19,7 +19,7 @@ from qwen3next_jax.common.storage import BucketPath, check_bucket, to_path
 from qwen3next_jax.common.subpackages import require_subpackage
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig
 from qwen3next_jax.config.registry import TEXT_SOURCES
-from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.pipeline import data_source_class
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer, same_token_ids
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import RunFolder, read_folder, saved_steps
@@ -410,14 +410,16 @@ def _load_tokenizers(
     data: DataConfig, vocab_size: int, initial_model: ParentRun | PretrainedModel
 ) -> TokenizerPair:
     """Loads the tokenizers of a new run and of the model in `train.init_from`."""
-    from qwen3next_jax.data.synthetic import TaskTokens
+    from qwen3next_jax.data.synthetic import TaskTokenizer
 
     # For text the size of the vocabulary is not compared here: `runs.checks` compares it later, so
     # that `decide_start` can first say that the tokenizer is not that of the model.
-    ours = source_of(data).tokenizer_of(data, None if data.source in TEXT_SOURCES else vocab_size)
+    ours = data_source_class(data).tokenizer_of(
+        data, None if data.source in TEXT_SOURCES else vocab_size
+    )
     if isinstance(initial_model, ParentRun):
         fingerprint = initial_model.record.tokenizer
-        is_text = fingerprint != TaskTokens(initial_model.model_config.vocab_size).fingerprint
+        is_text = fingerprint != TaskTokenizer(initial_model.model_config.vocab_size).fingerprint
         name = _tokenizer_of_run(initial_model.folder, initial_model.config)
         place = f"a copy is in {initial_model.folder / 'tokenizer'}, unless it is bytes"
     else:

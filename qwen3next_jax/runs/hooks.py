@@ -272,10 +272,14 @@ class MetricsHook(Hook):
 
 def _source_shares(data: Data) -> dict[str, dict[str, float]]:
     """Returns {"mix": {source: its share of the rows}}; {} if the data have only one source."""
-    if len(data.streams) < 2:
+    if len(data.stream_weights) < 2:
         return {}
-    total = sum(data.streams.values())
-    return {"mix": {data.epochs[name].source: w / total for name, w in data.streams.items()}}
+    total = sum(data.stream_weights.values())
+    return {
+        "mix": {
+            data.stream_epochs[name].source: w / total for name, w in data.stream_weights.items()
+        }
+    }
 
 
 def source_reading_fields(read: Mapping[str, SourceReading]) -> dict[str, float]:
@@ -412,7 +416,7 @@ def choose_sample_prompt(config: EvalConfig, data: Data, longest: int) -> tuple[
     `longest` of these tokens.
     """
     row_numbers = range(min(data.heldout_rows, _HELDOUT_ROWS_SEARCHED))
-    if config.sample_prompt == EvalConfig.sample_prompt and "loss_weights" in data.kinds:
+    if config.sample_prompt == EvalConfig.sample_prompt and "loss_weights" in data.array_dtypes:
         for row in map(data.heldout_row, row_numbers):
             answers = np.flatnonzero(row["loss_weights"] > 0)
             if len(answers) and answers[0]:  # in a row of texts all tokens count
