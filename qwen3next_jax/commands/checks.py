@@ -8,7 +8,7 @@ from qwen3next_jax.common.storage import check_bucket, is_bucket, to_path
 from qwen3next_jax.config import ModelConfig
 
 
-def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
+def check_and_read_model_config(flag: str, path: str | pathlib.Path) -> ModelConfig:
     """Reads the model's settings from the run or the Hugging Face directory at `path`.
 
     Raises:
@@ -32,7 +32,7 @@ def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
     return read_hf_config(path)
 
 
-def check_writable(flag: str, path: str) -> None:
+def check_result_file(flag: str, path: str) -> None:
     """Checks the path of a file for results before the results are computed.
 
     Raises:
@@ -51,7 +51,7 @@ def check_writable(flag: str, path: str) -> None:
         raise UserError(f"--{flag}={path}: {reason}")
 
 
-def positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
+def parse_positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
     """Reads the numbers of a comma-separated flag.
 
     Raises:

@@ -18,7 +18,7 @@ def make_console() -> Console:
 
 
 @contextlib.contextmanager
-def waiting(text: str, console: Console | None = None) -> Iterator[None]:
+def show_while_waiting(text: str, console: Console | None = None) -> Iterator[None]:
     """Shows `text` while the block runs. On a terminal it stands in a line that counts the seconds
     and vanishes with the end of the block; elsewhere it is printed once, when the block begins.
 

@@ -58,12 +58,12 @@ def main() -> int:
         say(f"broken: {line}")
         return BROKEN
     if jax.default_backend() == "cpu":
-        _print_plan(console)
+        _print_untimed_operators(console)
         return ExitCode.DONE
     with console.status("compiling, testing and timing each operator"):
-        results = check_parts(tested_parts(ROWS, LENGTH), jax.local_devices()[0])
+        results = check_operators(tested_operators(ROWS, LENGTH), jax.local_devices()[0])
     _print_results(results, console)
-    return _verdict(results)
+    return _print_verdict(results)
 
 
 def _versions() -> list[str]:
@@ -89,54 +89,54 @@ def _describe_devices(devices: Sequence[Any]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class TestedPart:
+class TestedOperator:
     """One operator, as a layer of the released model calls it in a training step.
 
     Attributes:
-      name: the name in the table.
-      operators: the names under which it asks for an implementation.
-      function: the forward and the backward pass.
-      shapes: the shapes and dtypes of its arguments.
+      table_name: the name in the table.
+      operator_names: the names under which it asks for an implementation.
+      forward_and_backward: the forward and the backward pass.
+      argument_shapes: the shapes and dtypes of its arguments.
       flops: the floating-point operations that the two passes need.
-      bytes: the bytes that they have to read from and write to the memory.
+      memory_bytes: the bytes that they have to read from and write to the memory.
     """
 
-    name: str
-    operators: tuple[str, ...]
-    function: Callable[..., Any]
-    shapes: tuple[Any, ...]
+    table_name: str
+    operator_names: tuple[str, ...]
+    forward_and_backward: Callable[..., Any]
+    argument_shapes: tuple[Any, ...]
     flops: float
-    bytes: float
+    memory_bytes: float
 
 
-def tested_parts(rows: int, length: int) -> list[TestedPart]:
+def tested_operators(rows: int, length: int) -> list[TestedOperator]:
     """Returns the operators, with the released model's widths, 64 of its 512 experts, and `rows`
     rows of `length` tokens in bfloat16.
     """
     return [
-        _experts_part(rows * length),
-        _attention_part(rows, length),
-        _delta_rule_part(rows, length),
-        _convolution_part(rows, length),
-        _norm_and_gate_part(rows, length),
+        _tested_experts(rows * length),
+        _tested_attention(rows, length),
+        _tested_delta_rule(rows, length),
+        _tested_convolution(rows, length),
+        _tested_norm_and_gate(rows, length),
     ]
 
 
-def _bfloat16_shape(*shape: int) -> Any:
+def _bfloat16_array_spec(*shape: int) -> Any:
     import jax
     import jax.numpy as jnp
 
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
-def _float32_shape(*shape: int) -> Any:
+def _float32_array_spec(*shape: int) -> Any:
     import jax
     import jax.numpy as jnp
 
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+def _gradient_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that returns the gradients of the sum of the outputs' squares."""
     import jax
     import jax.numpy as jnp
@@ -147,7 +147,7 @@ def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: jax.grad(loss, tuple(range(len(arguments))))(*arguments)
 
 
-def _attention_part(rows: int, length: int) -> TestedPart:
+def _tested_attention(rows: int, length: int) -> TestedOperator:
     """Grouped heads of 256, in rows of several documents, as in training. A causal query reads half
     of the keys of its document; the backward pass has five products, the forward pass two.
     """
@@ -156,7 +156,10 @@ def _attention_part(rows: int, length: int) -> TestedPart:
     from qwen3next_jax import ops
 
     queries, keys, head = 16, 2, 256
-    q, kv = _bfloat16_shape(rows, length, queries, head), _bfloat16_shape(rows, length, keys, head)
+    q, kv = (
+        _bfloat16_array_spec(rows, length, queries, head),
+        _bfloat16_array_spec(rows, length, keys, head),
+    )
     ends = length // 2, 3 * length // 4, 7 * length // 8, length
     pairs = sum((end - begin) ** 2 for begin, end in zip((0, *ends[:-1]), ends, strict=True))
 
@@ -165,10 +168,10 @@ def _attention_part(rows: int, length: int) -> TestedPart:
         ids = jnp.broadcast_to(documents.astype(jnp.int32), (rows, length))
         return ops.attention(q, k, v, segment_ids=ids)
 
-    return TestedPart(
+    return TestedOperator(
         "attention",
         ("attention",),
-        _with_gradients(attention_of_documents),
+        _gradient_function(attention_of_documents),
         (q, kv, kv),
         7 * rows * pairs * queries * head,
         2 * rows * length * head * (6 * queries + 8 * keys),
@@ -179,7 +182,7 @@ def _attention_part(rows: int, length: int) -> TestedPart:
 _KEYS, _VALUES, _HEAD = 16, 32, 128
 
 
-def _delta_rule_part(rows: int, length: int) -> TestedPart:
+def _tested_delta_rule(rows: int, length: int) -> TestedOperator:
     """Per token and value head the recurrence decays a state of 128 x 128, reads it twice and
     writes it once.
     """
@@ -192,52 +195,52 @@ def _delta_rule_part(rows: int, length: int) -> TestedPart:
         return o
 
     q, v = (
-        _bfloat16_shape(rows, length, _KEYS, _HEAD),
-        _bfloat16_shape(rows, length, _VALUES, _HEAD),
+        _bfloat16_array_spec(rows, length, _KEYS, _HEAD),
+        _bfloat16_array_spec(rows, length, _VALUES, _HEAD),
     )
-    gate = _float32_shape(rows, length, _VALUES)
-    return TestedPart(
+    gate = _float32_array_spec(rows, length, _VALUES)
+    return TestedOperator(
         "gated delta rule",
         ("gated_delta_rule",),
-        _with_gradients(rule),
+        _gradient_function(rule),
         (q, q, v, gate, gate),
         21 * rows * length * _VALUES * _HEAD**2,
         2 * rows * length * _HEAD * (6 * _KEYS + 5 * _VALUES),
     )
 
 
-def _convolution_part(rows: int, length: int) -> TestedPart:
+def _tested_convolution(rows: int, length: int) -> TestedOperator:
     """The convolution before the delta rule, with its activation. It only passes over memory."""
     from qwen3next_jax import ops
 
     channels = (2 * _KEYS + _VALUES) * _HEAD
-    return TestedPart(
+    return TestedOperator(
         "convolution",
         ("causal_conv1d",),
-        _with_gradients(lambda x, kernel: ops.causal_conv1d(x, kernel, activation="silu")[0]),
-        (_bfloat16_shape(rows, length, channels), _bfloat16_shape(4, channels)),
+        _gradient_function(lambda x, kernel: ops.causal_conv1d(x, kernel, activation="silu")[0]),
+        (_bfloat16_array_spec(rows, length, channels), _bfloat16_array_spec(4, channels)),
         0,
         2 * 5 * rows * length * channels,
     )
 
 
-def _norm_and_gate_part(rows: int, length: int) -> TestedPart:
+def _tested_norm_and_gate(rows: int, length: int) -> TestedOperator:
     """The norm and gate after the delta rule. They only pass over memory."""
     from qwen3next_jax.ops.gated_norm import gated_norm
 
     width = _VALUES * _HEAD
-    o = _bfloat16_shape(rows, length, width)
-    return TestedPart(
+    o = _bfloat16_array_spec(rows, length, width)
+    return TestedOperator(
         "norm and gate",
         ("gated_norm",),
-        _with_gradients(lambda o, z, w: gated_norm(o, z, w, eps=1e-6)),
-        (o, o, _float32_shape(_HEAD)),
+        _gradient_function(lambda o, z, w: gated_norm(o, z, w, eps=1e-6)),
+        (o, o, _float32_array_spec(_HEAD)),
         0,
         2 * 8 * rows * length * width,
     )
 
 
-def _experts_part(tokens: int) -> TestedPart:
+def _tested_experts(tokens: int) -> TestedOperator:
     """Routed experts: three products forward, six backward."""
     import jax.numpy as jnp
 
@@ -251,15 +254,15 @@ def _experts_part(tokens: int) -> TestedPart:
         y, kept = routed_experts(*inputs, capacity=tokens * chosen, keep_hidden=True)
         return routed_experts_gradients(*inputs, y, capacity=tokens * chosen, kept=kept)
 
-    return TestedPart(
+    return TestedOperator(
         "experts",
         ("routed_experts", "grouped_matmul"),
         step,
         (
-            _bfloat16_shape(tokens, d),
-            _float32_shape(tokens, chosen),
-            _bfloat16_shape(experts, d, 2, inner),
-            _bfloat16_shape(experts, inner, d),
+            _bfloat16_array_spec(tokens, d),
+            _float32_array_spec(tokens, chosen),
+            _bfloat16_array_spec(experts, d, 2, inner),
+            _bfloat16_array_spec(experts, inner, d),
         ),
         18 * tokens * chosen * d * inner,
         2 * (9 * experts * d * inner + 4 * tokens * d),
@@ -267,28 +270,28 @@ def _experts_part(tokens: int) -> TestedPart:
 
 
 @dataclasses.dataclass(frozen=True)
-class PartResult:
+class OperatorResult:
     """What the check of one operator found.
 
     Attributes:
-      part: the operator.
-      runs_as: names of the implementations that ran it.
-      why: why they ran it, or the error.
-      seconds: the shortest time of its two passes; None if they were not timed.
-      share: the time that the chip's data sheet allows, divided by `seconds`; None if it is not
-        known.
-      code: 0, SLOW or BROKEN.
+      operator: the operator.
+      implementation_names: names of the implementations that ran it.
+      reason_or_error: why they ran it, or the error.
+      shortest_seconds: the shortest time of its two passes; None if they were not timed.
+      share_of_peak: the time that the chip's data sheet allows, divided by `seconds`; None if it is
+        not known.
+      exit_code: 0, SLOW or BROKEN.
     """
 
-    part: TestedPart
-    runs_as: str
-    why: str
-    seconds: float | None
-    share: float | None
-    code: int
+    operator: TestedOperator
+    implementation_names: str
+    reason_or_error: str
+    shortest_seconds: float | None
+    share_of_peak: float | None
+    exit_code: int
 
 
-def check_parts(parts: Sequence[TestedPart], device: Any) -> list[PartResult]:
+def check_operators(parts: Sequence[TestedOperator], device: Any) -> list[OperatorResult]:
     """Traces all parts, runs the tests of their kernels, compiles the parts side by side, and times
     one after the other on `device`.
     """
@@ -304,9 +307,11 @@ def check_parts(parts: Sequence[TestedPart], device: Any) -> list[PartResult]:
         errors.clear()  # of an earlier trace, with kernels that then failed their test
         for part in parts:
             try:
-                traced[part.name] = jax.jit(part.function).trace(*part.shapes)
+                traced[part.table_name] = jax.jit(part.forward_and_backward).trace(
+                    *part.argument_shapes
+                )
             except Exception as error:
-                errors[part.name] = error
+                errors[part.table_name] = error
 
     def compile_part(name: str) -> Any:
         try:
@@ -319,25 +324,29 @@ def check_parts(parts: Sequence[TestedPart], device: Any) -> list[PartResult]:
         compiled = dict(zip(traced, pool.map(compile_part, traced), strict=True))
     seconds: dict[str, float] = {}
     for part in parts:
-        if part.name in errors:
+        if part.table_name in errors:
             continue
         try:
-            seconds[part.name] = _shortest_seconds(compiled[part.name], part.shapes)
+            seconds[part.table_name] = _shortest_seconds(
+                compiled[part.table_name], part.argument_shapes
+            )
         except Exception as error:
-            errors[part.name] = error
+            errors[part.table_name] = error
     return [
-        _result(
+        _operator_result(
             part,
-            [decision for decision in decisions if decision.operator in part.operators],
-            errors.get(part.name),
-            seconds.get(part.name),
+            [decision for decision in decisions if decision.operator in part.operator_names],
+            errors.get(part.table_name),
+            seconds.get(part.table_name),
             device,
         )
         for part in parts
     ]
 
 
-def _result(part: TestedPart, decisions, error: Exception | None, seconds, device) -> PartResult:
+def _operator_result(
+    part: TestedOperator, decisions, error: Exception | None, seconds, device
+) -> OperatorResult:
     """Returns the result of a part.
 
     Args:
@@ -366,11 +375,13 @@ def _result(part: TestedPart, decisions, error: Exception | None, seconds, devic
     )
     why = "; ".join(reasons)
     if error is not None and out_of_memory(error):
-        return PartResult(part, names, f"not timed, for lack of memory; {why}", None, None, code)
+        return OperatorResult(
+            part, names, f"not timed, for lack of memory; {why}", None, None, code
+        )
     if error is not None:
         text = f"{type(error).__name__}: {one_line(str(error))}"
-        return PartResult(part, names, text, None, None, BROKEN)
-    return PartResult(part, names, why, seconds, _share_of_peak(part, seconds, device), code)
+        return OperatorResult(part, names, text, None, None, BROKEN)
+    return OperatorResult(part, names, why, seconds, _share_of_peak(part, seconds, device), code)
 
 
 def _shortest_seconds(compiled, shapes) -> float:
@@ -390,40 +401,40 @@ def _shortest_seconds(compiled, shapes) -> float:
     return min(times)
 
 
-def _share_of_peak(part: TestedPart, seconds: float, device) -> float | None:
+def _share_of_peak(part: TestedOperator, seconds: float, device) -> float | None:
     from qwen3next_jax.sharding.chips import find_chip
 
     chip = find_chip(device.device_kind)
     if chip is None:
         return None
     bandwidth = chip.hbm_bandwidth / chip.devices_per_chip
-    return max(part.flops / chip.device_flops, part.bytes / bandwidth) / seconds
+    return max(part.flops / chip.device_flops, part.memory_bytes / bandwidth) / seconds
 
 
-def _print_results(results: Sequence[PartResult], console: Console) -> None:
+def _print_results(results: Sequence[OperatorResult], console: Console) -> None:
     """Prints a table of the times, and below it why each implementation runs."""
     table = Table("operator", "runs as", box=SIMPLE)
     table.add_column("forward and backward", justify="right")
     table.add_column("of the data sheet", justify="right")
     for result in results:
         table.add_row(
-            result.part.name,
-            result.runs_as or "–",
-            "–" if result.seconds is None else f"{1e3 * result.seconds:.2f} ms",
-            "–" if result.share is None else f"{result.share:.0%}",
+            result.operator.table_name,
+            result.implementation_names or "–",
+            "–" if result.shortest_seconds is None else f"{1e3 * result.shortest_seconds:.2f} ms",
+            "–" if result.share_of_peak is None else f"{result.share_of_peak:.0%}",
         )
     console.print(table)
     names: dict[str, list[str]] = {}
     for result in results:
-        names.setdefault(result.why, []).append(result.part.name)
+        names.setdefault(result.reason_or_error, []).append(result.operator.table_name)
     for why, same in names.items():
         console.print(f"{', '.join(same)}: {why}", markup=False)
 
 
-def _verdict(results: Sequence[PartResult]) -> int:
+def _print_verdict(results: Sequence[OperatorResult]) -> int:
     """Prints the verdict, and returns the exit code."""
-    code = max(result.code for result in results)
-    names = ", ".join(result.part.name for result in results if result.code == code)
+    code = max(result.exit_code for result in results)
+    names = ", ".join(result.operator.table_name for result in results if result.exit_code == code)
     print(
         {
             ExitCode.DONE: "all kernels run",
@@ -434,7 +445,7 @@ def _verdict(results: Sequence[PartResult]) -> int:
     return code
 
 
-def _print_plan(console: Console) -> None:
+def _print_untimed_operators(console: Console) -> None:
     """Prints what the command compares on a machine with a GPU or TPUs."""
     console.print(
         "JAX computes on a CPU here, which runs every operator without kernels. On a GPU or a TPU "
@@ -443,12 +454,12 @@ def _print_plan(console: Console) -> None:
     table = Table("operator", "forward and backward on", box=SIMPLE)
     table.add_column("TFLOP", justify="right")
     table.add_column("GB", justify="right")
-    for part in tested_parts(ROWS, LENGTH):
+    for part in tested_operators(ROWS, LENGTH):
         table.add_row(
-            part.name,
-            ", ".join(f"{x.dtype} {list(x.shape)}" for x in part.shapes[:2]),
+            part.table_name,
+            ", ".join(f"{x.dtype} {list(x.shape)}" for x in part.argument_shapes[:2]),
             f"{part.flops / 1e12:.2f}",
-            f"{part.bytes / 1e9:.2f}",
+            f"{part.memory_bytes / 1e9:.2f}",
         )
     console.print(table)
     console.print("with the time that the chip's data sheet allows for these operations and bytes.")

@@ -38,27 +38,27 @@ def main() -> int:
     workdir = get_workdir(config.name if config else None)
     for name in _suite.value:
         check_name(EVALUATIONS, name, "--suite")
-    checks.check_writable("json", _json.value)
-    checks.check_model("workdir", workdir)
-    given = config_flags.given_settings(may_resume=True)
+    checks.check_result_file("json", _json.value)
+    checks.check_and_read_model_config("workdir", workdir)
+    given = config_flags.settings_given_by_user(may_resume=True)
     if config:
         resumed = recorded_config(workdir)
         unused_settings.check(config, given, resumed)
     loading = get_loading()
     lengths, pairs = (
-        checks.positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs)
+        checks.parse_positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs)
     )
     print(f"{workdir}: loading and compiling", file=sys.stderr, flush=True)
     process_setup.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
-    from qwen3next_jax.commands.evaluate import evaluate
+    from qwen3next_jax.commands.evaluate import evaluate_and_print
     from qwen3next_jax.evals.evaluation import EvalOptions
     from qwen3next_jax.trained.load import join_processes
 
     with join_processes(loading.launch, workdir):
         if config:
             unused_settings.check(config, given, resumed, unused_settings.find_unused_in_layers)
-        return evaluate(
+        return evaluate_and_print(
             config,
             workdir,
             tuple(_suite.value),

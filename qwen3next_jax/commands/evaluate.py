@@ -13,12 +13,12 @@ from typing import NamedTuple
 from flax import nnx
 from rich.table import Table
 
-from qwen3next_jax.commands.console import make_console, waiting
+from qwen3next_jax.commands.console import make_console, show_while_waiting
 from qwen3next_jax.common.errors import UserError, escape_lines
 from qwen3next_jax.common.metrics import Metric, MetricValue, to_metric_values
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import Config, DataConfig, MeshConfig, ModelConfig
-from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.config.compatibility import settings_incompatible_with_weights
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
 from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.data.progress import PreparationProgress
@@ -41,20 +41,20 @@ class EvaluationResult(NamedTuple):
       title: the name, the model and the step, for people.
       step: the step of the checkpoint; None for a Hugging Face directory.
       values: {name of a value: number}.
-      metrics: the declarations of the metrics.
-      belongs_to_run: whether the model is that of the run, with all its settings, so that the
-        results belong into the run's folder.
+      metric_declarations: the declarations of the metrics.
+      belongs_in_run_folder: whether the model is that of the run, with all its settings, so that
+        the results belong into the run's folder.
     """
 
     name: str
     title: str
     step: int | None
     values: dict[str, float]
-    metrics: Mapping[str, Metric]
-    belongs_to_run: bool
+    metric_declarations: Mapping[str, Metric]
+    belongs_in_run_folder: bool
 
 
-def evaluate(
+def evaluate_and_print(
     config: Config | None,
     path: pathlib.Path,
     names: tuple[str, ...] = ("heldout",),
@@ -80,11 +80,11 @@ def evaluate(
       UserError: as `run_evaluations` does, or a file cannot be written.
     """
     results, wrote = {}, False
-    during = waiting if is_process_0() else nullcontext
+    during = show_while_waiting if is_process_0() else nullcontext
     for result in run_evaluations(config, path, names, options, step, mesh, dtype, ema, during):
-        _print_values(result.title, to_metric_values(result.values, result.metrics))
+        _print_values(result.title, to_metric_values(result.values, result.metric_declarations))
         results[result.name] = {"step": result.step} | result.values
-        if result.belongs_to_run:
+        if result.belongs_in_run_folder:
             name = f"{result.name}_average" if ema else result.name
             _write_values(path / "eval" / f"{name}.json", results[result.name])
             wrote = True
@@ -135,7 +135,7 @@ def run_evaluations(
     if is_run:
         trained = read_config(path)
         if config is not None:
-            _check_same_weights(config.model, trained.model, path)
+            _check_weights_fit_config(config.model, trained.model, path)
         else:
             # "" means the copy of the tokenizer in the run's folder; the original file may be gone.
             data = dataclasses.replace(trained.data, tokenizer="")
@@ -154,7 +154,7 @@ def run_evaluations(
     graphdef, params = nnx.split(model, nnx.Param)
     described = config.model if is_run else model.config
     # `other` names the settings of the model that --config changes.
-    if other := described.differs(model.config):
+    if other := described.differing_settings(model.config):
         graphdef, _ = abstract_model(described)
     if config is not None:
         data, length, batch_size = (
@@ -194,14 +194,16 @@ def run_evaluations(
         )
 
 
-def _check_same_weights(model: ModelConfig, trained: ModelConfig, workdir: pathlib.Path) -> None:
+def _check_weights_fit_config(
+    model: ModelConfig, trained: ModelConfig, workdir: pathlib.Path
+) -> None:
     """Checks that `model`, the model of --config, can use the weights of `trained`, the model of
     the run in `workdir`.
 
     Raises:
       UserError: a setting of `model` requires weights of another shape or meaning.
     """
-    for name in sorted(weights_differ(model, trained))[:1]:
+    for name in sorted(settings_incompatible_with_weights(model, trained))[:1]:
         theirs, ours = (
             c.mixers if name == "layer_types" else getattr(c, name) for c in (trained, model)
         )

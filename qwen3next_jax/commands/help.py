@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from qwen3next_jax.commands.config_flags import reads_settings
+from qwen3next_jax.commands.config_flags import accepts_setting_flags
 from qwen3next_jax.common.errors import UserError, did_you_mean
 from qwen3next_jax.config import Config, MixerConfig
-from qwen3next_jax.config.describe import list_settings, mixer_settings
+from qwen3next_jax.config.describe import list_settings, settings_by_mixer
 
 
 def help_text(doc: str) -> str:
@@ -20,7 +20,7 @@ def help_text(doc: str) -> str:
     lines = [doc.strip(), "", "flags:"]
     for name, text in _flag_entries():
         lines += _format_entry(name, text, width)
-    if reads_settings():
+    if accepts_setting_flags():
         lines += ["", "settings, with their defaults (--help WORD shows those with this word):"]
         for _, entries in itertools.groupby(_setting_entries(), lambda entry: entry[0]):
             lines.append("")
@@ -29,7 +29,7 @@ def help_text(doc: str) -> str:
     return "\n".join(lines)
 
 
-def help_on(word: str) -> str:
+def help_on_word(word: str) -> str:
     """Returns the text of `--help WORD`: the flags and settings that have the word in their name or
     meaning.
 
@@ -37,7 +37,7 @@ def help_on(word: str) -> str:
       UserError: none has it.
     """
     entries = _flag_entries()
-    if reads_settings():
+    if accepts_setting_flags():
         entries += [(name, text) for _, name, text in _setting_entries()]
     found = [entry for entry in entries if word.lower() in " ".join(entry).lower()]
     if not found:
@@ -49,7 +49,7 @@ def help_on(word: str) -> str:
     return "\n".join(line for entry in found for line in _format_entry(*entry, _help_width()))
 
 
-def own_flags() -> list[str]:
+def flags_of_this_package() -> list[str]:
     """Returns the names of the flags that this package defines. Other flags are from libraries."""
     modules = {name: flags.FLAGS.find_module_defining_flag(name) for name in flags.FLAGS}
     return sorted(name for name, module in modules.items() if module.startswith("qwen3next_jax."))
@@ -62,7 +62,7 @@ def _help_width() -> int:
 def _flag_entries() -> list[tuple[str, str]]:
     """Returns (flag, meaning) of the command's own flags."""
     entries = []
-    for flag in map(flags.FLAGS.__getitem__, own_flags()):
+    for flag in map(flags.FLAGS.__getitem__, flags_of_this_package()):
         default = (
             ""
             if flag.default in (None, "", False, []) or "(default" in flag.help
@@ -83,7 +83,7 @@ def _setting_entries() -> Iterator[tuple[str, str, str]]:
             default = ",".join(map(str, default))
         if isinstance(default, MixerConfig):
             yield group, f"--config.{name}.SETTING=…", meaning
-            for mixer, own in mixer_settings().items():
+            for mixer, own in settings_by_mixer().items():
                 text = ", ".join(f"{setting.name}={setting.default}" for setting in own)
                 yield group, f"  {mixer}:", text
             continue

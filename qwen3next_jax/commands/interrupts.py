@@ -9,7 +9,7 @@ import time
 from qwen3next_jax.common.errors import ExitCode
 
 
-class Interrupts(threading.Thread):
+class InterruptThread(threading.Thread):
     """Reacts to Ctrl-C while XLA compiles. Python raises KeyboardInterrupt only after the compile,
     which can take minutes; this thread prints a line at the first Ctrl-C and ends the process at
     the second. It does nothing while a command has its own handler of SIGINT.

@@ -38,7 +38,7 @@ def main(names: list[str]) -> int:
         raise UserError("--out is missing: expected the folder to write, such as --out=runs/merged")
     if _dtype.value and not _export.value:
         raise UserError("--dtype: the parameters of a run stay float32: add --export, or omit it")
-    out, sizes = to_path(_out.value, "--out="), run_flags.read_mesh(_mesh.value)
+    out, sizes = to_path(_out.value, "--out="), run_flags.parse_mesh_flag(_mesh.value)
     launch = get_launch()
     if _export.value:
         require_empty_folder(out)
@@ -66,7 +66,7 @@ def main(names: list[str]) -> int:
             print(escape_control(f"{weight:8.4f} × {source.folder} after step {source.step}"))
         quoted = shlex.quote(_out.value)
         if _export.value:
-            _write_export(sources, weights, mesh, out)
+            _export_merged_model(sources, weights, mesh, out)
             next_command = f"{shell_command('generate')} --model={quoted} --prompt='def '"
         else:
             merging.write_merged_run(sources, weights, mesh, out)
@@ -75,7 +75,7 @@ def main(names: list[str]) -> int:
     return 0
 
 
-def _write_export(sources, weights, mesh, out) -> None:
+def _export_merged_model(sources, weights, mesh, out) -> None:
     """Writes the mean as a Hugging Face directory. If the last run began with a Hugging Face
     directory, both directories have the same form. `merging.write_merged_run` explains the
     arguments.

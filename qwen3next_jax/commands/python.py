@@ -24,7 +24,11 @@ from qwen3next_jax.common.errors import ExitCode, UserError, did_you_mean, requi
 from qwen3next_jax.common.installation import skip_absent_tpu
 from qwen3next_jax.common.storage import to_path, with_patience
 from qwen3next_jax.config import Config, MeshConfig, from_dict, registry
-from qwen3next_jax.config.files import default_of, find_file, load_config_file
+from qwen3next_jax.config.files import (
+    default_of_setting,
+    find_user_or_shipped_file,
+    load_config_file,
+)
 
 skip_absent_tpu(os.environ)  # before the functions below import JAX
 
@@ -50,13 +54,13 @@ def load_config(path: str | pathlib.Path, settings: Mapping[str, Any] | None = N
         settings is None or isinstance(settings, Mapping),
         f"settings = {short_repr(settings)}: expected a dict such as {{'train.steps': 100}}",
     )
-    values = load_config_file(find_file(path), flag="")
+    values = load_config_file(find_user_or_shipped_file(path), flag="")
     for name, value in (settings or {}).items():
         require(
             isinstance(name, str),
             f"settings: {short_repr(name)}: expected the name of a setting, such as 'train.steps'",
         )
-        default_of(name)  # raises if there is no such setting
+        default_of_setting(name)  # raises if there is no such setting
         *groups, key = name.split(".")
         group = values
         for part in groups:
@@ -166,7 +170,7 @@ def generate(
         isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts),
         f"prompts = {short_repr(prompts)}: expected a text or a list of texts",
     )
-    _check_options(options)
+    _check_generate_options(options)
     path = to_path(path, "path = ")
     model, tokenizer, _, mesh, _ = load_model(path, step)
     if tokenizer is None:
@@ -236,12 +240,12 @@ class Run:
 
     def __init__(self, path: str | pathlib.Path):
         self.path = to_path(path, "path = ")
-        self._read()
+        self._load_recorded_run()
 
     @property
     def config(self) -> dict[str, Any]:
         """The settings, as nested dicts."""
-        return self._read().config
+        return self._load_recorded_run().config
 
     @property
     def checkpoints(self) -> list[int]:
@@ -260,9 +264,11 @@ class Run:
         Raises:
           UserError: no event of this kind has the field `name`.
         """
-        found = [(e["step"], _nan_if_null(e[name])) for e in self._events(event) if name in e]
+        found = [
+            (e["step"], _nan_if_null(e[name])) for e in self._events_of_kind(event) if name in e
+        ]
         if not found:
-            known = ", ".join(sorted({name for e in self._events(event) for name in e}))
+            known = ", ".join(sorted({name for e in self._events_of_kind(event) for name in e}))
             raise UserError(f"{self.path}: no {event!r} event has {name!r}; they have {known}")
         steps, values = zip(*found, strict=True)
         return np.array(steps), np.array(values)
@@ -271,7 +277,7 @@ class Run:
         """Returns the numbers of all events of one kind as columns, which pandas.DataFrame takes.
         A number that an event does not have, or has as null, is NaN.
         """
-        events = list(self._events(event))
+        events = list(self._events_of_kind(event))
         names = dict.fromkeys(
             name
             for one in events
@@ -280,27 +286,27 @@ class Run:
         )
         return {name: np.array([_nan_if_null(one.get(name)) for one in events]) for name in names}
 
-    def _events(self, event: str) -> Iterator[dict[str, Any]]:
-        return iter(self._read().events.get(event, ()))
+    def _events_of_kind(self, event: str) -> Iterator[dict[str, Any]]:
+        return iter(self._load_recorded_run().events_by_kind.get(event, ()))
 
-    def _read(self):
+    def _load_recorded_run(self):
         from qwen3next_jax.reporting.runs import load_run
 
         return load_run(self.path)
 
     def __repr__(self) -> str:
-        last = self._read().log[-1].get("step", 0)
+        last = self._load_recorded_run().all_events[-1].get("step", 0)
         return f"Run({str(self.path)!r}): step {last}, checkpoints {self.checkpoints}"
 
     def _repr_html_(self) -> str:
         """The page of the run, in a notebook."""
         from qwen3next_jax.reporting.page import render_report
 
-        page = html.escape(render_report([self._read()]), quote=True)
+        page = html.escape(render_report([self._load_recorded_run()]), quote=True)
         return f'<iframe srcdoc="{page}" width="100%" height="640" frameborder="0"></iframe>'
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _check_generate_options(options: Mapping[str, Any]) -> None:
     """Raises UserError for an option that `inference.decode.generate` does not have, or a number of
     another type than it takes.
     """

@@ -82,14 +82,14 @@ def norms_table(params: Any, gradients: Any) -> Table:
     ):
         table.add_row(
             path_string(path, "."),
-            *_summary_cells(np.asarray(value)),
-            *_summary_cells(np.asarray(gradient)),
+            *_norm_and_nonfinite_cells(np.asarray(value)),
+            *_norm_and_nonfinite_cells(np.asarray(gradient)),
             f"{np.max(np.abs(gradient)):.3g}",
         )
     return table
 
 
-def _summary_cells(values) -> tuple[str, str]:
+def _norm_and_nonfinite_cells(values) -> tuple[str, str]:
     """Returns the L2 norm, and the number of values that are not finite ("" for 0), as text."""
     import numpy as np
 

@@ -31,10 +31,10 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
         "folder of the run"
         + (" (default: runs/<name of the config>)" if default_from_config else ""),
     )
-    return workdir_of
+    return workdir_flag_or_default
 
 
-def workdir_of(name: str | None = None) -> pathlib.Path | BucketPath:
+def workdir_flag_or_default(name: str | None = None) -> pathlib.Path | BucketPath:
     """Returns the value of `--workdir`, or runs/`name` if the flag is not given."""
     if (path := flags.FLAGS["workdir"].value) is not None:
         require_path(f"--workdir={path}", path)
@@ -73,7 +73,7 @@ def define_launch_flags() -> Callable[[], Launch | None]:
     return get
 
 
-class Loading(NamedTuple):
+class LoadingFlags(NamedTuple):
     """The values of the flags of `define_loading_flags`, for `trained.load`; a field is None if its
     flag is not given.
     """
@@ -86,7 +86,7 @@ class Loading(NamedTuple):
 
 
 @functools.cache  # several commands in one process may define these flags
-def define_loading_flags() -> Callable[[], Loading]:
+def define_loading_flags() -> Callable[[], LoadingFlags]:
     """Defines `--step`, `--ema`, `--mesh`, `--dtype` and the flags of `define_launch_flags`.
     Returns a function that returns the values of these flags.
     """
@@ -109,10 +109,10 @@ def define_loading_flags() -> Callable[[], Loading]:
     )
     get_launch = define_launch_flags()
 
-    def get() -> Loading:
-        sizes = read_mesh(mesh.value)
-        return Loading(
-            read_step(step.value),
+    def get() -> LoadingFlags:
+        sizes = parse_mesh_flag(mesh.value)
+        return LoadingFlags(
+            parse_step_flag(step.value),
             MeshConfig(**sizes) if sizes else None,
             dtype.value,
             get_launch(),
@@ -122,7 +122,7 @@ def define_loading_flags() -> Callable[[], Loading]:
     return get
 
 
-def read_step(text: str | None) -> int | Literal["best"] | None:
+def parse_step_flag(text: str | None) -> int | Literal["best"] | None:
     """Returns the value of `--step`.
 
     Raises:
@@ -137,7 +137,7 @@ def read_step(text: str | None) -> int | Literal["best"] | None:
 
 @functools.cache
 def define_mesh_flag() -> flags.FlagHolder:
-    """Defines `--mesh`, whose text `read_mesh` reads."""
+    """Defines `--mesh`, whose text `parse_mesh_flag` reads."""
     return flags.DEFINE_string(
         "mesh",
         None,
@@ -146,7 +146,7 @@ def define_mesh_flag() -> flags.FlagHolder:
     )
 
 
-def read_mesh(text: str | None) -> dict[str, int]:
+def parse_mesh_flag(text: str | None) -> dict[str, int]:
     """Returns axis → size, from a text such as "data=64,expert=8"; {} for None.
 
     Raises:

@@ -128,7 +128,7 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
         return _verify_rows(path)
     folders = _row_folders(path)
     if folders or any(path.glob("tokens/*/*")) or any(path.glob("corpora/*.json")):
-        return _verify_prepared(path, folders)
+        return _verify_prepared_dir(path, folders)
     reason = (
         "no such folder"
         if not path.exists()
@@ -201,7 +201,7 @@ def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder for folder in folders if not folder.name.startswith("."))
 
 
-def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
+def _verify_prepared_dir(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
     from qwen3next_jax.data.preparation import read_corpus_parts
     from qwen3next_jax.data.prepared import open_index
     from qwen3next_jax.data.row_groups import METADATA

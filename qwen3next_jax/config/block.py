@@ -29,7 +29,7 @@ class BlockConfig:
     # how model.yarn_factor stretches rotary positions: a name of ROPE_SCALINGS
     rope_scaling: str = "yarn"
 
-    def resolve(self, setting: str) -> Any:
+    def import_part(self, setting: str) -> Any:
         """Imports and returns the class or function that the setting `model.block.<setting>`
         names.
         """
@@ -37,7 +37,7 @@ class BlockConfig:
             SETTINGS[f"model.block.{setting}"], getattr(self, setting), f"model.block.{setting}"
         )
 
-    def check(self, model: Any) -> None:
+    def check_fits_model(self, model: Any) -> None:
         """Checks these settings against `model`, the ModelConfig to which they belong.
 
         Raises:

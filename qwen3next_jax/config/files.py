@@ -18,22 +18,22 @@ from qwen3next_jax.common.errors import UserError, did_you_mean, require_path, s
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, default_config
 from qwen3next_jax.config.mixer import is_mixer_setting
-from qwen3next_jax.config.reading import FlagText, parse_flag
+from qwen3next_jax.config.reading import UnparsedFlagText, parse_flag_text
 
 
 class UserInput(NamedTuple):
     """The settings that a user gave, before defaults complete them.
 
     Attributes:
-      overrides: the dotted names of the settings that the command line overrides.
-      file: the path of the config file.
-      file_config: the configuration in the file without the overrides; None if the file is not
-        valid without them.
+      overridden_settings: the dotted names of the settings that the command line overrides.
+      config_file: the path of the config file.
+      config_without_overrides: the configuration in the file without the overrides; None if the
+        file is not valid without them.
     """
 
-    overrides: frozenset[str]
-    file: pathlib.Path
-    file_config: Config | None
+    overridden_settings: frozenset[str]
+    config_file: pathlib.Path
+    config_without_overrides: Config | None
 
 
 # The folder that contains the folder configs/. In an installed wheel it is inside this package; in
@@ -45,7 +45,7 @@ _SHIPPED = next(
 )
 
 
-def find_file(name: str | pathlib.Path) -> pathlib.Path:
+def find_user_or_shipped_file(name: str | pathlib.Path) -> pathlib.Path:
     """Returns the path of the file that a user names. If there is no such file, it may name a
     config that comes with this project, such as "configs/tiny.py" or "tiny". If there is no such
     config either, the path `name` is returned.
@@ -67,7 +67,7 @@ def find_file(name: str | pathlib.Path) -> pathlib.Path:
     return shipped
 
 
-def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
+def call_function_of_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
     """Calls a function of a Python file without arguments and returns its result.
 
     Args:
@@ -135,9 +135,10 @@ def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, A
       flag: what the user wrote before the path, for messages.
 
     Raises:
-      UserError: for the reasons that `call_file` lists, or `get_config()` returns no ConfigDict.
+      UserError: for the reasons that `call_function_of_file` lists, or `get_config()` returns no
+        ConfigDict.
     """
-    config = call_file(path, "get_config", flag)
+    config = call_function_of_file(path, "get_config", flag)
     if not hasattr(config, "to_dict"):
         found = "nothing (is a `return config` missing?)" if config is None else short_repr(config)
         raise UserError(
@@ -147,7 +148,7 @@ def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, A
     return config.to_dict()
 
 
-def names_in_code(path: pathlib.Path) -> frozenset[str]:
+def setting_names_in_code(path: pathlib.Path) -> frozenset[str]:
     """Returns the names of attributes and keyword arguments in the code of a Python file, and the
     strings in it. Only the last part of a dotted string is returned. If the code of a config file
     does not name a setting, the setting's value comes from another file or from the defaults.
@@ -174,14 +175,14 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[tuple[str, str]]
       UserError: there is no such setting, or the text is not a value of its type.
     """
     for name, text in overrides:
-        default, group = default_of(name), values
+        default, group = default_of_setting(name), values
         *groups, key = name.split(".")
         for part in groups:
             group = group.setdefault(part, {})
-        group[key] = parse_flag(text, default, f"--config.{name}={text}")
+        group[key] = parse_flag_text(text, default, f"--config.{name}={text}")
 
 
-def settings_called(name: str, guess: bool = False) -> list[str]:
+def settings_ending_in(name: str, guess: bool = False) -> list[str]:
     """Returns at most three settings whose dotted names are `name` or end in it, as "train.steps"
     does in "steps".
 
@@ -197,15 +198,15 @@ def settings_called(name: str, guess: bool = False) -> list[str]:
     return found[:3]
 
 
-def flags_hint(settings: Sequence[str]) -> str:
+def setting_flags_hint(settings: Sequence[str]) -> str:
     """Returns a hint with the flags of these settings; "" if there are none."""
     flags = " or ".join(f"--config.{path}=…" for path in settings)
     return f" (did you mean {flags}?)" if settings else ""
 
 
-def default_of(name: str) -> Any:
+def default_of_setting(name: str) -> Any:
     """Returns the default of the setting with the dotted name `name`. For a mixer's setting this is
-    FlagText(""), because only the mixers of the model know its type.
+    UnparsedFlagText(""), because only the mixers of the model know its type.
 
     Raises:
       UserError: there is no such setting, or the name is that of a group of settings.
@@ -213,16 +214,16 @@ def default_of(name: str) -> Any:
     settings: Any = default_config()
     path = name.split(".")
     if is_mixer_setting(name):
-        return FlagText("")
+        return UnparsedFlagText("")
     for depth, key in enumerate(path):
         if not isinstance(settings, Mapping) or key not in settings:
             where = "--" + ".".join(("config", *path[: depth + 1]))
             known = settings if isinstance(settings, Mapping) else ()
             elsewhere = ".".join(path[depth:])  # this name, in another group
             hint = (
-                flags_hint(settings_called(elsewhere))
+                setting_flags_hint(settings_ending_in(elsewhere))
                 or did_you_mean(key, known)
-                or flags_hint(settings_called(elsewhere, guess=True))
+                or setting_flags_hint(settings_ending_in(elsewhere, guess=True))
             )
             if known and not hint:
                 hint = f"; known here: {', '.join(known)}"

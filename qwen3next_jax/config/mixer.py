@@ -12,7 +12,7 @@ from typing import Any
 
 from qwen3next_jax.common.errors import UserError, did_you_mean
 from qwen3next_jax.config.bounds import check_declared_bounds
-from qwen3next_jax.config.reading import FlagText, from_dict, parse_flag
+from qwen3next_jax.config.reading import UnparsedFlagText, from_dict, parse_flag_text
 from qwen3next_jax.config.registry import MIXERS, resolve
 
 
@@ -51,7 +51,7 @@ class MixerConfig(Mapping[str, Any]):
     def __or__(self, values: Mapping[str, Any]) -> "MixerConfig":
         return MixerConfig(**self._values | dict(values))
 
-    def read(self, settings: type) -> Any:
+    def settings_for(self, settings: type) -> Any:
         """Returns the settings of one mixer, with the values that this object holds, and defaults
         for all other settings.
 
@@ -64,9 +64,9 @@ class MixerConfig(Mapping[str, Any]):
         Raises:
           UserError: a value has the wrong type, or `settings` refuses it.
         """
-        return _read_settings(self, settings)
+        return _cached_mixer_settings(self, settings)
 
-    def checked(self, mixers: Iterable[str]) -> "MixerConfig":
+    def checked_for_mixers(self, mixers: Iterable[str]) -> "MixerConfig":
         """Checks the values for a model whose layers have the mixers named in `mixers`.
 
         Returns:
@@ -80,41 +80,43 @@ class MixerConfig(Mapping[str, Any]):
         if not given:
             return MixerConfig()
         declared = {name: resolve(MIXERS, name, "mixer").Settings for name in dict.fromkeys(mixers)}
-        of_mixers = [_checked_settings(settings, given) for settings in declared.values()]
+        of_mixers = [_build_checked_settings(settings, given) for settings in declared.values()]
         changed = {}
         for name, value in given.items():
-            readers = [settings for settings in of_mixers if name in _defaults(type(settings))]
+            readers = [
+                settings for settings in of_mixers if name in _field_defaults(type(settings))
+            ]
             if not readers:
-                _check_unread(name, value, tuple(declared))
+                _check_setting_no_mixer_reads(name, value, tuple(declared))
                 continue
             values = [getattr(settings, name) for settings in readers]
-            if values != [_defaults(type(settings))[name] for settings in readers]:
+            if values != [_field_defaults(type(settings))[name] for settings in readers]:
                 changed[name] = values[0]
         return MixerConfig(**changed)
 
 
 @functools.lru_cache(maxsize=256)
-def _read_settings(values: MixerConfig, settings: type) -> Any:
-    return _checked_settings(settings, values)
+def _cached_mixer_settings(values: MixerConfig, settings: type) -> Any:
+    return _build_checked_settings(settings, values)
 
 
-def _checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
+def _build_checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
     """Returns an instance of the dataclass `settings`. Each field has its value in `values`, or its
     default; names in `values` that are no fields of `settings` are ignored.
 
     Raises:
       UserError: a value is of the wrong type or out of its bound.
     """
-    built = from_dict(settings, _parse_values(settings, values), "model.mixer")
+    built = from_dict(settings, _values_of_fields(settings, values), "model.mixer")
     check_declared_bounds(built, "model.mixer")
     return built
 
 
-def _parse_values(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def _values_of_fields(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of `values` whose names are fields of the dataclass `settings`. A value that
     is the text of a flag is parsed.
     """
-    defaults = _defaults(settings)
+    defaults = _field_defaults(settings)
     return {
         name: _parse_if_flag(name, values[name], defaults[name])
         for name in values
@@ -126,17 +128,17 @@ def _parse_if_flag(name: str, value: Any, default: Any) -> Any:
     """Returns `value`. If it is the text of a flag, returns the text parsed as a value of the type
     of `default`.
     """
-    if not isinstance(value, FlagText):
+    if not isinstance(value, UnparsedFlagText):
         return value
-    return parse_flag(value, default, f"--config.model.mixer.{name}={value}")
+    return parse_flag_text(value, default, f"--config.model.mixer.{name}={value}")
 
 
-def _defaults(settings: type) -> dict[str, Any]:
+def _field_defaults(settings: type) -> dict[str, Any]:
     """Returns name → default, for the settings of a mixer's dataclass."""
     return {field.name: field.default for field in dataclasses.fields(settings)}
 
 
-def _check_unread(name: str, value: Any, model_mixers: tuple[str, ...]) -> None:
+def _check_setting_no_mixer_reads(name: str, value: Any, model_mixers: tuple[str, ...]) -> None:
     """Checks the value of a setting that none of the model's mixers has. `model_mixers` names these
     mixers.
 
@@ -146,7 +148,7 @@ def _check_unread(name: str, value: Any, model_mixers: tuple[str, ...]) -> None:
     known = {}
     for mixer in MIXERS:
         try:
-            known[mixer] = _defaults(resolve(MIXERS, mixer, "mixer").Settings)
+            known[mixer] = _field_defaults(resolve(MIXERS, mixer, "mixer").Settings)
         except UserError:  # the mixer's folder was deleted
             continue
     readers = {mixer: defaults[name] for mixer, defaults in known.items() if name in defaults}

@@ -49,7 +49,7 @@ class MoEConfig:
         """Returns the class that the setting `experts` names."""
         return resolve(EXPERTS, self.experts, "model.moe.experts")
 
-    def check(self, model: Any) -> None:
+    def check_fits_model(self, model: Any) -> None:
         """Checks these settings against `model`, the ModelConfig to which they belong.
 
         Raises:

@@ -273,15 +273,15 @@ def trust(package: str) -> None:
 
 def trust_user_settings(settings: Mapping[str, Any]) -> None:
     """Trusts the packages of all import strings in nested settings that a user wrote."""
-    for _, name in _import_strings(settings):
+    for _, name in _find_import_strings(settings):
         trust(_package_of(name))
 
 
-def trust_flags(settings: Mapping[str, Any]) -> str:
+def trust_flags_text(settings: Mapping[str, Any]) -> str:
     """Returns the flags, each with a space before it, that a command needs to read nested settings
     with import strings; "" if there are none.
     """
-    packages = {_package_of(name): None for _, name in _import_strings(settings)}
+    packages = {_package_of(name): None for _, name in _find_import_strings(settings)}
     return "".join(f" --trust={package}" for package in packages)
 
 
@@ -295,7 +295,7 @@ def check_trusted(settings: Mapping[str, Any], where: str) -> None:
     Raises:
       UserError: the value of a setting is an import string whose package is not trusted.
     """
-    for setting, name in _import_strings(settings):
+    for setting, name in _find_import_strings(settings):
         package = _package_of(name)
         require(
             package in _trusted,
@@ -310,14 +310,14 @@ def _package_of(import_string: str) -> str:
     return re.split(r"[.:]", import_string)[0]
 
 
-def _import_strings(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+def _find_import_strings(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
     """Yields (dotted name of a setting, import string) for all import strings in nested
     settings.
     """
     for key, value in settings.items():
         setting = f"{path}{key}"
         if isinstance(value, Mapping):
-            yield from _import_strings(value, f"{setting}.")
+            yield from _find_import_strings(value, f"{setting}.")
         elif setting in SETTINGS:
             for name in value if isinstance(value, (list, tuple)) else [value]:
                 if is_import_string(name):

@@ -26,21 +26,21 @@ PARTS = {
 }
 
 
-class Saved(NamedTuple):
+class SavedActivations(NamedTuple):
     """What "POLICY keep=… offload=…" asks for.
 
     Attributes:
       policy: the name of a policy; "full" if the setting names none.
-      keep: the parts that are saved in the device's memory.
-      offload: the parts that are saved in the host's memory.
+      kept_on_device: the parts that are saved in the device's memory.
+      offloaded_to_host: the parts that are saved in the host's memory.
     """
 
     policy: str
-    keep: frozenset[str] = frozenset()
-    offload: frozenset[str] = frozenset()
+    kept_on_device: frozenset[str] = frozenset()
+    offloaded_to_host: frozenset[str] = frozenset()
 
 
-def parse_remat(text: str) -> Saved:
+def parse_remat(text: str) -> SavedActivations:
     """Reads the name of a policy, or "keep=PART,PART offload=PART,PART", of which either half may
     be missing and before which one of EXTENDED may stand.
 
@@ -48,7 +48,7 @@ def parse_remat(text: str) -> Saved:
       UserError: the text is neither, or names a part that does not exist, or names one twice.
     """
     if text in POLICIES:
-        return Saved(text)
+        return SavedActivations(text)
     found = {"keep": [], "offload": []}
     words = text.split()
     policy = words.pop(0) if words and words[0] in EXTENDED else "full"
@@ -75,4 +75,4 @@ def parse_remat(text: str) -> Saved:
         f"train.remat = {text!r}: the router's choices are small: expected keep=router",
     )
     require(bool(named), f"train.remat = {text!r}: expected one of {', '.join(POLICIES)}")
-    return Saved(policy, frozenset(found["keep"]), frozenset(found["offload"]))
+    return SavedActivations(policy, frozenset(found["keep"]), frozenset(found["offload"]))

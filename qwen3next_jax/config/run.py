@@ -586,7 +586,7 @@ class MeshConfig:
             "parallel.mesh: expected -1 for one axis at most",
         )
 
-    def sizes(self, devices: int, slices: int = 1) -> dict[str, int]:
+    def axis_sizes(self, devices: int, slices: int = 1) -> dict[str, int]:
         """Returns name of an axis → number of devices along it, for a mesh of `devices` devices.
 
         Args:
@@ -672,7 +672,7 @@ class ProfileConfig:
             )
 
     @property
-    def range(self) -> range:
+    def traced_steps(self) -> range:
         """The steps to trace; empty if there are none."""
         first, _, end = (self.steps or "0:0").partition(":")
         return range(int(first), int(end))
@@ -720,7 +720,7 @@ class Config:
             f"model reads it: expected {TrainConfig.router_bias_rate}, or model.moe.router_bias = "
             "True",
         )
-        self._check_best()
+        self._check_keep_best()
         if update == "sign":
             return
         where = f"train.router_bias_update = {update!r}"
@@ -746,7 +746,7 @@ class Config:
             "fewer experts per token",
         )
 
-    def _check_best(self) -> None:
+    def _check_keep_best(self) -> None:
         every, evaluated = self.checkpoint.every, self.eval.every
         require(
             not self.checkpoint.keep_best or max(every, evaluated) % min(every, evaluated) == 0,

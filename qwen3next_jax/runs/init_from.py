@@ -2,7 +2,7 @@
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, LoRAConfig, ModelConfig, OptimizerConfig
-from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.config.compatibility import settings_incompatible_with_weights
 from qwen3next_jax.data.tokens import extends_tokenizer, same_token_ids
 from qwen3next_jax.runs.facts import ParentRun, PretrainedModel, Tokens, require_saved
 from qwen3next_jax.runs.folder import RunFolder
@@ -124,7 +124,7 @@ def _check_whole_state(config: Config, source: ParentRun) -> None:
         f"{where}: train.steps = {train.steps} includes the {step} steps of that run: give a "
         "larger number, or train.init_state = 'weights'",
     )
-    traced = config.profile.range
+    traced = config.profile.traced_steps
     require(
         not traced or step < traced[-1],
         f"profile.steps = {config.profile.steps!r} has no effect on this run, because it begins "
@@ -159,7 +159,7 @@ def compare_structure(model: ModelConfig, source_model: ModelConfig, init_from: 
     Raises:
       UserError: the parameters have other shapes or another meaning.
     """
-    for name in weights_differ(model, source_model):
+    for name in settings_incompatible_with_weights(model, source_model):
         # The vocabulary may grow (training/vocabulary.py), but the hashes of n-grams depend on it.
         grows = name == "vocab_size" and model.vocab_size > source_model.vocab_size
         if (

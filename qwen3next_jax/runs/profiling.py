@@ -35,7 +35,7 @@ class Profiler:
         before each step. Before it starts the trace, it waits for the arrays of `pending`, which
         earlier steps compute.
         """
-        if step in self._config.range and not self._running:
+        if step in self._config.traced_steps and not self._running:
             jax.block_until_ready(pending)
             jax.profiler.start_trace(str(self._folder))
             self._running = True
@@ -45,7 +45,7 @@ class Profiler:
         it has dispatched each step. Before it stops the trace, it waits for the arrays of
         `pending`, which the step computes.
         """
-        if self._running and step + 1 not in self._config.range:
+        if self._running and step + 1 not in self._config.traced_steps:
             jax.block_until_ready(pending)
             jax.profiler.stop_trace()
             self._running = False

@@ -41,7 +41,7 @@ def lazy_tables(model: ModelConfig) -> dict[tuple[str | int, ...], int]:
     """Returns path of a table in the parameters → number of its embedding, for all tables of the
     model's n-gram embeddings.
     """
-    stacks = {layers[0]: j for j, layers in enumerate(model.stacks)}
+    stacks = {layers[0]: j for j, layers in enumerate(model.layer_stacks)}
     layers = sorted(i - 1 for i in model.ple.layer_ids)
     return {
         ("layers", stacks[layer], "embedding", "table"): number
@@ -61,7 +61,7 @@ def look_up(
     positions = document_positions(batch["segment_ids"])
     ids, rows = {}, {}
     for path, number in tables.items():
-        ids[number] = model.ple.module().ids(model, number, batch["tokens"], positions)
+        ids[number] = model.ple.embedding_class().ids(model, number, batch["tokens"], positions)
         table, of_table = get(params, path)[0], _declared(model, path)
         rows[number] = row_tables.look_up_rows(
             table, ids[number], of_table, mesh, dtype=model.dtype

@@ -914,7 +914,7 @@ def probabilities(q_BCNK: jax.Array, k_BSMK: jax.Array, seen_BCS: jax.Array) -> 
 
 def scores_reference(config, params, x) -> jax.Array:
     """Returns [T, blocks]: the score of every complete block of one document for every query."""
-    ratio = config.settings_of("qsa").indexer_compress_ratio
+    ratio = config.settings_of_mixer("qsa").indexer_compress_ratio
     qk = jnp.einsum("td,dhi->thi", jax.lax.stop_gradient(x), params["index_qk_proj"])
     position = np.arange(len(x))
     q = rotate_by_distance(
@@ -930,7 +930,7 @@ def scores_reference(config, params, x) -> jax.Array:
 
 def attention_mask_reference(config, params, x) -> jax.Array:
     """Returns [T, T] bool: whether each query (first axis) of one document sees each key."""
-    s = config.settings_of("qsa")
+    s = config.settings_of_mixer("qsa")
     ratio, count = s.indexer_compress_ratio, s.indexer_budget // s.indexer_compress_ratio
     score, position, seen = scores_reference(config, params, x), np.arange(len(x)), []
     for t in range(len(x)):
@@ -953,7 +953,7 @@ def teachers_reference(config, params, x, dense: bool) -> list[tuple[jax.Array, 
     """Returns a pair for each query t ≥ ratio - 1 of one document: the teacher [blocks], and
     [blocks] bool, the blocks over which the teacher is a distribution.
     """
-    ratio, width = config.settings_of("qsa").indexer_compress_ratio, config.head_dim
+    ratio, width = config.settings_of_mixer("qsa").indexer_compress_ratio, config.head_dim
     seen, position = attention_mask_reference(config, params, x), np.arange(len(x))
     params, x = jax.lax.stop_gradient((params, x))
 
@@ -980,7 +980,7 @@ def teachers_reference(config, params, x, dense: bool) -> list[tuple[jax.Array, 
 
 def divergence_reference(config, params, x, dense: bool) -> jax.Array:
     """Returns the indexer's loss, summed over the queries of one document one by one."""
-    ratio, total = config.settings_of("qsa").indexer_compress_ratio, 0.0
+    ratio, total = config.settings_of_mixer("qsa").indexer_compress_ratio, 0.0
     score = scores_reference(config, params, x)
     for t, (teacher, kept) in enumerate(teachers_reference(config, params, x, dense), ratio - 1):
         student = jax.nn.softmax(jnp.where(kept, score[t], -jnp.inf))
@@ -991,7 +991,7 @@ def divergence_reference(config, params, x, dense: bool) -> jax.Array:
 
 def overlap_reference(config, params, x) -> float:
     """Returns indexer_overlap of one document."""
-    s = config.settings_of("qsa")
+    s = config.settings_of_mixer("qsa")
     ratio, count = s.indexer_compress_ratio, s.indexer_budget // s.indexer_compress_ratio
     score, shares = scores_reference(config, params, x), []
     for t, (teacher, _) in enumerate(teachers_reference(config, params, x, True), ratio - 1):
