@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def run_verb(verb: str, arguments: list[str]) -> None:
-    """Runs a verb with these arguments, and exits with its exit code."""
+    """Runs the command `verb` with these arguments, and exits with the command's exit code."""
     skip_absent_tpu(os.environ)
     from qwen3next_jax.commands import cli
 

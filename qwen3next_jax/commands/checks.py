@@ -1,4 +1,4 @@
-"""Checks of the values of flags, made before anything is loaded or computed."""
+"""Checks the values of flags before anything is loaded or computed."""
 
 import pathlib
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from qwen3next_jax.config import ModelConfig
 
 
 def check_and_read_model_config(flag: str, path: str | pathlib.Path) -> ModelConfig:
-    """Reads the model's settings from the run or the Hugging Face directory at `path`.
+    """Checks that `path`, the value of the flag `flag`, is the folder of a run or a Hugging Face
+    directory, and returns the settings of its model. Loads no parameters.
 
     Raises:
-      UserError: `path` is neither a run nor a Hugging Face directory. This error is raised before
-        anything is loaded.
+      UserError: `path` is neither a run nor a Hugging Face directory.
     """
     require_path(f"--{flag}={path}", path)
     folder = to_path(path, f"--{flag}=")
@@ -33,10 +33,10 @@ def check_and_read_model_config(flag: str, path: str | pathlib.Path) -> ModelCon
 
 
 def check_result_file(flag: str, path: str) -> None:
-    """Checks the path of a file for results before the results are computed.
+    """Checks the path of the file into which the command will write its results.
 
     Raises:
-      UserError: the path is a folder, or its folder does not exist.
+      UserError: the path is a folder, or the folder of the file does not exist.
     """
     require_path(f"--{flag}={path}", path)
     if is_bucket(path):
@@ -52,7 +52,7 @@ def check_result_file(flag: str, path: str) -> None:
 
 
 def parse_positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
-    """Reads the numbers of a comma-separated flag.
+    """Returns the numbers in the texts `values`, the value of the comma-separated flag `flag`.
 
     Raises:
       UserError: a value is not a positive number.

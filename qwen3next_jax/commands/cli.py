@@ -32,13 +32,14 @@ _HELP = ("-h", "-?", "--help", "-help", "--helpshort", "--helpfull")  # flags th
 
 
 def run_command(command: types.ModuleType, arguments: str = "") -> None:
-    """Parses the flags, runs `command.main()` and exits with its code. A `UserError` becomes one
-    line on standard error and an exit code. `--help` shows the command's docstring.
+    """Parses the flags, runs `command.main()`, and exits with the code that `main` returns. A
+    `UserError` becomes one line on standard error and an exit code. `--help` shows the command's
+    docstring.
 
     Args:
       command: the module of the command.
-      arguments: the name of the command's positional arguments, which are paths, such as "WORKDIR";
-        `main` gets them as a list. "" if the command takes none.
+      arguments: the name of the command's positional arguments, such as "WORKDIR"; "" if the
+        command takes none. These arguments are paths, and `main` gets them as a list.
     """
     main = command.main
     flags.DEFINE_list(
@@ -109,8 +110,8 @@ def _report_error(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
 
 
 def _parse_flags(doc: str, argv: Sequence[str]) -> list[str]:
-    """Parses the flags and returns the other arguments. Prints the help and exits if the user asks
-    for it; exits with one line on standard error if a flag is wrong.
+    """Parses the flags and returns the other arguments. If the user asks for help, prints the help
+    and exits. If a flag is wrong, prints one line on standard error and exits.
     """
     try:
         if asked := [argument for argument in argv[1:] if argument in _HELP]:

@@ -1,5 +1,5 @@
-"""The flag `--config` and its overrides `--config.group.name=value`, for commands that read
-configs.
+"""The flag `--config=FILE` and the flags `--config.group.name=value`, which override settings of
+the file.
 """
 
 import collections
@@ -29,12 +29,14 @@ _file_values: dict[str, Any] = {}  # the settings of the file --config, without 
 
 
 def define_config_flag() -> Callable[..., Config | None]:
-    """Defines the flag `--config=FILE.py` and its overrides `--config.group.name=value`.
+    """Defines the flag `--config=FILE.py`, and makes the command accept overrides of the form
+    `--config.group.name=value`.
 
     Returns:
-      A function (required, may_resume) that returns the validated Config. With `required=False` it
-      returns None if the flag is not given. With `may_resume=True`, if `--workdir` has a run that
-      has taken steps and `model.vocab_size` is 0, the Config gets the vocabulary size of that run.
+      A function (required, may_resume) that returns the validated Config. If the flag is not given
+      and `required` is false, the function returns None. `may_resume` matters only if
+      `model.vocab_size` is 0: if it is true and `--workdir` has a run that has taken steps, the
+      Config gets the vocabulary size of that run.
     """
     accept_setting_flags()
     holder = flags.DEFINE_string(
@@ -61,8 +63,8 @@ def define_config_flag() -> Callable[..., Config | None]:
 
 
 def accept_setting_flags() -> None:
-    """Makes the command accept flags of the form `--config.group.name=value`, and makes its
-    `--help` list the settings.
+    """Makes the command accept flags of the form `--config.group.name=value`. The `--help` of the
+    command then lists the settings.
     """
     global _accepts_setting_flags
     _accepts_setting_flags = True
@@ -74,8 +76,8 @@ def accepts_setting_flags() -> bool:
 
 
 def split_off_overrides(argv: Sequence[str]) -> list[str]:
-    """Appends arguments of the form `--config.a.b=value` or `--config.a.b value` to `_overrides`,
-    if the command reads config files. Returns the other arguments.
+    """Returns the arguments that are not overrides of settings. If the command accepts overrides,
+    appends each override (`--config.a.b=value` or `--config.a.b value`) to `_overrides`.
 
     Raises:
       UserError: a setting does not exist, or its value is missing.
@@ -108,7 +110,7 @@ def split_off_overrides(argv: Sequence[str]) -> list[str]:
 
 def load_settings_of_file_or_run(path: str) -> dict[str, Any]:
     """Reads a config file, or the configuration of a run, and applies the overrides of the command
-    line. Returns the settings as a nested dict, which is not validated yet.
+    line. Returns the settings as a nested dict, without checking them.
 
     Args:
       path: the path of the file, the name of a config that comes with this project, or the folder
@@ -136,8 +138,8 @@ def config_from_settings(values: dict[str, Any]) -> Config:
 
 
 def settings_given_by_user(may_resume: bool = False) -> UserInput | None:
-    """Returns the settings that the user gave by `--config` and its overrides; None without
-    `--config`. `define_config_flag` explains `may_resume`.
+    """Returns the settings that the user gave by `--config` and overrides on the command line; None
+    if `--config` is not given. `define_config_flag` explains `may_resume`.
     """
     file = flags.FLAGS["config"].value
     if file is None:
@@ -152,8 +154,9 @@ def settings_given_by_user(may_resume: bool = False) -> UserInput | None:
 
 
 def _config_of_user_settings(values: dict[str, Any], may_resume: bool) -> Config:
-    """Makes the Config of the settings in the nested dict `values`, which the user wrote. It fills
-    in the vocabulary size and trusts the packages that the settings name.
+    """Returns the Config of the settings in the nested dict `values`, which the user wrote. If
+    `model.vocab_size` is 0, the Config gets the size of the tokenizer's vocabulary. The packages
+    that the settings name are trusted from now on.
     """
     name = str(values.get("name", Config().name))
     fill_from_tokenizer(values, workdir_flag_or_default(name) if may_resume else None)

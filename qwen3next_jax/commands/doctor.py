@@ -1,11 +1,12 @@
-"""Checks this machine in about a minute: the chip, its driver, the versions of the libraries, and
-for each operator of the model what runs it, whether it passed its test, and its time on a standard
-shape as a share of what the chip's data sheet allows. It writes no file but outcomes of tests.
+"""Checks this machine in about a minute: the chip, its driver, and the versions of the libraries.
+For each operator of the model, the command shows which implementation runs it, whether the
+implementation passed its test, and its speed on a standard shape, relative to the peak rates in the
+chip's data sheet. The command writes no files except the results of the tests.
 
     qwen3next doctor
 
-It exits with 0 if kernels run every operator, or if there is only a CPU; with 1 if something runs
-without kernels and is slow; with 2 if something is broken.
+The exit code is 0 if kernels run every operator, or if there is only a CPU; 1 if an operator is
+slow because it runs without kernels; 2 if something is broken.
 """
 
 import concurrent.futures
@@ -67,7 +68,7 @@ def main() -> int:
 
 
 def _versions() -> list[str]:
-    """Returns the installed ones of PACKAGES, each with its release."""
+    """Returns the name and version of each package in PACKAGES that is installed."""
     found = []
     for package in PACKAGES:
         try:
@@ -90,15 +91,15 @@ def _describe_devices(devices: Sequence[Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TestedOperator:
-    """One operator, as a layer of the released model calls it in a training step.
+    """One operator, with the shapes that it has in a training step of the released model.
 
     Attributes:
-      table_name: the name in the table.
-      operator_names: the names under which it asks for an implementation.
-      forward_and_backward: the forward and the backward pass.
-      argument_shapes: the shapes and dtypes of its arguments.
-      flops: the floating-point operations that the two passes need.
-      memory_bytes: the bytes that they have to read from and write to the memory.
+      table_name: the name of the operator in the printed table.
+      operator_names: the names under which the operator is looked up in `ops.implementations`.
+      forward_and_backward: the function that is timed; it computes the forward and backward pass.
+      argument_shapes: the shapes and dtypes of the arguments of `forward_and_backward`.
+      flops: the floating-point operations that the forward and backward pass need.
+      memory_bytes: the bytes that the two passes must read from and write to the device's memory.
     """
 
     table_name: str
@@ -110,8 +111,8 @@ class TestedOperator:
 
 
 def tested_operators(rows: int, length: int) -> list[TestedOperator]:
-    """Returns the operators, with the released model's widths, 64 of its 512 experts, and `rows`
-    rows of `length` tokens in bfloat16.
+    """Returns the operators for `rows` rows of `length` tokens in bfloat16. They have the widths of
+    the released model, but 64 instead of 512 experts.
     """
     return [
         _tested_experts(rows * length),
@@ -137,7 +138,9 @@ def _float32_array_spec(*shape: int) -> Any:
 
 
 def _gradient_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that returns the gradients of the sum of the outputs' squares."""
+    """Returns a function that computes the gradients of the sum of squares of the output of
+    `function` with respect to all arguments.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -148,8 +151,9 @@ def _gradient_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tested_attention(rows: int, length: int) -> TestedOperator:
-    """Grouped heads of 256, in rows of several documents, as in training. A causal query reads half
-    of the keys of its document; the backward pass has five products, the forward pass two.
+    """Returns grouped-query attention with heads of width 256, over rows of several documents. For
+    the count of FLOPs, a causal query reads half of the keys of its document on average. The
+    forward pass has two products, the backward pass five.
     """
     import jax.numpy as jnp
 
@@ -183,8 +187,8 @@ _KEYS, _VALUES, _HEAD = 16, 32, 128
 
 
 def _tested_delta_rule(rows: int, length: int) -> TestedOperator:
-    """Per token and value head the recurrence decays a state of 128 x 128, reads it twice and
-    writes it once.
+    """Returns the gated delta rule. For each token and value head, the recurrence decays a state of
+    128 x 128, reads the state twice and writes it once.
     """
     import jax
 
@@ -210,7 +214,9 @@ def _tested_delta_rule(rows: int, length: int) -> TestedOperator:
 
 
 def _tested_convolution(rows: int, length: int) -> TestedOperator:
-    """The convolution before the delta rule, with its activation. It only passes over memory."""
+    """Returns the short convolution before the delta rule, with its activation. Its time is limited
+    by memory bandwidth, so no FLOPs are counted.
+    """
     from qwen3next_jax import ops
 
     channels = (2 * _KEYS + _VALUES) * _HEAD
@@ -225,7 +231,9 @@ def _tested_convolution(rows: int, length: int) -> TestedOperator:
 
 
 def _tested_norm_and_gate(rows: int, length: int) -> TestedOperator:
-    """The norm and gate after the delta rule. They only pass over memory."""
+    """Returns the norm and gate after the delta rule. Their time is limited by memory bandwidth, so
+    no FLOPs are counted.
+    """
     from qwen3next_jax.ops.gated_norm import gated_norm
 
     width = _VALUES * _HEAD
@@ -241,7 +249,9 @@ def _tested_norm_and_gate(rows: int, length: int) -> TestedOperator:
 
 
 def _tested_experts(tokens: int) -> TestedOperator:
-    """Routed experts: three products forward, six backward."""
+    """Returns the routed experts, with three matrix products in the forward pass and six in the
+    backward pass.
+    """
     import jax.numpy as jnp
 
     from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients
@@ -271,15 +281,16 @@ def _tested_experts(tokens: int) -> TestedOperator:
 
 @dataclasses.dataclass(frozen=True)
 class OperatorResult:
-    """What the check of one operator found.
+    """The result of the check of one operator.
 
     Attributes:
-      operator: the operator.
-      implementation_names: names of the implementations that ran it.
-      reason_or_error: why they ran it, or the error.
-      shortest_seconds: the shortest time of its two passes; None if they were not timed.
-      share_of_peak: the time that the chip's data sheet allows, divided by `seconds`; None if it is
-        not known.
+      operator: the operator that was checked.
+      implementation_names: names of the implementations that ran the operator.
+      reason_or_error: why these implementations were chosen, or the error that was raised.
+      shortest_seconds: the shortest time of the forward and backward pass together; None if they
+        were not timed.
+      share_of_peak: the time that the peak rates in the chip's data sheet allow, divided by
+        `shortest_seconds`; None if one of the two is not known.
       exit_code: 0, SLOW or BROKEN.
     """
 
@@ -292,8 +303,8 @@ class OperatorResult:
 
 
 def check_operators(parts: Sequence[TestedOperator], device: Any) -> list[OperatorResult]:
-    """Traces all parts, runs the tests of their kernels, compiles the parts side by side, and times
-    one after the other on `device`.
+    """Traces all operators, runs the tests of their kernels, compiles the operators in parallel,
+    and times one operator after the other. `device` is the device on which JAX runs them.
     """
     import jax
 
@@ -347,13 +358,13 @@ def check_operators(parts: Sequence[TestedOperator], device: Any) -> list[Operat
 def _operator_result(
     part: TestedOperator, decisions, error: Exception | None, seconds, device
 ) -> OperatorResult:
-    """Returns the result of a part.
+    """Returns the result of an operator.
 
     Args:
-      decisions: the decisions on its operators (`implementations.Decision`).
-      error: what its trace, compilation or run raised; None if nothing.
-      seconds: its time; None if it was not timed.
-      device: the device that was timed.
+      decisions: which implementations were chosen for the operator (`implementations.Decision`).
+      error: the exception that tracing, compiling or running the operator raised; None for none.
+      seconds: the measured time; None if the operator was not timed.
+      device: the device on which the operator ran.
     """
     from qwen3next_jax.ops.implementations import NO_MEMORY, WHERE_TRIED
 
@@ -385,7 +396,7 @@ def _operator_result(
 
 
 def _shortest_seconds(compiled, shapes) -> float:
-    """Returns the shortest time of some calls of a compiled function with random arguments."""
+    """Returns the shortest time of several calls of a compiled function with random arguments."""
     import jax
 
     keys = jax.random.split(jax.random.key(0), len(shapes))
@@ -412,7 +423,7 @@ def _share_of_peak(part: TestedOperator, seconds: float, device) -> float | None
 
 
 def _print_results(results: Sequence[OperatorResult], console: Console) -> None:
-    """Prints a table of the times, and below it why each implementation runs."""
+    """Prints a table of the times, and below the table why each implementation was chosen."""
     table = Table("operator", "runs as", box=SIMPLE)
     table.add_column("forward and backward", justify="right")
     table.add_column("of the data sheet", justify="right")
@@ -432,7 +443,9 @@ def _print_results(results: Sequence[OperatorResult], console: Console) -> None:
 
 
 def _print_verdict(results: Sequence[OperatorResult]) -> int:
-    """Prints the verdict, and returns the exit code."""
+    """Prints whether all kernels run, or which operators are slow or broken. Returns the exit
+    code.
+    """
     code = max(result.exit_code for result in results)
     names = ", ".join(result.operator.table_name for result in results if result.exit_code == code)
     print(
@@ -446,7 +459,7 @@ def _print_verdict(results: Sequence[OperatorResult]) -> int:
 
 
 def _print_untimed_operators(console: Console) -> None:
-    """Prints what the command compares on a machine with a GPU or TPUs."""
+    """Prints a table of the operators that the command times on a machine with a GPU or TPUs."""
     console.print(
         "JAX computes on a CPU here, which runs every operator without kernels. On a GPU or a TPU "
         "this command compares"

@@ -1,8 +1,8 @@
 """Evaluates a run or a Hugging Face directory: `python eval.py --workdir=runs/tiny
 [--suite=heldout,mqar,niah --lengths=256,1024]`.
 
-Without `--config` the evaluation uses the run's own configuration. A `--config` may name other
-data.
+Without `--config`, the evaluation uses the configuration of the run. A `--config` file may name
+other data.
 """
 
 import sys

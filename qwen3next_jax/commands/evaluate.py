@@ -38,10 +38,10 @@ class EvaluationResult(NamedTuple):
 
     Attributes:
       name: the name of the evaluation, such as "heldout".
-      title: the name, the model and the step, for people.
+      title: a line for readers with the name, the model and the step.
       step: the step of the checkpoint; None for a Hugging Face directory.
-      values: {name of a value: number}.
-      metric_declarations: the declarations of the metrics.
+      values: name of a value → the value.
+      metric_declarations: name of a metric → its declaration.
       belongs_in_run_folder: whether the model is that of the run, with all its settings, so that
         the results belong into the run's folder.
     """
@@ -71,13 +71,13 @@ def evaluate_and_print(
     If there are several processes, all must call this function; process 0 prints and writes.
 
     Args:
-      config, path, names, options, step, mesh, dtype, ema: as for `run_evaluations`.
+      config, path, names, options, step, mesh, dtype, ema: arguments of `run_evaluations`.
       json_path: path of a file to which the results are written; "" for none. The results of a run
         are also written to RUN/eval/NAME.json, or NAME_average.json with `ema`, unless `config`
         changes settings of the model.
 
     Raises:
-      UserError: as `run_evaluations` does, or a file cannot be written.
+      UserError: `run_evaluations` raises a UserError, or a file cannot be written.
     """
     results, wrote = {}, False
     during = show_while_waiting if is_process_0() else nullcontext
@@ -106,24 +106,21 @@ def run_evaluations(
     ema: bool = False,
     during: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[EvaluationResult]:
-    """Yields the results of each evaluation when it ends.
+    """Runs evaluations, and yields the results of each evaluation as soon as it ends.
 
     If there are several processes, all must call this function.
 
     Args:
       config: the configuration of the evaluation, which names the data. None: the configuration of
-        the run, or for a Hugging Face directory the default data. For a run, the weights of the
-        run's model must fit the model of `config`: `config` may change the data, the row length,
-        and settings of the model that do not change the meaning of its weights
-        (`config.compatibility`).
+        the run, or for a Hugging Face directory the default data. If `path` is a run, `config` may
+        change the data, the row length, and settings of the model that do not change the meaning
+        of its weights (`config.compatibility`).
       path: the folder of a run, or a Hugging Face directory.
       names: names of evaluations.
       options: the options of all evaluations.
-      step: as for `load_model`.
-      mesh: as for `load_model`.
-      dtype: as for `load_model`.
-      ema: as for `load_model`.
-      during: shows a text while its block runs.
+      step, mesh, dtype, ema: arguments of `load_model`.
+      during: function that maps a text to a context manager, which shows the text while an
+        evaluation runs.
 
     Raises:
       UserError: an evaluation does not exist or cannot run on this model. This error is raised
@@ -201,7 +198,7 @@ def _check_weights_fit_config(
     the run in `workdir`.
 
     Raises:
-      UserError: a setting of `model` requires weights of another shape or meaning.
+      UserError: a setting of `model` requires weights with another shape or meaning.
     """
     for name in sorted(settings_incompatible_with_weights(model, trained))[:1]:
         theirs, ours = (
@@ -239,9 +236,9 @@ def _open_data(
 
 
 def _print_values(title: str, values: list[MetricValue]) -> None:
-    """Prints the values as a table. If there are several metrics, all measured under the same
-    conditions (loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition
-    and a column per metric; otherwise it has a row per value.
+    """Prints the values as a table. If several metrics were measured under the same conditions
+    (such as loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition and
+    a column per metric. Otherwise it has a row per value.
     """
     cells = {(value.kind, value.condition): str(value) for value in values}
     titles = {value.kind: value.metric.title for value in values}

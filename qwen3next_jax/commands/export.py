@@ -7,12 +7,12 @@
 
 The weights are read onto the run's mesh and written tensor by tensor. If the command is killed, the
 same command continues and keeps the complete files. If the run began with a Hugging Face directory,
-the export has the form of that directory, and its other parts are copied (docs/families.md). --form
-chooses another form, --source says where that directory is now, and --novision leaves out its
-vision tower.
+the export has the same format as this directory; a vision tower and the other fields of config.json
+are copied from it (docs/families.md). --form chooses another format. --source names
+the directory if it has moved. --novision leaves out the vision tower.
 
-Adapters (model.lora) are merged into their matrices. With --adapter they are written alone, as
-PEFT's adapter_model.safetensors and adapter_config.json (docs/adapting.md).
+Adapters (model.lora) are merged into their matrices. With --adapter, only the adapters are written,
+as PEFT's adapter_model.safetensors and adapter_config.json (docs/adapting.md).
 """
 
 import dataclasses
@@ -83,7 +83,9 @@ def main() -> int:
 
 
 def _exported_parameters_note(workdir: str, ema: bool) -> str:
-    """Says for a run with `train.ema` which parameters are exported; "" for others."""
+    """Returns a text that says whether the newest or the averaged parameters are exported; "" if
+    the run has no average (`train.ema` is 0).
+    """
     from qwen3next_jax.runs.record import read_config
     from qwen3next_jax.trained.load import describe_parameters
 
@@ -91,8 +93,8 @@ def _exported_parameters_note(workdir: str, ema: bool) -> str:
 
 
 def _export_adapter(workdir: str, out: pathlib.Path, step, ema: bool) -> int:
-    """Writes the adapters of the run in `workdir`, or with `ema` their average, as PEFT's files.
-    `step`: the value of --step.
+    """Writes the adapters of the run in `workdir` as PEFT's files. With `ema`, the moving average
+    of the adapters is written. `step`: the value of --step.
     """
     from qwen3next_jax.interop.peft import save_adapter
     from qwen3next_jax.runs.checkpoint import load_adapters

@@ -113,16 +113,16 @@ def _load_model_and_generate(
 
 
 def _chat_cache_capacity(needed: int, context_length: int) -> int:
-    """Returns the number of tokens for which the cache of a chat must have room: the smallest of a
-    few capacities that is at least `needed`. The decoder is compiled anew for each capacity, so the
-    capacities are powers of 4 and the model's context length.
+    """Returns the number of tokens for which the cache of a chat must have room: the smallest
+    allowed capacity that is at least `needed`. The decoder is compiled anew for each capacity, so
+    only powers of 4 and the model's context length are allowed.
     """
     capacities = [4**i for i in range(6, 12) if 4**i < context_length] + [context_length]
     return next((capacity for capacity in capacities if capacity >= needed), needed)
 
 
 def _prompt_text() -> str:
-    """Returns the prompt from the flags, a file or standard input; "" for a chat.
+    """Returns the prompt, which a flag, a file or standard input gives; "" for a chat.
 
     Raises:
       UserError: not exactly one of --prompt, --prompt_file and --chat is given, or the prompt is
@@ -168,8 +168,8 @@ def _prompt_text() -> str:
 
 
 def _check_flags() -> None:
-    """Raises UserError, before the model is loaded, if flags contradict each other, or if one has a
-    value that is wrong for every model.
+    """Raises UserError if flags contradict each other, or if a flag has a value that is wrong for
+    every model. It is called before the model is loaded.
     """
     for flag in (_temperature, _top_p, _min_p):
         if not math.isfinite(flag.value):
@@ -211,7 +211,9 @@ def _check_flags() -> None:
 
 
 class _DecodingTimer:
-    """Measures the times of compiling and decoding, and prints them with other figures."""
+    """Measures the times of compiling and decoding, and prints these times, the tokens per second
+    and the memory of the cache.
+    """
 
     def __init__(self):
         self._began = time.perf_counter()
@@ -225,7 +227,7 @@ class _DecodingTimer:
         self._compiles = True
 
     def start_decoding(self) -> None:
-        """Records that compilation has ended and decoding begins."""
+        """Records the current time as the end of compilation and the start of decoding."""
         now = time.perf_counter()
         self._compile_seconds, self._began = now - self._began, now
 
@@ -275,7 +277,7 @@ class _DecodingTimer:
 
 
 def _start_decoding(model, prompts: list, request: dict):
-    """Starts to decode. Returns a running timer and the stream of new tokens."""
+    """Starts to decode. Returns a timer that has started, and the stream of new tokens."""
     from qwen3next_jax.inference import decode
 
     timer = _DecodingTimer()
@@ -285,7 +287,7 @@ def _start_decoding(model, prompts: list, request: dict):
 
 
 def _stream_continuation(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
-    """Writes `echo` and then the continuation of `text` to standard output, as its tokens are
+    """Writes `echo` to standard output, and then the continuation of `text`, while its tokens are
     generated. Ctrl-C ends the continuation. Returns the continuation.
     """
     from qwen3next_jax.inference.streaming import DecodeStream
@@ -335,7 +337,9 @@ def _print_samples(model, tokenizer, text: str, request: dict) -> None:
 
 
 def _write_recorded_routing(model, prompt, new: list[list[int]], stream) -> None:
-    """With --record_routing, writes a file for each continuation of `prompt`."""
+    """If --record_routing is given, writes for each continuation of `prompt` a file with the tokens
+    and the experts that the router chose.
+    """
     if _record_routing.value is None:
         return
     from qwen3next_jax.data.recorded import write_recorded
@@ -352,8 +356,8 @@ def _chat_loop(
     template: Callable[[list[dict[str, str]]], str], answer: Callable[[str], str]
 ) -> None:
     """Reads lines from standard input and answers each line, until the input ends. If the model
-    cannot answer a message and the input is a terminal, prints an error line and continues the chat
-    without the message.
+    cannot answer a message and the input is a terminal, prints an error and continues the chat
+    without this message.
 
     Args:
       template: maps the messages so far to the prompt.

@@ -30,11 +30,11 @@ def help_text(doc: str) -> str:
 
 
 def help_on_word(word: str) -> str:
-    """Returns the text of `--help WORD`: the flags and settings that have the word in their name or
-    meaning.
+    """Returns the text of `--help WORD`: the flags and settings whose name or meaning contains the
+    word.
 
     Raises:
-      UserError: none has it.
+      UserError: no flag and no setting contains the word.
     """
     entries = _flag_entries()
     if accepts_setting_flags():
@@ -50,7 +50,7 @@ def help_on_word(word: str) -> str:
 
 
 def flags_of_this_package() -> list[str]:
-    """Returns the names of the flags that this package defines. Other flags are from libraries."""
+    """Returns the names of the flags that this package defines. Libraries define other flags."""
     modules = {name: flags.FLAGS.find_module_defining_flag(name) for name in flags.FLAGS}
     return sorted(name for name, module in modules.items() if module.startswith("qwen3next_jax."))
 
@@ -60,7 +60,7 @@ def _help_width() -> int:
 
 
 def _flag_entries() -> list[tuple[str, str]]:
-    """Returns (flag, meaning) of the command's own flags."""
+    """Returns (flag, meaning) for each flag that this package defines."""
     entries = []
     for flag in map(flags.FLAGS.__getitem__, flags_of_this_package()):
         default = (
@@ -74,9 +74,7 @@ def _flag_entries() -> list[tuple[str, str]]:
 
 
 def _setting_entries() -> Iterator[tuple[str, str, str]]:
-    """Yields (group, flag with its default, meaning) of every setting, in the order of the
-    groups.
-    """
+    """Yields (group, flag with the default value, meaning) of every setting, group by group."""
     for name, default, allowed, meaning in list_settings(Config):
         group = name.rpartition(".")[0]
         if isinstance(default, tuple):
@@ -92,8 +90,8 @@ def _setting_entries() -> Iterator[tuple[str, str, str]]:
 
 
 def _format_entry(name: str, text: str, width: int) -> list[str]:
-    """Returns the lines of `--help` for one name. The text begins on the line of the name, or below
-    it if the name is long.
+    """Returns the lines of `--help` for one flag or setting. The text begins on the line of the
+    name, or on the next line if the name is long.
     """
     if len(name) > 22:
         return [

@@ -5,14 +5,15 @@
 
     qwen3next merge runs/a@200 runs/b@200 --out=exported --export [--dtype=bfloat16]
 
-RUN alone is the newest checkpoint of a run. The new run has the configuration, the optimizer state,
-the step and the data of the last checkpoint: `train --config=… --workdir=runs/merged` continues it,
-and --config.train.init_from=runs/merged begins a run with its parameters. With --export the mean is
-written as a Hugging Face directory instead.
+RUN without @STEP means the newest checkpoint of a run. The new run has the configuration, the
+optimizer state, the step and the position in the data of the last checkpoint. The command
+`train --config=… --workdir=runs/merged` continues the new run, and
+--config.train.init_from=runs/merged begins another run with its parameters. With --export the mean
+is written as a Hugging Face directory instead.
 
-The decays linear, cosine and 1-sqrt weigh the checkpoints of a run of constant learning rate so
-that they stand in for a decay of the rate from the first checkpoint to the last (WSM, 2507.17634;
-docs/adapting.md).
+--weights=linear, cosine or 1-sqrt weighs the checkpoints of a run with a constant learning rate so
+that their mean approximates the result of a decay of the learning rate from the first checkpoint to
+the last (WSM, 2507.17634; docs/adapting.md).
 """
 
 import dataclasses
@@ -76,9 +77,9 @@ def main(names: list[str]) -> int:
 
 
 def _export_merged_model(sources, weights, mesh, out) -> None:
-    """Writes the mean as a Hugging Face directory. If the last run began with a Hugging Face
-    directory, both directories have the same form. `merging.write_merged_run` explains the
-    arguments.
+    """Writes the weighted mean of the checkpoints as a Hugging Face directory. If the run of the
+    last checkpoint began with a Hugging Face directory, the new directory has the same format.
+    `merging.write_merged_run` explains the arguments.
     """
     from flax import nnx
 

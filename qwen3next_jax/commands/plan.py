@@ -8,13 +8,14 @@ compiles the real train step for the slice, on a machine that needs no TPU.
     uv run --extra gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
     --mesh=data=8
 
-`--search` ranks meshes, batch sizes (`--rows`), remat policies and micro-batches by estimated time
-for a token. Of those that should fit into memory it compiles up to five: the best one for each of
-the sizes 1, 2, 4 and 8 of the axis `expert` without `tensor`, then the best of the others. If none
-should fit, it compiles the one that needs the least memory. Every candidate has the axis sizes that
-`--mesh` names; -1 leaves an axis free. `--json` also draws the memory of each plan into a .png of
-the same name. docs/planner.md explains the figures. For GPUs
-(hosts x GPUs per host) the command predicts memory, FLOPs and network traffic, but no times.
+`--search` ranks candidates by their estimated time for a token. A candidate is a combination of a
+mesh, a batch size (from `--rows`), a remat policy and a number of micro-batches, and has the axis
+sizes that `--mesh` names; -1 leaves an axis free. The search compiles up to five of the candidates
+that should fit into memory: the best one for each of expert=1, 2, 4 and 8 (with tensor=1), and then
+the best of the others. If no candidate should fit, it compiles the one that needs the least memory.
+`--json` also draws the memory of each plan into a .png of the same name. docs/planner.md explains
+the figures. For GPUs (hosts x GPUs per host) the command predicts memory, FLOPs and network
+traffic, but no times.
 """
 
 import dataclasses
@@ -87,8 +88,8 @@ def main() -> int:
 
 
 def _no_mesh_sentence(config: Config, topology) -> str:
-    """Returns a sentence for a plan without `--mesh`: the configuration's mesh, and what a search
-    would take.
+    """Returns a sentence for a plan without `--mesh`. It names the mesh of the configuration, which
+    is planned, and the mesh that a search ranks first.
     """
     from qwen3next_jax.planner.search import rank_candidates
     from qwen3next_jax.sharding.mesh import mesh_text
@@ -119,8 +120,8 @@ def _compiling_text(config: Config, topology) -> str:
 
 
 def _stage_with_longest_rows(stages: Sequence[ResolvedStage]) -> ResolvedStage:
-    """Returns the stage with the longest rows. If several stages have rows of this length, returns
-    the stage with the largest batch.
+    """Returns the stage with the longest rows; of several such stages, the one with the largest
+    batch. Prints the name of the stage.
     """
     stage = max(stages, key=lambda stage: (stage.sequence_length, stage.batch_size))
     if stage.name:
@@ -178,7 +179,9 @@ def _check_plan_files_absent(out: pathlib.Path) -> None:
 
 
 def _check_json_writable(out: pathlib.Path) -> None:
-    """Raises UserError, before minutes of compiling, if the file of `--json` cannot be written."""
+    """Raises UserError if the file of `--json` cannot be written. This is checked before the step
+    is compiled, which takes minutes.
+    """
     if out.suffix == ".png":
         raise UserError(
             f"--json={out}: the plot of memory would replace it: give another ending, such as .json"
@@ -192,14 +195,15 @@ def _check_json_writable(out: pathlib.Path) -> None:
 
 
 def with_mesh(parallel: ParallelConfig, sizes: dict[str, int]) -> ParallelConfig:
-    """Returns `parallel` with a mesh of these sizes. Axes that are not named have size 1, except
-    `data`, which takes the remaining devices.
+    """Returns `parallel` with a mesh of these axis sizes. The other axes have their default sizes:
+    `data` takes the remaining devices, `slice` has one group for each TPU slice, and the rest have
+    size 1.
     """
     return dataclasses.replace(parallel, mesh=MeshConfig(**sizes))
 
 
 def _batch_sizes_of_flag() -> tuple[int, ...]:
-    """Returns the value of `--rows`. Raises UserError unless it is a list of positive numbers."""
+    """Returns the batch sizes in `--rows`. Raises UserError if one is not a positive number."""
     try:
         rows = tuple(int(n) for n in _rows.value)
     except ValueError:
@@ -222,22 +226,23 @@ def search_and_compile(
     cost_model: str = "schedule",
     skew: float = 0.0,
 ) -> list:
-    """Ranks candidate meshes, batch sizes, remat policies and micro-batches by estimated time, and
-    compiles the best. Prints a table of the compiled plans and one of candidates that do not fit.
+    """Ranks candidates for the mesh, batch size, remat policy and micro-batches by estimated time,
+    and compiles the best. Prints a table of the compiled plans, and a table of candidates that do
+    not fit.
 
     Args:
       config: the configuration to plan for.
       topology: the slice, as `planner.topology.describe_topology` returns it.
       level: the compiler's optimization level; "" for its default.
       console: the console that shows the tables.
-      fixed: sizes of mesh axes that all candidates have.
-      rows: batch sizes to choose from; () means the batch size of `config`.
+      fixed: axis of the mesh → its size in all candidates.
+      rows: the batch sizes of the candidates; () means the batch size of `config`.
       cost_model: the value of --cost_model, the cost model whose times the tables show.
       skew: the value of --skew.
 
     Returns:
-      The compiled plans. Those that fit into memory come first, ordered by their seconds per token
-      according to the cost model "calibrated".
+      The compiled plans. Plans that fit into memory come first, in the order of their seconds per
+      token by the cost model "calibrated".
 
     Raises:
       UserError: no mesh divides the dimensions of the model and the batch.
@@ -281,7 +286,7 @@ def search_and_compile(
 
 
 def _print_search_tables(plans: list, ranked: list, console: Console) -> None:
-    """Prints the tables of a search: the plans, and the candidates that do not fit."""
+    """Prints the tables of a search: the compiled plans, and the candidates that do not fit."""
     from qwen3next_jax.sharding.mesh import mesh_text
 
     head = ("mesh", "rows", "remat", "micro-batches", "peak GiB", "step s by calibrated")
@@ -350,8 +355,8 @@ def print_plan(plan, console: Console) -> None:
 
 
 def _memory_table(plan, device: str) -> Table:
-    """Returns a table of the memory that one device needs, by part. `device`: the word for a
-    device, "chip" or "device".
+    """Returns a table of the memory that one device needs for parameters, activations and so on.
+    `device`: the word for a device, "chip" or "device".
     """
     usable = plan.usable_hbm
     table = Table(f"HBM per {device}", "GiB")
@@ -373,8 +378,8 @@ def _network_traffic_table(plan, device: str) -> Table:
 
 
 def _waiting_times_table(plan) -> Table:
-    """Returns a table of the resources for which the step waits, with the seconds and the share of
-    the step's time that each takes.
+    """Returns a table of the resources for which the step waits, such as HBM, with the seconds that
+    the step waits for each, and their share of the time of the step.
     """
     estimate = plan.estimate
     table = Table("waiting for", "s", "share")
@@ -421,8 +426,8 @@ def _gpu_summary(plan, device: str) -> str:
 
 
 def _verdict_text(plan) -> str:
-    """Returns whether a plan fits, and the range of the step's time and MFU over the cost models,
-    with the values of each.
+    """Returns a text that says whether a plan fits, and gives the time of the step and the MFU: the
+    range over all cost models, and the values of each cost model.
     """
     estimates = plan.estimates.items()
     times = sorted(estimate.seconds for _, estimate in estimates)
@@ -500,7 +505,9 @@ def _time_estimate_sentences(plan, device: str) -> Iterator[str]:
 
 
 def _expert_overflow_text(load) -> str:
-    """Returns what loops do with the choices that do not fit in the buffers of the experts."""
+    """Returns a text that says how loops compute the choices of experts that do not fit into the
+    buffers of the experts; "" if there are none.
+    """
     if load.rounds:
         return f": {load.rounds:.1f} further rounds exchange and compute them"
     if load.experts_beyond:
@@ -510,8 +517,8 @@ def _expert_overflow_text(load) -> str:
 
 
 def draw_memory_bars(plans: list, path: pathlib.Path) -> None:
-    """Draws a bar of memory by part for every plan that was compiled, and a line at the usable
-    memory.
+    """Draws the memory of every compiled plan as a bar, divided into the parts of the memory, and a
+    line at the usable memory. Writes the picture to `path`.
     """
     plans = [plan for plan in plans if plan.memory]
     if not plans:

@@ -1,5 +1,5 @@
-"""Settings of this process that make commands fast: the cache of compiled programs, and freed
-memory that is used again.
+"""Makes commands faster by settings of this process: compiled programs are cached on disk, and
+freed memory is used again.
 """
 
 import ctypes
@@ -9,8 +9,8 @@ import sys
 
 def enable_compilation_cache() -> None:
     """Stores compiled programs in the user's cache folder, so a command compiles them only once. On
-    a GPU, JAX stores there as well what XLA measured to choose the form of each operation. Another
-    release of jaxlib may choose among other forms, so each release has its own folder.
+    a GPU, JAX also stores XLA's autotuning results in this folder. They are not valid for another
+    release of jaxlib, so each release has its own folder.
     """
     import jax
     import jaxlib

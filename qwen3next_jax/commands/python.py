@@ -76,7 +76,8 @@ def train(config: Config, workdir: str | pathlib.Path, restart: bool = False) ->
 
     Args:
       workdir: the folder of the run.
-      restart: begin a new run; what is in `workdir` moves into a folder before-TIME in it.
+      restart: begin a new run. The files of an old run in `workdir` are moved into the folder
+        before-TIME in `workdir`.
 
     Raises:
       UserError: the run cannot start, or it ended before its last step; metrics.jsonl says why.
@@ -104,16 +105,15 @@ def evaluate(
     rows: int | None = None,
     ema: bool = False,
 ) -> dict[str, dict[str, float]]:
-    """Evaluates a run or a Hugging Face directory, as `qwen3next eval` does, without writing
-    anything.
+    """Evaluates a run or a Hugging Face directory, as `qwen3next eval` does, but writes no files.
 
     Args:
       path: the folder of a run, or a Hugging Face directory.
       names: names of evaluations, such as "heldout" and "position".
-      config: the configuration that names the data; None: that of the run.
+      config: the configuration that names the data; None: the configuration of the run.
       step: the number of steps after which the checkpoint was saved; "best": the checkpoint with
         the lowest held-out loss; None: the newest.
-      rows: the number of rows of each evaluation; None: as the evaluation has it.
+      rows: the number of rows of each evaluation; None: the default number of the evaluation.
       ema: for a run, whether to evaluate the moving average of its parameters (`train.ema`).
 
     Returns:
@@ -195,7 +195,7 @@ def plan(
     Args:
       config: a configuration of one stage.
       topology: the slice, such as "v5p:8x8x8".
-      mesh: {axis: number of devices}; None: as `config` says.
+      mesh: {axis: number of devices}; None: the mesh of `config`.
       slices: number of slices of this shape.
 
     Returns:
@@ -228,8 +228,8 @@ def plan(
 
 
 class Run:
-    """A run, as its folder records it. It is read anew by each call, so a run that goes on shows
-    its newest numbers.
+    """The settings, metrics and checkpoints in the folder of a run. Each call reads the folder
+    anew, so the numbers of a run that is still training are the newest ones.
 
     Attributes:
       path: the folder.
@@ -255,7 +255,8 @@ class Run:
         return saved_steps(self.path)
 
     def series(self, name: str, event: str = "train") -> tuple[np.ndarray, np.ndarray]:
-        """Returns the steps [N] and the values [N] of one metric; null is NaN.
+        """Returns the steps [N] and the values [N] of one metric. A value that is null in
+        metrics.jsonl is NaN.
 
         Args:
           name: a field of the events, such as "loss".
@@ -274,8 +275,8 @@ class Run:
         return np.array(steps), np.array(values)
 
     def table(self, event: str = "train") -> dict[str, np.ndarray]:
-        """Returns the numbers of all events of one kind as columns, which pandas.DataFrame takes.
-        A number that an event does not have, or has as null, is NaN.
+        """Returns field → column of numbers, for all events of one kind; pandas.DataFrame accepts
+        the result. If an event has no such field, or null in it, the number is NaN.
         """
         events = list(self._events_of_kind(event))
         names = dict.fromkeys(
@@ -299,7 +300,7 @@ class Run:
         return f"Run({str(self.path)!r}): step {last}, checkpoints {self.checkpoints}"
 
     def _repr_html_(self) -> str:
-        """The page of the run, in a notebook."""
+        """Returns the report of the run as HTML, which a notebook shows."""
         from qwen3next_jax.reporting.page import render_report
 
         page = html.escape(render_report([self._load_recorded_run()]), quote=True)
@@ -307,8 +308,8 @@ class Run:
 
 
 def _check_generate_options(options: Mapping[str, Any]) -> None:
-    """Raises UserError for an option that `inference.decode.generate` does not have, or a number of
-    another type than it takes.
+    """Raises UserError if an option is not an argument of `inference.decode.generate`, or is not a
+    number of the argument's type.
     """
     from qwen3next_jax.inference.decode import generate
 

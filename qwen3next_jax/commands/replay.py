@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 
 def norms_table(params: Any, gradients: Any) -> Table:
-    """Returns the table of the norms of parameters and gradients.
+    """Returns a table with the norms of every parameter and its gradient.
 
     Args:
       params: tree of NumPy arrays.
@@ -90,7 +90,9 @@ def norms_table(params: Any, gradients: Any) -> Table:
 
 
 def _norm_and_nonfinite_cells(values) -> tuple[str, str]:
-    """Returns the L2 norm, and the number of values that are not finite ("" for 0), as text."""
+    """Returns two texts: the L2 norm of `values`, and the number of values that are not finite (""
+    if all are finite).
+    """
     import numpy as np
 
     bad = int(np.sum(~np.isfinite(values)))

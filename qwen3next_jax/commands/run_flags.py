@@ -1,5 +1,5 @@
-"""Flags that say which run or model a command works on, and on which processes and devices:
-`--workdir`, `--step`, `--ema`, `--dtype`, `--mesh`, `--coordinator`, `--processes`, `--process`.
+"""Defines and parses the flags that select a run, a checkpoint, processes and devices: `--workdir`,
+`--step`, `--ema`, `--dtype`, `--mesh`, `--coordinator`, `--processes`, `--process`.
 """
 
 import functools
@@ -22,8 +22,8 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
     """Defines `--workdir`.
 
     Returns:
-      A function (name) that returns the path. Its argument is the name of the configuration, from
-      which the default path is made.
+      A function (name) that returns the path. If the flag is not given, the path is runs/NAME,
+      where `name` is the name of the configuration.
     """
     flags.DEFINE_string(
         "workdir",
@@ -52,7 +52,7 @@ def define_launch_flags() -> Callable[[], Launch | None]:
 
     Returns:
       A function that returns this process's `Launch`, from the flags or from the environment
-      variables of SLURM, Open MPI or a TPU slice; it returns None if the run has one process.
+      variables of SLURM, Open MPI or a TPU slice; None if the run has a single process.
     """
     coordinator = flags.DEFINE_string(
         "coordinator",
@@ -74,8 +74,8 @@ def define_launch_flags() -> Callable[[], Launch | None]:
 
 
 class LoadingFlags(NamedTuple):
-    """The values of the flags of `define_loading_flags`, for `trained.load`; a field is None if its
-    flag is not given.
+    """The values of the flags that `define_loading_flags` defines, with which `trained.load` loads
+    a model. A field other than `ema` is None if its flag is not given.
     """
 
     step: int | Literal["best"] | None
@@ -123,10 +123,10 @@ def define_loading_flags() -> Callable[[], LoadingFlags]:
 
 
 def parse_step_flag(text: str | None) -> int | Literal["best"] | None:
-    """Returns the value of `--step`.
+    """Returns the value of `--step`: a number of steps, "best", or None if the flag is not given.
 
     Raises:
-      UserError: it is neither a number of steps nor "best".
+      UserError: `text` is neither a number of steps nor "best".
     """
     if text is None or text == "best":
         return text
@@ -147,7 +147,7 @@ def define_mesh_flag() -> flags.FlagHolder:
 
 
 def parse_mesh_flag(text: str | None) -> dict[str, int]:
-    """Returns axis → size, from a text such as "data=64,expert=8"; {} for None.
+    """Returns axis → size, from the text of `--mesh`, such as "data=64,expert=8"; {} for None.
 
     Raises:
       UserError: an axis does not exist or is given twice, or a size is not a number.

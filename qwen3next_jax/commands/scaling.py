@@ -1,13 +1,13 @@
-"""Fits loss against model size and training tokens, over the runs of sweeps, and predicts from it.
+"""Fits the loss as a function of model size and training tokens, over the runs of sweeps.
 
     qwen3next scaling runs/sweeps/ladder [SWEEP …] [--size=flops] [--metric="heldout loss"]
 
-Prints the constants of L = E + A / N^α + B / D^β (2203.15556) with intervals, the compute-optimal
-size and number of tokens, and how well the largest run, and the highest budget, are predicted from
-the other runs. Writes scaling.html with charts, and scaling.json, into the folder of the sweep, or
-into the current folder if there are several. Every SWEEP is the folder of a sweep or its
-results.json. Sweeps of several sizes with an axis "flops" also give isoFLOP parabolas, such as
-configs/sweeps/ladder.py.
+The command prints the constants of L = E + A / N^α + B / D^β (2203.15556) with intervals, the
+compute-optimal size and number of tokens, and how well a fit of the other runs predicts the largest
+run and the runs with the highest budget. It writes scaling.html with charts, and scaling.json, into
+the folder of the sweep; for several sweeps, into the current folder. Every SWEEP is the folder of a
+sweep or its results.json. A sweep of several model sizes with an axis "flops", such as
+configs/sweeps/ladder.py, also gives isoFLOP parabolas.
 """
 
 import pathlib

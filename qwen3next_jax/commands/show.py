@@ -1,6 +1,6 @@
 """Describes the model of a config file or of a run: its layers and their parameters, the FLOPs per
-token, and the memory that decoding and training need. With two of them, the command also lists the
-settings in which they differ. It trains nothing, and writes no file but the figure of `--svg`.
+token, and the memory that decoding and training need. If two configs are given, the command also
+lists the settings in which they differ. The command writes no file except the figure of `--svg`.
 
     qwen3next show configs/small.py [--config.model.num_hidden_layers=24] [--devices=1,8,64]
         [--context=4096,262144] [--svg=small.svg]
@@ -58,8 +58,8 @@ def main(paths: list[str]) -> int:
 
 
 def _load_config(path: str, console: Console) -> Config:
-    """Reads a config file. If its settings are not valid, prints the settings that differ from
-    their defaults.
+    """Returns the configuration in a config file, or of a run. If its settings are not valid,
+    prints the settings that differ from their defaults.
 
     Raises:
       UserError: the file cannot be read, or a setting is not valid.
@@ -142,9 +142,10 @@ def print_model(
 
 
 def layers_text(layers: Sequence[int]) -> str:
-    """Returns a short text for increasing indices of layers, such as "0–2, 4–6". If it would have
-    more than four parts, the text is like "3, 7, 11, … 47". An empty sequence stands for the layer
-    of the multi-token prediction module.
+    """Returns a short text for increasing indices of layers, such as "0–2, 4–6". If this text would
+    have more than four parts, the middle is left out: "3, 7, 11, … 47". For an empty sequence,
+    which stands for the layer of the multi-token prediction module, returns "multi-token
+    prediction".
     """
     if not layers:
         return "multi-token prediction"
@@ -219,8 +220,8 @@ def _decoding_table(model: ModelConfig, lengths: Sequence[int]) -> Table:
 
 
 def _training_table(config: Config, devices: Sequence[int]) -> Table:
-    """Returns a table of the memory of parameters, gradients and optimizer state per device, if
-    they are split evenly over the devices.
+    """Returns a table of the memory per device that parameters, gradients and optimizer state need,
+    if they are split evenly over the devices.
     """
     from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.parameter_groups import make_parameter_groups
@@ -294,7 +295,7 @@ def _flat_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def draw_model_of_config(config: Config) -> str:
-    """Returns the figure of the model as the text of an SVG file."""
+    """Returns a figure of the architecture of the model of `config`, as the text of an SVG file."""
     from qwen3next_jax.model.description import layer_kinds
     from qwen3next_jax.model.flops import parameter_counts
     from qwen3next_jax.reporting.architecture import LayerKindPanel, draw_model

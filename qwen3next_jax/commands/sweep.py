@@ -4,12 +4,12 @@
         [--emit] [--set optimizer.learning_rate=1e-3]
 
 A sweep runs one training run, called a point, for every combination of the values in the sweep
-file. After an interruption the same command continues the sweep; it does not repeat points that are
-done. Whenever a point ends, the command rewrites report.html and results.csv in the workdir. At the
-end of a sweep over several budgets of compute, it prints the effective speed-ups (docs/sweeps.md).
-With --emit, the command runs nothing and prints one shell command per point, which another machine
-can run; when all points have run, the command without --emit writes their report. A sweep file is
-Python code and is executed.
+file. After an interruption the same command continues the sweep and does not repeat points that are
+done. Whenever a point ends, the command rewrites report.html, results.csv and results.json in the
+workdir. At the end of a sweep over several budgets of compute, it prints the effective speed-ups
+(docs/sweeps.md). With --emit, the command runs nothing and prints one shell command per point,
+which another machine can run. When all points have run, the command without --emit writes the
+report. A sweep file is Python code, which this command executes.
 """
 
 import ast
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse_set_flags(assignments: Sequence[str]) -> dict[str, Any]:
-    """Returns setting → value for the texts SETTING=VALUE of `--set`.
+    """Returns setting → value, from the texts SETTING=VALUE that `--set` gives.
 
     Raises:
       UserError: a text has no "=".

@@ -1,5 +1,5 @@
-"""Decides whether a model can use weights that were trained as another model. For example, a model
-whose attention has a Λ-shaped window can use the weights of gated attention.
+"""Decides whether a model can use weights that were trained in another model. For example, a model
+whose attention has a Λ-shaped window can use the weights of a model with gated attention.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ CONTEXT_LENGTH_SETTINGS = frozenset(("max_position_embeddings", "yarn_factor"))
 
 
 def settings_incompatible_with_weights(model: Any, trained: Any) -> tuple[str, ...]:
-    """Returns the settings that prevent `model` from using weights that were trained as `trained`.
+    """Returns the settings that prevent `model` from using weights that were trained in `trained`.
 
     The classes of mixers declare which differences are harmless: `Mixer.weights_of` is another
     mixer with the same weights, and `Mixer.read_time` lists settings that change how a model uses
@@ -23,7 +23,7 @@ def settings_incompatible_with_weights(model: Any, trained: Any) -> tuple[str, .
     text.
 
     Args:
-      model: the ModelConfig of the model that is to use the weights.
+      model: the ModelConfig of the model that will use the weights.
       trained: the ModelConfig of the model that was trained.
 
     Returns:
@@ -49,8 +49,8 @@ def _same_but_rope_scaling(model: Any, trained: Any) -> bool:
 
 
 def _same_weights_per_layer(model: Any, trained: Any) -> bool:
-    """Whether each layer has a mixer with the same weights in both models, and both stack their
-    layers in the same way.
+    """Whether each layer has a mixer with the same weights in both models, and both models have the
+    same `layer_stacks`.
     """
 
     def weights(config):
@@ -62,8 +62,8 @@ def _same_weights_per_layer(model: Any, trained: Any) -> bool:
 
 
 def _mixer_settings_of_weights(config: Any) -> set[tuple[str, Any]]:
-    """Returns (name, value) for each setting of the model's mixers that determines what the weights
-    mean.
+    """Returns (name, value) of those settings of the model's mixers that determine the shape or the
+    meaning of weights.
     """
     items = set()
     for name in {name for name, _ in config.mixers_and_sparsity}:
@@ -74,8 +74,9 @@ def _mixer_settings_of_weights(config: Any) -> set[tuple[str, Any]]:
 
 
 def _settings_weights_depend_on(model: Any) -> frozenset[str]:
-    """Returns the settings that the model's mixers and its position embedding list in `meaning`:
-    with another value of such a setting, the weights would mean something else.
+    """Returns the settings that the model's mixers and its position embedding list in their
+    attribute `meaning`. If the value of such a setting changes, the weights of the model are no
+    longer valid.
     """
     modules = [resolve(MIXERS, name, "mixer") for name, _ in model.mixers_and_sparsity]
     modules.append(model.block.import_part("positions"))

@@ -1,7 +1,7 @@
 """Lists the settings for `--help`: names, defaults and meanings.
 
-The meaning of a setting is the comment above or after its field in the config dataclass. It is
-written there only, so this file reads it from the source code.
+The meaning of a setting is the comment above or after its field in the config dataclass. This file
+reads the comments from the source code.
 """
 
 import dataclasses
@@ -23,7 +23,8 @@ class Setting(NamedTuple):
     Attributes:
       name: the dotted name, such as "train.steps".
       default: the default value.
-      allowed_values: the choices or the bound that the field declares; "" if it declares none.
+      allowed_values: the choices or the bound that the field declares, as text; "" if it declares
+        none.
       meaning: what the setting does; "" if its field has no comment.
     """
 
@@ -34,9 +35,8 @@ class Setting(NamedTuple):
 
 
 def list_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
-    """Yields the settings of the config dataclass `cls`, in the order of the fields, and then those
-    of each group in it, so that the settings of a group are not interrupted. Their names begin with
-    `prefix`.
+    """Yields the settings of the config dataclass `cls` in the order of its fields, and after them
+    the settings of each group in `cls`. The names of the settings begin with `prefix`.
     """
     comments = {}
     for parent in reversed(cls.__mro__):
@@ -59,7 +59,7 @@ def list_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
 
 def settings_by_mixer() -> dict[str, list[Setting]]:
     """Returns mixer → its settings in the group `model.mixer`, for every mixer of the registry that
-    can be imported and has such settings. The names do not contain the prefix "model.mixer.".
+    can be imported and has such settings. The settings are named without the prefix "model.mixer.".
     """
     found = {}
     for mixer in MIXERS:
@@ -78,7 +78,7 @@ def _literal_choices(hint: Any) -> tuple[str, ...]:
 
 
 def _field_comments(cls: type) -> dict[str, str]:
-    """Returns field of `cls` → the comment above or after it, as one line."""
+    """Returns field of `cls` → the comment above or after the field, as one line."""
     try:
         source = inspect.getsource(cls)
     except OSError:  # the installation has no source code

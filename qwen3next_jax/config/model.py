@@ -1,6 +1,6 @@
-"""The settings of the architecture. Settings have the names and meanings of Hugging Face's
-`config.json` for `qwen3_next`, if they exist there. The comment above a field says what the setting
-means, and what a special value such as 0, () or -1 means.
+"""The settings of the architecture. A setting that Hugging Face's `config.json` for `qwen3_next`
+also has, has the same name and meaning here. The comment above a field says what the setting means,
+and what a special value such as 0, () or -1 means.
 """
 
 import dataclasses
@@ -267,7 +267,7 @@ class ModelConfig:
         self.moe.check_fits_model(self)
 
     def settings_of_mixer(self, mixer: str) -> Any:
-        """Returns the settings `model.mixer.*` that one mixer reads.
+        """Returns the settings in the group `model.mixer` that one mixer has.
 
         Args:
           mixer: the name of the mixer, or an import string.
@@ -276,7 +276,7 @@ class ModelConfig:
           An instance of the mixer's dataclass `Settings`.
 
         Raises:
-          UserError: there is no such mixer, or a value has the wrong type or is out of its bound.
+          UserError: there is no such mixer, or a value has the wrong type or is out of bounds.
         """
         return self.mixer.settings_for(resolve(MIXERS, mixer, "mixer").Settings)
 
@@ -297,12 +297,15 @@ class ModelConfig:
 
     @property
     def delta_rule_implementation(self) -> str | None:
-        """The implementation that `delta_rule` names; None for "auto"."""
+        """The name of the implementation of the delta rule; None if `delta_rule` is "auto"."""
         return None if self.delta_rule == "auto" else self.delta_rule
 
     @property
     def resolved_layer_types(self) -> tuple[str, ...]:
-        """The kind of every layer: LINEAR, FULL, or the name of a mixer, as in `layer_types`."""
+        """The kind of every layer: LINEAR, FULL, or the name of a mixer. These are the
+        `layer_types`, or the kinds that `full_attention_interval` and `full_attention_placement`
+        give.
+        """
         interval = self.full_attention_interval
         place = {"last": interval - 1, "middle": interval // 2, "first": 0}[
             self.full_attention_placement
@@ -356,8 +359,8 @@ class ModelConfig:
 
     @property
     def layer_stacks(self) -> tuple[tuple[int, ...], ...]:
-        """The indices of the layers, grouped by the traced block that computes them. The parameters
-        of the layers of one group are stacked, so that a scan can compute these layers.
+        """The indices of the layers, in groups. The layers of a group have the same structure, and
+        their parameters are stacked, so that a scan can compute these layers.
 
         The list of layers is divided into a prefix and a period that repeats up to the last layer.
         The released model has no prefix; its period is 3 recurrent layers and 1 attention layer,
@@ -371,7 +374,8 @@ class ModelConfig:
 
     def differing_settings(self, other: "ModelConfig") -> tuple[str, ...]:
         """Returns the names of the settings in which the two models differ. If the mixers of the
-        layers differ, the result contains "layer_types", whichever settings give the mixers.
+        layers differ, the result contains "layer_types" in place of the settings from which the
+        mixers follow, such as "full_attention_interval".
         """
         spelled = {
             "layer_types",

@@ -13,8 +13,9 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 class UnparsedFlagText(str):
-    """The text of a flag for a mixer's setting. The mixer's class declares the type of the setting,
-    and the class is not imported while flags are read, so `config.mixer` parses the text later.
+    """The text of a flag for a setting in `model.mixer`. The class of a mixer declares the type of
+    the setting. This class is not imported while flags are read, so `config.mixer` parses the text
+    later.
     """
 
 
@@ -36,7 +37,8 @@ def _to_plain(value: Any) -> Any:
 
 
 def from_dict(cls: type, values: dict[str, Any], path: str = "config") -> Any:
-    """Builds the config dataclass `cls` from a nested dict, and checks names and types.
+    """Returns an instance of the config dataclass `cls`, made from a nested dict. Names and types
+    are checked.
 
     Args:
       cls: the dataclass.
@@ -92,7 +94,9 @@ def _convert_value(value: Any, hint: Any, where: str) -> Any:
 
 
 def _convert_scalar(value: Any, hint: type, where: str) -> Any:
-    """Does the work of `_convert_value` for a bool, int, float or str."""
+    """Converts a value to bool, int, float or str, the type `hint` of its field, or raises
+    UserError.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         require(
             -(2**64) < value < 2**64, f"{where} = {short_repr(value)}: expected at most 64 bits"
@@ -115,8 +119,8 @@ def _convert_scalar(value: Any, hint: type, where: str) -> Any:
 
 
 def _is_utf8_encodable(text: str) -> bool:
-    """Whether UTF-8 can encode `text`. UTF-8 cannot encode surrogates, by which Python represents
-    bytes of a file name that are not UTF-8.
+    """Whether UTF-8 can encode `text`. If a file name contains bytes that are not UTF-8, Python
+    represents these bytes by surrogates, which UTF-8 cannot encode.
     """
     try:
         text.encode()
@@ -127,12 +131,12 @@ def _is_utf8_encodable(text: str) -> bool:
 
 def parse_flag_text(text: str, default: Any, where: str) -> Any:
     """Parses the text of a flag as a value of the type of `default`. If `default` is a
-    UnparsedFlagText, the result is the text as a UnparsedFlagText, to be parsed later.
+    UnparsedFlagText, the result is the text as an UnparsedFlagText, to be parsed later.
 
     Args:
       text: the text after the flag's "=".
       default: the setting's default.
-      where: the flag as the user wrote it, for messages.
+      where: the flag as the user wrote it, for error messages.
 
     Raises:
       UserError: the text is not a value of the type of `default`.

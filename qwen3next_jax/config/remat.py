@@ -1,4 +1,6 @@
-"""The setting `train.remat`: which results of the forward pass the backward pass finds saved."""
+"""The setting `train.remat`: which results of the forward pass are saved for the backward pass. The
+backward pass computes the other results again.
+"""
 
 from typing import NamedTuple
 
@@ -27,12 +29,12 @@ PARTS = {
 
 
 class SavedActivations(NamedTuple):
-    """What "POLICY keep=… offload=…" asks for.
+    """The value of `train.remat`, parsed from a text such as "dots keep=… offload=…".
 
     Attributes:
-      policy: the name of a policy; "full" if the setting names none.
-      kept_on_device: the parts that are saved in the device's memory.
-      offloaded_to_host: the parts that are saved in the host's memory.
+      policy: the name of a policy; "full" if the text names none.
+      kept_on_device: the parts of a block that are saved in the device's memory.
+      offloaded_to_host: the parts of a block that are saved in the host's memory.
     """
 
     policy: str
@@ -41,11 +43,12 @@ class SavedActivations(NamedTuple):
 
 
 def parse_remat(text: str) -> SavedActivations:
-    """Reads the name of a policy, or "keep=PART,PART offload=PART,PART", of which either half may
-    be missing and before which one of EXTENDED may stand.
+    """Parses the value of `train.remat`. It is the name of a policy, or "keep=PART,PART
+    offload=PART,PART". Either half of the second form may be missing, and a policy in EXTENDED may
+    stand before it.
 
     Raises:
-      UserError: the text is neither, or names a part that does not exist, or names one twice.
+      UserError: the text has neither form, names a part that does not exist, or names a part twice.
     """
     if text in POLICIES:
         return SavedActivations(text)

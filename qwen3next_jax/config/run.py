@@ -1,7 +1,7 @@
 """The settings of a run, group by group, and `Config`, which holds all groups.
 
-The architecture is in `config/model.py`. The comment beside a field is the setting's meaning;
-`qwen3next train --help` prints it.
+The settings of the architecture are in `config/model.py`. The comment above a field gives the
+meaning of the setting; `qwen3next train --help` prints these comments.
 """
 
 import dataclasses
@@ -146,12 +146,12 @@ class DataConfig:
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The sources that `path` lists; none if it has commas alone."""
+        """The sources that `path` lists; () if `path` consists of commas."""
         return parse_sources(self.path, self.text_field, self.messages_field)
 
     @property
     def source_weights(self) -> tuple[float, ...]:
-        """The weight of each source; () if their sizes decide."""
+        """The weight of each source; () if the setting `weights` is empty."""
         return parse_weights(self.weights, self.path)
 
 
@@ -165,8 +165,8 @@ def _is_day(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage of a run: a number of steps, and values for settings of the groups train, data and
-    optimizer during these steps. A setting that is None has the run's value.
+    """One stage of a run: a number of steps, and settings of the groups train, data and optimizer
+    that apply during these steps. If a setting is None, the stage has the run's value.
     """
 
     # number of optimizer steps of the stage
@@ -316,7 +316,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MuonConfig:
-    """Settings that only Muon has. Muon updates the matrices inside layers; AdamW updates all other
+    """Settings that only Muon has. Muon updates the matrices inside layers. AdamW updates all other
     parameters, with the settings of the group `optimizer`.
     """
 
@@ -633,8 +633,8 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TelemetryConfig:
-    """What the run records besides metrics.jsonl, the live display and report.html, which every run
-    has (docs/report.md).
+    """What a run records in addition to metrics.jsonl, the live display and report.html, which
+    every run has (docs/report.md).
     """
 
     # number of steps between two measurements of all layers; each measurement costs a forward pass;
@@ -673,7 +673,7 @@ class ProfileConfig:
 
     @property
     def traced_steps(self) -> range:
-        """The steps to trace; empty if there are none."""
+        """The steps that the profiler traces; an empty range if there are none."""
         first, _, end = (self.steps or "0:0").partition(":")
         return range(int(first), int(end))
 
@@ -757,7 +757,7 @@ class Config:
 
 
 def default_config() -> dict[str, Any]:
-    """Returns the defaults of all settings as a nested dict. The files in `configs/` begin with
-    it.
+    """Returns the defaults of all settings as a nested dict. The files in `configs/` start from
+    these defaults.
     """
     return to_dict(Config())
