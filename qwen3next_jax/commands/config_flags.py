@@ -34,9 +34,9 @@ def define_config_flag() -> Callable[..., Config | None]:
 
     Returns:
       A function (required, may_resume) that returns the validated Config. If the flag is not given
-      and `required` is false, the function returns None. `may_resume` matters only if
-      `model.vocab_size` is 0: if it is true and `--workdir` has a run that has taken steps, the
-      Config gets the vocabulary size of that run.
+      and `required` is false, the function returns None. If `model.vocab_size` is 0, `may_resume`
+      is true, and `--workdir` has a run that has taken steps, the Config gets the vocabulary size
+      of that run.
     """
     accept_setting_flags()
     holder = flags.DEFINE_string(

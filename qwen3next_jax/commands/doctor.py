@@ -111,15 +111,15 @@ class TestedOperator:
 
 
 def tested_operators(rows: int, length: int) -> list[TestedOperator]:
-    """Returns the operators for `rows` rows of `length` tokens in bfloat16. They have the widths of
-    the released model, but 64 instead of 512 experts.
+    """Returns the operators for `rows` rows of `length` tokens in bfloat16. The operators have the
+    widths of the released model, but 64 instead of 512 experts.
     """
     return [
-        _tested_experts(rows * length),
-        _tested_attention(rows, length),
-        _tested_delta_rule(rows, length),
-        _tested_convolution(rows, length),
-        _tested_norm_and_gate(rows, length),
+        _experts_operator(rows * length),
+        _attention_operator(rows, length),
+        _delta_rule_operator(rows, length),
+        _convolution_operator(rows, length),
+        _norm_and_gate_operator(rows, length),
     ]
 
 
@@ -150,7 +150,7 @@ def _gradient_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: jax.grad(loss, tuple(range(len(arguments))))(*arguments)
 
 
-def _tested_attention(rows: int, length: int) -> TestedOperator:
+def _attention_operator(rows: int, length: int) -> TestedOperator:
     """Returns grouped-query attention with heads of width 256, over rows of several documents. For
     the count of FLOPs, a causal query reads half of the keys of its document on average. The
     forward pass has two products, the backward pass five.
@@ -186,7 +186,7 @@ def _tested_attention(rows: int, length: int) -> TestedOperator:
 _KEYS, _VALUES, _HEAD = 16, 32, 128
 
 
-def _tested_delta_rule(rows: int, length: int) -> TestedOperator:
+def _delta_rule_operator(rows: int, length: int) -> TestedOperator:
     """Returns the gated delta rule. For each token and value head, the recurrence decays a state of
     128 x 128, reads the state twice and writes it once.
     """
@@ -213,7 +213,7 @@ def _tested_delta_rule(rows: int, length: int) -> TestedOperator:
     )
 
 
-def _tested_convolution(rows: int, length: int) -> TestedOperator:
+def _convolution_operator(rows: int, length: int) -> TestedOperator:
     """Returns the short convolution before the delta rule, with its activation. Its time is limited
     by memory bandwidth, so no FLOPs are counted.
     """
@@ -230,7 +230,7 @@ def _tested_convolution(rows: int, length: int) -> TestedOperator:
     )
 
 
-def _tested_norm_and_gate(rows: int, length: int) -> TestedOperator:
+def _norm_and_gate_operator(rows: int, length: int) -> TestedOperator:
     """Returns the norm and gate after the delta rule. Their time is limited by memory bandwidth, so
     no FLOPs are counted.
     """
@@ -248,7 +248,7 @@ def _tested_norm_and_gate(rows: int, length: int) -> TestedOperator:
     )
 
 
-def _tested_experts(tokens: int) -> TestedOperator:
+def _experts_operator(tokens: int) -> TestedOperator:
     """Returns the routed experts, with three matrix products in the forward pass and six in the
     backward pass.
     """
@@ -304,7 +304,7 @@ class OperatorResult:
 
 def check_operators(parts: Sequence[TestedOperator], device: Any) -> list[OperatorResult]:
     """Traces all operators, runs the tests of their kernels, compiles the operators in parallel,
-    and times one operator after the other. `device` is the device on which JAX runs them.
+    and times one operator after the other. `device`: the device that runs them.
     """
     import jax
 
@@ -443,9 +443,7 @@ def _print_results(results: Sequence[OperatorResult], console: Console) -> None:
 
 
 def _print_verdict(results: Sequence[OperatorResult]) -> int:
-    """Prints whether all kernels run, or which operators are slow or broken. Returns the exit
-    code.
-    """
+    """Prints whether all kernels run, or which operators are slow or broken. Returns the exit code."""
     code = max(result.exit_code for result in results)
     names = ", ".join(result.operator.table_name for result in results if result.exit_code == code)
     print(

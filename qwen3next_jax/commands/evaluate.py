@@ -68,7 +68,7 @@ def evaluate_and_print(
     """Runs evaluations, and prints the results of each evaluation as a table. Returns the exit
     code.
 
-    If there are several processes, all must call this function; process 0 prints and writes.
+    If there are several processes, each must call this function; process 0 prints and writes.
 
     Args:
       config, path, names, options, step, mesh, dtype, ema: arguments of `run_evaluations`.
@@ -108,13 +108,13 @@ def run_evaluations(
 ) -> Iterator[EvaluationResult]:
     """Runs evaluations, and yields the results of each evaluation as soon as it ends.
 
-    If there are several processes, all must call this function.
+    If there are several processes, each must call this function.
 
     Args:
       config: the configuration of the evaluation, which names the data. None: the configuration of
         the run, or for a Hugging Face directory the default data. If `path` is a run, `config` may
-        change the data, the row length, and settings of the model that do not change the meaning
-        of its weights (`config.compatibility`).
+        change the data, the row length, and settings of the model that do not change the meaning of
+        its weights (`config.compatibility`).
       path: the folder of a run, or a Hugging Face directory.
       names: names of evaluations.
       options: the options of all evaluations.
@@ -123,7 +123,7 @@ def run_evaluations(
         evaluation runs.
 
     Raises:
-      UserError: an evaluation does not exist or cannot run on this model. This error is raised
+      UserError: an evaluation does not exist or cannot run on this model; the error is raised
         before anything is computed.
     """
     for name in names:
@@ -238,7 +238,7 @@ def _open_data(
 def _print_values(title: str, values: list[MetricValue]) -> None:
     """Prints the values as a table. If several metrics were measured under the same conditions
     (such as loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition and
-    a column per metric. Otherwise it has a row per value.
+    a column per metric. Otherwise the table has a row per value.
     """
     cells = {(value.kind, value.condition): str(value) for value in values}
     titles = {value.kind: value.metric.title for value in values}

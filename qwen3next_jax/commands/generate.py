@@ -4,8 +4,8 @@
     qwen3next generate --model=HF_DIR --chat  # a template that writes the date gets today's
     qwen3next generate --model=WORKDIR --prompt="def " --samples=8 --record_routing=FOLDER
 
-The command writes the prompt and its continuation, or the answers of a chat, to standard output. It
-writes times, tokens per second and the memory of the cache to standard error.
+The command writes the prompt and its continuation, or the answers of a chat, to standard output.
+Times, tokens per second and the memory of the cache go to standard error.
 """
 
 import datetime
@@ -169,7 +169,7 @@ def _prompt_text() -> str:
 
 def _check_flags() -> None:
     """Raises UserError if flags contradict each other, or if a flag has a value that is wrong for
-    every model. It is called before the model is loaded.
+    every model. The model is not loaded for these checks.
     """
     for flag in (_temperature, _top_p, _min_p):
         if not math.isfinite(flag.value):

@@ -1,4 +1,6 @@
-"""The text of `--help`: a command's docstring, its flags and, if it reads configs, the settings."""
+"""Makes the text of `--help`: a command's docstring, its flags, and the settings if the command
+reads configs.
+"""
 
 import itertools
 import re

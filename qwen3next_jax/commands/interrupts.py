@@ -39,7 +39,7 @@ class InterruptThread(threading.Thread):
 
 def interrupt_at_sigterm() -> None:
     """Makes SIGTERM act like Ctrl-C. Otherwise a process that a scheduler ends by SIGTERM would
-    print no line. This is for commands that do not stay in compiled code for long.
+    print no line. Only commands that do not stay in compiled code for long call this.
     """
 
     def interrupt(number: int, frame: object) -> None:

@@ -88,8 +88,8 @@ def main() -> int:
 
 
 def _no_mesh_sentence(config: Config, topology) -> str:
-    """Returns a sentence for a plan without `--mesh`. It names the mesh of the configuration, which
-    is planned, and the mesh that a search ranks first.
+    """Returns the sentence that a command without `--mesh` prints. The sentence names the mesh of
+    the configuration, which is planned, and the candidate that a search would rank first.
     """
     from qwen3next_jax.planner.search import rank_candidates
     from qwen3next_jax.sharding.mesh import mesh_text
@@ -179,8 +179,8 @@ def _check_plan_files_absent(out: pathlib.Path) -> None:
 
 
 def _check_json_writable(out: pathlib.Path) -> None:
-    """Raises UserError if the file of `--json` cannot be written. This is checked before the step
-    is compiled, which takes minutes.
+    """Raises UserError if the file of `--json` cannot be written. The command calls this before it
+    compiles the step, which takes minutes.
     """
     if out.suffix == ".png":
         raise UserError(
@@ -339,7 +339,7 @@ def print_plan(plan, console: Console) -> None:
         console.print(_plan_title(plan), markup=False)
         return
     if plan.estimates:
-        console.print(_verdict_text(plan), markup=False)
+        console.print(_fit_time_and_mfu_text(plan), markup=False)
     console.print(_plan_title(plan), markup=False)
     device = "device" if plan.topology.chip.devices_per_chip > 1 else "chip"
     console.print(_memory_table(plan, device))
@@ -405,7 +405,7 @@ def _model_parts_table(plan) -> Table:
     return table
 
 
-def _fit_text(plan) -> str:
+def _memory_fit_text(plan) -> str:
     from qwen3next_jax.sharding.mesh import mesh_text
 
     if not plan.fits:
@@ -418,14 +418,14 @@ def _fit_text(plan) -> str:
 
 def _gpu_summary(plan, device: str) -> str:
     return (
-        f"{_fit_text(plan)} Products: {plan.model_flops / 1e12:.4g} TFLOP of the model per "
+        f"{_memory_fit_text(plan)} Products: {plan.model_flops / 1e12:.4g} TFLOP of the model per "
         f"{device}, {plan.gpu_flops / 1e12:.4g} executed. The program contains XLA's forms alone, "
         "because kernels are tested on the GPU itself. There is no prediction of time. Lowered in "
         f"{plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s"
     )
 
 
-def _verdict_text(plan) -> str:
+def _fit_time_and_mfu_text(plan) -> str:
     """Returns a text that says whether a plan fits, and gives the time of the step and the MFU: the
     range over all cost models, and the values of each cost model.
     """
@@ -442,7 +442,7 @@ def _verdict_text(plan) -> str:
         else f"{percent_text(slowest)}–{percent_text(fastest)}"
     )
     return (
-        f"{_fit_text(plan)} Step {times[0]:.3g}–{times[-1]:.3g} s, MFU {mfu} ({each}). By "
+        f"{_memory_fit_text(plan)} Step {times[0]:.3g}–{times[-1]:.3g} s, MFU {mfu} ({each}). By "
         f"--cost_model={plan.cost_model}: bound by {plan.binding}, "
         f"{plan.tokens_per_second:,.0f} tokens/s"
     )

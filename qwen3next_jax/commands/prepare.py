@@ -1,5 +1,5 @@
 """Prepares the data of a run before it starts: tokenizes the files of data.path and packs their
-tokens into rows. It needs no accelerator and does not load JAX.
+tokens into rows. The command needs no accelerator and does not load JAX.
 
     qwen3next prepare --config=configs/tiny.py [--workers=N] [--rank=I --of=N]
 

@@ -9,8 +9,8 @@ import sys
 
 def enable_compilation_cache() -> None:
     """Stores compiled programs in the user's cache folder, so a command compiles them only once. On
-    a GPU, JAX also stores XLA's autotuning results in this folder. They are not valid for another
-    release of jaxlib, so each release has its own folder.
+    a GPU, JAX also stores XLA's autotuning results in this folder. Autotuning results are not valid
+    for another release of jaxlib, so each release has its own folder.
     """
     import jax
     import jaxlib

@@ -4,10 +4,10 @@
 
 The command prints the constants of L = E + A / N^α + B / D^β (2203.15556) with intervals, the
 compute-optimal size and number of tokens, and how well a fit of the other runs predicts the largest
-run and the runs with the highest budget. It writes scaling.html with charts, and scaling.json, into
-the folder of the sweep; for several sweeps, into the current folder. Every SWEEP is the folder of a
-sweep or its results.json. A sweep of several model sizes with an axis "flops", such as
-configs/sweeps/ladder.py, also gives isoFLOP parabolas.
+run and the runs with the highest budget. The command writes scaling.html with charts, and
+scaling.json, into the folder of the sweep; for several sweeps, into the current folder. Every SWEEP
+is the folder of a sweep or its results.json. A sweep of several model sizes with an axis "flops",
+such as configs/sweeps/ladder.py, also gives isoFLOP parabolas.
 """
 
 import pathlib

@@ -62,7 +62,7 @@ def _same_weights_per_layer(model: Any, trained: Any) -> bool:
 
 
 def _mixer_settings_of_weights(config: Any) -> set[tuple[str, Any]]:
-    """Returns (name, value) of those settings of the model's mixers that determine the shape or the
+    """Returns (name, value) of every setting of the model's mixers that determines the shape or the
     meaning of weights.
     """
     items = set()

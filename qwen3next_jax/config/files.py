@@ -1,7 +1,7 @@
 """Reads config files, which are Python code, and applies the overrides of the command line.
 
-If the code of a config file raises an error, this module raises a UserError instead. The message
-of the UserError is one line, which names the file and the number of the line.
+If the code of a config file raises an error, this module raises a UserError instead. The message of
+the UserError is one line, which names the file and the number of the line.
 """
 
 import ast
@@ -27,8 +27,8 @@ class UserInput(NamedTuple):
     Attributes:
       overridden_settings: the dotted names of the settings that the command line overrides.
       config_file: the path of the config file.
-      config_without_overrides: the configuration in the file alone; None if the file is valid
-        only together with the overrides.
+      config_without_overrides: the configuration in the file alone; None if the file is valid only
+        together with the overrides.
     """
 
     overridden_settings: frozenset[str]
@@ -201,8 +201,7 @@ def settings_ending_in(name: str, guess: bool = False) -> list[str]:
 
 
 def setting_flags_hint(settings: Sequence[str]) -> str:
-    """Returns " (did you mean --config.…?)" with the flags of these settings; "" for no settings.
-    """
+    """Returns " (did you mean --config.…=…?)" for these settings; "" for no settings."""
     flags = " or ".join(f"--config.{path}=…" for path in settings)
     return f" (did you mean {flags}?)" if settings else ""
 

@@ -345,9 +345,7 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer has experts, including the layer of the multi-token prediction
-        module.
-        """
+        """Whether any layer has experts, including the layer of the multi-token prediction module."""
         return any(sparse for _, sparse in self.mixers_and_sparsity)
 
     @property
@@ -364,10 +362,9 @@ class ModelConfig:
 
         The list of layers is divided into a prefix and a period that repeats up to the last layer.
         The released model has no prefix; its period is 3 recurrent layers and 1 attention layer,
-        with 12 repeats. Each layer of the prefix is a group of its own. Each layer of the period
-        forms a group with the layers at the same place of all repeats. A list of layers that does
-        not repeat has one group per layer. A layer with an n-gram embedding (`ple`) is always a
-        group of its own.
+        with 12 repeats. Each layer of the prefix is a group of its own. The layers at the same
+        place in all repeats of the period form a group. A list of layers that does not repeat has
+        one group per layer. A layer with an n-gram embedding (`ple`) is always a group of its own.
         """
         embeddings = map(self.ple.embedding_index, range(self.num_hidden_layers))
         return _group_repeating_layers(tuple(zip(self.mixers_and_sparsity, embeddings)))
@@ -395,8 +392,9 @@ class ModelConfig:
 
 @functools.lru_cache(maxsize=64)
 def _group_repeating_layers(kinds: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
-    """Groups the indices of layers of these kinds as `ModelConfig.layer_stacks` says. Of
-    all possible splits, it takes the one with the shortest prefix and period together.
+    """Groups the indices of layers of these kinds as `ModelConfig.layer_stacks` says. Of all
+    possible divisions into prefix and repeats, it takes the one whose prefix and period are
+    shortest together.
     """
     n = len(kinds)
     first, period = min(

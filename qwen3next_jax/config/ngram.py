@@ -22,7 +22,7 @@ _MOST_ROWS = 2**31 - 1  # of a table: the number of a row is an int32
 
 @dataclasses.dataclass(frozen=True)
 class PLEConfig:
-    """Settings of the n-gram embedding. They have the names of the fields of transformers'
+    """Settings of the n-gram embedding. The settings are named after the fields of transformers'
     `config.json` for `qwen4_exp`, without the prefix `ple_`.
     """
 

@@ -130,8 +130,8 @@ def _is_utf8_encodable(text: str) -> bool:
 
 
 def parse_flag_text(text: str, default: Any, where: str) -> Any:
-    """Parses the text of a flag as a value of the type of `default`. If `default` is a
-    UnparsedFlagText, the result is the text as an UnparsedFlagText, to be parsed later.
+    """Parses the text of a flag as a value of the type of `default`. If `default` is an
+    UnparsedFlagText, returns the text as an UnparsedFlagText, which is parsed later.
 
     Args:
       text: the text after the flag's "=".

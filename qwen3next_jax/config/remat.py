@@ -43,9 +43,9 @@ class SavedActivations(NamedTuple):
 
 
 def parse_remat(text: str) -> SavedActivations:
-    """Parses the value of `train.remat`. It is the name of a policy, or "keep=PART,PART
-    offload=PART,PART". Either half of the second form may be missing, and a policy in EXTENDED may
-    stand before it.
+    """Parses the value of `train.remat`: the name of a policy, or a text such as "keep=PART,PART
+    offload=PART,PART". In such a text, either half may be missing, and a policy in EXTENDED may
+    stand before "keep" and "offload".
 
     Raises:
       UserError: the text has neither form, names a part that does not exist, or names a part twice.

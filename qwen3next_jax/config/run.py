@@ -673,7 +673,7 @@ class ProfileConfig:
 
     @property
     def traced_steps(self) -> range:
-        """The steps that the profiler traces; an empty range if there are none."""
+        """The steps that the profiler traces; an empty range if no steps are traced."""
         first, _, end = (self.steps or "0:0").partition(":")
         return range(int(first), int(end))
 

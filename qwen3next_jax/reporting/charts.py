@@ -1,9 +1,9 @@
 """Functions that draw charts. Each function takes data and returns HTML: one <figure> with an
 inline SVG.
 
-The page that contains a chart must include page.css, which colours it, and page.js, which shows
-its values under the pointer, offers them as CSV, and draws line charts again when the reader asks
-for a logarithmic axis, smoothing or other runs; `page.html_document` makes such a page.
+The page that contains a chart must include page.css, which colours it, and page.js, which shows its
+values under the pointer, offers them as CSV, and draws line charts again when the reader asks for a
+logarithmic axis, smoothing or other runs; `page.html_document` makes such a page.
 """
 
 import base64
@@ -162,7 +162,7 @@ def line_chart(
     if x_names:
         x_range = -0.5, len(x_names) - 0.5
     else:
-        x_range = _widen_if_empty(float(xs.min()), float(xs.max()))
+        x_range = _widen_empty_range(float(xs.min()), float(xs.max()))
     ends = np.array([float(line.x[i]) for line in lines for i in (0, -1)])
     x = Axis(*x_range, LEFT, WIDTH - RIGHT, log_x, whole_ticks=bool((ends == ends.round()).all()))
     low, high, cut_off = _y_range_and_cut_off(
@@ -175,7 +175,7 @@ def line_chart(
             parts.append(
                 f'<line class="mark {kind}" x1="{x(position):.1f}" x2="{x(position):.1f}" '
                 f'y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
-                f"<title>{_escape(text)}</title></line>"
+                f"<title>{_escape_html(text)}</title></line>"
             )
     # A nested <svg> cuts the lines off at the frame, but not the dots at the ends of the x axis.
     clip = (
@@ -257,7 +257,7 @@ def heatmap(
     box = _Box(LEFT, WIDTH - 74, TOP, HEIGHT - BOTTOM)
     half = box.width / len(columns) / 2  # half the width of a column
     if isinstance(columns, np.ndarray):
-        column_range = _widen_if_empty(float(columns[0]), float(columns[-1]))
+        column_range = _widen_empty_range(float(columns[0]), float(columns[-1]))
         scale = Axis(*column_range, box.left + half, box.right - half, whole_ticks=True)
         ticks = [(float(scale(tick)), short_number(tick)) for tick in scale.tick_values(6)]
         columns = [short_number(column) for column in columns]
@@ -269,11 +269,12 @@ def heatmap(
         *(
             f'<text x="{box.left - 6}" '
             f'y="{box.top + (i + 0.5) / len(rows) * box.height + 3.5:.1f}" '
-            f'text-anchor="end">{_escape(rows[i])}</text>'
+            f'text-anchor="end">{_escape_html(rows[i])}</text>'
             for i in _evenly_spaced_indices(len(rows), 10)
         ),
         *(
-            f'<text x="{x:.1f}" y="{box.bottom + 13}" text-anchor="middle">{_escape(name)}</text>'
+            f'<text x="{x:.1f}" y="{box.bottom + 13}" text-anchor="middle">'
+            f"{_escape_html(name)}</text>"
             for x, name in ticks
         ),
         _x_axis_label(column_label, (box.left + box.right) / 2),
@@ -324,7 +325,7 @@ def _palette_indices(
         on_scale = values[np.isfinite(values) & ((values > 0) | (not log))]
         low, high = 0.0, 1.0
         if on_scale.size:
-            low, high = _widen_if_empty(float(on_scale.min()), float(on_scale.max()))
+            low, high = _widen_empty_range(float(on_scale.min()), float(on_scale.max()))
         a, b, v = (
             np.log(np.maximum(x, 1e-30)) if log else np.asarray(x, float)
             for x in (low, high, values)
@@ -399,16 +400,16 @@ def stacked_columns(
         )
         if boxes:
             parts.append(
-                f'<path d="{boxes}" fill="{colours[i]}"><title>{_escape(name)}</title></path>'
+                f'<path d="{boxes}" fill="{colours[i]}"><title>{_escape_html(name)}</title></path>'
             )
     for second, text in marks:
         at = float(x(second / scale))
         parts.append(
             f'<path class="fault" d="M{at:.1f} {TOP - 1}l-4 '
-            f'-7h8Z"><title>{_escape(text)}</title></path>'
+            f'-7h8Z"><title>{_escape_html(text)}</title></path>'
         )
     legend = "".join(
-        f'<span><i style="background:{colour}"></i>{_escape(name)}</span>'
+        f'<span><i style="background:{colour}"></i>{_escape_html(name)}</span>'
         for i, (name, colour) in enumerate(zip(names, colours, strict=True))
         if shares[:, i].any()
     )
@@ -440,23 +441,21 @@ class LinkCell(NamedTuple):
 def table_html(
     head: Sequence[str], rows: Sequence[Sequence[str | LinkCell]], numeric: bool = False
 ) -> str:
-    """Returns a table as HTML. The cells are plain text or links; `numeric` aligns them as
-    numbers.
-    """
+    """Returns a table as HTML. The cells are plain text or links; `numeric` aligns them as numbers."""
     cells = "".join(
         "<tr>" + "".join(f"<td>{_table_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
     return (
         f'<div class="scroll"><table{" class=numeric" if numeric else ""}><thead><tr>'
-        + "".join(f"<th>{_escape(name)}</th>" for name in head)
+        + "".join(f"<th>{_escape_html(name)}</th>" for name in head)
         + f"</tr></thead><tbody>{cells}</tbody></table></div>"
     )
 
 
 def _table_cell(cell: str | LinkCell) -> str:
     if isinstance(cell, LinkCell):
-        return f'<a href="{html.escape(cell.href, quote=True)}">{_escape(cell.shown_text)}</a>'
-    return _escape(cell)
+        return f'<a href="{html.escape(cell.href, quote=True)}">{_escape_html(cell.shown_text)}</a>'
+    return _escape_html(cell)
 
 
 def figure_html(
@@ -479,16 +478,16 @@ def figure_html(
     """
     of_run = "" if run is None else f' data-run="{run}"'
     return (
-        f'<figure data-kind="{kind}"{of_run}><figcaption>{_escape(title)}</figcaption>'
-        + (f'<p class="note warning">{_escape(warning)}</p>' if warning else "")
-        + (f'<p class="note">{_escape(note)}</p>' if note else "")
+        f'<figure data-kind="{kind}"{of_run}><figcaption>{_escape_html(title)}</figcaption>'
+        + (f'<p class="note warning">{_escape_html(warning)}</p>' if warning else "")
+        + (f'<p class="note">{_escape_html(note)}</p>' if note else "")
         + (f'<div class="legend">{legend}</div>' if legend else "")
         + f"{body}</figure>"
     )
 
 
 def short_number(value: float) -> str:
-    """Writes a number in few characters: 1.5M, 0.012, 3e-5; "–" if it is not finite."""
+    """Returns a number as a short text, such as 1.5M, 0.012 or 3e-5; "–" if it is not finite."""
     if not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -503,7 +502,7 @@ def short_number(value: float) -> str:
 
 def _without_extreme_values(values: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
     """Returns the values as an array, with NaN for magnitudes above LARGEST and 0 for magnitudes
-    below its inverse; None for None.
+    below 1 / LARGEST. If `values` is None, returns None.
     """
     if values is None:
         return None
@@ -535,11 +534,11 @@ def _y_range_and_cut_off(
     values = [value for _, value in reference_lines if value > 0 or not log_y]
     low, high = min([low, *values]), max([high, *values])
     if log_y:
-        low, high = _widen_if_empty(math.log10(low), math.log10(high))
+        low, high = _widen_empty_range(math.log10(low), math.log10(high))
         margin = 0.04 * (high - low)
         return 10 ** (low - margin), 10 ** (high + margin), cut_off
     is_positive = low >= 0
-    low, high = _widen_if_empty(low, high)
+    low, high = _widen_empty_range(low, high)
     margin = 0.05 * (high - low)
     if is_positive:
         return 0.0 if from_zero else max(low - margin, 0.0), high + margin, cut_off
@@ -563,7 +562,7 @@ def _smallest_and_largest_y(
     return (float(values.min()), float(values.max())) if values.size else None
 
 
-def _widen_if_empty(low: float, high: float) -> tuple[float, float]:
+def _widen_empty_range(low: float, high: float) -> tuple[float, float]:
     """Returns `low` and `high`, moved apart if they are (nearly) equal."""
     if high - low > 1e-12 * max(abs(low), abs(high)):
         return low, high
@@ -609,7 +608,7 @@ def _axes_svg(x: Axis, y: Axis, x_label: str, x_names: Sequence[str], percent: b
         anchor = "end" if at > WIDTH - 24 else "middle"
         parts.append(
             f'<text x="{min(at, WIDTH - 2):.1f}" y="{y.svg_begin + 14}" text-anchor="{anchor}">'
-            f"{_escape(x_names[tick]) if x_names else short_number(tick)}</text>"
+            f"{_escape_html(x_names[tick]) if x_names else short_number(tick)}</text>"
         )
     parts.append(
         f'<line class="axis" x1="{x.svg_begin}" x2="{x.svg_end}" '
@@ -621,7 +620,7 @@ def _axes_svg(x: Axis, y: Axis, x_label: str, x_names: Sequence[str], percent: b
 def _x_axis_label(text: str, at: float) -> str:
     return (
         f'<text class="axis-label" x="{at:.1f}" y="{HEIGHT - 5}" '
-        f'text-anchor="middle">{_escape(text)}</text>'
+        f'text-anchor="middle">{_escape_html(text)}</text>'
     )
 
 
@@ -629,7 +628,7 @@ def _y_axis_label(text: str) -> str:
     middle = (TOP + HEIGHT - BOTTOM) / 2
     return (
         f'<text class="axis-label" x="12" y="{middle}" transform="rotate(-90 12 {middle})" '
-        f'text-anchor="middle">{_escape(text)}</text>'
+        f'text-anchor="middle">{_escape_html(text)}</text>'
     )
 
 
@@ -645,7 +644,7 @@ def _reference_line(label: str, value: float, y: Axis, others: Sequence[float]) 
         f'<line class="reference" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" '
         f'y2="{at:.1f}"/><text class="reference" '
         f'x="{WIDTH - RIGHT - 2}" y="{at + (11 if below else -4):.1f}" '
-        f'text-anchor="end">{_escape(label)}</text>'
+        f'text-anchor="end">{_escape_html(label)}</text>'
     )
 
 
@@ -703,14 +702,14 @@ def _legend_entry(line: Line) -> str:
     return (
         f'<span><svg width="18" height="8"><path d="M0 4H18" stroke="{line.css_colour}" '
         f'stroke-width="2.5"{line.dash_attribute}/></svg>'
-        f"{_escape(line.label)}</span>"
+        f"{_escape_html(line.label)}</span>"
     )
 
 
 def _chart_svg(body: str, title: str) -> str:
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{_escape(title)}">{body}</svg>'
+        f'aria-label="{_escape_html(title)}">{body}</svg>'
     )
 
 
@@ -730,7 +729,7 @@ def _evenly_spaced_indices(count: int, most: int) -> list[int]:
     return list(range(0, count, max(1, -(-count // most))))
 
 
-def _escape(text: str) -> str:
+def _escape_html(text: str) -> str:
     return html.escape(str(text))
 
 

@@ -115,8 +115,8 @@ def html_document(title: str, subtitle: str, sections: Sequence[str], body: str)
 
     Args:
       sections: the names of the sections of `body`; the top of the page has a link to each.
-      body: HTML. The id of each section in it is the section's name, in lower case and with "-" in
-        place of spaces.
+      body: HTML, in which each section has an id: the name of the section, in lower case and with
+        "-" in place of spaces.
     """
     style, script = (
         resources.files(__package__).joinpath(f"page.{kind}").read_text() for kind in ("css", "js")
@@ -508,7 +508,7 @@ def _setting_text(value: Any) -> str:
 
 def _shorten_repeated_names(names: Sequence[str]) -> str:
     """Returns a list of names, such as the kinds of all layers, as a short text that counts
-    repeats. For a, a, a, b it is "3 × a, b"; if these four names come twice, "2 × (3 × a, b)".
+    repeats: "3 × a, b" for the names a, a, a, b; "2 × (3 × a, b)" if these four names come twice.
     """
     count = len(names)
     period = next(p for p in range(1, count + 1) if names == names[:p] * (count // p))

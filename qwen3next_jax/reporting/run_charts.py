@@ -58,7 +58,7 @@ def chart_sections(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _draw_charts(charts: Sequence[Chart], runs: Sequence[Run], marks: Marks = ()) -> list[str]:
-    """Draws those of the charts for which the runs have recorded values."""
+    """Draws every chart for which the runs have recorded values."""
     draw = {
         "quantity": _draw_over_steps,
         "layer": _draw_by_layer,
@@ -107,8 +107,8 @@ def _draw_over_steps(chart: Chart, runs: Sequence[Run], marks: Marks) -> str:
     """Draws the quantities of a chart, such as the loss, over steps. Returns "" if no run recorded
     any of these quantities.
 
-    If there is one run, each quantity has its own colour. If there are several, each run has its
-    own colour, and each quantity its own dash pattern.
+    If there is one run, each quantity has its own colour. If there are several runs, each run has
+    its own colour, and each quantity its own dash pattern.
     """
     several = len(runs) > 1
     points = _most_points_per_line(runs)

@@ -31,7 +31,7 @@ USES = (TRAINING, STARTING, OTHER, LOST, DOWN)
 
 
 class Series(NamedTuple):
-    """A quantity over steps, reduced to few points. Each point stands for several recorded values.
+    """A quantity over steps, reduced to few points. Each point summarises several recorded values.
 
     Attributes:
       steps: [N], the steps, increasing.
@@ -212,7 +212,7 @@ def downsample(x: np.ndarray, y: np.ndarray, points: int) -> Series:
 
     The range of x is divided into intervals. Each point of the result has the mean, the smallest
     and the largest of the finite values in one interval, so that no finite spike is lost. If an
-    interval has no finite value, they are NaN.
+    interval has no finite value, these three numbers are NaN.
 
     Args:
       x: [N]; each number is at least as large as the one before it.
@@ -264,8 +264,8 @@ class _SpanRecorder:
         self._start = self._now = start
 
     def add(self, end: float, use: str) -> None:
-        """Adds a span with this use, from the end of the last span until `end`. If `end` is not
-        later than the end of the last span, nothing is added.
+        """Adds a span of wall time with the use `use`, from the end of the last span until `end`.
+        If `end` is not later than the end of the last span, nothing is added.
 
         Args:
           end: a time, in seconds since 1970.

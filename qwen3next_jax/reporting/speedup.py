@@ -20,9 +20,9 @@ definitions agree at every loss.
 The interval over seeds reaches from the lowest to the highest speed-up of all pairs of a seed of
 the baseline and a seed of the arm. Assume that noise moves the log of the compute, with the same
 distribution in both arms. Then the interval misses the true speed-up only if the noise of every
-seed of one arm is larger than the noise of every seed of the other. With n and m seeds the
-probability of this is 2 n! m! / (n + m)!: 1/3 for two seeds of each arm, 1/10 for three, and 1/35
-for four.
+seed of one arm is larger than the noise of every seed of the other. With n and m seeds, the
+interval misses with the probability 2 n! m! / (n + m)!: 1/3 for two seeds of each arm, 1/10 for
+three, and 1/35 for four.
 
 Letters: S seeds, B budgets.
 """

@@ -1,6 +1,4 @@
-"""Counts parameters, FLOPs and cache sizes from the settings of a run, without running its
-model.
-"""
+"""Counts parameters, FLOPs and cache sizes from the settings of a run, without running its model."""
 
 from typing import NamedTuple
 

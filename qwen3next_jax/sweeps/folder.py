@@ -50,7 +50,7 @@ class LocalFolder:
 
 
 class BucketFolder:
-    """The folder of a sweep in a bucket. It has the methods of `LocalFolder`."""
+    """The folder of a sweep in a bucket, with the same methods as `LocalFolder`."""
 
     def __init__(self, workdir: BucketPath):
         self._workdir = workdir

@@ -21,7 +21,7 @@ class BestRate(NamedTuple):
       x_value: the name of the value of the x axis.
       tried_rates: the learning rates that were tried, in ascending order.
       mean_losses: [rates], the mean of the metric over the seeds.
-      low_losses, high_losses: [rates], the smallest and the largest metric over the seeds.
+      smallest_losses, largest_losses: [rates], the smallest and the largest metric of a seed.
       rate: the best learning rate, as `best_rate` defines it.
       at_edge: whether the best is the lowest or the highest rate that was tried.
       moved_sqrt2_steps: how many factors of √2 lie between the best rate at the first value of the
@@ -31,8 +31,8 @@ class BestRate(NamedTuple):
     x_value: str
     tried_rates: tuple[float, ...]
     mean_losses: tuple[float, ...]
-    low_losses: tuple[float, ...]
-    high_losses: tuple[float, ...]
+    smallest_losses: tuple[float, ...]
+    largest_losses: tuple[float, ...]
     rate: float
     at_edge: bool
     moved_sqrt2_steps: float
@@ -118,8 +118,8 @@ def best_rates_along_x(
                     x_value=x,
                     tried_rates=rates,
                     mean_losses=losses,
-                    low_losses=tuple(min(by_rate[rate]) for rate in rates),
-                    high_losses=tuple(max(by_rate[rate]) for rate in rates),
+                    smallest_losses=tuple(min(by_rate[rate]) for rate in rates),
+                    largest_losses=tuple(max(by_rate[rate]) for rate in rates),
                     rate=rate,
                     at_edge=at_edge,
                     moved_sqrt2_steps=2 * math.log2(rate / (line[0].rate if line else rate)),

@@ -379,7 +379,7 @@ def _check_layers_fit_ratio(ratio: str, layers: int, where: str) -> None:
 
 
 def _flops_value_name(value: Any, path: str | pathlib.Path) -> str:
-    """Returns a number of FLOPs as text, such as "1e+15"; `float(text)` is the number again.
+    """Returns a number of FLOPs as text, such as "1e+15", which `float` converts back exactly.
 
     Raises:
       UserError: the value is not a positive number.
@@ -556,8 +556,7 @@ def _matching_width(
 def settings_of(config: Config) -> dict[str, Any]:
     """Returns dotted name → value for every setting, such as {"model.hidden_size": 64}, with values
     that JSON can represent. Instead of "model.full_attention_interval" and
-    "model.full_attention_placement", the result has the kinds of all layers as
-    "model.layer_types".
+    "model.full_attention_placement", the result has the kinds of all layers as "model.layer_types".
     """
     settings = flatten(_jsonable(to_dict(config))) | {
         "model.layer_types": list(config.model.resolved_layer_types)

@@ -263,8 +263,8 @@ def _learning_rate_chart(title: str, x: str, label: str, line: Sequence[BestRate
                 f"{x} {one.x_value}",
                 one.tried_rates,
                 one.mean_losses,
-                low=one.low_losses,
-                high=one.high_losses,
+                low=one.smallest_losses,
+                high=one.largest_losses,
                 dots=True,
                 gradient_position=i / max(len(line) - 1, 1),
             )

@@ -212,8 +212,8 @@ def read_runs(
       paths: folders of sweeps, or files results.json.
       metric: the metric to fit, as results.json calls it.
       size: what N counts. "parameters": all parameters. "flops": a sixth of the FLOPs per token, so
-        that C = 6 N D. This is about the number of parameters that a token uses, but also counts
-        attention and the recurrence.
+        that C = 6 N D. A sixth of the FLOPs is about the number of parameters that a token uses,
+        plus a part for attention and the recurrence.
 
     Raises:
       UserError: a file cannot be read; a run has no such metric, or no count of parameters, tokens
@@ -320,9 +320,9 @@ def check_runs_determine_fit(runs: Sequence[ScalingRun]) -> None:
 
 
 def fit_loss(runs: Sequence[ScalingRun], near: LossFit | None = None) -> LossFit:
-    """Fits E, A, B, α and β. The fit minimises the sum over runs of the Huber loss of
-    log L(N, D) - log L, where log L(N, D) is written as the log of a sum of exponentials
-    (2203.15556, equation 3).
+    """Fits the constants E, A, B, α and β of L(N, D) to the losses of the runs. The fit minimises
+    the sum over runs of the Huber loss of log L(N, D) - log L, where log L(N, D) is written as the
+    log of a sum of exponentials (2203.15556, equation 3).
 
     `scipy.optimize.least_squares` minimises this sum from several starting points. A starting point
     has a combination of `_START_EXPONENTS` as α and β, and the E, A, B ≥ 0 that have the least
@@ -428,8 +428,8 @@ def _confidence_interval(value: float, resampled: Sequence[float]) -> Interval:
 
 
 def flops_per_token_by_size(runs: Sequence[ScalingRun]) -> Callable[[float], float]:
-    """Returns a function that maps a size to FLOPs per token. It is exact at the sizes of the runs;
-    between and beyond these sizes, log FLOPs is piecewise linear in log size.
+    """Returns a function that maps a size to FLOPs per token. The function is exact at the runs'
+    sizes; between and beyond these sizes, log FLOPs is piecewise linear in log size.
     """
     by_size: dict[float, list[float]] = {}
     for run in runs:
@@ -484,8 +484,8 @@ def fit_parabolas(runs: Sequence[ScalingRun]) -> tuple[Parabola, ...]:
 
 def fit_iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFlopFit:
     """Fits isoFLOP parabolas, and the line N = G C^a through those minima that lie between the
-    sizes of the runs. The interval of a is computed from fits of resampled residuals of the
-    parabolas.
+    sizes of the runs. The interval of the exponent a is computed from fits of resampled residuals
+    of the parabolas.
     """
     found = fit_parabolas(runs)
     used = [parabola for parabola in found if math.isfinite(parabola.best_size_within_runs)]

@@ -59,8 +59,8 @@ def group_arms(sweep: Sweep, results: Sequence[PointResult], metric: str) -> lis
 
     Returns:
       Lists of arms; the arms of a list are in the order of their axis. The points of a list have
-      the same values on all axes except the axes of arms, budgets and seeds. If a seed of an arm is
-      not done at every budget, it is left out.
+      the same values on all axes except the axes of arms, budgets and seeds. Seeds of an arm that
+      are not done at every budget are left out.
     """
     budgets, arms, seeds = budget_axis(sweep), arm_axis(sweep), seed_axes(sweep)
     groups: dict[str, dict[str, dict[tuple, list[PointResult]]]] = {}

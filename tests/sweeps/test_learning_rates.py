@@ -67,7 +67,7 @@ def test_a_report_says_how_far_the_best_rate_moves(tmp_path, monkeypatch):
     assert [one.moved_sqrt2_steps for one in found["scaling none"]] == pytest.approx([0, -4])
     narrow, wide = found["scaling mup"]
     assert [narrow.moved_sqrt2_steps, wide.moved_sqrt2_steps] == pytest.approx([0, 0], abs=1e-9)
-    assert narrow.high_losses[0] - narrow.low_losses[0] == pytest.approx(0.01)
+    assert narrow.largest_losses[0] - narrow.smallest_losses[0] == pytest.approx(0.01)
     # Where a seed of the best rate failed, the best is another; where it is not done, nothing is
     # said of this rate.
     assert narrow.rate == pytest.approx(6e-3)
