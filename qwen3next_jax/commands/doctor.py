@@ -443,7 +443,9 @@ def _print_results(results: Sequence[OperatorResult], console: Console) -> None:
 
 
 def _print_verdict(results: Sequence[OperatorResult]) -> int:
-    """Prints whether all kernels run, or which operators are slow or broken. Returns the exit code."""
+    """Prints whether all kernels run, or which operators are slow or broken. Returns the
+    exit code.
+    """
     code = max(result.exit_code for result in results)
     names = ", ".join(result.operator.table_name for result in results if result.exit_code == code)
     print(

@@ -345,7 +345,9 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer has experts, including the layer of the multi-token prediction module."""
+        """Whether any layer has experts, including the layer of the multi-token prediction
+        module.
+        """
         return any(sparse for _, sparse in self.mixers_and_sparsity)
 
     @property

@@ -315,7 +315,9 @@ def _package_of(import_string: str) -> str:
 
 
 def _find_import_strings(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (dotted name of a setting, import string) for all import strings in nested settings."""
+    """Yields (dotted name of a setting, import string) for all import strings in nested
+    settings.
+    """
     for key, value in settings.items():
         setting = f"{path}{key}"
         if isinstance(value, Mapping):

@@ -441,7 +441,9 @@ class LinkCell(NamedTuple):
 def table_html(
     head: Sequence[str], rows: Sequence[Sequence[str | LinkCell]], numeric: bool = False
 ) -> str:
-    """Returns a table as HTML. The cells are plain text or links; `numeric` aligns them as numbers."""
+    """Returns a table as HTML. The cells are plain text or links; `numeric` aligns them as
+    numbers.
+    """
     cells = "".join(
         "<tr>" + "".join(f"<td>{_table_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )

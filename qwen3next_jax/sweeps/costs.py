@@ -1,4 +1,6 @@
-"""Counts parameters, FLOPs and cache sizes from the settings of a run, without running its model."""
+"""Counts parameters, FLOPs and cache sizes from the settings of a run, without running its
+model.
+"""
 
 from typing import NamedTuple
 

@@ -160,7 +160,9 @@ def as_json(scaling: ScalingAnalysis) -> str:
 
 
 def render_page(scaling: ScalingAnalysis, title: str, metric: str, resamples: int) -> str:
-    """Returns the page scaling.html: the sentences, charts and tables of the results, and the runs."""
+    """Returns the page scaling.html: the sentences, charts and tables of the results, and
+    the runs.
+    """
     listed = "".join(
         f"<li>{html.escape(line)}</li>" for line in result_sentences(scaling, resamples)
     )
