@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from absl import app, flags, logging
 
-from qwen3next_jax.commands.config_flags import accepts_setting_flags, split_off_overrides
+from qwen3next_jax.commands.config_flags import command_accepts_setting_flags, split_off_overrides
 from qwen3next_jax.commands.help import flags_of_this_package, help_on_word, help_text
 from qwen3next_jax.commands.interrupts import InterruptThread
 from qwen3next_jax.commands.process_setup import keep_freed_memory
@@ -125,7 +125,7 @@ def _parse_flags(doc: str, argv: Sequence[str]) -> list[str]:
         hint = (
             (
                 setting_flags_hint(settings_ending_in(error.flagname))
-                if accepts_setting_flags()
+                if command_accepts_setting_flags()
                 else ""
             )
             or did_you_mean(error.flagname, flags_of_this_package())

@@ -70,7 +70,7 @@ def accept_setting_flags() -> None:
     _accepts_setting_flags = True
 
 
-def accepts_setting_flags() -> bool:
+def command_accepts_setting_flags() -> bool:
     """Whether the command accepts flags of the form `--config.group.name=value`."""
     return _accepts_setting_flags
 

@@ -226,7 +226,7 @@ class _DecodingTimer:
             print("compiling, or loading a compiled program …", file=sys.stderr, flush=True)
         self._compiles = True
 
-    def start_decoding(self) -> None:
+    def mark_decoding_start(self) -> None:
         """Records the current time as the end of compilation and the start of decoding."""
         now = time.perf_counter()
         self._compile_seconds, self._began = now - self._began, now
@@ -282,7 +282,7 @@ def _start_decoding(model, prompts: list, request: dict):
 
     timer = _DecodingTimer()
     stream = decode.generate(model, prompts, on_compile=timer.announce_compilation, **request)
-    timer.start_decoding()
+    timer.mark_decoding_start()
     return timer, stream
 
 

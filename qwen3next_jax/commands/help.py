@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from qwen3next_jax.commands.config_flags import accepts_setting_flags
+from qwen3next_jax.commands.config_flags import command_accepts_setting_flags
 from qwen3next_jax.common.errors import UserError, did_you_mean
 from qwen3next_jax.config import Config, MixerConfig
 from qwen3next_jax.config.describe import list_settings, settings_by_mixer
@@ -22,7 +22,7 @@ def help_text(doc: str) -> str:
     lines = [doc.strip(), "", "flags:"]
     for name, text in _flag_entries():
         lines += _format_entry(name, text, width)
-    if accepts_setting_flags():
+    if command_accepts_setting_flags():
         lines += ["", "settings, with their defaults (--help WORD shows those with this word):"]
         for _, entries in itertools.groupby(_setting_entries(), lambda entry: entry[0]):
             lines.append("")
@@ -39,7 +39,7 @@ def help_on_word(word: str) -> str:
       UserError: no flag and no setting contains the word.
     """
     entries = _flag_entries()
-    if accepts_setting_flags():
+    if command_accepts_setting_flags():
         entries += [(name, text) for _, name, text in _setting_entries()]
     found = [entry for entry in entries if word.lower() in " ".join(entry).lower()]
     if not found:

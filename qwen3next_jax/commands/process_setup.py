@@ -22,8 +22,8 @@ def enable_compilation_cache() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse freed memory instead of returning it to the system. Must be called before
-    JAX starts its threads.
+    """Makes glibc reuse freed memory instead of returning it to the system. This function must be
+    called before JAX starts its threads.
 
     On CPU each step allocates its buffers with malloc. By default malloc maps large buffers anew,
     so the kernel zeroes hundreds of megabytes per step. With reuse, a step of configs/tiny.py took

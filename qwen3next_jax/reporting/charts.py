@@ -39,7 +39,7 @@ class Line:
       label: the name of the line in the legend; "": the legend does not list the line.
       x: increasing numbers.
       y: a number for each x; NaN leaves a gap.
-      low, high: the edges of a band around y, or None for no band.
+      band_low, band_high: the edges of a band around y, or None for no band.
       colour_index: the index of one of the colours --series-0 … of page.css.
       gradient_position: a number from 0 to 1, such as the relative depth of a layer. It chooses one
         of the colours --depth-0 … of page.css; None: `colour_index` chooses the colour.
@@ -53,8 +53,8 @@ class Line:
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
+    band_low: Sequence[float] | None = None
+    band_high: Sequence[float] | None = None
     colour_index: int = 0
     gradient_position: float | None = None
     dash_index: int = 0
@@ -150,8 +150,8 @@ def line_chart(
         dataclasses.replace(
             line,
             y=_without_extreme_values(line.y),
-            low=_without_extreme_values(line.low),
-            high=_without_extreme_values(line.high),
+            band_low=_without_extreme_values(line.band_low),
+            band_high=_without_extreme_values(line.band_high),
         )
         for line in lines
     ]
@@ -213,7 +213,7 @@ def _line_for_page_script(line: Line) -> dict:
     data = {"label": line.label, "colour": line.css_colour, "x": _rounded_for_json(line.x, 9)}
     data["y"] = _rounded_for_json(line.y)
     if _largest_band_height(line) > 0:
-        data |= {"low": _rounded_for_json(line.low), "high": _rounded_for_json(line.high)}
+        data |= {"low": _rounded_for_json(line.band_low), "high": _rounded_for_json(line.band_high)}
     if pattern := DASHES[line.dash_index % len(DASHES)]:
         data["dash"] = pattern
     if line.dots:
@@ -557,7 +557,7 @@ def _smallest_and_largest_y(
     parts = []
     for line in lines:
         shown = np.asarray(line.x, float) >= start
-        bands = [values for values in (line.low, line.high) if values is not None]
+        bands = [values for values in (line.band_low, line.band_high) if values is not None]
         parts += [np.asarray(values, float)[shown] for values in (line.y, *bands)]
     values = np.concatenate(parts)
     values = values[np.isfinite(values) & ((values > 0) | (not log))]
@@ -669,12 +669,12 @@ def _line_svg(line: Line, x: Axis, y: Axis) -> str:
 
 
 def _band_svg(line: Line, px: np.ndarray, y: Axis) -> str:
-    """Draws the band from line.low to line.high. Returns "" if the band has no height, or if it has
-    a gap.
+    """Draws the band between `line.band_low` and `line.band_high`. Returns "" if the band has no
+    height or has a gap.
     """
     if _largest_band_height(line) <= 0:
         return ""
-    low, high = np.asarray(line.low, float), np.asarray(line.high, float)
+    low, high = np.asarray(line.band_low, float), np.asarray(line.band_high, float)
     upper, lower = _svg_path(px, y(high)), _svg_path(px[::-1], y(low)[::-1])
     if upper.count("M") != 1 or lower.count("M") != 1:
         return ""
@@ -684,9 +684,11 @@ def _band_svg(line: Line, px: np.ndarray, y: Axis) -> str:
 
 def _largest_band_height(line: Line) -> float:
     """Returns the largest distance between the edges of the line's band; 0 without a band."""
-    if line.low is None or line.high is None:
+    if line.band_low is None or line.band_high is None:
         return 0.0
-    return float(np.nanmax(np.asarray(line.high, float) - np.asarray(line.low, float), initial=0))
+    return float(
+        np.nanmax(np.asarray(line.band_high, float) - np.asarray(line.band_low, float), initial=0)
+    )
 
 
 def _svg_path(px: np.ndarray, py: np.ndarray) -> str:

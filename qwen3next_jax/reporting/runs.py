@@ -263,7 +263,7 @@ class _SpanRecorder:
         self.spans: list[Span] = []
         self._start = self._now = start
 
-    def add(self, end: float, use: str) -> None:
+    def add_span_until(self, end: float, use: str) -> None:
         """Adds a span of wall time with the use `use`, from the end of the last span until `end`.
         If `end` is not later than the end of the last span, nothing is added.
 
@@ -286,20 +286,24 @@ def wall_time_spans(run: Run) -> list[Span]:
         kind, time = event["event"], event.get("time", 0.0)
         if kind == "start":
             if event.get("previous_end"):
-                recorder.add(event["previous_end"], LOST if event.get("lost_steps") else OTHER)
-            recorder.add(time, DOWN)
+                recorder.add_span_until(
+                    event["previous_end"], LOST if event.get("lost_steps") else OTHER
+                )
+            recorder.add_span_until(time, DOWN)
             starting, first_step = True, event.get("first_step", 0)
         elif kind == "train":
             # If the first step is logged, its seconds include the compilation.
             is_compilation = starting and event["step"] == first_step + 1
             # `seconds` excludes evaluations and saves since the last "train" event. They are drawn
             # before the training time, wherever they were in between.
-            recorder.add(time - event.get("seconds", 0.0), STARTING if starting else OTHER)
-            recorder.add(time, STARTING if is_compilation else TRAINING)
+            recorder.add_span_until(
+                time - event.get("seconds", 0.0), STARTING if starting else OTHER
+            )
+            recorder.add_span_until(time, STARTING if is_compilation else TRAINING)
             starting = is_compilation
         elif kind == "rewind":
-            recorder.add(time, LOST)
-    recorder.add(run.all_events[-1].get("time", 0.0), STARTING if starting else OTHER)
+            recorder.add_span_until(time, LOST)
+    recorder.add_span_until(run.all_events[-1].get("time", 0.0), STARTING if starting else OTHER)
     return recorder.spans
 
 
@@ -436,7 +440,7 @@ def runs_without_layer_statistics(runs: Sequence[Run]) -> list[Run]:
 
 def setting_differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
     """Returns (setting, its value in each run) for the settings in which the runs differ. A value
-    is None if the run has no such setting.
+    is None if the run does not have the setting.
     """
     configs = [flatten(run.config) for run in runs]
     names = sorted({name for config in configs for name in config})

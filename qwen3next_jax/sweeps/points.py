@@ -211,7 +211,7 @@ def _check_points_differ(points: list[Point], path: str | pathlib.Path) -> None:
             )
         names.add(point.name)
     for point in points:
-        first = first_with.setdefault(json.dumps(settings_of(point.config)), point)
+        first = first_with.setdefault(json.dumps(flat_settings(point.config)), point)
         if first is not point:
             raise UserError(
                 f"{path}: points {first.name} and {point.name} are the same run: all their "
@@ -553,7 +553,7 @@ def _matching_width(
     return f"model.{name}", steps * _WIDTH_STEP
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def flat_settings(config: Config) -> dict[str, Any]:
     """Returns dotted name → value for every setting, such as {"model.hidden_size": 64}, with values
     that JSON can represent. Instead of "model.full_attention_interval" and
     "model.full_attention_placement", the result has the kinds of all layers as "model.layer_types".
@@ -579,7 +579,7 @@ def check_same_sweep(
     Raises:
       UserError: the folder holds another sweep; the message names the first difference.
     """
-    now = {point.name: settings_of(point.config) for point in sweep.points}
+    now = {point.name: flat_settings(point.config) for point in sweep.points}
     for name in (*now, *before):
         if name not in before or name not in now:
             raise UserError(
@@ -611,7 +611,7 @@ def sweep_manifest(sweep: Sweep) -> dict[str, Any]:
                 "name": p.name,
                 "values": p.axis_values,
                 "overrides": _jsonable(p.overrides),
-                "config": settings_of(p.config),
+                "config": flat_settings(p.config),
             }
             for p in sweep.points
         ],

@@ -99,8 +99,8 @@ class Interval(NamedTuple):
 class Optimum(NamedTuple):
     """The best use of `flops` FLOPs: the size, the number of tokens, and the loss.
 
-    `at_search_end` is true if the size is the smallest or the largest that was searched. By the
-    fit, ever smaller or ever larger models are then better, and there is no best size.
+    `at_search_end` is true if the size is the smallest or the largest that was searched. In that
+    case, by the fit, ever smaller or ever larger models are better, and there is no best size.
     """
 
     flops: float

@@ -301,7 +301,7 @@ def _band_line(label: str, x: Sequence[float], values: Iterable, dash: int = 0) 
     values = np.asarray(list(values))
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(values[:, 1:], (tail, 1 - tail), axis=1)
-    return Line(label, x, values[:, 0], low=low, high=high, dash_index=dash)
+    return Line(label, x, values[:, 0], band_low=low, band_high=high, dash_index=dash)
 
 
 def _prediction_row(prediction: Prediction) -> list[str]:
