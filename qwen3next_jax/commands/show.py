@@ -238,7 +238,7 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
         single_device_mesh(),
     )
     parameters, optimizer = _tree_bytes(state["params"]), _tree_bytes(state["opt_state"])
-    frozen = _tree_bytes(groups.frozen(state["params"]))
+    frozen = _tree_bytes(groups.select_frozen(state["params"]))
     table = Table("training on", box=SIMPLE)
     of_state = {
         "parameters": parameters,
