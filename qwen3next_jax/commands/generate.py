@@ -101,7 +101,7 @@ def _load_model_and_generate(
                     model, tokenizer, text, request | {"min_cache_length": capacity}
                 )
 
-            _chat_loop(template.prompt, answer)
+            _chat_loop(template.render_prompt, answer)
         elif _samples.value == 1:
             _stream_continuation(model, tokenizer, text, request, echo=text)
         else:
@@ -342,13 +342,13 @@ def _write_recorded_routing(model, prompt, new: list[list[int]], stream) -> None
     """
     if _record_routing.value is None:
         return
-    from qwen3next_jax.data.recorded import write_recorded
+    from qwen3next_jax.data.recorded import write_recorded_text
 
     folder = pathlib.Path(_record_routing.value)
     # The experts are there only if the stream has ended. Texts without new tokens teach nothing.
     texts = [(row, experts) for row, experts in zip(new, stream.routed_experts) if row]
     for row, experts in texts:
-        write_recorded(folder, model.config, [*prompt, *row], experts, len(prompt))
+        write_recorded_text(folder, model.config, [*prompt, *row], experts, len(prompt))
     print(f"{folder}: wrote the experts of {len(texts)} of {len(new)} texts", file=sys.stderr)
 
 
