@@ -20,7 +20,7 @@ if len(sys.argv) > 1:
 else:
     model = Qwen3Next(qwen3next.load_config("tiny").model, rngs=nnx.Rngs(0))
 print(model)
-for block, layers in zip(model.layers, model.config.stacks):
+for block, layers in zip(model.layers, model.config.layer_stacks):
     if not hasattr(block.mixer, "a_log"):
         continue
     a_log, dt_bias = block.mixer.a_log[...], block.mixer.dt_bias[...]  # [layers, heads]

@@ -163,7 +163,7 @@ def compile_layer(
     remat: str,
     options: dict[str, str],
 ):
-    placement = config.block.resolve("placement")
+    placement = config.block.import_part("placement")
 
     def block():
         return placement(

@@ -151,7 +151,7 @@ def make(name: str, path: pathlib.Path, programs: pathlib.Path | None):
     """
     topology_name, axes, config_file, settings = POINTS[name]
     config = load_config(config_file, settings)
-    mesh = MeshConfig(**run_flags.read_mesh(axes))
+    mesh = MeshConfig(**run_flags.parse_mesh_flag(axes))
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=mesh))
     jax.config.update("jax_platforms", "cpu")
     # JAX can write programs for described devices to its compilation cache, but cannot read them.

@@ -36,9 +36,9 @@ from rich.console import Console
 
 from benchmarks import harness
 from benchmarks.reporting.part_figures import draw_parts
-from qwen3next_jax.commands.show import draw_config
+from qwen3next_jax.commands.show import draw_model_of_config
 from qwen3next_jax.config import Config, from_dict
-from qwen3next_jax.config.files import find_file, load_config_file
+from qwen3next_jax.config.files import find_user_or_shipped_file, load_config_file
 from qwen3next_jax.planner.parts import cost_by_part
 from qwen3next_jax.planner.roofline import SourceCost
 from qwen3next_jax.reporting.charts import Line, line_chart, series_colour, short_number
@@ -83,10 +83,10 @@ ACCURACIES = {
 def draw_pictures() -> dict[str, str]:
     """Returns name of the file → SVG, of every picture."""
     run = load_run(RECORD)
-    config = from_dict(Config, load_config_file(find_file("qwen3_next_80b_a3b")))
+    config = from_dict(Config, load_config_file(find_user_or_shipped_file("qwen3_next_80b_a3b")))
     state = json.loads((DOCS / "sweeps" / "state.json").read_text())
     return {
-        "qwen3_next_80b_a3b.svg": draw_config(config),
+        "qwen3_next_80b_a3b.svg": draw_model_of_config(config),
         **draw_parts(config.model),
         "page.svg": draw_page(run),
         "terminal.svg": draw_terminal(run),
@@ -142,7 +142,7 @@ def draw_page(run: Run) -> str:
 def draw_terminal(run: Run) -> str:
     """Draws the live panel as it was after the last event of a run."""
     config = from_dict(Config, run.config)
-    start = run.events["start"][-1]
+    start = run.events_by_kind["start"][-1]
     console = Console(
         record=True, file=io.StringIO(), force_terminal=True, width=104, legacy_windows=False
     )
@@ -152,9 +152,9 @@ def draw_terminal(run: Run) -> str:
         0,
         console=console,
     )
-    steps = [event for event in run.log if event["event"] == "train"]
+    steps = [event for event in run.all_events if event["event"] == "train"]
     shown = steps[2 * len(steps) // 3]  # the panel in the middle of a run
-    for event in run.log:
+    for event in run.all_events:
         if event["time"] <= shown["time"]:
             display(event)
     display.set_elapsed(shown["time"] - start["time"])
@@ -189,7 +189,9 @@ def draw_sweep(sweep: dict) -> str:
             ]
             mean = [math.fsum(v) / len(v) for v in values]
             ends = [list(map(end, values)) for end in (min, max)]
-            drawn.append(Line(label, range(len(ratios)), mean, *ends, colour=colour, dots=True))
+            drawn.append(
+                Line(label, range(len(ratios)), mean, *ends, colour_index=colour, dots=True)
+            )
         return drawn
 
     recall = {f"mqar accuracy/{pairs} pairs": f"{pairs} pairs" for pairs in (4, 8, 16)}
@@ -224,7 +226,7 @@ def draw_state(sweep: dict, title: str, *charts: tuple[str, str, dict[str, str]]
             values = [[point[metric] for point in points] for metric in metrics]
             mean = [math.fsum(v) / len(v) for v in values]
             ends = [list(map(end, values)) for end in (min, max)]
-            lines.append(Line(label, range(len(mean)), mean, *ends, colour=colour, dots=True))
+            lines.append(Line(label, range(len(mean)), mean, *ends, colour_index=colour, dots=True))
         figures.append(
             line_chart(
                 f"{caption}, accuracy",
@@ -232,7 +234,7 @@ def draw_state(sweep: dict, title: str, *charts: tuple[str, str, dict[str, str]]
                 x_label="positions of a row; the trained rows end at the vertical line",
                 x_names=[name.partition("/")[2].replace("-", "–") for name in metrics],
                 from_zero=True,
-                references=ACCURACIES[task],
+                reference_lines=ACCURACIES[task],
                 marks=[(0.5, "the trained rows end", "stage")],
             )
         )
@@ -297,12 +299,14 @@ def draw_decoding(results: dict) -> str:
                 name.partition(" 3:1")[0],
                 [_number(context) for context in contexts],
                 [_number(row[i]) for row in rows if row[1] == name],
-                colour=n,
+                colour_index=n,
                 dots=True,
             )
             for n, name in enumerate(names)
         ]
-        figures.append(line_chart(title, lines, x_label="tokens of context", log=True, log_x=True))
+        figures.append(
+            line_chart(title, lines, x_label="tokens of context", log_y=True, log_x=True)
+        )
     charts, height = _grid(figures, 20)
     return _svg(charts, height, "decoding by context")
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from flax import nnx
 from rich.table import Table
 
-from qwen3next_jax.commands.console import make_console, waiting
+from qwen3next_jax.commands.console import make_console, show_while_waiting
 from qwen3next_jax.common.errors import UserError, escape_lines
 from qwen3next_jax.common.metrics import Metric, MetricValue, to_metric_values
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import Config, DataConfig, MeshConfig, ModelConfig
-from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.config.compatibility import settings_incompatible_with_weights
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
 from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.data.progress import PreparationProgress
@@ -38,23 +38,23 @@ class EvaluationResult(NamedTuple):
 
     Attributes:
       name: the name of the evaluation, such as "heldout".
-      title: the name, the model and the step, for people.
+      title: a line for readers with the name, the model and the step.
       step: the step of the checkpoint; None for a Hugging Face directory.
-      values: {name of a value: number}.
-      metrics: the declarations of the metrics.
-      belongs_to_run: whether the model is that of the run, with all its settings, so that the
-        results belong into the run's folder.
+      values: name of a value → the value.
+      metric_declarations: name of a metric → its declaration.
+      belongs_in_run_folder: whether the model is that of the run, with all its settings, so that
+        the results belong into the run's folder.
     """
 
     name: str
     title: str
     step: int | None
     values: dict[str, float]
-    metrics: Mapping[str, Metric]
-    belongs_to_run: bool
+    metric_declarations: Mapping[str, Metric]
+    belongs_in_run_folder: bool
 
 
-def evaluate(
+def evaluate_and_print(
     config: Config | None,
     path: pathlib.Path,
     names: tuple[str, ...] = ("heldout",),
@@ -68,23 +68,23 @@ def evaluate(
     """Runs evaluations, and prints the results of each evaluation as a table. Returns the exit
     code.
 
-    If there are several processes, all must call this function; process 0 prints and writes.
+    If there are several processes, each must call this function; process 0 prints and writes.
 
     Args:
-      config, path, names, options, step, mesh, dtype, ema: as for `run_evaluations`.
+      config, path, names, options, step, mesh, dtype, ema: arguments of `run_evaluations`.
       json_path: path of a file to which the results are written; "" for none. The results of a run
         are also written to RUN/eval/NAME.json, or NAME_average.json with `ema`, unless `config`
         changes settings of the model.
 
     Raises:
-      UserError: as `run_evaluations` does, or a file cannot be written.
+      UserError: `run_evaluations` raises a UserError, or a file cannot be written.
     """
     results, wrote = {}, False
-    during = waiting if is_process_0() else nullcontext
+    during = show_while_waiting if is_process_0() else nullcontext
     for result in run_evaluations(config, path, names, options, step, mesh, dtype, ema, during):
-        _print_values(result.title, to_metric_values(result.values, result.metrics))
+        _print_values(result.title, to_metric_values(result.values, result.metric_declarations))
         results[result.name] = {"step": result.step} | result.values
-        if result.belongs_to_run:
+        if result.belongs_in_run_folder:
             name = f"{result.name}_average" if ema else result.name
             _write_values(path / "eval" / f"{name}.json", results[result.name])
             wrote = True
@@ -106,27 +106,24 @@ def run_evaluations(
     ema: bool = False,
     during: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[EvaluationResult]:
-    """Yields the results of each evaluation when it ends.
+    """Runs evaluations, and yields the results of each evaluation as soon as it ends.
 
-    If there are several processes, all must call this function.
+    If there are several processes, each must call this function.
 
     Args:
       config: the configuration of the evaluation, which names the data. None: the configuration of
-        the run, or for a Hugging Face directory the default data. For a run, the weights of the
-        run's model must fit the model of `config`: `config` may change the data, the row length,
-        and settings of the model that do not change the meaning of its weights
-        (`config.compatibility`).
+        the run, or for a Hugging Face directory the default data. If `path` is a run, `config` may
+        change the data, the row length, and settings of the model that do not change the meaning of
+        its weights (`config.compatibility`).
       path: the folder of a run, or a Hugging Face directory.
       names: names of evaluations.
       options: the options of all evaluations.
-      step: as for `load_model`.
-      mesh: as for `load_model`.
-      dtype: as for `load_model`.
-      ema: as for `load_model`.
-      during: shows a text while its block runs.
+      step, mesh, dtype, ema: arguments of `load_model`.
+      during: function that maps a text to a context manager, which shows the text while an
+        evaluation runs.
 
     Raises:
-      UserError: an evaluation does not exist or cannot run on this model. This error is raised
+      UserError: an evaluation does not exist or cannot run on this model; the error is raised
         before anything is computed.
     """
     for name in names:
@@ -135,7 +132,7 @@ def run_evaluations(
     if is_run:
         trained = read_config(path)
         if config is not None:
-            _check_same_weights(config.model, trained.model, path)
+            _check_weights_fit_config(config.model, trained.model, path)
         else:
             # "" means the copy of the tokenizer in the run's folder; the original file may be gone.
             data = dataclasses.replace(trained.data, tokenizer="")
@@ -154,7 +151,7 @@ def run_evaluations(
     graphdef, params = nnx.split(model, nnx.Param)
     described = config.model if is_run else model.config
     # `other` names the settings of the model that --config changes.
-    if other := described.differs(model.config):
+    if other := described.differing_settings(model.config):
         graphdef, _ = abstract_model(described)
     if config is not None:
         data, length, batch_size = (
@@ -194,14 +191,16 @@ def run_evaluations(
         )
 
 
-def _check_same_weights(model: ModelConfig, trained: ModelConfig, workdir: pathlib.Path) -> None:
+def _check_weights_fit_config(
+    model: ModelConfig, trained: ModelConfig, workdir: pathlib.Path
+) -> None:
     """Checks that `model`, the model of --config, can use the weights of `trained`, the model of
     the run in `workdir`.
 
     Raises:
-      UserError: a setting of `model` requires weights of another shape or meaning.
+      UserError: a setting of `model` requires weights with another shape or meaning.
     """
-    for name in sorted(weights_differ(model, trained))[:1]:
+    for name in sorted(settings_incompatible_with_weights(model, trained))[:1]:
         theirs, ours = (
             c.mixers if name == "layer_types" else getattr(c, name) for c in (trained, model)
         )
@@ -237,9 +236,9 @@ def _open_data(
 
 
 def _print_values(title: str, values: list[MetricValue]) -> None:
-    """Prints the values as a table. If there are several metrics, all measured under the same
-    conditions (loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition
-    and a column per metric; otherwise it has a row per value.
+    """Prints the values as a table. If several metrics were measured under the same conditions
+    (such as loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition and
+    a column per metric. Otherwise the table has a row per value.
     """
     cells = {(value.kind, value.condition): str(value) for value in values}
     titles = {value.kind: value.metric.title for value in values}

@@ -23,8 +23,8 @@ def main() -> int:
         raise UserError(
             "--model and --tasks are needed: a run or a Hugging Face directory, and names of tasks"
         )
-    checks.check_model("model", _model.value)
-    checks.check_writable("json", _json.value)
+    checks.check_and_read_model_config("model", _model.value)
+    checks.check_result_file("json", _json.value)
     loading = get_loading()
     try:
         import lm_eval

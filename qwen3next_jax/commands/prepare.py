@@ -1,12 +1,13 @@
 """Prepares the data of a run before it starts: tokenizes the files of data.path and packs their
-tokens into rows. It needs no accelerator and does not load JAX.
+tokens into rows. The command needs no accelerator and does not load JAX.
 
     qwen3next prepare --config=configs/tiny.py [--workers=N] [--rank=I --of=N]
 
 Finished rows are kept in data.prepared_dir, from which `train.py` reads them. If the command is
-killed, the same command continues. Several hosts that share that folder can prepare together: each
-runs this command with its own --rank (from 0) and the same --of. If a host dies, the files on which
-it worked are missing; then run the command again, with any number of hosts.
+killed, the same command continues. Several hosts that share data.prepared_dir can prepare the data
+together: each host runs this command with its own --rank (from 0) and the same --of. If a host
+dies, the files on which it worked are missing; then run the command again, with any number of
+hosts.
 """
 
 import dataclasses

@@ -43,7 +43,7 @@ def main() -> int:
     from qwen3next_jax.runs.record import read_config_if_readable
     from qwen3next_jax.training import unused_settings
 
-    given = None if _allow_unused.value else config_flags.given_settings(may_resume)
+    given = None if _allow_unused.value else config_flags.settings_given_by_user(may_resume)
     resumed = None if _restart.value else read_config_if_readable(workdir)
     unused_settings.check_effect_and_targets(config, given, resumed)
     from qwen3next_jax.runs.start import prepare_start

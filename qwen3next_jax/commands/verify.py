@@ -1,12 +1,12 @@
-"""Compares runs, exports and prepared data with their recorded digests, and prints a table. The
-exit code is 1 if anything is damaged.
+"""Compares the files of runs, exports and prepared data with their recorded checksums, and prints a
+table. The exit code is 1 if anything is damaged.
 
     qwen3next verify PATH [PATH …]
 
-A PATH is the folder of a run, whose run.json, tokenizer, checkpoints, frozen parameters and dumps
-are checked; a Hugging Face directory with SHA256SUMS; a folder of prepared rows; or
-`data.prepared_dir`, which holds several such folders and the tokens from which their rows were
-packed. Every row of prepared data is read, but not the padding between rows.
+A PATH is one of these folders: a run, whose run.json, tokenizer, checkpoints, frozen parameters and
+dumps are checked; a Hugging Face directory with SHA256SUMS; a folder of prepared rows; or
+`data.prepared_dir`, which holds folders of rows and the tokens from which the rows were packed.
+Every row of prepared data is read, but not the padding between rows.
 
     qwen3next verify PREPARED_DIR --evaluation=GLOB --tokenizer=FILE [--text_field=NAME]
 
@@ -78,13 +78,13 @@ def main(arguments: list[str]) -> int:
 def print_contamination(
     prepared_dir: str, evaluation: str, text_field: str, tokenizer: str | None
 ) -> None:
-    """Prints which texts of an evaluation prepared data contain.
+    """Prints which texts of an evaluation occur in prepared data.
 
     Args:
       prepared_dir: the folder of prepared data.
       evaluation: a glob of files with texts.
-      text_field: the field of the texts.
-      tokenizer: the tokenizer of the prepared data, as `load_tokenizer` reads it.
+      text_field: the field of a record that holds the text.
+      tokenizer: "bytes" or the path of the tokenizer of the prepared data; None raises an error.
 
     Raises:
       UserError: no tokenizer is given; the texts cannot be read; or the folder holds no tokens of
@@ -113,8 +113,8 @@ def print_contamination(
 
 
 def verify(path: pathlib.Path) -> Iterator[Finding]:
-    """Checks all files of the run, export or prepared data in `path`, and yields a finding for each
-    part.
+    """Checks all files of the run, export or prepared data in `path`. Yields for each file or
+    folder that was checked its name and a description of its damage, which is None if it is whole.
 
     Raises:
       UserError: `path` is neither the folder of a run, nor a Hugging Face directory with
@@ -128,7 +128,7 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
         return _verify_rows(path)
     folders = _row_folders(path)
     if folders or any(path.glob("tokens/*/*")) or any(path.glob("corpora/*.json")):
-        return _verify_prepared(path, folders)
+        return _verify_prepared_dir(path, folders)
     reason = (
         "no such folder"
         if not path.exists()
@@ -191,7 +191,7 @@ def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
 
 
 def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the folders of rows in `data.prepared_dir`, sorted."""
+    """Returns the folders that hold rows in `path`, a `data.prepared_dir`, in sorted order."""
     folders = {file.parent for file in path.glob("rows/*/*.array_record")}
     folders |= {
         file.parent
@@ -201,7 +201,7 @@ def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder for folder in folders if not folder.name.startswith("."))
 
 
-def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
+def _verify_prepared_dir(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
     from qwen3next_jax.data.preparation import read_corpus_parts
     from qwen3next_jax.data.prepared import read_index_arrays
     from qwen3next_jax.data.row_groups import METADATA

@@ -1,14 +1,15 @@
 """The registry: tables from names in settings to the classes and functions that they stand for.
 
-There is one table for each kind of part (mixers, norms, optimizers, …). It maps a name to an import
-string, "package.module:Name". Because the values are strings, checking a config imports no parts,
-and a run imports only the parts that it uses. No other file contains these import strings.
+There is one table for each kind of part (mixers, norms, optimizers, …). A table maps names to
+import strings of the form "package.module:Name". Because import strings are only text, checking a
+config imports no parts, and a run imports only the parts that it uses. No other file contains these
+import strings.
 
 A setting whose values are the names of a table also accepts an import string of the user's own
-code, "my_package.module:Name" (docs/extending.md). Importing it runs that code. Therefore only the
-user may give an import string: in a config file, in a flag, or in Python. Other files that this
-package reads (a run.json, a Hugging Face directory) may contain an import string only if its
-package is trusted (by the function `trust` or the flag --trust).
+code, "my_package.module:Name" (docs/extending.md). Importing such a part runs the user's code.
+Therefore only the user may give an import string: in a config file, in a flag, or in Python. Other
+files that this package reads (a run.json, a Hugging Face directory) may contain an import string
+only if its package is trusted (by the function `trust` or the flag --trust).
 """
 
 import importlib
@@ -189,12 +190,12 @@ def is_import_string(name: Any) -> bool:
 
 
 def check_name(table: Table, name: str, setting: str) -> None:
-    """Checks a name in a setting, without importing the part that has this name.
+    """Checks that `name` is a valid value of a setting, without importing the part with this name.
 
     Args:
       table: the table of the setting.
-      name: the name.
-      setting: the setting's dotted name, such as "data.source", for messages.
+      name: the value of the setting.
+      setting: the setting's dotted name, such as "data.source", for error messages.
 
     Raises:
       UserError: the table does not have `name`, and `name` is not an import string.
@@ -209,15 +210,16 @@ def check_name(table: Table, name: str, setting: str) -> None:
 
 
 def resolve(table: Table, name: str, setting: str) -> Any:
-    """Imports and returns the class or function that a name in a setting stands for.
+    """Returns the class or function that `name`, the value of a setting, stands for, after
+    importing its module.
 
     Args:
       table: the table of the setting.
       name: a name in the table, or an import string.
-      setting: the setting's dotted name, for messages.
+      setting: the setting's dotted name, for error messages.
 
     Raises:
-      UserError: `check_name` refuses the name, or the import fails.
+      UserError: `name` is neither in the table nor an import string, or the import fails.
     """
     check_name(table, name, setting)
     import_string = table.get(name, name)
@@ -248,8 +250,8 @@ def resolve(table: Table, name: str, setting: str) -> Any:
 
 
 def _error_place(error: Exception) -> str:
-    """Returns "; FILE, line N", the place in a user's module that raised an error while it was
-    imported; "" if the import itself failed, and for modules of this package.
+    """Returns "; FILE, line N", the place that raised an error while a module was imported. Returns
+    "" if the module was not found, or if this file raised the error.
     """
     frame = traceback.extract_tb(error.__traceback__)[-1]
     if frame.filename.startswith("<frozen") or frame.filename == __file__:
@@ -258,7 +260,9 @@ def _error_place(error: Exception) -> str:
 
 
 def _is_missing_folder(missing: str | None, module: str) -> bool:
-    """Whether importing `module` failed because a folder of this package, `missing`, is missing."""
+    """Whether `missing`, the module that could not be found, is a folder of this package that
+    contains `module`.
+    """
     return bool(missing) and missing.startswith("qwen3next_jax.") and module.startswith(missing)
 
 
@@ -273,20 +277,20 @@ def trust(package: str) -> None:
 
 def trust_user_settings(settings: Mapping[str, Any]) -> None:
     """Trusts the packages of all import strings in nested settings that a user wrote."""
-    for _, name in _import_strings(settings):
+    for _, name in _find_import_strings(settings):
         trust(_package_of(name))
 
 
-def trust_flags(settings: Mapping[str, Any]) -> str:
-    """Returns the flags, each with a space before it, that a command needs to read nested settings
-    with import strings; "" if there are none.
+def trust_flags_text(settings: Mapping[str, Any]) -> str:
+    """Returns the flags --trust=PACKAGE, each with a space before it, that a command needs in order
+    to read these nested settings; "" if the settings contain no import strings.
     """
-    packages = {_package_of(name): None for _, name in _import_strings(settings)}
+    packages = {_package_of(name): None for _, name in _find_import_strings(settings)}
     return "".join(f" --trust={package}" for package in packages)
 
 
 def check_trusted(settings: Mapping[str, Any], where: str) -> None:
-    """Checks nested settings that were read from a file.
+    """Checks that nested settings, which were read from a file, name only trusted packages.
 
     Args:
       settings: the settings, as a nested dict.
@@ -295,7 +299,7 @@ def check_trusted(settings: Mapping[str, Any], where: str) -> None:
     Raises:
       UserError: the value of a setting is an import string whose package is not trusted.
     """
-    for setting, name in _import_strings(settings):
+    for setting, name in _find_import_strings(settings):
         package = _package_of(name)
         require(
             package in _trusted,
@@ -310,14 +314,14 @@ def _package_of(import_string: str) -> str:
     return re.split(r"[.:]", import_string)[0]
 
 
-def _import_strings(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+def _find_import_strings(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
     """Yields (dotted name of a setting, import string) for all import strings in nested
     settings.
     """
     for key, value in settings.items():
         setting = f"{path}{key}"
         if isinstance(value, Mapping):
-            yield from _import_strings(value, f"{setting}.")
+            yield from _find_import_strings(value, f"{setting}.")
         elif setting in SETTINGS:
             for name in value if isinstance(value, (list, tuple)) else [value]:
                 if is_import_string(name):

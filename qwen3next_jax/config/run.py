@@ -1,7 +1,7 @@
 """The settings of a run, group by group, and `Config`, which holds all groups.
 
-The architecture is in `config/model.py`. The comment beside a field is the setting's meaning;
-`qwen3next train --help` prints it.
+The settings of the architecture are in `config/model.py`. The comment above a field gives the
+meaning of the setting; `qwen3next train --help` prints these comments.
 """
 
 import dataclasses
@@ -146,12 +146,12 @@ class DataConfig:
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The sources that `path` lists; none if it has commas alone."""
+        """The sources that `path` lists; () if `path` consists of commas."""
         return parse_sources(self.path, self.text_field, self.messages_field)
 
     @property
     def source_weights(self) -> tuple[float, ...]:
-        """The weight of each source; () if their sizes decide."""
+        """The weight of each source; () if the setting `weights` is empty."""
         return parse_weights(self.weights, self.path)
 
 
@@ -165,8 +165,8 @@ def _is_day(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage of a run: a number of steps, and values for settings of the groups train, data and
-    optimizer during these steps. A setting that is None has the run's value.
+    """One stage of a run: a number of steps, and settings of the groups train, data and optimizer
+    that apply during these steps. If a setting is None, the stage has the run's value.
     """
 
     # number of optimizer steps of the stage
@@ -316,7 +316,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MuonConfig:
-    """Settings that only Muon has. Muon updates the matrices inside layers; AdamW updates all other
+    """Settings that only Muon has. Muon updates the matrices inside layers. AdamW updates all other
     parameters, with the settings of the group `optimizer`.
     """
 
@@ -586,7 +586,7 @@ class MeshConfig:
             "parallel.mesh: expected -1 for one axis at most",
         )
 
-    def sizes(self, devices: int, slices: int = 1) -> dict[str, int]:
+    def axis_sizes(self, devices: int, slices: int = 1) -> dict[str, int]:
         """Returns name of an axis → number of devices along it, for a mesh of `devices` devices.
 
         Args:
@@ -633,8 +633,8 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TelemetryConfig:
-    """What the run records besides metrics.jsonl, the live display and report.html, which every run
-    has (docs/report.md).
+    """What a run records in addition to metrics.jsonl, the live display and report.html, which
+    every run has (docs/report.md).
     """
 
     # number of steps between two measurements of all layers; each measurement costs a forward pass;
@@ -672,8 +672,8 @@ class ProfileConfig:
             )
 
     @property
-    def range(self) -> range:
-        """The steps to trace; empty if there are none."""
+    def traced_steps(self) -> range:
+        """The steps that the profiler traces; an empty range if no steps are traced."""
         first, _, end = (self.steps or "0:0").partition(":")
         return range(int(first), int(end))
 
@@ -720,7 +720,7 @@ class Config:
             f"model reads it: expected {TrainConfig.router_bias_rate}, or model.moe.router_bias = "
             "True",
         )
-        self._check_best()
+        self._check_keep_best()
         if update == "sign":
             return
         where = f"train.router_bias_update = {update!r}"
@@ -746,7 +746,7 @@ class Config:
             "fewer experts per token",
         )
 
-    def _check_best(self) -> None:
+    def _check_keep_best(self) -> None:
         every, evaluated = self.checkpoint.every, self.eval.every
         require(
             not self.checkpoint.keep_best or max(every, evaluated) % min(every, evaluated) == 0,
@@ -757,7 +757,7 @@ class Config:
 
 
 def default_config() -> dict[str, Any]:
-    """Returns the defaults of all settings as a nested dict. The files in `configs/` begin with
-    it.
+    """Returns the defaults of all settings as a nested dict. The files in `configs/` start from
+    these defaults.
     """
     return to_dict(Config())

@@ -189,7 +189,7 @@ def check_recorded_text(path: os.PathLike, text: RecordedText, model: ModelConfi
         f"{expected[0]} layers (model.num_hidden_layers) and {expected[1]} experts per token "
         "(model.num_experts_per_tok)",
     )
-    kinds = model.layer_kinds[:layers]  # without the layer of multi-token prediction
+    kinds = model.mixers_and_sparsity[:layers]  # without the layer of multi-token prediction
     sparse = [layer for layer, (_, experts) in enumerate(kinds) if experts]
     ids_NLA = np.sort(text.routed_experts[:, sparse], axis=-1)
     left_NL = np.all(ids_NLA == -1, axis=-1)

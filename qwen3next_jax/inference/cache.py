@@ -68,5 +68,5 @@ def roll_back_cache(config: ModelConfig, cache: list, index_B: jax.Array) -> lis
             for name, part in layer.items()
         }
 
-    mixers = [mixer_class(config.mixers[layers[0]]) for layers in config.stacks]
+    mixers = [mixer_class(config.mixers[layers[0]]) for layers in config.layer_stacks]
     return [picked(mixer, layer) for mixer, layer in zip(mixers, cache, strict=True)]

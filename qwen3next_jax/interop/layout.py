@@ -93,17 +93,17 @@ def _parameters_with_entries(
     yield from with_paths("", (form.trunk_prefix,), form.final_norm_entries(config))
     if not config.tie_word_embeddings:
         yield from with_paths("", ("",), _head_entries(config))
-    for position, layers in enumerate(config.stacks):
+    for position, layers in enumerate(config.layer_stacks):
         prefixes = tuple(f"{form.trunk_prefix}layers.{layer}." for layer in layers)
-        entries = _layer_entries(form, config, *config.layer_kinds[layers[0]])
+        entries = _layer_entries(form, config, *config.mixers_and_sparsity[layers[0]])
         yield from with_paths(f"layers/{position}/", prefixes, entries)
-        number = config.ple.number(layers[0])
+        number = config.ple.embedding_index(layers[0])
         if number is not None:
             entries = form.layer_embedding_entries(config, number)
             yield from with_paths(f"layers/{position}/embedding/", prefixes, entries)
     if config.mtp_depth:
         yield from with_paths("mtp/", ("mtp.",), form.mtp_entries(config))
-        entries = _layer_entries(form, config, *config.layer_kinds[-1])
+        entries = _layer_entries(form, config, *config.mixers_and_sparsity[-1])
         yield from with_paths("mtp/block/", ("mtp.layers.0.",), entries)
 
 
@@ -115,7 +115,9 @@ def constant_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     return {
         f"{form.trunk_prefix}layers.{layer - 1}.{name}": value
         for layer in config.ple.layer_ids
-        for name, value in form.layer_constant_tensors(config, config.ple.number(layer - 1)).items()
+        for name, value in form.layer_constant_tensors(
+            config, config.ple.embedding_index(layer - 1)
+        ).items()
     }
 
 
@@ -171,7 +173,7 @@ def check_hf_form(config: ModelConfig) -> None:
     form = FORMS[config.hf_form]
     unsupported = [
         f"{mixer} (layers {_layers_with_mixer(config, mixer)})"
-        for mixer in dict.fromkeys(mixer for mixer, _ in config.layer_kinds)
+        for mixer in dict.fromkeys(mixer for mixer, _ in config.mixers_and_sparsity)
         if _mixer_entries(form, mixer) is None
     ]
     if unsupported:

@@ -106,7 +106,8 @@ def require_peft_modules(config: ModelConfig) -> None:
         f"the merged weights (PEFT has modules in {', '.join(FORMS_WITH_MODULES)})",
     )
     check_hf_form(plain)
-    own = {mixer for mixer, _ in config.layer_kinds} - FORMS[config.hf_form].mixer_entries.keys()
+    of_form = FORMS[config.hf_form].mixer_entries.keys()
+    own = {mixer for mixer, _ in config.mixers_and_sparsity} - of_form
     require(
         not own,
         f"transformers has no modules of the mixers {', '.join(sorted(own))}: leave --adapter out",

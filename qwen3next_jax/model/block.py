@@ -44,7 +44,7 @@ class Block(nnx.Module):
         self.mixer_norm = self.make_norm(make)
         self.mixer = mixer_class(mixer)(config, make, layers)
         self.mlp_norm = self.make_norm(make)
-        mlp_class = config.moe.mixture_class() if sparse else config.block.resolve("mlp")
+        mlp_class = config.moe.mixture_class() if sparse else config.block.import_part("mlp")
         self.mlp = mlp_class(config, make)
 
     def __call__(

@@ -57,13 +57,16 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     """
     by_kind: dict[tuple, tuple[list[int], dict[str, Declared]]] = {}
     whole = declared(config)
-    for number, layers in enumerate(config.stacks):
+    for number, layers in enumerate(config.layer_stacks):
         first = layers[0]
-        kind = (*config.layer_kinds[first], config.ple.number(first) is not None)
+        kind = (
+            *config.mixers_and_sparsity[first],
+            config.ple.embedding_index(first) is not None,
+        )
         parameters = _below(whole, f"layers/{number}/")
         by_kind.setdefault(kind, ([], parameters))[0].extend(layers)
     if config.mtp_depth:
-        kind = (*config.layer_kinds[-1], False)
+        kind = (*config.mixers_and_sparsity[-1], False)
         by_kind[("mtp", *kind)] = ([], _below(whole, "mtp/block/"))
     return tuple(
         LayerKind(

@@ -80,7 +80,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
         parts[mixer] = parts.get(mixer, 0.0) + mixer_class(mixer).activation_flops(
             config, sequence_length
         )
-    placement = config.block.resolve("placement")
+    placement = config.block.import_part("placement")
     of_residual = placement.residual_flops(config, config.num_hidden_layers)
     if of_residual:
         parts["residual"] = parts.get("residual", 0.0) + of_residual
@@ -121,5 +121,5 @@ def _part(config: ModelConfig, path: str, parameter: Declared) -> str:
         return "router" if parameter.kind == "router" else "experts"
     if group != "layers" or place[1] in ("mixer_norm", "mlp_norm"):
         return "residual"
-    mixer = config.mixers[config.stacks[int(place[0])][0]]
+    mixer = config.mixers[config.layer_stacks[int(place[0])][0]]
     return mixer if place[1] == "mixer" else place[1]

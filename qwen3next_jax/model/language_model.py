@@ -5,7 +5,7 @@ The kinds of layers repeat with a period (3 recurrent layers + 1 attention layer
 model). The parameters of the layers at the same place of the period are stacked in one array each,
 and the period is the body of one `lax.scan`. So the released model's 48 layers trace and compile as
 4. Layers before the periodic part, such as dense first layers, run one after another; so do all
-layers if their pattern has no period (`ModelConfig.stacks`).
+layers if their pattern has no period (`ModelConfig.layer_stacks`).
 
 Letters: B batch, T time, D model, V vocabulary, E experts.
 """
@@ -134,17 +134,19 @@ class Qwen3Next(nnx.Module):
         self.embedding = make.matrix(
             (c.vocab_size, c.hidden_size), "vocab embed", kind="embedding", gathered="operator"
         )
-        self.positions = c.block.resolve("positions")(c, make)
-        block = c.block.resolve("placement")
+        self.positions = c.block.import_part("positions")(c, make)
+        block = c.block.import_part("placement")
         self.layers = nnx.List(
             [
-                block(c, *c.layer_kinds[layers[0]], make.stacked(len(layers)), layers)
-                for layers in c.stacks
+                block(c, *c.mixers_and_sparsity[layers[0]], make.stacked(len(layers)), layers)
+                for layers in c.layer_stacks
             ]
         )
         for number, layer in enumerate(sorted(c.ple.layer_ids)):
-            (of_layer,) = [own for own, layers in zip(self.layers, c.stacks) if layer - 1 in layers]
-            of_layer.embedding = c.ple.module()(c, make.stacked(1), number)
+            (of_layer,) = [
+                own for own, layers in zip(self.layers, c.layer_stacks) if layer - 1 in layers
+            ]
+            of_layer.embedding = c.ple.embedding_class()(c, make.stacked(1), number)
         self.final_norm = block.make_last(c, make)
         if not c.tie_word_embeddings:
             self.head = make.matrix(
@@ -164,8 +166,8 @@ class Qwen3Next(nnx.Module):
         """
         lines = [f"Qwen3Next with {_number_of_parameters(self):,} parameters"]
         lines.append(f"  embedding {list(self.embedding.shape)}")
-        for block, layers in zip(self.layers, self.config.stacks):
-            mixer, has_experts = self.config.layer_kinds[layers[0]]
+        for block, layers in zip(self.layers, self.config.layer_stacks):
+            mixer, has_experts = self.config.mixers_and_sparsity[layers[0]]
             mlp = f"{self.config.num_experts} experts" if has_experts else "dense MLP"
             size = _number_of_parameters(block) // len(layers)
             which = ", ".join(map(str, layers))
@@ -358,7 +360,7 @@ class Qwen3Next(nnx.Module):
 
     def init_cache(self, batch: int, length: int) -> list:
         """Returns the cache before the first token, with `length` slots: for each entry of
-        `ModelConfig.stacks` a dict of arrays [layers, B, …].
+        `ModelConfig.layer_stacks` a dict of arrays [layers, B, …].
         """
 
         def empty(layers: tuple[int, ...]):
@@ -367,7 +369,7 @@ class Qwen3Next(nnx.Module):
                 lambda leaf: jnp.broadcast_to(leaf, (len(layers), *leaf.shape)), cache
             )
 
-        return [empty(layers) for layers in self.config.stacks]
+        return [empty(layers) for layers in self.config.layer_stacks]
 
     def embed(
         self, tokens: jax.Array, mesh: Mesh | None = None, time: str | None = "time"
@@ -469,7 +471,7 @@ class Qwen3Next(nnx.Module):
 
     def _enter(self, embedded: jax.Array, positions: jax.Array) -> jax.Array:
         """Returns the residual stream before the first layer, computed from the embeddings."""
-        placement = self.config.block.resolve("placement")
+        placement = self.config.block.import_part("placement")
         return placement.enter(self.positions(embedded, positions), self.config)
 
     def leave(self, x: jax.Array) -> jax.Array:
@@ -477,7 +479,7 @@ class Qwen3Next(nnx.Module):
         layer: the final norm of x, or what the block's placement computes instead
         (`model.block.placement`).
         """
-        return self.config.block.resolve("placement").leave(x, self.final_norm, self.config)
+        return self.config.block.import_part("placement").leave(x, self.final_norm, self.config)
 
     def _with_tokens(self, context: Context, tokens: jax.Array) -> Context:
         return context._replace(tokens=tokens) if self.config.ple.layer_ids else context

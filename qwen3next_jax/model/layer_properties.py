@@ -29,7 +29,7 @@ def check_mixers(config: ModelConfig) -> None:
     """Raises UserError if a mixer refuses the settings, or if a setting that only some mixers read
     differs from its default and no layer of the model reads it.
     """
-    used = {name: mixer_class(name) for name, _ in config.layer_kinds}
+    used = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
     for mixer in used.values():
         mixer.check(config)
     read = {setting for mixer in used.values() for setting in mixer.switches} | set(BLOCK_SWITCHES)
@@ -51,7 +51,7 @@ READ_BY_PART = {"decay_init": "decay_gate", "linear_conv_kernel_dim": "short_con
 
 def unused_by_mixers(config: ModelConfig) -> dict[str, str]:
     """Returns {setting of `READ_BY_PART` that no layer of the model reads: the reason, as text}."""
-    used = {name: mixer_class(name) for name, _ in config.layer_kinds}
+    used = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
     return {
         setting: f"no mixer of the model ({', '.join(used)}) reads it"
         + (f" with model.{switch} = False" if not getattr(config, switch) else "")
@@ -65,7 +65,7 @@ def unused_by_mixers(config: ModelConfig) -> dict[str, str]:
 
 def has_indexer(config: ModelConfig) -> bool:
     """Whether any mixer of the model has an indexer, which it trains with a loss of its own."""
-    return any(mixer_class(name).has_loss for name, _ in config.layer_kinds)
+    return any(mixer_class(name).has_loss for name, _ in config.mixers_and_sparsity)
 
 
 def partial_ablations(config: ModelConfig) -> list[str]:
@@ -107,12 +107,12 @@ def versions(config: ModelConfig) -> dict[str, int]:
     other part of a block that the model's settings name. Names are such as "gdn2" and "block.norm =
     rms". The version is 1 if the part declares none.
     """
-    parts = {name: mixer_class(name) for name, _ in config.layer_kinds}
+    parts = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
     unread = {"mlp": not config.has_dense_mlps, "rope_scaling": config.yarn_factor == 1}
     for setting in vars(config.block):
         if not unread.get(setting):
             name = getattr(config.block, setting)
-            parts[f"block.{setting} = {name}"] = config.block.resolve(setting)
+            parts[f"block.{setting} = {name}"] = config.block.import_part(setting)
     if config.has_experts:
         parts[f"moe.experts = {config.moe.experts}"] = config.moe.mixture_class()
     return {name: getattr(part, "version", 1) for name, part in parts.items()}
@@ -124,12 +124,12 @@ def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int, list[str]]:
     largest number of tokens that a layer reads from the neighbour's part of a row, and the names of
     the parts that need whole rows.
     """
-    mixers = {name: mixer_class(name) for name, _ in config.layer_kinds}
+    mixers = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
     splits = {
         setting: size for mixer in mixers.values() for setting, size in mixer.splits(config).items()
     }
     whole_rows = [f"the mixer {name!r}" for name, mixer in mixers.items() if mixer.whole_rows]
-    if config.ple.layer_ids and config.ple.module().whole_rows:
+    if config.ple.layer_ids and config.ple.embedding_class().whole_rows:
         whole_rows.append(f"the embedding {config.ple.embedding!r} of model.ple.layer_ids")
     return splits, max(mixer.halo(config) for mixer in mixers.values()), whole_rows
 
@@ -145,6 +145,6 @@ def layer_cache(config: ModelConfig, layer: int, batch: int, length: int) -> dic
       length: the number of slots.
     """
     cache = mixer_class(config.mixers[layer]).init_cache(config, batch, length)
-    if config.ple.number(layer) is None:
+    if config.ple.embedding_index(layer) is None:
         return cache
-    return cache | {"embedding": config.ple.module().init_cache(config, batch)}
+    return cache | {"embedding": config.ple.embedding_class().init_cache(config, batch)}

@@ -1,7 +1,7 @@
 """Runs the decoder layers one after another. It traces as few layers as the pattern of the layers
 allows.
 
-`ModelConfig.stacks` lists groups of layers, and each group is traced once, as one block
+`ModelConfig.layer_stacks` lists groups of layers, and each group is traced once, as one block
 (`model.block.Block`). The first groups have a single layer each. The other groups form one period
 of the pattern (3 recurrent layers and 1 attention layer in the released model): a group holds the
 layers at the same place of every repeat, with their parameters stacked, and the period is the body
@@ -46,7 +46,7 @@ def run_layers(
     """Applies all layers of the trunk.
 
     Args:
-      blocks: one block for each of `config.stacks`, with the parameters of its layers stacked.
+      blocks: one block for each of `config.layer_stacks`, with its layers' parameters stacked.
       config: the model's settings.
       x_BTD: the residual stream before the first layer.
       context: the inputs that all layers of the forward pass share. Its `expert_ids` are those of
@@ -60,11 +60,11 @@ def run_layers(
     """
     graphdefs, params = zip(*(nnx.split(block) for block in blocks))
     caches = list(cache) if cache else [None] * len(blocks)
-    in_place = [mixer_class(config.mixers[layers[0]]).in_place for layers in config.stacks]
+    in_place = [mixer_class(config.mixers[layers[0]]).in_place for layers in config.layer_stacks]
     run = functools.partial(_run_blocks, config=config, context=context, remat=remat)
 
     # the layers before the period: each is a group of one layer
-    single = sum(len(layers) == 1 for layers in config.stacks)
+    single = sum(len(layers) == 1 for layers in config.layer_stacks)
     first_of = functools.partial(jax.tree.map, lambda leaf: leaf[0])
     own = [
         _map_layer_cache(first_of, c, is_in_place)
@@ -75,7 +75,7 @@ def run_layers(
     if context.expert_ids is not None:
         replayed = [
             jnp.moveaxis(context.expert_ids[:, :, jnp.array(layers)], 2, 0)
-            for layers in config.stacks
+            for layers in config.layer_stacks
         ]
     x_BTD, per_layer, own = run(
         graphdefs[:single],
@@ -93,7 +93,7 @@ def run_layers(
         return x_BTD, per_layer, caches
 
     # the period, repeated
-    repeats = len(config.stacks[-1])
+    repeats = len(config.layer_stacks[-1])
     # without a loop, the results saved for the backward pass need not be copied to stacked arrays
     # and back
     unrolled = cache is None and unroll_loop(repeats)

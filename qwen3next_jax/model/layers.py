@@ -114,7 +114,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
     float32; no mean is subtracted. If `zero_centered_norm` is off, the factor is the weight itself.
     """
     if config.block.norm != "rms":
-        return config.block.resolve("norm").apply(x, weight, config)
+        return config.block.import_part("norm").apply(x, weight, config)
     return rms_norm_plain(x, norm_scale(weight, config), config.rms_norm_eps)
 
 
@@ -154,7 +154,7 @@ def angles(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax
     float32, because at position 262k a bfloat16 angle would be wrong by whole turns.
     """
     half, theta = config.rotary_dim // 2, config.rope_theta
-    slowdown, gain = config.block.resolve("rope_scaling")(
+    slowdown, gain = config.block.import_part("rope_scaling")(
         half, theta, config.yarn_factor, config.max_position_embeddings
     )
     frequency = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(theta) / half)) * slowdown

@@ -155,7 +155,7 @@ class Mixer(nnx.Module):
     @classmethod
     def settings(cls, config: ModelConfig) -> Any:
         """Returns the mixer's `Settings` with the values that the configuration gives them."""
-        return config.mixer.read(cls.Settings)
+        return config.mixer.settings_for(cls.Settings)
 
     @classmethod
     def loss_tokens(

@@ -38,9 +38,9 @@ class MultiTokenPrediction(nnx.Module):
     def __init__(self, config: ModelConfig, make: Make):
         self.config = config
         self.make_input(make)
-        placement = config.block.resolve("placement")
+        placement = config.block.import_part("placement")
         self.block = placement(
-            config, *config.layer_kinds[-1], make, (config.num_hidden_layers - 1,)
+            config, *config.mixers_and_sparsity[-1], make, (config.num_hidden_layers - 1,)
         )
         self.norm = placement.make_last(config, make)
 
@@ -84,7 +84,7 @@ class MultiTokenPrediction(nnx.Module):
         """Returns what the output head reads, from the residual stream after the module's layer:
         its norm, [B, T, D].
         """
-        return self.config.block.resolve("placement").leave(x_BTD, self.norm, self.config)
+        return self.config.block.import_part("placement").leave(x_BTD, self.norm, self.config)
 
     @staticmethod
     def state(x_BTD: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
@@ -124,4 +124,4 @@ class MultiTokenPrediction(nnx.Module):
                 None,
             )
         )
-        return self.config.block.resolve("placement").enter(x_BTD, self.config)
+        return self.config.block.import_part("placement").enter(x_BTD, self.config)

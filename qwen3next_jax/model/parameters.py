@@ -169,7 +169,7 @@ class Make:
         `layers.rms_norm_plain` instead, which starts at 1 whatever the model's settings are.
         """
         if self.config.block.norm != "rms" and not plain:
-            return self.config.block.resolve("norm").weight(self, width)
+            return self.config.block.import_part("norm").weight(self, width)
         start = jnp.ones if plain or not self.config.zero_centered_norm else jnp.zeros
         return self.parameter(start, (width,), ".", kind="norm")
 

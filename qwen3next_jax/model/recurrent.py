@@ -151,7 +151,7 @@ class Recurrent(Mixer):
             segment_ids=heads.segment_ids,
             normalize_qk=self.normalize_qk,
             delta_term=self.uses_delta_term(self.config),
-            implementation="recurrent" if few_tokens else self.config.named_delta_rule,
+            implementation="recurrent" if few_tokens else self.config.delta_rule_implementation,
             axis_name=heads.axis_name,
             return_all_states=heads.return_all_states,
         )
@@ -446,7 +446,7 @@ class Recurrent(Mixer):
                 beta=beta_BTH,
                 segment_ids=segment_ids,
                 delta_term=self.uses_delta_term(c),
-                implementation=c.named_delta_rule,
+                implementation=c.delta_rule_implementation,
                 axis_name=context.time_axis,
             )
             o_BTC = gated_norm(

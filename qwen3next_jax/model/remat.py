@@ -34,7 +34,7 @@ def keeps_hidden(policy: str) -> bool:
     if policy in ("none", "kept"):
         return True
     saved = parse_remat(policy)
-    return "experts" in saved.keep | saved.offload
+    return "experts" in saved.kept_on_device | saved.offloaded_to_host
 
 
 def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callable:

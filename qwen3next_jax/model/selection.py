@@ -115,7 +115,7 @@ def _layers_of(model: ModelConfig, path: str, declared: Declared) -> list[int | 
     count = math.prod(declared.stack)
     if group == "mtp":
         return [model.num_hidden_layers] * count
-    layers = model.stacks[int(block)] if group == "layers" else ()
+    layers = model.layer_stacks[int(block)] if group == "layers" else ()
     return list(layers) if len(layers) == count else [None] * count
 
 

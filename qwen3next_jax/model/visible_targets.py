@@ -18,7 +18,7 @@ from qwen3next_jax.model.layers import document_positions
 
 def tokens_seen_ahead(config: ModelConfig) -> float:
     """Returns the largest `Mixer.tokens_seen_ahead` of the model's mixers; 0 for a causal model."""
-    names = dict.fromkeys(name for name, _ in config.layer_kinds)
+    names = dict.fromkeys(name for name, _ in config.mixers_and_sparsity)
     return max(mixer_class(name).tokens_seen_ahead(config) for name in names)
 
 

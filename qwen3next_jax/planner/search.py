@@ -270,7 +270,7 @@ def estimated_bytes(
     # are not split.
     embedding_and_head = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)
     saved = 0.0 if train.remat == "offload" else _saved_bytes(m, train, mesh)
-    weights = 2 * _gathered_parameters(m, mesh) / m.num_hidden_layers * len(m.stacks)
+    weights = 2 * _gathered_parameters(m, mesh) / m.num_hidden_layers * len(m.layer_stacks)
     one_pass = saved + embedding_and_head + 3 * weights + 2 * layer_bytes(m) * tokens
     return state + max(one_pass, in_update * _stored_parameters(m, mesh))
 

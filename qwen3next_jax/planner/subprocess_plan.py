@@ -69,7 +69,7 @@ def make_plan_in_subprocess(
         config.model,
         config.train,
         topology,
-        mesh=config.parallel.mesh.sizes(len(topology.devices), topology.slices),
+        mesh=config.parallel.mesh.axis_sizes(len(topology.devices), topology.slices),
         lower_seconds=0.0,
         optimization_level=optimization_level or "default",
         compile_seconds=time.perf_counter() - start,

@@ -9,7 +9,7 @@ import sys
 from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.common.events import divergence_reason, iterate_events
 from qwen3next_jax.common.installation import shell_command
-from qwen3next_jax.config.registry import trust_flags
+from qwen3next_jax.config.registry import trust_flags_text
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs.guard_flags import Halted, write_dump
@@ -137,7 +137,7 @@ def report_finished_run(
             f"{_learning_rate_advice(run)}",
         )
     folder = shlex.quote(str(workdir))
-    folder += trust_flags(dataclasses.asdict(run.config))
+    folder += trust_flags_text(dataclasses.asdict(run.config))
     next_commands = [f"{shell_command('eval')} --workdir={folder}"]
     if tokenizer.reads_text:
         what = f"--prompt={shlex.quote(run.config.eval.sample_prompt)}"

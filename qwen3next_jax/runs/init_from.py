@@ -2,7 +2,7 @@
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, LoRAConfig, ModelConfig, OptimizerConfig
-from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.config.compatibility import settings_incompatible_with_weights
 from qwen3next_jax.data.tokens import extends_tokenizer, same_token_ids
 from qwen3next_jax.runs.facts import (
     ParentRun,
@@ -132,7 +132,7 @@ def _check_can_take_over_state(config: Config, parent: ParentRun) -> None:
         f"{where}: train.steps = {train.steps} includes the {step} steps of that run: give a "
         "larger number, or train.init_state = 'weights'",
     )
-    traced = config.profile.range
+    traced = config.profile.traced_steps
     require(
         not traced or step < traced[-1],
         f"profile.steps = {config.profile.steps!r} has no effect on this run, because it begins "
@@ -167,7 +167,7 @@ def check_same_structure(model: ModelConfig, initial_model: ModelConfig, init_fr
     Raises:
       UserError: the parameters have other shapes or another meaning.
     """
-    for name in weights_differ(model, initial_model):
+    for name in settings_incompatible_with_weights(model, initial_model):
         # The vocabulary may grow (training/vocabulary.py), but the hashes of n-grams depend on it.
         grows = name == "vocab_size" and model.vocab_size > initial_model.vocab_size
         if (

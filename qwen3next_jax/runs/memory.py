@@ -64,7 +64,7 @@ def minimum_activation_bytes(run: ResolvedRun, stage: ResolvedStage) -> int:
     keep no inputs.
     """
     saved = parse_remat(stage.train.remat)
-    if saved.policy == "offload" or "input" in saved.offload or stage.train.freeze:
+    if saved.policy == "offload" or "input" in saved.offloaded_to_host or stage.train.freeze:
         return 0
     mesh = run.mesh
     shards = num_shards(mesh, *ROWS) * num_shards(mesh, CONTEXT)

@@ -38,7 +38,7 @@ class Profiler:
           pending: the arrays that earlier steps compute. The method waits for them first, so that
             the trace does not include these steps.
         """
-        if step in self._config.range and not self._running:
+        if step in self._config.traced_steps and not self._running:
             jax.block_until_ready(pending)
             jax.profiler.start_trace(str(self._folder))
             self._running = True
@@ -51,7 +51,7 @@ class Profiler:
           pending: the arrays that the step computes. The method waits for them first, so that the
             trace includes the whole step.
         """
-        if self._running and step + 1 not in self._config.range:
+        if self._running and step + 1 not in self._config.traced_steps:
             jax.block_until_ready(pending)
             jax.profiler.stop_trace()
             self._running = False

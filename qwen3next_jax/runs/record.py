@@ -139,7 +139,7 @@ def settings_as_json(config: Config) -> dict[str, Any]:
     every layer in `model.layer_types`.
     """
     settings = json.loads(json.dumps(to_dict(config)))
-    settings["model"]["layer_types"] = list(config.model.pattern)
+    settings["model"]["layer_types"] = list(config.model.resolved_layer_types)
     return settings
 
 

@@ -44,7 +44,7 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
     if len(by_slice) > 1:
         _check_slices(config.mesh, by_slice)
     is_tpu = devices[0].platform == "tpu"
-    sizes = config.mesh.sizes(len(devices), len(by_slice) if is_tpu else 1)
+    sizes = config.mesh.axis_sizes(len(devices), len(by_slice) if is_tpu else 1)
     if is_tpu or len(by_slice) > 1:
         grid = _grid_of_slices(sizes, [by_slice[index] for index in sorted(by_slice)])
     else:

@@ -26,7 +26,7 @@ from qwen3next_jax.common.errors import UserError, did_you_mean, require, requir
 from qwen3next_jax.common.storage import BucketPath, is_bucket
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import Config
-from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.config.compatibility import settings_incompatible_with_weights
 from qwen3next_jax.data.tokens import same_token_ids
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs.checkpoint import Checkpoints
@@ -181,7 +181,7 @@ def find_sources(names: Sequence[str]) -> list[MergeSource]:
             "times the mean of two matrices B is not the mean of their products: expected runs "
             "without adapters",
         )
-        for name in weights_differ(model, of_last):
+        for name in settings_incompatible_with_weights(model, of_last):
             theirs, ours = (
                 c.mixers if name == "layer_types" else getattr(c, name) for c in (model, of_last)
             )

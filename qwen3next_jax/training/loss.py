@@ -103,7 +103,7 @@ def count_tokens_and_targets(
     )
     if model is None or not has_indexer(model):
         return counts
-    mixers = [mixer_class(name) for name, _ in model.layer_kinds]
+    mixers = [mixer_class(name) for name, _ in model.mixers_and_sparsity]
     mixer = next(mixer for mixer in mixers if mixer.has_loss)
     positions = document_positions(batch["segment_ids"])
     learning = functools.partial(mixer.loss_tokens, model, positions)

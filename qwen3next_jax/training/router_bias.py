@@ -129,14 +129,14 @@ def _map_router_biases(
       update: a function (biases of some layers [n, E], numbers of these layers among the layers
         with experts [n]) → new biases [n, E].
     """
-    sparse = [layer for layer, (_, experts) in enumerate(model.layer_kinds) if experts]
+    sparse = [layer for layer, (_, experts) in enumerate(model.mixers_and_sparsity) if experts]
 
     def new(path, leaf):
         name = path_string(path)
         group, block, *_ = name.split("/") + [""]
         if declared(model)[name].kind != "balance":
             return leaf
-        layers = (model.num_hidden_layers,) if group == "mtp" else model.stacks[int(block)]
+        layers = (model.num_hidden_layers,) if group == "mtp" else model.layer_stacks[int(block)]
         rows = jnp.array([sparse.index(layer) for layer in layers])
         return update(leaf.reshape(len(layers), -1), rows).reshape(leaf.shape)
 

@@ -20,7 +20,7 @@ from qwen3next_jax.config import (
     Stage,
     to_dict,
 )
-from qwen3next_jax.config.files import UserInput, names_in_code
+from qwen3next_jax.config.files import UserInput, setting_names_in_code
 from qwen3next_jax.config.ngram import PLEConfig
 from qwen3next_jax.config.registry import EVALUATIONS, STREAM_SETTINGS, resolve
 from qwen3next_jax.config.streams import StreamsConfig
@@ -31,11 +31,11 @@ from qwen3next_jax.training.stages import STAGE_SETTINGS, ResolvedStage, resolve
 # the reason if it has none).
 _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "model.linear_mixer": (
-        lambda c: LINEAR in c.model.pattern,
+        lambda c: LINEAR in c.model.resolved_layer_types,
         f"no layer of the pattern is {LINEAR!r}",
     ),
     "model.full_mixer": (
-        lambda c: FULL in c.model.pattern or c.model.mtp_depth > 0,
+        lambda c: FULL in c.model.resolved_layer_types or c.model.mtp_depth > 0,
         f"no layer of the pattern is {FULL!r}",
     ),
     "model.full_attention_interval": (
@@ -106,7 +106,7 @@ _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
     **dict.fromkeys(
         ("profile.steps", "profile.memory"),
         (
-            lambda c: c.profile.range.start <= c.train.steps,
+            lambda c: c.profile.traced_steps.start <= c.train.steps,
             "the run ends before those steps (train.steps)",
         ),
     ),
@@ -202,13 +202,14 @@ def find_unused_given_by_user(
         name: why for name, why in find(config).items() if settings[name] != DEFAULTS.get(name)
     }
     names_in_file, unused_in_file = frozenset(), {}
-    if user_input.file_config and changed:
-        names_in_file, unused_in_file = names_in_code(user_input.file), find(user_input.file_config)
+    if user_input.config_without_overrides and changed:
+        names_in_file = setting_names_in_code(user_input.config_file)
+        unused_in_file = find(user_input.config_without_overrides)
     for name, why in changed.items():
-        if name.partition("[")[0] in user_input.overrides:
+        if name.partition("[")[0] in user_input.overridden_settings:
             where = ""
         elif name.rpartition(".")[2] in names_in_file and name in unused_in_file:
-            where = f"{user_input.file}: "
+            where = f"{user_input.config_file}: "
         else:
             continue
         messages[name] = (

@@ -87,7 +87,7 @@ def gated_attention(
     Returns:
       The output [T, D].
     """
-    settings, width = config.settings_of(config.mixers[0]), config.head_dim
+    settings, width = config.settings_of_mixer(config.mixers[0]), config.head_dim
     q = jnp.einsum("td,dnk->tnk", x, params["q_proj"]) + params.get("q_bias", 0)
     k = jnp.einsum("td,dmk->tmk", x, params["k_proj"]) + params.get("k_bias", 0)
     v = jnp.einsum("td,dmk->tmk", x, params["v_proj"]) + params.get("v_bias", 0)

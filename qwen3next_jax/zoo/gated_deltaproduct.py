@@ -131,7 +131,8 @@ def _zeros_at_other_writes(x: jax.Array, write: int, n: int) -> jax.Array:
 
 
 def gated_deltaproduct_reference(config, params, x):
-    n, h = config.settings_of("gated_deltaproduct").num_householder, config.linear_num_value_heads
+    n = config.settings_of_mixer("gated_deltaproduct").num_householder
+    h = config.linear_num_value_heads
     r = h // config.linear_num_key_heads
     key, value = config.linear_key_head_dim, config.linear_value_head_dim
     y = jnp.einsum("td,dgc->tgc", x, params["in_proj_qkvz"])

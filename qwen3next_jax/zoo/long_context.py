@@ -273,13 +273,13 @@ class DynamicNTKAttention(PairAttention):
 
 
 def rerope_reference(config, params, x):
-    window = config.settings_of("rerope").window
+    window = config.settings_of_mixer("rerope").window
     i, j, causal = positions_and_causal_mask(x)
     return gated_attention(config, params, x, seen=causal, distance=np.minimum(i - j, window))
 
 
 def leaky_rerope_reference(config, params, x):
-    s = config.settings_of("leaky_rerope")
+    s = config.settings_of_mixer("leaky_rerope")
     i, j, causal = positions_and_causal_mask(x)
     far = s.window + (i - j - s.window) / s.stretch
     distance = np.where(i - j < s.window, i - j, far)
@@ -287,7 +287,7 @@ def leaky_rerope_reference(config, params, x):
 
 
 def lambda_window_reference(config, params, x):
-    s = config.settings_of(config.mixers[0])
+    s = config.settings_of_mixer(config.mixers[0])
     i, j, causal = positions_and_causal_mask(x)
     seen = causal & ((i - j < s.window) | (j < s.first_tokens))
     selected = (causal & ~seen, s.selected) if hasattr(s, "selected") else None
@@ -296,7 +296,7 @@ def lambda_window_reference(config, params, x):
 
 
 def parallel_windows_reference(config, params, x):
-    s = config.settings_of("parallel_windows")
+    s = config.settings_of_mixer("parallel_windows")
     i, j, causal = positions_and_causal_mask(x)
     in_windows = s.contexts * s.window
     place = np.array(

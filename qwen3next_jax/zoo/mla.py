@@ -218,7 +218,7 @@ def _shared_key_width(config) -> int:
 
 
 def mla_reference(config, params, x):
-    s, plain = config.settings_of("mla"), config.head_dim - _shared_key_width(config)
+    s, plain = config.settings_of_mixer("mla"), config.head_dim - _shared_key_width(config)
     i, j, causal = positions_and_causal_mask(x)
     heads = lambda y, name: jnp.einsum("tl,lnk->tnk", y, params[name])
     y = x

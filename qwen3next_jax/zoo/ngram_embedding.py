@@ -56,7 +56,7 @@ class NgramEmbedding(nnx.Module):
         ple, d = config.ple, config.hidden_size
         s = stream_count(config)
         self.table = make.matrix(
-            (ple.rows(number), ple.head_width),
+            (ple.table_rows(number), ple.head_width),
             "table_rows table_width",
             kind="embedding",
             gathered="operator",
@@ -178,7 +178,7 @@ def stream_count(config: ModelConfig) -> int:
     """Returns the number of residual streams of the model."""
     return (
         jax.eval_shape(
-            lambda x: config.block.resolve("placement").enter(x, config),
+            lambda x: config.block.import_part("placement").enter(x, config),
             jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.float32),
         ).shape[-1]
         // config.hidden_size
@@ -225,8 +225,8 @@ def ngram_ids(
       before_BK: the ngram_size - 1 tokens before `tokens_BT`; None: there are none.
     """
     ple, time = config.ple, tokens_BT.shape[1]
-    factors = ple.multipliers(number, config.vocab_size)
-    sizes, offsets = ple.table_sizes(number), ple.offsets(number)
+    factors = ple.hash_multipliers(number, config.vocab_size)
+    sizes, offsets = ple.table_rows_per_head(number), ple.head_row_offsets(number)
     reach = ple.ngram_size - 1
     if before_BK is None:
         padded_BX = jnp.pad(tokens_BT, ((0, 0), (reach, 0)))
@@ -294,8 +294,8 @@ def _remainder(words: Words, size_H: np.ndarray) -> jax.Array:
 def ngram_ids_reference(config: ModelConfig, number: int, tokens: Any) -> np.ndarray:
     """Returns `ngram_ids` [T, H] of one document, computed with Python's integers."""
     ple, eos = config.ple, config.eos_token_id
-    factors = ple.multipliers(number, config.vocab_size)
-    sizes, offsets = ple.table_sizes(number), ple.offsets(number)
+    factors = ple.hash_multipliers(number, config.vocab_size)
+    sizes, offsets = ple.table_rows_per_head(number), ple.head_row_offsets(number)
     ids = []
     for t in range(len(tokens)):
         seen, hashed, row = [int(tokens[t])], int(tokens[t]) * factors[0], []

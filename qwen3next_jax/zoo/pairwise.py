@@ -245,7 +245,7 @@ def nope_attention_reference(config, params, x):
 
 def _mask_reference(config, x):
     """Returns the mask of `MaskedAttention` for a row x of T tokens, bool [T, T]."""
-    s = config.settings_of(config.mixers[0])
+    s = config.settings_of_mixer(config.mixers[0])
     i, j, causal = positions_and_causal_mask(x)
     if s.mask == "prefix":
         return causal | (i < s.prefix_tokens) & (j < s.prefix_tokens)
@@ -267,7 +267,7 @@ def alibi_reference(config, params, x):
 
 
 def t5_bias_reference(config, params, x):
-    s = config.settings_of("t5_bias")
+    s = config.settings_of_mixer("t5_bias")
     i, j, _ = positions_and_causal_mask(x)
     both_ways = s.mask != "causal"
     bucket = np.vectorize(

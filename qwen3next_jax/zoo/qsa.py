@@ -952,7 +952,7 @@ def attention_probabilities(q_BCNK: jax.Array, k_BSMK: jax.Array, seen_BCS: jax.
 
 def block_scores_reference(config, params, x) -> jax.Array:
     """Returns [T, blocks]: the score of every complete block of one document for every query."""
-    ratio = config.settings_of("qsa").indexer_compress_ratio
+    ratio = config.settings_of_mixer("qsa").indexer_compress_ratio
     qk = jnp.einsum("td,dhi->thi", jax.lax.stop_gradient(x), params["index_qk_proj"])
     position = np.arange(len(x))
     q = rotate_by_distance(
@@ -968,7 +968,7 @@ def block_scores_reference(config, params, x) -> jax.Array:
 
 def attention_mask_reference(config, params, x) -> jax.Array:
     """Returns [T, T] bool: whether each query (first axis) of one document sees each key."""
-    s = config.settings_of("qsa")
+    s = config.settings_of_mixer("qsa")
     ratio, count = s.indexer_compress_ratio, s.indexer_budget // s.indexer_compress_ratio
     score, position, seen = block_scores_reference(config, params, x), np.arange(len(x)), []
     for t in range(len(x)):
@@ -991,7 +991,7 @@ def indexer_teachers_reference(config, params, x, dense: bool) -> list[tuple[jax
     """Returns a pair for each query t ≥ ratio - 1 of one document: the teacher [blocks], and
     [blocks] bool, the blocks over which the teacher is a distribution.
     """
-    ratio, width = config.settings_of("qsa").indexer_compress_ratio, config.head_dim
+    ratio, width = config.settings_of_mixer("qsa").indexer_compress_ratio, config.head_dim
     seen, position = attention_mask_reference(config, params, x), np.arange(len(x))
     params, x = jax.lax.stop_gradient((params, x))
 
@@ -1018,7 +1018,7 @@ def indexer_teachers_reference(config, params, x, dense: bool) -> list[tuple[jax
 
 def indexer_loss_reference(config, params, x, dense: bool) -> jax.Array:
     """Returns the indexer's loss, summed over the queries of one document one by one."""
-    ratio, total = config.settings_of("qsa").indexer_compress_ratio, 0.0
+    ratio, total = config.settings_of_mixer("qsa").indexer_compress_ratio, 0.0
     score = block_scores_reference(config, params, x)
     for t, (teacher, kept) in enumerate(
         indexer_teachers_reference(config, params, x, dense), ratio - 1
@@ -1031,7 +1031,7 @@ def indexer_loss_reference(config, params, x, dense: bool) -> jax.Array:
 
 def indexer_overlap_reference(config, params, x) -> float:
     """Returns indexer_overlap of one document."""
-    s = config.settings_of("qsa")
+    s = config.settings_of_mixer("qsa")
     ratio, count = s.indexer_compress_ratio, s.indexer_budget // s.indexer_compress_ratio
     score, shares = block_scores_reference(config, params, x), []
     for t, (teacher, _) in enumerate(

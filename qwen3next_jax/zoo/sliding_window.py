@@ -156,7 +156,7 @@ class SlidingWindowAttention(BiasedProjections):
 
 
 def sliding_window_reference(config, params, x):
-    s = config.settings_of("sliding_window")
+    s = config.settings_of_mixer("sliding_window")
     i, j, causal = positions_and_causal_mask(x)
     seen = causal & ((i - j < s.window) | (j < s.first_tokens))
     return gated_attention(config, params, x, seen=seen, distance=i - j, sink=params.get("sink"))

@@ -13,8 +13,8 @@ import sys
 import pytest
 
 from qwen3next_jax.commands import config_flags
-from qwen3next_jax.commands.help import help_on
-from qwen3next_jax.commands.run_flags import read_step
+from qwen3next_jax.commands.help import help_on_word
+from qwen3next_jax.commands.run_flags import parse_step_flag
 from qwen3next_jax.common import installation
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
 from qwen3next_jax.config.describe import list_settings
@@ -47,9 +47,14 @@ def _run(*command, input=None, **environment):
 
 @pytest.mark.parametrize("text", ["bset", "-1", "1e3", "", "٣"])
 def test_a_step_is_a_number_or_best(text):
-    assert [read_step(given) for given in (None, "0", "500", "best")] == [None, 0, 500, "best"]
+    assert [parse_step_flag(given) for given in (None, "0", "500", "best")] == [
+        None,
+        0,
+        500,
+        "best",
+    ]
     with refused(f"--step={text}", "best"):
-        read_step(text)
+        parse_step_flag(text)
 
 
 # command → what the one line names with which it ends
@@ -259,8 +264,8 @@ def test_help_shows_the_commands_own_flags(command):
 
 
 def test_help_on_a_word_shows_what_has_it(monkeypatch):
-    monkeypatch.setattr(config_flags, "_reads_settings", True)
-    shown = help_on("Warmup")
+    monkeypatch.setattr(config_flags, "_accepts_setting_flags", True)
+    shown = help_on_word("Warmup")
     names = re.findall(r"--config\.([\w.]+)", shown)
     assert "optimizer.warmup_steps" in names
     assert all("warmup" in entry.lower() for entry in re.split(r"\n  (?=-)", shown))
@@ -290,7 +295,7 @@ def test_a_command_that_a_scheduler_ends_says_so():
         "def main():\n"
         "    interrupts.interrupt_at_sigterm()\n    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(60)\n"
-        "cli.run(types.SimpleNamespace(main=main, __doc__=''))\n"
+        "cli.run_command(types.SimpleNamespace(main=main, __doc__=''))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (130, "error: interrupted\n")

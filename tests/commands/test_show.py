@@ -10,7 +10,7 @@ import jax
 import pytest
 from flax import nnx
 
-from qwen3next_jax.commands.config_flags import load_settings
+from qwen3next_jax.commands.config_flags import load_settings_of_file_or_run
 from qwen3next_jax.commands.show import layers_text
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
 from qwen3next_jax.config.files import load_config_file
@@ -18,7 +18,7 @@ from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.description import context_memory, layer_kinds
 from qwen3next_jax.model.flops import parameter_counts
 from qwen3next_jax.model.language_model import declared
-from qwen3next_jax.reporting.architecture import LayerBox, draw_model
+from qwen3next_jax.reporting.architecture import LayerKindPanel, draw_model
 from qwen3next_jax.runs.record import run_json_text
 from tests.records import record
 from tests.refusals import refused
@@ -67,9 +67,9 @@ def test_layers_are_written_briefly(layers, text):
 
 def test_figure_has_every_layer_and_is_well_formed():
     kinds = [
-        LayerBox("a < b", range(0, 60, 2), "dense", [("mixer/w", "2 × 3")], "6 parameters"),
-        LayerBox("c", range(1, 60, 2), "dense", [("mixer/v", "2")], "2 parameters"),
-        LayerBox("c", (), "dense", [("mixer/v", "2")], "2 parameters"),
+        LayerKindPanel("a < b", range(0, 60, 2), "dense", [("mixer/w", "2 × 3")], "6 parameters"),
+        LayerKindPanel("c", range(1, 60, 2), "dense", [("mixer/v", "2")], "2 parameters"),
+        LayerKindPanel("c", (), "dense", [("mixer/v", "2")], "2 parameters"),
     ]
     root = xml.etree.ElementTree.fromstring(draw_model("model & more", "sub", kinds))
     texts = [element.text or "" for element in root.iter() if element.tag.endswith("text")]
@@ -88,10 +88,10 @@ def test_a_run_is_shown_by_its_folder(tmp_path):
     config = default_config()
     config["model"] |= {"num_hidden_layers": 3, "num_experts": 0}
     (tmp_path / "run.json").write_text(run_json_text(record(config=config)))
-    assert load_settings(str(tmp_path))["model"]["num_hidden_layers"] == 3
+    assert load_settings_of_file_or_run(str(tmp_path))["model"]["num_hidden_layers"] == 3
     (tmp_path / "run.json").unlink()
     with refused(tmp_path, "run.json"):
-        load_settings(str(tmp_path))
+        load_settings_of_file_or_run(str(tmp_path))
 
 
 def test_an_unwritable_figure_is_one_line():

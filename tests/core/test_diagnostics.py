@@ -111,7 +111,7 @@ def test_padding_has_no_part_in_diagnostics(measured):
         0,
         0,
     ]
-    kinds = [name for name, _ in MODEL.layer_kinds]
+    kinds = [name for name, _ in MODEL.mixers_and_sparsity]
     for name, owner in (("beta", "gated_deltanet"), ("gate_mean", "gated_attention")):
         assert [value is not None for value in record[name]] == [kind == owner for kind in kinds]
     assert set(record["groups"]) == {"embedding", "final_norm", "head"}

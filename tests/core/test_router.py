@@ -87,7 +87,7 @@ def test_experts_and_weights_are_those_of_the_rule(scoring, groups, biased):
 @pytest.mark.slow
 def test_the_bias_follows_the_load_layer_by_layer():
     """Five layers, the first dense, the others stacked in pairs, and the prediction module's."""
-    assert MODEL.stacks == ((0,), (1, 3), (2, 4))
+    assert MODEL.layer_stacks == ((0,), (1, 3), (2, 4))
     params = {}
     counts = np.random.default_rng(0).multinomial(3_000_001, np.ones(8) / 8, size=5)
     counts[2] = 375_000  # balanced: nothing moves

@@ -452,7 +452,7 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
         Config(train=TrainConfig(steps=5), eval=EvalConfig(suites=("repetition",))),
     )
     result = read_result(point, folder)
-    assert {name: value.value for name, value in result.metrics.items()} == {
+    assert {name: value.value for name, value in result.final_metrics.items()} == {
         "heldout loss": 1.0,
         "gone loss/1-1": 2.0,
         **{f"repetition {name}": value for name, value in values.items()},

@@ -40,7 +40,7 @@ def train_plain(
     @jax.jit
     def step(params, opt_state, batch):
         grads, parts, *_ = gradients(params, batch)
-        updates, opt_state = optimizer.update(grads.main, opt_state, params)
+        updates, opt_state = optimizer.update(grads.main_group, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, parts["loss"]
 
     rng = np.random.default_rng(0)

@@ -218,7 +218,7 @@ def test_what_a_policy_saves_is_not_computed_again(policy, runs):
         linear_num_value_heads=1,
         dtype="bfloat16",
     )
-    layer = config.block.resolve("placement")
+    layer = config.block.import_part("placement")
     graphdef, params = nnx.split(
         nnx.eval_shape(
             lambda: layer(config, "gated_deltanet", True, Make(config, nnx.Rngs(0)), (0,))

@@ -250,11 +250,11 @@ def test_libtpu_missing(monkeypatch):
 )
 def test_mesh_flag(text, names):
     from qwen3next_jax.commands.plan import with_mesh
-    from qwen3next_jax.commands.run_flags import read_mesh
+    from qwen3next_jax.commands.run_flags import parse_mesh_flag
 
     with refused(*names):
-        with_mesh(ParallelConfig(), read_mesh(text))
-    assert with_mesh(ParallelConfig(), read_mesh("expert=2,tensor=2")).mesh == MeshConfig(
+        with_mesh(ParallelConfig(), parse_mesh_flag(text))
+    assert with_mesh(ParallelConfig(), parse_mesh_flag("expert=2,tensor=2")).mesh == MeshConfig(
         data=-1, expert=2, tensor=2
     )
 
@@ -400,7 +400,7 @@ def test_estimates_are_in_their_order(plan):
 def test_collectives_of_a_plan_follow_its_mesh(interval):
     plan = plan_of(interval)
     assert {axis for c in plan.collectives for axis in c.axes} == {"data", "expert"}
-    assert {c.times for c in plan.collectives} >= {1, len(plan.model.stacks[-1])}
+    assert {c.times for c in plan.collectives} >= {1, len(plan.model.layer_stacks[-1])}
 
 
 @pytest.mark.slow
@@ -417,7 +417,7 @@ def test_a_layer_alone_gathers_weights_and_exchanges_rows():
 def test_plan_is_shown_written_and_drawn(plan, tmp_path):
     from rich.console import Console
 
-    from qwen3next_jax.commands.plan import draw_plans, show
+    from qwen3next_jax.commands.plan import draw_memory_bars, print_plan
 
     values = json.loads(json.dumps(plan.as_dict()))
     assert values.keys() >= {
@@ -433,13 +433,13 @@ def test_plan_is_shown_written_and_drawn(plan, tmp_path):
     }
     assert values["tokens_per_second"] == pytest.approx(8 * 256 / values["step_seconds"])
     console = Console(record=True, width=150, file=open(os.devnull, "w"))
-    show(plan, console)
+    print_plan(plan, console)
     text = console.export_text()
     assert "data=2 expert=2: fits" in text
     assert "bound by " + plan.binding in text
     assert "ideal: max(" in text
     assert "rates of v5e by calibrated: no product measured: the nearest, v6e" in text
-    draw_plans([plan], tmp_path / "plan.png")
+    draw_memory_bars([plan], tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -563,7 +563,7 @@ def test_a_compiler_that_ends_its_process_is_one_line(
 ):
     from rich.console import Console
 
-    from qwen3next_jax.commands.plan import show
+    from qwen3next_jax.commands.plan import print_plan
 
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", program))
     plan = make_plan_in_subprocess(config(data=4), topology.describe_topology("v6e:2x2"))
@@ -571,7 +571,7 @@ def test_a_compiler_that_ends_its_process_is_one_line(
     assert plan.reason == reason
     assert plan.as_dict()["peak_hbm_bytes"] is None
     console = Console(record=True, width=200, file=open(os.devnull, "w"))
-    show(plan, console)
+    print_plan(plan, console)
     assert f"data=4 failed: {reason}" in console.export_text()
     # what Python said goes on
     assert ("in passing" in capfd.readouterr().err) == ("planner crashed" in reason)
@@ -750,7 +750,7 @@ def test_muon_saves_a_moment_of_each_matrix():
 def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
     from rich.console import Console
 
-    from qwen3next_jax.commands.plan import search
+    from qwen3next_jax.commands.plan import search_and_compile
 
     compiled = []
 
@@ -770,7 +770,7 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
     monkeypatch.setattr(subprocess_plan, "make_plan_in_subprocess", pretend)
     console = Console(record=True, width=200, file=open(os.devnull, "w"))
     released = Config(train=TrainConfig(batch_size=256, sequence_length=4096))
-    found = search(released, topology.describe_topology("v6e:16x16"), "", console, {})
+    found = search_and_compile(released, topology.describe_topology("v6e:16x16"), "", console, {})
     text = console.export_text()
     assert len(compiled) == len(found) == 5 == len(set(compiled))
     assert [p.verdict for p in found] == 3 * ["fits"] + ["does not fit", "failed"]
@@ -782,7 +782,7 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
     ):
         assert part in text
     with refused(256):
-        search(
+        search_and_compile(
             Config(train=TrainConfig(batch_size=7, sequence_length=4097)),
             topology.describe_topology("v6e:16x16"),
             "",
@@ -790,7 +790,7 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
             {},
         )
     with refused("data=3, expert=2"):
-        search(
+        search_and_compile(
             Config(), topology.describe_topology("v6e:16x16"), "", console, {"data": 3, "expert": 2}
         )
 

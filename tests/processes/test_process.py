@@ -84,7 +84,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's back
 def main(arguments):
     threading.Timer(0.3, pathlib.Path(arguments[0]).touch).start()  # when this thread is in the line below
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)  # as XLA's compiler: Python's handler waits until it is back
-cli.run(sys.modules["__main__"], "FILE")
+cli.run_command(sys.modules["__main__"], "FILE")
 """  # noqa: E501
 
 

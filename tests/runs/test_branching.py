@@ -362,7 +362,7 @@ def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are
     wider = dataclasses.replace(bound, max_position_embeddings=2**19)
     for meets in (
         lambda: start(wider),
-        lambda: evaluate._check_same_weights(wider, bound, folder),
+        lambda: evaluate._check_weights_fit_config(wider, bound, folder),
     ):
         with (
             contextlib.nullcontext()

@@ -361,5 +361,5 @@ def test_scalars_are_the_numbers_of_an_event():
 def test_profile_ranges_are_checked(change):
     with pytest.raises(UserError, match="profile."):
         ProfileConfig(**change)
-    assert list(ProfileConfig(steps="10:13").range) == [10, 11, 12]
-    assert not ProfileConfig().range
+    assert list(ProfileConfig(steps="10:13").traced_steps) == [10, 11, 12]
+    assert not ProfileConfig().traced_steps

@@ -446,7 +446,7 @@ def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_pa
             mlp_only_layers=(0, 2, 5, 11),
         ),
     )
-    assert len(long.model.stacks) == 12
+    assert len(long.model.layer_stacks) == 12
     rng = np.random.default_rng(0)
     state = jax.tree.map(
         lambda s: jnp.asarray(rng.integers(0, 1000, s.shape), s.dtype),

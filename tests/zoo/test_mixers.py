@@ -811,15 +811,15 @@ SWAPPED = dataclasses.replace(
 
 def test_names_of_the_pattern_stand_for_mixers():
     assert SWAPPED.mixers == ("gated_attention", "gated_deltanet")
-    assert SWAPPED.layer_kinds[-1] == ("gated_deltanet", True)
+    assert SWAPPED.mixers_and_sparsity[-1] == ("gated_deltanet", True)
 
 
 def test_the_same_mixers_are_the_same_model():
     same = dataclasses.replace(SWAPPED, layer_types=("gated_attention", FULL))
     assert same.mixers == SWAPPED.mixers
-    assert not SWAPPED.differs(same)
+    assert not SWAPPED.differing_settings(same)
     other = dataclasses.replace(HYBRID, layer_types=(FULL, LINEAR))
-    assert HYBRID.differs(other) == ("layer_types",)
+    assert HYBRID.differing_settings(other) == ("layer_types",)
 
 
 @pytest.mark.parametrize(
@@ -829,11 +829,11 @@ def test_the_same_mixers_are_the_same_model():
 def test_layers_of_a_kind_are_stacked(layers, stacks):
     """Where they come in periods, after the first dense ones."""
     config = dataclasses.replace(HYBRID, num_hidden_layers=layers, mlp_only_layers=(0, 1))
-    assert config.stacks == stacks
+    assert config.layer_stacks == stacks
 
 
 def test_the_released_model_is_stacked_by_period():
-    assert ModelConfig().stacks == tuple(tuple(range(i, 48, 4)) for i in range(4))
+    assert ModelConfig().layer_stacks == tuple(tuple(range(i, 48, 4)) for i in range(4))
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_hashing_is_exact(vocabulary, ple, layers):
             for i in (1, 2, 3)
         ]
         np.testing.assert_array_equal(got[0], np.concatenate(want))
-        assert got.max() < ple.rows(number)
+        assert got.max() < ple.table_rows(number)
 
 
 @pytest.mark.parametrize(

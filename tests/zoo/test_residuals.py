@@ -91,7 +91,7 @@ class Stack(nnx.Module):
     """Three layers and what follows them, without mixers and MLPs."""
 
     def __init__(self, config):
-        placement, make = config.block.resolve("placement"), Make(config, nnx.Rngs(0))
+        placement, make = config.block.import_part("placement"), Make(config, nnx.Rngs(0))
         layers = (0, 1, 2)  # a layer finds its number among these by `Context.layer`
         blocks = [placement(config, "gated_attention", False, make, layers) for _ in layers]
         for block in blocks:
@@ -103,7 +103,7 @@ class Stack(nnx.Module):
 def test_a_residual_stream_is_its_formula(name):
     """Output and all gradients in float64, with functions in place of mixers and MLPs."""
     config = config_of(name)
-    placement = config.block.resolve("placement")
+    placement = config.block.import_part("placement")
     graph, params = nnx.split(drawn(lambda: Stack(config)))
     params = moved(params)
     x, weight = np.random.default_rng(1).normal(size=(2, config.hidden_size))
@@ -236,7 +236,7 @@ def test_scanned_layers_are_those_of_a_loop(name):
 
     @jax.jit
     def loop(model):
-        x = config.block.resolve("placement").enter(model.embed(tokens), config)
+        x = config.block.import_part("placement").enter(model.embed(tokens), config)
         for i in range(config.num_hidden_layers):
             block = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], params))
             x, aux, _ = measured(block, x, Context(positions, layer=i))
@@ -260,7 +260,7 @@ def test_the_module_is_a_model_of_one_layer(name):
     module = model_of(config).mtp
     streams = dataclasses.replace(config.streams, block_layers=1)
     one = dataclasses.replace(config, num_hidden_layers=1, streams=streams)
-    placement = config.block.resolve("placement")
+    placement = config.block.import_part("placement")
     graph, _ = nnx.split(
         nnx.eval_shape(
             lambda: placement(one, "gated_attention", False, Make(one, nnx.Rngs(0)), (0,))

@@ -434,7 +434,7 @@ def _mla_settings(config: ModelConfig) -> Any:
     """Returns the settings of the mixer `mla`: latent_rank, query_rank, shared_key_width,
     latent_norm_eps.
     """
-    return config.settings_of("mla")
+    return config.settings_of_mixer("mla")
 
 
 # ---- tensors

@@ -157,7 +157,7 @@ def _read_layer_types(names: object, where: str) -> list[str]:
 
 def _write_text_fields(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
     fields = qwen3_next.text_model_fields(config, dtype, source, _SAME)
-    indexer = config.settings_of("qsa")
+    indexer = config.settings_of_mixer("qsa")
     return fields | {
         "architectures": ["Qwen4ExpForCausalLM"],
         "model_type": _TEXT,
@@ -277,7 +277,7 @@ def _qsa_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
     projection has the rows of all query heads first, then those of the key head.
     """
     yield from qwen3_next.gated_attention_entries(config)
-    s, name = config.settings_of("qsa"), "self_attn.indexer"
+    s, name = config.settings_of_mixer("qsa"), "self_attn.indexer"
     height = (s.indexer_n_heads + 1) * s.indexer_head_dim
     tensor = f"{name}.index_qk_proj.weight"
     yield one_tensor_entry("index_qk_proj", tensor, (1, 2, 0), (height, config.hidden_size))
@@ -296,7 +296,7 @@ def _layer_embedding_entries(config: ModelConfig, number: int) -> Iterator[Param
             f"ple.ple_embedding.ngram_embedding.shard_{part}.weight",
             (rows.stop - rows.start, ple.head_width),
         )
-        for part, rows in enumerate(ple.parts(number))
+        for part, rows in enumerate(ple.table_row_slices(number))
     )
     yield ParameterEntry("table", (0, 1), shards)
     yield one_tensor_entry("key_proj", "ple.key_proj.weight", (1, 2, 0), (width, ple.embed_dim))
@@ -315,9 +315,9 @@ def _layer_constants(config: ModelConfig, number: int) -> dict[str, np.ndarray]:
     """
     ple, name = config.ple, "ple.ple_embedding"
     numbers = {
-        "layer_multipliers": ple.multipliers(number, config.vocab_size),
-        "ngram_heads_offsets": ple.offsets(number),
-        "ngram_heads_vocab_sizes": ple.table_sizes(number),
+        "layer_multipliers": ple.hash_multipliers(number, config.vocab_size),
+        "ngram_heads_offsets": ple.head_row_offsets(number),
+        "ngram_heads_vocab_sizes": ple.table_rows_per_head(number),
     }
     return {f"{name}.{key}": np.array(value, np.int64) for key, value in numbers.items()}
 
