@@ -65,7 +65,7 @@ class UserError(ValueError):
         self.exit_code = exit_code
 
 
-class OlderVersion(UserError):
+class WrittenByOlderVersion(UserError):
     """An older version wrote the file `path` of prepared data, which this version does not use."""
 
     def __init__(self, path: os.PathLike):
@@ -143,12 +143,12 @@ def escape_control(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def escape_lines(text: str) -> str:
+def escape_control_in_lines(text: str) -> str:
     """Applies `escape_control` to every line of a text, and keeps the line ends."""
     return "\n".join(escape_control(line) for line in text.split("\n"))
 
 
-def out_of_memory(error: RuntimeError) -> str:
+def out_of_memory_message(error: RuntimeError) -> str:
     """Returns, in one line, XLA's message about the memory that it could not allocate; "" if
     `error` has another cause.
     """
@@ -182,7 +182,7 @@ def join_first(texts: Iterable[str], most: int, separator: str = ", ") -> str:
     return separator.join([*texts[:most], "…"] if len(texts) > most else texts)
 
 
-def similar_folder(path: os.PathLike) -> str:
+def similar_folder_hint(path: os.PathLike) -> str:
     """Returns a hint as `did_you_mean` does, with the folder beside `path` whose name is closest;
     "" if `path` exists.
     """
@@ -233,7 +233,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def check_format(path: object, found: object, expected: int) -> None:
+def check_format_number(path: object, found: object, expected: int) -> None:
     """Checks the number of the format of a file that this program wrote.
 
     Args:

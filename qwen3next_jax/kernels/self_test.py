@@ -90,7 +90,7 @@ def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
     trained = f"have trained on {test.ran_on}" if test.ran_on else "have never trained a model"
     note = f"; {test.note}" if test.note else ""
     passed = f"the kernels passed their test on this GPU and {trained}{note}"
-    implementations.give_reason(not reason, reason or passed)
+    implementations.record_why_default(not reason, reason or passed)
     print_once(
         f"{test.name}: XLA computes it without the kernel: the call {reason}"
         if reason
@@ -107,7 +107,7 @@ def failure_for_now(test: SelfTest) -> str:
     kind = _test_key(test)
     if kind not in _agreed_outcomes:
         put_off = functools.partial(find_failure, device, test)
-        if implementations.assume_passes(kind, put_off):
+        if implementations.postpone_kernel_test(kind, put_off):
             return ""
     return find_failure(device, test)
 
@@ -144,7 +144,7 @@ def print_once(line: str):
     """Prints a line to stderr, the same line only once in a process. It prints nothing while
     `trace_and_record` records the decisions.
     """
-    if not implementations.is_recording():
+    if not implementations.is_recording_decisions():
         _print_cached(line)
 
 

@@ -14,7 +14,7 @@ UNROLLED = {"tpu": 4, "gpu": 6}
 _GPU_MEMORY = 80 * 2**30
 
 
-def heads_side_by_side(*widths: int) -> bool:
+def prefers_concatenated_heads(*widths: int) -> bool:
     """Returns whether a recurrent layer passes arrays [B, T, heads · width] from operator to
     operator, instead of [B, T, heads, width]. It does so on a GPU, and on a TPU if every one of
     `widths` (channels per head) is a multiple of the 128 lanes of a register.
@@ -23,7 +23,7 @@ def heads_side_by_side(*widths: int) -> bool:
     return platform == "gpu" or platform == "tpu" and all(width % _LANES == 0 for width in widths)
 
 
-def experts_in_tiles() -> bool:
+def prefers_expert_tiles() -> bool:
     """Returns whether a layer computes its experts with the operator `routed_experts` (which lays
     out the rows of each expert in tiles) for every dtype and number of tokens. This is so on a TPU.
     On other platforms, a layer may use other operators for some dtypes or numbers of tokens.
@@ -31,7 +31,7 @@ def experts_in_tiles() -> bool:
     return compile_target().platform == "tpu"
 
 
-def experts_in_caches() -> bool:
+def prefers_cache_sized_experts() -> bool:
     """Returns whether a layer computes its experts in the way that suits a CPU's caches: it sorts
     the rows by expert, and for few tokens it computes only the experts that a token chose. This is
     so on a CPU.
@@ -39,7 +39,7 @@ def experts_in_caches() -> bool:
     return compile_target().platform == "cpu"
 
 
-def device_memory() -> int:
+def device_memory_bytes() -> int:
     """Returns the bytes of a device's memory, by which a layer chooses how many rows it computes at
     a time; 0 if the size is not known. While JAX traces, it knows the memory of a TPU, but not of a
     GPU. Every GPU counts as an H100.
@@ -48,7 +48,7 @@ def device_memory() -> int:
     return _GPU_MEMORY if target.platform == "gpu" else target.memory_bytes or 0
 
 
-def unroll_loop(repeats: int) -> bool:
+def prefers_unrolled_layers(repeats: int) -> bool:
     """Returns whether a model unrolls a loop over `repeats` periods of layers. It does so for few
     periods on a TPU and on a GPU, where a loop copies every slice that it reads from or writes to
     the arrays of all layers. (On a GPU, a loop also fills the arrays that it writes with zeros
@@ -57,7 +57,7 @@ def unroll_loop(repeats: int) -> bool:
     return repeats <= UNROLLED.get(compile_target().platform, 0)
 
 
-def float32_precision(dtype) -> jax.lax.Precision:
+def float32_product_precision(dtype) -> jax.lax.Precision:
     """Returns the precision for float32 matrix products whose operands were cast from `dtype`. The
     precision is HIGHEST, except for operands cast from bfloat16 on a TPU: there it is HIGH, which
     takes three bfloat16 passes instead of six. The results of HIGH and HIGHEST differ by 2e-6
@@ -68,7 +68,7 @@ def float32_precision(dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST
 
 
-def row_major(x):
+def require_row_major(x):
     """Returns x. On a TPU, it adds the constraint that the layout of x in memory is row-major,
     which is the layout that kernels read and write.
 

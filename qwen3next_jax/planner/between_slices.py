@@ -43,7 +43,7 @@ class SliceTraffic(NamedTuple):
     hidden_from_rows: int
 
 
-def crossing_bytes(stored: float, slices: int, parallel: ParallelConfig) -> float:
+def bytes_between_slices(stored: float, slices: int, parallel: ParallelConfig) -> float:
     """Returns the bytes that a device sends to other slices in a step.
 
     Args:
@@ -55,7 +55,7 @@ def crossing_bytes(stored: float, slices: int, parallel: ParallelConfig) -> floa
     return (slices - 1) / slices * stored * both_ways
 
 
-def crossing_seconds(sent: float, chip: Chip) -> float:
+def seconds_between_slices(sent: float, chip: Chip) -> float:
     """Returns the seconds in which a device sends these bytes to other slices.
 
     Raises:
@@ -83,8 +83,8 @@ def predict_slice_traffic(
     Args:
       stored: number of parameters that a device stores.
     """
-    sent = crossing_bytes(stored, mesh.shape[SLICE], parallel)
-    seconds = crossing_seconds(sent, topology.chip)
+    sent = bytes_between_slices(stored, mesh.shape[SLICE], parallel)
+    seconds = seconds_between_slices(sent, topology.chip)
     flops = forward_flops_per_token(model, train.sequence_length)
     grouped = flops.get("experts", 0.0)
     dense = sum(flops.values()) - grouped

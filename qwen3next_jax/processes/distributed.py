@@ -28,7 +28,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import ExitCode, UserError, error_message
-from qwen3next_jax.common.installation import chosen_by_user, shell_command
+from qwen3next_jax.common.installation import command_line_start, user_chose_jax_platforms
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ParallelConfig
 from qwen3next_jax.processes.launch import TPU_VM, Launch
@@ -151,8 +151,8 @@ def check_platform(platforms: str, environment: Mapping[str, str]) -> None:
     """Checks that JAX computes on the kind of device that the user asks for. JAX itself takes the
     next platform of the list without a word if the first one has no device.
 
-    If `installation.skip_absent_tpu` has chosen the platforms, the CPU is taken where no GPU works,
-    as JAX does without a choice; `installation.unused_gpu` says why.
+    If `installation.exclude_absent_tpu_from_jax` has chosen the platforms, the CPU is taken where
+    no GPU works, as JAX does without a choice; `installation.unused_gpu_message` says why.
 
     Args:
       platforms: what JAX_PLATFORMS holds, such as "cuda,cpu"; "" asks for nothing.
@@ -168,7 +168,7 @@ def check_platform(platforms: str, environment: Mapping[str, str]) -> None:
         backend = jax.default_backend()
     except (RuntimeError, AssertionError):  # the latter if no platform of the list has a device
         backend = ""
-    if not chosen_by_user(platforms, environment):
+    if not user_chose_jax_platforms(platforms, environment):
         if not backend:
             jax.config.update("jax_platforms", "cpu")
         return
@@ -176,7 +176,7 @@ def check_platform(platforms: str, environment: Mapping[str, str]) -> None:
         fallback = f", only {backend}" if backend else ""
         raise UserError(
             f"JAX_PLATFORMS={platforms} asks for {first}, but JAX finds no such device{fallback}: "
-            f"`{shell_command('doctor')}` says why. JAX_PLATFORMS=cpu asks for the CPU"
+            f"`{command_line_start('doctor')}` says why. JAX_PLATFORMS=cpu asks for the CPU"
         )
 
 

@@ -28,7 +28,7 @@ from qwen3next_jax.common.errors import as_user_error
 from qwen3next_jax.common.storage import (
     ABSENT,
     BucketPath,
-    Entry,
+    FileInfo,
     StoreError,
     files_in,
     md5_of,
@@ -248,7 +248,7 @@ def file_versions(directory: Folder) -> dict[str, str] | None:
         return None
 
 
-def _files(directory: Folder) -> dict[str, Entry]:
+def _files(directory: Folder) -> dict[str, FileInfo]:
     """Returns the files of a folder, without its manifest, as `files_in` does."""
     found = files_in(directory)
     return {n: entry for n, entry in found.items() if not n.rpartition("/")[2].startswith(NAME)}

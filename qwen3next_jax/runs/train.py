@@ -15,7 +15,7 @@ import jax
 
 from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, warn
 from qwen3next_jax.common.events import iterate_events
-from qwen3next_jax.common.installation import unused_gpu
+from qwen3next_jax.common.installation import unused_gpu_message
 from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
@@ -288,7 +288,7 @@ def _load_state(
         print(escape_control(f"{start.workdir}: {text}"), flush=True)
         for line in describe_notices(run, start):
             print(line, flush=True)
-        if line := unused_gpu(os.environ, jax.default_backend()):
+        if line := unused_gpu_message(os.environ, jax.default_backend()):
             warn(line)
     if is_new:
         state, cursor = first_state(run, data, start)

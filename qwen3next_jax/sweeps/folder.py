@@ -59,7 +59,7 @@ class BucketFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[tuple[int, ...]]:
         """Holds the lock of the folder, a lease, which nobody can inherit."""
-        with Lease(self._workdir, self._workdir.patience) as lease:
+        with Lease(self._workdir, self._workdir.patience_seconds) as lease:
             lease.run_locked(lambda: None)
             yield ()
 

@@ -26,7 +26,7 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import C, tile_memory
 from qwen3next_jax.ops.delta_rule import associative, chunk_math
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
-EXACT = chunk_math.Products(jnp.float32)
+EXACT = chunk_math.MatrixProducts(jnp.float32)
 
 
 def forward(
@@ -122,7 +122,8 @@ def backward(
     )
     dq, dk = (remove_padding(p.to_key_heads(gradients[name]), x.q.shape) for name in ("dq", "dk"))
     dg, dbeta = (
-        remove_padding(p.from_rows(gradients["sums"][:, :, :, i]), x.g.shape) for i in range(2)
+        remove_padding(p.from_rows(gradients["sums"][:, :, :, i]), x.log_decay.shape)
+        for i in range(2)
     )
     return (
         dq,
@@ -184,7 +185,7 @@ def _carry_state(
     u, m, _ = jnp.split(
         transpose_last_axes(p.split_pieces(made["maps"])), [p.value, p.value + p.key], axis=-1
     )
-    firsts, after = associative.states_before_maps(
+    firsts, after = associative.states_before_each_map(
         (m, u), transpose_last_axes(made["last"]), EXACT, reverse=False
     )
     firsts = jnp.concatenate([firsts, after[None]]).reshape(-1, *p.state_shape[1:])

@@ -95,9 +95,9 @@ def gated_delta_rule(
     """
     # NumPy's float64 arrays become float32 if x64 is off
     q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
-    _check(q, k, v, g, beta, initial_state, segment_ids, implementation)
+    _check_arguments(q, k, v, g, beta, initial_state, segment_ids, implementation)
     if jax.config.jax_debug_nans:
-        _check_values(g, segment_ids)
+        _check_decay_and_segment_order(g, segment_ids)
     wide = jnp.promote_types(jnp.float32, jnp.result_type(q, k, v))
     if initial_state is None:
         initial_state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), wide)
@@ -106,16 +106,16 @@ def gated_delta_rule(
     if axis_name is not None:
         from qwen3next_jax.ops.delta_rule import context
     if axis_name is not None and segment_ids is not None:
-        before = context.last_id_before(segment_ids, axis_name)
+        before = context.last_segment_id_before_shard(segment_ids, axis_name)
     if segment_ids is not None:
-        segments = chunk_math.encode_segments(segment_ids, before)
+        segments = chunk_math.signed_segment_ids(segment_ids, before)
         live = segments[:, :, None] > 0  # padding does not decay or write the state
         g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
     x = Inputs(q, k, v, g, beta, segments)
     operator = dispatch.choose_operator(implementation, x, normalize_qk, delta_term, axis_name)
     if axis_name is not None:
         return context.gated_delta_rule_over_axis(operator, axis_name, x, initial_state, before)
-    if operator.chosen.name == "recurrent":
+    if operator.chosen_implementation.name == "recurrent":
         from qwen3next_jax.ops.delta_rule import reference
 
         return reference.recurrent(
@@ -125,12 +125,12 @@ def gated_delta_rule(
             delta_term=delta_term,
             return_all_states=return_all_states,
         )
-    return _run(operator, x, initial_state)
+    return _differentiable_delta_rule(operator, x, initial_state)
 
 
-def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
-    checks.implementation(implementation, IMPLEMENTATIONS)
-    checks.shapes(
+def _check_arguments(q, k, v, g, beta, initial_state, segment_ids, implementation):
+    checks.check_implementation_name(implementation, IMPLEMENTATIONS)
+    checks.check_shapes(
         q=(q, "BTGK"),
         k=(k, "BTGK"),
         v=(v, "BTHV"),
@@ -139,7 +139,7 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
         segment_ids=(segment_ids, "BT"),
         initial_state=(initial_state, "BHKV"),
     )
-    checks.integers(segment_ids=segment_ids)
+    checks.check_integers(segment_ids=segment_ids)
     if v.shape[2] % q.shape[2] != 0:
         raise ValueError(
             f"v has {v.shape[2]} heads and q {q.shape[2]}: expected value heads to be a multiple "
@@ -150,7 +150,7 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
             raise ValueError(f"{name} has dtype {x.dtype}: expected float32, bfloat16 or float64")
 
 
-def _check_values(g, segment_ids):
+def _check_decay_and_segment_order(g, segment_ids):
     wrong = {
         "g is positive or not finite: expected finite log decay <= 0": jnp.any(
             ~(g <= 0) | jnp.isinf(g)
@@ -165,18 +165,18 @@ def _check_values(g, segment_ids):
             "segment_ids are out of order: expected positive, non-decreasing along T, 0 at the "
             "end only"
         ] = disorder
-    checks.values(wrong)
+    checks.check_values_at_runtime(wrong)
 
 
 # ---- the custom gradient around the chosen implementation
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(operator: dispatch.Operator, x: Inputs, initial_state):
+def _differentiable_delta_rule(operator: dispatch.Operator, x: Inputs, initial_state):
     return operator.forward(x, initial_state, inverses=None, save=False)[:2]
 
 
-def _run_forward(operator: dispatch.Operator, x: Inputs, initial_state):
+def _delta_rule_forward(operator: dispatch.Operator, x: Inputs, initial_state):
     o, final, *saved = save_for_backward(
         operator.forward(x, initial_state, inverses=None, save=True)
     )
@@ -184,10 +184,10 @@ def _run_forward(operator: dispatch.Operator, x: Inputs, initial_state):
     return (o, final), (x, initial_state[:0], saved)
 
 
-def _run_backward(operator: dispatch.Operator, residuals, cotangents):
+def _delta_rule_backward(operator: dispatch.Operator, residuals, cotangents):
     x, initial_state, saved = residuals
     *gradients, dinitial = operator.backward(x, *saved, *cotangents)
     return x.cast_gradients(gradients), dinitial.astype(initial_state.dtype)
 
 
-_run.defvjp(_run_forward, _run_backward)
+_differentiable_delta_rule.defvjp(_delta_rule_forward, _delta_rule_backward)

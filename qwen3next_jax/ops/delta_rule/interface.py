@@ -21,9 +21,11 @@ class Inputs(NamedTuple):
     q: jax.Array  # [B, T, G, K]
     k: jax.Array  # [B, T, G, K]
     v: jax.Array  # [B, T, H, V]
-    g: jax.Array  # [B, T, H], the logarithm of the decay; 0 for padding
+    log_decay: jax.Array  # [B, T, H], the logarithm of the decay; 0 for padding
     beta: jax.Array  # [B, T, H], the write strength; 0 for padding
-    segments: jax.Array | None = None  # [B, T], signed ids, see `chunk_math.encode_segments`
+    signed_segment_ids: jax.Array | None = (
+        None  # [B, T], signed ids, see `chunk_math.signed_segment_ids`
+    )
 
     def cast_gradients(self, gradients) -> "Inputs":
         """Returns `gradients`, the gradients of q, k, v, g and beta, each cast to the dtype of its
@@ -96,7 +98,7 @@ class Implementation(Protocol):
         """
 
 
-def chunk_size(x: Inputs) -> int:
+def choose_chunk_size(x: Inputs) -> int:
     """Returns C, the tokens of a chunk. It is 16 for float32 heads of at most 32 channels and 64
     otherwise. If the sequence is shorter than 64 tokens, 64 is replaced by the smallest power of
     two that is at least 16 and at least the sequence's length.

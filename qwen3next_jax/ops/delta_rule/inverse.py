@@ -13,12 +13,12 @@ C rows of the matrix.
 
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.delta_rule.chunk_math import Products, row_and_column_indices
+from qwen3next_jax.ops.delta_rule.chunk_math import MatrixProducts, row_and_column_indices
 
 BASE = 16
 
 
-def diagonal_block_inverses(l_CC, exact: Products, size: int):
+def diagonal_block_inverses(l_CC, exact: MatrixProducts, size: int):
     """Returns [..., C, C]: the inverses of the diagonal blocks of `size` rows of I + L, with zeros
     outside these blocks.
 
@@ -38,7 +38,7 @@ def diagonal_block_inverses(l_CC, exact: Products, size: int):
     return x
 
 
-def unit_lower_inverse(l_CC, exact: Products):
+def unit_lower_inverse(l_CC, exact: MatrixProducts):
     """Returns (I + L)^{-1}, [..., C, C], for a C that is a power of two. `diagonal_block_inverses`
     inverts the diagonal blocks of 16 rows (one block if C is smaller). Then pairs of neighbouring
     blocks are merged until there is one block.

@@ -31,7 +31,7 @@ from qwen3next_jax.common.errors import (
     require,
     warn,
 )
-from qwen3next_jax.common.storage import ABSENT, BucketPath, Conflict
+from qwen3next_jax.common.storage import ABSENT, BucketPath, VersionConflict
 
 _LONGEST = 30.0  # seconds
 _LARGEST = 1 << 16  # bytes of the object
@@ -138,7 +138,7 @@ class Lease:
             if before is not None:
                 self._wait_for_end(*before)
             self._write(patience=self._patience)
-        except Conflict as error:
+        except VersionConflict as error:
             raise self._taken((self._read() or ("", {}))[1]) from error
         except OSError as error:
             raise UserError(
@@ -180,7 +180,7 @@ class Lease:
     def _read(self) -> tuple[str, dict[str, Any]] | None:
         """Returns the version and the content of the lock; None if there is none."""
         path = self._path.with_patience(self._patience)
-        entry = path.entry()
+        entry = path.file_info()
         if entry is None:
             return None
         foreign = f"{path}: not the lock of a run: another program's object; give another --workdir"
@@ -241,11 +241,11 @@ class Lease:
     def _beat(self) -> None:
         """Renews the lock, or, without one, asks for it."""
         if not self._is_owner:
-            self._path.entry()
+            self._path.file_info()
             return
         try:
             self._write()
-        except Conflict:
+        except VersionConflict:
             now = self._read()
             if now is not None and now[1].get("owner") == self._record["owner"]:
                 self._version = now[0]

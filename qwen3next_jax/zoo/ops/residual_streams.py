@@ -28,7 +28,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.ops.blocks import accumulation_dtype
-from qwen3next_jax.ops.implementations import Chosen, Form, choose
+from qwen3next_jax.ops.implementations import (
+    ChosenImplementation,
+    XlaImplementation,
+    choose_implementation,
+)
 from qwen3next_jax.sharding.rules import CONTEXT, ROWS, activation_spec, num_shards, per_shard
 
 LANES = 128  # the kernels need a multiple of this number of columns
@@ -37,7 +41,7 @@ LANES = 128  # the kernels need a multiple of this number of columns
 class _Call(NamedTuple):
     """What is known of a call before its arrays."""
 
-    chosen: Chosen
+    chosen: ChosenImplementation
     eps: float
     streams: int
     mesh: Mesh | None
@@ -104,10 +108,10 @@ def write(
 
 def _call(h_BTE, streams, columns, eps, mesh, time, implementation) -> _Call:
     """Chooses the implementation of a call with `columns` columns of `inner`."""
-    chosen = choose(
+    chosen = choose_implementation(
         "residual_streams",
         implementation,
-        FORMS,
+        XLA_IMPLEMENTATIONS,
         tokens=h_BTE.shape[0] * h_BTE.shape[1] // num_shards(mesh, *_token_axes(time)),
         width=h_BTE.shape[-1] // streams,
         streams=streams,
@@ -314,8 +318,8 @@ def _write_gradients_in_xla(y_BTD, a_BTS, dh_BTE):
     return dy_BTD.astype(y_BTD.dtype), jnp.concatenate(da_BTS, axis=-1)
 
 
-FORMS = (
-    Form(
+XLA_IMPLEMENTATIONS = (
+    XlaImplementation(
         "xla",
         ("cpu", "gpu", "tpu"),
         dict(

@@ -60,11 +60,11 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.delta_rule import inverse
 from qwen3next_jax.ops.delta_rule.chunk_math import (
-    Products,
+    MatrixProducts,
+    concatenate_split_operands,
     lower_mask,
-    rows_dot,
-    split_precision,
-    stack_for_product,
+    row_dot_products,
+    split_high_and_low,
 )
 from qwen3next_jax.zoo.ops.channel_delta_rule import decay_levels
 
@@ -112,13 +112,16 @@ class Chunks(typing.NamedTuple):
     inverse: jax.Array | None  # A
 
 
-def product_in_parts(product, x, y, dots: Products, x_axis: int, y_axis: int):
+def product_in_parts(product, x, y, dots: MatrixProducts, x_axis: int, y_axis: int):
     """Returns product(x, y). If `dots.operand` is bfloat16, x and y are both split into two
     bfloat16 parts, which are concatenated along the contracted axes `x_axis` and `y_axis`.
     """
     return product(
-        *stack_for_product(
-            split_precision(x, dots.operand), split_precision(y, dots.operand), x_axis, y_axis
+        *concatenate_split_operands(
+            split_high_and_low(x, dots.operand_dtype),
+            split_high_and_low(y, dots.operand_dtype),
+            x_axis,
+            y_axis,
         )
     )
 
@@ -130,11 +133,14 @@ def _to_chunks(x, size: int):
 
 def _arrays_of_chunks(
     x: Inputs, known_inverse, size: int, delta_term: bool, read_before: bool, dtype
-) -> tuple[Chunks, Products, Products]:
+) -> tuple[Chunks, MatrixProducts, MatrixProducts]:
     """Returns three things: the arrays of the chunks of a piece; `Products` that cast operands to
     v's dtype; and `Products` that cast operands to `dtype`, the dtype of the state.
     """
-    dots, exact = Products(x.v.dtype, copies=True), Products(dtype, copies=True)
+    dots, exact = (
+        MatrixProducts(x.v.dtype, may_copy_transpose=True),
+        MatrixProducts(dtype, may_copy_transpose=True),
+    )
     q, k, v, g, beta = (_to_chunks(array.astype(dtype), size) for array in x.repeat_key_heads()[:5])
     e = k if x.erase_key is None else _to_chunks(x.erase_key.astype(dtype), size)
     beta = beta[..., None]
@@ -144,7 +150,7 @@ def _arrays_of_chunks(
     reads = tuple(q * decay for decay in decays.query_levels)
     p, ek, a = decay_levels.pair_products(reads, keys, dots.nt), None, known_inverse
     if not read_before:
-        p = p + jnp.eye(size, dtype=dtype) * rows_dot(q, k)
+        p = p + jnp.eye(size, dtype=dtype) * row_dot_products(q, k)
     if delta_term:
         ek = decay_levels.pair_products(erase_keys, keys, lambda x, y: dots.nt(x, y, fine=True))
         a = inverse.unit_lower_inverse(beta * ek, exact) if a is None else a
@@ -172,7 +178,7 @@ def _arrays_of_chunks(
     )
 
 
-def _writes_and_errors(c: Chunks, state, dots: Products, exact: Products):
+def _writes_and_errors(c: Chunks, state, dots: MatrixProducts, exact: MatrixProducts):
     """Returns W and V − (E γ) S. Without the delta term they are β V and V."""
     if c.inverse is None:
         return c.beta * c.v, c.v
@@ -316,7 +322,7 @@ def _gradients(
     dr,
     do,
     read_before: bool,
-    dots: Products,
+    dots: MatrixProducts,
     by_key: bool,
 ):
     """Returns the gradients of the fields of `Inputs` for each chunk, [N, B, H, C, …]: dq, dk, dv,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
-from qwen3next_jax.ops.delta_rule.chunk_math import HIGHEST, Products, rows_dot
+from qwen3next_jax.ops.delta_rule.chunk_math import HIGHEST, MatrixProducts, row_dot_products
 from qwen3next_jax.zoo.ops.channel_delta_rule import decay_levels
 from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs, product_in_parts
 
@@ -29,7 +29,7 @@ def forward(x: Inputs, initial_state, *, size: int, read_before: bool):
       size: number of tokens of a chunk.
       read_before: whether a token reads the state before its own decay and write.
     """
-    dtype, dots = initial_state.dtype, Products(x.v.dtype, copies=True)
+    dtype, dots = initial_state.dtype, MatrixProducts(x.v.dtype, may_copy_transpose=True)
 
     @jax.checkpoint  # the backward pass recomputes all but `state_BHKV` and `chunk`
     def step(state_BHKV, chunk: Inputs):
@@ -43,7 +43,7 @@ def forward(x: Inputs, initial_state, *, size: int, read_before: bool):
         )
         o = of_values.query_enter * dots.nn(q * of_keys.query_enter, state_BHKV)
         if not read_before:
-            o = o + rows_dot(q, k) * v
+            o = o + row_dot_products(q, k) * v
         for level in range(len(of_keys.levels)):
             reads, keys, values = (
                 q * of_keys.query_levels[level],
