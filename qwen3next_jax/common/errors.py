@@ -93,9 +93,9 @@ def as_user_error(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def error_message(error: Exception) -> str:
-    """Returns the message of an error in one line. For an error of the operating system this is its
-    `strerror`, which does not contain the path; for any other error the first 200 characters of its
-    text.
+    """Returns the message of an error in one line. For an error of the operating system, the
+    message is its `strerror`, which does not contain the path; for any other error the first 200
+    characters of its text.
     """
     return getattr(error, "strerror", None) or one_line(str(error))
 
@@ -183,7 +183,7 @@ def join_first(texts: Iterable[str], most: int, separator: str = ", ") -> str:
 
 
 def similar_folder_hint(path: os.PathLike) -> str:
-    """Returns a hint as `did_you_mean` does, with the folder beside `path` whose name is closest;
+    """Returns " (did you mean 'x'?)" with the folder beside `path` whose name is closest;
     "" if `path` exists.
     """
     with contextlib.suppress(OSError):
@@ -208,8 +208,9 @@ class Mistakes:
 
     @contextlib.contextmanager
     def collect(self, place: str) -> Iterator[None]:
-        """Keeps a `UserError` of the `with` block, unless another place has the same mistake.
-        `place`: the beginning of the message; an error that has it already does not get it again.
+        """Keeps a `UserError` of the `with` block, unless another place has the same mistake. The
+        collected message begins with `place`, which is not added to a message that begins with it
+        already.
         """
         try:
             yield
@@ -218,7 +219,7 @@ class Mistakes:
             self._found.setdefault(mistake, place)
 
     def raise_any(self) -> None:
-        """Raises a UserError that names all that was found; does nothing if nothing was."""
+        """Raises a UserError that names all collected mistakes; does nothing if there are none."""
         found = [f"{place}: {mistake}" for mistake, place in self._found.items()]
         if len(found) == 1:
             raise UserError(found[0])

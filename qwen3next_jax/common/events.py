@@ -42,8 +42,8 @@ def iterate_events(path: pathlib.Path | BucketPath) -> Iterator[tuple[str, dict[
 
 
 def _lines_of_all_pieces(path: pathlib.Path | BucketPath) -> Iterator[str]:
-    """Yields the lines of all pieces. Several threads open them ahead: to open an object of a
-    bucket is to read it.
+    """Yields the lines of all pieces. Several threads open the next pieces ahead, because opening
+    an object of a bucket reads it.
     """
     paths = events_file_pieces(path)
     with (
@@ -66,9 +66,10 @@ def _open_events_file(path: pathlib.Path | BucketPath) -> IO[str]:
 
 
 def events_file_pieces(path: pathlib.Path | BucketPath) -> list[Any]:
-    """Returns the files with the lines of `path`, WORKDIR/metrics.jsonl, in their order. On a file
-    system that is `path` itself, if it exists. In a bucket these are the numbered pieces; if the
-    object `path` exists, because the run was copied from a file system, it comes first.
+    """Returns the files that hold the lines of `path` (WORKDIR/metrics.jsonl), in order. On a file
+    system, the only such file is `path` itself, if it exists. In a bucket, the files are the
+    numbered pieces. If a run was copied from a file system to the bucket, the object `path` also
+    exists and comes first.
     """
     if not isinstance(path, BucketPath):
         return [path] if path.exists() else []
@@ -80,7 +81,7 @@ def events_file_pieces(path: pathlib.Path | BucketPath) -> list[Any]:
 
 
 def has_events_file(path: pathlib.Path | BucketPath) -> bool:
-    """Whether there is a record of a run."""
+    """Whether the file of events, or a numbered piece of it, exists."""
     return bool(events_file_pieces(path))
 
 
@@ -90,7 +91,9 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def training_devices(events: Iterable[dict[str, Any]]) -> frozenset[str]:
-    """Returns the devices that trained a run, such as {"8 × TPU v5"}, of its "start" events."""
+    """Returns the devices that trained a run, such as {"8 × TPU v5"}, according to its "start"
+    events.
+    """
     return frozenset(
         f"{event['devices']} × {event.get('device_kind')}"
         for event in events
@@ -101,7 +104,7 @@ def training_devices(events: Iterable[dict[str, Any]]) -> frozenset[str]:
 def divergence_reason(events: Iterable[dict[str, Any]], step: int) -> str:
     """Returns the reason why a run ended as diverged after its last step, `step`; "" if it did not.
 
-    A run can take its last step and still have diverged. It then writes a "stop" event with the
+    A run can take its last step and still have diverged. Such a run writes a "stop" event with the
     exit code DIVERGED after the last evaluation of that step.
     """
     reason = ""
@@ -194,7 +197,9 @@ def _is_bad_records(value: Any) -> bool:
 
 
 def _is_operator_decisions(value: Any) -> bool:
-    """Whether the value is a list of what runs each operator, as an "operators" event has it."""
+    """Whether `value` is the list in an "operators" event, which says which implementation runs
+    each operator.
+    """
     names = ("operator", "implementation", "why", "consequence", "call")
     return isinstance(value, list) and all(
         isinstance(entry, dict) and all(isinstance(entry.get(name), str) for name in names)

@@ -1,6 +1,6 @@
-"""How this project was installed, for advice that names commands: in a checkout `uv run` makes the
-environment, and an installed package has its command on the PATH. This module also tells whether
-JAX finds TPU chips on this machine, or only their compiler.
+"""Tells how this project was installed, so that messages name commands that work. In a checkout,
+`uv run` makes the environment; an installed package has its command on the PATH. This module also
+tells whether JAX finds TPU chips on this machine, or only their compiler.
 """
 
 import ctypes
@@ -43,8 +43,8 @@ def exclude_absent_tpu_from_jax(environment: MutableMapping[str, str]) -> None:
     """Makes JAX leave out TPUs on a machine that has libtpu, the TPU's compiler, but no TPU.
     Otherwise libtpu prints lines about errors on standard error, although nothing is wrong.
 
-    Call it before JAX is imported. It changes nothing if the user has chosen platforms. Processes
-    that this one starts inherit the choice.
+    Call it before JAX is imported. The function changes nothing if the user has chosen platforms.
+    Processes that this one starts inherit the choice.
 
     Args:
       environment: the environment variables of the process, `os.environ`.
@@ -64,8 +64,8 @@ def exclude_absent_tpu_from_jax(environment: MutableMapping[str, str]) -> None:
 
 
 def user_chose_jax_platforms(platforms: str, environment: Mapping[str, str]) -> bool:
-    """Whether the user has chosen `platforms`, a value of JAX_PLATFORMS; not
-    `exclude_absent_tpu_from_jax`.
+    """Whether the user, and not the function `exclude_absent_tpu_from_jax`, has chosen `platforms`,
+    a value of JAX_PLATFORMS.
 
     Args:
       environment: the environment variables of the process, `os.environ`.
@@ -94,7 +94,8 @@ def has_cuda_driver_library() -> bool:
 
 def unused_gpu_message(environment: Mapping[str, str], platform: str) -> str:
     """Returns one line if JAX computes on the CPU although the machine has an NVIDIA GPU or
-    JAX_PLATFORMS names CUDA first; otherwise "". Who names another platform first wants it.
+    JAX_PLATFORMS names CUDA first; otherwise "". If JAX_PLATFORMS names another platform first, the
+    user does not want the GPU, and the result is "".
 
     Args:
       environment: the environment variables of the process, `os.environ`.

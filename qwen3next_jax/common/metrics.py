@@ -22,17 +22,17 @@ _FORMATS = {"share": ".1%", "count": ",.0f", "nats": ".4f", "bits": ".4f"}
 class Metric:
     """The declaration of one metric, such as accuracy, that an evaluation measures.
 
-    An evaluation may measure the same metric under several conditions. It then returns one value
-    for each of them, under "kind/condition": "accuracy/8 pairs" is the metric "accuracy" measured
-    with 8 pairs.
+    An evaluation may measure the same metric under several conditions. The evaluation then returns
+    one value for each condition, under "metric/condition": "accuracy/8 pairs" is the metric
+    "accuracy" measured with 8 pairs.
 
     Attributes:
       title: what a chart or table calls the metric.
       unit: "share" is printed in percent; "nats" and "bits" are printed with four decimals;
         "count" is printed as a whole number and has no chart.
       better: whether higher or lower values are better; "" if neither direction is better.
-      main: whether the evaluation is judged by this metric. Sweeps compare the main metrics.
-        While a run trains, its display shows only them, or, if an evaluation has none, all of its
+      main: whether the evaluation is judged by this metric. Sweeps compare the main metrics. While
+        a run trains, its display shows only main metrics, or, if an evaluation has none, all of its
         values that are not counts.
     """
 

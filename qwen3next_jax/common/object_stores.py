@@ -65,11 +65,11 @@ class StoreError(OSError, UserError):
 
 
 class AccessForbidden(StoreError, PermissionError):
-    """The account may not do this (401, 403), or there are no credentials."""
+    """The account may not make this request (HTTP 401, 403), or there are no credentials."""
 
 
 class StoreUnavailable(StoreError):
-    """The store did not answer, or asked to try again later (408, 429, 5xx)."""
+    """The store did not answer, or asked to try again later (HTTP 408, 429, 5xx)."""
 
     def __init__(self, number: int, reason: str, url: str):
         super().__init__(number, reason, url)
@@ -79,8 +79,8 @@ class StoreUnavailable(StoreError):
 class ObjectStore(Protocol):
     """One bucket.
 
-    All methods may raise Forbidden, Unavailable, and FileNotFoundError, for a missing object or
-    bucket.
+    All methods may raise AccessForbidden and StoreUnavailable, and, for a missing object or bucket,
+    FileNotFoundError.
     """
 
     def read(self, key: str, start: int, stop: int | None) -> bytes:
@@ -103,7 +103,7 @@ class ObjectStore(Protocol):
         have, ABSENT if it may not exist; None: any.
 
         Raises:
-          Conflict: the object has another version.
+          VersionConflict: the object has another version.
         """
 
     def upload(self, key: str, file: str) -> None:
@@ -126,8 +126,9 @@ def open_store(scheme: str, bucket: str) -> ObjectStore:
 def with_retries(
     attempt: Callable[[int], Any], patience: float, on_retry: Callable[[], None] = lambda: None
 ) -> Any:
-    """Returns `attempt(i)`, i = 0, 1, …. Repeats it while it raises Unavailable, with pauses that
-    double and are drawn at random ("full jitter", so that many hosts do not come back at once).
+    """Returns `attempt(i)`, i = 0, 1, …. Repeats the attempt while it raises StoreUnavailable, with
+    pauses that double and are drawn at random ("full jitter", so that many hosts do not come back
+    at once).
 
     Args:
       attempt: makes a request.
@@ -135,7 +136,7 @@ def with_retries(
       on_retry: called before each pause; it may raise an error, which ends the attempts.
 
     Raises:
-      Unavailable: no attempt succeeded.
+      StoreUnavailable: no attempt succeeded.
     """
     end, number, wait = time.monotonic() + patience, 0, _FIRST_WAIT
     while True:
@@ -226,8 +227,8 @@ class _GoogleStorage:
 
     @contextlib.contextmanager
     def _translated_errors(self, key: str) -> Iterator[None]:
-        """Turns errors of Google's libraries into those that `ObjectStore` names, or else into an
-        OSError.
+        """Turns errors of Google's libraries into the errors that `ObjectStore` names, or else into
+        an OSError.
         """
         import google.api_core.exceptions as api
         import google.auth.exceptions as auth

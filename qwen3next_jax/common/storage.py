@@ -89,9 +89,10 @@ def to_path(path: str | os.PathLike, where: str = "") -> "pathlib.Path | BucketP
 class BucketPath:
     """An object in a bucket, or the folder of all objects whose keys begin with `key` and "/".
 
-    Its methods are those of `pathlib.Path` with the same names, except where their docstrings say
-    something else. A request that the store refuses for the moment (429, 5xx), or does not answer,
-    is repeated for `patience_seconds` seconds; then the method raises `Unavailable`, an OSError.
+    Its methods do what the methods of `pathlib.Path` with the same names do, unless their
+    docstrings say otherwise. A request that the store refuses for the moment (429, 5xx), or does
+    not answer, is repeated for `patience_seconds`; then the method raises `StoreUnavailable`, an
+    OSError.
     """
 
     scheme: str
@@ -152,7 +153,7 @@ class BucketPath:
         return self
 
     def with_patience(self, seconds: float) -> "BucketPath":
-        """Returns this path with `seconds` as its `patience`."""
+        """Returns this path with `seconds` as its `patience_seconds`."""
         return dataclasses.replace(self, patience_seconds=seconds)
 
     # ---- what there is
@@ -249,7 +250,7 @@ class BucketPath:
           replaces: the version that the object must have; ABSENT if it may not exist; None: any.
 
         Raises:
-          Conflict: another process has written the object.
+          VersionConflict: another process has written the object.
         """
 
         def attempt(store: ObjectStore, number: int) -> str:
@@ -367,8 +368,8 @@ def remove_tree(folder: pathlib.Path | BucketPath) -> None:
 
 def files_in(folder: pathlib.Path | BucketPath) -> dict[str, FileInfo]:
     """Returns the files in a folder and in the folders in it, sorted: path relative to `folder` →
-    `Entry`. In a bucket one listing gives them. The version of a local file is its inode and its
-    modification time.
+    `FileInfo`. In a bucket, one listing request finds all files. The version of a local file is its
+    inode and its modification time.
     """
     if isinstance(folder, BucketPath):
         entries = sorted(folder.file_infos().items())
@@ -411,7 +412,7 @@ def md5_of(path: pathlib.Path | BucketPath) -> str:
 
 @contextlib.contextmanager
 def local_copy(path: pathlib.Path | BucketPath) -> Iterator[pathlib.Path]:
-    """Yields the path of a local file with the content of `path`: itself if it is local."""
+    """Yields the path of a local file with the content of `path`: `path` itself if it is local."""
     if not isinstance(path, BucketPath):
         yield path
         return

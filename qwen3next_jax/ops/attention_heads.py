@@ -25,7 +25,7 @@ LANES = 128  # only the first LANES channels of a head may rotate
 
 def has_kernels(time: int, width: int, rotary: int, dtype) -> bool:
     """Returns whether the two operators run kernels for these sizes on the platform that the
-    program is compiled for. If it is False, they run in XLA alone.
+    program is compiled for. If the result is False, the operators run in XLA alone.
 
     Args:
       time: number of tokens in a row (T).
@@ -70,8 +70,8 @@ def cosine_and_sine_by_lane(cos, sin):
     """Returns two arrays [B, T, L], the cosine and the sine for each of the first L channels of a
     head, from the cosines and sines of the angles, [B, T, half] each. Channels that do not rotate
     have cosine 1 and sine 0. The rotation of a channel is cos · channel + sin · partner, where the
-    partner is the channel with which it is rotated. So the result has −sin(angle) for the first
-    half of the channels that rotate, and sin(angle) for the second half.
+    partner is the channel with which it is rotated. So the second array has −sin(angle) for the
+    first half of the channels that rotate, and sin(angle) for the second half.
     """
     rest = (*cos.shape[:2], LANES - 2 * cos.shape[2])
     return (

@@ -35,7 +35,7 @@ def causal_conv1d(
       kernel: [W, *channels]. kernel[W - 1] multiplies the input of the current token.
       activation: "silu" or None.
       initial_state: [B, W - 1, *channels], the inputs before the first token, oldest first; None
-        means zeros. With `segment_ids` they belong to the first segment.
+        means zeros. With `segment_ids` these inputs belong to the first segment.
       segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
         document, and 0 marks padding at the end. A token reads no input of another document. The
         outputs of padding are zeros.
@@ -219,7 +219,7 @@ def _backward_in_xla(activation, before, x, kernel, ids, dy, *, row_by_row: bool
 
 def _input_and_kernel_gradients(activation, row_by_row, extended, kernel, ids, dy):
     """Returns the gradients of `extended` [B, W - 1 + T, D], which is `before` followed by x, and
-    of `kernel`. The other arguments are the arguments of `_backward_in_xla`.
+    of `kernel`. `_backward_in_xla` describes the other arguments.
     """
     width, wide = kernel.shape[0], jnp.promote_types(jnp.float32, extended.dtype)
     x, weights, dz = extended.astype(wide), kernel.astype(wide), dy.astype(wide)
@@ -254,8 +254,8 @@ def _input_and_kernel_gradients(activation, row_by_row, extended, kernel, ids, d
 
 
 def _xla_implementation(platforms, row_by_row: bool) -> XlaImplementation:
-    """Returns the form "xla" for these platforms. `row_by_row` is the argument of
-    `_backward_in_xla`.
+    """Returns the implementation "xla" for these platforms. `row_by_row` says whether the gradient
+    of the kernel is summed one row of the batch at a time.
     """
     backward = functools.partial(_backward_in_xla, row_by_row=row_by_row)
     return XlaImplementation("xla", platforms, dict(forward=_forward_in_xla, backward=backward))

@@ -1,5 +1,5 @@
-"""The platform for which the program that is being traced will be compiled, and for a TPU also the
-chip.
+"""Finds the platform for which the program that is being traced will be compiled, and for a TPU
+also the chip.
 
 Operators choose their implementation by this platform while they are traced
 (`implementations.choose_implementation`), so that no code for another platform is traced.
@@ -21,8 +21,8 @@ class CompileTarget(NamedTuple):
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       may_lack_device: True if `compiling_for` names the platform, or if an abstract mesh names
-        another platform than this process's default. The process may then have no such device, so
-        kernels cannot be tested.
+        another platform than this process's default. The process may then have no device of that
+        platform, so kernels cannot be tested.
     """
 
     platform: str
@@ -30,8 +30,8 @@ class CompileTarget(NamedTuple):
 
     @property
     def tpu_info(self):
-        """JAX's `TpuInfo`, which describes one core of the chip. None on another platform, or if
-        JAX does not know the chip.
+        """JAX's `TpuInfo`, which describes one core of the chip. The property is None on another
+        platform, or if JAX does not know the chip.
         """
         if self.platform != "tpu":
             return None
@@ -45,13 +45,14 @@ class CompileTarget(NamedTuple):
 
     @property
     def memory_bytes(self) -> int | None:
-        """The bytes of HBM of all cores of a TPU chip; None if `tpu` is None."""
+        """The bytes of HBM of all cores of a TPU chip; None if `tpu_info` is None."""
         chip = self.tpu_info
         return None if chip is None else chip.hbm_capacity_bytes * chip.num_cores
 
 
 def compile_target() -> CompileTarget:
-    """Returns the target of the current trace. It comes from the first of these that is set:
+    """Returns the target of the current trace. The target comes from the first of these settings
+    that is set:
 
     1. the context `compiling_for`;
     2. the device of the abstract mesh, which `jax.sharding.use_abstract_mesh` sets, and which
@@ -83,8 +84,8 @@ def compiling_for(platform: str):
 
 
 def _platform_of_device(device) -> str:
-    """Returns the platform of an abstract device. In older versions of JAX such a device has only a
-    kind, such as "TPU v5" or "NVIDIA H100".
+    """Returns the platform of an abstract device. In older versions of JAX, an abstract device has
+    only a kind, such as "TPU v5" or "NVIDIA H100".
     """
     if hasattr(device, "platform"):
         return _platform_name(device.platform)

@@ -48,11 +48,11 @@ def linear_cross_entropy(
     the logits l_r = x_r w, computed one chunk of rows after another, and results for each row.
 
     If the call is differentiated, the forward pass also computes the gradients of each chunk from
-    the chunk's logits. The backward pass only multiplies them by the gradient of the loss, a
-    scalar. Each chunk of a differentiated call takes three matrix products. For a narrow model on a
-    TPU it takes two more, which compute the logits again, because that takes less time than writing
-    them to HBM and reading them. The arrays saved between the passes are dx [R, D], dw [D, V] and
-    vectors [R]; no array [R, V] is saved.
+    the chunk's logits. The backward pass only multiplies these gradients by the gradient of the
+    loss, a scalar. Each chunk of a differentiated call takes three matrix products. For a narrow
+    model on a TPU, each chunk takes two more products, which compute the logits again, because this
+    takes less time than writing the logits to HBM and reading them. The arrays saved between the
+    passes are dx [R, D], dw [D, V] and vectors [R]; no array [R, V] is saved.
 
     Args:
       x: [R, D], the inputs of the head, in the dtype of computation.

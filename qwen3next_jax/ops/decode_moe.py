@@ -67,11 +67,11 @@ def decode_moe(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
 
 
 def _is_faster_with_all_experts(tokens, choices, experts, layer) -> bool:
-    """Returns whether `decode_moe` computes all experts in one product. This is faster if the
-    tokens are likely to choose most of the experts, because slicing one expert's weights out of the
-    array takes as long as the expert's products. It is not faster if the array holds the weights of
-    several layers (`layer` is then true), because the weights of all experts of the layer would
-    first have to be sliced out.
+    """Returns whether `decode_moe` computes all experts in one product. One product is faster if
+    the tokens are likely to choose most of the experts, because slicing one expert's weights out of
+    the array takes as long as the expert's products. One product is not faster if the array holds
+    the weights of several layers (`layer` is then true), because the weights of all experts of the
+    layer would first have to be sliced out.
     """
     return tokens > 2 and 2 * tokens * choices > experts and not layer
 

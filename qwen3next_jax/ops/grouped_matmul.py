@@ -2,9 +2,9 @@
 of its group, as in a mixture of experts.
 
 The implementation "blocked" copies the rows into blocks. Each block holds rows of one group, padded
-with zeros. It then computes batched products of blocks and matrices, so each row is multiplied by
-one matrix only. `jax.lax.ragged_dot`, which XLA compiles well for TPUs, multiplies each row by all
-matrices on CPUs and GPUs.
+with zeros. The implementation then computes batched products of blocks and matrices, so each row is
+multiplied by one matrix only. `jax.lax.ragged_dot`, which XLA compiles well for TPUs, multiplies
+each row by all matrices on CPUs and GPUs.
 
 R rows, C rows per block, D input width, F output width, E groups (experts), G = min(E, R) the
 largest number of groups that can have rows, I expert width, n batches of K blocks each, W groups
@@ -34,9 +34,9 @@ class BlockSizes(NamedTuple):
 
     Attributes:
       largest_block_rows: the largest number of rows in a block.
-      blocks_per_group: the number of blocks into which a group of mean size is split. It is split
-        into fewer blocks if they would have less than `_FULL_TILE` rows. More blocks mean less
-        padding, because each group has less than one block of padding.
+      blocks_per_group: the number of blocks into which a group of mean size is split. The group is
+        split into fewer blocks if the blocks would have less than `_FULL_TILE` rows. More blocks
+        mean less padding, because each group has less than one block of padding.
       batch_weight_elements: the largest number of elements of the weights that are copied for one
         batch of blocks.
     """
@@ -298,8 +298,8 @@ def _scan_block_batches(plan: _BlockPlan, rows, weights, step):
     Args:
       plan: which rows lie in which blocks.
       rows: tuple of arrays [R, F], which `step` takes in blocks.
-      weights: tuple of arrays [E, D, F], one for each array of terms. The sum of the terms gets its
-        shape and dtype.
+      weights: tuple of arrays [E, D, F], one for each array of terms. The sums of the terms have
+        the shape and dtype of this array.
       step: function that takes the group of each block, [K], and for each array of `rows` its
         blocks, [K, C, F]. It returns a tuple of outputs [K, C, F] and a tuple of terms [K, D, F].
 

@@ -1,16 +1,17 @@
 """Chooses the implementation of an operator that runs a call.
 
-There are two kinds of implementations. A "form" uses XLA alone; the operator's own module lists its
-forms in a tuple `XLA_IMPLEMENTATIONS`. An operator may also have kernels, which the plugin package
-`qwen3next_jax.kernels` lists by operator. If a call names an implementation,
-`choose_implementation` returns it, or raises an error that says why it cannot run. If a call names
-none, `choose_implementation` returns the best one for the platform that the program is compiled for
-(`compile_target`). If the plugin is not installed, every operator runs one of its forms.
+There are two kinds of implementations. An XLA implementation uses XLA alone; the operator's own
+module lists its XLA implementations in a tuple `XLA_IMPLEMENTATIONS`. An operator may also have
+kernels, which the plugin package `qwen3next_jax.kernels` lists by operator. If a call names an
+implementation, `choose_implementation` returns this implementation, or raises an error that says
+why it cannot run. If a call names no implementation, `choose_implementation` returns the best one
+for the platform that the program is compiled for (`compile_target`). If the plugin is not
+installed, every operator runs an XLA implementation.
 
-`trace_and_record` traces a function and returns what `choose_implementation` decided meanwhile, and
-why. Kernels that have to be tested on the chip first are taken to pass while the function is
-traced. Afterwards their tests run side by side; if one fails, the function is traced again without
-these kernels.
+`trace_and_record` traces a function and returns which implementations `choose_implementation` chose
+meanwhile, and why. Some kernels are used only after they have passed a test on the chip. While
+`trace_and_record` traces a function, these kernels are assumed to pass. After the trace their tests
+run in parallel; if a test fails, the function is traced again without the kernels that failed.
 """
 
 import concurrent.futures
@@ -46,9 +47,7 @@ _SLOW_WITHOUT_KERNELS = {
 
 
 class Unsupported(NotImplementedError):
-    """Raised when the named implementation cannot run a call. Its message is one line for a
-    user.
-    """
+    """The named implementation cannot run a call. The message is one line for a user."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,12 +55,12 @@ class XlaImplementation:
     """An implementation of an operator that uses XLA alone.
 
     Attributes:
-      name: name of the form, which the operator's argument `implementation` takes. Several forms of
-        an operator may have one name.
-      platforms: platforms on which the form is the default if no kernel runs. A call that names the
-        form can run on every platform: it runs the form of that name that lists the platform, or,
-        if there is none, the last form of that name.
-      functions: the form's functions by name, such as "forward" and "backward".
+      name: name of the implementation, for the operator's argument `implementation`. Several XLA
+        implementations of an operator may have the same name.
+      platforms: platforms on which the implementation is the default if no kernel runs. A call that
+        names the implementation can run on every platform: it runs the implementation of that name
+        that lists the platform, or, if there is none, the last implementation of that name.
+      functions: the implementation's functions by name, such as "forward" and "backward".
     """
 
     name: str
@@ -76,7 +75,7 @@ class KernelImplementation:
 
     Attributes:
       operator: name of the operator in the plugin's table.
-      name: name of the kernels, which the operator's argument `implementation` takes.
+      name: name of the kernels, for the operator's argument `implementation`.
       platform: "tpu" or "gpu".
       module: import string of the module that has the operator's functions, each with an argument
         `interpret`. The module also has a function `unsupported_reason(**call)`, which returns ""
@@ -124,7 +123,7 @@ class ChosenImplementation(NamedTuple):
     so that a function with a custom gradient can take it as a static argument.
 
     Attributes:
-      implementation: the form or the kernels.
+      implementation: the XLA implementation or the kernels.
       interpret: whether a CPU interprets the kernels.
     """
 
@@ -133,12 +132,12 @@ class ChosenImplementation(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the form or of the kernels."""
+        """The name of the XLA implementation or of the kernels."""
         return self.implementation.name
 
     @property
     def is_kernel(self) -> bool:
-        """Whether the implementation is kernels, not a form."""
+        """Whether the implementation runs kernels, and not XLA alone."""
         return isinstance(self.implementation, KernelImplementation)
 
     def function_named(self, name: str) -> Callable:
@@ -152,20 +151,21 @@ class ChosenImplementation(NamedTuple):
 
     def constant_named(self, name: str, default):
         """Returns the constant called `name` of the kernels' module. Returns `default` if the
-        module has no such constant, or if the implementation is a form.
+        module has no such constant, or if the implementation uses XLA alone.
         """
         return getattr(self.implementation.load(), name, default) if self.is_kernel else default
 
 
 def choose_implementation(
-    operator: str, named: str | None, forms: tuple[XlaImplementation, ...], **call
+    operator: str, named: str | None, xla_implementations: tuple[XlaImplementation, ...], **call
 ) -> ChosenImplementation:
     """Returns the implementation that runs one call.
 
     Args:
       operator: name of the operator in the plugin's table.
       named: name of the implementation that the caller asks for; None asks for the best one.
-      forms: the operator's forms. The message of `Unsupported` recommends the first one.
+      xla_implementations: the operator's implementations that use XLA alone. The message of
+        `Unsupported` recommends the first one.
       call: the arrays and settings of the call, which the function `unsupported_reason` of the
         operator's kernels takes.
 
@@ -176,7 +176,7 @@ def choose_implementation(
     """
     platform = compile_target().platform
     if named is not None:
-        chosen = _named_implementation(operator, named, forms, platform, call)
+        chosen = _named_implementation(operator, named, xla_implementations, platform, call)
         _record_decision(operator, call, chosen, "named by the caller")
         return chosen
     # No kernel is the default on a CPU, so the plugin is not imported there.
@@ -195,15 +195,20 @@ def choose_implementation(
                 refusal = refusal or _state.refusal or kernel.load().unsupported_reason(**call)
                 refusal = refusal or f"is not one that {kernel.name} runs {BY_DEFAULT}"
     chosen = ChosenImplementation(
-        next((form for form in forms if platform in form.platforms), forms[0])
+        next(
+            (xla for xla in xla_implementations if platform in xla.platforms),
+            xla_implementations[0],
+        )
     )
     _record_decision(operator, call, chosen, reason, refusal)
     return chosen
 
 
-def _named_implementation(operator, named, forms, platform, call) -> ChosenImplementation:
+def _named_implementation(
+    operator, named, xla_implementations, platform, call
+) -> ChosenImplementation:
     """Returns the result of `choose_implementation` for a call that names an implementation."""
-    same_name = [form for form in forms if form.name == named]
+    same_name = [xla for xla in xla_implementations if xla.name == named]
     if same_name:
         return ChosenImplementation(
             next((f for f in same_name if platform in f.platforms), same_name[-1])
@@ -215,7 +220,9 @@ def _named_implementation(operator, named, forms, platform, call) -> ChosenImple
     if kernel is not None:
         refusal = kernel.unsupported_reason(platform, call)
     if refusal:
-        raise Unsupported(f"implementation={named!r} {refusal}; use {forms[0].name!r}")
+        raise Unsupported(
+            f"implementation={named!r} {refusal}; use {xla_implementations[0].name!r}"
+        )
     return ChosenImplementation(kernel, interpret=platform == "cpu")
 
 
@@ -253,8 +260,8 @@ class Decision:
 
     Attributes:
       operator: name of the operator.
-      implementation: name of the form or of the kernels.
-      is_kernel: whether it is kernels.
+      implementation: name of the XLA implementation or of the kernels.
+      is_kernel: whether the operator runs kernels.
       why_chosen: why the implementation runs.
       why_no_kernels: why the kernels for this platform do not run, as a clause whose subject is the
         call; "" if they run, if the platform has no kernels or if the caller named the
@@ -271,8 +278,9 @@ class Decision:
 
     @property
     def slowness_warning(self) -> str:
-        """What a user has to expect of a step in which the operator has no kernels although the
-        platform has some; "" if nothing, as for rows that are too short for kernels.
+        """A warning for users if the operator runs without kernels on a platform that has kernels
+        and a step therefore takes longer; else "". There is no warning for a call that the kernels
+        never run by default, such as one with rows that are too short.
         """
         slow = _SLOW_WITHOUT_KERNELS.get(self.operator, "")
         if not slow or not self.why_no_kernels or self.why_no_kernels.endswith(BY_DEFAULT):
@@ -282,11 +290,12 @@ class Decision:
 
 
 class _ThreadState(threading.local):
-    """What this thread records.
+    """What one thread records while it traces.
 
     Attributes:
-      decisions: operator, implementation, reason and refusal → decision; None: nothing is recorded.
-      tests: kind of call → the test of its kernels, which returns "" or what went wrong.
+      decisions: (operator, implementation, reason, refusal) → decision; None while
+        `trace_and_record` does not run in this thread.
+      tests: kind of call → the postponed test of its kernels, which returns "" or what went wrong.
       reason, refusal: why the kernels that were asked last are, or are not, the default.
     """
 
@@ -301,12 +310,10 @@ _state = _ThreadState()
 
 def trace_and_record(trace: Callable[[], object]) -> tuple[Decision, ...]:
     """Calls `trace()`, which traces a function, and returns the decisions made meanwhile in this
-    thread, each once.
-
-    `postpone_kernel_test` postpones the tests of kernels. They run in parallel once the trace has
-    ended. If a test fails, JAX's caches of traced functions are cleared, and `trace()` is called
-    again without these kernels; an error of the first `trace()` may come from them. If no test
-    fails, an error of `trace()` is raised.
+    thread, each once. Meanwhile the tests of kernels are postponed; they run in parallel after the
+    trace has ended. If a test fails, JAX's caches of traced functions are cleared, and `trace()` is
+    called again without these kernels; an error of the first `trace()` may come from them. If no
+    test fails, an error of `trace()` is raised.
     """
     while True:
         error = None
@@ -329,8 +336,8 @@ def trace_and_record(trace: Callable[[], object]) -> tuple[Decision, ...]:
 
 
 def postpone_kernel_test(kind: Hashable, test: Callable[[], str]) -> bool:
-    """Returns whether the kernels of a call may be taken to pass their test for now, because
-    `trace_and_record` runs it later. Otherwise the caller has to run it.
+    """Postpones the test of a call's kernels if `trace_and_record` is running in this thread.
+    Returns whether the test is postponed. If it is not, the caller has to run the test at once.
 
     Args:
       kind: everything on which the outcome of the test depends. Only one test of each kind runs.
@@ -343,8 +350,9 @@ def postpone_kernel_test(kind: Hashable, test: Callable[[], str]) -> bool:
 
 
 def record_why_default(enabled: bool, reason: str) -> None:
-    """Says why kernels are or are not the default of the call for which their function `is_default`
-    is running. A refusal is a clause whose subject is the call.
+    """Records why kernels run a call by default (`enabled`), or why they do not. The function
+    `is_default` of kernels calls it. A reason why kernels do not run is a clause whose subject is
+    the call.
     """
     if enabled:
         _state.reason = reason

@@ -1,5 +1,5 @@
-"""Decisions of layers that depend on the platform that the program is compiled for. Layers call
-these functions, so that their own code names no platform.
+"""Choices of layers that depend on the platform that the program is compiled for. Layers call these
+functions, so that no layer names a platform in its own code.
 """
 
 import jax
@@ -16,8 +16,8 @@ _GPU_MEMORY = 80 * 2**30
 
 def prefers_concatenated_heads(*widths: int) -> bool:
     """Returns whether a recurrent layer passes arrays [B, T, heads · width] from operator to
-    operator, instead of [B, T, heads, width]. It does so on a GPU, and on a TPU if every one of
-    `widths` (channels per head) is a multiple of the 128 lanes of a register.
+    operator, instead of [B, T, heads, width]. A layer passes concatenated heads on a GPU, and on a
+    TPU if every one of `widths` (channels per head) is a multiple of the 128 lanes of a register.
     """
     platform = compile_target().platform
     return platform == "gpu" or platform == "tpu" and all(width % _LANES == 0 for width in widths)
@@ -49,10 +49,10 @@ def device_memory_bytes() -> int:
 
 
 def prefers_unrolled_layers(repeats: int) -> bool:
-    """Returns whether a model unrolls a loop over `repeats` periods of layers. It does so for few
-    periods on a TPU and on a GPU, where a loop copies every slice that it reads from or writes to
-    the arrays of all layers. (On a GPU, a loop also fills the arrays that it writes with zeros
-    before it begins.)
+    """Returns whether a model unrolls a loop over `repeats` periods of layers. A loop over few
+    periods is unrolled on a TPU and on a GPU, where a loop copies every slice that it reads from or
+    writes to the arrays of all layers. (On a GPU, a loop also fills the arrays that it writes with
+    zeros before it begins.)
     """
     return repeats <= UNROLLED.get(compile_target().platform, 0)
 
@@ -69,12 +69,12 @@ def float32_product_precision(dtype) -> jax.lax.Precision:
 
 
 def require_row_major(x):
-    """Returns x. On a TPU, it adds the constraint that the layout of x in memory is row-major,
-    which is the layout that kernels read and write.
+    """Returns x. On a TPU, the function adds the constraint that the layout of x in memory is
+    row-major, which is the layout that kernels read and write.
 
-    Use it on arrays of rows that devices exchange. Without the constraint, the TPU's compiler may
-    give the exchanged array the layout that a neighbouring operation has. It then has to copy the
-    whole array, which is many times as large as the rows of one device.
+    Use this function on arrays of rows that devices exchange. Without the constraint, the TPU's
+    compiler may give the exchanged array the layout that a neighbouring operation has. The compiler
+    then has to copy the whole array, which is many times as large as the rows of one device.
     """
     if compile_target().platform != "tpu":
         return x

@@ -4,9 +4,10 @@ rows that they need. So no shard holds the whole table.
 
 A shard first removes duplicates from its ids, so it sends each id, and the sum of the gradients of
 the id's row, once. Every pair of shards then exchanges at most C rows at a time (`_pair_capacity`).
-If some pair has more rows to exchange, the exchange takes several rounds. Each round covers the
-same range of rows of every shard's part of the table, so all contributions to a row arrive in one
-round. If the ids are hashes, they are spread evenly, and one round is almost always enough.
+If any pair of shards has more rows to exchange, the exchange takes several rounds. Each round
+covers the same range of rows of every shard's part of the table, so all contributions to a row
+arrive in one round. If the ids are hashes, they are spread evenly, and one round is almost always
+enough.
 
 Letters: N ids of this shard, S shards, R rows of a shard's part of the table, C capacity, W width
 of a row, P = S · C rows that reach this shard in a round.
@@ -128,8 +129,8 @@ class _ExchangeRounds(NamedTuple):
 
 def _plan_exchange_rounds(unique_N: jax.Array, rows: int, axes: tuple[str, ...]) -> _ExchangeRounds:
     """Divides the exchange of the sorted ids `unique_N` (the first result of
-    `_unique_ids_and_slots`) into rounds. It halves the width of a round until no pair of shards
-    exchanges more rows than the capacity.
+    `_unique_ids_and_slots`) into rounds. The function halves the number of rows of a round until no
+    pair of shards exchanges more rows than the capacity.
     """
     shards, ids = _num_shards(axes), len(unique_N)
     capacity = _pair_capacity(ids, shards)
@@ -158,7 +159,7 @@ def _plan_exchange_rounds(unique_N: jax.Array, rows: int, axes: tuple[str, ...])
 
 
 def _pair_capacity(ids: int, shards: int) -> int:
-    """Returns C, the largest number of rows that a pair of shards exchanges in a round. It is the
+    """Returns C, the largest number of rows that a pair of shards exchanges in a round. C is the
     mean number of rows of a pair, plus six standard deviations of a Poisson distribution with this
     mean, plus 1, but at most `ids`, the number of ids of a shard.
     """

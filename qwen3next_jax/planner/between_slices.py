@@ -6,8 +6,8 @@ batch on the backward pass is long enough to hide it.
                        (S - 1)/S · n · (b + 4) bytes
 
 Here S is the number of slices, n the number of parameters that a device stores, and b the bytes of
-a number of `parallel.slice_gradients`. The bytes do not depend on the batch, and the time of the
-backward pass is in proportion to it.
+a number of `parallel.slice_gradients`. The bytes do not depend on the batch size; the time of the
+backward pass is proportional to the batch size.
 """
 
 import math
@@ -35,7 +35,7 @@ class SliceTraffic(NamedTuple):
       bytes: the bytes that leave the device.
       seconds: the time that they take at the peak of the network between slices.
       hidden_from_rows: the smallest number of rows of a batch with which the backward pass of the
-        last micro-batch takes as long, at realistic rates of its products.
+        last micro-batch takes as long as this traffic, at realistic rates of its products.
     """
 
     bytes: float

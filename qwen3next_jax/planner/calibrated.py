@@ -71,7 +71,7 @@ from qwen3next_jax.sharding.chips import CHIPS, Chip
 @dataclasses.dataclass(frozen=True)
 class SecondsCurve:
     """Measured seconds by size, where a size is a number of FLOPs or of bytes. Seconds between two
-    points are interpolated. Beyond the last point, they grow at the last point's mean rate.
+    points are interpolated. Beyond the last point, the seconds grow at the last point's mean rate.
 
     Attributes:
       empty_kernel_seconds: seconds of a kernel of size 0, in which no work is done.
@@ -288,7 +288,9 @@ class CalibratedTimeline(Timeline):
         self.spend_hbm_time_on_transfers(times * (seconds - costs.seconds_by_resource[HBM]))
 
     def spend_hbm_time_on_transfers(self, seconds: float) -> None:
-        """Lets the transfers use HBM for `seconds`. They share it evenly, while they need it."""
+        """Lets the transfers use HBM for `seconds`. The transfers share this time evenly, until
+        each has had the time that it needs.
+        """
         while self.backlog:
             share = seconds / len(self.backlog)
             used = min(share, *self.backlog.values())
@@ -308,8 +310,8 @@ class CalibratedTimeline(Timeline):
 
     def occupy_links(self, dimensions: Sequence[int], seconds: float) -> float:
         """Lets a transfer use the links along these dimensions for `seconds`, and returns the time
-        at which it finishes. It waits for the transfers before it, or, if it is shorter than what
-        is left of them, shares the links with them.
+        at which it finishes. The transfer waits for the transfers before it, or, if it is shorter
+        than the rest of these transfers, shares the links with them.
         """
         free = max([self.now, *(self._free[d] for d in dimensions)])
         if seconds >= free - self.now:

@@ -233,7 +233,7 @@ def permuted_pairs(instruction: Instruction) -> np.ndarray:
 
 
 def program_collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
-    """Returns the collectives whose `sent` is not 0, in the order of the program. Collectives
+    """Returns the collectives whose `sent_bytes` is not 0, in the order of the program. Collectives
     inside fusions and loops are included.
     """
     found = []
@@ -358,9 +358,9 @@ def instruction_flops(
 
 
 def _kernel_flops(computation: Computation, instruction: Instruction) -> float | None:
-    """Returns the FLOPs of one run of a kernel; None if they are unknown. They are the number that
-    the kernel states, or come from a formula for splash attention and for the kernels of the gated
-    delta rule.
+    """Returns the FLOPs of one run of a kernel; None if they are unknown. The FLOPs are the number
+    that the kernel states, or come from a formula for splash attention and for the kernels of the
+    gated delta rule.
     """
     stated = _cost_stated_by_kernel(instruction, "flops")
     if stated is not None:

@@ -69,11 +69,11 @@ class ExpertLoad:
     """The load of the fullest shard, the mean over random routers.
 
     Attributes:
-      fullest: its number of choices, relative to the mean of all shards.
+      fullest: the number of choices of the fullest shard, relative to the mean of all shards.
       used: the share of the layout's tiles that hold choices.
-      beyond: the share of its choices that the layout has no room for.
-      experts_beyond: number of experts with such choices, which the gathered exchange computes one
-        after another.
+      beyond: the share of this shard's choices that the layout has no room for.
+      experts_beyond: number of experts with choices that the layout has no room for, which the
+        gathered exchange computes one after another.
       steps_beyond: number of steps, of `LOOP_ROWS` choices, that the loop of such an expert takes.
       rounds: number of rounds of the ragged exchange after the first, which compute such choices.
     """
@@ -125,9 +125,9 @@ def parse_expert_layout(
     computation: Computation, kernel: Instruction, mesh: jax.sharding.Mesh
 ) -> ExpertLayout:
     """Returns the layout of a call of one of the experts' kernels
-    (`kernels/tpu/routed_experts.py`). Its operands begin with the expert of each tile, the number
-    of tiles in use, and an array of rows. The first array of three dimensions among its operands
-    and results holds matrices of the experts.
+    (`kernels/tpu/routed_experts.py`). The kernel's operands begin with the expert of each tile, the
+    number of tiles in use, and an array of rows. The first array of three dimensions among its
+    operands and results holds matrices of the experts.
     """
     arrays = [shape for name in kernel.operands for shape in computation[name].shapes]
     tiles, rows = arrays[0].elements, arrays[2].dims[0]

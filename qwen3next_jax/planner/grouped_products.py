@@ -1,9 +1,9 @@
 """The steps of a kernel for grouped products, which multiplies each row by the matrix of its group.
 
 XLA's `ragged_dot` and megablox go through tiles of rows, and visit a tile once for each group that
-has rows in it. They compute whole tiles: rows of other groups, and columns beyond the end of a
-matrix, take as long as rows and columns that count. The number of visits depends on the groups, so
-the compiler's text states no trips of these loops.
+has rows in it. These kernels compute whole tiles: rows of other groups, and columns beyond the end
+of a matrix, take as long as rows and columns that count. The number of visits depends on the
+groups, so the compiler's text states no trips of these loops.
 """
 
 import math

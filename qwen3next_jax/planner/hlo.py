@@ -306,8 +306,8 @@ class Program:
     def walk(self, name: str | None = None, times: float = 1) -> Iterator["InstructionRun"]:
         """Yields every instruction that runs in the computation `name` (by default the entry) and
         in the computations that it calls, with the number of times that the instruction runs. A
-        loop with an unknown number of trips counts as one trip (see `unstated_loops`). All branches
-        of a conditional count.
+        loop with an unknown number of trips counts as one trip (see `loops_of_unknown_length`). All
+        branches of a conditional count.
 
         Args:
           times: how often the computation itself runs.

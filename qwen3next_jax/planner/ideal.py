@@ -1,5 +1,5 @@
-"""Computes a lower bound of the time of a step on a mesh. It assumes that matrix products, HBM
-traffic and network traffic all run at their peak rates, and all at the same time.
+"""Computes a lower bound of the time of a step on a mesh. The bound assumes that matrix products,
+HBM traffic and network traffic all run at their peak rates, and all at the same time.
 
     ideal = max(products / peak, HBM bytes / bandwidth, bytes over the links / their bandwidth)
 

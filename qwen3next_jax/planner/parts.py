@@ -1,5 +1,5 @@
-"""Names of the parts of a step for readers. A plan's `parts` are keyed by functions of this
-package; a table that people read sums them by what they compute.
+"""Sums the costs of this package's functions (a plan's `parts`) by parts of a step that a reader
+knows, such as the router or the experts.
 """
 
 import re

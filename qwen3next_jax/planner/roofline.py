@@ -1,8 +1,8 @@
-"""Predicts the time of a compiled TPU program. It computes the time of an instruction by a
-roofline, and the time of a collective from the links of the torus.
+"""Predicts the time of a compiled TPU program. The time of an instruction comes from a roofline,
+and the time of a collective from the links of the torus.
 
 A computation lists its instructions in the order in which the compiler starts them. The prediction
-goes through them one after another:
+goes through these instructions one after another:
 
 - An instruction takes max(FLOPs / peak, HBM bytes / bandwidth).
 - A kernel also takes at least the cycles of the schedule that the compiler made of it
@@ -28,9 +28,9 @@ goes through them one after another:
   slices, at its peak.
 - A loop takes the time of its body times the number of its trips.
 
-These two predictions leave out the latency of collectives, launches and small transfers; stalls
-inside a schedule; contention on links that collectives over different axes share; and the time for
-hosts, input data and checkpoints. So a real step is slower.
+The cost models "schedule" and "roofline" leave out the latency of collectives, launches and small
+transfers; stalls inside a schedule; contention on links that collectives over different axes share;
+and the time for hosts, input data and checkpoints. So a real step is slower.
 """
 
 import dataclasses
@@ -460,7 +460,7 @@ class Network:
         self, collective: Collective, spans: Sequence["_TorusSpan"], sharing: float
     ) -> float:
         """Returns the seconds of a collective on the links of a slice. `spans` and `sharing` are
-        the results of `_torus_spans`.
+        the results of `_torus_spans_and_sharing`.
         """
         if not collective.sent_bytes:
             return 0.0

@@ -5,7 +5,8 @@ The compiler can write the final instruction bundles (VLIW instructions) of each
 to text files. The chip issues at most one bundle per cycle, so the number of bundles in a loop
 times the number of its trips is a lower bound of the loop's cycles, if every trip issues them all.
 A trip may skip bundles: a product goes through its contracted dimension in steps, and writes its
-result in the last of them. `count_skipped_bundles` subtracts the skipped bundles.
+result in the last of them. `count_skipped_bundles` counts these bundles, and their number is
+subtracted.
 """
 
 import math
@@ -180,7 +181,7 @@ def count_skipped_bundles(text: str, loops: list[Loop]) -> float:
     """Returns the number of bundles that `count_cycles` counts and that a run does not issue,
     because a jump skips them unless a loop's index has its last value.
 
-    Only those bundles count of which the text says how often they run: the jump's predicate
+    Bundles count only if the text says how often they run: the jump's predicate
     compares an index, or several, with constants. If a part runs where the index is 7, the loop
     over this index has at least 8 steps, so the part runs in at most one of 8.
     """
@@ -228,8 +229,8 @@ def _parts_that_jumps_skip(text: str) -> list[tuple[int, int, float]]:
 
 
 def _steps_per_conditional_run(text: str, predicate: str, comparison: str) -> int:
-    """Returns the least number of steps of which one has the indices that a predicate asks for; 1
-    if the text does not say it.
+    """Returns the largest n for which the text says that a predicate holds in at most one of n
+    steps; 1 if the text does not say how often it holds.
     """
     compared = re.search(
         re.escape(predicate) + rf" = scmp\.{comparison}\.s32\.totalorder (%\S+), (\d+)", text

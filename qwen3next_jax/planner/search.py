@@ -144,8 +144,8 @@ def rank_candidates(
       topology: the devices.
       fixed: mesh axis → size that this axis has in all candidates; None means that no axis is
         fixed.
-      parallel: what slices exchange, and whether they share the optimizer's state; its mesh does
-        not count.
+      parallel: what slices exchange, and whether they share the optimizer's state; its mesh is
+        ignored.
       rows: batch sizes to choose from; () means the batch size of `train`.
       optimizer: the optimizer, whose state takes memory.
     """
@@ -189,9 +189,9 @@ def candidates_to_compile(fitting: Sequence[Candidate], count: int) -> list[Cand
 def _possible_meshes(
     model: ModelConfig, train: TrainConfig, topology: Topology, fixed: Mapping[str, int]
 ) -> list[MeshConfig]:
-    """Returns the meshes of this many devices in which the axes of `fixed` have the given sizes.
-    An axis that is neither in `fixed` nor `data` gets powers of two, because other sizes rarely
-    divide the heads. `data` takes the remaining devices.
+    """Returns the meshes of the topology's devices in which the axes of `fixed` have the given
+    sizes. An axis that is neither in `fixed` nor `data` gets powers of two, because other sizes
+    rarely divide the heads. `data` takes the remaining devices.
     """
     slices = fixed.get("slice") or topology.slices
     devices = len(topology.devices) // slices

@@ -394,7 +394,7 @@ def test_estimates_are_in_their_order(plan):
         plan.estimate_by_cost_model["calibrated"],
     )
     assert roofline.seconds < plan.estimate.seconds < calibrated.seconds
-    assert plan.ideal.seconds < min(roofline.seconds, plan.ideal.realistic * 1.001)
+    assert plan.ideal_time.seconds < min(roofline.seconds, plan.ideal_time.realistic * 1.001)
 
 
 @pytest.mark.needs("kernels")
@@ -663,7 +663,7 @@ def test_what_fits_comes_first_the_fastest_first(candidates):
     fitting = [c for c in candidates if not c.unusable_reason]
     assert fitting
     assert candidates[: len(fitting)] == fitting
-    per_token = [c.seconds / c.tokens for c in fitting]
+    per_token = [c.step_seconds / c.tokens_per_step for c in fitting]
     assert per_token == sorted(per_token)
     assert {c.train.batch_size for c in fitting} == {256, 512}
 
@@ -770,8 +770,8 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
         compiled.append(config)
         other = {
             1: {},
-            2: dict(failed=True, reason="the compiler aborted: Check failed: x"),
-            3: dict(needs=2**36, reason="needs 64.00 GiB of 31.24 GiB"),
+            2: dict(failed=True, failure_reason="the compiler aborted: Check failed: x"),
+            3: dict(needed_hbm_bytes=2**36, failure_reason="needs 64.00 GiB of 31.24 GiB"),
         }
         return (
             dataclasses.replace(plan, fits=False, **other[len(compiled)])

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention over packed documents. Its memory is linear in the length of the
+"""Causal grouped-query attention over packed documents. Memory is linear in the length of the
 sequence, because no array holds the scores of all pairs of tokens.
 
 B batch, T time, N query heads, M key/value heads (query head n reads head n // (N // M)), D head

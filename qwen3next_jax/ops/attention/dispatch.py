@@ -42,8 +42,8 @@ class AttentionOptions(NamedTuple):
 
     @property
     def saved_axis_order(self) -> tuple[int, ...]:
-        """The order of axes in which the output [B, T, N, D] is saved for the backward pass. It is
-        the order in which the chosen kernels write the output, so that saving it needs no copy.
+        """The order of axes in which the output [B, T, N, D] is saved for the backward pass. The
+        chosen kernels write the output in this order, so saving the output needs no copy.
         """
         return self.chosen_implementation.constant_named("SAVED_AXES", (0, 1, 2, 3))
 
@@ -65,9 +65,9 @@ def backward(options: AttentionOptions, inputs, o, logsumexp_BNT, do):
 
     Args:
       inputs: the arrays that `forward` takes.
-      o, logsumexp_BNT: the results of `forward`. They may also be the results of a softmax over the
-        keys in `inputs` and further keys. Then dk and dv are still right, and dq is the part that
-        comes from the keys in `inputs`.
+      o, logsumexp_BNT: the results of `forward`, or of attention to the keys in `inputs` and to
+        further keys. With further keys, dk and dv are still right, and dq is the part that comes
+        from the keys in `inputs`.
       do: [B, T, N, D], the gradient of o.
     """
     run = options.chosen_implementation.function_named("backward")

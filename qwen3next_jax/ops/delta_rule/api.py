@@ -1,5 +1,5 @@
-"""`gated_delta_rule`, the public function: it checks the arguments, chooses an implementation and
-wraps it in one custom gradient.
+"""Defines `gated_delta_rule`, which checks its arguments, chooses an implementation and gives it a
+custom gradient.
 
 B batch, T time, G key heads, H value heads (value head h reads key head h // (H // G)), K key
 width, V value width.
@@ -36,8 +36,8 @@ def gated_delta_rule(
     """Applies the gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) to whole
     sequences.
 
-    Each value head has a state S [K, V]. For each token t the state decays, then the token is
-    written into it, then the output is read from it:
+    Each value head has a state S [K, V]. For each token t, the state decays, then the token is
+    written into the state, then the output is read from the state:
 
         S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = K^{-1/2} S^T q_t
 
@@ -55,15 +55,15 @@ def gated_delta_rule(
         the values are a linear function of the keys, v = M^T k, the distance of the state to M
         never increases, either.
       initial_state: [B, H, K, V], the state before the first token; None means zeros. With
-        `segment_ids` it belongs to the first segment.
+        `segment_ids` this state belongs to the first segment.
       segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
         document, and 0 marks padding at the end. The state becomes zero where a document starts
         (for the first document, it stays `initial_state`). The outputs of padding are zeros, and
         its inputs get zero gradients.
       normalize_qk: whether q and k are first L2-normalised over K in float32: x * rsqrt(sum x^2 +
         1e-6).
-      delta_term: whether the write has the delta term -S^T k_t. Without it the function computes
-        gated linear attention.
+      delta_term: whether the write has the delta term -S^T k_t. Without the delta term, the
+        function computes gated linear attention.
       implementation: one of "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu", or
         None for the platform's best. None means "pallas_tpu" on a TPU if its blocks fit in VMEM,
         "pallas_gpu" on an H100 or H200 if it supports the call and passed its test (docs/gpu.md),
@@ -77,12 +77,12 @@ def gated_delta_rule(
         shard. Only the first shard reads its `initial_state`; other shards ignore theirs, which
         gets no gradient. Every shard returns the final state of the whole row.
       return_all_states: whether `final_state` is [B, T, H, K, V], the state after each token. Only
-        "recurrent" without `axis_name` does this; otherwise the argument has no effect.
+        "recurrent" without `axis_name` returns all states; otherwise the argument has no effect.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
       final_state: [B, H, K, V] in float32 (float64 for float64 inputs), the state after the last
-        token. With `segment_ids` it is the state of the last segment.
+        token. With `segment_ids` this is the state of the last segment.
 
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.

@@ -28,7 +28,7 @@ def compose_affine_maps(first, second, exact: MatrixProducts):
 
 
 def _apply_row_scales(k):
-    """Returns k as one array: for a `Scaled` k, its rows times their scales."""
+    """Returns k as one array: for a `RowScaled` k, its rows times their scales."""
     return k.scale_column * k.unscaled if isinstance(k, RowScaled) else k
 
 
@@ -64,16 +64,14 @@ def states_before_each_map(maps, first, exact: MatrixProducts, reverse: bool):
     return jnp.concatenate([first[None], after[:-1]]), after[-1]
 
 
-def states_before_chunks(c: Chunk, initial_state, dots: MatrixProducts, exact: MatrixProducts):
+def states_before_chunks(c: Chunk, initial_state, exact: MatrixProducts):
     """Returns the state before each chunk, [N, B, H, K, V], and the final state, [B, H, K, V]."""
     return states_before_each_map(
         affine_maps_of_chunks(c, exact), initial_state, exact, reverse=False
     )
 
 
-def state_gradients_after_chunks(
-    c: Chunk, po, qo, dfinal, dots: MatrixProducts, exact: MatrixProducts
-):
+def state_gradients_after_chunks(c: Chunk, po, qo, dfinal, exact: MatrixProducts):
     """Returns the gradient of the state after each chunk, [N, B, H, K, V], and the gradient of the
     initial state, [B, H, K, V].
 
@@ -87,7 +85,6 @@ def state_gradients_after_chunks(
       po: P^T dO, [N, B, H, C, V].
       qo: (gamma Q)^T dO, [N, B, H, K, V].
       dfinal: [B, H, K, V], the gradient of the final state.
-      dots: not used. `states_before_chunks` does not use it, either.
       exact: the products for the maps.
     """
     m, _ = affine_maps_of_chunks(c, exact)

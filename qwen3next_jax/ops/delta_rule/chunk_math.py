@@ -249,8 +249,8 @@ def inverse_norm_backward(dy, x, scale):
 
 def query_and_key_scales(q, k, normalize: bool):
     """Returns two arrays [..., 1], the numbers by which the rows of q and the rows of k have to be
-    multiplied. They are the inverse L2 norms of the rows if `normalize`, else 1. The numbers for q
-    also contain the factor K^{-1/2}.
+    multiplied. The numbers are the inverse L2 norms of the rows if `normalize`, else 1. The numbers
+    for q also contain the factor K^{-1/2}.
     """
     if not normalize:
         one = jnp.ones((), q.dtype)
@@ -264,7 +264,7 @@ def query_and_key_scales(q, k, normalize: bool):
 
 
 class ChunkDecays(typing.NamedTuple):
-    """The four decays inside a chunk. The docstring of this module defines them."""
+    """The four decays inside a chunk. The docstring of this module defines the four."""
 
     pair: jax.Array  # [..., C, C], zero above the diagonal and across documents
     gamma: jax.Array  # [..., C, 1]
@@ -307,7 +307,7 @@ def chunk_decays(total_C1, total_1C, total_11, documents: DocumentIndices | None
 
 
 class Chunk(typing.NamedTuple):
-    """A chunk's inputs for each value head, and the matrices that every pass over them needs."""
+    """A chunk's inputs for each value head, and the matrices that every pass over a chunk needs."""
 
     q: jax.Array | RowScaled  # [..., C, K], normalised, times K^{-1/2}, zero for padding
     k: jax.Array | RowScaled  # [..., C, K], normalised

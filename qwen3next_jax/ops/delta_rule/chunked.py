@@ -39,8 +39,8 @@ class BlockLimits(typing.NamedTuple):
 
     Attributes:
       single_chunk_multiply_adds: every block has a single chunk if a product of arrays [B, H, C, C]
-        and [B, H, C, width] takes at least this many multiply-adds. The state pass of such a block
-        needs no loop.
+        and [B, H, C, width] takes at least this many multiply-adds. Carrying the state through a
+        block of one chunk needs no loop.
       block_elements: otherwise, the largest number of elements that the arrays [B, H, C, width] of
         all chunks in a block may have together.
     """
@@ -101,8 +101,8 @@ def affine_map(x: Inputs, initial_state, settings: Settings, *, parallel: bool):
 
 
 def state_gradient_from_outputs(r, do):
-    """Returns [B, H, K, V], the gradient of a state S that enters the outputs as o = o0 + r S. It
-    is r^T dO, summed over all tokens.
+    """Returns [B, H, K, V], the gradient of a state S that enters the outputs as o = o0 + r S. The
+    gradient is r^T dO, summed over all tokens.
 
     Args:
       r: [N, B, H, C, K], the r that `affine_map` returns.
@@ -211,8 +211,8 @@ def _chunks_per_block(limits: BlockLimits, x: Inputs, size: int) -> int:
 def _split_inputs_into_blocks(x: Inputs, length: int):
     """Splits the inputs into blocks of `length` tokens. Returns the inputs as [blocks, B, length,
     …] and booleans [blocks, B]: whether the first token of the block belongs to the same document
-    as the token before it. The booleans of the first block are True. If a row is one document, None
-    stands in place of the booleans.
+    as the token before it. The booleans of the first block are True. If a row is one document, the
+    second result is None.
 
     The padding of the last block is zero (a decay of 1 and no write), so it does not change the
     state.
@@ -249,8 +249,9 @@ def zero_state_unless_continued(continues_B, state_BHKV):
 def _prepare_chunks(
     x: Inputs, known_inverses, settings: Settings
 ) -> tuple[Chunk, MatrixProducts, MatrixProducts]:
-    """Returns three things: the arrays of all chunks, [N, B, H, …]; `Products` that cast operands
-    to v's dtype; and `Products` that cast operands to float32 (float64 for float64 inputs).
+    """Returns three things: the arrays of all chunks, [N, B, H, …]; `MatrixProducts` that cast
+    operands to v's dtype; and `MatrixProducts` that cast operands to float32 (float64 for float64
+    inputs).
     """
     q, k, v, g, beta, segments = x
     size, operand, heads = settings.chunk_size, v.dtype, v.shape[2]
@@ -262,7 +263,7 @@ def _prepare_chunks(
     scales = chunk_math.query_and_key_scales(
         q.astype(dtype), k.astype(dtype), settings.normalize_qk
     )
-    unscaled = operand == jnp.bfloat16  # products then take unscaled rows, see `Scaled`
+    unscaled = operand == jnp.bfloat16  # products then take unscaled rows, see `RowScaled`
     q_, k_ = (
         _row_scaled(_to_chunks_by_head(x, size), _to_chunks_by_head(scale, size))
         if unscaled
@@ -319,7 +320,7 @@ def _from_chunks_by_head(x, time: int):
 
 
 def _row_scaled(raw, column):
-    """Returns `Scaled` rows. `raw` [..., C, K] are the rows and `column` [..., C, 1] the scales."""
+    """Returns the rows `raw` [..., C, K] with the scales `column` [..., C, 1]."""
     return RowScaled(raw, column, jnp.swapaxes(column, -1, -2))
 
 
@@ -345,8 +346,8 @@ def _inverses_from_head_pairs(a, heads: int):
 
 
 def _written_values_and_errors(c: Chunk, state, dots: MatrixProducts, exact: MatrixProducts):
-    """Returns V' and the error V - gamma K S, from which V' is computed. Without the delta term
-    they are beta V and V.
+    """Returns V' and the error V - gamma K S, from which V' is computed. Without the delta term,
+    the two results are beta V and V.
     """
     if c.inverse is None:
         return c.beta * c.v, c.v
@@ -368,7 +369,7 @@ def _carry_state_through_chunks(
     if parallel:
         from qwen3next_jax.ops.delta_rule import associative
 
-        states, final = associative.states_before_chunks(c, initial_state, dots, exact)
+        states, final = associative.states_before_chunks(c, initial_state, exact)
         return states, _written_values_and_errors(c, states, dots, exact)[0], final
 
     def step(state, chunk: Chunk):
@@ -389,7 +390,7 @@ def _carry_state_gradient_back(
     if parallel:
         from qwen3next_jax.ops.delta_rule import associative
 
-        dstates, dinitial = associative.state_gradients_after_chunks(c, po, qo, dfinal, dots, exact)
+        dstates, dinitial = associative.state_gradients_after_chunks(c, po, qo, dfinal, exact)
         dwritten = chunk_math.gradient_of_written(po, c.k, dstates, c.decay, dots)
         dr, dread = _backward_through_inverse(c, dwritten, exact)
         return dstates, dr, dread, dinitial

@@ -91,7 +91,7 @@ def _recurrent_over_axis(operator: Operator, axis_name, x: Inputs, initial_state
 
 def _state_entering_shard(axis_name, continues, m_BHKK, u_BHKV):
     """Returns the state [B, H, K, V] before this shard's first token, if the state before the first
-    shard is zero. It is zero if a document starts at that token.
+    shard is zero. The state is zero if a document starts at the first token of this shard.
     """
     m_BHKK = chunked.zero_state_unless_continued(continues, m_BHKK)
     state_BHKV = compose_maps_over_shards(axis_name, m_BHKK, u_BHKV, reverse=False)

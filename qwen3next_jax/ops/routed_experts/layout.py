@@ -73,11 +73,11 @@ def routed_experts(x, weight, expert, gate_up, down, *, capacity: int, keep_hidd
     def add_expert(e, y_ND):
         w = _matrices_of_expert(e, flat, down)
 
-        def step(rest, y_ND):
+        def step(overflow, y_ND):
             y_OD = _weighted_expert_mlp(
-                _take_rows(x, rest.token_O).astype(accumulation_dtype(x)), rest.weight_O, *w
+                _take_rows(x, overflow.token_O).astype(accumulation_dtype(x)), overflow.weight_O, *w
             )
-            return y_ND.at[rest.scatter_token_O].add(
+            return y_ND.at[overflow.scatter_token_O].add(
                 y_OD.astype(x.dtype), mode="drop", unique_indices=True
             )
 
@@ -139,23 +139,23 @@ def routed_experts_gradients(
     def add_expert(e, carry):
         w = _matrices_of_expert(e, flat, down)
 
-        def step(rest, carry):
+        def step(overflow, carry):
             sums, dx_ND, dweight_Q = carry
             _, pullback = jax.vjp(
                 _weighted_expert_mlp,
-                _take_rows(x, rest.token_O).astype(accumulation_dtype(x)),
-                rest.weight_O,
+                _take_rows(x, overflow.token_O).astype(accumulation_dtype(x)),
+                overflow.weight_O,
                 *w,
             )
             dx_OD, dweight_O, *terms = pullback(
-                _take_rows(dy, rest.token_O).astype(accumulation_dtype(x))
+                _take_rows(dy, overflow.token_O).astype(accumulation_dtype(x))
             )
             return (
                 jax.tree.map(jnp.add, sums, terms),
-                dx_ND.at[rest.scatter_token_O].add(
+                dx_ND.at[overflow.scatter_token_O].add(
                     dx_OD.astype(x.dtype), mode="drop", unique_indices=True
                 ),
-                dweight_Q.at[rest.choice_O].set(dweight_O, mode="drop", unique_indices=True),
+                dweight_Q.at[overflow.choice_O].set(dweight_O, mode="drop", unique_indices=True),
             )
 
         dw, dx_ND, dweight_Q = carry
@@ -194,8 +194,9 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
 
 
 def _values_by_choice(values, choice, shape: tuple[int, int]):
-    """Returns [Q] with `values` [P] at the indices `choice` [P], which have the meaning that they
-    have in `sum_by_token`, and 0 elsewhere. Values that are left out may be undefined.
+    """Returns an array [Q] with `values` [P] at the indices `choice` [P], and 0 elsewhere.
+    `sum_by_token` describes `choice`. A value with an index of Q or more is left out, and may be
+    undefined.
     """
     rows = jax.ShapeDtypeStruct((*values.shape, 1), values.dtype)
     chosen = choose_implementation(
@@ -227,8 +228,8 @@ def _sum_by_token_in_xla(rows, choice, shape: tuple[int, int]):
 
 
 class _TileLayout(NamedTuple):
-    """The layout of the choices, and the choices that do not fit in it ("beyond the layout").
-    Choice a of token n has the number n · A + a.
+    """The layout of the choices in tiles, and the choices that do not fit in the layout
+    ("overflow"). Choice a of token n has the number n · A + a.
     """
 
     # [T], the expert of each tile, in ascending order
@@ -248,9 +249,10 @@ class _TileLayout(NamedTuple):
     # the numbers and the weights of all choices and of the padding, sorted by expert, followed by O
     # unused entries
     sorted_numbers_and_weights: tuple[jax.Array, jax.Array]
-    # [E], the index in `ordered` of the expert's first choice that does not fit in the layout
+    # [E], the index in the sorted numbers of the expert's first choice that does not fit in the
+    # layout
     overflow_start_E: jax.Array
-    # [E], one more than the index in `ordered` of the expert's last choice
+    # [E], one more than the index in the sorted numbers of the expert's last choice
     choices_end_E: jax.Array
     # [E], whether the layout has a tile for the expert
     has_tile_E: jax.Array
@@ -301,18 +303,18 @@ def _make_layout(
     """Returns the layout of sorted choices. The function reads only the shape of `weight_NA`."""
     choices = weight_NA.size
     size, tiles, most = _tile_size_and_counts(choices, experts, capacity)
-    count_E, ordered = sorted_choices
+    count_E, sorted_numbers_and_weights = sorted_choices
     tiles_E = jnp.maximum(-(-count_E // size), 1)
     tile_ends_E = jnp.cumsum(tiles_E)
     tile_starts_E = tile_ends_E - tiles_E
     rows, tile = tiles * size, jnp.arange(tiles)
-    choice_P, weight_P = (a[:rows] for a in ordered)
+    choice_P, weight_P = (a[:rows] for a in sorted_numbers_and_weights)
     expert_T = jnp.minimum(
         jnp.sum(tile_ends_E <= tile[:, None], axis=1, dtype=jnp.int32), experts - 1
     )
     used = jnp.minimum(tile_ends_E[-1:], tiles)
     is_choice_P = (choice_P < choices) & (jnp.arange(rows) < used * size)
-    first_beyond = None if tiles == most else jnp.sum(tile_ends_E <= tiles)
+    first_overflowing = None if tiles == most else jnp.sum(tile_ends_E <= tiles)
     return _TileLayout(
         expert_T,
         used,
@@ -321,11 +323,11 @@ def _make_layout(
         choice_P,
         _token_of_choice(choice_P, weight_NA),
         jnp.where(is_choice_P, weight_P, 0),
-        ordered,
+        sorted_numbers_and_weights,
         jnp.maximum(tile_starts_E * size, rows),
         tile_starts_E * size + count_E,
         tile_starts_E < tiles,
-        first_beyond,
+        first_overflowing,
     )
 
 
@@ -480,12 +482,12 @@ SUM_XLA_IMPLEMENTATIONS = (
 )
 
 
-# ---- the choices beyond the layout, which do not fit in it
+# ---- the choices that do not fit in the layout
 
 
 def _loop_over_overflowing_experts(layout: _TileLayout, body, carry):
-    """Runs carry = body(e, carry) for the first expert e that has choices beyond the layout and for
-    all experts after it. Returns the last `carry`.
+    """Runs carry = body(e, carry) for the first expert e with choices that do not fit in the layout
+    and for all experts after it. Returns the last `carry`.
     """
     if layout.first_overflowing_expert is None:
         return carry
@@ -495,8 +497,9 @@ def _loop_over_overflowing_experts(layout: _TileLayout, body, carry):
 
 
 class _OverflowChoices(NamedTuple):
-    """The O choices of a step of the loop. Entries after the expert's last choice have weight 0 and
-    an arbitrary token, and scatters drop them.
+    """O choices of one expert that do not fit in the layout. One step of the loop computes them.
+    Entries after the expert's last choice have weight 0 and an arbitrary token, and scatters drop
+    them.
     """
 
     token_O: jax.Array
@@ -506,13 +509,13 @@ class _OverflowChoices(NamedTuple):
 
 
 def _loop_over_overflow_choices(layout: _TileLayout, e, weight_NA, step, carry):
-    """Runs carry = step(choices, carry) until all choices of expert e beyond the layout have been
-    passed to `step`, O at a time. Returns the last `carry`.
+    """Runs carry = step(choices, carry) until all choices of expert e that do not fit in the layout
+    have been passed to `step`, O at a time. Returns the last `carry`.
     """
-    beyond = layout.overflow_start_E[e]
+    overflow_start = layout.overflow_start_E[e]
 
     def body(k, carry):
-        first, index_O = beyond + k * LOOP_ROWS, jnp.arange(LOOP_ROWS)
+        first, index_O = overflow_start + k * LOOP_ROWS, jnp.arange(LOOP_ROWS)
         choice_O, weight_O = (
             jax.lax.dynamic_slice(a, (first,), (LOOP_ROWS,))
             for a in layout.sorted_numbers_and_weights
@@ -531,7 +534,9 @@ def _loop_over_overflow_choices(layout: _TileLayout, e, weight_NA, step, carry):
             carry,
         )
 
-    return jax.lax.fori_loop(0, -(-(layout.choices_end_E[e] - beyond) // LOOP_ROWS), body, carry)
+    return jax.lax.fori_loop(
+        0, -(-(layout.choices_end_E[e] - overflow_start) // LOOP_ROWS), body, carry
+    )
 
 
 def _matrices_of_expert(e, gate_up_EDF, down_EID):
