@@ -188,7 +188,7 @@ def test_devices_run_kernels_on_their_own_part(monkeypatch):
     want = outputs_and_gradients(attend, qkv, do)
     monkeypatch.setattr(
         qsa,
-        "choose",
+        "choose_implementation",
         lambda operator, _, *forms, **call: choose_implementation(
             operator, "pallas_tpu", *forms, **call
         ),

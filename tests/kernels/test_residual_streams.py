@@ -70,7 +70,7 @@ def errors(implementation, monkeypatch, dtype, mesh=None, **sizes):
     choose = residual_streams.choose_implementation
     monkeypatch.setattr(
         residual_streams,
-        "choose",
+        "choose_implementation",
         lambda name, _, *args, **call: choose(name, implementation, *args, **call),
     )
     config = ModelConfig(
