@@ -229,7 +229,7 @@ def _is_reportable_list(value: Any) -> bool:
     return isinstance(value, list) and _is_reportable(value)
 
 
-def _accepting_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _check_accepting_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Returns a check that also accepts None."""
     return lambda value: value is None or check(value)
 
@@ -244,15 +244,15 @@ _FIELD_CHECKS = {
     "seconds": _is_number,
     "first_step": _is_count,
     "lost_steps": _is_count,
-    "previous_end": _accepting_none(_is_number),
+    "previous_end": _check_accepting_none(_is_number),
     "hosts": _is_count,
-    "commit": _accepting_none(_is_text),
+    "commit": _check_accepting_none(_is_text),
     "suite": _is_text,
     "changes": _is_setting_changes,
     "bad_records": _is_bad_records,
     "operators": _is_operator_decisions,
     "groups": _is_parameter_groups,
     "figures": _is_metric_declarations,
-    "router_entropy": _accepting_none(_is_reportable_list),
+    "router_entropy": _check_accepting_none(_is_reportable_list),
     "expert_load": _is_matrix,
 }

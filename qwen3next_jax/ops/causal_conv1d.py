@@ -81,11 +81,11 @@ def causal_conv1d(
         "causal_conv1d", None, XLA_IMPLEMENTATIONS, x=x_BTD, kernel=kernel_WD, activation=activation
     )
     y_BTD = _differentiable_conv(chosen, activation, before, x_BTD, kernel_WD, ids)
-    final = _final_state(before, x_BTD, ids, segment_ids, axis_name)
+    final = _last_inputs_before_padding(before, x_BTD, ids, segment_ids, axis_name)
     return y_BTD.reshape(x.shape), final.reshape(batch, width - 1, *channels)
 
 
-def _final_state(before, x_BTD, ids, segment_ids, axis_name):
+def _last_inputs_before_padding(before, x_BTD, ids, segment_ids, axis_name):
     """Returns [B, W - 1, D]: the last W - 1 inputs of each row before its padding. Inputs that do
     not belong to the row's last document are replaced by zeros.
 

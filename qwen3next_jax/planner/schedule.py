@@ -181,9 +181,9 @@ def count_skipped_bundles(text: str, loops: list[Loop]) -> float:
     """Returns the number of bundles that `count_cycles` counts and that a run does not issue,
     because a jump skips them unless a loop's index has its last value.
 
-    Bundles count only if the text says how often they run: the jump's predicate
-    compares an index, or several, with constants. If a part runs where the index is 7, the loop
-    over this index has at least 8 steps, so the part runs in at most one of 8.
+    A skipped part counts only if the predicate of its jump compares one or several indices with
+    constants, because only then does the text say how often the part runs. If a part runs where the
+    index is 7, the loop over this index has at least 8 steps, so the part runs in at most one of 8.
     """
     skipped = 0.0
     for start, end, share in _parts_that_jumps_skip(text):

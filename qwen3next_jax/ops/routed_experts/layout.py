@@ -64,7 +64,7 @@ def routed_experts(x, weight, expert, gate_up, down, *, capacity: int, keep_hidd
       of the layout are summed in float32; the loop adds its results in x's dtype.
     """
     sorted_choices = _sort_choices(weight, expert, gate_up.shape[0], capacity)
-    layout = _make_layout(sorted_choices, weight, gate_up.shape[0], capacity)
+    layout = _make_tile_layout(sorted_choices, weight, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
     y_PD, hidden_PF = _run_weighted_mlp(
         layout, _take_rows(x, layout.token_P), flat, down, keep_hidden
@@ -118,7 +118,7 @@ def routed_experts_gradients(
     """
     if kept is None:
         kept = SavedForBackward(_sort_choices(weight, expert, gate_up.shape[0], capacity), None)
-    layout = _make_layout(kept.sorted_choices, weight, gate_up.shape[0], capacity)
+    layout = _make_tile_layout(kept.sorted_choices, weight, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
     dw_before = [d.reshape(w.shape) for d, w in zip(dw_before, (flat, down))]
     dx_PD, dweight_P, *dw = _run_weighted_mlp_gradients(
@@ -297,7 +297,7 @@ def _sort_choices(weight_NA, expert_NA, experts: int, capacity: int) -> SortedCh
     return SortedChoices(count_E, _sort_entries_by_expert(keys, weights, experts))
 
 
-def _make_layout(
+def _make_tile_layout(
     sorted_choices: SortedChoices, weight_NA, experts: int, capacity: int
 ) -> _TileLayout:
     """Returns the layout of sorted choices. The function reads only the shape of `weight_NA`."""
