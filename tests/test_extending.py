@@ -149,7 +149,7 @@ def test_a_new_mixer_with_one_setting(tmp_path):
             )
 
 
-@pytest.mark.parametrize("name", ["queries", "keys", "score"])
+@pytest.mark.parametrize("name", ["queries_for_score", "keys_for_score", "score"])
 def test_the_page_has_the_methods_of_pair_attention(name):
     signature = inspect.signature(getattr(PairAttention, name))
     assert f"`{name}{signature}`" in PAGE.read_text()
