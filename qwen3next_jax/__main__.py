@@ -5,7 +5,7 @@ import os
 import sys
 
 from qwen3next_jax import __version__
-from qwen3next_jax.common.installation import skip_absent_tpu
+from qwen3next_jax.common.installation import exclude_absent_tpu_from_jax
 
 VERBS = {
     "train": "train a model, or continue a run",
@@ -50,7 +50,7 @@ def main() -> None:
 
 def run_verb(verb: str, arguments: list[str]) -> None:
     """Runs the command `verb` with these arguments, and exits with the command's exit code."""
-    skip_absent_tpu(os.environ)
+    exclude_absent_tpu_from_jax(os.environ)
     from qwen3next_jax.commands import cli
 
     command = importlib.import_module(f"qwen3next_jax.commands.{verb}")

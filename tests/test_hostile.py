@@ -641,7 +641,7 @@ class _Lock:
         return self
 
     def entry(self):
-        return object_stores.Entry("run/lock", len(self._content), "1", "", 0.0)
+        return object_stores.FileInfo("run/lock", len(self._content), "1", "", 0.0)
 
     def read_bytes(self):
         return self._content

@@ -40,7 +40,7 @@ from qwen3next_jax.commands.show import draw_model_of_config
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import find_user_or_shipped_file, load_config_file
 from qwen3next_jax.planner.parts import cost_by_part
-from qwen3next_jax.planner.roofline import SourceCost
+from qwen3next_jax.planner.roofline import FunctionCost
 from qwen3next_jax.reporting.charts import Line, line_chart, series_colour, short_number
 from qwen3next_jax.reporting.page import render_report
 from qwen3next_jax.reporting.runs import Run, load_run
@@ -244,7 +244,7 @@ def draw_state(sweep: dict, title: str, *charts: tuple[str, str, dict[str, str]]
 
 def draw_plan(plan: dict) -> str:
     """Draws the time of a planned step by part of the model, as one bar."""
-    costs = {name: SourceCost(**cost) for name, cost in plan["parts"].items()}
+    costs = {name: FunctionCost(**cost) for name, cost in plan["parts"].items()}
     parts = cost_by_part(costs)
     total = math.fsum(cost.seconds for cost in parts.values())
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan["mesh"].items() if size > 1)

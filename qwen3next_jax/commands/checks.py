@@ -3,8 +3,8 @@
 import pathlib
 from collections.abc import Sequence
 
-from qwen3next_jax.common.errors import UserError, require_path, similar_folder
-from qwen3next_jax.common.storage import check_bucket, is_bucket, to_path
+from qwen3next_jax.common.errors import UserError, require_path, similar_folder_hint
+from qwen3next_jax.common.storage import check_bucket_access, is_bucket, to_path
 from qwen3next_jax.config import ModelConfig
 
 
@@ -21,7 +21,7 @@ def check_and_read_model_config(flag: str, path: str | pathlib.Path) -> ModelCon
         reason = "it has neither run.json nor config.json" if folder.exists() else "no such folder"
         raise UserError(
             f"--{flag}={path}: not the folder of a run, nor a Hugging Face directory ({reason})"
-            f"{similar_folder(folder)}"
+            f"{similar_folder_hint(folder)}"
         )
     if (folder / "run.json").exists():
         from qwen3next_jax.runs.record import read_config
@@ -40,7 +40,7 @@ def check_result_file(flag: str, path: str) -> None:
     """
     require_path(f"--{flag}={path}", path)
     if is_bucket(path):
-        check_bucket(f"--{flag}={path}", to_path(path, f"--{flag}="))
+        check_bucket_access(f"--{flag}={path}", to_path(path, f"--{flag}="))
         return
     if path and (pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir()):
         reason = (

@@ -20,8 +20,8 @@ from qwen3next_jax.common.errors import (
     ExitCode,
     UserError,
     did_you_mean,
-    escape_lines,
-    out_of_memory,
+    escape_control_in_lines,
+    out_of_memory_message,
     require_path,
 )
 from qwen3next_jax.config import registry
@@ -73,7 +73,7 @@ def run_command(command: types.ModuleType, arguments: str = "") -> None:
             _report_error("interrupted")
             return ExitCode.INTERRUPTED
         except RuntimeError as error:
-            if not (requested := out_of_memory(error)):
+            if not (requested := out_of_memory_message(error)):
                 raise
             return _report_error(
                 f"out of memory ({requested}): give fewer rows or tokens at a time, or more "
@@ -105,7 +105,7 @@ def _reader_has_gone() -> bool:
 
 
 def _report_error(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
-    print(f"error: {escape_lines(message)}", file=sys.stderr)
+    print(f"error: {escape_control_in_lines(message)}", file=sys.stderr)
     return code
 
 

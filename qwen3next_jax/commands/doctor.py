@@ -24,8 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax.commands import process_setup
-from qwen3next_jax.common.errors import ExitCode, one_line, out_of_memory
-from qwen3next_jax.common.installation import CUDA_PLUGINS, nvidia_driver, unused_gpu
+from qwen3next_jax.common.errors import ExitCode, one_line, out_of_memory_message
+from qwen3next_jax.common.installation import (
+    CUDA_PLUGINS,
+    nvidia_driver_release,
+    unused_gpu_message,
+)
 
 SLOW, BROKEN = 1, 2  # exit codes
 PACKAGES = (
@@ -45,17 +49,19 @@ def main() -> int:
     say = functools.partial(console.print, markup=False)
     say(f"python     {sys.version.split()[0]}")
     say(f"libraries  {', '.join(_versions())}")
-    if driver := nvidia_driver():
+    if driver := nvidia_driver_release():
         say(f"driver     {driver} (NVIDIA)")
     process_setup.enable_compilation_cache()
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter if JAX_PLATFORMS names none it has
-        reason = unused_gpu(os.environ, "cpu") or one_line(str(error)) or "see JAX_PLATFORMS"
+        reason = (
+            unused_gpu_message(os.environ, "cpu") or one_line(str(error)) or "see JAX_PLATFORMS"
+        )
         say(f"broken: JAX finds no device: {reason}")
         return BROKEN
     say(f"devices    {_describe_devices(devices)}")
-    if line := unused_gpu(os.environ, jax.default_backend()):
+    if line := unused_gpu_message(os.environ, jax.default_backend()):
         say(f"broken: {line}")
         return BROKEN
     if jax.default_backend() == "cpu":
@@ -373,19 +379,22 @@ def _operator_result(
         # Of the experts' operators, one has the kernels and the other calls it.
         decisions = [decision for decision in decisions if decision.is_kernel]
     code = ExitCode.DONE
-    if any(decision.refusal for decision in decisions):
+    if any(decision.why_no_kernels for decision in decisions):
         code = SLOW
-    failed = [decision.refusal for decision in decisions if WHERE_TRIED in decision.refusal]
+    failed = [
+        decision.why_no_kernels for decision in decisions if WHERE_TRIED in decision.why_no_kernels
+    ]
     if any(NO_MEMORY not in refusal for refusal in failed):
         code = BROKEN
     reasons = dict.fromkeys(
-        f"{decision.consequence or 'it runs without kernels'}: the call {decision.refusal}"
-        if decision.refusal
-        else decision.reason
+        f"{decision.slowness_warning or 'it runs without kernels'}: "
+        f"the call {decision.why_no_kernels}"
+        if decision.why_no_kernels
+        else decision.why_chosen
         for decision in decisions
     )
     why = "; ".join(reasons)
-    if error is not None and out_of_memory(error):
+    if error is not None and out_of_memory_message(error):
         return OperatorResult(
             part, names, f"not timed, for lack of memory; {why}", None, None, code
         )

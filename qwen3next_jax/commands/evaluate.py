@@ -14,8 +14,8 @@ from flax import nnx
 from rich.table import Table
 
 from qwen3next_jax.commands.console import make_console, show_while_waiting
-from qwen3next_jax.common.errors import UserError, escape_lines
-from qwen3next_jax.common.metrics import Metric, MetricValue, to_metric_values
+from qwen3next_jax.common.errors import UserError, escape_control_in_lines
+from qwen3next_jax.common.metrics import Metric, MetricValue, pair_with_declarations
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import Config, DataConfig, MeshConfig, ModelConfig
 from qwen3next_jax.config.compatibility import settings_incompatible_with_weights
@@ -82,7 +82,7 @@ def evaluate_and_print(
     results, wrote = {}, False
     during = show_while_waiting if is_process_0() else nullcontext
     for result in run_evaluations(config, path, names, options, step, mesh, dtype, ema, during):
-        _print_values(result.title, to_metric_values(result.values, result.metric_declarations))
+        _print_values(result.title, pair_with_declarations(result.values, result.metric_declarations))
         results[result.name] = {"step": result.step} | result.values
         if result.belongs_in_run_folder:
             name = f"{result.name}_average" if ema else result.name
@@ -240,9 +240,9 @@ def _print_values(title: str, values: list[MetricValue]) -> None:
     (such as loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition and
     a column per metric. Otherwise the table has a row per value.
     """
-    cells = {(value.kind, value.condition): str(value) for value in values}
-    titles = {value.kind: value.metric.title for value in values}
-    conditions = {value.condition: value.condition_text for value in values}
+    cells = {(value.metric_name, value.condition_in_key): str(value) for value in values}
+    titles = {value.metric_name: value.metric.title for value in values}
+    conditions = {value.condition_in_key: value.displayed_condition for value in values}
     if len(cells) == len(titles) * len(conditions) > len(titles):
         table = Table("", *titles.values())
         for condition, text in conditions.items():
@@ -250,9 +250,9 @@ def _print_values(title: str, values: list[MetricValue]) -> None:
     else:
         table = Table("", "", show_header=False)
         for value in values:
-            table.add_row(value.label, str(value))
+            table.add_row(value.title_and_condition, str(value))
     console = make_console()
-    console.print(escape_lines(title), markup=False)
+    console.print(escape_control_in_lines(title), markup=False)
     console.print(table)
 
 

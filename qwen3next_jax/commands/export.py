@@ -25,7 +25,7 @@ from absl import flags
 from qwen3next_jax.commands import checks, interrupts, process_setup, run_flags
 from qwen3next_jax.commands.console import show_while_waiting
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.installation import shell_command
+from qwen3next_jax.common.installation import command_line_start
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.writing import require_empty_folder
@@ -77,7 +77,8 @@ def main() -> int:
         size = sum(f.stat().st_size for f in files)
         print(
             f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB, {which}; "
-            f"next: {shell_command('generate')} --model={shlex.quote(_out.value)} --prompt='def '"
+            f"next: {command_line_start('generate')} --model={shlex.quote(_out.value)} "
+            "--prompt='def '"
         )
     return 0
 

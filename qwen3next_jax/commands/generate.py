@@ -20,7 +20,7 @@ from absl import flags
 
 from qwen3next_jax.commands import checks, process_setup, run_flags
 from qwen3next_jax.common.errors import UserError, require_path
-from qwen3next_jax.common.metrics import mtp_target
+from qwen3next_jax.common.metrics import displayed_mtp_depth
 from qwen3next_jax.common.storage import to_path
 
 
@@ -264,7 +264,9 @@ class _DecodingTimer:
                 parts.append(f"then {later} tokens at {later / (last - first):,.0f} tokens/s")
         if _speculative.value and any(stream.drafted):
             shares = stream.accepted / stream.drafted
-            accepted = ", ".join(f"{mtp_target(d)} {share:.1%}" for d, share in enumerate(shares))
+            accepted = ", ".join(
+                f"{displayed_mtp_depth(d)} {share:.1%}" for d, share in enumerate(shares)
+            )
             parts.append(
                 f"{stream.tokens / stream.passes:.2f} tokens per pass of the model, drafts "
                 f"accepted {accepted}"

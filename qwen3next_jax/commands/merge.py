@@ -24,7 +24,7 @@ from absl import flags
 from qwen3next_jax.commands import process_setup, run_flags
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, escape_control
-from qwen3next_jax.common.installation import shell_command
+from qwen3next_jax.common.installation import command_line_start
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MeshConfig
 from qwen3next_jax.interop.writing import require_empty_folder
@@ -68,10 +68,10 @@ def main(names: list[str]) -> int:
         quoted = shlex.quote(_out.value)
         if _export.value:
             _export_merged_model(sources, weights, mesh, out)
-            next_command = f"{shell_command('generate')} --model={quoted} --prompt='def '"
+            next_command = f"{command_line_start('generate')} --model={quoted} --prompt='def '"
         else:
             merging.write_merged_run(sources, weights, mesh, out)
-            next_command = f"{shell_command('eval')} --workdir={quoted}"
+            next_command = f"{command_line_start('eval')} --workdir={quoted}"
         print(f"{_out.value}: merged {len(sources)} checkpoints; next: {next_command}")
     return 0
 

@@ -104,10 +104,12 @@ def _no_mesh_sentence(config: Config, topology) -> str:
         parallel=config.parallel,
         optimizer=config.optimizer,
     )
-    fitting = [candidate for candidate in ranked if not candidate.reason]
+    fitting = [candidate for candidate in ranked if not candidate.unusable_reason]
     found = "finds none that fits"
     if fitting:
-        found = f"would take {fitting[0].label} (by arithmetic {fitting[0].seconds:.3g} s)"
+        found = (
+            f"would take {fitting[0].description} (by arithmetic {fitting[0].step_seconds:.3g} s)"
+        )
     return f"no --mesh: planning {mesh}, the configuration's; --search {found}"
 
 
@@ -249,18 +251,18 @@ def search_and_compile(
     Raises:
       UserError: no mesh divides the dimensions of the model and the batch.
     """
-    from qwen3next_jax.planner.search import choose_to_compile, rank_candidates
+    from qwen3next_jax.planner.search import candidates_to_compile, rank_candidates
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 
     ranked = rank_candidates(
         config.model, config.train, topology, fixed, rows, config.parallel, config.optimizer
     )
-    chosen = choose_to_compile([c for c in ranked if not c.reason], COMPILED)
+    chosen = candidates_to_compile([c for c in ranked if not c.unusable_reason], COMPILED)
     if not chosen:  # the estimate is rough, so the smallest candidate may fit anyway
-        chosen = [c for c in ranked if c.bytes < float("inf")][:1]
+        chosen = [c for c in ranked if c.hbm_bytes < float("inf")][:1]
     if not chosen:
         wanted = " with " + ", ".join(f"{axis}={n}" for axis, n in fixed.items()) if fixed else ""
-        reason = f"; the first: {ranked[0].reason}" if ranked else ""
+        reason = f"; the first: {ranked[0].unusable_reason}" if ranked else ""
         raise UserError(
             f"no mesh of {len(topology.devices)} devices{wanted} divides this model and "
             f"batch{reason}"
@@ -268,8 +270,8 @@ def search_and_compile(
     plans = []
     for number, candidate in enumerate(chosen, 1):
         text = (
-            f"compiling {number} of {len(chosen)}: {candidate.label} (by arithmetic "
-            f"{candidate.seconds:.3g} s)"
+            f"compiling {number} of {len(chosen)}: {candidate.description} (by arithmetic "
+            f"{candidate.step_seconds:.3g} s)"
         )
         parallel = dataclasses.replace(config.parallel, mesh=candidate.mesh)
         candidate_config = dataclasses.replace(config, train=candidate.train, parallel=parallel)
@@ -280,7 +282,9 @@ def search_and_compile(
         key=lambda p: (
             not p.fits,
             p.failed,
-            p.estimates["calibrated"].seconds / p.tokens if p.fits else p.needs,
+            p.estimate_by_cost_model["calibrated"].seconds / p.tokens_per_step
+            if p.fits
+            else p.needed_hbm_bytes,
         )
     )
     _print_search_tables(plans, ranked, console)
@@ -296,15 +300,15 @@ def _print_search_tables(plans: list, ranked: list, console: Console) -> None:
     table = Table(*head, title=_plan_title(plans[0]))
     for p in plans:
         train = p.train
-        figures = [p.reason, "", "", "", "", p.verdict]
-        if p.estimates:
+        figures = [p.failure_reason, "", "", "", "", p.verdict]
+        if p.estimate_by_cost_model:
             figures = [
-                f"{p.needs / 2**30:.1f}" if p.fits else p.reason,
-                f"{p.estimates['calibrated'].seconds:.4g}",
+                f"{p.needed_hbm_bytes / 2**30:.1f}" if p.fits else p.failure_reason,
+                f"{p.estimate_by_cost_model['calibrated'].seconds:.4g}",
                 f"{p.estimate.seconds:.4g}",
                 f"{p.tokens_per_second:,.0f}",
                 percent_text(p.mfu),
-                p.binding,
+                p.slowest_resource,
             ]
         table.add_row(
             mesh_text(p.mesh),
@@ -314,12 +318,12 @@ def _print_search_tables(plans: list, ranked: list, console: Console) -> None:
             *figures,
         )
     console.print(table)
-    excluded = [c for c in ranked if c.reason]
+    excluded = [c for c in ranked if c.unusable_reason]
     if excluded:
         title = f"{len(excluded)} of {len(ranked)} candidates do not fit, the nearest first"
         table = Table("not compiled", "why (by arithmetic)", title=title)
         for c in excluded[:10]:
-            table.add_row(c.label, c.reason)
+            table.add_row(c.description, c.unusable_reason)
         console.print(table)
 
 
@@ -334,20 +338,20 @@ def print_plan(plan, console: Console) -> None:
 
     if not plan.memory:
         console.print(
-            f"{mesh_text(plan.mesh)} {plan.verdict}: {plan.reason} (compile "
+            f"{mesh_text(plan.mesh)} {plan.verdict}: {plan.failure_reason} (compile "
             f"{plan.compile_seconds:.0f} s)",
             markup=False,
         )
         console.print(_plan_title(plan), markup=False)
         return
-    if plan.estimates:
+    if plan.estimate_by_cost_model:
         console.print(_fit_time_and_mfu_text(plan), markup=False)
     console.print(_plan_title(plan), markup=False)
     device = "device" if plan.topology.chip.devices_per_chip > 1 else "chip"
     console.print(_memory_table(plan, device))
     if plan.collectives:
         console.print(_network_traffic_table(plan, device))
-    if not plan.estimates:
+    if not plan.estimate_by_cost_model:
         console.print(_gpu_summary(plan, device), markup=False)
         return
     console.print(_waiting_times_table(plan))
@@ -385,7 +389,7 @@ def _waiting_times_table(plan) -> Table:
     """
     estimate = plan.estimate
     table = Table("waiting for", "s", "share")
-    for name, seconds in estimate.bound.items():
+    for name, seconds in estimate.seconds_by_resource.items():
         table.add_row(name, f"{seconds:.4g}", f"{seconds / estimate.seconds:.0%}")
     return table
 
@@ -396,7 +400,7 @@ def _model_parts_table(plan) -> Table:
 
     estimate = plan.estimate
     table = Table("part", "ms", "GB through HBM", "TFLOP")
-    for name, cost in cost_by_part(estimate.by_source).items():
+    for name, cost in cost_by_part(estimate.cost_by_function).items():
         if cost.seconds >= 0.01 * estimate.seconds:
             table.add_row(
                 name,
@@ -411,7 +415,7 @@ def _memory_fit_text(plan) -> str:
     from qwen3next_jax.sharding.mesh import mesh_text
 
     if not plan.fits:
-        return f"{mesh_text(plan.mesh)}: does not fit, {plan.reason}. As if it did:"
+        return f"{mesh_text(plan.mesh)}: does not fit, {plan.failure_reason}. As if it did:"
     return (
         f"{mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of "
         f"{plan.usable_hbm / 2**30:.1f} GiB."
@@ -421,8 +425,9 @@ def _memory_fit_text(plan) -> str:
 def _gpu_summary(plan, device: str) -> str:
     return (
         f"{_memory_fit_text(plan)} Products: {plan.model_flops / 1e12:.4g} TFLOP of the model per "
-        f"{device}, {plan.gpu_flops / 1e12:.4g} executed. The program contains XLA's forms alone, "
-        "because kernels are tested on the GPU itself. There is no prediction of time. Lowered in "
+        f"{device}, {plan.executed_gpu_flops / 1e12:.4g} executed. The program contains XLA's "
+        "implementations alone, because kernels are tested on the GPU itself. There is no "
+        "prediction of time. Lowered in "
         f"{plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s"
     )
 
@@ -431,11 +436,11 @@ def _fit_time_and_mfu_text(plan) -> str:
     """Returns a text that says whether a plan fits, and gives the time of the step and the MFU: the
     range over all cost models, and the values of each cost model.
     """
-    estimates = plan.estimates.items()
+    estimates = plan.estimate_by_cost_model.items()
     times = sorted(estimate.seconds for _, estimate in estimates)
-    slowest, fastest = plan.mfu_at(times[-1]), plan.mfu_at(times[0])
+    slowest, fastest = plan.mfu_of_step_time(times[-1]), plan.mfu_of_step_time(times[0])
     each = "; ".join(
-        f"{name} {estimate.seconds:.4g} s, {percent_text(plan.mfu_at(estimate.seconds))}"
+        f"{name} {estimate.seconds:.4g} s, {percent_text(plan.mfu_of_step_time(estimate.seconds))}"
         for name, estimate in estimates
     )
     mfu = (
@@ -445,17 +450,17 @@ def _fit_time_and_mfu_text(plan) -> str:
     )
     return (
         f"{_memory_fit_text(plan)} Step {times[0]:.3g}–{times[-1]:.3g} s, MFU {mfu} ({each}). By "
-        f"--cost_model={plan.cost_model}: bound by {plan.binding}, "
+        f"--cost_model={plan.cost_model}: bound by {plan.slowest_resource}, "
         f"{plan.tokens_per_second:,.0f} tokens/s"
     )
 
 
 def _time_estimate_sentences(plan, device: str) -> Iterator[str]:
     """Yields the sentences about a plan that has estimates of time."""
-    from qwen3next_jax.planner.calibrated import rates_of
+    from qwen3next_jax.planner.calibrated import rates_of_chip
     from qwen3next_jax.sharding.compiler_options import options_text
 
-    estimate, ideal, chip = plan.estimate, plan.ideal, plan.topology.chip
+    estimate, ideal, chip = plan.estimate, plan.ideal_time, plan.topology.chip
     yield options_text(plan.compiler_options)
     if plan.optimization_level != "default":
         yield (
@@ -465,21 +470,21 @@ def _time_estimate_sentences(plan, device: str) -> Iterator[str]:
     needs = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in ideal.bound.items())
     yield (
         f"ideal: max({needs}) = {ideal.seconds:.3g} s, "
-        f"MFU {percent_text(plan.mfu_at(ideal.seconds))}; "
+        f"MFU {percent_text(plan.mfu_of_step_time(ideal.seconds))}; "
         f"at rates that chips were measured to reach {ideal.realistic:.3g} s, "
-        f"{percent_text(plan.mfu_at(ideal.realistic))}. This step takes "
+        f"{percent_text(plan.mfu_of_step_time(ideal.realistic))}. This step takes "
         f"{estimate.seconds / ideal.realistic:.2f} times the second"
     )
-    if taken := rates_of(chip).taken_from_others:
+    if taken := rates_of_chip(chip).rates_taken_from_nearest_chip:
         yield f"rates of {chip.name} by calibrated: {'; '.join(taken)}"
     yield (
         f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {device}, "
         f"{estimate.flops / 1e12:.4g} executed, {estimate.hbm_bytes / 1e9:.4g} GB through HBM; "
         f"lowered in {plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s "
-        f"({plan.compile_cpu_seconds:.0f} s of CPU), {plan.compile_bytes / 2**30:.1f} GiB of "
-        "memory used"
+        f"({plan.compile_cpu_seconds:.0f} s of CPU), {plan.compile_memory_bytes / 2**30:.1f} GiB "
+        "of memory used"
     )
-    if crossing := plan.between_slices:
+    if crossing := plan.slice_traffic:
         train = plan.train
         yield (
             f"between slices: {crossing.bytes / 1e9:.4g} GB leave each {device} in a step, "
@@ -489,20 +494,21 @@ def _time_estimate_sentences(plan, device: str) -> Iterator[str]:
         )
     if load := plan.expert_load:
         yield (
-            f"experts by calibrated: --skew={plan.skew:g}; the fullest device gets "
+            f"experts by calibrated: --skew={plan.expert_skew:g}; the fullest device gets "
             f"{load.fullest:.2f} times the mean, its choices fill {load.used:.0%} of the tiles of "
             f"its buffers, and {load.beyond:.1%} of them do not fit{_expert_overflow_text(load)}"
         )
-    if plan.unstated_loops:
+    if plan.loops_of_unknown_length:
         yield (
             "counted once, as the program does not say how often they run (by calibrated, loops of "
-            f"the experts as --skew asks for): {len(plan.unstated_loops)} loops, such as "
-            f"{plan.unstated_loops[0]}"
+            f"the experts as --skew asks for): {len(plan.loops_of_unknown_length)} loops, such as "
+            f"{plan.loops_of_unknown_length[0]}"
         )
-    if plan.unknown_kernels:
+    if plan.kernels_of_unknown_cost:
         yield (
-            f"no MFU, as the cost of {len(plan.unknown_kernels)} kernels is unknown, such as "
-            f"{plan.unknown_kernels[0]}: the step takes longer than this"
+            f"no MFU, as the cost of {len(plan.kernels_of_unknown_cost)} kernels is unknown, "
+            "such as "
+            f"{plan.kernels_of_unknown_cost[0]}: the step takes longer than this"
         )
 
 
@@ -553,7 +559,7 @@ def _plan_title(plan) -> str:
     if len(topology.devices) != topology.chips:
         devices += f", {len(topology.devices)} devices"
     return (
-        f"{plan.name} on {topology.title} ({devices}), {train.batch_size} × "
+        f"{plan.config_name} on {topology.title} ({devices}), {train.batch_size} × "
         f"{train.sequence_length} tokens"
     )
 

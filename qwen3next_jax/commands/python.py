@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from qwen3next_jax.common.errors import ExitCode, UserError, did_you_mean, require, short_repr
-from qwen3next_jax.common.installation import skip_absent_tpu
+from qwen3next_jax.common.installation import exclude_absent_tpu_from_jax
 from qwen3next_jax.common.storage import to_path, with_patience
 from qwen3next_jax.config import Config, MeshConfig, from_dict, registry
 from qwen3next_jax.config.files import (
@@ -30,7 +30,7 @@ from qwen3next_jax.config.files import (
     load_config_file,
 )
 
-skip_absent_tpu(os.environ)  # before the functions below import JAX
+exclude_absent_tpu_from_jax(os.environ)  # before the functions below import JAX
 
 
 def load_config(path: str | pathlib.Path, settings: Mapping[str, Any] | None = None) -> Config:

@@ -15,8 +15,8 @@ import sys
 
 from absl import flags
 
-from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, escape_lines
-from qwen3next_jax.common.storage import to_path, write_whole
+from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, escape_control_in_lines
+from qwen3next_jax.common.storage import to_path, write_text_atomically
 
 ARGUMENTS = "SWEEP …"  # the positional arguments, for --help
 
@@ -53,16 +53,16 @@ def main(arguments: list[str]) -> int:
     for sentence in missing_point_sentences(paths):
         print(escape_control(sentence), file=sys.stderr)
     scaling = analyse_scaling(runs, _RESAMPLES.value, _SEED.value)
-    print(escape_lines(as_text(scaling, _RESAMPLES.value)))
+    print(escape_control_in_lines(as_text(scaling, _RESAMPLES.value)))
     alone = paths[0] if paths[0].is_dir() else paths[0].parent
     folder = alone if len(paths) == 1 else pathlib.Path()
     folder = to_path(_OUT.value, "--out=") if _OUT.value else folder
     title = "Scaling: " + " · ".join(path.name for path in paths)
     try:
-        write_whole(
+        write_text_atomically(
             folder / "scaling.html", render_page(scaling, title, _METRIC.value, _RESAMPLES.value)
         )
-        write_whole(folder / "scaling.json", as_json(scaling))
+        write_text_atomically(folder / "scaling.json", as_json(scaling))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to ({error.strerror}): give --out") from error
     print(f"\n{folder / 'scaling.html'}")

@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import flags
 
-from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, escape_lines
+from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, escape_control_in_lines
 from qwen3next_jax.common.storage import to_path
 
 ARGUMENTS = "SWEEP_FILE"  # the positional arguments, for --help
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(highlight=False)
 
     def log(line: str) -> None:
-        console.print(escape_lines(line), markup=False, soft_wrap=True)
+        console.print(escape_control_in_lines(line), markup=False, soft_wrap=True)
 
     def read_results(failed: dict[str, str]) -> list[PointResult]:
         return [

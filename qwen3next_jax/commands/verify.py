@@ -25,12 +25,12 @@ from rich.table import Table
 from qwen3next_jax.commands.console import make_console
 from qwen3next_jax.common.errors import (
     ExitCode,
-    OlderVersion,
     UserError,
+    WrittenByOlderVersion,
     error_message,
     escape_control,
     require,
-    similar_folder,
+    similar_folder_hint,
 )
 from qwen3next_jax.common.storage import StoreError, to_path
 
@@ -136,7 +136,7 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
     )
     raise UserError(
         f"{path}: neither the folder of a run, nor a Hugging Face directory, nor prepared data "
-        f"({reason}){similar_folder(path)}"
+        f"({reason}){similar_folder_hint(path)}"
     )
 
 
@@ -220,7 +220,7 @@ def _verify_prepared_dir(path: pathlib.Path, folders: list[pathlib.Path]) -> Ite
             read()
         except StoreError:  # an outage is no damage
             raise
-        except OlderVersion:
+        except WrittenByOlderVersion:
             return f"{name} ({older})", None
         except (UserError, ValueError, OSError) as error:
             return name, error_message(error)

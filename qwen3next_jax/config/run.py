@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any, Literal
 
-from qwen3next_jax.common.errors import escape_lines, require, require_path, short_repr
+from qwen3next_jax.common.errors import escape_control_in_lines, require, require_path, short_repr
 from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
@@ -190,7 +190,7 @@ class Stage:
     def __post_init__(self):
         require(
             len(self.name) <= 100
-            and escape_lines(self.name) == self.name
+            and escape_control_in_lines(self.name) == self.name
             and "\n" not in self.name,
             f"train.stages: name = {short_repr(self.name)}: expected at most 100 characters that a "
             "terminal can show",
@@ -698,7 +698,7 @@ class Config:
     def __post_init__(self):
         require(
             bool(re.fullmatch(r"[^/\n]{1,100}", self.name))
-            and escape_lines(self.name) == self.name
+            and escape_control_in_lines(self.name) == self.name
             and self.name not in (".", ".."),
             f"name = {self.name[:120]!r}: expected the name of a folder, without '/' and control "
             "characters: the workdir defaults to runs/<name>",

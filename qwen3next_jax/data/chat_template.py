@@ -280,7 +280,7 @@ def _template_named_default(template: object) -> object:
 def _read_template_file(file: epath.Path) -> str:
     max_bytes = 4 * _MAX_CHARACTERS  # a UTF-8 character has at most 4 bytes
     with as_user_error(f"{file}: cannot be read", OSError, ValueError):
-        with json_files.open_regular(file) as opened:
+        with json_files.open_regular_file(file) as opened:
             content = opened.read(max_bytes + 1)
         if len(content) > max_bytes:
             raise ValueError(f"more than {max_bytes >> 20} MiB")

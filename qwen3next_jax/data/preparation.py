@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import OlderVersion, UserError, require, warn
+from qwen3next_jax.common.errors import UserError, WrittenByOlderVersion, require, warn
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.data import readers, row_groups, sources, tokenized_parts
 from qwen3next_jax.data.digest_cache import DigestCache
@@ -494,7 +494,7 @@ def _read_corpus_list(store: Store, name: str) -> dict:
     except FileNotFoundError as error:
         raise UserError(f"{path}: it is missing") from error
     if "name" not in content:
-        raise OlderVersion(path)
+        raise WrittenByOlderVersion(path)
     require(
         content["name"] == name,
         f"{path}: it is the list {content['name']} of {content.get('source')}: it was renamed; "

@@ -297,7 +297,7 @@ def _list_bucket_rows(store: Store) -> Listing:
     root = store.path("rows")
     if not isinstance(root, BucketPath):
         return None
-    return {str(path): entry for path, entry in root.entries().items()}
+    return {str(path): entry for path, entry in root.file_infos().items()}
 
 
 def _sizes_and_times(paths: Iterable[str], listed: Listing) -> np.ndarray | None:

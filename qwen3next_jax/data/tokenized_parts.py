@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import OlderVersion, UserError, require
+from qwen3next_jax.common.errors import UserError, WrittenByOlderVersion, require
 from qwen3next_jax.data import conversations, fast_bpe, readers, token_files
 from qwen3next_jax.data.conversations import ChatFormat
 from qwen3next_jax.data.readers import BadRecords, Part, Record
@@ -156,7 +156,7 @@ def find_part_by_key(store: Store, key: str) -> TokenizedPart | None:
     except FileNotFoundError:
         return None
     if "miscounted_bytes" not in content:
-        raise OlderVersion(store.path(name))
+        raise WrittenByOlderVersion(store.path(name))
     if content.get("key") != key:
         raise UserError(
             f"{store.path(name)}: it is the manifest of {content.get('key')}: it was renamed; "

@@ -251,7 +251,7 @@ class HuggingFaceTokenizer:
             as_user_error(f"tokenizer {path}: cannot be read", OSError),
             as_user_error(f"tokenizer {path}: not a Hugging Face tokenizer.json", ValueError),
         ):
-            with json_files.open_regular(path) as file:
+            with json_files.open_regular_file(path) as file:
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(json_files.MAX_BYTES))
         add_tokens_from_config_files(path.parent, self._tokenizer)
         _check_deterministic(path, self._tokenizer)

@@ -62,7 +62,7 @@ class BucketExport:
           UserError: the folder is not empty, and its progress.json does not record an export with
             this `identity`.
         """
-        present = {str(path.relative_to(self._out)) for path in self._out.entries()}
+        present = {str(path.relative_to(self._out)) for path in self._out.file_infos()}
         if present:
             progress = self._read_progress()
             require(

@@ -74,7 +74,7 @@ def compare_with_checksums(
 def _read_checksums(file: pathlib.Path) -> dict[str, str]:
     """Reads the lines `DIGEST  NAME` of a SHA256SUMS file, and returns file name → digest."""
     try:
-        with json_files.open_regular(file) as opened:
+        with json_files.open_regular_file(file) as opened:
             text = opened.read().decode(errors="replace")
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from error
@@ -100,7 +100,7 @@ def _digest_if_file(file: pathlib.Path) -> str | None:
     if not file.is_file():
         return None
     digest = hashlib.sha256()
-    for block in file.blocks(_BLOCK):
+    for block in file.read_blocks(_BLOCK):
         digest.update(block)
     return digest.hexdigest()
 

@@ -332,7 +332,8 @@ def _file_identity(status: os.stat_result) -> tuple[int, ...]:
     """Returns what identifies a state of a file: its device, inode, size and time of modification.
     When the file is replaced or rewritten, at least one of these values changes, unless a file that
     is rewritten in place keeps its size and gets its old time back. For an object in a bucket,
-    `status` comes from `storage.stat_of`, which puts the object's version in place of the inode.
+    `status` comes from `storage.stat_result_of`, which puts the object's version in place of the
+    inode.
     """
     return getattr(status, "st_dev", 0), status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -348,7 +349,7 @@ def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[i
         if isinstance(file, BucketPath):
             identity, length, text = _header_in_bucket(file)
         else:
-            with json_files.open_regular(file) as opened:
+            with json_files.open_regular_file(file) as opened:
                 identity = _file_identity(os.fstat(opened.fileno()))
                 length = opened.read(8)
                 # `safe_open` checks lengths, offsets and dtypes.

@@ -32,7 +32,7 @@ import numpy as np
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, as_user_error, require, warn
-from qwen3next_jax.common.storage import BucketPath, check_bucket
+from qwen3next_jax.common.storage import BucketPath, check_bucket_access
 
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
@@ -392,7 +392,7 @@ def require_empty_folder(out: pathlib.Path | BucketPath) -> None:
     checks that the bucket can be used.
     """
     if isinstance(out, BucketPath):  # `BucketExport.begin` may continue an earlier export
-        check_bucket(f"{out}", out)
+        check_bucket_access(f"{out}", out)
         return
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(

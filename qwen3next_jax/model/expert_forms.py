@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.ops.decode_moe import decode_moe
-from qwen3next_jax.ops.preferences import experts_in_caches
+from qwen3next_jax.ops.preferences import prefers_cache_sized_experts
 from qwen3next_jax.sharding.rules import EXPERT, TOKENS_OF_SLICE, num_shards
 
 
@@ -50,7 +50,7 @@ def expert_form(
         if layer is not None:
             return functools.partial(_decode_with_stack, layer)
         if few_tokens:
-            return _decode_or_sorted if experts_in_caches() else sorted_moe
+            return _decode_or_sorted if prefers_cache_sized_experts() else sorted_moe
         if dtype.itemsize >= 4:
             return sorted_moe
     from qwen3next_jax.model.expert_parallelism import expert_parallel_moe, local_moe
@@ -63,7 +63,9 @@ def expert_form(
         return functools.partial(local_moe, keep_hidden=keep_hidden)
     # In bfloat16 use `local_moe`, which saves little beside its inputs for the backward pass.
     return functools.partial(
-        local_moe, form=sorted_moe if experts_in_caches() else None, keep_hidden=keep_hidden
+        local_moe,
+        form=sorted_moe if prefers_cache_sized_experts() else None,
+        keep_hidden=keep_hidden,
     )
 
 
@@ -91,7 +93,7 @@ def _decode_with_stack(layer, x, weight, expert, gate_up, down):
     """The form for decoding; it has no gradient. `gate_up` and `down` hold the experts of all
     layers of a stack, and the form uses the experts of `layer`.
     """
-    if experts_in_caches():
+    if prefers_cache_sized_experts():
         return decode_moe(x, weight, expert, gate_up, down, layer=(layer,))
     return sorted_moe(x, weight, expert, gate_up[layer], down[layer])
 

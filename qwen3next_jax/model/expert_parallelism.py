@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.blocks import save_for_backward
-from qwen3next_jax.ops.preferences import device_memory, row_major
+from qwen3next_jax.ops.preferences import device_memory_bytes, require_row_major
 from qwen3next_jax.ops.ragged_exchange import exchange_rows
 from qwen3next_jax.ops.routed_experts import (
     SavedForBackward,
@@ -202,7 +202,7 @@ def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
 
 def _chunk_bytes() -> int:
     """Returns the bytes that the rows of a chunk may take."""
-    return max(CHUNK_BYTES, device_memory() // CHUNK_PART)
+    return max(CHUNK_BYTES, device_memory_bytes() // CHUNK_PART)
 
 
 # ---- one custom gradient around all chunks
@@ -430,11 +430,11 @@ class _AllGatherExperts:
 
 
 def _gather(x, axis):
-    return jax.lax.all_gather(row_major(x), axis, tiled=True)
+    return jax.lax.all_gather(require_row_major(x), axis, tiled=True)
 
 
 def _sum(part, axis):
-    return row_major(jax.lax.psum_scatter(part, axis, tiled=True))
+    return require_row_major(jax.lax.psum_scatter(part, axis, tiled=True))
 
 
 _gather_rows, _sum_rows = (jax.custom_vjp(f, nondiff_argnums=(1,)) for f in (_gather, _sum))

@@ -179,7 +179,7 @@ class GatedAttention(Mixer):
             if shared:
                 k, v = (_own_head(in_heads(x), in_heads(q), n // m)[:, :, 0] for x in (k, v))
             weights = (norm_scale(norm, c) for norm in norms)
-            rotation = attention_heads.rotation_by_lane(cos, sin)
+            rotation = attention_heads.cosine_and_sine_by_lane(cos, sin)
             q, k = (
                 attention_heads.norm_and_rotate(
                     x, weight * scale, *rotation, c.rotary_dim // 2, c.rms_norm_eps

@@ -28,7 +28,7 @@ from qwen3next_jax.model.apply_block import apply_block
 from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.remat import rematerialized
-from qwen3next_jax.ops.preferences import unroll_loop
+from qwen3next_jax.ops.preferences import prefers_unrolled_layers
 from qwen3next_jax.sharding.rules import constrain, gather_params
 
 Cache = Any  # the cache of one block: a dict of arrays, stacked over the block's layers
@@ -96,7 +96,7 @@ def run_layers(
     repeats = len(config.layer_stacks[-1])
     # without a loop, the results saved for the backward pass need not be copied to stacked arrays
     # and back
-    unrolled = cache is None and unroll_loop(repeats)
+    unrolled = cache is None and prefers_unrolled_layers(repeats)
     decoding = cache is not None and context.mesh is None
     periodic_params, scanned_params = list(params[single:]), list(params[single:])
     numbers = jnp.arange(repeats)

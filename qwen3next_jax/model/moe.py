@@ -27,7 +27,7 @@ from qwen3next_jax.model.router import (
 from qwen3next_jax.model.row_groups import merge_rows
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.decode_moe import is_decode_batch
-from qwen3next_jax.ops.preferences import experts_in_tiles, float32_precision
+from qwen3next_jax.ops.preferences import float32_product_precision, prefers_expert_tiles
 from qwen3next_jax.ops.top_k import top_k
 from qwen3next_jax.sharding.rules import (
     EXPERT,
@@ -259,7 +259,7 @@ def _routed_experts(
     """
     dtype = xs_BTD[0].dtype
     split = num_shards(mesh, EXPERT) > 1
-    in_tiles = split or experts_in_tiles()
+    in_tiles = split or prefers_expert_tiles()
     tokens = sum(x_BTD.shape[0] * x_BTD.shape[1] for x_BTD in xs_BTD)
     few_tokens = is_decode_batch(
         tokens, config.num_experts_per_tok, config.num_experts, stacked=layer is not None
@@ -352,7 +352,7 @@ def _router_logits(x_RD: jax.Array, router_DE: jax.Array) -> jax.Array:
     """Computes the router's logits [R, E] in float32. In bfloat16, rounding would decide between
     experts with nearly equal logits.
     """
-    precision = float32_precision(x_RD.dtype)
+    precision = float32_product_precision(x_RD.dtype)
 
     def product(x_RD, w_DE):
         return jnp.dot(x_RD.astype(jnp.float32), w_DE.astype(jnp.float32), precision=precision)

@@ -21,7 +21,7 @@ from qwen3next_jax.model.parameters import Make, Part
 from qwen3next_jax.ops import causal_conv1d, gated_delta_rule
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.gated_norm import gated_norm
-from qwen3next_jax.ops.preferences import heads_side_by_side
+from qwen3next_jax.ops.preferences import prefers_concatenated_heads
 from qwen3next_jax.sharding.rules import activation_spec, constrain, per_shard
 
 # With a cache, up to this many tokens are computed one by one. The chunked algorithm would pad them
@@ -407,7 +407,7 @@ class Recurrent(Mixer):
         return (
             c.short_convolution
             and c.linear_output_gate
-            and heads_side_by_side(c.linear_key_head_dim, c.linear_value_head_dim)
+            and prefers_concatenated_heads(c.linear_key_head_dim, c.linear_value_head_dim)
         )
 
     def fused_recurrence(self, inputs: Inputs, context: Context) -> tuple[jax.Array, jax.Array]:

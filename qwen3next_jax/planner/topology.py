@@ -88,7 +88,7 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
         compiler is not installed.
     """
     chip, _, grid = name.partition(":")
-    known = _known_grids(chip)
+    known = _known_grids_text(chip)
     if chip in GPUS and re.fullmatch("[1-9][0-9]*x[1-8]", grid):
         if slices != 1:
             raise UserError(
@@ -132,7 +132,7 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
     return Topology(name, CHIPS[chip], shape, tuple(devices), slices)
 
 
-def _known_grids(chip: str) -> str:
+def _known_grids_text(chip: str) -> str:
     """Returns the grids of a chip as text for messages; the grids of all chips if there is no such
     chip.
     """

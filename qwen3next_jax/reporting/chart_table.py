@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 
 from qwen3next_jax.common.metrics import (
     MetricValue,
-    evaluation_of_event,
+    displayed_mtp_depth,
+    evaluation_name_of_event,
     metric_values_of_event,
-    mtp_target,
 )
 from qwen3next_jax.reporting.runs import Run
 
@@ -333,10 +333,10 @@ def evaluation_charts(runs: Sequence[Run]) -> list[Chart]:
     measured: dict[tuple[str, str], dict[str, MetricValue]] = {}
     for run in runs:
         for event in run.events_by_kind.get("suite", ()):
-            evaluation = evaluation_of_event(event)
+            evaluation = evaluation_name_of_event(event)
             for value in metric_values_of_event(event):
                 if value.metric.unit != "count":
-                    measured.setdefault((evaluation, value.kind), {})[value.name] = value
+                    measured.setdefault((evaluation, value.metric_name), {})[value.key] = value
     charts = []
     for (evaluation, _), values in measured.items():
         metric = next(reversed(values.values())).metric
@@ -345,7 +345,7 @@ def evaluation_charts(runs: Sequence[Run]) -> list[Chart]:
             Chart(
                 f"{evaluation}: {metric.title}",
                 tuple(
-                    Quantity(value.condition or label_of_all, f"suite {evaluation}", name)
+                    Quantity(value.condition_in_key or label_of_all, f"suite {evaluation}", name)
                     for name, value in values.items()
                 ),
                 from_zero=metric.unit == "share",
@@ -366,7 +366,7 @@ def expand_quantities(chart: Chart, runs: Sequence[Run]) -> list[Quantity]:
         if quantity.each_mtp_depth:
             found += [
                 quantity._replace(
-                    label=quantity.label.format(target=mtp_target(depth)),
+                    label=quantity.label.format(target=displayed_mtp_depth(depth)),
                     event_field=quantity.event_field.format(depth=depth),
                 )
                 for depth in _recorded_mtp_depths(runs)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, join_first
-from qwen3next_jax.common.storage import write_whole
+from qwen3next_jax.common.storage import write_text_atomically
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.reporting import run_charts
 from qwen3next_jax.reporting.chart_table import heldout_metric_name
@@ -63,7 +63,7 @@ def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> list[st
     runs = _with_distinct_names([load_run(workdir) for workdir in workdirs])
     text = render_report(runs)
     # A sampled text may contain half a surrogate pair, which UTF-8 cannot encode.
-    write_whole(out, text, errors="backslashreplace")
+    write_text_atomically(out, text, errors="backslashreplace")
     return comparison_warnings(runs) + (
         [speed_up_sentence_of_runs(*runs)] if len(runs) == 2 else []
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from qwen3next_jax.common.errors import join_first
-from qwen3next_jax.common.metrics import evaluation_of_event
+from qwen3next_jax.common.metrics import evaluation_name_of_event
 from qwen3next_jax.reporting import chart_table
 from qwen3next_jax.reporting.chart_table import Chart, Quantity
 from qwen3next_jax.reporting.charts import (
@@ -189,7 +189,7 @@ def _group_suite_events(run: Run) -> Run:
     """
     events: dict[str, list[dict[str, Any]]] = {}
     for event in run.events_by_kind.get("suite", ()):
-        events.setdefault(f"suite {evaluation_of_event(event)}", []).append(event)
+        events.setdefault(f"suite {evaluation_name_of_event(event)}", []).append(event)
     return dataclasses.replace(run, events_by_kind=events)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import UserError, join_first, similar_folder
+from qwen3next_jax.common.errors import UserError, join_first, similar_folder_hint
 from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.trees import flatten
 
@@ -166,7 +166,7 @@ def load_run(workdir: pathlib.Path) -> Run:
             raise ValueError("train.steps is not a number of steps")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(
-            f"{workdir}: not the folder of a run (it has no run.json){similar_folder(workdir)}"
+            f"{workdir}: not the folder of a run (it has no run.json){similar_folder_hint(workdir)}"
         ) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, join_first, require
-from qwen3next_jax.common.events import devices_of
+from qwen3next_jax.common.events import training_devices
 from qwen3next_jax.reporting.charts import Line, line_chart, table_html
 from qwen3next_jax.reporting.runs import Run, incomparable_reasons
 
@@ -434,7 +434,7 @@ def _arm_of_run(run: Run, metric: str) -> Arm:
         run.name,
         np.array([[event[metric] for event in chosen]], float),
         spent,
-        devices_of(run.all_events),
+        training_devices(run.all_events),
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from jax.sharding import Mesh
 
-from qwen3next_jax.common.subpackages import warn_without
+from qwen3next_jax.common.subpackages import has_subpackage_or_warn
 from qwen3next_jax.config import Config, DataConfig, EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import data_source_class
@@ -82,13 +82,13 @@ def check_evaluations(config: EvalConfig, data: DataConfig, model: ModelConfig) 
       UserError: an evaluation or the sample cannot run; the message names it.
     """
     tokenizer = data_source_class(data).tokenizer_of(data, model.vocab_size)
-    if warn_without("evals", "nothing is evaluated"):
+    if has_subpackage_or_warn("evals", "nothing is evaluated"):
         from qwen3next_jax.evals import evaluation
 
         evaluation.check_evaluations(
             config.suites, evaluation.options_from_config(config), model, tokenizer, data=data
         )
-    if config.sample_tokens and warn_without("inference", "no samples are drawn"):
+    if config.sample_tokens and has_subpackage_or_warn("inference", "no samples are drawn"):
         from qwen3next_jax.inference.decode import checked_prompts
 
         prompt = tokenizer.encode(config.sample_prompt)

@@ -21,13 +21,13 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from qwen3next_jax.common.errors import escape_lines
+from qwen3next_jax.common.errors import escape_control_in_lines
 from qwen3next_jax.common.metrics import (
     MetricValue,
-    evaluation_of_event,
-    main_values,
+    displayed_mtp_depth,
+    evaluation_name_of_event,
     metric_values_of_event,
-    mtp_target,
+    values_of_main_metrics,
 )
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import mesh_text
@@ -72,9 +72,13 @@ def _values_by_source(value: MetricValue, values: Sequence[MetricValue], evaluat
     """Returns " (SOURCE VALUE, …)", the values of a metric of the held-out evaluation for each data
     source; "" for other evaluations or a single source.
     """
-    if value.condition or not evaluation.startswith("heldout"):
+    if value.condition_in_key or not evaluation.startswith("heldout"):
         return ""
-    parts = [f"{one.condition} {one}" for one in values if one.kind == value.kind and one.condition]
+    parts = [
+        f"{one.condition_in_key} {one}"
+        for one in values
+        if one.metric_name == value.metric_name and one.condition_in_key
+    ]
     return f" ({', '.join(parts)})" if parts else ""
 
 
@@ -246,12 +250,14 @@ class Display:
                     ),
                 )
             )
-        elif name := evaluation_of_event(event):
+        elif name := evaluation_name_of_event(event):
             values = metric_values_of_event(event)
-            shown = main_values(values) or [
+            shown = values_of_main_metrics(values) or [
                 value for value in values if value.metric.unit != "count"
             ]
-            texts = [f"{one.label} {one}{_values_by_source(one, values, name)}" for one in shown]
+            texts = [
+                f"{one.title_and_condition} {one}{_values_by_source(one, values, name)}" for one in shown
+            ]
             line = "  ".join((f"step {step}  {name}", *texts))
             self._heldout.append(line)
         elif kind == "stage":
@@ -294,7 +300,7 @@ class Display:
         """Prints a plain line that stays on the screen, above the panel if there is one."""
         # Standard output may be a file on a full disk; the run continues without the line.
         with contextlib.suppress(OSError):
-            self._console.print(escape_lines(line), markup=False, soft_wrap=True)
+            self._console.print(escape_control_in_lines(line), markup=False, soft_wrap=True)
             sys.stdout.flush()
 
     def _narrow_panel(self) -> Constrain:
@@ -354,7 +360,7 @@ class Display:
         ]
         cells += [
             (
-                MTP_LOSS_LABEL + mtp_target(int(name.rpartition("/")[2])),
+                MTP_LOSS_LABEL + displayed_mtp_depth(int(name.rpartition("/")[2])),
                 _format_number(value, ".4f"),
             )
             for name, value in v.items()
@@ -400,7 +406,7 @@ PLAIN_LINE_VALUES = (
     "loss",
     "bits/byte",
     "accuracy",
-    MTP_LOSS_LABEL + mtp_target(0),
+    MTP_LOSS_LABEL + displayed_mtp_depth(0),
     "grad norm",
     "lr",
     "tokens/s",

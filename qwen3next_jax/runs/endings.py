@@ -8,7 +8,7 @@ import sys
 
 from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.common.events import divergence_reason, iterate_events
-from qwen3next_jax.common.installation import shell_command
+from qwen3next_jax.common.installation import command_line_start
 from qwen3next_jax.config.registry import trust_flags_text
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
@@ -91,7 +91,7 @@ def dump_and_report_halt(
         ExitCode.DIVERGED,
         f"stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
         f"{', …' * (len(names) > 8)}. To run the step again: "
-        f"{shell_command('replay')} {shlex.quote(str(folder))}. "
+        f"{command_line_start('replay')} {shlex.quote(str(folder))}. "
         f"{_learning_rate_advice(trainer.run)}, or guards.on_spike",
     )
 
@@ -138,12 +138,12 @@ def report_finished_run(
         )
     folder = shlex.quote(str(workdir))
     folder += trust_flags_text(dataclasses.asdict(run.config))
-    next_commands = [f"{shell_command('eval')} --workdir={folder}"]
+    next_commands = [f"{command_line_start('eval')} --workdir={folder}"]
     if tokenizer.reads_text:
         what = f"--prompt={shlex.quote(run.config.eval.sample_prompt)}"
         if any(source.messages_field for source in run.config.data.sources):
             what = "--chat"
-        next_commands.append(f"{shell_command('generate')} --model={folder} {what}")
+        next_commands.append(f"{command_line_start('generate')} --model={folder} {what}")
     return _print_end(
         ExitCode.DONE,
         f"{summary} Checkpoints and metrics.jsonl are in {workdir}; next: "

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require, require_path
-from qwen3next_jax.common.storage import BucketPath, check_bucket, to_path
+from qwen3next_jax.common.storage import BucketPath, check_bucket_access, to_path
 from qwen3next_jax.common.subpackages import require_subpackage
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig
 from qwen3next_jax.config.registry import TEXT_SOURCES
@@ -212,7 +212,7 @@ def _check_init_from_exists(init_from: str) -> None:
     where = f"train.init_from = {init_from}"
     require_path(where, init_from)
     path, step = split_step(init_from)
-    check_bucket(where, path)
+    check_bucket_access(where, path)
     if step is not None:
         require(path.is_dir(), f"{where}: there is no folder {path}")
         return

@@ -12,7 +12,7 @@ import re
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import has_events_file, heldout_losses, iterate_events
-from qwen3next_jax.common.storage import BucketPath, StoreError, folders_with
+from qwen3next_jax.common.storage import BucketPath, StoreError, folders_with_file
 from qwen3next_jax.runs.record import RunRecord, read_record
 
 # Events that a process may write before it has taken a step that updates a parameter.
@@ -123,7 +123,7 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
     """Returns the steps whose checkpoints in `workdir` have a manifest, in ascending order."""
-    folders = folders_with(workdir / "checkpoints", "manifest.json")
+    folders = folders_with_file(workdir / "checkpoints", "manifest.json")
     return sorted(int(folder.name) for folder in folders if is_step_name(folder.name))
 
 

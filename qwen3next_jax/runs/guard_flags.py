@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.common.errors import UserError, check_format, require
+from qwen3next_jax.common.errors import UserError, check_format_number, require
 from qwen3next_jax.common.storage import remove_tree
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, GuardConfig, ModelConfig, from_dict, to_dict
@@ -239,7 +239,7 @@ def read_dump(folder: pathlib.Path) -> Dump:
     if damage := manifest.find_damage(folder):
         raise UserError(f"{folder}: damaged: {damage}")
     record = json.loads((folder / "dump.json").read_text())
-    check_format(folder / "dump.json", record.get("format"), _DUMP_FORMAT)
+    check_format_number(folder / "dump.json", record.get("format"), _DUMP_FORMAT)
     check_trusted(record["config"], f"{folder / 'dump.json'}: config")
     config = from_dict(Config, record["config"])
     check_module_versions(folder, record["versions"], record["code"], config.model)

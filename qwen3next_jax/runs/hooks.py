@@ -207,14 +207,18 @@ class OperatorChoicesHook(Hook):
     def step_traced(self, step: int, decisions: Sequence[Decision]) -> None:
         number = len(self._operators)
         for decision in decisions:
-            why = f"the call {decision.refusal}" if decision.refusal else decision.reason
+            why = (
+                f"the call {decision.why_no_kernels}"
+                if decision.why_no_kernels
+                else decision.why_chosen
+            )
             entry = {
                 "operator": decision.operator,
                 "implementation": decision.implementation,
                 "kernels": decision.is_kernel,
                 "why": why,
-                "consequence": decision.consequence,
-                "call": decision.call,
+                "consequence": decision.slowness_warning,
+                "call": decision.shapes_and_dtypes,
             }
             self._operators.setdefault((decision.operator, decision.implementation, why), entry)
         if len(self._operators) == number:
@@ -388,24 +392,30 @@ class EvaluationHook:
         )
 
     def __call__(self, info: StepInfo) -> None:
-        from qwen3next_jax.common.metrics import event_fields, main_values, to_metric_values
+        from qwen3next_jax.common.metrics import (
+            evaluation_event_fields,
+            pair_with_declarations,
+            values_of_main_metrics,
+        )
 
         params = info.state["params"]
         self.heldout_text, self.heldout_loss = _NOT_EVALUATED, 0.0  # if this evaluation fails
         with self._show_activity("evaluating on held-out text"):
             values = self._heldout.run(params)
         self.heldout_loss = values.get("loss", 0.0)
-        main = main_values(to_metric_values(values, self._heldout.metrics))[:1]
-        self.heldout_text = "".join(f"{value.label} {value}" for value in main)
-        self._metrics.write("heldout", info.step, **event_fields(values, self._heldout.metrics))
+        main = values_of_main_metrics(pair_with_declarations(values, self._heldout.metrics))[:1]
+        self.heldout_text = "".join(f"{value.title_and_condition} {value}" for value in main)
+        self._metrics.write(
+            "heldout", info.step, **evaluation_event_fields(values, self._heldout.metrics)
+        )
         if "ema" in info.state:
             with self._show_activity("evaluating the average of the parameters"):
                 values = self._heldout.run(averaged_params(params, info.state["ema"]))
-            fields = event_fields(values, self._heldout.metrics)
+            fields = evaluation_event_fields(values, self._heldout.metrics)
             self._metrics.write("heldout_average", info.step, **fields)
         for name, suite in self._suites.items():
             with self._show_activity(f"evaluating {name}"):
-                measured = event_fields(suite.run(params), suite.metrics)
+                measured = evaluation_event_fields(suite.run(params), suite.metrics)
             self._metrics.write("suite", info.step, suite=name, **measured)
 
 

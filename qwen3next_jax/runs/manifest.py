@@ -29,7 +29,7 @@ from qwen3next_jax.common.errors import as_user_error
 from qwen3next_jax.common.storage import (
     ABSENT,
     BucketPath,
-    Entry,
+    FileInfo,
     StoreError,
     files_in,
     md5_of,
@@ -262,7 +262,7 @@ def file_versions(directory: Folder) -> dict[str, str] | None:
         return None
 
 
-def _files_but_manifest(directory: Folder) -> dict[str, Entry]:
+def _files_but_manifest(directory: Folder) -> dict[str, FileInfo]:
     """Returns name → entry of the files of a folder, except its manifest."""
     found = files_in(directory)
     return {

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.common.errors import UserError, out_of_memory
+from qwen3next_jax.common.errors import UserError, out_of_memory_message
 from qwen3next_jax.config.remat import parse_remat
 from qwen3next_jax.runs.telemetry import device_memory_peak_and_limit
 from qwen3next_jax.sharding.rules import CONTEXT, ROWS, num_shards
@@ -95,7 +95,7 @@ def reports_out_of_memory(stage: Callable[[], ResolvedStage]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not (asked := out_of_memory(error)):
+        if not (asked := out_of_memory_message(error)):
             raise
         train = stage().train
         raise UserError(

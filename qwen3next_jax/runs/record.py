@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, check_format, similar_folder
+from qwen3next_jax.common.errors import UserError, check_format_number, similar_folder_hint
 from qwen3next_jax.common.storage import BucketPath, StoreError
 from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
@@ -206,7 +206,7 @@ def read_record(workdir: pathlib.Path | BucketPath) -> RunRecord:
         is_intact = values.pop("digest") == digests.sha256_json(values)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(
-            f"{workdir}: not the folder of a run (it has no run.json){similar_folder(workdir)}"
+            f"{workdir}: not the folder of a run (it has no run.json){similar_folder_hint(workdir)}"
         ) from error
     except StoreError:
         raise
@@ -218,7 +218,7 @@ def read_record(workdir: pathlib.Path | BucketPath) -> RunRecord:
         raise damaged from error
     if not is_intact:
         raise damaged
-    check_format(path, values.pop("format", None), _FORMAT)
+    check_format_number(path, values.pop("format", None), _FORMAT)
     try:
         return _record_from_json(values)
     except (KeyError, TypeError) as error:

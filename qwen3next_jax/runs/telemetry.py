@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import warn
-from qwen3next_jax.common.subpackages import warn_without
+from qwen3next_jax.common.subpackages import has_subpackage_or_warn
 from qwen3next_jax.common.version import code_commit
 from qwen3next_jax.config import to_dict
 from qwen3next_jax.model.flops import flops_per_token
@@ -232,7 +232,7 @@ class ReportWriter:
         self._write()
 
     def _write(self) -> None:
-        if not warn_without("reporting", "report.html is not written"):
+        if not has_subpackage_or_warn("reporting", "report.html is not written"):
             return
         from qwen3next_jax.reporting.page import write_report
 

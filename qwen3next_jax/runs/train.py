@@ -16,7 +16,7 @@ import jax
 
 from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, warn
 from qwen3next_jax.common.events import iterate_events
-from qwen3next_jax.common.installation import unused_gpu
+from qwen3next_jax.common.installation import unused_gpu_message
 from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
@@ -302,7 +302,7 @@ def _load_or_make_state(
         print(escape_control(f"{start.workdir}: {text}"), flush=True)
         for line in surprising_settings(run, start):
             print(line, flush=True)
-        if line := unused_gpu(os.environ, jax.default_backend()):
+        if line := unused_gpu_message(os.environ, jax.default_backend()):
             warn(line)
     if is_new:
         state, cursor = make_first_state(run, data, start)

@@ -61,7 +61,7 @@ class BucketFolder:
         """Holds the lock of the folder, which is a lease in the bucket. Yields (), because the
         processes of the points cannot inherit a lease.
         """
-        with Lease(self._workdir, self._workdir.patience) as lease:
+        with Lease(self._workdir, self._workdir.patience_seconds) as lease:
             lease.run_locked(lambda: None)
             yield ()
 

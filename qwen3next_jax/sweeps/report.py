@@ -9,8 +9,8 @@ import urllib.parse
 from collections.abc import Sequence
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.metrics import Metric, condition_text
-from qwen3next_jax.common.storage import write_whole
+from qwen3next_jax.common.metrics import Metric, displayed_condition
+from qwen3next_jax.common.storage import write_text_atomically
 from qwen3next_jax.reporting.charts import COLOURS, Line, LinkCell, line_chart, table_html
 from qwen3next_jax.reporting.page import html_document
 from qwen3next_jax.reporting.speedup import comparison_record, comparisons_html, law_chart
@@ -65,7 +65,7 @@ def write_report(
         "results.json": to_json(sweep, results, commands, records),
     }
     for name, text in files.items():
-        write_whole(workdir / name, text, errors="backslashreplace")
+        write_text_atomically(workdir / name, text, errors="backslashreplace")
 
 
 def render_report(
@@ -139,7 +139,7 @@ def _charts_html(sweep: Sweep, done: Sequence[PointResult]) -> str:
     kinds: dict[tuple[str, bool, Metric], list[tuple[str, str]]] = {}
     for name, metric in all_metrics(done).items():
         kind, _, place = name.partition("/")
-        place = condition_text(kind.partition(" ")[2], place)
+        place = displayed_condition(kind.partition(" ")[2], place)
         kinds.setdefault((kind, bool(place), metric), []).append((name, place))
     seeds = "one seed"
     if seed_axes(sweep):

@@ -16,12 +16,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from qwen3next_jax.common.events import devices_of, divergence_reason, read_events
+from qwen3next_jax.common.events import divergence_reason, read_events, training_devices
 from qwen3next_jax.common.metrics import (
     Metric,
     MetricValue,
-    condition_text,
-    evaluation_of_event,
+    displayed_condition,
+    evaluation_name_of_event,
     metric_values_of_event,
 )
 from qwen3next_jax.sweeps.costs import count_costs
@@ -118,7 +118,7 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> PointR
             (e["step"], e["loss"]) for e in train if isinstance(e["loss"], float)
         ),
         has_report_page=(workdir / "report.html").exists(),
-        device_names=devices_of(events),
+        device_names=training_devices(events),
     )
 
 
@@ -131,7 +131,7 @@ def _final_metrics(
     last = {
         name: event
         for event in events
-        if event["step"] == steps and (name := evaluation_of_event(event))
+        if event["step"] == steps and (name := evaluation_name_of_event(event))
     }
     if {"heldout", *suites} - last.keys():
         return {}
@@ -141,7 +141,7 @@ def _final_metrics(
     if divergence_reason(events, steps):
         return {}
     return {
-        f"{name} {value.name}": value
+        f"{name} {value.key}": value
         for name, event in last.items()
         for value in metric_values_of_event(event)
         if value.metric.unit != "count" and math.isfinite(value.value)
@@ -320,7 +320,9 @@ def metric_title(name: str, metric: Metric) -> str:
     """Returns a metric's name for readers: "Mqar: accuracy 8 pairs" for "mqar accuracy/8 pairs"."""
     evaluated, _, rest = name.partition(" ")
     kind, _, condition = rest.partition("/")
-    return f"{evaluated.capitalize()}: {metric.title} {condition_text(kind, condition)}".strip()
+    return (
+        f"{evaluated.capitalize()}: {metric.title} {displayed_condition(kind, condition)}".strip()
+    )
 
 
 def finding_sentences(sweep: Sweep, results: Sequence[PointResult]) -> list[str]:

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.child_processes import die_with_parent
-from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError, check_format, require
-from qwen3next_jax.common.storage import write_whole
+from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError, check_format_number, require
+from qwen3next_jax.common.storage import write_text_atomically
 from qwen3next_jax.sweeps.check import find_unused_settings
 from qwen3next_jax.sweeps.folder import open_sweep_folder
 from qwen3next_jax.sweeps.points import (
@@ -107,12 +107,12 @@ def create_or_check_sweep_folder(sweep: Sweep, workdir: pathlib.Path) -> None:
             before = {point["name"]: dict(point["config"]) for point in record["points"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: damaged or foreign: give another --workdir") from error
-        check_format(path, record.get("format"), FORMAT)
+        check_format_number(path, record.get("format"), FORMAT)
         check_same_sweep(sweep, before, workdir)
         return
     try:
         (workdir / "points").mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(sweep_manifest(sweep), indent=1))
+        write_text_atomically(path, json.dumps(sweep_manifest(sweep), indent=1))
     except OSError as error:
         raise UserError(
             f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder"

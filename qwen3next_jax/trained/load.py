@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from qwen3next_jax.common.errors import UserError, require, similar_folder
+from qwen3next_jax.common.errors import UserError, require, similar_folder_hint
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, to_dict
 from qwen3next_jax.data.pipeline import data_source_class
@@ -115,7 +115,7 @@ def load_model(
     reason = "no such folder" if not folder.exists() else "it has neither run.json nor config.json"
     raise UserError(
         f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})"
-        f"{similar_folder(folder)}"
+        f"{similar_folder_hint(folder)}"
     )
 
 

@@ -260,12 +260,12 @@ def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None
     channels = x.shape[2:]
     shard_count = 1 if axis_name is None else jax.lax.axis_size(axis_name)
     length = x.shape[1] * shard_count
-    checks.shapes(
+    checks.check_shapes(
         x=(x, ("B", "T", *channels)),
         kernel=(kernel, ("L", *channels)),
         segment_ids=(segment_ids, "BT"),
     )
-    checks.integers(segment_ids=segment_ids)
+    checks.check_integers(segment_ids=segment_ids)
     if kernel.shape[0] < length:
         raise ValueError(f"kernel has {kernel.shape[0]} rows: expected at least the {length} of x")
     size = math.prod(channels)

@@ -54,7 +54,7 @@ from qwen3next_jax.model.layers import Context, rms_norm, rotate, token_mean
 from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compile_target
-from qwen3next_jax.ops.implementations import Form, choose
+from qwen3next_jax.ops.implementations import XlaImplementation, choose_implementation
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, num_shards, per_shard
 from qwen3next_jax.zoo.attention_references import (
     apply_norm,
@@ -655,10 +655,10 @@ def block_sparse_attention(
     ratio = settings.indexer_compress_ratio
     if cached and implementation is None:
         implementation = "gathered" if _should_gather(k_BSMK.shape[1], settings) else "masked"
-    chosen = choose(
+    chosen = choose_implementation(
         "indexed_attention",
         implementation,
-        FORMS,
+        XLA_IMPLEMENTATIONS,
         tokens=q_BTNK.shape[1],
         heads=q_BTNK.shape[2],
         key_heads=k_BSMK.shape[2],
@@ -763,7 +763,10 @@ def gathered_block_attention(
 
 
 # Without a name, the length of the row decides between the two forms (`_should_gather`).
-FORMS = Form("masked", ("cpu", "gpu", "tpu"), {}), Form("gathered", (), {})
+XLA_IMPLEMENTATIONS = (
+    XlaImplementation("masked", ("cpu", "gpu", "tpu"), {}),
+    XlaImplementation("gathered", (), {}),
+)
 
 
 def indexer_divergence(

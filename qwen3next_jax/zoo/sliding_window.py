@@ -257,14 +257,14 @@ def window_attention(
 def _check_shapes(q, k, v, segment_ids, kv_segment_ids, window):
     if window < 1:
         raise ValueError(f"window = {window}: expected 1 or more")
-    checks.shapes(
+    checks.check_shapes(
         q=(q, "BTND"),
         segment_ids=(segment_ids, "BT"),
         k=(k, "BSMD"),
         v=(v, "BSMD"),
         kv_segment_ids=(kv_segment_ids, "BS"),
     )
-    checks.integers(segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
+    checks.check_integers(segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
     heads, groups, time, keys = q.shape[2], k.shape[2], q.shape[1], k.shape[1]
     if heads % groups:
         raise ValueError(

@@ -411,5 +411,5 @@ def test_a_compiler_for_tpus_alone_is_not_started(tmp_path, monkeypatch, chips, 
     monkeypatch.setattr(installation, "GPU_DEVICES", (tmp_path / "none",))
     monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: name == "libtpu")
     environment = dict(chosen)
-    installation.skip_absent_tpu(environment)
+    installation.exclude_absent_tpu_from_jax(environment)
     assert environment.get("JAX_PLATFORMS") == platforms

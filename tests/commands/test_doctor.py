@@ -12,7 +12,7 @@ from qwen3next_jax import kernels as plugin
 from qwen3next_jax.commands import doctor
 from qwen3next_jax.common import installation
 from qwen3next_jax.ops import implementations
-from qwen3next_jax.ops.implementations import Form, choose
+from qwen3next_jax.ops.implementations import XlaImplementation, choose_implementation
 
 
 def test_every_part_traces_and_asks_for_its_operators():
@@ -38,7 +38,7 @@ def kernel(monkeypatch):
     implementations.kernels_by_name.cache_clear()
 
 
-FORMS = (Form("xla", ("cpu", "gpu"), {"run": lambda x: x + x}),)
+FORMS = (XlaImplementation("xla", ("cpu", "gpu"), {"run": lambda x: x + x}),)
 
 
 def part():
@@ -46,7 +46,7 @@ def part():
     return doctor.TestedOperator(
         "double",
         ("doubled",),
-        lambda x: choose("doubled", None, FORMS, x=x).function_named("run")(x),
+        lambda x: choose_implementation("doubled", None, FORMS, x=x).function_named("run")(x),
         (jax.ShapeDtypeStruct((1024,), jnp.float32),),
         flops=0,
         memory_bytes=8 * 1024,
@@ -134,9 +134,11 @@ def test_a_gpu_that_jax_does_not_use_is_named(
     monkeypatch.setattr(installation, "NVIDIA_DRIVER", driver)
     monkeypatch.setattr(installation, "GPU_DEVICES", (device,))
     monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: plugin_found or None)
-    monkeypatch.setattr(installation, "has_cuda_library", lambda: library)
-    installation.skip_absent_tpu(environment)  # as every command begins; libtpu is there
-    line = installation.unused_gpu(environment, platform)
+    monkeypatch.setattr(installation, "has_cuda_driver_library", lambda: library)
+    installation.exclude_absent_tpu_from_jax(
+        environment
+    )  # as every command begins; libtpu is there
+    line = installation.unused_gpu_message(environment, platform)
     assert bool(line) == bool(says)
     assert says in line
     assert not line or "driver 580.82.07" in line
@@ -144,7 +146,7 @@ def test_a_gpu_that_jax_does_not_use_is_named(
 
 def test_a_gpu_without_driver_is_missed_where_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(installation, "NVIDIA_DRIVER", tmp_path / "absent")
-    assert installation.unused_gpu({}, "cpu") == ""
-    asked = installation.unused_gpu({"JAX_PLATFORMS": "cuda,cpu"}, "cpu")
+    assert installation.unused_gpu_message({}, "cpu") == ""
+    asked = installation.unused_gpu_message({"JAX_PLATFORMS": "cuda,cpu"}, "cpu")
     assert "JAX_PLATFORMS=cuda,cpu" in asked
     assert str(tmp_path / "absent") in asked

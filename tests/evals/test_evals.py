@@ -18,7 +18,7 @@ from models import drawn_model
 from page import example, line
 
 from qwen3next_jax.commands import evaluate
-from qwen3next_jax.common.metrics import event_fields, to_metric_values
+from qwen3next_jax.common.metrics import evaluation_event_fields, pair_with_declarations
 from qwen3next_jax.config import (
     Config,
     DataConfig,
@@ -419,7 +419,7 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     values = made.run(None)
     assert values == {"accuracy/8 tokens": 1.0, "accuracy/16 tokens": 1.0, "rows_read": 32}
 
-    evaluate._print_values("repetition", to_metric_values(values, made.metrics))
+    evaluate._print_values("repetition", pair_with_declarations(values, made.metrics))
     printed = capsys.readouterr().out
     assert "accuracy 8 tokens" in printed
     assert "100.0%" in printed
@@ -433,7 +433,7 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     events = [
         {"event": "heldout", "loss": 1.0},
         old,
-        {"event": "suite", "suite": "repetition", **event_fields(values, made.metrics)},
+        {"event": "suite", "suite": "repetition", **evaluation_event_fields(values, made.metrics)},
     ]
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps(event | {"step": 5, "time": 1.0}) + "\n" for event in events)

@@ -15,7 +15,7 @@ from qwen3next_jax.kernels.tpu import indexed_attention as tpu_kernels
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.compile_target import compiling_for
-from qwen3next_jax.ops.implementations import choose
+from qwen3next_jax.ops.implementations import choose_implementation
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.zoo import qsa
 from tests.models import drawn
@@ -189,8 +189,10 @@ def test_devices_run_kernels_on_their_own_part(monkeypatch):
     want = outputs_and_gradients(attend, qkv, do)
     monkeypatch.setattr(
         qsa,
-        "choose",
-        lambda operator, _, *forms, **call: choose(operator, "pallas_tpu", *forms, **call),
+        "choose_implementation",
+        lambda operator, _, *forms, **call: choose_implementation(
+            operator, "pallas_tpu", *forms, **call
+        ),
     )
     config = ModelConfig(
         hidden_size=32,

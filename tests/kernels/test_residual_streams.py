@@ -67,10 +67,10 @@ def errors(implementation, monkeypatch, dtype, mesh=None, **sizes):
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (values, gradients))
         wanted = [np.asarray(w) for w in results_and_gradients(oracle)(*exact)]
-    choose = residual_streams.choose
+    choose = residual_streams.choose_implementation
     monkeypatch.setattr(
         residual_streams,
-        "choose",
+        "choose_implementation",
         lambda name, _, *args, **call: choose(name, implementation, *args, **call),
     )
     config = ModelConfig(

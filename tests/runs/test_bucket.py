@@ -15,7 +15,13 @@ from qwen3next_jax.commands.verify import verify
 from qwen3next_jax.common import object_stores
 from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.common.events import read_events
-from qwen3next_jax.common.storage import ABSENT, Conflict, Unavailable, check_bucket, to_path
+from qwen3next_jax.common.storage import (
+    ABSENT,
+    StoreUnavailable,
+    VersionConflict,
+    check_bucket_access,
+    to_path,
+)
 from qwen3next_jax.config import (
     CheckpointConfig,
     Config,
@@ -141,7 +147,7 @@ def test_one_process_has_the_lease_and_who_lost_it_writes_nothing(bucket, monkey
     successor.remove_events_after(1)
     successor.close()
     pieces.append(b'{"event": "train", "step": 2, "time": 2}\n')
-    with pytest.raises(Conflict):
+    with pytest.raises(VersionConflict):
         pieces._write_piece(workdir / "metrics/000000.jsonl", b"stale", pieces._version)
     first._renew_or_ping()
     assert set(ended) == {ExitCode.TAKEN_OVER}
@@ -206,7 +212,7 @@ def test_the_owner_replaces_a_manifest_that_an_earlier_owner_wrote_late(bucket):
 
 @pytest.mark.parametrize("failures, outcome", [(2, 0), (3, ExitCode.STORAGE)])
 def test_the_supervisor_asks_again_while_the_bucket_does_not_answer(monkeypatch, failures, outcome):
-    answers = [Unavailable(503, "busy", "gs://bucket/run")] * failures + [(0, 0)]
+    answers = [StoreUnavailable(503, "busy", "gs://bucket/run")] * failures + [(0, 0)]
 
     def newest_checkpoint(_):
         if isinstance(answer := answers.pop(0) if len(answers) > 1 else answers[0], Exception):
@@ -228,10 +234,10 @@ def test_requests_that_fail_are_repeated_and_writes_are_not_done_twice(bucket):
     for i in range(8):
         version = path.write(f"{i}".encode(), replaces=version)
         assert path.read_text() == f"{i}"
-    with pytest.raises(Conflict):
+    with pytest.raises(VersionConflict):
         path.write(b"other", replaces=ABSENT)
     bucket.faults["fail"] = 1.0
-    with pytest.raises(Unavailable):
+    with pytest.raises(StoreUnavailable):
         path.with_patience(0.3).write(b"never")
 
 
@@ -240,7 +246,7 @@ def test_a_bucket_that_is_absent_or_forbidden_is_one_line(bucket):
         train(CONFIG, to_path("gs://absent/run"))
     bucket.faults["forbidden"] = 1.0
     with pytest.raises(UserError, match="403"):
-        check_bucket("--workdir", to_path("gs://bucket/run"))
+        check_bucket_access("--workdir", to_path("gs://bucket/run"))
     bucket.faults.update(forbidden=0.0, read_only=1.0)
     with pytest.raises(UserError, match="403"):
         train(CONFIG, to_path("gs://bucket/run"))

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import read_events
-from qwen3next_jax.common.metrics import event_fields
+from qwen3next_jax.common.metrics import evaluation_event_fields
 from qwen3next_jax.config import Config, ProfileConfig, TrainConfig
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.runs import display as display_module
@@ -69,7 +69,7 @@ HELDOUT = {
     "event": "heldout",
     "step": 125,
     "time": 2.0,
-    **event_fields(
+    **evaluation_event_fields(
         {"loss": 1.9, "bits_per_byte": 2.741, "mtp_acceptance/0": 0.75}, Heldout.metrics
     ),
 }

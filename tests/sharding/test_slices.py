@@ -259,11 +259,11 @@ def test_only_gradients_cross_between_slices():
     lowered = jax.jit(step, out_shardings=out, compiler_options=options).lower(params, x)
     program = hlo.parse_program(lowered.compile().as_text())
     crossing = [c for c in program_collectives(program, mesh) if "slice" in c.axes]
-    gradients = [c for c in crossing if c.sent > 1000]
+    gradients = [c for c in crossing if c.sent_bytes > 1000]
     assert {c.kind for c in crossing} == {"all-reduce"}
-    assert [c.total for c in gradients] == [1024 * 1024 / 4 * 2] * 3
+    assert [c.total_sent_bytes for c in gradients] == [1024 * 1024 / 4 * 2] * 3
     assert len(crossing) == 4
-    assert min(c.total for c in crossing) <= 512
-    opcodes = [i.opcode for i in program.computations[program.entry].values()]
+    assert min(c.total_sent_bytes for c in crossing) <= 512
+    opcodes = [i.opcode for i in program.computations[program.entry_computation].values()]
     last_send = max(i for i, opcode in enumerate(opcodes) if opcode == "send")
     assert last_send < opcodes.index("recv-done")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qwen3next_jax.common.metrics import to_metric_values
+from qwen3next_jax.common.metrics import pair_with_declarations
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.sweeps.learning_rates import best_rate, best_rates_along_x
 from qwen3next_jax.sweeps.points import load_sweep
@@ -61,7 +61,7 @@ def test_a_report_says_how_far_the_best_rate_moves(tmp_path, monkeypatch):
         best = 6e-3 / (4 if drop else 1)
         value = loss(point.config.optimizer.learning_rate, best) + 0.01 * point.config.train.seed
         name = METRIC.partition(" ")[2]
-        metrics = {METRIC: to_metric_values({name: value}, Heldout.metrics)[0]}
+        metrics = {METRIC: pair_with_declarations({name: value}, Heldout.metrics)[0]}
         results.append(PointResult(point, 500, metrics, 100.0, 1.0))
     found = best_rates_along_x(sweep, results, METRIC)
     assert [one.moved_sqrt2_steps for one in found["scaling none"]] == pytest.approx([0, -4])

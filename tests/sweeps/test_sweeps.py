@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import ExitCode, UserError
-from qwen3next_jax.common.metrics import Metric, to_metric_values
+from qwen3next_jax.common.metrics import Metric, pair_with_declarations
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import apply_overrides, load_config_file
 from qwen3next_jax.evals.heldout import Heldout
@@ -665,7 +665,7 @@ def measured(values):
     """As a run that declared its figures records them."""
     declared = Heldout.metrics | {"accuracy": Metric("accuracy", "share", "higher", main=True)}
     return {
-        name: to_metric_values({name.partition(" ")[2]: value}, declared)[0]
+        name: pair_with_declarations({name.partition(" ")[2]: value}, declared)[0]
         for name, value in values.items()
     }
 

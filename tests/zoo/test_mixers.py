@@ -42,7 +42,7 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.recurrent import Heads
 from qwen3next_jax.ops import attention_heads, gated_delta_rule, gated_norm
 from qwen3next_jax.ops.compile_target import compiling_for
-from qwen3next_jax.ops.implementations import Form
+from qwen3next_jax.ops.implementations import XlaImplementation
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, gather_params, storage_spec
 from qwen3next_jax.zoo.projections import l2_normalize
@@ -618,7 +618,11 @@ def test_kernels_of_norm_and_gate_match_the_products():
         for name in ("forward", "backward")
     }
     with (
-        mock.patch.object(gated_norm, "FORMS", (Form("interpreted", ("cpu",), functions),)),
+        mock.patch.object(
+            gated_norm,
+            "XLA_IMPLEMENTATIONS",
+            (XlaImplementation("interpreted", ("cpu",), functions),),
+        ),
         mock.patch.object(tpu_gated_norm, "BLOCK", (16, 128)),
     ):
         got = both_ways(jnp.float32)
@@ -648,7 +652,7 @@ def test_kernels_beside_attention_match_the_products(width, half):
         for shape in (*[(2, time, heads * width)] * 3, *[(2, heads, time, width)] * 2)
     )
     weight, angles = rng.normal(size=width), 3 * rng.normal(size=(2, time, half))
-    cos, sin = attention_heads.rotation_by_lane(np.cos(angles), np.sin(angles))
+    cos, sin = attention_heads.cosine_and_sine_by_lane(np.cos(angles), np.sin(angles))
 
     def products():
         def rotate(x, weight):

@@ -22,4 +22,6 @@ def open_store(
         return LocalStore(workdir)
     from qwen3next_jax.runs.store.bucket import BucketStore
 
-    return BucketStore(workdir, workdir.patience if patience is None else patience, is_owner)
+    return BucketStore(
+        workdir, workdir.patience_seconds if patience is None else patience, is_owner
+    )

@@ -23,8 +23,8 @@ from typing import Any
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.common.object_stores import set_fsspec_patience
-from qwen3next_jax.common.storage import BucketPath, check_bucket
+from qwen3next_jax.common.object_stores import set_gcsfs_patience
+from qwen3next_jax.common.storage import BucketPath, check_bucket_access
 from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.record import run_id
@@ -78,7 +78,7 @@ class BucketStore(RunStore):
             f"{where}: Orbax writes no checkpoints to s3://: give gs:// or a folder on a file "
             "system (s3:// may hold prepared data and Hugging Face directories)",
         )
-        check_bucket(where, self.workdir)
+        check_bucket_access(where, self.workdir)
 
     # ---- the lock
 
@@ -112,7 +112,7 @@ class BucketStore(RunStore):
                 return
             # run.json is the last: as long as it is there, the supervisor sees the old run.
             for path in sorted(self._objects_to_move(), key=lambda path: path.name == "run.json"):
-                for source in sorted(path.entries()) or [path]:
+                for source in sorted(path.file_infos()) or [path]:
                     _move_object(source, target / str(source.relative_to(self.workdir)))
             mark.unlink(missing_ok=True)
         except (OSError, ValueError, KeyError) as error:
@@ -128,7 +128,7 @@ class BucketStore(RunStore):
         """Returns the version of run.json alone, because `move_old_run_aside` deletes run.json
         last.
         """
-        entry = (self.workdir / "run.json").entry()
+        entry = (self.workdir / "run.json").file_info()
         return {"run.json": entry.version} if entry else {}
 
     # ---- what a run writes
@@ -151,7 +151,7 @@ class BucketStore(RunStore):
         """
         from qwen3next_jax.runs.store.bucket_checkpoints import BucketCheckpoints
 
-        set_fsspec_patience(self._patience)
+        set_gcsfs_patience(self._patience)
         return BucketCheckpoints(self.workdir, retention, keep_steps, self._lease)
 
     def open_events(self) -> EventLog:

@@ -20,7 +20,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from qwen3next_jax.common.errors import ExitCode, one_line, warn
-from qwen3next_jax.common.storage import ABSENT, BucketPath, Conflict
+from qwen3next_jax.common.storage import ABSENT, BucketPath, VersionConflict
 from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
@@ -150,14 +150,14 @@ class BucketCheckpoints(CheckpointWriter):
         folder = self.directory / str(step)
         try:
             return manifest.write_bucket_manifest(folder, arrays, step, self._run)
-        except Conflict:
+        except VersionConflict:
             # There is a manifest. Ends this process if another one has the lock.
             self._lease.confirm(now=True)
             if f"-{self._process}-" in manifest.arrays_folder(folder).name:
                 # The answer to an earlier attempt was lost.
-                return sum(entry.size for entry in arrays.entries().values())
+                return sum(entry.size for entry in arrays.file_infos().values())
             # A process that had the lock before this one was frozen just before its write.
-            late = (folder / manifest.FILE_NAME).entry()
+            late = (folder / manifest.FILE_NAME).file_info()
             return manifest.write_bucket_manifest(
                 folder, arrays, step, self._run, replaces=late.version if late else ABSENT
             )

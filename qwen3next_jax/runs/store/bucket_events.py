@@ -20,8 +20,8 @@ from typing import Any
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import ExitCode, warn
-from qwen3next_jax.common.events import is_valid_event, piece_paths
-from qwen3next_jax.common.storage import ABSENT, BucketPath, Conflict
+from qwen3next_jax.common.events import events_file_pieces, is_valid_event
+from qwen3next_jax.common.storage import ABSENT, BucketPath, VersionConflict
 from qwen3next_jax.runs.store.events import EventLog, PreviousEvents, is_kept
 from qwen3next_jax.runs.store.lease import Lease
 
@@ -63,9 +63,9 @@ class BucketEvents(EventLog):
         self.flush()
         with self._writing:
             end, step = None, 0
-            paths = piece_paths(self._path)
+            paths = events_file_pieces(self._path)
             for path in reversed(paths):
-                entry = path.entry()
+                entry = path.file_info()
                 content = path.read_bytes() if entry else b""
                 events = list(_parse_events(content))
                 for _, event in reversed(events):
@@ -148,8 +148,8 @@ class BucketEvents(EventLog):
         """
         try:
             return path.write(content, replaces=version)
-        except Conflict:
-            entry, there = path.entry(), path.read_bytes()
+        except VersionConflict:
+            entry, there = path.file_info(), path.read_bytes()
             # If another process took the lock after this, it also wrote the piece after it.
             self._lease.confirm(now=True)
             if entry is not None and content.startswith(there):

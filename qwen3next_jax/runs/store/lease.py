@@ -31,7 +31,7 @@ from qwen3next_jax.common.errors import (
     require,
     warn,
 )
-from qwen3next_jax.common.storage import ABSENT, BucketPath, Conflict
+from qwen3next_jax.common.storage import ABSENT, BucketPath, VersionConflict
 
 _LONGEST_LEASE_SECONDS = 30.0  # seconds
 _LARGEST_LOCK_BYTES = 1 << 16  # bytes of the object
@@ -139,7 +139,7 @@ class Lease:
             if before is not None:
                 self._wait_for_lease_end(*before)
             self._write_lock(patience=self._patience)
-        except Conflict as error:
+        except VersionConflict as error:
             raise self._taken_error((self._read_lock() or ("", {}))[1]) from error
         except OSError as error:
             raise UserError(
@@ -182,7 +182,7 @@ class Lease:
     def _read_lock(self) -> tuple[str, dict[str, Any]] | None:
         """Returns (version, content) of the object WORKDIR/lock; None if there is none."""
         path = self._path.with_patience(self._patience)
-        entry = path.entry()
+        entry = path.file_info()
         if entry is None:
             return None
         foreign = f"{path}: not the lock of a run: another program's object; give another --workdir"
@@ -249,11 +249,11 @@ class Lease:
         answers.
         """
         if not self._is_owner:
-            self._path.entry()
+            self._path.file_info()
             return
         try:
             self._write_lock()
-        except Conflict:
+        except VersionConflict:
             now = self._read_lock()
             if now is not None and now[1].get("owner") == self._record["owner"]:
                 self._version = now[0]

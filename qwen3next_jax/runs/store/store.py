@@ -20,7 +20,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, require_path
-from qwen3next_jax.common.storage import BucketPath, remove_tree, write_whole
+from qwen3next_jax.common.storage import BucketPath, remove_tree, write_text_atomically
 from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.runs.record import RunRecord, read_record, run_json_text
 from qwen3next_jax.runs.store.events import EventLog
@@ -114,7 +114,7 @@ class RunStore(abc.ABC):
           UserError: the file cannot be written.
         """
         try:
-            write_whole(self.workdir / "run.json", run_json_text(record))
+            write_text_atomically(self.workdir / "run.json", run_json_text(record))
         except OSError as error:
             raise not_writable_error(self.workdir, error) from error
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 
 from qwen3next_jax.ops.blocks import save_for_backward
-from qwen3next_jax.ops.implementations import Chosen
+from qwen3next_jax.ops.implementations import ChosenImplementation
 
 
 class TokensAndBlocks(NamedTuple):
@@ -37,7 +37,7 @@ class TokensAndBlocks(NamedTuple):
 
 
 def indexed_attention(
-    chosen: Chosen,
+    chosen: ChosenImplementation,
     ratio: int,
     count: int,
     rows: TokensAndBlocks,

@@ -69,7 +69,7 @@ def pair_attention(
     Returns:
       o: [B, T, N, K] in v's dtype. It is finite in padding, too.
     """
-    checks.shapes(
+    checks.check_shapes(
         v=(v, "BSMK"),
         positions=(positions, "BT"),
         kv_positions=(kv_positions, "BS"),

@@ -29,7 +29,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.ops.blocks import accumulation_dtype
-from qwen3next_jax.ops.implementations import Chosen, Form, choose
+from qwen3next_jax.ops.implementations import (
+    ChosenImplementation,
+    XlaImplementation,
+    choose_implementation,
+)
 from qwen3next_jax.sharding.rules import CONTEXT, ROWS, activation_spec, num_shards, per_shard
 
 LANES = 128  # the kernels need a multiple of this number of columns
@@ -45,7 +49,7 @@ class _StaticOptions(NamedTuple):
       mesh, logical_time_axis: the arguments `mesh` and `time` of `mix_streams`.
     """
 
-    implementation: Chosen
+    implementation: ChosenImplementation
     norm_eps: float
     stream_count: int
     mesh: Mesh | None
@@ -118,10 +122,10 @@ def _choose_implementation(
     """Chooses the implementation of a call in which `inner` has `columns` columns. Returns the
     static arguments of the call.
     """
-    chosen = choose(
+    chosen = choose_implementation(
         "residual_streams",
         implementation,
-        FORMS,
+        XLA_IMPLEMENTATIONS,
         tokens=h_BTE.shape[0] * h_BTE.shape[1] // num_shards(mesh, *_mesh_axes_of_tokens(time)),
         width=h_BTE.shape[-1] // streams,
         streams=streams,
@@ -342,8 +346,8 @@ def _add_gradients_in_xla(y_BTD, a_BTS, dh_BTE):
     return dy_BTD.astype(y_BTD.dtype), jnp.concatenate(da_BTS, axis=-1)
 
 
-FORMS = (
-    Form(
+XLA_IMPLEMENTATIONS = (
+    XlaImplementation(
         "xla",
         ("cpu", "gpu", "tpu"),
         dict(

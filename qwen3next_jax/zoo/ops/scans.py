@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks, checks
-from qwen3next_jax.ops.delta_rule.context import last_id_before
+from qwen3next_jax.ops.delta_rule.context import last_segment_id_before_shard
 
 TOKENS_PER_CHUNK = 64
 
@@ -253,13 +253,13 @@ def _checked_initial_state(a, b, initial_state, segment_ids, start):
     array [B, …] filled with `start`.
     """
     letters = ("B", "T", *b.shape[2:])
-    checks.shapes(
+    checks.check_shapes(
         b=(b, letters),
         a=(a, ("B", "T", *(n if n == 1 else m for n, m in zip(a.shape[2:], b.shape[2:])))),
         segment_ids=(segment_ids, "BT"),
         initial_state=(initial_state, ("B", *b.shape[2:])),
     )
-    checks.integers(segment_ids=segment_ids)
+    checks.check_integers(segment_ids=segment_ids)
     state = jnp.full((b.shape[0], *b.shape[2:]), start, b.dtype)
     return state if initial_state is None else initial_state.astype(b.dtype)
 
@@ -284,7 +284,7 @@ def reset_and_token_masks(segment_ids, axis_name):
     """
     earlier = segment_ids[:, :1]
     if axis_name is not None:
-        before = last_id_before(segment_ids, axis_name)[:, None].astype(earlier.dtype)
+        before = last_segment_id_before_shard(segment_ids, axis_name)[:, None].astype(earlier.dtype)
         earlier = jnp.where(jax.lax.axis_index(axis_name) == 0, earlier, before)
     return (segment_ids > 0) & (
         segment_ids != jnp.concatenate([earlier, segment_ids[:, :-1]], axis=1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import checks
 from qwen3next_jax.ops.delta_rule.chunked import CPU_LIMITS, LIMITS
-from qwen3next_jax.ops.delta_rule.context import last_id_before
+from qwen3next_jax.ops.delta_rule.context import last_segment_id_before_shard
 from qwen3next_jax.zoo.ops.channel_delta_rule import chunked, context, reference, two_sided
 from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import TokenArrays
 
@@ -137,7 +137,7 @@ def channel_delta_rule(
             earlier = jnp.where(
                 jax.lax.axis_index(axis_name) == 0,
                 earlier,
-                last_id_before(ids, axis_name)[:, None].astype(ids.dtype),
+                last_segment_id_before_shard(ids, axis_name)[:, None].astype(ids.dtype),
             )
         live, new = ids > 0, (ids > 0) & (ids != jnp.concatenate([earlier, ids[:, :-1]], axis=1))
         over = lambda mask, x: mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
@@ -185,8 +185,8 @@ def _check_arguments(
     segment_ids,
     implementation,
 ):
-    checks.implementation(implementation, IMPLEMENTATIONS)
-    checks.shapes(
+    checks.check_implementation_name(implementation, IMPLEMENTATIONS)
+    checks.check_shapes(
         q=(q, "BTGK"),
         k=(k, "BTGK"),
         v=(v, "BTHV"),
@@ -198,7 +198,7 @@ def _check_arguments(
         initial_state=(initial_state, "BHKV"),
         segment_ids=(segment_ids, "BT"),
     )
-    checks.integers(segment_ids=segment_ids)
+    checks.check_integers(segment_ids=segment_ids)
     if v.shape[2] % q.shape[2]:
         raise ValueError(
             f"v has {v.shape[2]} heads and q {q.shape[2]}: expected heads to be a multiple of key "
@@ -219,7 +219,7 @@ def _check_arguments(
     if value_log_decay is not None and delta_term:
         raise ValueError("value_log_decay with delta_term=True: expected delta_term=False")
     if jax.config.jax_debug_nans:
-        checks.values(
+        checks.check_values_at_runtime(
             {
                 f"{name} is positive or NaN: expected log decay <= 0": jnp.any(~(x <= 0))
                 for name, x in (("g", g), ("value_log_decay", value_log_decay))
@@ -252,9 +252,9 @@ def _run_implementation(options: Options, x: TokenArrays, initial_state):
 
 def chunk_size(x: TokenArrays) -> int:
     """Returns the number of tokens of a chunk, by the rule of
-    `ops.delta_rule.interface.chunk_size`: 16 for float32 heads of at most 32 channels, otherwise
-    64. If the sequence has fewer than 64 tokens, 64 is replaced by the smallest power of two that
-    is at least 16 and at least the number of tokens.
+    `ops.delta_rule.interface.choose_chunk_size`: 16 for float32 heads of at most 32 channels,
+    otherwise 64. If the sequence has fewer than 64 tokens, 64 is replaced by the smallest power of
+    two that is at least 16 and at least the number of tokens.
     """
     narrow = max(x.q.shape[-1], x.v.shape[-1]) <= 32 and x.v.dtype == jnp.float32
     return min(16 if narrow else 64, max(16, 1 << (x.q.shape[1] - 1).bit_length()))
@@ -271,7 +271,11 @@ def _run_with_platform_piece_size(options: Options, pass_over, x: TokenArrays, *
     def bound(limits):
         count = -(
             -chunks
-            // (1 if numbers * size >= limits.single_chunk else max(1, limits.elements // numbers))
+            // (
+                1
+                if numbers * size >= limits.single_chunk_multiply_adds
+                else max(1, limits.block_elements // numbers)
+            )
         )
         return functools.partial(
             pass_over,

@@ -61,11 +61,11 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.delta_rule import inverse
 from qwen3next_jax.ops.delta_rule.chunk_math import (
-    Products,
+    MatrixProducts,
+    concatenate_split_operands,
     lower_mask,
-    rows_dot,
-    split_precision,
-    stack_for_product,
+    row_dot_products,
+    split_high_and_low,
 )
 from qwen3next_jax.zoo.ops.channel_delta_rule import decay_levels
 
@@ -115,13 +115,16 @@ class Chunks(typing.NamedTuple):
     triangular_inverse: jax.Array | None  # A, [N, B, H, C, C]
 
 
-def product_of_split_operands(product, x, y, dots: Products, x_axis: int, y_axis: int):
+def product_of_split_operands(product, x, y, dots: MatrixProducts, x_axis: int, y_axis: int):
     """Returns product(x, y). If `dots.operand` is bfloat16, x and y are both split into two
     bfloat16 parts, which are concatenated along the contracted axes `x_axis` and `y_axis`.
     """
     return product(
-        *stack_for_product(
-            split_precision(x, dots.operand), split_precision(y, dots.operand), x_axis, y_axis
+        *concatenate_split_operands(
+            split_high_and_low(x, dots.operand_dtype),
+            split_high_and_low(y, dots.operand_dtype),
+            x_axis,
+            y_axis,
         )
     )
 
@@ -133,9 +136,9 @@ def _to_chunks(x, size: int):
 
 def _chunks_and_products(
     x: TokenArrays, known_inverse, size: int, delta_term: bool, reads_before_write: bool, dtype
-) -> tuple[Chunks, Products, Products]:
-    """Returns the `Chunks` of the rows x; the `Products` that cast operands to v's dtype; and the
-    `Products` that cast operands to `dtype`, the dtype of the state.
+) -> tuple[Chunks, MatrixProducts, MatrixProducts]:
+    """Returns the `Chunks` of the rows x; the `MatrixProducts` that cast operands to v's dtype; and
+    the `MatrixProducts` that cast operands to `dtype`, the dtype of the state.
 
     Args:
       x: the arrays of a group of chunks.
@@ -145,7 +148,10 @@ def _chunks_and_products(
       reads_before_write: whether a token reads the state before its own decay and write.
       dtype: the dtype of the state.
     """
-    dots, exact = Products(x.v.dtype, copies=True), Products(dtype, copies=True)
+    dots, exact = (
+        MatrixProducts(x.v.dtype, may_copy_transpose=True),
+        MatrixProducts(dtype, may_copy_transpose=True),
+    )
     q, k, v, g, beta = (_to_chunks(array.astype(dtype), size) for array in x.repeat_key_heads()[:5])
     e = k if x.erase_key is None else _to_chunks(x.erase_key.astype(dtype), size)
     beta = beta[..., None]
@@ -155,7 +161,7 @@ def _chunks_and_products(
     reads = tuple(q * decay for decay in decays.query_by_level)
     p, ek, a = decay_levels.pair_products(reads, keys, dots.nt), None, known_inverse
     if not reads_before_write:
-        p = p + jnp.eye(size, dtype=dtype) * rows_dot(q, k)
+        p = p + jnp.eye(size, dtype=dtype) * row_dot_products(q, k)
     if delta_term:
         ek = decay_levels.pair_products(erase_keys, keys, lambda x, y: dots.nt(x, y, fine=True))
         a = inverse.unit_lower_inverse(beta * ek, exact) if a is None else a
@@ -183,7 +189,7 @@ def _chunks_and_products(
     )
 
 
-def _writes_and_errors(c: Chunks, state, dots: Products, exact: Products):
+def _writes_and_errors(c: Chunks, state, dots: MatrixProducts, exact: MatrixProducts):
     """Returns W and V − (E γ) S of the formulas at the top of the file. Without the delta term, the
     results are β V and V.
     """
@@ -362,7 +368,7 @@ def _input_gradients(
     dr,
     do,
     reads_before_write: bool,
-    dots: Products,
+    dots: MatrixProducts,
     by_key: bool,
 ):
     """Returns the gradients of the fields of `TokenArrays` for each chunk, [N, B, H, C, …]: dq, dk,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
-from qwen3next_jax.ops.delta_rule.chunk_math import HIGHEST, Products, rows_dot
+from qwen3next_jax.ops.delta_rule.chunk_math import HIGHEST, MatrixProducts, row_dot_products
 from qwen3next_jax.zoo.ops.channel_delta_rule import decay_levels
 from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import TokenArrays, product_of_split_operands
 
@@ -29,7 +29,7 @@ def chunked_with_value_decay(x: TokenArrays, initial_state, *, size: int, reads_
       size: number of tokens of a chunk.
       reads_before_write: whether a token reads the state before its own decay and write.
     """
-    dtype, dots = initial_state.dtype, Products(x.v.dtype, copies=True)
+    dtype, dots = initial_state.dtype, MatrixProducts(x.v.dtype, may_copy_transpose=True)
 
     @jax.checkpoint  # the backward pass recomputes all but `state_BHKV` and `chunk`
     def step(state_BHKV, chunk: TokenArrays):
@@ -43,7 +43,7 @@ def chunked_with_value_decay(x: TokenArrays, initial_state, *, size: int, reads_
         )
         o = of_values.query_from_start * dots.nn(q * of_keys.query_from_start, state_BHKV)
         if not reads_before_write:
-            o = o + rows_dot(q, k) * v
+            o = o + row_dot_products(q, k) * v
         for level in range(len(of_keys.by_level)):
             reads, keys, values = (
                 q * of_keys.query_by_level[level],
