@@ -82,7 +82,9 @@ def evaluate_and_print(
     results, wrote = {}, False
     during = show_while_waiting if is_process_0() else nullcontext
     for result in run_evaluations(config, path, names, options, step, mesh, dtype, ema, during):
-        _print_values(result.title, pair_with_declarations(result.values, result.metric_declarations))
+        _print_values(
+            result.title, pair_with_declarations(result.values, result.metric_declarations)
+        )
         results[result.name] = {"step": result.step} | result.values
         if result.belongs_in_run_folder:
             name = f"{result.name}_average" if ema else result.name

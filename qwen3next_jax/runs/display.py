@@ -256,7 +256,8 @@ class Display:
                 value for value in values if value.metric.unit != "count"
             ]
             texts = [
-                f"{one.title_and_condition} {one}{_values_by_source(one, values, name)}" for one in shown
+                f"{one.title_and_condition} {one}{_values_by_source(one, values, name)}"
+                for one in shown
             ]
             line = "  ".join((f"step {step}  {name}", *texts))
             self._heldout.append(line)
