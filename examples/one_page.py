@@ -42,7 +42,7 @@ class Config:
     num_experts: int = 8
     experts_per_token: int = 2
     expert_width: int = 128
-    shared_width: int = 128
+    shared_expert_width: int = 128
     mtp_depth: int = 1  # how many tokens after the next one are predicted as well
     norm_eps: float = 1e-6
     mtp_loss_weight: float = 0.1
@@ -85,7 +85,7 @@ def init_params(config: Config, key: jax.Array) -> dict:
         }
 
     def layer(mixer):
-        e, i, s = c.num_experts, c.expert_width, c.shared_width
+        e, i, s = c.num_experts, c.expert_width, c.shared_expert_width
         return {
             "mixer_norm": jnp.zeros(d),
             "mixer": mixer(),
@@ -304,7 +304,7 @@ def has_target(segments, offset):
     return (segments > 0) & (later == segments)
 
 
-def loss_of(params, tokens, segments, config):
+def training_loss(params, tokens, segments, config):
     """Returns the training loss, and its part for the next token, the cross-entropy in nats."""
     logits, balance = forward(params, tokens, segments, config)
     losses = []
@@ -381,7 +381,7 @@ def main(steps):
 
     @jax.jit
     def train_step(params, means, squares, step, tokens, segments):
-        gradients, loss = jax.grad(loss_of, has_aux=True)(params, tokens, segments, config)
+        gradients, loss = jax.grad(training_loss, has_aux=True)(params, tokens, segments, config)
         rate = learning_rate(step, steps)
         return *adamw(params, gradients, means, squares, step, rate), loss
 

@@ -9,18 +9,18 @@ from qwen3next_jax.config.registry import MIXERS, resolve
 
 # Settings that determine the length of the longest text. Weights can be used with other values of
 # these settings, unless the class of a mixer or of the position embedding lists them in its
-# attribute `meaning`.
+# attribute `settings_fixed_by_weights`.
 CONTEXT_LENGTH_SETTINGS = frozenset(("max_position_embeddings", "yarn_factor"))
 
 
 def weights_differ(model: Any, trained: Any) -> tuple[str, ...]:
     """Returns the settings that prevent `model` from using weights that were trained as `trained`.
 
-    The classes of mixers declare which differences are harmless: `Mixer.weights_of` is another
-    mixer with the same weights, and `Mixer.read_time` lists settings that change how a model uses
-    its weights but not what the weights mean. This function imports mixers, and with them JAX, only
-    if the models differ in their mixers, in settings of mixers, or in the length of the longest
-    text.
+    The classes of mixers declare which differences are harmless: `Mixer.loads_weights_of` is
+    another mixer with the same weights, and `Mixer.settings_free_after_training` lists settings
+    that change how a model uses its weights but not what the weights mean. This function imports
+    mixers, and with them JAX, only if the models differ in their mixers, in settings of mixers, or
+    in the length of the longest text.
 
     Args:
       model: the ModelConfig of the model that is to use the weights.
@@ -54,7 +54,7 @@ def _same_weights_per_layer(model: Any, trained: Any) -> bool:
     def weights(config):
         names = (*config.mixers, config.full_mixer) if config.mtp_depth else config.mixers
         classes = [resolve(MIXERS, name, "mixer") for name in names]
-        return [cls.weights_of or cls for cls in classes], config.stacks
+        return [cls.loads_weights_of or cls for cls in classes], config.stacks
 
     return weights(model) == weights(trained)
 
@@ -67,14 +67,19 @@ def _weight_settings(config: Any) -> set[tuple[str, Any]]:
     for name in {name for name, _ in config.layer_kinds}:
         mixer = resolve(MIXERS, name, "mixer")
         settings = config.mixer.read(mixer.Settings)
-        items |= {item for item in vars(settings).items() if item[0] not in mixer.read_time}
+        items |= {
+            item
+            for item in vars(settings).items()
+            if item[0] not in mixer.settings_free_after_training
+        }
     return items
 
 
 def _settings_with_meaning(model: Any) -> frozenset[str]:
-    """Returns the settings that the model's mixers and its position embedding list in `meaning`:
-    with another value of such a setting, the weights would mean something else.
+    """Returns the settings that the model's mixers and its position embedding list in
+    `settings_fixed_by_weights`: with another value of such a setting, the weights would mean
+    something else.
     """
     modules = [resolve(MIXERS, name, "mixer") for name, _ in model.layer_kinds]
     modules.append(model.block.resolve("positions"))
-    return frozenset(name for module in modules for name in module.meaning)
+    return frozenset(name for module in modules for name in module.settings_fixed_by_weights)

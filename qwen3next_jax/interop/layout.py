@@ -23,7 +23,7 @@ from qwen3next_jax.interop.entries import (
 )
 from qwen3next_jax.interop.families import FORMS
 from qwen3next_jax.interop.families.form import NOT_IN_FILES, Form
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.parameters import Declared
 
@@ -47,7 +47,7 @@ class StoredParameter(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The parameter's shape, including the axis of the stacked layers."""
-        return self.declared.stack + self.declared.shape
+        return self.declared.stack_shape + self.declared.shape
 
 
 def stored_parameters(config: ModelConfig) -> list[StoredParameter]:
@@ -58,7 +58,7 @@ def stored_parameters(config: ModelConfig) -> list[StoredParameter]:
       UserError: the entries of a mixer name a parameter that the mixer does not have, or do not
         name one that it has.
     """
-    declarations = declared(config)
+    declarations = parameter_declarations(config)
     found = list(_stored_parameters(config, declarations))
     stored, existing = {parameter.path for parameter in found}, declarations.keys()
     require(

@@ -301,7 +301,7 @@ class Simulation:
         schedule, kernel = self.schedules.get(instruction.name), is_kernel(instruction)
         if schedule and (kernel or self.cost_model != "roofline"):
             cycles = (
-                schedule.cycles * visited_grid_share(computation, instruction) / self.chip.clock
+                schedule.cycles * visited_grid_share(computation, instruction) / self.chip.clock_hz
             )
             moved = max(moved, kernel_bytes(computation, instruction) or schedule.copied_bytes)
         elif kernel:
@@ -363,7 +363,7 @@ def _delta_rule_seconds(computation: Computation, instruction: Instruction, chip
         * call.heads
         * (call.key_width * call.value_width / 128**2)
         * cycles
-        / chip.clock
+        / chip.clock_hz
     )
 
 
@@ -388,7 +388,7 @@ class Network:
         # On the other chips, all dimensions close to rings if the slice consists of whole cubes of
         # 4 × 4 × 4 chips.
         cubes = all(n % 4 == 0 for n in shape)
-        self.closes = tuple(n == 16 if chip.torus == 2 else cubes for n in shape)
+        self.closes = tuple(n == 16 if chip.torus_dimensions == 2 else cubes for n in shape)
         devices = mesh.devices.flatten()
         self.coordinates = np.array([d.coords[: len(shape)] for d in devices]).reshape(
             *mesh.devices.shape, len(shape)
@@ -414,7 +414,7 @@ class Network:
             # All slices do the same, so the links of one slice are enough.
             transfers = self._busiest_link(pairs[source == self.slices.min()])
             if not transfers:
-                return collective.sent / self.chip.die_bandwidth
+                return collective.sent / self.chip.die_to_die_bandwidth
             return collective.sent * (transfers / self.chip.link_bandwidth)
         spans, sharing = self._torus_spans(collective.axes)
         if (slices := self._slice_count(collective.axes)) > 1:
@@ -441,7 +441,7 @@ class Network:
         if not collective.sent:
             return 0.0
         if not spans:
-            return collective.sent / self.chip.die_bandwidth
+            return collective.sent / self.chip.die_to_die_bandwidth
         sent = collective.sent * sharing
         if collective.kind in ("all-to-all", "ragged-all-to-all"):
             # The busiest link sets the time. In a ring of m chips, a byte travels over m/4 links on

@@ -3,7 +3,7 @@ they were perhaps not meant to do.
 """
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layer_properties import partial_ablations
+from qwen3next_jax.model.layer_properties import partial_ablation_lines
 from qwen3next_jax.runs.start import Start
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage
@@ -11,7 +11,7 @@ from qwen3next_jax.training.stages import ResolvedStage
 
 def describe_notices(run: ResolvedRun, start: Start) -> list[str]:
     """Returns the lines, which `train.py` and its `--dry-run` print before anything is computed."""
-    lines = [*partial_ablations(run.model), *run.groups.lines]
+    lines = [*partial_ablation_lines(run.model), *run.groups.lines]
     lines += filter(None, [_short_warm_up(run.stages[0])])
     model, released = run.model, ModelConfig()
     if (

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.config import ModelConfig, OptimizerConfig
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layers import document_positions
 from qwen3next_jax.sharding import row_tables
 
@@ -163,4 +163,4 @@ def put(tree: dict, path: tuple[str | int, ...], leaf: jax.Array) -> dict:
 
 
 def _declared(model: ModelConfig, path: tuple[str | int, ...]):
-    return declared(model)["/".join(map(str, path))]
+    return parameter_declarations(model)["/".join(map(str, path))]

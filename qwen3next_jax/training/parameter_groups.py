@@ -22,10 +22,15 @@ import numpy as np
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import Config, ModelConfig, OptimizerConfig, ParameterGroup
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.model.parameters import Declared
-from qwen3next_jax.model.selection import Choice, choose, expand, grid
+from qwen3next_jax.model.selection import (
+    Choice,
+    broadcast_to_parameter,
+    choose_parameters,
+    layer_and_part_counts,
+)
 from qwen3next_jax.training.optimizer import Scale
 from qwen3next_jax.training.scaling import scaling_factors
 from qwen3next_jax.training.update_rules import StepInput, UpdateRule
@@ -184,7 +189,7 @@ def make_parameter_groups(
         parameters, a parameter of another group, or a table of lazy AdamW; or some of these tables
         are frozen, but not all.
     """
-    parameters = declared(model)
+    parameters = parameter_declarations(model)
     frozen, lines = _frozen(model, parameters, freeze)
     if model.lora.rank:
         lines.insert(0, _freeze_base(model, parameters, frozen))
@@ -201,7 +206,9 @@ def make_parameter_groups(
     learning_rate_factors, weight_decays = _rates(main, optimizer, numbers, factors)
     lines += of_groups
     if lines:
-        trained = sum(Choice(~cells, parameters[path]).size for path, cells in frozen.items())
+        trained = sum(
+            Choice(~cells, parameters[path]).element_count for path, cells in frozen.items()
+        )
         total = sum(parameter.size for parameter in parameters.values())
         lines.append(f"{trained:,} of {total:,} parameters are trained")
     return ParameterGroups(
@@ -233,9 +240,9 @@ def _main(
         layers = np.flatnonzero(~cells.all(axis=1))
         if len(layers) < len(cells):
             trained_layers[path] = layers
-            main[path] = dataclasses.replace(main[path], stack=(len(layers),))
+            main[path] = dataclasses.replace(main[path], stack_shape=(len(layers),))
         if cells.any():
-            frozen_elements[path] = expand(parameters[path], cells)
+            frozen_elements[path] = broadcast_to_parameter(parameters[path], cells)
     return main, trained_layers, frozen_elements
 
 
@@ -277,13 +284,13 @@ def _frozen(
     """Returns (path of every parameter → bool [layers, parts], whether it is frozen; one line of
     text for each entry of `freeze`).
     """
-    frozen = {path: np.zeros(grid(one), bool) for path, one in parameters.items()}
+    frozen = {path: np.zeros(layer_and_part_counts(one), bool) for path, one in parameters.items()}
     lines = []
     for i, text in enumerate(freeze):
         setting = f"train.freeze[{i}]"
-        choices = choose(model, parameters, text, setting)
+        choices = choose_parameters(model, parameters, text, setting)
         for path, choice in choices.items():
-            frozen[path] |= choice.cells
+            frozen[path] |= choice.chosen_layer_parts
         lines.append(_line(f"{setting} = {text!r}", choices))
     require(
         not all(cells.all() for cells in frozen.values()),
@@ -348,30 +355,33 @@ def _groups(
     for i, group in enumerate(groups):
         setting = f"optimizer.groups[{i}].parameters"
         where = f"{setting} = {group.parameters!r}"
-        choices = choose(model, parameters, group.parameters, setting)
+        choices = choose_parameters(model, parameters, group.parameters, setting)
         require(
             len(choices) < len(parameters) or not all(c.is_whole for c in choices.values()),
             f"{where}: it chooses every parameter: set optimizer.learning_rate and "
             "optimizer.weight_decay instead",
         )
         require(
-            any((choice.cells & ~frozen[path]).any() for path, choice in choices.items()),
+            any(
+                (choice.chosen_layer_parts & ~frozen[path]).any()
+                for path, choice in choices.items()
+            ),
             f"{where}: everything that it chooses is frozen (train.freeze): leave the group out",
         )
         for path, choice in choices.items():
-            of_path = numbers.setdefault(path, np.zeros(choice.cells.shape, int))
+            of_path = numbers.setdefault(path, np.zeros(choice.chosen_layer_parts.shape, int))
             require(
                 path not in table_paths,
                 f"{where}: it chooses {path}, which lazy AdamW updates with one rate for all rows: "
                 "choose others, or set optimizer.ngram_table = 'adamw'",
             )
-            others = of_path[choice.cells]
+            others = of_path[choice.chosen_layer_parts]
             require(
                 not others.any(),
                 f"{where}: {path} is in optimizer.groups[{others.max(initial=1) - 1}] too: choose "
                 "it once",
             )
-            of_path[choice.cells] = i + 1
+            of_path[choice.chosen_layer_parts] = i + 1
         decay = group.weight_decay
         effect = f"learning rate × {group.learning_rate_factor:g}"
         effect += "" if decay is None else f", weight decay {decay:g}"
@@ -386,7 +396,7 @@ def _scale(parameter: Declared, numbers: np.ndarray, values: Sequence[float]) ->
     of_cells = np.asarray(values, np.float32)[numbers]
     if (numbers == numbers.flat[0]).all():
         return float(values[numbers.flat[0]])
-    return expand(parameter, of_cells)
+    return broadcast_to_parameter(parameter, of_cells)
 
 
 def _line(what: str, choices: Mapping[str, Choice]) -> str:
@@ -395,7 +405,7 @@ def _line(what: str, choices: Mapping[str, Choice]) -> str:
     listed = ", ".join(names[:NAMES_SHOWN])
     if len(names) > NAMES_SHOWN:
         listed += ", …"
-    size = sum(choice.size for choice in choices.values())
+    size = sum(choice.element_count for choice in choices.values())
     arrays = "1 array" if len(names) == 1 else f"{len(names)} arrays"
     return f"{what}: {size:,} numbers in {arrays} ({listed})"
 

@@ -52,10 +52,10 @@ def token_shift(
             activation=None,
             initial_state=before,
             segment_ids=segment_ids,
-            axis_name=context.time_axis,
+            axis_name=context.mesh_time_axis,
         )
 
-    rows = activation_spec("batch", context.time)
+    rows = activation_spec("batch", context.logical_time_axis)
     first = activation_spec("batch")
     return per_shard(run, context.mesh, (rows, rows, first), (rows, first))(
         x_BTD, context.segment_ids, before_B1D
@@ -101,13 +101,13 @@ class RWKV4(Mixer):
         r = mixed[0] @ self.receptance_proj[...].astype(dtype)
         k = mixed[1] @ self.key_proj[...].astype(dtype)
         v = mixed[2] @ self.value_proj[...].astype(dtype)
-        rows = activation_spec("batch", context.time)
+        rows = activation_spec("batch", context.logical_time_axis)
         first = activation_spec("batch")
         whole = activation_spec()
         state = cache and tuple(cache[name] for name in RWKV4_STATES)
 
         def run(k, v, w, bonus, segment_ids, state):
-            return self._weighted_mean(k, v, w, bonus, segment_ids, context.time_axis, state)
+            return self._weighted_mean(k, v, w, bonus, segment_ids, context.mesh_time_axis, state)
 
         o, state = per_shard(
             run, context.mesh, (rows, rows, whole, whole, rows, first), (rows, first)
@@ -185,8 +185,8 @@ class RWKV6(Recurrent):
     LayerNorm of each head and a SiLU gate follow. There is no convolution.
     """
 
-    switches = ()
-    convolved = False
+    switches_read = ()
+    has_convolution_and_silu = False
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -238,7 +238,7 @@ class RWKV6(Recurrent):
         )
         return x + change * delta
 
-    def inputs(self, x_and_before_BTE: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_and_before_BTE: jax.Array, context: Context) -> Inputs:
         dtype = x_and_before_BTE.dtype
         mixed = dict(zip(RWKV6_INPUTS, self.mix_inputs(x_and_before_BTE)))
 
@@ -249,18 +249,18 @@ class RWKV6(Recurrent):
         low = jnp.tanh(project_to_float32(mixed["decay"], self.decay_down)).astype(dtype)
         w_BTHK = self.decay[...] + project_to_float32(low, self.decay_up)
         qkv = jnp.concatenate([project("receptance"), project("key"), project("value")], axis=-1)
-        return Inputs(qkv, project("gate"), g=-jnp.exp(w_BTHK))
+        return Inputs(qkv, project("gate"), log_decay=-jnp.exp(w_BTHK))
 
-    def head_weights(self):
+    def recurrence_parameters(self):
         return (self.bonus[...],)
 
     def recurrence(self, heads, state):
-        (bonus_HK,) = heads.weights
+        (bonus_HK,) = heads.recurrence_parameters
         o_BTHV, final_state = channel_delta_rule(
             heads.q,
             heads.k,
             heads.v,
-            g=heads.g,
+            g=heads.log_decay,
             beta=heads.beta,
             delta_term=False,
             read="before",

@@ -76,7 +76,7 @@ def rate_over_width(declared: Declared, of_in: float, of_out: float) -> float:
         return adamw.rate_over_width(declared, of_in, of_out)
 
     def size(letter):
-        return math.prod(n for n, own in zip(declared.shape, declared.letters) if own == letter)
+        return math.prod(n for n, own in zip(declared.shape, declared.dim_roles) if own == letter)
 
     rows, columns = size("i"), size("o")
     if declared.parts:
@@ -216,12 +216,12 @@ def _layout(declared: Declared, width: int, per_head: bool, mesh: Mesh | None) -
     the product that uses the parameter, the dimensions that the product sums over become the rows
     of a matrix, and the dimensions of the product's result become its columns.
     """
-    shape, num_stack_dims = declared.stack + declared.shape, len(declared.stack)
+    shape, num_stack_dims = declared.stack_shape + declared.shape, len(declared.stack_shape)
     spec = (None,) * len(shape) if mesh is None else storage_spec(declared, shape, mesh)
     shape = (*shape[:-1], width)
 
     def dims_with(letter):
-        axes = zip(declared.axes, declared.letters, strict=True)
+        axes = zip(declared.axes, declared.dim_roles, strict=True)
         return [
             dim
             for dim, (axis, axis_letter) in enumerate(axes, num_stack_dims)
