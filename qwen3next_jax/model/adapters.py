@@ -8,8 +8,8 @@ memory of that layer's merged matrices. The backward pass computes the gradients
 matrices of one layer at a time, and from them the gradients of A and B.
 
 A parameter may hold several matrices, as its declaration says: the matrices of stacked layers, of
-experts, of gate and up, and of the parts of a fused projection. Each of these matrices has an A and
-a B of its own. A and B are parameters of the module that has the matrix. The adapter of
+experts, of gate and up, and of the parts of a fused projection. Each matrix of a parameter has an A
+and a B of its own. A and B are parameters of the module that has the matrix. The adapter of
 "mixer/k_proj" has the paths "mixer/k_proj_lora/a" and "mixer/k_proj_lora/b"; the adapter of the
 part "query" of "mixer/q_proj" has "mixer/q_proj_lora/query/a" and "mixer/q_proj_lora/query/b". The
 start values are those of PEFT: A is uniform between ±1/√in, and B is 0.
@@ -28,7 +28,7 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import LoRAConfig, ModelConfig
 from qwen3next_jax.model.adapter_names import SUFFIX, base_params, config_without_adapters
-from qwen3next_jax.model.parameters import Declared, Make, Part
+from qwen3next_jax.model.parameters import Declared, Make, ParameterPart
 from qwen3next_jax.model.selection import choose_parameters, layer_and_part_counts
 
 
@@ -113,12 +113,12 @@ def add_adapters(model: nnx.Module, config: ModelConfig, make: Make) -> None:
 
 def _parts_with_adapters(
     config: ModelConfig, parameters: Mapping[str, Declared]
-) -> dict[str, tuple[Part, ...]]:
+) -> dict[str, tuple[ParameterPart, ...]]:
     """Returns {path of a parameter: its parts that get adapters}, as `model.lora.targets` says. The
     tuple is empty for a parameter without parts, which gets one adapter.
     """
     rank = config.lora.rank
-    targets: dict[str, set[Part]] = {}
+    targets: dict[str, set[ParameterPart]] = {}
     for i, text in enumerate(config.lora.targets):
         setting = f"model.lora.targets[{i}]"
         for path, choice in choose_parameters(config, parameters, text, setting).items():
@@ -134,7 +134,7 @@ def _parts_with_adapters(
                 f"{where} holds several layers, and the entry chooses some of them: expected all "
                 f"{layer_and_part_counts(declared)[0]} or none",
             )
-            parts = declared.parts or (Part("", declared.shape[-1]),)
+            parts = declared.parts or (ParameterPart("", declared.shape[-1]),)
             chosen = {part for part, is_in in zip(parts, choice.chosen_layer_parts[0]) if is_in}
             for part in chosen:
                 smallest = min(_matrix_shape(declared, part.width))

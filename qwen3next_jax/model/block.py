@@ -26,9 +26,9 @@ class Block(nnx.Module):
     block.
 
     In this class the residual stream x is as wide as the model. Subclasses place the norms
-    elsewhere (the setting `model.block.placement`). They override `sublayer_input` and
+    elsewhere (the setting `model.block.placement`). Such a subclass overrides `sublayer_input` and
     `add_output`, or `input_and_add_output`. A subclass with a wider residual stream also overrides
-    `residual_from_embeddings` and `head_input`. It may override `make_final_norm`,
+    `residual_from_embeddings` and `head_input`. A subclass may also override `make_final_norm`,
     `residual_for_diagnostics`, `residual_flops` and `multi_token_prediction`.
     """
 
@@ -95,8 +95,8 @@ class Block(nnx.Module):
         return unsplit(input_BTD), lambda y_BTD: unsplit(add(y_BTD))
 
     def make_norm(self, make: Make) -> nnx.Module | nnx.Param:
-        """Makes the norm of one sublayer, for `sublayer_input` and `add_output`. Called twice: for
-        the mixer and for the MLP.
+        """Makes the norm of one sublayer, for `sublayer_input` and `add_output`. A block calls this
+        method twice: for the mixer and for the MLP.
         """
         return make.norm(self.config.hidden_size)
 

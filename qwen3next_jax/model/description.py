@@ -96,8 +96,9 @@ def _parameters_below(parameters: Mapping[str, Declared], prefix: str) -> dict[s
 
 
 def context_memory(config: ModelConfig) -> ContextMemory:
-    """Returns the memory that decoding needs for one sequence. It is computed from the sizes of the
-    caches for two lengths, so the cache of a mixer with a short window counts as state.
+    """Returns the memory that decoding needs for one sequence. The memory is computed from the
+    sizes of the caches for two lengths, so the cache of a mixer with a short window counts as
+    state.
     """
     short, long = _cache_bytes(config, 4096), _cache_bytes(config, 8192)
     per_token = (long - short) / 4096

@@ -75,9 +75,9 @@ def choose_expert_implementation(
 
 
 def sorted_moe(x_RD, weight_RA, expert_RA, *experts, mlp: Callable = expert_mlp):
-    """The fastest implementation on CPUs. It makes one row for each choice of a token, sorts the
-    rows by expert, applies one grouped SwiGLU, restores the order of the rows, multiplies the rows
-    by their weights and sums the rows of each token.
+    """The fastest implementation on CPUs. This function makes one row for each choice of a token,
+    sorts the rows by expert, applies one grouped SwiGLU, restores the order of the rows, multiplies
+    the rows by their weights and sums the rows of each token.
 
     Args:
       mlp: function (x [Q, D], *experts, group_sizes [E]) → [Q, D] that computes the experts of rows

@@ -173,7 +173,7 @@ def overlap_chunk_count_in_memory(
     tokens: int, width: int, choices: int, experts: int, dtype
 ) -> int:
     """Returns the number of overlapping chunks, 1 or 2, into which the gathered exchange splits a
-    shard's tokens. The number is 1 if two such chunks would not fit into memory. Then the tokens
+    shard's tokens. If two such chunks would not fit into memory, the number is 1, and the tokens
     are processed in smaller chunks, one after another.
 
     Args:
@@ -315,7 +315,7 @@ def _buffer_rows(balanced: int) -> int:
 
 
 class _LocalExperts:
-    """Computes a chunk of tokens with this device's experts, without an exchange. It calls
+    """Computes a chunk of tokens with this device's experts, without an exchange. The class calls
     `options.implementation` or, by default, `routed_experts`, in which choices of experts on other
     devices contribute 0.
 

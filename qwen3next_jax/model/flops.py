@@ -1,24 +1,24 @@
 """Counts of parameters and of floating-point operations (FLOPs), computed from the parameters'
-declarations. The MFU, the planner and sweeps use them.
+declarations. The MFU, the planner and sweeps use these counts.
 
 "Model FLOPs" are the operations of the matrix products that the mathematics of one training step
-needs, forward and backward. They do not depend on how a program computes these products:
+needs, forward and backward. Model FLOPs do not depend on how a program computes the products:
 
 - A product of [m, k] and [k, n] has 2·m·k·n operations. Its backward pass has two products of the
   same size, so a step has 3 times the operations of the forward pass.
 - In causal attention over T tokens a query reads (T + 1)/2 keys on average. In rows with several
   documents queries read fewer keys, but the count takes (T + 1)/2 there too.
 - Each mixer counts its products between activations (`Mixer.activation_flops`). The gated delta
-  rule is counted as a recurrence over tokens: S ← e^g S + β k (v − Sᵀk)ᵀ and Sᵀq. These are three
-  products of K·V multiplications and additions for each token and value head, with the widths K of
-  a key and V of a value. The chunked algorithm and recomputation (remat) execute more operations.
-  The additional operations are not counted, so they do not raise the MFU.
+  rule is counted as a recurrence over tokens: S ← e^g S + β k (v − Sᵀk)ᵀ and Sᵀq. The rule has
+  three products of K·V multiplications and additions for each token and value head, where K and V
+  are the widths of a key and of a value. The chunked algorithm and recomputation (remat) execute
+  more operations. The additional operations are not counted, so they do not raise the MFU.
 - Only the routed experts that a token chooses are counted.
 - Adapters (`model.lora`) are not counted: the model is counted with merged matrices.
 
 The count leaves out everything that is not a matrix product: norms, activations, softmax, the
-depthwise convolution, rotary embedding, the embedding lookup, the optimizer. In the released model
-these are less than 1 % of the operations.
+depthwise convolution, rotary embedding, the embedding lookup, the optimizer. In the released model,
+the operations that are left out are less than 1 % of all operations.
 """
 
 from typing import NamedTuple

@@ -384,9 +384,10 @@ def write_tokens_to_cache(
     cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array
 ) -> jax.Array:
     """Returns the cache [B, S, M, K] of one layer with new tokens [B, T, M, K] written to the slots
-    `positions_BT`. It serves mixers that do not write in place (`Mixer.writes_cache_in_place`).
-    Padding after the end of a row is written too, but a later token overwrites its slot before any
-    query sees it. Tokens whose slot would lie past the end of the cache are dropped.
+    `positions_BT`. The function serves mixers that do not write in place
+    (`Mixer.writes_cache_in_place`). Padding after the end of a row is written too, but a later
+    token overwrites its slot before any query sees it. Tokens whose slot would lie past the end of
+    the cache are dropped.
     """
     row_B1 = jnp.arange(cache_BSMK.shape[0])[:, None]
     written_BSMK = cache_BSMK.at[row_B1, positions_BT].set(

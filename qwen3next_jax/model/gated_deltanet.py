@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.parameters import Make, Part
+from qwen3next_jax.model.parameters import Make, ParameterPart
 from qwen3next_jax.model.recurrent import Inputs, Recurrent, write_strength
 from qwen3next_jax.ops.gated_norm import GATES
 from qwen3next_jax.sharding.rules import constrain
@@ -60,7 +60,7 @@ class GatedDeltaNet(Recurrent):
         r = h // g
         qkvz = list(self.qkv_parts(c))
         if c.linear_output_gate:
-            qkvz.append(Part("z", r * c.linear_value_head_dim, r))
+            qkvz.append(ParameterPart("z", r * c.linear_value_head_dim, r))
         self.in_proj_qkvz = make.matrix(
             (d, g, sum(part.width for part in qkvz)), "embed -> key_heads .", parts=qkvz
         )
@@ -86,13 +86,13 @@ class GatedDeltaNet(Recurrent):
         self.make_output(make)
 
     @classmethod
-    def beta_and_decay_parts(cls, config: ModelConfig) -> tuple[Part, ...]:
+    def beta_and_decay_parts(cls, config: ModelConfig) -> tuple[ParameterPart, ...]:
         """Returns the parts of the matrix `in_proj_ba` for one key head: "b" for the write strength
         and "a" for the decay. A part that is ablated is left out.
         """
         r = config.linear_num_value_heads // config.linear_num_key_heads
         are_there = {"b": config.beta_gate, "a": config.decay_gate}
-        return tuple(Part(name, r, r) for name, is_there in are_there.items() if is_there)
+        return tuple(ParameterPart(name, r, r) for name, is_there in are_there.items() if is_there)
 
     def project_inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
         qkv, z = self._project_qkvz(x_BTD, context)
@@ -100,8 +100,8 @@ class GatedDeltaNet(Recurrent):
         return Inputs(qkv, z if self.config.linear_output_gate else None, g_BTH, beta_BTH)
 
     def _project_qkvz(self, x_BTD: jax.Array, context: Context):
-        """Returns the fields `qkv` and `output_gate` of `Inputs`. They are in the fused layout if
-        the mixer uses it and there is no cache.
+        """Returns the fields `qkv` and `output_gate` of `Inputs`. Both fields are in the fused
+        layout if the mixer uses this layout and there is no cache.
         """
         q, k, v = self.qkv_channel_counts(self.config)
         weight_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)

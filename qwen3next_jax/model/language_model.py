@@ -47,8 +47,8 @@ from qwen3next_jax.sharding.rules import (
 
 
 class Features(NamedTuple):
-    """The results of a forward pass without logits. The loss computes logits from them in pieces,
-    which need less memory.
+    """The results of a forward pass without logits. The training loss computes logits from these
+    states in pieces, which need less memory.
 
     Attributes:
       hidden: the trunk's states [B, T, D] after the final norm.
@@ -123,8 +123,8 @@ class CrossEntropy(NamedTuple):
 
 
 class Qwen3Next(nnx.Module):
-    """A Qwen3-Next language model. Its parameters are stored in the argument `dtype`. The operands
-    of matrix products are cast to `config.dtype`.
+    """A Qwen3-Next language model. The argument `dtype` is the dtype of the parameters. The
+    operands of matrix products are cast to `config.dtype`.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
@@ -593,9 +593,9 @@ def _number_of_parameters(module: nnx.Module) -> int:
 
 
 def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
-    """Returns the balance loss [] of transformers' `load_balancing_loss_func`. It is computed from
-    the choices and probabilities of all layers together. In perfect balance it is the number of
-    experts per token. `router`: the router statistics, as in `Features`.
+    """Returns the balance loss [] of transformers' `load_balancing_loss_func`. The loss is computed
+    from the choices and probabilities of all layers together. In perfect balance the loss is the
+    number of experts per token. `router`: the router statistics, as in `Features`.
     """
     if not router:
         return jnp.zeros((), jnp.float32)

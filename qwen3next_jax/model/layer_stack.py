@@ -2,9 +2,9 @@
 
 `ModelConfig.stacks` lists groups of layers. Each group is one block (`model.block.Block`), which is
 traced once. The first groups have a single layer each. The other groups form one period of the
-pattern (3 recurrent layers and 1 attention layer in the released model). Each of them holds the
-layers at one place of the period, with their parameters stacked. The period is the body of one
-`lax.scan`.
+pattern (3 recurrent layers and 1 attention layer in the released model). Each group of the period
+holds the layers at one place of the period, with their parameters stacked. The period is the body
+of one `lax.scan`.
 
 There are two ways to pass caches to mixers. A mixer with `Mixer.writes_cache_in_place` gets the
 caches of all layers of its group and writes to the cache of its own layer; such caches are part of
@@ -48,8 +48,8 @@ def run_layers(
       blocks: one block for each of `config.stacks`, with the parameters of its layers stacked.
       config: the model's settings.
       x_BTD: the residual stream before the first layer.
-      context: the inputs that all layers of the forward pass share. Its `replayed_expert_ids` have
-        one more axis here, [B, T, layers, A].
+      context: the inputs that all layers of the forward pass share. Here
+        `context.replayed_expert_ids` has an axis for the layers, [B, T, layers, A].
       cache: one cache for each block; None in training.
       remat: the policy for the backward pass (`model.remat`).
 
@@ -69,7 +69,7 @@ def run_layers(
     single = sum(len(layers) == 1 for layers in config.stacks)
     first_of = functools.partial(jax.tree.map, lambda leaf: leaf[0])
     own = [
-        _map_single_layer_parts(first_of, c, is_in_place)
+        _map_arrays_sliced_by_layer(first_of, c, is_in_place)
         for c, is_in_place in zip(caches, in_place[:single])
     ]
     # for each block the choices of its layers [layers, B, T, A]
@@ -89,7 +89,7 @@ def run_layers(
     )
     stacked_again = functools.partial(jax.tree.map, lambda leaf: leaf[None])
     caches[:single] = [
-        _map_single_layer_parts(stacked_again, c, is_in_place)
+        _map_arrays_sliced_by_layer(stacked_again, c, is_in_place)
         for c, is_in_place in zip(own, in_place)
     ]
     if single == len(blocks):
@@ -137,10 +137,10 @@ def run_layers(
     return x_BTD, per_layer, caches
 
 
-def _map_single_layer_parts(f, cache: Cache | None, in_place: bool) -> Cache | None:
-    """Returns a block's cache with `f` applied to the arrays that a single layer reads. If the
-    mixer writes its cache in place, only the cache of the n-gram embedding is read by a single
-    layer; otherwise all arrays are.
+def _map_arrays_sliced_by_layer(f, cache: Cache | None, in_place: bool) -> Cache | None:
+    """Returns a block's cache with `f` applied to the arrays that `run_layers` slices by layer. If
+    the mixer writes its cache in place, only the cache of the n-gram embedding is sliced by layer;
+    otherwise all arrays of the cache are.
     """
     if cache is None or not in_place:
         return f(cache)

@@ -22,7 +22,8 @@ SINK_HEAD = 0.3
 
 
 class ForwardOptions(NamedTuple):
-    """What the caller of a forward pass asks of the layers, beside their outputs.
+    """The options of a forward pass: what layers return or record beside their outputs, and how
+    they train.
 
     capture_layer_outputs: whether the pass returns each layer's output and router logits.
     collect_stats: whether each layer adds "diagnostics" (a dict of small arrays, see the layer's
@@ -86,7 +87,7 @@ class Context(NamedTuple):
     @property
     def mesh_time_axis(self) -> str | None:
         """The mesh axis that splits the tokens of a row, or None if no mesh axis does. Operators
-        need it if they read earlier tokens of the row.
+        that read earlier tokens of the row need this axis.
         """
         return CONTEXT if self.logical_time_axis and num_shards(self.mesh, CONTEXT) > 1 else None
 

@@ -36,7 +36,7 @@ Switch = Literal[
 
 class Mixer(nnx.Module):
     """The part of a decoder layer that passes information between tokens. A new mixer implements
-    `__init__`, `__call__`, `init_cache` and `activation_flops`. It implements
+    `__init__`, `__call__`, `init_cache` and `activation_flops`. A mixer also implements
     `sizes_split_by_tensor` if the mesh axis `tensor` splits its heads or widths.
 
     Class attributes:
@@ -53,8 +53,8 @@ class Mixer(nnx.Module):
       settings_free_after_training: the fields of `Settings` that change how trained weights are
         used, but not what the weights mean. A trained model may be evaluated with other values.
       version: a number that is increased when the mixer's mathematics changes, so that the same
-        weights mean something else. It is not increased for a faster algorithm or for other start
-        values. A run records the version, and weights of another version are refused.
+        weights mean something else. A faster algorithm or other start values do not increase the
+        version. A run records the version, and weights of another version are refused.
       cache_kind: "slots" if the cache has an entry per token; later tokens then overwrite rejected
         tokens. "state" if the size of the cache does not depend on the number of tokens; to reject
         tokens then means to restore an earlier state.
@@ -172,7 +172,7 @@ class Mixer(nnx.Module):
         return counted_BT
 
     @classmethod
-    def tokens_seen_ahead(cls, config: ModelConfig) -> float:
+    def noncausal_prefix_tokens(cls, config: ModelConfig) -> float:
         """Returns how many tokens at the start of a document are visible to tokens before them: 0
         for a causal mixer, math.inf if every token sees all tokens of its document. A token that
         is visible to earlier tokens is not a target of training.

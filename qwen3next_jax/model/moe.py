@@ -58,9 +58,10 @@ class SparseMoE(nnx.Module):
     """The mixture of experts: Σ_e p_e · SwiGLU_e(x) over a token's chosen experts e, plus σ(w·x) ·
     SwiGLU_shared(x). No token is ever dropped. `MoEConfig` has the settings of other routers.
 
-    A subclass implements other experts (`moe.experts`). It makes their parameters (`make_experts`,
-    `make_shared_expert`), chooses the function that computes the routed experts
-    (`choose_expert_implementation`), and computes the shared expert (`shared_expert_output`).
+    A subclass implements other experts (`moe.experts`). The subclass makes the parameters of its
+    experts (`make_experts`, `make_shared_expert`), chooses the function that computes the routed
+    experts (`choose_expert_implementation`), and computes the shared expert
+    (`shared_expert_output`).
 
     A token counts if `Context.stats_mask` marks it. The first entries of the auxiliary output are
     sums (not means) over the tokens that count, so that the sums of micro-batches and devices can
@@ -189,8 +190,8 @@ class SparseMoE(nnx.Module):
         return _swiglu_mlp(x_BTD, self.shared_gate_up[...], self.shared_down[...])
 
     def _gated_shared_expert_output(self, x_BTD):
-        """Computes the output of the shared expert [B, T, D]. It is multiplied by the shared
-        expert's gate, unless the setting `moe.shared_expert_gate` is off.
+        """Computes the output of the shared expert [B, T, D]. The output is multiplied by the
+        shared expert's gate, unless the setting `moe.shared_expert_gate` is off.
         """
         shared_BTD = self.shared_expert_output(x_BTD)
         if not self.config.moe.shared_expert_gate:

@@ -1,5 +1,5 @@
-"""Multi-token prediction (MTP): one extra decoder layer that predicts tokens after the next one. It
-is applied several times; the applications are called depths d = 0, 1, …
+"""Multi-token prediction (MTP): one extra decoder layer that predicts tokens after the next one.
+The layer is applied several times; the applications are called depths d = 0, 1, …
 
 At depth d, position t combines the state of depth d-1 with the embedding of token t+1+d, and
 predicts token t+2+d. Depth 0 reads the state of the model's last layer after the final norm. All
@@ -75,8 +75,8 @@ class MultiTokenPrediction(nnx.Module):
         context: Context,
         cache: dict | None = None,
     ):
-        """Does the same as `__call__` without the norm. It returns the residual stream after the
-        module's layer, the layer's auxiliary outputs, and the cache after these tokens.
+        """Does the same as `__call__` without the norm. The results are the residual stream after
+        the module's layer, the layer's auxiliary outputs, and the cache after these tokens.
         """
         return apply_block(
             self.block,

@@ -49,14 +49,14 @@ Kind = Literal[
 ]
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """One of several matrices side by side along a parameter's last dimension.
 
     Attributes:
       name: the name of the matrix, such as "query".
       width: the number of columns of the matrix.
       heads: the number of heads that lie side by side in these columns, such as the value heads of
-        a key head; it divides `width`. It is 1 if the heads have a dimension of their own.
+        a key head; it divides `width`. The number is 1 if the heads have a dimension of their own.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Declared:
     stack_shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     dim_roles: str = ""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ParameterPart, ...] = ()
     uses_model_dtype: bool = True
     gathered_by: Literal["layer", "operator"] = "layer"
 
@@ -198,7 +198,7 @@ class Make:
             the parameter. In "experts | embed -> * mlp", the dimensions before "|" number experts,
             and "*" is a dimension that numbers matrices with the same input.
           kind: the kind of the parameter (see `Kind`).
-          parts: tuples with the fields of `Part`, as in `Declared`.
+          parts: tuples with the fields of `ParameterPart`, as in `Declared`.
           uses_model_dtype: as in `Declared`; None: True for the kinds "matrix", "convolution",
             "head" and "vector", else False.
           gathered_by: as in `Declared`.
@@ -209,7 +209,7 @@ class Make:
         """
         axes, dim_roles = _parse_dims(dims)
         check_logical_axes(axes)
-        shape, parts = tuple(shape), tuple(Part(*part) for part in parts)
+        shape, parts = tuple(shape), tuple(ParameterPart(*part) for part in parts)
         if len(axes) != len(shape):
             raise ValueError(
                 f"{dims!r} names {len(axes)} dimensions of a parameter of shape {shape}: expected "

@@ -1,5 +1,5 @@
-"""The base class of recurrent mixers. It implements the short convolution, the recurrence, the norm
-and gate of the output, and the cache. Subclasses add the input projections.
+"""The base class of recurrent mixers. The class implements the short convolution, the recurrence,
+the norm and gate of the output, and the cache. Subclasses add the input projections.
 
 Letters: B batch, T time, D model, G key heads, H value heads, R = H/G value heads of one key head,
 K/V widths of a key and of a value, C channels of one key head that pass through the convolution
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, call_saving_only_inputs, rms_norm_plain, token_mean
 from qwen3next_jax.model.mixer import Mixer
-from qwen3next_jax.model.parameters import Make, Part
+from qwen3next_jax.model.parameters import Make, ParameterPart
 from qwen3next_jax.ops import causal_conv1d, gated_delta_rule
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.gated_norm import gated_norm
@@ -38,8 +38,8 @@ class Inputs(NamedTuple):
       fused layout); None: there is no gate.
     log_decay: g, the logarithm of the decay, ≤ 0, float32 [B, T, H], or [B, T, H, K] if every key
       channel has its own decay. None: no decay.
-    beta: the write strength β, float32 [B, T, H]. It may have one more axis if the mixer overrides
-      `recurrence` and reads several numbers for each head. None: 1 everywhere.
+    beta: the write strength β, float32 [B, T, H]. The array may have one more axis if the mixer
+      overrides `recurrence` and reads several numbers for each head. None: 1 everywhere.
     """
 
     qkv: jax.Array | list[jax.Array]
@@ -49,8 +49,8 @@ class Inputs(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The inputs of `Recurrent.recurrence`, computed by projections and convolution. On a mesh they
-    hold the heads of one device.
+    """The inputs of `Recurrent.recurrence`, computed by projections and convolution. On a mesh the
+    arrays hold the heads of one device.
 
     q, k: queries and keys, [B, T, G, K].
     v: values, [B, T, H, V].
@@ -122,8 +122,8 @@ class Recurrent(Mixer):
 
     @classmethod
     def uses_delta_term(cls, config: ModelConfig) -> bool:
-        """Whether a write replaces the value that the state holds for the key (the delta rule).
-        Otherwise the write is added to the state.
+        """Whether a write replaces the value that the state holds for the key, as in the delta
+        rule. If not, the write is added to the state.
         """
         return True
 
@@ -194,15 +194,15 @@ class Recurrent(Mixer):
     # ---- parameters
 
     @classmethod
-    def qkv_parts(cls, config: ModelConfig) -> tuple[Part, Part, Part]:
+    def qkv_parts(cls, config: ModelConfig) -> tuple[ParameterPart, ParameterPart, ParameterPart]:
         """Returns the three parts q, k and v of the columns that a projection has for one key
         head.
         """
         q, k, v = cls.qkv_channel_counts(config)
         return (
-            Part("q", q),
-            Part("k", k, k // config.linear_key_head_dim),
-            Part("v", v, v // config.linear_value_head_dim),
+            ParameterPart("q", q),
+            ParameterPart("k", k, k // config.linear_key_head_dim),
+            ParameterPart("v", v, v // config.linear_value_head_dim),
         )
 
     def make_projection(self, make: Make, gate: bool = True) -> None:
@@ -214,7 +214,7 @@ class Recurrent(Mixer):
         r = c.linear_num_value_heads // c.linear_num_key_heads
         parts = list(self.qkv_parts(c))
         if gate:
-            parts.append(Part("gate", r * c.linear_value_head_dim, r))
+            parts.append(ParameterPart("gate", r * c.linear_value_head_dim, r))
         shape = (c.hidden_size, c.linear_num_key_heads, sum(part.width for part in parts))
         self.in_proj = make.matrix(shape, "embed -> key_heads .", parts=parts)
 
@@ -412,9 +412,9 @@ class Recurrent(Mixer):
     # ---- the same with the heads side by side in the last axis
 
     def uses_fused_layout(self) -> bool:
-        """Whether the layer uses the fused layout between its kernels. It does so on a GPU, and on
-        a TPU if the width of each head is a multiple of 128 lanes. In both cases the layer must
-        have a short convolution and an output gate.
+        """Whether the layer uses the fused layout between its kernels. The fused layout is used on
+        a GPU, and on a TPU if the width of each head is a multiple of 128 lanes. In both cases the
+        layer must have a short convolution and an output gate.
         """
         c = self.config
         return (
@@ -511,7 +511,9 @@ class Recurrent(Mixer):
 
     @classmethod
     def init_cache(cls, config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
-        """Returns the cache before the first token. Its size does not depend on `length`."""
+        """Returns the cache before the first token. The size of the cache does not depend on
+        `length`.
+        """
         c = config
         window = c.linear_conv_kernel_dim - 1 if cls.uses_convolution(c) else 0
         state = (batch, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
@@ -526,7 +528,7 @@ class Recurrent(Mixer):
     def activation_flops(cls, config: ModelConfig, length: int) -> float:
         """Returns the FLOPs per token of the recurrence. Each value head reads the state for the
         delta term (if there is one), writes to the state, and reads the output from the state. Each
-        of these steps is K·V multiplications and additions.
+        of these reads and writes is K·V multiplications and additions.
         """
         products = 3 if cls.uses_delta_term(config) else 2
         return (

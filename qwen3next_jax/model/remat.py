@@ -28,8 +28,8 @@ from qwen3next_jax.ops.blocks import SAVED
 
 
 def keeps_expert_hidden(policy: str) -> bool:
-    """Returns whether a remat policy saves the hidden layer of the routed experts. If not, the
-    backward pass of the experts computes the hidden layer again
+    """Returns whether a remat policy saves the hidden layer of the routed experts. With other
+    policies, the backward pass of the experts computes the hidden layer again
     (`ForwardOptions.keep_expert_hidden`).
     """
     if policy in ("none", "kept"):

@@ -21,9 +21,9 @@ from qwen3next_jax.sharding.rules import CONTEXT, EXPERT, ROWS, constrain, num_s
 
 
 def row_group_count(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
-    """Returns the number of groups of rows. It is the number of chunks into which the gathered
+    """Returns the number of groups of rows. This is the number of chunks into which the gathered
     exchange of `expert_parallelism` splits a device's tokens, if this number divides the device's
-    rows. Otherwise, and without the gathered exchange, it is 1.
+    rows. Otherwise, and without the gathered exchange, there is one group.
 
     Args:
       x_BTD: all rows.

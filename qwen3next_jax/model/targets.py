@@ -54,8 +54,8 @@ def target_tokens(batch: dict[str, jax.Array], offset: int) -> jax.Array:
 
 def target_weights(batch: dict[str, jax.Array], offset: int) -> jax.Array:
     """Returns [B, T] float32: the weight in the loss of the target t + `offset` of position t. The
-    weight is 0 if token t + `offset` is no target (`has_target`). Otherwise it is 1, or the token's
-    `loss_weights` in a batch that has them.
+    weight is 0 if token t + `offset` is no target (`has_target`). The weight of a target is 1, or
+    the token's `loss_weights` in a batch that has them.
     """
     weight_BT = has_target(batch, offset).astype(jnp.float32)
     if "loss_weights" in batch:

@@ -1,7 +1,7 @@
 """Checks for models whose attention masks are not causal. With such a mask, each token sees the
 first tokens of its document (a prefix) or the whole document, also the tokens after it. A token
 that earlier tokens see cannot be a target of training, evaluation or decoding. The method
-`Mixer.tokens_seen_ahead` returns how many first tokens of a document earlier tokens see.
+`Mixer.noncausal_prefix_tokens` returns how many first tokens of a document earlier tokens see.
 """
 
 import math
@@ -16,12 +16,13 @@ from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import document_positions
 
 
-def tokens_seen_ahead(config: ModelConfig) -> float:
-    """Returns how many tokens at the start of a document tokens before them see, in any layer: the
-    largest `Mixer.tokens_seen_ahead` of the model's mixers. It is 0 for a causal model.
+def noncausal_prefix_tokens(config: ModelConfig) -> float:
+    """Returns how many tokens at the start of a document are visible to earlier tokens: the
+    largest `Mixer.noncausal_prefix_tokens` of the model's mixers. The number is 0 for a causal
+    model.
     """
     names = dict.fromkeys(name for name, _ in config.layer_kinds)
-    return max(mixer_class(name).tokens_seen_ahead(config) for name in names)
+    return max(mixer_class(name).noncausal_prefix_tokens(config) for name in names)
 
 
 def mask_seen_targets(config: ModelConfig, batch: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def mask_seen_targets(config: ModelConfig, batch: dict[str, Any]) -> dict[str, A
     Raises:
       UserError: the model sees every token before it predicts it.
     """
-    ahead = tokens_seen_ahead(config)
+    ahead = noncausal_prefix_tokens(config)
     if ahead == math.inf:
         raise UserError(
             f"{_mask_text(config)}: every token sees the one that it is to predict, so that there "
@@ -52,11 +53,11 @@ def mask_seen_targets(config: ModelConfig, batch: dict[str, Any]) -> dict[str, A
 
 
 def check_causal_for_scoring(config: ModelConfig) -> None:
-    """Raises UserError if the model is not causal. Such a model sees some tokens before it predicts
-    them, so their scores would mean nothing.
+    """Raises UserError if the model is not causal. A model that is not causal sees some tokens
+    before it predicts them, so the scores of these tokens would mean nothing.
     """
     require(
-        tokens_seen_ahead(config) == 0,
+        noncausal_prefix_tokens(config) == 0,
         f"{_mask_text(config)}: tokens may read the token that they must predict: expected a "
         "causal mask, or the evaluation heldout, which leaves the prefix out",
     )
@@ -66,7 +67,7 @@ def check_rows_exceed_prefix(config: ModelConfig, length: int) -> None:
     """Raises UserError if a row of `length` tokens is not longer than the mask's prefix, so that
     the row has no token to predict.
     """
-    ahead = tokens_seen_ahead(config)
+    ahead = noncausal_prefix_tokens(config)
     require(
         ahead in (0, math.inf) or ahead < length,
         f"{_mask_text(config)}: a row of {length} tokens (train.sequence_length) has none after "
@@ -79,7 +80,7 @@ def why_no_targets(config: ModelConfig) -> str:
     """Returns the reason why no token of a batch is a target, and what the user can do, as the last
     part of an error message.
     """
-    ahead = tokens_seen_ahead(config)
+    ahead = noncausal_prefix_tokens(config)
     if ahead:
         return (
             f"with {_mask_text(config)} none of its documents is longer than the prefix of {ahead} "
@@ -98,7 +99,7 @@ def check_prompts_hold_prefix(config: ModelConfig, prompts: Sequence, chunk: int
         before decoding begins.
       chunk: the number of a prompt's tokens that go through the model in one call.
     """
-    ahead = tokens_seen_ahead(config)
+    ahead = noncausal_prefix_tokens(config)
     if ahead in (0, math.inf):
         return
     require(

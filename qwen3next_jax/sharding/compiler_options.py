@@ -2,8 +2,8 @@
 
 With the compiler's defaults, a program for TPU waits for every all-gather of weights, every
 exchange of tokens between experts, and every reduce-scatter of gradients. Some TPUs have sparse
-cores, which can run collectives while the tensor cores compute. These options let the compiler use
-the sparse cores. docs/notes/planner.md reports the effect of each option.
+cores, which can run collectives while the tensor cores compute. The options below let the compiler
+use the sparse cores. docs/notes/planner.md reports the effect of each option.
 """
 
 import jax

@@ -2,8 +2,8 @@
 
 The mesh axes `slice`, `data` and `expert` split the rows of a batch, `context` splits the tokens of
 a row, and `tensor` splits heads and widths. `expert` also splits the experts. Parameters are split
-over all axes but `slice`. So is the optimizer state, unless the slices share it: then `slice`
-splits it too (`sharding.rules`).
+over all axes but `slice`. The optimizer state is split in the same way; if the slices share this
+state, `slice` splits it too (`sharding.rules`).
 """
 
 import math
@@ -83,7 +83,7 @@ def _check_slices(mesh: MeshConfig, by_slice: Mapping[int, Sequence[Any]]) -> No
 
 def _slice_shape_text(devices: Sequence[Any]) -> str:
     """Returns the shape of a TPU slice as text, "4x4x8 chips, 128 devices". For devices without
-    coordinates it returns only their number.
+    coordinates, the text has only the number of devices.
     """
     count = f"{len(devices)} devices"
     if not hasattr(devices[0], "coords"):

@@ -125,7 +125,7 @@ def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> 
 def state_spec_shared_by_slices(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
     """Returns the PartitionSpec of an array of the optimizer's state if the slices share this
     state: `storage_spec` with `slice` added at the first dimension whose shards `slice` divides.
-    This may be the dimension of stacked layers, because no scan reads the optimizer's state. If
+    This dimension may be that of stacked layers, because no scan reads the optimizer's state. If
     `slice` divides no dimension, every slice has the whole array.
     """
     entries = [mesh_axes_of_entry(entry) for entry in storage_spec(declared, shape, mesh)]
@@ -188,8 +188,8 @@ def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
 
 def non_manual_axes(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
     """Returns the mesh axes among `axes` that are not manual axes of a surrounding `shard_map`.
-    These are all of `axes`, except in the part of a train step in which each slice computes its own
-    gradients (`sharding.slices`): there `slice` is a manual axis, and the program sees one slice.
+    The only manual axis is `slice`, in the part of a train step in which each slice computes its
+    own gradients (`sharding.slices`).
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     return tuple(axis for axis in axes if types[axis] != AxisType.Manual)

@@ -2,7 +2,7 @@
 gradients of its own part of a batch, and then the gradients of all slices are added.
 
 The bandwidth between slices is a small part of the bandwidth within a slice. So each slice first
-adds the gradients of all its micro-batches over its own devices. Only these sums cross the network
+adds the gradients of all its micro-batches over its own devices. Only the sums cross the network
 between slices, once a step.
 """
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.parameters import Part
+from qwen3next_jax.model.parameters import ParameterPart
 from qwen3next_jax.model.recurrent import Inputs
 from qwen3next_jax.zoo.references import (
     causal_convolution,
@@ -58,10 +58,10 @@ class GatedDeltaProduct(GatedDeltaNet):
         return query, _writes_per_token(config) * key, _writes_per_token(config) * values
 
     @classmethod
-    def beta_and_decay_parts(cls, config: ModelConfig) -> tuple[Part, ...]:
+    def beta_and_decay_parts(cls, config: ModelConfig) -> tuple[ParameterPart, ...]:
         n = _writes_per_token(config)  # there are n β per head
         return tuple(
-            Part("b", n * part.width, n * part.width) if part.name == "b" else part
+            ParameterPart("b", n * part.width, n * part.width) if part.name == "b" else part
             for part in super().beta_and_decay_parts(config)
         )
 

@@ -85,7 +85,7 @@ class MaskedAttention(PairAttention):
         return super().attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
 
     @classmethod
-    def tokens_seen_ahead(cls, config):
+    def noncausal_prefix_tokens(cls, config):
         s = cls.settings(config)
         return math.inf if s.mask == "bidirectional" else s.prefix_tokens
 

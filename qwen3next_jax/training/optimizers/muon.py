@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import OptimizerConfig
-from qwen3next_jax.model.parameters import Declared, Part
+from qwen3next_jax.model.parameters import Declared, ParameterPart
 from qwen3next_jax.sharding.rules import SLICE, storage_spec
 from qwen3next_jax.training.optimizers import adamw
 
@@ -170,7 +170,7 @@ def _part_widths(declared: Declared, per_head: bool) -> list[int]:
     of the heads that lie side by side in such a matrix becomes a part.
     """
     widths = []
-    for part in declared.parts or (Part("", declared.shape[-1]),):
+    for part in declared.parts or (ParameterPart("", declared.shape[-1]),):
         pieces = part.heads if per_head else 1
         widths += [part.width // pieces] * pieces
     return widths
