@@ -15,7 +15,7 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make, ParameterPart
-from qwen3next_jax.model.recurrent import Inputs, Recurrent, write_strength
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent, write_strength
 from qwen3next_jax.ops.gated_norm import GATES
 from qwen3next_jax.sharding.rules import constrain
 
@@ -94,14 +94,14 @@ class GatedDeltaNet(Recurrent):
         are_there = {"b": config.beta_gate, "a": config.decay_gate}
         return tuple(ParameterPart(name, r, r) for name, is_there in are_there.items() if is_there)
 
-    def project_inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         qkv, z = self._project_qkvz(x_BTD, context)
         g_BTH, beta_BTH = self._decay_and_beta(x_BTD)
-        return Inputs(qkv, z if self.config.linear_output_gate else None, g_BTH, beta_BTH)
+        return ProjectedInputs(qkv, z if self.config.linear_output_gate else None, g_BTH, beta_BTH)
 
     def _project_qkvz(self, x_BTD: jax.Array, context: Context):
-        """Returns the fields `qkv` and `output_gate` of `Inputs`. Both fields are in the fused
-        layout if the mixer uses this layout and there is no cache.
+        """Returns the fields `qkv` and `output_gate` of `ProjectedInputs`. Both fields are in the
+        fused layout if the mixer uses this layout and there is no cache.
         """
         q, k, v = self.qkv_channel_counts(self.config)
         weight_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)

@@ -29,7 +29,7 @@ from qwen3next_jax.sharding.rules import activation_spec, constrain, per_shard
 FEW_TOKENS = 8
 
 
-class Inputs(NamedTuple):
+class ProjectedInputs(NamedTuple):
     """The results of a mixer's input projections, before convolution and recurrence.
 
     qkv: [B, T, G, C], query, key and values of each key head (`Recurrent.qkv_channel_counts`). In
@@ -48,13 +48,13 @@ class Inputs(NamedTuple):
     beta: jax.Array | None = None
 
 
-class Heads(NamedTuple):
+class RecurrenceInputs(NamedTuple):
     """The inputs of `Recurrent.recurrence`, computed by projections and convolution. On a mesh the
     arrays hold the heads of one device.
 
     q, k: queries and keys, [B, T, G, K].
     v: values, [B, T, H, V].
-    log_decay, beta: as in `Inputs`, but never None.
+    log_decay, beta: as in `ProjectedInputs`, but never None.
     recurrence_parameters: the arrays that the method `recurrence_parameters` of the mixer returns.
     segment_ids, axis_name: the arguments of `ops.gated_delta_rule` with these names.
     return_all_states: as in `ForwardOptions`.
@@ -107,7 +107,7 @@ class Recurrent(Mixer):
 
     # ---- what a subclass implements or overrides
 
-    def project_inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         """Projects the mixer's input x [B, T, D] to the inputs of convolution and recurrence."""
         raise NotImplementedError
 
@@ -128,7 +128,7 @@ class Recurrent(Mixer):
         return True
 
     def recurrence(
-        self, heads: Heads, state: dict[str, jax.Array] | None
+        self, heads: RecurrenceInputs, state: dict[str, jax.Array] | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Runs the recurrence over the tokens of each row.
 
@@ -221,8 +221,8 @@ class Recurrent(Mixer):
     def project_qkv_and_gate(
         self, x_BTD: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the fields `qkv` and `output_gate` of `Inputs`, computed with the matrix that
-        `make_projection` made.
+        """Returns the fields `qkv` and `output_gate` of `ProjectedInputs`, computed with the matrix
+        that `make_projection` made.
         """
         x_BTGC = jnp.einsum("btd,dgc->btgc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
         x_BTGC = constrain(x_BTGC, context.mesh, "batch", context.logical_time_axis, "heads", None)
@@ -275,7 +275,9 @@ class Recurrent(Mixer):
             diagnostics = _diagnostics(inputs, has_decay, states["state"], context)
         return y_BTD, diagnostics, None if cache is None else {"conv": conv_state} | states
 
-    def _fill_missing_decay_and_beta(self, inputs: Inputs, batch_time: tuple[int, int]) -> Inputs:
+    def _fill_missing_decay_and_beta(
+        self, inputs: ProjectedInputs, batch_time: tuple[int, int]
+    ) -> ProjectedInputs:
         """Returns `inputs` with a missing log decay replaced by 0, and a missing β by 1."""
         shape = (*batch_time, self.config.linear_num_value_heads)
         if inputs.log_decay is None:
@@ -284,7 +286,9 @@ class Recurrent(Mixer):
             inputs = inputs._replace(beta=jnp.ones(shape, jnp.float32))
         return inputs
 
-    def _convolution_and_recurrence(self, inputs: Inputs, context: Context, cache: dict | None):
+    def _convolution_and_recurrence(
+        self, inputs: ProjectedInputs, context: Context, cache: dict | None
+    ):
         """Runs the convolution and the recurrence. Each device computes its own key heads with
         their value heads and, if rows are split, its own tokens.
 
@@ -305,7 +309,7 @@ class Recurrent(Mixer):
                 qkv_BTGC, kernel_WGC, segment_ids, conv_state, context
             )
             q_BTGK, k_BTGK, v_BTHV = self._split_qkv(qkv_BTGC, heads=g_BTH.shape[2])
-            heads = Heads(
+            heads = RecurrenceInputs(
                 q_BTGK,
                 k_BTGK,
                 v_BTHV,
@@ -423,7 +427,9 @@ class Recurrent(Mixer):
             and heads_side_by_side(c.linear_key_head_dim, c.linear_value_head_dim)
         )
 
-    def fused_recurrence(self, inputs: Inputs, context: Context) -> tuple[jax.Array, jax.Array]:
+    def fused_recurrence(
+        self, inputs: ProjectedInputs, context: Context
+    ) -> tuple[jax.Array, jax.Array]:
         """Applies the convolution, the delta rule, the norm and the gate in the fused layout.
 
         Args:
@@ -554,7 +560,7 @@ def write_strength(logit: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def _diagnostics(
-    inputs: Inputs, has_decay: bool, state_BHKV: jax.Array, context: Context
+    inputs: ProjectedInputs, has_decay: bool, state_BHKV: jax.Array, context: Context
 ) -> dict[str, Any]:
     """Computes the diagnostics of `Recurrent`; there is no `half_life` if the mixer has no
     decay.

@@ -29,7 +29,7 @@ from qwen3next_jax.model.parameters import Declared, Kind
 FIELDS = ("name", "kind", "layer", "part")
 
 
-class Choice(NamedTuple):
+class ParameterChoice(NamedTuple):
     """The layers and parts of one parameter that the conditions choose.
 
     Attributes:
@@ -78,7 +78,7 @@ def _part_widths(declared: Declared) -> list[int]:
 
 def choose_parameters(
     model: ModelConfig, parameters: Mapping[str, Declared], text: str, setting: str
-) -> dict[str, Choice]:
+) -> dict[str, ParameterChoice]:
     """Chooses the parameters for which all conditions of `text` hold.
 
     Args:
@@ -105,7 +105,7 @@ def choose_parameters(
         for holds in conditions:
             cells &= holds(path, declared, _layer_numbers(model, path, declared))
         if cells.any():
-            chosen[path] = Choice(cells, declared)
+            chosen[path] = ParameterChoice(cells, declared)
     if not chosen:
         raise UserError(
             f"{where}: it chooses no parameter of this model, whose parameters are, for "

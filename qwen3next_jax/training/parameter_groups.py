@@ -26,7 +26,7 @@ from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.model.parameters import Declared
 from qwen3next_jax.model.selection import (
-    Choice,
+    ParameterChoice,
     broadcast_to_parameter,
     choose_parameters,
     layer_and_part_counts,
@@ -207,7 +207,8 @@ def make_parameter_groups(
     lines += of_groups
     if lines:
         trained = sum(
-            Choice(~cells, parameters[path]).element_count for path, cells in frozen.items()
+            ParameterChoice(~cells, parameters[path]).element_count
+            for path, cells in frozen.items()
         )
         total = sum(parameter.size for parameter in parameters.values())
         lines.append(f"{trained:,} of {total:,} parameters are trained")
@@ -399,7 +400,7 @@ def _scale(parameter: Declared, numbers: np.ndarray, values: Sequence[float]) ->
     return broadcast_to_parameter(parameter, of_cells)
 
 
-def _line(what: str, choices: Mapping[str, Choice]) -> str:
+def _line(what: str, choices: Mapping[str, ParameterChoice]) -> str:
     """Describes what an entry of a setting chooses."""
     names = [path if c.is_whole else f"parts of {path}" for path, c in choices.items()]
     listed = ", ".join(names[:NAMES_SHOWN])

@@ -14,7 +14,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import ParameterPart
-from qwen3next_jax.model.recurrent import Inputs
+from qwen3next_jax.model.recurrent import ProjectedInputs
 from qwen3next_jax.zoo.references import (
     causal_convolution,
     project_out,
@@ -68,7 +68,7 @@ class GatedDeltaProduct(GatedDeltaNet):
     def uses_fused_layout(self) -> bool:
         return _writes_per_token(self.config) == 1 and super().uses_fused_layout()
 
-    def project_inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         inputs = super().project_inputs(x_BTD, context)
         if _writes_per_token(self.config) == 1 or inputs.beta is None:
             return inputs

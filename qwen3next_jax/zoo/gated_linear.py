@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.zoo.ops import channel_delta_rule
 from qwen3next_jax.zoo.projections import make_low_rank, project_to_float32
 from qwen3next_jax.zoo.references import (
@@ -75,12 +75,14 @@ class GLA(ChannelDecay):
         )
         self.make_output(make)
 
-    def project_inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         logit_BTHK = (
             project_to_float32(x_BTD, self.decay_down, self.decay_up) + self.decay_bias[...]
         )
         qkv, gate = self.project_qkv_and_gate(x_BTD, context)
-        return Inputs(qkv, gate, log_decay=jax.nn.log_sigmoid(logit_BTHK) / GLA_TEMPERATURE)
+        return ProjectedInputs(
+            qkv, gate, log_decay=jax.nn.log_sigmoid(logit_BTHK) / GLA_TEMPERATURE
+        )
 
     def recurrence(self, heads, state):
         return super().recurrence(heads._replace(q=heads.q * heads.q.shape[-1] ** -0.5), state)
@@ -110,7 +112,7 @@ class HGRN2(ChannelDecay):
         )
         self.make_output(make)
 
-    def project_inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         qkv, _ = self.project_qkv_and_gate(x_BTD, context)
         k = self.config.linear_key_head_dim
         q, key, v = jnp.split(qkv, (k, 2 * k), axis=-1)
@@ -118,7 +120,7 @@ class HGRN2(ChannelDecay):
         key = jax.nn.sigmoid(-self.bound[...]) * jax.nn.sigmoid(-key.astype(jnp.float32))
         g_BTGK = jnp.log1p(-key)
         repeats = self.config.linear_num_value_heads // self.config.linear_num_key_heads
-        return Inputs(
+        return ProjectedInputs(
             jnp.concatenate([jax.nn.silu(q), key.astype(q.dtype), v], axis=-1),
             log_decay=jnp.repeat(g_BTGK, repeats, axis=2),
         )
@@ -140,9 +142,11 @@ class DFW(ChannelDecay):
         )
         self.make_output(make)
 
-    def project_inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         qkv, _ = self.project_qkv_and_gate(x_BTD, context)
-        return Inputs(qkv, log_decay=jax.nn.log_sigmoid(project_to_float32(x_BTD, self.decay_proj)))
+        return ProjectedInputs(
+            qkv, log_decay=jax.nn.log_sigmoid(project_to_float32(x_BTD, self.decay_proj))
+        )
 
     def recurrence(self, heads, state):
         key_decay, value_decay = jnp.split(heads.log_decay, (heads.q.shape[-1],), axis=-1)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.zoo.ops import channel_delta_rule, linear_scan, max_plus_scan
 from qwen3next_jax.zoo.projections import project_to_float32
 from qwen3next_jax.zoo.references import project_out, queries_keys_values_gate, rms_norm
@@ -121,10 +121,10 @@ class GSA(MemorySlots):
     slot, and w = 1 − e^g is its write strength.
     """
 
-    def project_inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         qkv, _ = self.project_qkv_and_gate(x_BTD, context)
         logit_BTHM = project_to_float32(x_BTD, self.forget_proj)
-        return Inputs(qkv, log_decay=jax.nn.log_sigmoid(logit_BTHM) / GSA_TEMPERATURE)
+        return ProjectedInputs(qkv, log_decay=jax.nn.log_sigmoid(logit_BTHM) / GSA_TEMPERATURE)
 
     def log_decay_and_write_strength(self, heads, state):
         return heads.log_decay, -jnp.expm1(heads.log_decay), {}
@@ -140,10 +140,10 @@ class ABC(MemorySlots):
     where m, the state "largest", is the largest s so far.
     """
 
-    def project_inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         qkv, _ = self.project_qkv_and_gate(x_BTD, context)
         # the field `log_decay` holds s
-        return Inputs(qkv, log_decay=project_to_float32(x_BTD, self.forget_proj))
+        return ProjectedInputs(qkv, log_decay=project_to_float32(x_BTD, self.forget_proj))
 
     def log_decay_and_write_strength(self, heads, state):
         s_BTHM = heads.log_decay

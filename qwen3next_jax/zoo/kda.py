@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.model.gated_deltanet import DECAY_INITS, log_of_uniform
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.recurrent import Inputs, Recurrent, write_strength
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent, write_strength
 from qwen3next_jax.zoo.ops import channel_delta_rule
 from qwen3next_jax.zoo.projections import l2_normalize, make_low_rank, project_to_float32
 from qwen3next_jax.zoo.references import (
@@ -60,11 +60,11 @@ class KDA(Recurrent):
         )
         self.make_output(make)
 
-    def project_inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         step_BTHK = jax.nn.softplus(
             project_to_float32(x_BTD, self.decay_down, self.decay_up) + self.dt_bias[...]
         )
-        return Inputs(
+        return ProjectedInputs(
             self.project_qkv_and_gate(x_BTD, context)[0],
             project_to_float32(x_BTD, self.gate_down, self.gate_up),
             log_decay=-jnp.exp(self.a_log[...])[:, None] * step_BTHK,
@@ -72,7 +72,7 @@ class KDA(Recurrent):
         )
 
     def beta_of_logits(self, logit_BTH: jax.Array) -> jax.Array:
-        """Computes the field `beta` of `Inputs` from the projection by `beta_proj`."""
+        """Computes the field `beta` of `ProjectedInputs` from the projection by `beta_proj`."""
         return write_strength(logit_BTH, self.config)
 
     def recurrence(self, heads, state):

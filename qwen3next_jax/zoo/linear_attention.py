@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.model.recurrent import Heads, Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, RecurrenceInputs, Recurrent
 from qwen3next_jax.zoo.ops import normalizer
 from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
 from qwen3next_jax.zoo.references import (
@@ -65,11 +65,11 @@ class ScalarDecay(Recurrent):
     def uses_delta_term(cls, config):
         return False
 
-    def recurrence(self, heads: Heads, state):
+    def recurrence(self, heads: RecurrenceInputs, state):
         # `gated_delta_rule` divides by √K
         return super().recurrence(heads._replace(q=heads.q * heads.q.shape[-1] ** 0.5), state)
 
-    def recurrence_and_weight_sum(self, heads: Heads, state):
+    def recurrence_and_weight_sum(self, heads: RecurrenceInputs, state):
         """Computes the recurrence of S and of z.
 
         Returns:
@@ -132,9 +132,9 @@ class LinearAttention(ScalarDecay):
         self.make_projection(make, gate=False)
         self.make_output(make)
 
-    def project_inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         qkv, _ = self.project_qkv_and_gate(x_BTD, context)
-        return Inputs(qkv)
+        return ProjectedInputs(qkv)
 
     def recurrence(self, heads, state):
         if self.settings(self.config).feature_map == "elu":
@@ -164,14 +164,14 @@ class Retention(ScalarDecay):
         """Returns the log decay ln γ of every token and head, [B, T, H]."""
         raise NotImplementedError
 
-    def project_inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         k = self.config.linear_key_head_dim
         qkv, gate = self.project_qkv_and_gate(x_BTD, context)
         q_BTGK, k_BTGK, v_BTGV = jnp.split(qkv, (k, 2 * k), axis=-1)
         q_BTGK = _rotate(q_BTGK, context.positions)
         k_BTGK = _rotate(k_BTGK, context.positions)
         qkv = jnp.concatenate([q_BTGK, k_BTGK, v_BTGV], axis=-1)
-        return Inputs(qkv, gate, log_decay=self.log_decay(x_BTD))
+        return ProjectedInputs(qkv, gate, log_decay=self.log_decay(x_BTD))
 
     def recurrence(self, heads, state):
         # The operator divides by √K, as the paper does.
@@ -250,10 +250,10 @@ class Lightning(ScalarDecay):
         )
         self.make_output(make, per_head=True)
 
-    def project_inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         qkv, gate = self.project_qkv_and_gate(x_BTD, context)
         log_decay_H = jax.lax.stop_gradient(self.log_decay[...])
-        return Inputs(
+        return ProjectedInputs(
             jax.nn.silu(qkv),
             gate,
             log_decay=jnp.broadcast_to(log_decay_H, (*x_BTD.shape[:2], *log_decay_H.shape)),
@@ -290,10 +290,12 @@ class GatedRFA(ScalarDecay):
         )
         self.make_output(make)
 
-    def project_inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         logit_BTH = project_to_float32(x_BTD, self.decay_proj)
         qkv, _ = self.project_qkv_and_gate(x_BTD, context)
-        return Inputs(qkv, log_decay=jax.nn.log_sigmoid(logit_BTH), beta=jax.nn.sigmoid(-logit_BTH))
+        return ProjectedInputs(
+            qkv, log_decay=jax.nn.log_sigmoid(logit_BTH), beta=jax.nn.sigmoid(-logit_BTH)
+        )
 
     def recurrence_parameters(self):
         return (jax.lax.stop_gradient(self.frequencies[...]),)

@@ -10,7 +10,7 @@ Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a v
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.zoo.ops import max_plus_scan, normalizer
 from qwen3next_jax.zoo.projections import project_to_float32
 from qwen3next_jax.zoo.references import (
@@ -51,14 +51,14 @@ class MLSTM(Recurrent):
         )
         self.make_output(make)
 
-    def project_inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         log_forget_BTH = jax.nn.log_sigmoid(
             project_to_float32(x_BTD, self.forget_proj) + self.forget_bias[...]
         )
         qkv, gate = self.project_qkv_and_gate(x_BTD, context)
         log_input_BTH = project_to_float32(x_BTD, self.input_proj) + self.input_bias[...]
         # The fields g and beta hold the logarithms of the forget gate and of the input gate.
-        return Inputs(qkv, gate, log_decay=log_forget_BTH, beta=log_input_BTH)
+        return ProjectedInputs(qkv, gate, log_decay=log_forget_BTH, beta=log_input_BTH)
 
     def recurrence(self, heads, state):
         split = dict(segment_ids=heads.segment_ids, axis_name=heads.axis_name)

@@ -11,7 +11,7 @@ import numpy as np
 
 from qwen3next_jax.model.layers import Context, token_mean
 from qwen3next_jax.model.mixer import Mixer
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.ops import causal_conv1d
 from qwen3next_jax.sharding.rules import activation_spec, per_shard
 from qwen3next_jax.zoo.ops import channel_delta_rule, linear_scan, max_plus_scan
@@ -238,7 +238,7 @@ class RWKV6(Recurrent):
         )
         return x + change * delta
 
-    def project_inputs(self, x_and_before_BTE: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_and_before_BTE: jax.Array, context: Context) -> ProjectedInputs:
         dtype = x_and_before_BTE.dtype
         mixed = dict(zip(RWKV6_INPUTS, self.mix_inputs(x_and_before_BTE)))
 
@@ -249,7 +249,7 @@ class RWKV6(Recurrent):
         low = jnp.tanh(project_to_float32(mixed["decay"], self.decay_down)).astype(dtype)
         w_BTHK = self.decay[...] + project_to_float32(low, self.decay_up)
         qkv = jnp.concatenate([project("receptance"), project("key"), project("value")], axis=-1)
-        return Inputs(qkv, project("gate"), log_decay=-jnp.exp(w_BTHK))
+        return ProjectedInputs(qkv, project("gate"), log_decay=-jnp.exp(w_BTHK))
 
     def recurrence_parameters(self):
         return (self.bonus[...],)

@@ -18,7 +18,7 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.gated_deltanet import DECAY_INITS, log_uniform_dt_bias
 from qwen3next_jax.model.layers import Context, token_mean
 from qwen3next_jax.model.mixer import Mixer
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.ops import causal_conv1d
 from qwen3next_jax.sharding.rules import activation_spec, per_shard
 from qwen3next_jax.zoo.ops import expanded_scan
@@ -355,10 +355,12 @@ class Mamba2(Recurrent):
         self.skip = make.parameter(jnp.ones, (h,), "value_heads", kind="rate")
         self.make_output(make, per_head=True)
 
-    def project_inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         step_BTH = jax.nn.softplus(project_to_float32(x_BTD, self.step_proj) + self.dt_bias[...])
         qkv, gate = self.project_qkv_and_gate(x_BTD, context)
-        return Inputs(qkv, gate, log_decay=-jnp.exp(self.a_log[...]) * step_BTH, beta=step_BTH)
+        return ProjectedInputs(
+            qkv, gate, log_decay=-jnp.exp(self.a_log[...]) * step_BTH, beta=step_BTH
+        )
 
     def recurrence_parameters(self):
         return (self.skip[...],)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.zoo.ops import token_scan
 from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
 from qwen3next_jax.zoo.references import (
@@ -125,13 +125,13 @@ class TTT(TrainedState):
         self.shift = make.parameter(jnp.zeros, (h, k), "value_heads .", kind="rate")
         self.make_output(make)
 
-    def project_inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         rate_BTH = (
             jax.nn.sigmoid(project_to_float32(x_BTD, self.rate_proj))
             / self.config.linear_key_head_dim
         )
         qkv, _ = self.project_qkv_and_gate(x_BTD, context)
-        return Inputs(qkv, beta=rate_BTH)
+        return ProjectedInputs(qkv, beta=rate_BTH)
 
     def recurrence_parameters(self):
         return self.start[...], self.scale[...], self.shift[...]
@@ -201,13 +201,13 @@ class Titans(TrainedState):
         )
         self.make_output(make)
 
-    def project_inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         logits_BTH3 = project_to_float32(x_BTD, self.gates_proj) + self.gates_bias[...]
         momentum_rate_BTH2 = jax.nn.sigmoid(logits_BTH3[..., 1:]) / jnp.array(
             [1, self.settings(self.config).block]
         )
         qkv, _ = self.project_qkv_and_gate(x_BTD, context)
-        return Inputs(
+        return ProjectedInputs(
             qkv, log_decay=jax.nn.log_sigmoid(logits_BTH3[..., 0]), beta=momentum_rate_BTH2
         )
 

@@ -39,7 +39,7 @@ from qwen3next_jax.model.layer_properties import READ_BY_PART, mixer_class
 from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.recurrent import Heads
+from qwen3next_jax.model.recurrent import RecurrenceInputs
 from qwen3next_jax.ops import attention_heads, gated_delta_rule, gated_norm
 from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.ops.implementations import Form
@@ -437,7 +437,7 @@ def test_rounded_keys_let_no_state_of_kda_grow():
     key = keys[jnp.argmax(jnp.sum(jnp.square(rounded), axis=-1))]
     time, start = 32_768, jnp.asarray(rng.normal(size=(1, h, k, k)), jnp.float32)
     repeated = jnp.broadcast_to(key, (1, time, 1, k))
-    heads = Heads(
+    heads = RecurrenceInputs(
         q=repeated,
         k=repeated,
         v=jnp.zeros((1, time, h, k), jnp.bfloat16),
