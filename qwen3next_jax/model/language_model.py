@@ -105,17 +105,17 @@ class Output(NamedTuple):
 
 
 class CrossEntropy(NamedTuple):
-    """The loss of the output head. Only `loss` has gradients.
+    """The loss of the output head. Only `weighted_loss_sum` has gradients.
 
     Attributes:
-      loss: [] float32, the weighted sum of the losses of the targets.
+      weighted_loss_sum: [] float32, the weighted sum of the losses of the targets.
       is_best: [B, T] bool, whether the target has the largest logit.
       best_token: [B, T] int32, the token with the largest logit.
       nll: [B, T] float32, the cross-entropy of each target.
       logsumexp: [B, T] float32, the logarithm of the sum of the exponentials of the logits.
     """
 
-    loss: jax.Array
+    weighted_loss_sum: jax.Array
     is_best: jax.Array
     best_token: jax.Array
     nll: jax.Array

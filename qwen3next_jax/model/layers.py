@@ -185,9 +185,10 @@ def yarn_frequency_scale(
     half: int, theta: float, factor: float, context: int
 ) -> tuple[np.ndarray, float]:
     """Returns how YaRN (2309.00071, section 3.2) changes the frequencies of RoPE for a context that
-    is longer than the trained context. RoPE rotates pairs of dimensions. A pair that makes 32 turns
-    or more within the trained context keeps its frequency. The frequency of a pair that makes less
-    than one turn is divided by `factor`. A pair with 1 to 32 turns gets an interpolated frequency.
+    is longer than the trained context. RoPE rotates pairs of dimensions. A pair of dimensions that
+    makes 32 turns or more within the trained context keeps its frequency. The frequency of a pair
+    that makes less than one turn is divided by `factor`. A pair with 1 to 32 turns gets an
+    interpolated frequency.
 
     Args:
       half: the number of pairs of dimensions.

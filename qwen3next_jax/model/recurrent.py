@@ -417,8 +417,8 @@ class Recurrent(Mixer):
 
     def uses_fused_layout(self) -> bool:
         """Whether the layer uses the fused layout between its kernels. The fused layout is used on
-        a GPU, and on a TPU if the width of each head is a multiple of 128 lanes. In both cases the
-        layer must have a short convolution and an output gate.
+        a GPU, and on a TPU if the width of each head is a multiple of 128 lanes. A layer without a
+        short convolution or without an output gate does not use the fused layout.
         """
         c = self.config
         return (

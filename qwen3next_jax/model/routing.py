@@ -17,8 +17,8 @@ from qwen3next_jax.config import ModelConfig
 def stack_expert_ids(
     config: ModelConfig, per_layer: Sequence[dict[str, Any]], shape: tuple[int, int]
 ) -> jax.Array:
-    """Returns the experts of every token in every layer, [B, T, L, A] int16. The numbers are -1 in
-    layers without experts.
+    """Returns the experts of every token in every layer, [B, T, L, A] int16. In layers without
+    experts the experts' numbers are -1.
 
     Args:
       config: the settings of the model.

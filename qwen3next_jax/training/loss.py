@@ -205,7 +205,7 @@ def total_loss(
             hidden_BTD, target_tokens(batch, offset), weight_BT, mesh, z_weight
         )
         top1, z = (jnp.sum(x * weight_BT) for x in (found.is_best, jnp.square(found.logsumexp)))
-        return found.loss, top1, z
+        return found.weighted_loss_sum, top1, z
 
     total, top1, output_z = cross_entropy(
         features.hidden, 1, counts.targets, train.output_z_loss_weight
