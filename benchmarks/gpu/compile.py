@@ -261,8 +261,11 @@ def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, split)
     # q, k, P and the inverse once for two tiles of the value, or one where there are processors;
     # then v or dO. Maps of the forward pass need neither q nor P.
     passed = lambda blocks, n, read: blocks * (read * tile + rows + numbers) + n * tile
-    scan = passed(values // split.warpgroups, values, 2 * keys + 3)
-    blocks, mapped_share = -(-(keys + values) // 2), max(0, split.pieces - 2) / split.pieces
+    scan = passed(values // split.warpgroups_per_block, values, 2 * keys + 3)
+    blocks, mapped_share = (
+        -(-(keys + values) // 2),
+        max(0, split.pieces_per_row - 2) / split.pieces_per_row,
+    )
     maps = lambda read: mapped_share * passed(blocks, 2 * blocks, read)
     states = keys * values * tile
     forward = chunk + 2 * tile + scan + values * tile + maps(keys + 2)
@@ -313,7 +316,7 @@ def delta_rule_programs(options, shaped) -> dict[str, Program]:
     import jax.numpy as jnp
 
     from qwen3next_jax.kernels.gpu import delta_rule as pallas_gpu
-    from qwen3next_jax.kernels.gpu.delta_rule_problem import Split
+    from qwen3next_jax.kernels.gpu.delta_rule_problem import WorkSplit
     from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
     t, g, h, k, v = (
@@ -324,16 +327,17 @@ def delta_rule_programs(options, shaped) -> dict[str, Program]:
     x = Inputs(keys, keys, values, numbers, numbers, ids)
     state = shaped(1, h, k, v, dtype=jnp.float32)
     settings = Settings(64, normalize_qk=True, delta_term=True)
-    split = Split(options.pieces, options.warpgroups) if options.pieces else None
-    split = pallas_gpu.Problem.of_call(x, settings, split).split
+    split = WorkSplit(options.pieces, options.warpgroups) if options.pieces else None
+    split = pallas_gpu.Problem.of_call(x, settings, split).work_split
     common = dict(settings=settings, interpret=False, split=split)
     forward = functools.partial(pallas_gpu.forward, inverses=None, save=True, **common)
     saved = [shaped(*y.shape, dtype=y.dtype) for y in jax.eval_shape(forward, x, state)[2:]]
     backward = functools.partial(pallas_gpu.backward, **common)
     if options.only in "delta rule":
         print(
-            f"{t} tokens, {g} key heads of {k}, {h} value heads of {v}, in {split.pieces} piece(s)"
-            f", {split.warpgroups} tile(s) a block of whole rows"
+            f"{t} tokens, {g} key heads of {k}, {h} value heads of {v}, "
+            f"in {split.pieces_per_row} piece(s), "
+            f"{split.warpgroups_per_block} tile(s) a block of whole rows"
         )
     counts = kernel_counts(g, h, k, v, split)
 

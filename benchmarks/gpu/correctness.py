@@ -87,7 +87,7 @@ def against_xla(max_error: Callable, tolerance: float, *arguments) -> Errors:
 def calls(widths: bool, interpret: bool) -> dict[str, Callable[[], Errors]]:
     """Returns every kind of call by its name."""
     from qwen3next_jax.kernels.gpu import causal_conv1d, delta_rule_self_test, gated_norm
-    from qwen3next_jax.kernels.gpu.delta_rule_problem import Split
+    from qwen3next_jax.kernels.gpu.delta_rule_problem import WorkSplit
 
     rule = functools.partial(
         against_xla, delta_rule_self_test.max_error, delta_rule_self_test.TOLERANCE
@@ -98,13 +98,13 @@ def calls(widths: bool, interpret: bool) -> dict[str, Callable[[], Errors]]:
     for key, value in pairs:
         name = f"delta rule, K {key} V {value}"
         found[f"{name}, float64"] = functools.partial(against_float64, key, value)
-        pieces = functools.partial(rule, key, value, True, True, Split(3, 1), interpret)
+        pieces = functools.partial(rule, key, value, True, True, WorkSplit(3, 1), interpret)
         found[f"{name}, XLA, a row in pieces"] = pieces
     if not interpret:
         for what, normalize, delta_term, split in (
-            ("without norms", False, True, Split(1, 1)),
-            ("without erasing", True, False, Split(1, 1)),
-            ("two tiles a block", True, True, Split(1, 2)),
+            ("without norms", False, True, WorkSplit(1, 1)),
+            ("without erasing", True, False, WorkSplit(1, 1)),
+            ("two tiles a block", True, True, WorkSplit(1, 2)),
         ):
             call = functools.partial(rule, width, width, normalize, delta_term, split, interpret)
             found[f"delta rule, XLA, {what}"] = call

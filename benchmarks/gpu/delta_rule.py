@@ -8,12 +8,12 @@ from the XLA form.
                                                      say nothing
 
 A line for each shape and split: pieces of a row, and tiles of 64 value channels that a block of a
-whole row computes (`Split` of kernels/gpu/delta_rule_problem.py). The split that a call chooses is
-marked with *. Milliseconds are those of the kernels by the profiler, with XLA's own kernels around
-them; after "clock" stands the time of a call when calls follow one another. Then the milliseconds
-of each kernel, and the array that is furthest from the XLA form (`chunked`) with its relative L2
-distance. Gates and write strengths are so weak that the state before a piece still matters after
-it: with usual ones, wrong maps of pieces would not show.
+whole row computes (`WorkSplit` of kernels/gpu/delta_rule_problem.py). The split that a call chooses
+is marked with *. Milliseconds are those of the kernels by the profiler, with XLA's own kernels
+around them; after "clock" stands the time of a call when calls follow one another. Then the
+milliseconds of each kernel, and the array that is furthest from the XLA form (`chunked`) with its
+relative L2 distance. Gates and write strengths are so weak that the state before a piece still
+matters after it: with usual ones, wrong maps of pieces would not show.
 
 The programs of a shape are compiled side by side.
 """
@@ -41,7 +41,7 @@ from benchmarks import harness  # noqa: E402
 from benchmarks.gpu import step  # noqa: E402
 from qwen3next_jax.kernels import self_test  # noqa: E402
 from qwen3next_jax.kernels.gpu import delta_rule_passes  # noqa: E402
-from qwen3next_jax.kernels.gpu.delta_rule_problem import Problem, Split  # noqa: E402
+from qwen3next_jax.kernels.gpu.delta_rule_problem import Problem, WorkSplit  # noqa: E402
 from qwen3next_jax.kernels.gpu.delta_rule_self_test import TOLERANCE  # noqa: E402
 from qwen3next_jax.ops.delta_rule import chunked  # noqa: E402
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings  # noqa: E402
@@ -57,8 +57,8 @@ SHAPES = (
     (32, 2_048, 4, 8, 128),
 )
 TINY_SHAPES = ((1, 250, 1, 2, 64),)
-SPLITS = Split(1, 1), Split(1, 2), Split(3, 1), Split(5, 1), Split(9, 1)
-TINY_SPLITS = Split(1, 1), Split(3, 1)
+SPLITS = WorkSplit(1, 1), WorkSplit(1, 2), WorkSplit(3, 1), WorkSplit(5, 1), WorkSplit(9, 1)
+TINY_SPLITS = WorkSplit(1, 1), WorkSplit(3, 1)
 NAMES = "o", "final state", "dq", "dk", "dv", "dg", "dbeta", "gradient of the initial state"
 CALLS = 5  # that follow one another, so that what the host does to start one is not waited for
 SETTINGS = Settings(64, normalize_qk=True, delta_term=True)
@@ -143,11 +143,11 @@ def measure(shape: tuple, splits: tuple, rounds: int):
     batch, tokens, key_heads, value_heads, width = shape
     print(f"{batch} x {tokens}, {key_heads}/{value_heads} heads of {width}", flush=True)
     inputs = arrays(*shape)
-    best = Problem.of_call(inputs[0], SETTINGS).split
+    best = Problem.of_call(inputs[0], SETTINGS).work_split
     chunks = -(-tokens // 64)
-    splits = [s for s in dict.fromkeys((best, *splits)) if s.pieces <= chunks]
+    splits = [s for s in dict.fromkeys((best, *splits)) if s.pieces_per_row <= chunks]
     if width == 64:  # a single tile
-        splits = [s for s in splits if s.warpgroups == 1]
+        splits = [s for s in splits if s.warpgroups_per_block == 1]
     programs = {
         (split, name): functools.partial(function, delta_rule_passes, split=split, interpret=TINY)
         for split in splits
@@ -157,8 +157,8 @@ def measure(shape: tuple, splits: tuple, rounds: int):
     compiled = compile_all(programs, inputs)
     want = compiled.pop("XLA")(*inputs)
     for (split, name), program in compiled.items():
-        label = f"{'*' if split == best else ' '} {split.pieces} piece(s), "
-        label += f"{split.warpgroups} tile(s) a block, {name}"
+        label = f"{'*' if split == best else ' '} {split.pieces_per_row} piece(s), "
+        label += f"{split.warpgroups_per_block} tile(s) a block, {name}"
         if isinstance(program, Exception):
             print(f"  {label}: {type(program).__name__}: {str(program).splitlines()[0]}")
             continue

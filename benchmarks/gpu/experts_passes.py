@@ -90,11 +90,11 @@ def describe_chip():
     from qwen3next_jax.kernels import self_test
     from qwen3next_jax.kernels.gpu import cudnn, tokamax
 
-    def is_enabled(test, unsupported=""):
+    def kernels_run_by_default(test, unsupported=""):
         self_test.print_once(f"{test.name}: {unsupported or 'kernels'}")
         return not unsupported
 
-    self_test.is_enabled = is_enabled
+    self_test.kernels_run_by_default = kernels_run_by_default
     self_test.unsupported_chip_reason = lambda: ""
     cudnn.unsupported_reason = lambda: ""
     importlib.import_module(cudnn.ENTRY).check_compute_capability = lambda capability: True

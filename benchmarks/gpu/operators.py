@@ -167,15 +167,15 @@ def main() -> int:
     length = options.length or config.train.sequence_length
     train = dataclasses.replace(config.train, sequence_length=length)
     config = dataclasses.replace(config, train=train)
-    is_enabled = self_test.is_enabled
+    run_by_default = self_test.kernels_run_by_default
     title = f"{pathlib.Path(options.config).name}, {train.batch_size} x {length}"
     harness.print_header(title, "with kernels", "XLA's forms")
     for name in operators(config, None):
         if options.only not in name:
             continue
         cells = []
-        for enabled in (is_enabled, lambda *_, **__: False):
-            self_test.is_enabled = enabled
+        for enabled in (run_by_default, lambda *_, **__: False):
+            self_test.kernels_run_by_default = enabled
             jax.clear_caches()  # a part may be cached as the other form traced it
             try:
                 cells.append(measure(name, config, options.rounds))

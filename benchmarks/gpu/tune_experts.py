@@ -11,8 +11,9 @@ that JAX has in jax.experimental.pallas.ops.gpu (Hopper), the form "blocked" of 
 `jax.lax.ragged_dot` in XLA, which is cuDNN's where XLA finds it, and TransformerEngine's grouped
 product if it is installed. For each are printed the least milliseconds, the TFLOP/s of the rows
 that experts have, and the relative L2 error of the first and the last group against float32. The
-last lines are what belongs into `mosaic_tiles`, `triton_tiles` and `triton_tiles_dw` of
-qwen3next_jax/kernels/gpu/grouped_matmul.py. It takes some minutes.
+last lines are what belongs into `mosaic_product_settings`, `triton_product_settings` and
+`triton_weight_gradient_settings` of qwen3next_jax/kernels/gpu/grouped_matmul.py. It takes some
+minutes.
 
 --tiny runs the same code on small arrays; a CPU then runs what it can and lowers the kernels for
 CUDA, if tokamax is installed. --compile compiles all kernels for a described H100, in the

@@ -1,9 +1,9 @@
 """Kernels for the operators in `qwen3next_jax.ops`, for TPUs and for NVIDIA GPUs. Most of the GPU
-kernels need a Hopper GPU; the kernels of the experts run on all GPUs from Ampere on. This folder
-may be deleted: the operators then run their XLA implementations.
+kernels need a Hopper GPU; the kernels of the experts run on all GPUs from Ampere on. If the folder
+`kernels` is deleted, the operators run their XLA implementations.
 
-`ops.implementations` reads the table `KERNELS`, which gives the modules as strings. It imports a
-kernel's module when JAX traces a call of the operator for the kernel's platform, or when a call
+`ops.implementations` reads the table `KERNELS`, which gives the modules as strings. A kernel's
+module is imported when JAX traces a call of the operator for the kernel's platform, or when a call
 names the kernel.
 """
 

@@ -17,7 +17,7 @@ def gradient_of_inputs_before(activation, before, x, kernel, age, dy):
       before: [B, W - 1, D], the inputs before the first token.
       x: [B, T, D], the inputs.
       kernel: [W, D], the weights of the convolution.
-      age: [B, T], the result of `document_ages`; None if a row is one document.
+      age: [B, T], the result of `count_earlier_inputs_in_document`; None if a row is one document.
       dy: [B, T, D], the gradient of the output.
     """
     width = kernel.shape[0]
@@ -35,9 +35,10 @@ def gradient_of_inputs_before(activation, before, x, kernel, age, dy):
     return jax.vjp(first_outputs, before)[1](dy[:, : width - 1])[0]
 
 
-def document_ages(ids, width: int):
+def count_earlier_inputs_in_document(ids, width: int):
     """Returns [B, T] integers: how many of the W - 1 inputs before each token belong to the token's
-    document; -1 for a token of padding. Returns None if `ids` is None.
+    document; -1 for a token of padding. The kernels call this number the age of the token. Returns
+    None if `ids` is None.
 
     Args:
       ids: [B, W - 1 + T], the document ids of the W - 1 inputs before the first token and of the T

@@ -1,14 +1,14 @@
-"""A test of kernels on the user's own GPU. Calls run the kernels by default only if they pass it.
-The test is needed because the kernels have run on few chips so far.
+"""A test of kernels on the user's own GPU. A call that names no implementation runs the kernels
+only if they passed this test. The test is needed because the kernels have run on few chips so far.
 
-Each kind of call has its own test. A kind is a combination of widths, dtypes and settings that the
-kernels are compiled for. The test runs the kernels and the XLA implementation on a tiny input and
-compares the results. The outcome is stored in a file whose name depends on the kind of call, the
-chip, the releases of PACKAGES and the source code of the kernels; later processes read the file.
-If the kernels raised an error, no outcome is stored, because the cause may have been that
-the device's memory was full. While a training step is traced, tests are put off; they run side by
-side when it has been traced (`implementations.trace_and_record`). If several processes run one
-program and the kernels fail in one process, all processes use the XLA implementation.
+Each kind of call has its own test. A kind of call is a combination of widths, dtypes and settings
+that the kernels are compiled for. The test runs the kernels and the XLA implementation on a tiny
+input and compares the results. The outcome is stored in a file whose name depends on the kind of
+call, the chip, the releases of PACKAGES and the source code of the kernels; later processes read
+the file. If the kernels raised an error, no outcome is stored, because the device's memory may have
+been full. While JAX traces a training step, no test runs; after the trace, the tests run in
+parallel (`implementations.trace_and_record`). If several processes run one program and the kernels
+fail in one process, all processes use the XLA implementation.
 """
 
 import dataclasses
@@ -44,40 +44,41 @@ _agreed_outcomes: dict = {}
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
-    """The test of one kind of call. It compares the kernels with the XLA implementation.
+    """The test of one kind of call, which compares the kernels with the XLA implementation.
 
     Attributes:
-      name: name of the operator. It is printed, and the name of the stored file depends on it.
+      name: name of the operator, for messages and for the name of the stored file.
       how_to_avoid: text that tells a user how to run the XLA implementation instead.
-      kind: the widths, dtypes and settings on which the compiled kernels depend.
-      modules: import strings of the modules that hold the kernels' source code. They are imported
-        only when the outcome is looked up, because tokamax, which some of them need, may not be
-        installed.
-      max_error: function that runs the kernels and the XLA implementation on a tiny input. It
-        returns the name of the output or gradient in which they differ most, and the relative L2
-        difference (`largest_error`).
+      call_kind: the widths, dtypes and settings on which the compiled kernels depend.
+      modules: import strings of the modules that hold the kernels' source code. The modules are
+        imported only when the outcome is looked up, because some of them need tokamax, which may
+        not be installed.
+      max_error: function that runs the kernels and the XLA implementation on a tiny input. The
+        function returns the name of the output or gradient in which they differ most, and the
+        relative L2 difference (`largest_error`).
       tolerance: the largest difference with which the test passes.
-      ran_on: the GPU and the JAX release with which the kernels have run training steps
+      trained_on: the GPU and the JAX release with which the kernels have run training steps
         (docs/gpu.md); "" if they have run none.
-      note: what a user has to expect of the kernels although they passed; "" if nothing.
+      warning: a drawback of the kernels, printed although they passed; "" if there is none.
     """
 
     name: str
     how_to_avoid: str
-    kind: tuple
+    call_kind: tuple
     modules: tuple[str, ...]
     max_error: Callable[[], tuple[str, float]]
     tolerance: float
-    ran_on: str = "an H200, jax 0.11.2"
-    note: str = ""
+    trained_on: str = "an H200, jax 0.11.2"
+    warning: str = ""
 
 
-def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
+def kernels_run_by_default(test: SelfTest, unsupported: str = "") -> bool:
     """Returns whether a call that names no implementation runs the kernels. If the kernels can run
-    the call and no outcome of the test is stored, the function runs the test, or takes it to pass
-    if the test is put off. It prints the decision and its reason, each text once in a process,
-    unless `trace_and_record` records them. If the program is compiled for a GPU that this process
-    does not have, it returns False and prints nothing.
+    the call and no outcome of the test is stored, the function runs the test; while
+    `trace_and_record` traces, it assumes a pass instead. The function prints the decision and its
+    reason, the same text once in a process; while `trace_and_record` traces, it prints nothing. If
+    the program is compiled for a GPU that this process does not have, the function returns False
+    and prints nothing.
 
     Args:
       test: the test on which the decision depends.
@@ -85,23 +86,26 @@ def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
     """
     if compile_target().may_lack_device:  # compiled for a GPU that is not here: no test can run
         return False
-    reason = unsupported or failure_for_now(test)
-    ran = f"which ran on {test.ran_on}" if test.ran_on else "which never ran a whole step"
-    trained = f"have trained on {test.ran_on}" if test.ran_on else "have never trained a model"
-    note = f"; {test.note}" if test.note else ""
-    passed = f"the kernels passed their test on this GPU and {trained}{note}"
+    reason = unsupported or failure_or_assumed_pass(test)
+    ran = f"which ran on {test.trained_on}" if test.trained_on else "which never ran a whole step"
+    trained = (
+        f"have trained on {test.trained_on}" if test.trained_on else "have never trained a model"
+    )
+    warning = f"; {test.warning}" if test.warning else ""
+    passed = f"the kernels passed their test on this GPU and {trained}{warning}"
     implementations.give_reason(not reason, reason or passed)
     print_once(
         f"{test.name}: XLA computes it without the kernel: the call {reason}"
         if reason
-        else f"{test.name}: the kernels for this GPU, {ran}: {test.how_to_avoid}{note}"
+        else f"{test.name}: the kernels for this GPU, {ran}: {test.how_to_avoid}{warning}"
     )
     return not reason
 
 
-def failure_for_now(test: SelfTest) -> str:
-    """Returns the outcome of the test as `find_failure` does; "" if it is not known yet and the
-    test is put off.
+def failure_or_assumed_pass(test: SelfTest) -> str:
+    """Returns what went wrong in the test; "" if the kernels passed. While `trace_and_record`
+    traces, the function runs no test: if the outcome is not known yet, it assumes a pass and
+    returns "".
     """
     device = jax.local_devices()[0]
     kind = _test_key(test)
@@ -119,8 +123,8 @@ def known_failure(test: SelfTest) -> str:
 
 def unsupported_chip_reason() -> str:
     """Returns why kernels for Hopper GPUs cannot run in this process or in another process of the
-    same run. Returns "" if they can, or if the program is compiled for a CPU, which interprets
-    them.
+    same run. Returns "" if the kernels can run, or if the program is compiled for a CPU, which
+    interprets kernels.
     """
     reason = ""
     if compile_target().platform != "cpu":
@@ -131,25 +135,26 @@ def unsupported_chip_reason() -> str:
 
 
 def agree_on_reason(question: str, reason: str) -> str:
-    """Exchanges between all processes why they cannot run some kernels; `reason` is this process's
-    answer, "" if it can run them. Returns `reason` if it is not "". Otherwise returns the first
-    reason that another process gave for the same question, or "" if all processes can run them.
+    """Exchanges between all processes the reasons why they cannot run some kernels. `reason` is the
+    reason of this process; "" if it can run the kernels. Returns `reason` if it is not "".
+    Otherwise returns the first reason that another process gave for the same `question`, or "" if
+    all processes can run the kernels.
     """
     if jax.process_count() == 1:
         return reason
-    return _exchange_once((compile_target().platform, question), lambda: reason)
+    return _failure_in_any_process((compile_target().platform, question), lambda: reason)
 
 
 def print_once(line: str):
-    """Prints a line to stderr, the same line only once in a process. It prints nothing while
-    `trace_and_record` records the decisions.
+    """Prints a line to stderr, the same line only once in a process. The function prints nothing
+    while `trace_and_record` traces.
     """
     if not implementations.is_recording():
-        _print_cached(line)
+        _print_first_time(line)
 
 
 @functools.cache
-def _print_cached(line: str):
+def _print_first_time(line: str):
     print(line, file=sys.stderr, flush=True)
 
 
@@ -161,7 +166,7 @@ def largest_error(names, got, want) -> tuple[str, float]:
     Args:
       names: one name for each array.
       got: the arrays to test.
-      want: the arrays to compare them with, with the same numbers of elements as in `got`.
+      want: the arrays to compare `got` with, each with as many elements as its counterpart.
     """
     errors = {}
     for name, a, b in zip(names, got, want, strict=True):
@@ -172,20 +177,20 @@ def largest_error(names, got, want) -> tuple[str, float]:
 
 
 def find_failure(device, test: SelfTest, folder: pathlib.Path | None = None) -> str:
-    """Returns what went wrong in the test in this process or, if it passed here, in another process
-    of the same run; "" if the kernels passed in all processes. `folder` holds the stored outcomes;
-    None: FOLDER.
+    """Returns what went wrong in the test in this process or, if the kernels passed here, in
+    another process of the same run; "" if the kernels passed in all processes. `folder` holds the
+    stored outcomes; None: FOLDER.
     """
-    return _exchange_once(
+    return _failure_in_any_process(
         _test_key(test), lambda: _stored_or_new_failure(device, test, folder or FOLDER)
     )
 
 
 def _test_key(test: SelfTest) -> tuple:
-    return compile_target().platform, test.name, test.kind
+    return compile_target().platform, test.name, test.call_kind
 
 
-def _exchange_once(call, find: Callable[[], str]) -> str:
+def _failure_in_any_process(call, find: Callable[[], str]) -> str:
     """Calls `find()` once for each value of `call` and exchanges the results of all processes. A
     result is "" or says what went wrong. Returns this process's result if it is not "". Otherwise
     it returns the first result of another process that is not "", or "" if there is none. A process
@@ -193,13 +198,14 @@ def _exchange_once(call, find: Callable[[], str]) -> str:
     """
     if call not in _agreed_outcomes:
         key = hashlib.sha256(repr(call).encode()).hexdigest()[:16]
-        _agreed_outcomes[call] = _exchange_results(key, find())
+        _agreed_outcomes[call] = _exchange_failures(key, find())
     return _agreed_outcomes[call]
 
 
-def _exchange_results(key: str, found: str) -> str:
-    """Exchanges the results of all processes under the name `key`. Returns the result that
-    `_exchange_once` describes, given this process's result `found`.
+def _exchange_failures(key: str, found: str) -> str:
+    """Exchanges the results of all processes under the name `key`. A result is "" or says what went
+    wrong. Returns this process's result `found` if it is not ""; otherwise the first result of
+    another process that is not "", or "" if there is none.
     """
     if jax.process_count() == 1:
         return found
@@ -220,9 +226,10 @@ def _exchange_results(key: str, found: str) -> str:
 
 
 def _stored_or_new_failure(device, test: SelfTest, folder: pathlib.Path) -> str:
-    """Returns what went wrong in the test; "" if the kernels passed. It reads the stored outcome.
-    If there is none, it runs the test, and stores the outcome unless the kernels raised an error.
-    If the folder has a file `avoid`, it runs no test and returns a text that names this file.
+    """Returns what went wrong in the test; "" if the kernels passed. The function reads the
+    stored outcome. If no outcome is stored, the function runs the test, and stores the outcome
+    unless the kernels raised an error. If the folder has a file `avoid`, the function runs no test
+    and returns a text that names this file.
     """
     if (folder / "avoid").exists():
         return f"is kept from the kernels by the file {folder}/avoid"
@@ -230,7 +237,13 @@ def _stored_or_new_failure(device, test: SelfTest, folder: pathlib.Path) -> str:
         pathlib.Path(importlib.import_module(name).__file__).read_bytes() for name in test.modules
     )
     versions = [_package_version(name) for name in PACKAGES]
-    kind = device.device_kind, versions, hashlib.sha256(sources).hexdigest(), test.name, test.kind
+    kind = (
+        device.device_kind,
+        versions,
+        hashlib.sha256(sources).hexdigest(),
+        test.name,
+        test.call_kind,
+    )
     file = folder / (hashlib.sha256(repr(kind).encode()).hexdigest()[:16] + ".txt")
     try:
         if stored := file.read_text():  # empty: another process is writing it
@@ -266,8 +279,8 @@ def _package_version(package: str) -> str:
 
 
 def _run_test(device, test: SelfTest) -> str:
-    """Runs the test on `device`. Returns "" if the kernels passed. Otherwise it returns the error
-    that they raised, or the largest difference from the XLA implementation.
+    """Runs the test on `device`. Returns "" if the kernels passed. Otherwise returns the error
+    that the kernels raised, or their largest difference from the XLA implementation.
     """
     try:
         with jax.default_device(device):

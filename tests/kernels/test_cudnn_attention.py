@@ -24,7 +24,7 @@ from tests.kernels.test_attention import assert_near, inputs, output_and_gradien
 
 KERNELS = cudnn_attention.forward, cudnn_attention.backward
 T = 512
-BOUND = document_ranges.length_classes(T)[0].above  # the longest length of the second class
+BOUND = document_ranges.length_classes(T)[0].longer_than  # the longest length of the second class
 # Each row's documents, one after the other; the rest of the row is padding.
 ROWS = (
     (T,),
@@ -50,31 +50,31 @@ def ids_of(rows, length: int) -> np.ndarray:
 @pytest.mark.parametrize("length", [128, T, 384, 128 * 11, 4096])
 def test_classes_cover_every_length_once(length):
     classes = document_ranges.length_classes(length)
-    assert [c.longest for c in classes] == [length, *(c.above for c in classes[:-1])]
-    assert classes[-1].above == SHORT
+    assert [c.longest for c in classes] == [length, *(c.longer_than for c in classes[:-1])]
+    assert classes[-1].longer_than == SHORT
     assert not any(length % c.longest for c in classes)
 
 
 def test_ranges_list_every_document_once():
     """Lengths and offsets, the same by document, and the same by token."""
     ids = ids_of(ROWS, T)
-    first, length = document_ranges.document_spans(jnp.asarray(ids))
+    first, length = document_ranges.document_starts_and_lengths(jnp.asarray(ids))
     found = []
     for of in document_ranges.length_classes(T):
         ranges = jax.tree.map(np.asarray, document_ranges.ranges_of_class(first, length, of))
         width = of.longest
-        assert ranges.offsets.shape == (len(ROWS) * T // width, of.max_documents + 1)
+        assert ranges.offsets.shape == (len(ROWS) * T // width, of.max_documents_per_row + 1)
         used = ranges.lengths >= 0
         assert np.array_equal(ranges.offsets[:, :-1] >= 0, used)
         assert np.all(ranges.offsets[:, -1] == -1)
         begins = (ranges.offsets[:, :-1] + width * np.arange(len(used))[:, None])[used]
         counts = ranges.lengths[used]
-        np.testing.assert_array_equal(ranges.begins[: len(begins)], begins)
-        np.testing.assert_array_equal(ranges.counts[: len(begins)], counts)
-        assert not np.any(ranges.counts[len(begins) :])
+        np.testing.assert_array_equal(ranges.flat_offsets[: len(begins)], begins)
+        np.testing.assert_array_equal(ranges.flat_lengths[: len(begins)], counts)
+        assert not np.any(ranges.flat_lengths[len(begins) :])
         tokens = np.concatenate([np.arange(a, a + n) for a, n in zip(begins, counts)])
         np.testing.assert_array_equal(np.flatnonzero(ranges.covered), tokens)
-        by_token = ranges.begins[ranges.document_of_token] + ranges.position_in_document
+        by_token = ranges.flat_offsets[ranges.document_of_token] + ranges.position_in_document
         np.testing.assert_array_equal(by_token.reshape(-1)[tokens], tokens)
         found += zip(begins.tolist(), counts.tolist())
     expected = [
@@ -155,7 +155,7 @@ def test_a_large_batch_is_computed_in_parts(monkeypatch):
     run = lambda *x: attention(*x, implementation="cudnn")
     whole = output_and_gradients(run, *arrays)
     monkeypatch.setattr(
-        cudnn_attention, "ELEMENTS", 2 * cudnn_attention._elements_per_row(arrays[0])
+        cudnn_attention, "ELEMENTS", 2 * cudnn_attention._cudnn_elements_per_row(arrays[0])
     )
     calls = []
     one = cudnn.forward
@@ -269,19 +269,19 @@ def test_another_signature_or_release_is_refused_in_one_line(on_a_gpu, monkeypat
     monkeypatch.setattr(entry, "check_cudnn_version", lambda: 90500)
     if jax.__version_info__ >= cudnn.MIN_JAX:
         assert (
-            cudnn._unsupported_reason_here()
+            cudnn._unsupported_reason_of_process()
             == "with cuDNN 90500: expected 90600 or later (the extra gpu)"
         )
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
-        assert "xla_gpu_deterministic_ops" in cudnn._unsupported_reason_here()
+        assert "xla_gpu_deterministic_ops" in cudnn._unsupported_reason_of_process()
         monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
-        assert "cuDNN 90500" in cudnn._unsupported_reason_here()
+        assert "cuDNN 90500" in cudnn._unsupported_reason_of_process()
         monkeypatch.setattr(entry, "dot_product_attention", lambda query, key, value: None)
-        assert "is another (dot_product_attention)" in cudnn._unsupported_reason_here()
+        assert "is another (dot_product_attention)" in cudnn._unsupported_reason_of_process()
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    assert "mixes documents up" in cudnn._unsupported_reason_here()
+    assert "mixes documents up" in cudnn._unsupported_reason_of_process()
     chip[:] = [collections.namedtuple("Device", "compute_capability")("8.9")]
-    assert "8.9: expected 9.0" in cudnn._unsupported_reason_here()
+    assert "8.9: expected 9.0" in cudnn._unsupported_reason_of_process()
 
 
 @pytest.mark.slow

@@ -240,7 +240,7 @@ def grid_and_block(inputs):
     p = tiling.Problem(
         jnp.asarray(inputs["q"], jnp.float32), jnp.asarray(inputs["v"], jnp.float32), CHUNK
     )
-    return p.grid, p.block_heads
+    return p.grid, p.block_value_heads
 
 
 @pytest.mark.slow
@@ -260,12 +260,14 @@ def test_two_blocks_race_nowhere(monkeypatch):
     """Two rows, two blocks of heads, three chunks, documents, in the interpreter of TPU memory:
     every buffer starts as NaN.
     """
-    call = tiling.Problem.call
+    call = tiling.Problem.call_kernel
     interpreter = pltpu.InterpretParams(
         detect_races=True, on_race="raise", uninitialized_memory="nan"
     )
     monkeypatch.setattr(
-        tiling.Problem, "call", lambda self, *arguments: call(self, *arguments[:-1], interpreter)
+        tiling.Problem,
+        "call_kernel",
+        lambda self, *arguments: call(self, *arguments[:-1], interpreter),
     )
     monkeypatch.setattr(chip, "vmem_bytes", lambda: 5 * 2**20)
     inputs, cotangents = problem(batch=2, time=2 * CHUNK + 2, groups=2, heads=4)

@@ -93,8 +93,8 @@ def split_into(monkeypatch):
     """Makes the passes of the state split the work as the argument says."""
 
     def split_into(pieces: int, warpgroups: int = 1):
-        split = delta_rule_problem.Split(pieces, warpgroups)
-        monkeypatch.setattr(pallas_gpu.Problem, "best_split", lambda p: split)
+        split = delta_rule_problem.WorkSplit(pieces, warpgroups)
+        monkeypatch.setattr(pallas_gpu.Problem, "best_work_split", lambda p: split)
         _run.clear_cache()
 
     yield split_into
@@ -121,10 +121,36 @@ def test_a_row_in_three_pieces_forward():
         Settings(CHUNK, normalize_qk=True, delta_term=True),
         save=False,
         interpret=True,
-        split=delta_rule_problem.Split(3, 1),
+        split=delta_rule_problem.WorkSplit(3, 1),
     )
     for x, y in zip(got, want):
         assert error(np.float64(x), np.float64(y)) <= BARS[jnp.bfloat16][0]
+
+
+@pytest.mark.parametrize("split", [(1, 1), (1, 2), (3, 1)])
+def test_gradients_have_the_shapes_of_inputs(split):
+    split = delta_rule_problem.WorkSplit(*split)
+    settings = Settings(CHUNK, normalize_qk=True, delta_term=True)
+
+    def outputs(q, k, v, g, beta, state):
+        inputs = Inputs(q, k, v, g, beta, None)
+        return delta_rule_passes.forward(inputs, state, None, settings, save=True, split=split)
+
+    def gradients(q, k, v, g, beta, state):
+        inputs = Inputs(q, k, v, g, beta, None)
+        out, final, states, inverses = outputs(q, k, v, g, beta, state)
+        return delta_rule_passes.backward(
+            inputs, states, inverses, out, final, settings, split=split
+        )
+
+    keys, values = (
+        jax.ShapeDtypeStruct((1, 3 * CHUNK, heads, 128), jnp.bfloat16) for heads in (1, 2)
+    )
+    gates = jax.ShapeDtypeStruct((1, 3 * CHUNK, 2), jnp.float32)
+    state = jax.ShapeDtypeStruct((1, 2, 128, 128), jnp.float32)
+    arguments = keys, keys, values, gates, gates, state
+    found = jax.eval_shape(gradients, *arguments)
+    assert [x.shape for x in jax.tree.leaves(found)] == [x.shape for x in arguments]
 
 
 DOCUMENTS = {
@@ -203,9 +229,12 @@ def test_blocks_of_two_tiles(split_into):
 )
 def test_long_rows_of_few_heads_go_in_pieces(batch, tokens, heads, split):
     p = pallas_gpu.Problem(batch, tokens // CHUNK, heads, heads, 128, 128, 128, True, True)
-    assert p.best_split() == split
+    assert p.best_work_split() == split
     # Both calls run all their blocks at the same time.
-    blocks = p.value_tiles + (split[0] - 2) * p.map_blocks, (split[0] - 1) * p.value_tiles
+    blocks = (
+        p.value_tile_count + (split[0] - 2) * p.blocks_per_map,
+        (split[0] - 1) * p.value_tile_count,
+    )
     assert split[0] == 1 or batch * heads * max(blocks) <= delta_rule_problem.PROCESSORS
 
 
@@ -217,7 +246,7 @@ def test_the_second_piece_of_a_row_writes_in_place():
     shaped = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     q, v, state = shaped(1, 192, 1, 64), shaped(1, 192, 2, 64), shaped(1, 2, 64, 64)
     gates = shaped(1, 192, 2)
-    settings, split = Settings(CHUNK, True, True), delta_rule_problem.Split(3, 1)
+    settings, split = Settings(CHUNK, True, True), delta_rule_problem.WorkSplit(3, 1)
 
     def both(x, state):
         o, final, *saved = delta_rule_passes.forward(
@@ -337,7 +366,7 @@ def test_what_has_no_kernel_is_refused(change, message):
 
 @pytest.mark.parametrize("chip", ["8.0", "10.0"])
 def test_other_chips_have_no_kernel(chip, monkeypatch, capsys):
-    self_test._print_cached.cache_clear()
+    self_test._print_first_time.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(
         jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=chip)]
@@ -373,7 +402,7 @@ def test_a_wrong_kernel_is_refused_and_remembered(monkeypatch, tmp_path):
     """In the middle of a trace, as a training step asks."""
 
     def verdict(folder):
-        split = delta_rule_problem.Split(1, 1)
+        split = delta_rule_problem.WorkSplit(1, 1)
         found, test = [], delta_rule_self_test.make_self_test(64, 64, True, True, split)
         jax.eval_shape(
             lambda x: (
@@ -426,7 +455,7 @@ def test_a_wrong_kernel_is_refused_and_remembered(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_gpu_takes_kernels_that_were_right(monkeypatch, capsys):
     """Two forward, three backward, of one shape and dtype with the XLA form's results."""
-    self_test._print_cached.cache_clear()
+    self_test._print_first_time.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(pallas_gpu, "unsupported_reason", lambda *_, **__: "")
     q, v = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (1, 3))

@@ -158,19 +158,21 @@ def main(chip, *names):
         print(f"{name}: {found}", flush=True)
 
 
-@pytest.mark.parametrize("wide", ["key_bytes", "value_bytes"])
+@pytest.mark.parametrize("wide", ["qk_itemsize", "v_itemsize"])
 def test_tiling_fits_its_budget_or_says_so(wide):
-    sizes = dict(heads_per_key=2, chunk_size=64, key=128, value=128, key_bytes=2, value_bytes=2)
+    sizes = dict(
+        heads_per_key=2, chunk_size=64, key_width=128, value_width=128, qk_itemsize=2, v_itemsize=2
+    )
     choose = lambda heads=32, vmem=128 * 2**20, cores=1, **others: Tiling.choose(
         heads, vmem=vmem, cores=cores, **sizes | others
     )
     small = choose(vmem=16 * 2**20)
-    assert small.block_heads < choose().block_heads == 32
-    assert small.vmem_bytes <= 16 * 2**20
-    assert 32 % small.block_heads == small.block_heads % 2 == 0
-    assert choose(cores=2).block_heads == 16
-    assert choose(heads=2, cores=2).block_heads == 2
-    assert choose(**{wide: 4}).vmem_bytes > choose().vmem_bytes
+    assert small.block_value_heads < choose().block_value_heads == 32
+    assert small.needed_vmem_bytes <= 16 * 2**20
+    assert 32 % small.block_value_heads == small.block_value_heads % 2 == 0
+    assert choose(cores=2).block_value_heads == 16
+    assert choose(heads=2, cores=2).block_value_heads == 2
+    assert choose(**{wide: 4}).needed_vmem_bytes > choose().needed_vmem_bytes
     with refused("1048576", error=NotImplementedError):
         choose(heads_per_key=32, vmem=2**20)
     with refused("2", error=ValueError):

@@ -203,7 +203,7 @@ def test_one_line_says_why_experts_run_without_kernels(
 ):
     monkeypatch.setattr(tokamax, "mosaic_unsupported_reason", lambda: no_mosaic)
     monkeypatch.setattr(tokamax, "triton_unsupported_reason", lambda: no_triton)
-    self_test._print_cached.cache_clear()
+    self_test._print_first_time.cache_clear()
     call = dict(widths=(128, 64), dtype=jnp.bfloat16) | change
     d, f = call["widths"]
     x, w = (jax.ShapeDtypeStruct(s, call["dtype"]) for s in ((256, d), (4, d, f)))
@@ -218,7 +218,7 @@ def test_mosaic_computes_dw_where_tritons_fails(monkeypatch, failing, enabled):
     monkeypatch.setattr(tokamax, "triton_unsupported_reason", lambda: "")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(self_test, "_agreed_outcomes", {})
-    fails = lambda device, test, folder: "failed" if test.kind[2] in failing else ""
+    fails = lambda device, test, folder: "failed" if test.call_kind[2] in failing else ""
     monkeypatch.setattr(self_test, "_stored_or_new_failure", fails)
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 128), (4, 128, 64)))
     found = []
@@ -245,11 +245,11 @@ def test_few_rows_are_no_reason_for_a_warning(monkeypatch):
 
 def test_a_call_waits_for_no_process_that_lacks_tokamax(monkeypatch):
     """The other process has told that tokamax is missing there: no test runs."""
-    monkeypatch.setattr(tokamax, "_missing_reason", lambda *_: "")
+    monkeypatch.setattr(tokamax, "_missing_package_reason", lambda *_: "")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     told = {"tokamax": "without tokamax (process 1)"}
     monkeypatch.setattr(
-        self_test, "_exchange_once", lambda question, find: told.get(question[1], find())
+        self_test, "_failure_in_any_process", lambda question, find: told.get(question[1], find())
     )
     assert tokamax.mosaic_unsupported_reason() == told["tokamax"]
 
@@ -262,7 +262,7 @@ def test_tokamax_kernels_are_lowered_for_a_layer(monkeypatch, widths):
     chip = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
     monkeypatch.setattr(backend, "get_default_device", lambda: chip)
     monkeypatch.setattr(tokamax, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(self_test, "is_enabled", lambda test, refusal: not refusal)
+    monkeypatch.setattr(self_test, "kernels_run_by_default", lambda test, refusal: not refusal)
     monkeypatch.setattr(self_test, "unsupported_chip_reason", lambda: "")
     if importlib.util.find_spec("jax_triton") is not None:
         from jax_triton import triton_lib

@@ -95,5 +95,5 @@ def test_rows_of_any_width_are_summed(width):
         for shape, dtype in (((512, width), jnp.bfloat16), ((512,), jnp.int32))
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        assert chip.cores() == 2
+        assert chip.core_count() == 2
         jax.jit(functools.partial(sum_rows_by_token, tokens=200)).lower(rows, tokens)

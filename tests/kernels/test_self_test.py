@@ -28,7 +28,7 @@ def operators(monkeypatch, tmp_path):
             test = self_test.SelfTest(
                 operator, "", (x.shape,), (), lambda: ("y", results[operator]()), tolerance=0.5
             )
-            return self_test.is_enabled(test)
+            return self_test.kernels_run_by_default(test)
 
         return types.SimpleNamespace(
             unsupported_reason=lambda x: "", is_default=is_default, run=lambda x: 2 * x
@@ -40,7 +40,7 @@ def operators(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(self_test, "FOLDER", tmp_path)
     monkeypatch.setattr(self_test, "_agreed_outcomes", {})
-    self_test._print_cached.cache_clear()
+    self_test._print_first_time.cache_clear()
     implementations.kernels_by_name.cache_clear()
     yield results
     implementations.kernels_by_name.cache_clear()

@@ -1,9 +1,9 @@
 """Attention over packed documents with cuDNN, for Hopper GPUs and later (docs/gpu.md).
 
 cuDNN keeps the documents of a row apart by their offsets and lengths. Documents of similar length
-share a call (`document_ranges.py` says why), and a call without documents is skipped. Documents of
-at most SHORT tokens are computed with XLA, all of them at once, because cuDNN's tiles of 128 tokens
-would be mostly empty. Where a row is one document, there is one call without offsets.
+share a call of cuDNN (`document_ranges.py` says why), and a call without documents is skipped. XLA
+computes all documents of at most SHORT tokens at once, because cuDNN's tiles of 128 tokens would be
+mostly empty. Where a row is one document, there is one call without offsets.
 
 B batch, T queries, S keys, N query heads, M key/value heads, D head width.
 """
@@ -53,34 +53,37 @@ def unsupported_reason(q, k, v, split: bool) -> str:
         return f"has heads of {width} channels: expected a multiple of 8, at most {MAX_WIDTH}"
     if queries % ROWS or keys % ROWS:
         return f"has {queries} queries and {keys} keys: expected multiples of {ROWS}"
-    if _elements_per_row(q) >= TOO_LARGE:
+    if _cudnn_elements_per_row(q) >= TOO_LARGE:
         return (
             f"has rows of {q.shape[1]} tokens of {q.shape[2]} heads of {width} channels, as which "
-            f"cuDNN sees {_elements_per_row(q):,} numbers: expected fewer than {TOO_LARGE:,}, "
-            "beyond which its gradients are wrong; split the row over `context` or the heads over "
-            "`tensor`"
+            f"cuDNN sees {_cudnn_elements_per_row(q):,} numbers: expected fewer than "
+            f"{TOO_LARGE:,}, beyond which its gradients are wrong; split the row over `context` or "
+            "the heads over `tensor`"
         )
     return cudnn.unsupported_reason()
 
 
 def is_default(q, k, v, split: bool) -> bool:
-    """Returns whether a call that names no implementation runs cuDNN: if it supports the call and
-    has passed its test on this GPU. For rows of at least ROWS tokens it prints the decision once.
+    """Returns whether a call that names no implementation runs cuDNN. The call runs cuDNN if it has
+    rows of at least ROWS tokens, if cuDNN supports it and if cuDNN passed its test on this GPU. For
+    rows of at least ROWS tokens the function prints the decision once.
     """
     if q.shape[1] < ROWS:
         few = f"has rows of {q.shape[1]} tokens: cuDNN runs {ROWS} or more"
         implementations.give_reason(False, f"{few} {implementations.BY_DEFAULT}")
         return False
     reason = unsupported_reason(q, k, v, split)
-    return self_test.is_enabled(make_self_test(q.shape[3], q.shape[2] != k.shape[2]), reason)
+    return self_test.kernels_run_by_default(
+        make_self_test(q.shape[3], q.shape[2] != k.shape[2]), reason
+    )
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """Takes and returns the same as `forward` of `ops.attention.dispatch`, except that a row of
-    padding has zeros and the logsumexp UNSEEN. In a call that is not causal, the keys are tokens of
-    the row before the queries, so that at most one document has both queries and keys.
+    """Takes and returns the same as `forward` of `ops.attention.dispatch`. In tokens of padding, o
+    is zero and the logsumexp is UNSEEN. If `causal` is False, the keys are the tokens of the row
+    that precede the queries, so at most one document has both queries and keys.
     """
-    run = functools.partial(_forward, scale=scale, causal=causal, interpret=interpret)
+    run = functools.partial(_forward_of_part, scale=scale, causal=causal, interpret=interpret)
     return _run_in_parts(run, q, k, v, segment_ids, kv_segment_ids)
 
 
@@ -88,29 +91,31 @@ def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
     """Takes and returns the same as `backward` of `ops.attention.dispatch`, for the calls that
-    `forward` takes. Padding gets zeros.
+    `forward` takes. The gradients of padding are zeros.
     """
-    run = functools.partial(_backward, scale=scale, causal=causal, interpret=interpret)
+    run = functools.partial(_backward_of_part, scale=scale, causal=causal, interpret=interpret)
     o, do = o.astype(q.dtype), do.astype(q.dtype)
     return _run_in_parts(run, q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do)
 
 
-def _elements_per_row(q) -> int:
+def _cudnn_elements_per_row(q) -> int:
     """Returns the number of elements of the largest array that cuDNN sees for one row of q."""
     _, t, n, d = q.shape
     return max(
-        (t // of.longest * of.max_documents * of.longest * n * d)
+        (t // of.longest * of.max_documents_per_row * of.longest * n * d)
         for of in document_ranges.length_classes(t)
     )
 
 
 def _run_in_parts(run, q, *arrays):
-    """Returns run(q, *arrays), computed for as many rows at a time as a call may have."""
+    """Returns run(q, *arrays), computed for as many rows at a time as one call of cuDNN may
+    have.
+    """
     documents = max(
-        q.shape[1] // of.longest * of.max_documents
+        q.shape[1] // of.longest * of.max_documents_per_row
         for of in document_ranges.length_classes(q.shape[1])
     )
-    rows = max(1, min(ELEMENTS // _elements_per_row(q), MOST_DOCUMENTS // documents))
+    rows = max(1, min(ELEMENTS // _cudnn_elements_per_row(q), MOST_DOCUMENTS // documents))
     parts = [
         run(*(None if x is None else x[first : first + rows] for x in (q, *arrays)))
         for first in range(0, q.shape[0], rows)
@@ -120,7 +125,7 @@ def _run_in_parts(run, q, *arrays):
     return tuple(jnp.concatenate(results) for results in zip(*parts))
 
 
-def _forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret):
+def _forward_of_part(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret):
     call = functools.partial(cudnn.forward, scale=scale, causal=causal, interpret=interpret)
     if segment_ids is None:
         return call(q, k, v, None)
@@ -137,7 +142,7 @@ def _forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret):
             *document_ranges.ranges_of_shared_documents(segment_ids, kv_segment_ids)
         )
         return computed(q, k, v, documents, result)
-    first, length = document_ranges.document_spans(segment_ids)
+    first, length = document_ranges.document_starts_and_lengths(segment_ids)
     for of in document_ranges.length_classes(q.shape[1]):
         ranges = document_ranges.ranges_of_class(first, length, of)
         rows = (x.reshape(-1, of.longest, *x.shape[2:]) for x in (q, k, v))
@@ -147,13 +152,13 @@ def _forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret):
 
     def computed_short(result):
         return _replace_where_covered(
-            short, _short_forward(q, k, v, segment_ids, short, scale), result
+            short, _short_documents_forward(q, k, v, segment_ids, short, scale), result
         )
 
     return _run_if_any_covered(short, computed_short, result)
 
 
-def _backward(
+def _backward_of_part(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret
 ):
     call = functools.partial(cudnn.backward, scale=scale, causal=causal, interpret=interpret)
@@ -173,7 +178,7 @@ def _backward(
             *document_ranges.ranges_of_shared_documents(segment_ids, kv_segment_ids)
         )
         return computed(q, k, v, o, do, documents, result)
-    first, length = document_ranges.document_spans(segment_ids)
+    first, length = document_ranges.document_starts_and_lengths(segment_ids)
     for of in document_ranges.length_classes(q.shape[1]):
         ranges = document_ranges.ranges_of_class(first, length, of)
         rows = (x.reshape(-1, of.longest, *x.shape[2:]) for x in (q, k, v, o, do))
@@ -182,15 +187,16 @@ def _backward(
     short = (length > 0) & (length <= SHORT)
 
     def computed_short(result):
-        new = _short_backward(q, k, v, segment_ids, short, o, logsumexp_BNT, do, scale)
+        new = _short_documents_backward(q, k, v, segment_ids, short, o, logsumexp_BNT, do, scale)
         return _replace_where_covered(short, new, result)
 
     return _run_if_any_covered(short, computed_short, result)
 
 
 def _run_if_any_covered(covered_BT, run, result):
-    """Returns run(result) if any token is covered, else `result`. It is a loop of one turn or none,
-    because XLA copies the arrays of a conditional that is skipped.
+    """Returns run(result) if any token is covered, else `result`. A loop of one iteration or none
+    stands in place of a conditional, because XLA copies the arrays of a conditional whose branch is
+    not taken.
     """
     turns = jnp.any(covered_BT).astype(jnp.int32)
     return jax.lax.fori_loop(0, turns, lambda _, result: run(result), result)
@@ -214,11 +220,13 @@ def _logsumexp_by_token(logsumexp, ranges: document_ranges.DocumentRanges):
 
 
 def _logsumexp_by_document(logsumexp_BNT, ranges: document_ranges.DocumentRanges, width: int):
-    """The reverse of `_logsumexp_by_token`, with UNSEEN after the last token of a document."""
+    """Rearranges the logsumexp [B, N, T] to [documents, N, L], with UNSEEN after the last token of
+    each document.
+    """
     tokens = logsumexp_BNT.swapaxes(1, 2).reshape(-1, logsumexp_BNT.shape[1])
     place = jnp.arange(width)
-    in_document = (place < ranges.counts[:, None])[..., None]
-    at = jnp.minimum(ranges.begins[:, None] + place, tokens.shape[0] - 1)
+    in_document = (place < ranges.flat_lengths[:, None])[..., None]
+    at = jnp.minimum(ranges.flat_offsets[:, None] + place, tokens.shape[0] - 1)
     return jnp.where(in_document, tokens[at], xla.UNSEEN).swapaxes(1, 2)
 
 
@@ -226,9 +234,9 @@ def _logsumexp_by_document(logsumexp_BNT, ranges: document_ranges.DocumentRanges
 # ---- blocks of SHORT queries see their own block of keys and the block before it
 
 
-def _short_forward(q, k, v, segment_ids, short_BT, scale):
+def _short_documents_forward(q, k, v, segment_ids, short_BT, scale):
     """Returns o and the logsumexp of the tokens of short documents."""
-    queries, own, earlier = _blocks_of_short_documents(q, k, v, segment_ids, short_BT)
+    queries, own, earlier = _short_documents_blocks(q, k, v, segment_ids, short_BT)
     settings = dict(scale=scale, block=SHORT)
     (q, ids), (k, v, kv_ids), (k0, v0, kv_ids0) = queries, own, earlier
     o, logsumexp = xla.combine_key_sets(
@@ -240,12 +248,12 @@ def _short_forward(q, k, v, segment_ids, short_BT, scale):
     return o.astype(q.dtype).reshape(b, t, *o.shape[2:]), logsumexp_BTN.swapaxes(1, 2)
 
 
-def _short_backward(q, k, v, segment_ids, short_BT, o, logsumexp_BNT, do, scale):
+def _short_documents_backward(q, k, v, segment_ids, short_BT, o, logsumexp_BNT, do, scale):
     """Returns dq, dk and dv of the tokens of short documents."""
     shapes = q.shape, k.shape, v.shape
     o, do = map(_split_into_blocks, (o, do))
     logsumexp = _split_into_blocks(logsumexp_BNT.swapaxes(1, 2)).swapaxes(1, 2)
-    (q, ids), own, earlier = _blocks_of_short_documents(q, k, v, segment_ids, short_BT)
+    (q, ids), own, earlier = _short_documents_blocks(q, k, v, segment_ids, short_BT)
 
     def gradients(k, v, kv_ids, causal):
         return xla.backward(
@@ -263,7 +271,7 @@ def _split_into_blocks(x):
     return x.reshape(-1, SHORT, *x.shape[2:])
 
 
-def _blocks_of_short_documents(q, k, v, segment_ids, short_BT):
+def _short_documents_blocks(q, k, v, segment_ids, short_BT):
     """Returns three tuples: the queries of each block and their ids; the keys, values and ids of
     the same block; and the keys, values and ids of the block before it in the row. No query of a
     block sees a key whose id is -1.
@@ -288,7 +296,7 @@ def make_self_test(width: int, grouped: bool) -> self_test.SelfTest:
     return self_test.SelfTest(
         name="attention (cuDNN)",
         how_to_avoid=self_test.AVOID,
-        kind=(width, grouped, cudnn.cudnn_version()),
+        call_kind=(width, grouped, cudnn.cudnn_version()),
         modules=(
             __name__,
             cudnn.__name__,
@@ -298,8 +306,8 @@ def make_self_test(width: int, grouped: bool) -> self_test.SelfTest:
         ),
         max_error=functools.partial(max_error, width, grouped),
         tolerance=TOLERANCE,
-        ran_on="",
-        note="gradients may differ in the last bits from run to run",
+        trained_on="",
+        warning="gradients may differ in the last bits from run to run",
     )
 
 

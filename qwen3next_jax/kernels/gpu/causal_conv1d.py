@@ -20,7 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.kernels import causal_conv1d_edges, self_test
-from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_of_inputs_before
+from qwen3next_jax.kernels.causal_conv1d_edges import (
+    count_earlier_inputs_in_document,
+    gradient_of_inputs_before,
+)
 
 TOLERANCE = 0.02  # largest allowed relative L2 difference between the kernels and XLA
 INTERPRETER = plgpu.InterpretGPUParams()
@@ -53,7 +56,7 @@ def is_default(x, kernel, activation) -> bool:
     """
     if x.shape[1] < TOKENS:
         return False
-    return self_test.is_enabled(
+    return self_test.kernels_run_by_default(
         make_self_test(x, kernel, activation), unsupported_reason(x, kernel, activation)
     )
 
@@ -91,7 +94,7 @@ def max_error(activation, dtype: str, width: int, interpret: bool = False) -> tu
     def plain(ids, before, x, kernel):
         extended, age = (
             jnp.concatenate([before, x], axis=1).astype(jnp.float32),
-            document_ages(ids, width),
+            count_earlier_inputs_in_document(ids, width),
         )
         z = sum(
             kernel[w]
@@ -130,19 +133,23 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
         is one document.
       interpret: whether a CPU interprets the kernel.
     """
-    call = _Call(activation, before, x, kernel, document_ages(ids, kernel.shape[0]))
-    return call(_forward, "forward", [], [jax.ShapeDtypeStruct(x.shape, x.dtype)], 0, interpret)[0]
+    call = _ConvolutionCall(
+        activation, before, x, kernel, count_earlier_inputs_in_document(ids, kernel.shape[0])
+    )
+    return call(
+        _forward_kernel, "forward", [], [jax.ShapeDtypeStruct(x.shape, x.dtype)], 0, interpret
+    )[0]
 
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
     """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The
     other arguments have the same meaning as in `forward`.
     """
-    age = document_ages(ids, kernel.shape[0])
-    call = _Call(activation, before, x, kernel, age)
+    age = count_earlier_inputs_in_document(ids, kernel.shape[0])
+    call = _ConvolutionCall(activation, before, x, kernel, age)
     sums = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // TOKENS, *kernel.shape), jnp.float32)
     dx, dkernel = call(
-        _backward,
+        _backward_kernel,
         "backward",
         [dy],
         [jax.ShapeDtypeStruct(x.shape, x.dtype), sums],
@@ -156,7 +163,7 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     )
 
 
-class _Call:
+class _ConvolutionCall:
     """The sizes of one call, and the code that the forward and the backward kernel share.
 
     Attributes:
@@ -165,7 +172,7 @@ class _Call:
       channels: number of channels of a block, 128 or 256.
       shape: [B, T, D], the shape of x.
       has_age: whether the call has document ids. The kernels then also take the age of each token
-        (`document_ages`).
+        (`count_earlier_inputs_in_document`).
       inputs: the arrays that both kernels take: x, before, kernel and, if `has_age`, the ages.
     """
 
@@ -213,7 +220,7 @@ class _Call:
                 interpret=INTERPRETER if interpret else None,
             )(*self.inputs, *inputs)
 
-    def block_position(self):
+    def block_indices(self):
         """Returns the index of the row of the batch, the index of the block of tokens, the index of
         the block's first token, and the slice of the block's channels.
         """
@@ -228,22 +235,23 @@ class _Call:
     def start_copies(self, refs: "_Refs"):
         """Starts the copies of a block's inputs, of the W - 1 inputs before the block and of the
         ages of its tokens to shared memory. Returns a function (source, target) that starts one
-        more copy. The barrier `refs.arrived` counts the copies that have arrived.
+        more copy. The barrier `refs.inputs_arrived` counts the copies that have arrived.
         """
-        b, t, first, channels = self.block_position()
-        copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, refs.arrived)
-        edge = refs.xs.at[pl.ds(0, self.width - 1)]
-        pl.when(t == 0)(lambda: copy(refs.before.at[b, :, channels], edge))
+        b, t, first, channels = self.block_indices()
+        copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, refs.inputs_arrived)
+        edge = refs.x_smem.at[pl.ds(0, self.width - 1)]
+        pl.when(t == 0)(lambda: copy(refs.before_gmem.at[b, :, channels], edge))
         pl.when(t > 0)(
             lambda: copy(
-                refs.x.at[b, pl.ds(first - (self.width - 1), self.width - 1), channels], edge
+                refs.x_gmem.at[b, pl.ds(first - (self.width - 1), self.width - 1), channels], edge
             )
         )
         copy(
-            refs.x.at[b, pl.ds(first, TOKENS), channels], refs.xs.at[pl.ds(self.width - 1, TOKENS)]
+            refs.x_gmem.at[b, pl.ds(first, TOKENS), channels],
+            refs.x_smem.at[pl.ds(self.width - 1, TOKENS)],
         )
         if self.has_age:
-            copy(refs.age.at[b, pl.ds(first, TOKENS)], refs.ages.at[pl.ds(0, TOKENS)])
+            copy(refs.ages_gmem.at[b, pl.ds(first, TOKENS)], refs.ages_smem.at[pl.ds(0, TOKENS)])
         return copy
 
     def zero_if_other_document(self, x, age, back: int):
@@ -266,28 +274,30 @@ class _Call:
 
 
 class _Refs(NamedTuple):
-    """The references of a kernel. `age` and `ages` are None if the call has no document ids."""
+    """The references of a kernel: first the inputs and outputs in global memory, then arrays in
+    shared memory. `ages_gmem` and `ages_smem` are None if the call has no document ids.
+    """
 
-    x: Any  # this and the next four: global memory
-    before: Any
-    age: Any
-    dy: Any  # None in the forward pass
-    outputs: Sequence[Any]
-    xs: Any  # shared memory for inputs
-    ys: Any  # shared memory for results; in the backward pass it first holds dy
-    ages: Any  # shared memory for ages
-    arrived: Any  # barrier
-    weights: Sequence[Any]  # the rows of the kernel, in registers
+    x_gmem: Any
+    before_gmem: Any
+    ages_gmem: Any
+    dy_gmem: Any  # None in the forward pass
+    output_gmems: Sequence[Any]
+    x_smem: Any
+    result_smem: Any  # in the backward pass it first holds dy
+    ages_smem: Any
+    inputs_arrived: Any  # barrier
+    kernel_rows: Sequence[Any]  # the rows of the kernel, in registers
 
 
 def _name_refs(call, refs, outputs: int, gradient: bool) -> _Refs:
-    """Names the references that `_Call` passes to a kernel."""
+    """Names the references that `_ConvolutionCall` passes to a kernel."""
     x, before, kernel, *refs = refs
     age = refs.pop(0) if call.has_age else None
     dy = refs.pop(0) if gradient else None
     results, (xs, ys, *rest) = refs[:outputs], refs[outputs:]
     ages, arrived = rest if call.has_age else (None, *rest)
-    channels = call.block_position()[3]
+    channels = call.block_indices()[3]
     weights = [kernel[w, channels] for w in range(call.width)]
     return _Refs(x, before, age, dy, results, xs, ys, ages, arrived, weights)
 
@@ -297,18 +307,18 @@ def _load_row(ref, r):
     return ref[r].astype(jnp.float32)
 
 
-def _forward(call, *refs):
+def _forward_kernel(call, *refs):
     """Computes y of a block, from its first token to its last."""
     refs = _name_refs(call, refs, 1, False)
-    (y_gmem,), xs, ys = refs.outputs, refs.xs, refs.ys
-    b, _, first, channels = call.block_position()
+    (y_gmem,), xs, ys = refs.output_gmems, refs.x_smem, refs.result_smem
+    b, _, first, channels = call.block_indices()
     call.start_copies(refs)
-    plgpu.barrier_wait(refs.arrived)
+    plgpu.barrier_wait(refs.inputs_arrived)
 
     def step(r, earlier):
         taps = (_load_row(xs, r + call.width - 1), *earlier)
         z = call.output_before_activation(
-            refs.weights, taps, refs.ages[r] if call.has_age else None
+            refs.kernel_rows, taps, refs.ages_smem[r] if call.has_age else None
         )
         ys[r] = (z * jax.nn.sigmoid(z) if call.activation == "silu" else z).astype(ys.dtype)
         return taps[:-1]
@@ -321,37 +331,44 @@ def _forward(call, *refs):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _backward(call, *refs):
-    """Computes a block's dx and its part of the gradient of `kernel`, from the block's last token
-    to its first. It begins with the W - 1 tokens after the block, because their outputs depend on
-    the last tokens of the block; for these W - 1 tokens it computes only the gradient of the
-    activation's input. The last block of a row has no tokens after it. It copies its own last
-    tokens instead and multiplies their gradients by zero.
+def _backward_kernel(call, *refs):
+    """Computes dx of a block and the block's part of the gradient of `kernel`, from the block's
+    last token to its first. The kernel begins with the W - 1 tokens after the block, because their
+    outputs depend on the last tokens of the block; for these W - 1 tokens it computes only the
+    gradient of the activation's input. The last block of a row, which has no tokens after it,
+    copies its own last tokens instead and multiplies their gradients by zero.
     """
     refs = _name_refs(call, refs, 2, True)
-    (dx_gmem, sums_gmem), xs, dys, weights = refs.outputs, refs.xs, refs.ys, refs.weights
-    b, t, first, channels = call.block_position()
+    (dx_gmem, sums_gmem), xs, dys, weights = (
+        refs.output_gmems,
+        refs.x_smem,
+        refs.result_smem,
+        refs.kernel_rows,
+    )
+    b, t, first, channels = call.block_indices()
     edge, rows = call.width - 1, TOKENS
     copy = call.start_copies(refs)
-    copy(refs.dy.at[b, pl.ds(first, rows), channels], dys.at[pl.ds(0, rows)])
+    copy(refs.dy_gmem.at[b, pl.ds(first, rows), channels], dys.at[pl.ds(0, rows)])
     after = pl.ds(jnp.minimum(first + rows, call.shape[1] - edge), edge)
-    copy(refs.x.at[b, after, channels], xs.at[pl.ds(edge + rows, edge)])
-    copy(refs.dy.at[b, after, channels], dys.at[pl.ds(rows, edge)])
+    copy(refs.x_gmem.at[b, after, channels], xs.at[pl.ds(edge + rows, edge)])
+    copy(refs.dy_gmem.at[b, after, channels], dys.at[pl.ds(rows, edge)])
     if call.has_age:
         copy(
-            refs.age.at[b, pl.ds(jnp.minimum(first + rows, call.shape[1] - 32), 32)],
-            refs.ages.at[pl.ds(rows, 32)],
+            refs.ages_gmem.at[b, pl.ds(jnp.minimum(first + rows, call.shape[1] - 32), 32)],
+            refs.ages_smem.at[pl.ds(rows, 32)],
         )
-    plgpu.barrier_wait(refs.arrived)
+    plgpu.barrier_wait(refs.inputs_arrived)
     has_tokens_after = (first + rows < call.shape[1]).astype(jnp.float32)
 
     def gradient(r, taps):
         """Returns the gradient of the activation's input for token r. The tokens of the block have
-        r = 0 to TOKENS - 1, the W - 1 tokens after it the next indices.
+        r = 0 to TOKENS - 1; the W - 1 tokens after the block have the next indices.
         """
         dz = _load_row(dys, r)
         if call.activation == "silu":
-            z = call.output_before_activation(weights, taps, refs.ages[r] if call.has_age else None)
+            z = call.output_before_activation(
+                weights, taps, refs.ages_smem[r] if call.has_age else None
+            )
             gate = jax.nn.sigmoid(z)
             dz = dz * (gate * (1 + z * (1 - gate)))
         return dz
@@ -370,7 +387,7 @@ def _backward(call, *refs):
         r = rows - 1 - i
         taps = taps_of(r, inputs)
         dzs = (gradient(r, taps), *following)
-        age = lambda back: refs.ages[r + back] if call.has_age else None
+        age = lambda back: refs.ages_smem[r + back] if call.has_age else None
         dx = functools.reduce(
             jnp.add,
             (

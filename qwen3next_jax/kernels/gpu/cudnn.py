@@ -2,8 +2,8 @@
 computation in JAX alone, which a CPU runs instead.
 
 JAX has no public function for packed rows, so the calls go through `jax._src`. This module compares
-the signatures of the functions there with the signatures that it was written for. A result of cuDNN
-is undefined for tokens that belong to no document.
+the signatures of JAX's private functions with the signatures that it was written for. A result of
+cuDNN is undefined for tokens that belong to no document.
 
 R rows, L queries and S keys of a row, N query heads, K key/value heads, D head width, M documents
 of a row (1 if a call has no documents).
@@ -49,15 +49,15 @@ class Documents(NamedTuple):
 
 def unsupported_reason() -> str:
     """Returns why cuDNN's attention cannot run in this process or in another process of the same
-    run. Returns "" if it can, or if the program is compiled for a CPU, which runs the same
-    computation in JAX.
+    run. Returns "" if cuDNN can run, or if the program is compiled for a CPU, which runs the
+    same computation in JAX.
     """
     target = compile_target()
     if target.platform == "cpu":
         return ""
     if target.may_lack_device:
         return "for a GPU that is not here: expected a GPU whose cuDNN says what it can run"
-    return self_test.agree_on_reason("cudnn", _unsupported_reason_here())
+    return self_test.agree_on_reason("cudnn", _unsupported_reason_of_process())
 
 
 def cudnn_version() -> int:
@@ -70,7 +70,7 @@ def cudnn_version() -> int:
         return 0
 
 
-def _unsupported_reason_here() -> str:
+def _unsupported_reason_of_process() -> str:
     chip = getattr(jax.local_devices()[0], "compute_capability", "unknown")
     if not chip[:1].isdigit() or float(chip) < 9:
         return f"on a GPU of compute capability {chip}: expected 9.0 or later (H100, H200, B200)"
@@ -99,9 +99,10 @@ def _cudnn_module():
 
 
 def forward(q, k, v, documents: Documents | None, *, scale: float, causal: bool, interpret: bool):
-    """Returns o [R, L, N, D] and the logsumexp of each query's scores, float32 [R · M, N, L]: for
-    each document of all rows in order, the queries of this document; or, without documents, for
-    each row. Both are undefined where a token belongs to no document.
+    """Returns o [R, L, N, D] and the logsumexp of each query's scores, float32 [R · M, N, L]. The
+    first axis of the logsumexp counts the documents of all rows in order, or the rows if
+    `documents` is None; the last axis counts the queries of a document. o and the logsumexp are
+    undefined for tokens that belong to no document.
 
     Args:
       q: [R, L, N, D] in bfloat16.
@@ -141,8 +142,8 @@ def backward(
     """Returns dq, dk and dv. Other arguments are those of `forward`.
 
     Args:
-      o, logsumexp: in the shapes of `forward`'s results. They may also be the results of a softmax
-        over k and further keys; dq is then the part that comes from k.
+      o, logsumexp: in the shapes of `forward`'s results. o and the logsumexp may also come from a
+        softmax over k and further keys; dq is then the part that comes from k.
       do: [R, L, N, D], the gradient of o.
     """
     if interpret:
@@ -216,7 +217,8 @@ def _interpreted_backward(q, k, v, o, logsumexp, do, documents, scale, causal):
 
 def _token_indices(q, k, documents):
     """Returns for each document of all rows, in order, the indices of its queries [R · M, L] and of
-    its keys [R · M, S] among the tokens of all rows, and -1 after the last one.
+    its keys [R · M, S] among the tokens of all rows. The index is -1 after the last
+    token of a document.
     """
 
     def tokens(x, ranges):
@@ -245,8 +247,8 @@ def _gather_tokens(x, at, heads: int):
 
 
 def _scatter_tokens(values, at, like):
-    """The reverse of `_gather_tokens`, in the shape and dtype of `like`, with NaN in all other
-    tokens.
+    """Returns an array of the shape and dtype of `like` that has `values` in the tokens `at`, and
+    NaN in all other tokens.
     """
     flat = jnp.full((like.shape[0] * like.shape[1], *like.shape[2:]), jnp.nan, like.dtype)
     index = jnp.where(at >= 0, at, flat.shape[0])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import delta_rule_self_test
 from qwen3next_jax.kernels.gpu.delta_rule_passes import backward, forward
-from qwen3next_jax.kernels.gpu.delta_rule_problem import WIDTHS, Problem, Split
+from qwen3next_jax.kernels.gpu.delta_rule_problem import WIDTHS, Problem, WorkSplit
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import C
 from qwen3next_jax.ops import implementations
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
@@ -49,9 +49,9 @@ def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
         return False
     refusal = unsupported_reason(x, settings, split)
     # The heads of a call that the kernels refuse may be narrower than a tile: nothing to split.
-    over_chip = Split(1, 1) if refusal else Problem.of_call(x, settings).split
+    over_chip = WorkSplit(1, 1) if refusal else Problem.of_call(x, settings).work_split
     sizes = x.q.shape[3], x.v.shape[3]
     test = delta_rule_self_test.make_self_test(
         *sizes, settings.normalize_qk, settings.delta_term, over_chip
     )
-    return self_test.is_enabled(test, refusal)
+    return self_test.kernels_run_by_default(test, refusal)

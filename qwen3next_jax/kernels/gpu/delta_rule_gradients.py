@@ -1,20 +1,20 @@
 """The Mosaic GPU kernel that computes the gradients of a chunk from the state before the chunk and
 the gradient of the state after it (sm_90a). A block of the grid computes one chunk of a value head.
 
-The formulas are in docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` defines the tiles
-and the rows.
+The formulas are in docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` defines the tiles,
+the norm rows and the gate rows.
 
 With keys of 64 or 128 channels, a block has one warpgroup, and two blocks share a multiprocessor,
-so that one computes while the other waits. Then each block has at most 115,712 bytes of shared
-memory, which is less than all its inputs take. So several inputs use the same memory one after
-another: an input is copied there as soon as no product reads the input before it. The [C, C]
-matrices are transposed, with rows j and columns i. This makes E a left operand, which wgmma takes
-from registers.
+so that one computes while the other waits. If two blocks share a multiprocessor, each has at most
+115,712 bytes of shared memory, which is less than all its inputs take. So several inputs use the
+same memory one after another: an input is copied as soon as no product reads the earlier input in
+its place. The [C, C] matrices are transposed, with rows j and columns i. The transposition makes E
+a left operand, which wgmma takes from registers.
 
 With keys of 256 channels, one block fills a multiprocessor and needs more registers than one
-warpgroup has, so a block has two warpgroups. Both compute E. Each computes two of the four tiles of
-key channels of dQ and dK. The first warpgroup computes the gradient of K K^T, the second one the
-gradient of Q K^T. At the end the sums of both warpgroups are added.
+warpgroup has, so a block has two warpgroups. Both warpgroups compute E. Each warpgroup computes two
+of the four tiles of key channels of dQ and dK. The first warpgroup computes the gradient of K K^T,
+the second one the gradient of Q K^T. At the end the sums of both warpgroups are added.
 
 C = 64 tokens of a chunk.
 """
@@ -42,10 +42,10 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     TOTAL,
     TOTAL_J,
     C,
-    along_i,
-    along_j,
     channel_slice,
     high_and_low,
+    load_over_columns,
+    load_over_rows,
     named_refs,
     row_and_column_indices,
     row_memory,
@@ -68,72 +68,72 @@ DG, DBETA, ENTER, LEAVE, CARRIED, INNER_Q, INNER_K = range(7)
 
 def warpgroup_count(p) -> int:
     """Returns the number of warpgroups of a block: 2 for keys of 256 channels, otherwise 1."""
-    return 2 if p.key_tiles > 2 else 1
+    return 2 if p.key_tile_count > 2 else 1
 
 
-def thread_arguments(p) -> dict:
+def warpgroup_arguments(p) -> dict:
     """Returns the arguments of `plgpu.kernel` for several warpgroups; none for one warpgroup."""
     return dict(num_threads=2, thread_name="warpgroups") if warpgroup_count(p) > 1 else {}
 
 
 def scratch_memory(p) -> list:
     """Returns the shared memory of a block, in this order: the tiles of k, dO and dV; the parts of
-    the inverse, which the gradients of K K^T and Q K^T overwrite; the slots (see `_Block`); the
-    factors, the rows and the sums. The barriers follow.
+    the inverse, which the gradients of K K^T and Q K^T overwrite; the slots (see
+    `_GradientBlock`); the norm rows, the gate rows and the sums. The barriers follow.
     """
     n = warpgroup_count(p)
-    slots, own_tiles = 2 * p.key_tiles + (1 if n == 1 else 2 + n), p.key_tiles // n
+    slots, own_tiles = 2 * p.key_tile_count + (1 if n == 1 else 2 + n), p.key_tile_count // n
     arrivals = lambda tiles_each, count=1: plgpu.Barrier(
         num_arrivals=tiles_each, num_barriers=count
     )
     return [
-        tile_memory(p.key_tiles),
-        tile_memory(p.value_tiles),
-        tile_memory(p.value_tiles),
+        tile_memory(p.key_tile_count),
+        tile_memory(p.value_tile_count),
+        tile_memory(p.value_tile_count),
         tile_memory(1 + n),
         tile_memory(slots),
         row_memory(7),
         row_memory(8),
         row_memory(n, 7),
-        arrivals(p.key_tiles + 3 + p.inverse_tiles),
-        arrivals(2, p.value_tiles),
-        arrivals(p.key_tiles),
+        arrivals(p.key_tile_count + 3 + p.inverse_tile_count),
+        arrivals(2, p.value_tile_count),
+        arrivals(p.key_tile_count),
         arrivals(own_tiles, n),
-        arrivals(p.key_tiles),
+        arrivals(p.key_tile_count),
         arrivals(1, 1 if n == 1 else 2 + n),
         arrivals(n),
     ]
 
 
-def hide_addresses(*refs):
+def hide_addresses_from_compiler(*refs):
     """Returns references to the same memory in a form that hides from the compiler that the
-    addresses are the same. Otherwise the compiler would keep all addresses in registers, and there
+    addresses are the same. A compiler that knows all addresses keeps them in registers, and there
     are too few registers.
     """
     zero = jax.lax.optimization_barrier(jnp.int32(0))
     return [ref.at[pl.ds(zero, ref.shape[0])] for ref in refs]
 
 
-def row_sums(x, y):
+def row_inner_products(x, y):
     """Returns [C], the inner product of each row of x with the same row of y."""
     return jnp.sum(x * y, axis=1)
 
 
-def along_rows(x_C):
+def broadcast_over_columns(x_C):
     """Returns [C, C], whose row i holds x[i] in all columns."""
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(x_C, (C, C), (0,)), plgpu.Layout.WGMMA)
 
 
-def zero_row():
+def zeros_per_token():
     """Returns C zeros in registers."""
     return plgpu.layout_cast(jnp.zeros((C,), jnp.float32), ROW)
 
 
-def zero_pairs():
-    """Returns zeros [C] and zeros [C, C] in registers. Without the delta term, they stand for the
-    first two results of `_Block.add_products_of_errors`.
+def zero_error_products():
+    """Returns zeros [C] and zeros [C, C] in registers. Without the delta term, the zeros replace
+    the first two results of `_GradientBlock.add_error_products`.
     """
-    return zero_row(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
+    return zeros_per_token(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def store_tile(ref, x):
@@ -146,17 +146,23 @@ def load_tile(ref):
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def decay_of_pairs(rows_ref, row, column):
+def decay_between_tokens(gate_rows_ref, row, column):
     """Returns [C, C], the decay from token j (the row) to token i (the column); zero for i < j and
-    between documents. The mask is applied to the exponent, because the exponential may overflow
-    where it is masked.
+    between documents. The mask is applied to the exponent, because the exponential of a masked
+    exponent may overflow.
 
     Args:
-      rows_ref: the 8 rows of `Problem.rows_of_chunks`.
+      gate_rows_ref: the 8 gate rows of the chunk.
       row, column: the two results of `row_and_column_indices`.
     """
-    mask = (column >= row) & same_document_mask(rows_ref)
-    return jnp.exp(jnp.where(mask, along_j(rows_ref, TOTAL_J) - along_i(rows_ref, TOTAL), -jnp.inf))
+    mask = (column >= row) & same_document_mask(gate_rows_ref)
+    return jnp.exp(
+        jnp.where(
+            mask,
+            load_over_rows(gate_rows_ref, TOTAL_J) - load_over_columns(gate_rows_ref, TOTAL),
+            -jnp.inf,
+        )
+    )
 
 
 def load_row(ref, i: int):
@@ -165,9 +171,9 @@ def load_row(ref, i: int):
 
 
 class _Refs(NamedTuple):
-    """The references of `gradient_kernel`: inputs and outputs in global memory, what
-    `scratch_memory` lists, and barriers, which are passed when the copy of the input in the name
-    has arrived.
+    """The references of `gradient_kernel`: inputs and outputs in global memory (`…_gmem`), then the
+    shared memory and the barriers of `scratch_memory`. A barrier `…_arrived` is passed when the
+    inputs in its name have been copied to shared memory.
     """
 
     q_gmem: Any
@@ -178,104 +184,116 @@ class _Refs(NamedTuple):
     dv_low_gmem: Any
     states_gmem: Any
     dstates_gmem: Any
-    factors_gmem: Any
-    rows_gmem: Any
+    norm_rows_gmem: Any
+    gate_rows_gmem: Any
     inverses_gmem: Any  # None without the delta term
     dq_gmem: Any
     dk_gmem: Any
-    dg_gmem: Any
-    k: Any
-    do: Any
-    dv: Any
-    a: Any
-    slots: Any
-    factors: Any
-    rows: Any
-    sums: Any
-    keys_arrived: Any
-    values_arrived: Any
+    dg_and_dbeta_gmem: Any
+    k_tiles: Any
+    do_tiles: Any
+    dv_tiles: Any
+    inverse_or_gradient_tiles: Any  # the inverse, then the gradients of Q K^T and K K^T
+    input_slots: Any
+    norm_rows: Any
+    gate_rows: Any
+    sum_rows: Any
+    first_inputs_arrived: Any  # k, the norm rows, the gate rows and the inverse
+    do_and_dv_arrived: Any
     states_arrived: Any
     dstates_arrived: Any
     q_arrived: Any
-    spares_arrived: Any
-    all_warpgroups: Any
+    other_slots_arrived: Any  # v, the low part of dV, and the spare slots
+    warpgroup_barrier: Any
 
 
 def gradient_kernel(p, *refs):
     """Computes dQ, dK, dg and dbeta of one chunk of a value head."""
-    block = _Block(p, named_refs(_Refs, refs, missing="" if p.delta_term else "inverses_gmem"))
+    block = _GradientBlock(
+        p, named_refs(_Refs, refs, missing="" if p.delta_term else "inverses_gmem")
+    )
     block.start_copies()
-    error_highs, error_dstate, pairs = block.compute_errors()
-    block.hide_tile_addresses()
-    block.store_pair_gradients(error_highs, pairs)
+    error_highs, error_dstate, pairs = block.compute_errors_and_products()
+    block.hide_tile_addresses_from_compiler()
+    block.store_qk_and_kk_gradients(error_highs, pairs)
     block.write_gradients(*block.query_and_key_gradients(error_dstate))
 
 
-class _Block:
-    """One block of the grid. Its methods `start_copies`, `compute_errors`, `store_pair_gradients`,
-    `query_and_key_gradients` and `write_gradients` run in this order. Copies, and products in
-    accumulators, run while later statements execute, so the order of statements matters.
+class _GradientBlock:
+    """One block of the grid. The methods `start_copies`, `compute_errors_and_products`,
+    `store_qk_and_kk_gradients`, `query_and_key_gradients` and `write_gradients` run in this order.
+    Copies, and products in accumulators, run while later statements execute, so the order of
+    statements matters.
 
     Attributes:
       w: the index of this warpgroup.
       own_tiles: the indices of the tiles of 64 key channels that this warpgroup computes.
       k, do, dv: the tiles of k, dO and dV in shared memory.
-      a: tiles of shared memory. The first two hold the high and the low part of the inverse until
-        `store_pair_gradients` overwrites them with the gradients of Q K^T and K K^T.
+      inverse_or_gradient_tiles: tiles of shared memory. The first two hold the high and the low
+        part of the inverse until `store_qk_and_kk_gradients` overwrites them with the gradients of
+        Q K^T and K K^T.
       slots: tiles of shared memory for inputs. The first slots hold the tiles of the state. The
         next slots hold the tiles of the state's gradient, and later the tiles of q. With one
-        warpgroup there is one spare slot after them. With two warpgroups there is one slot for v,
-        one for the low part of dV and a spare slot for each warpgroup.
+        warpgroup, one spare slot follows. With two warpgroups there is one slot for v, one for the
+        low part of dV and a spare slot for each warpgroup.
       …_arrived: barriers that are passed when the copy of the input in the name has arrived.
     """
 
     def __init__(self, p, refs: _Refs):
         self.p, self.refs = p, refs
-        self.tiles = refs.k, refs.do, refs.dv, refs.a, refs.slots
-        self.k, self.do, self.dv, self.a, self.slots = self.tiles
-        self.factors, self.rows = refs.factors, refs.rows
+        self.tiles = (
+            refs.k_tiles,
+            refs.do_tiles,
+            refs.dv_tiles,
+            refs.inverse_or_gradient_tiles,
+            refs.input_slots,
+        )
+        self.k, self.do, self.dv, self.inverse_or_gradient_tiles, self.slots = self.tiles
+        self.norm_rows, self.gate_rows = refs.norm_rows, refs.gate_rows
 
         self.b, self.h, self.n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
         self.g = jax.lax.div(self.h, p.heads_per_key)
-        self.last = p.value_tiles - 1
-        self.keys = range(p.key_tiles)
+        self.last = p.value_tile_count - 1
+        self.keys = range(p.key_tile_count)
         self.one_warpgroup = warpgroup_count(p) == 1
         self.w = 0 if self.one_warpgroup else jax.lax.axis_index("warpgroups")
-        tiles_each = p.key_tiles // warpgroup_count(p)
+        tiles_each = p.key_tile_count // warpgroup_count(p)
         self.own_tiles = [self.w * tiles_each + i for i in range(tiles_each)]
         self.v_slot, self.low_slot, self.spare_slot = (
-            2 * p.key_tiles + (0 if self.one_warpgroup else i) for i in (0, 1, 2 + self.w)
+            2 * p.key_tile_count + (0 if self.one_warpgroup else i) for i in (0, 1, 2 + self.w)
         )
         self.v_arrived, self.low_arrived, self.spare_arrived = (
-            refs.spares_arrived.at[at - 2 * p.key_tiles]
+            refs.other_slots_arrived.at[at - 2 * p.key_tile_count]
             for at in (self.v_slot, self.low_slot, self.spare_slot)
         )
-        self.sums = refs.sums.at[self.w]
+        self.sums = refs.sum_rows.at[self.w]
         self.dstates_arrived = lambda: refs.dstates_arrived.at[self.w]
 
     # ---- places in memory, copies and sums
 
     def dstate_slot(self, t: int) -> int:
-        """Returns the slot of tile t of the state's gradient. Tile t of q overwrites it later."""
-        return self.p.key_tiles + t
+        """Returns the slot of tile t of the state's gradient. Tile t of q overwrites the slot
+        later.
+        """
+        return self.p.key_tile_count + t
 
     def q_tile(self, t: int):
         """Returns a reference to tile t of q, valid after its copy has arrived."""
         return self.slots.at[self.dstate_slot(t)]
 
-    def value_tile(self, gmem, c: int):
+    def gmem_value_tile(self, gmem, c: int):
         """Returns this chunk's tile [C, C] of an array [B, T, H, V], with the value channels 64 c
         to 64 c + 63.
         """
         return gmem.at[self.b, token_slice(self.n), self.h, channel_slice(c)]
 
-    def state_tile(self, gmem, t: int, c: int):
+    def gmem_state_tile(self, gmem, t: int, c: int):
         """Returns this chunk's tile [C, C] of an array [N, B, H, K, V], with the key channels from
         64 t on and the value channels from 64 c on.
         """
         return gmem.at[self.n, self.b, self.h, channel_slice(t), channel_slice(c)]
 
-    def key_tile(self, gmem, t: int):
+    def gmem_key_tile(self, gmem, t: int):
         """Returns this chunk's tile [C, C] of an array [B, T, G, K], with the key channels 64 t to
         64 t + 63.
         """
@@ -287,19 +305,21 @@ class _Block:
 
     def copy_state(self, slot: int, t: int, c: int, barrier):
         """Starts the copy of tile (t, c) of the state to a slot."""
-        self.copy_to_slot(slot, self.state_tile(self.refs.states_gmem, t, c), barrier)
+        self.copy_to_slot(slot, self.gmem_state_tile(self.refs.states_gmem, t, c), barrier)
 
     def copy_dstate(self, t: int, c: int):
         """Starts the copy of tile (t, c) of the state's gradient to its slot."""
         self.copy_to_slot(
             self.dstate_slot(t),
-            self.state_tile(self.refs.dstates_gmem, t, c),
+            self.gmem_state_tile(self.refs.dstates_gmem, t, c),
             self.dstates_arrived(),
         )
 
-    def hide_tile_addresses(self):
-        """Replaces the references to shared memory by the results of `hide_addresses`."""
-        self.k, self.do, self.dv, self.a, self.slots = hide_addresses(*self.tiles)
+    def hide_tile_addresses_from_compiler(self):
+        """Replaces the references to tiles, so that the compiler cannot see their addresses."""
+        self.k, self.do, self.dv, self.inverse_or_gradient_tiles, self.slots = (
+            hide_addresses_from_compiler(*self.tiles)
+        )
 
     def on_first_warpgroup(self, do):
         """Runs the function `do` in the first warpgroup only."""
@@ -309,10 +329,10 @@ class _Block:
         """Waits until all warpgroups have done their reads and writes of shared memory so far."""
         plgpu.commit_smem()
         if not self.one_warpgroup:
-            plgpu.barrier_arrive(self.refs.all_warpgroups)
-            plgpu.barrier_wait(self.refs.all_warpgroups)
+            plgpu.barrier_arrive(self.refs.warpgroup_barrier)
+            plgpu.barrier_wait(self.refs.warpgroup_barrier)
 
-    def add_to_sum(self, row: int, x):
+    def add_to_sum_row(self, row: int, x):
         """Adds x [C] to a row of sums. The sums are in shared memory, because there are too few
         registers.
         """
@@ -321,9 +341,9 @@ class _Block:
     # ---- copies
 
     def start_copies(self):
-        """Starts the copies of k, the factors, the rows, the inverse, all tiles of dO and dV, and,
-        for the first tile of value channels, v, the state and its gradient. Sets the sums ENTER,
-        LEAVE and CARRIED to zero. Waits for k, the factors, the rows and the inverse.
+        """Starts the copies of k, the norm rows, the gate rows, the inverse, all tiles of dO and
+        dV, and, for the first tile of value channels, v, the state and its gradient. Sets the sums
+        ENTER, LEAVE and CARRIED to zero. Waits for k, the norm rows, the gate rows and the inverse.
         """
 
         @self.on_first_warpgroup
@@ -331,14 +351,22 @@ class _Block:
             at = self.b, self.h, self.n
             copy = plgpu.copy_gmem_to_smem
             for t in self.keys:
-                copy(self.key_tile(self.refs.k_gmem, t), self.k.at[t], self.refs.keys_arrived)
-            copy(self.refs.factors_gmem.at[at], self.factors.at[:6], self.refs.keys_arrived)
+                copy(
+                    self.gmem_key_tile(self.refs.k_gmem, t),
+                    self.k.at[t],
+                    self.refs.first_inputs_arrived,
+                )
             copy(
-                self.refs.factors_gmem.at[*at, Q_NORM],
-                self.factors.at[Q_NORM_ROW],
-                self.refs.keys_arrived,
+                self.refs.norm_rows_gmem.at[at],
+                self.norm_rows.at[:6],
+                self.refs.first_inputs_arrived,
             )
-            copy(self.refs.rows_gmem.at[at], self.rows, self.refs.keys_arrived)
+            copy(
+                self.refs.norm_rows_gmem.at[*at, Q_NORM],
+                self.norm_rows.at[Q_NORM_ROW],
+                self.refs.first_inputs_arrived,
+            )
+            copy(self.refs.gate_rows_gmem.at[at], self.gate_rows, self.refs.first_inputs_arrived)
 
         for t in self.own_tiles:
             self.copy_state(t, t, 0, self.refs.states_arrived)
@@ -348,29 +376,33 @@ class _Block:
         @self.on_first_warpgroup
         def _():
             copy = plgpu.copy_gmem_to_smem
-            self.copy_to_slot(self.v_slot, self.value_tile(self.refs.v_gmem, 0), self.v_arrived)
-            for part in range(self.p.inverse_tiles):
+            self.copy_to_slot(
+                self.v_slot, self.gmem_value_tile(self.refs.v_gmem, 0), self.v_arrived
+            )
+            for part in range(self.p.inverse_tile_count):
                 inverse = self.refs.inverses_gmem.at[self.n, self.b, self.h, part]
-                copy(inverse, self.a.at[part], self.refs.keys_arrived)
-            for c in range(self.p.value_tiles):
                 copy(
-                    self.value_tile(self.refs.do_gmem, c),
+                    inverse, self.inverse_or_gradient_tiles.at[part], self.refs.first_inputs_arrived
+                )
+            for c in range(self.p.value_tile_count):
+                copy(
+                    self.gmem_value_tile(self.refs.do_gmem, c),
                     self.do.at[c],
-                    self.refs.values_arrived.at[c],
+                    self.refs.do_and_dv_arrived.at[c],
                 )
                 copy(
-                    self.value_tile(self.refs.dv_gmem, c),
+                    self.gmem_value_tile(self.refs.dv_gmem, c),
                     self.dv.at[c],
-                    self.refs.values_arrived.at[c],
+                    self.refs.do_and_dv_arrived.at[c],
                 )
 
         for row in (ENTER, LEAVE, CARRIED):
-            self.sums[row] = zero_row()
-        plgpu.barrier_wait(self.refs.keys_arrived)
+            self.sums[row] = zeros_per_token()
+        plgpu.barrier_wait(self.refs.first_inputs_arrived)
 
     # ---- errors E
 
-    def compute_errors(self):
+    def compute_errors_and_products(self):
         """Computes the errors E, one tile of value channels after another, and the products of E
         with dV, dO and the state's gradient dS.
 
@@ -378,52 +410,58 @@ class _Block:
           error_highs: for each tile of value channels the high part of E, [C, 64]; empty with two
             warpgroups.
           error_dstate: a list of E dS^T [C, 64] for each of this warpgroup's tiles of key channels.
-          pairs: [C, C], E dV^T, or E dO^T in the second of two warpgroups. Without the delta term
-            it is None with one warpgroup, and zeros in the first of two.
+          pairs: [C, C], E dV^T, or E dO^T in the second of two warpgroups. Without the delta term,
+            `pairs` is None with one warpgroup, and zeros in the first of two.
         """
         error_highs, error_dstate, pairs = [], None, None
-        for c in range(self.p.value_tiles):
-            self.hide_tile_addresses()
+        for c in range(self.p.value_tile_count):
+            self.hide_tile_addresses_from_compiler()
             for barrier in (
                 self.refs.states_arrived,
                 self.dstates_arrived(),
                 self.v_arrived,
-                self.refs.values_arrived.at[c],
+                self.refs.do_and_dv_arrived.at[c],
             ):
                 plgpu.barrier_wait(barrier)
-            ks, errors = self.errors_of_tile(c)
+            ks, errors = self.prediction_errors_of_tile(c)
             self.sync_warpgroups()  # all reads of the slots end before copies write there
             self.copy_next_state(c)
             high, low = high_and_low(errors)
-            dv_low_term, pairs, error_dstate = self.add_products_of_errors(
+            dv_low_term, pairs, error_dstate = self.add_error_products(
                 c, ks, high, low, pairs, error_dstate
             )
             if self.p.delta_term:
-                self.add_to_sum(ENTER, -dv_low_term)
+                self.add_to_sum_row(ENTER, -dv_low_term)
             plgpu.commit_smem()
             if self.one_warpgroup:
                 error_highs.append(high)
             self.copy_next_dstate(c)
         return error_highs, error_dstate, pairs
 
-    def errors_of_tile(self, c: int):
+    def prediction_errors_of_tile(self, c: int):
         """Returns gamma K S in bfloat16 (None without the delta term) and E in float32, [C, 64]
         each, for tile c of the value channels. Adds this tile's terms to the sums CARRIED, LEAVE
         and, with the delta term, ENTER.
         """
-        k, dv, a, slots, spare_slot = self.k, self.dv, self.a, self.slots, self.spare_slot
+        k, dv, a, slots, spare_slot = (
+            self.k,
+            self.dv,
+            self.inverse_or_gradient_tiles,
+            self.slots,
+            self.spare_slot,
+        )
         carried = sum(
-            row_sums(load_tile(slots.at[t]), load_tile(slots.at[self.dstate_slot(t)]))
+            row_inner_products(load_tile(slots.at[t]), load_tile(slots.at[self.dstate_slot(t)]))
             for t in self.own_tiles
         )
-        self.add_to_sum(CARRIED, carried)
+        self.add_to_sum_row(CARRIED, carried)
         ks = None
         if self.p.delta_term:
-            ks = along_i(self.factors, K_GAMMA) * sum_of_products(
+            ks = load_over_columns(self.norm_rows, K_GAMMA) * sum_of_products(
                 *((k.at[t], slots.at[t]) for t in self.keys)
             )
             self.on_first_warpgroup(
-                lambda: self.add_to_sum(ENTER, -row_sums(ks, load_tile(dv.at[c])))
+                lambda: self.add_to_sum_row(ENTER, -row_inner_products(ks, load_tile(dv.at[c])))
             )
             slots[spare_slot] = (load_tile(slots.at[self.v_slot]) - ks).astype(jnp.bfloat16)
             rounded = jax.lax.optimization_barrier(ks.astype(jnp.bfloat16))
@@ -437,12 +475,12 @@ class _Block:
         else:
             errors = load_tile(slots.at[self.v_slot])
         leave = sum_of_products(*((k.at[t], slots.at[self.dstate_slot(t)]) for t in self.own_tiles))
-        self.add_to_sum(LEAVE, row_sums(leave, errors))
+        self.add_to_sum_row(LEAVE, row_inner_products(leave, errors))
         return ks, errors
 
     def copy_next_state(self, c: int):
-        """Starts copies to the slots that `errors_of_tile` has read: the state for tile c + 1 of
-        the value channels, with the delta term the low part of dV for tile c and, with two
+        """Starts copies to the slots that `prediction_errors_of_tile` has read: the state for tile
+        c + 1 of the value channels, with the delta term the low part of dV for tile c and, with two
         warpgroups, v for tile c + 1. After the last tile there is no tile c + 1 to copy.
         """
         for t in self.own_tiles if c < self.last else ():
@@ -452,76 +490,81 @@ class _Block:
         def _():
             if self.p.delta_term:
                 self.copy_to_slot(
-                    self.low_slot, self.value_tile(self.refs.dv_low_gmem, c), self.low_arrived
+                    self.low_slot, self.gmem_value_tile(self.refs.dv_low_gmem, c), self.low_arrived
                 )
             if c < self.last and not self.one_warpgroup:
                 self.copy_to_slot(
-                    self.v_slot, self.value_tile(self.refs.v_gmem, c + 1), self.v_arrived
+                    self.v_slot, self.gmem_value_tile(self.refs.v_gmem, c + 1), self.v_arrived
                 )
 
     def copy_next_dstate(self, c: int):
         """Starts copies to the slots that the products of tile c of the value channels have read.
-        Before the last tile it copies the gradient of the state and, with one warpgroup, v for tile
-        c + 1. After the last tile it copies q and, if there are several tiles, the tile of the
-        state that `tile_gradients` reads second.
+        Before the last tile, the method copies the gradient of the state and, with one warpgroup, v
+        for tile c + 1. After the last tile, the method copies q and, if there are several tiles,
+        the tile of the state that `query_and_key_tile_gradients` reads second.
         """
         for t in self.own_tiles:
             if c < self.last:
                 self.copy_dstate(t, c + 1)
             else:
                 self.copy_to_slot(
-                    self.dstate_slot(t), self.key_tile(self.refs.q_gmem, t), self.refs.q_arrived
+                    self.dstate_slot(t),
+                    self.gmem_key_tile(self.refs.q_gmem, t),
+                    self.refs.q_arrived,
                 )
         if c < self.last and self.one_warpgroup:
-            self.copy_to_slot(self.v_slot, self.value_tile(self.refs.v_gmem, c + 1), self.v_arrived)
+            self.copy_to_slot(
+                self.v_slot, self.gmem_value_tile(self.refs.v_gmem, c + 1), self.v_arrived
+            )
         elif c == self.last and self.last:
             self.copy_state(self.spare_slot, self.own_tiles[0], self.last - 1, self.spare_arrived)
 
-    def add_products_of_errors(self, c: int, ks, high, low, pairs, error_dstate):
+    def add_error_products(self, c: int, ks, high, low, pairs, error_dstate):
         """Multiplies tile `c` of the value channels of E = `high` + `low` by dV^T (in the second
         warpgroup by dO^T) and by dS^T. Adds the products to `pairs` and `error_dstate`, which hold
         the sums over the tiles before `c`.
 
         Returns:
           Three results: [C], the inner product of each token's row of `ks` (gamma K S) with its row
-          of the low part of dV; the new `pairs`; the new `error_dstate` (see `compute_errors`). In
-          the second warpgroup the first result is zeros. Without the delta term it is not used.
+          of the low part of dV; the new `pairs`; the new `error_dstate` (see
+          `compute_errors_and_products`). In the second warpgroup the first result is zeros. Without
+          the delta term the first result is not used.
         """
-        p, do, dv, a, slots = self.p, self.do, self.dv, self.a, self.slots
+        p, do, dv, a, slots = self.p, self.do, self.dv, self.inverse_or_gradient_tiles, self.slots
 
         def to_errors(products, meanwhile=lambda: None):
-            """Returns the first two results of `add_products_of_errors`. Calls `meanwhile` while
+            """Returns the first two results of `add_error_products`. Calls `meanwhile` while
             the low part of dV is copied.
             """
             if c:
-                products.start(pairs)
-            products.add(low, transposed_ref(dv.at[c]))
-            products.add(high, transposed_ref(dv.at[c]))
+                products.set_sum(pairs)
+            products.add_product(low, transposed_ref(dv.at[c]))
+            products.add_product(high, transposed_ref(dv.at[c]))
             meanwhile()
             plgpu.barrier_wait(self.low_arrived)
-            products.add(high, transposed_ref(slots.at[self.low_slot]))
-            dv_low_term = row_sums(
+            products.add_product(high, transposed_ref(slots.at[self.low_slot]))
+            dv_low_term = row_inner_products(
                 ks.astype(jnp.float32) if self.one_warpgroup else load_tile(a.at[2]),
                 load_tile(slots.at[self.low_slot]),
             )
-            return dv_low_term, products.read()
+            return dv_low_term, products.wait_and_read()
 
         def to_outputs(products):  # E dO^T
             if c:
-                products.start(pairs)
-            products.add(high, transposed_ref(do.at[c]))
-            return zero_row(), products.read()
+                products.set_sum(pairs)
+            products.add_product(high, transposed_ref(do.at[c]))
+            return zeros_per_token(), products.wait_and_read()
 
         def to_keys(*products):  # E dS^T
             for i, x in enumerate(products):
                 if c:
-                    x.start(error_dstate[i])
-                x.add(high, transposed_ref(slots.at[self.dstate_slot(self.own_tiles[i])]))
+                    x.set_sum(error_dstate[i])
+                x.add_product(high, transposed_ref(slots.at[self.dstate_slot(self.own_tiles[i])]))
             return products
 
         def errors_and_keys(of_errors, *products):
             dv_low_term, of_pairs = to_errors(of_errors, lambda: to_keys(*products))
-            return dv_low_term, of_pairs, *(x.read() for x in products)
+            return dv_low_term, of_pairs, *(x.wait_and_read() for x in products)
 
         count = len(self.own_tiles)
         if self.one_warpgroup and p.delta_term:
@@ -530,12 +573,12 @@ class _Block:
             )
             return dv_low_term, pairs, error_dstate
         error_dstate = with_accumulators(
-            p, [C] * count, lambda *products: [x.read() for x in to_keys(*products)]
+            p, [C] * count, lambda *products: [x.wait_and_read() for x in to_keys(*products)]
         )
         dv_low_term = None
         if not self.one_warpgroup:
             to_pairs = functools.partial(with_accumulators, p, [C])
-            errors = zero_pairs
+            errors = zero_error_products
             if p.delta_term:
                 errors = functools.partial(to_pairs, to_errors)
             outputs = functools.partial(to_pairs, to_outputs)
@@ -544,21 +587,30 @@ class _Block:
 
     # ---- the gradients of K K^T and Q K^T, with rows j and columns i
 
-    def store_pair_gradients(self, error_highs, pairs):
-        """Computes the gradients of Q K^T and K K^T and stores them in the tiles `a`. Stores dbeta
-        in the sum DBETA and, in the sum DG, all of dg except what `query_and_key_gradients` adds.
+    def store_qk_and_kk_gradients(self, error_highs, pairs):
+        """Computes the gradients of Q K^T and K K^T and stores them in `inverse_or_gradient_tiles`.
+        Stores dbeta in the sum DBETA. Stores dg in the sum DG, but without the parts that come from
+        Q S and from <S, dS'>.
         """
-        p, a, k, factors, sums = self.p, self.a, self.k, self.factors, self.sums
+        p, a, k, norm_rows, sums = (
+            self.p,
+            self.inverse_or_gradient_tiles,
+            self.k,
+            self.norm_rows,
+            self.sums,
+        )
 
         def against_outputs(products):  # E dO^T
             for c, high in enumerate(error_highs):
-                products.add(high, transposed_ref(self.do.at[c]))
-            return products.read()
+                products.add_product(high, transposed_ref(self.do.at[c]))
+            return products.wait_and_read()
 
         outputs = with_accumulators(p, [C], against_outputs) if self.one_warpgroup else None
         row, column = self.row, self.column = row_and_column_indices()
         plgpu.barrier_wait(self.refs.q_arrived)
-        decay = decay_of_pairs(self.rows, row, column) * along_i(factors, K_NORM)
+        decay = decay_between_tokens(self.gate_rows, row, column) * load_over_columns(
+            norm_rows, K_NORM
+        )
 
         def of_queries():
             return sum_of_products(*((k.at[t], transposed_ref(self.q_tile(t))) for t in self.keys))
@@ -571,42 +623,46 @@ class _Block:
 
         of_errors = None
         if self.one_warpgroup:
-            of_outputs = outputs * along_j(factors, Q_NORM) * decay
-            a[0] = (of_outputs * along_i(self.rows, BETA)).astype(jnp.bfloat16)
+            of_outputs = outputs * load_over_rows(norm_rows, Q_NORM) * decay
+            a[0] = (of_outputs * load_over_columns(self.gate_rows, BETA)).astype(jnp.bfloat16)
             store_triangle()
             if p.delta_term:
                 before = jnp.where(column > row, pairs, 0.0)
-                of_errors = before * (-along_j(factors, K_NORM_J) * decay)
+                of_errors = before * (-load_over_rows(norm_rows, K_NORM_J) * decay)
             products = jax.lax.optimization_barrier(of_outputs * of_queries())
             if p.delta_term:
                 products = products + of_errors * of_keys()
-                of_errors = (of_errors * along_i(self.rows, BETA)).astype(jnp.bfloat16)
+                of_errors = (of_errors * load_over_columns(self.gate_rows, BETA)).astype(
+                    jnp.bfloat16
+                )
         else:
             errors = (self.w == 0).astype(jnp.float32)
             pairs = (
                 pairs
                 * decay
                 * (
-                    along_j(factors, Q_NORM) * (1 - errors)
-                    - jnp.where(column > row, along_j(factors, K_NORM_J) * errors, 0.0)
+                    load_over_rows(norm_rows, Q_NORM) * (1 - errors)
+                    - jnp.where(column > row, load_over_rows(norm_rows, K_NORM_J) * errors, 0.0)
                 )
             )
-            self.sync_warpgroups()  # all reads of the inverse in `a` are done
-            a[1 - self.w] = (pairs * along_i(self.rows, BETA)).astype(jnp.bfloat16)
+            self.sync_warpgroups()  # all reads of the inverse are done
+            a[1 - self.w] = (pairs * load_over_columns(self.gate_rows, BETA)).astype(jnp.bfloat16)
             products = pairs * jax.lax.cond(self.w == 0, of_keys, of_queries)
             self.on_first_warpgroup(store_triangle)
         self.sync_warpgroups()
-        leave = load_row(sums, LEAVE) * load_row(self.rows, RHO) * load_row(factors, K_NORM)
+        leave = load_row(sums, LEAVE) * load_row(self.gate_rows, RHO) * load_row(norm_rows, K_NORM)
         sums[DBETA] = jnp.sum(products, axis=1) + leave
 
         def from_column_on(after):  # column t becomes the sum of the columns from t on
-            for part in high_and_low(products * along_i(self.rows, BETA)):
-                after.add(part, a.at[warpgroup_count(p)])
-            return after.read()
+            for part in high_and_low(products * load_over_columns(self.gate_rows, BETA)):
+                after.add_product(part, a.at[warpgroup_count(p)])
+            return after.wait_and_read()
 
-        leave_rows = along_rows(leave * load_row(self.rows, BETA))
+        leave_rows = broadcast_over_columns(leave * load_row(self.gate_rows, BETA))
         after = with_accumulators(p, [C], from_column_on)
-        spans = jnp.where(row < column, after + leave_rows, along_rows(load_row(sums, ENTER)))
+        spans = jnp.where(
+            row < column, after + leave_rows, broadcast_over_columns(load_row(sums, ENTER))
+        )
         sums[DG] = jnp.sum(spans, axis=0)
         if self.one_warpgroup and p.delta_term:
             plgpu.commit_smem()  # all reads of the triangle are done
@@ -623,53 +679,60 @@ class _Block:
         sums = self.sums
         gradients = [
             with_accumulators(
-                self.p, [C, C], functools.partial(self.tile_gradients, i, error_dstate[i])
+                self.p,
+                [C, C],
+                functools.partial(self.query_and_key_tile_gradients, i, error_dstate[i]),
             )
             for i in range(len(self.own_tiles))
         ]
         enters, dq, dk = zip(*gradients)
-        carried = self.rows[GAMMA, C - 1] * load_row(sums, CARRIED)
+        carried = self.gate_rows[GAMMA, C - 1] * load_row(sums, CARRIED)
         sums[DG] = sums[DG] + jnp.sum(
-            jnp.where(self.row >= self.column, along_rows(sum(enters)), 0.0) + along_rows(carried),
+            jnp.where(self.row >= self.column, broadcast_over_columns(sum(enters)), 0.0)
+            + broadcast_over_columns(carried),
             axis=0,
         )
         return dq, dk
 
-    def tile_gradients(self, i: int, error_dstate, of_q, of_k):
+    def query_and_key_tile_gradients(self, i: int, error_dstate, of_q, of_k):
         """Returns three results for the tile `own_tiles[i]` of key channels: [C], the inner product
-        of each row of q with the part of its gradient that comes through the state; dQ; and dK.
+        of each row of q with the part of the row's gradient that comes through the state; dQ; dK.
         dQ and dK treat the L2 norms of the rows of q and k as constants. `of_q` and `of_k` are
         accumulators for dQ and dK.
         """
-        p, last, factors = self.p, self.last, self.factors
-        k, do, dv, a, slots = hide_addresses(*self.tiles)
+        p, last, norm_rows = self.p, self.last, self.norm_rows
+        k, do, dv, a, slots = hide_addresses_from_compiler(*self.tiles)
         t = self.own_tiles[i]
-        for c in reversed(range(p.value_tiles)):
+        for c in reversed(range(p.value_tile_count)):
             state = slots.at[t if c == last else self.spare_slot]
             if c < last:
                 plgpu.barrier_wait(self.spare_arrived)
-            of_q.add(do.at[c], transposed_ref(state))
+            of_q.add_product(do.at[c], transposed_ref(state))
             if p.delta_term:
-                of_k.add(dv.at[c], transposed_ref(state))
+                of_k.add_product(dv.at[c], transposed_ref(state))
             if 0 < c < last:
                 plgpu.wgmma_wait(0)
                 plgpu.commit_smem()
                 self.copy_state(self.spare_slot, t, c - 1, self.spare_arrived)
-        read = along_i(factors, Q_GAMMA) * of_q.read()
+        read = load_over_columns(norm_rows, Q_GAMMA) * of_q.wait_and_read()
         if last and i + 1 < len(self.own_tiles):
             plgpu.commit_smem()
             self.copy_state(self.spare_slot, self.own_tiles[i + 1], last - 1, self.spare_arrived)
-        of_q.start(read)
-        of_q.add(transposed_ref(a.at[0]), k.at[t])
-        gradient = along_i(factors, K_RHO) * error_dstate
+        of_q.set_sum(read)
+        of_q.add_product(transposed_ref(a.at[0]), k.at[t])
+        gradient = load_over_columns(norm_rows, K_RHO) * error_dstate
         if p.delta_term:
-            gradient = gradient - along_i(factors, K_GAMMA) * of_k.read(1)
-        of_k.start(gradient)
-        of_k.add(a.at[0], slots.at[self.dstate_slot(t)])
+            gradient = gradient - load_over_columns(norm_rows, K_GAMMA) * of_k.wait_and_read(1)
+        of_k.set_sum(gradient)
+        of_k.add_product(a.at[0], slots.at[self.dstate_slot(t)])
         if p.delta_term:
-            of_k.add(a.at[1], k.at[t])
-            of_k.add(transposed_ref(a.at[1]), k.at[t])
-        return row_sums(read, load_tile(slots.at[self.dstate_slot(t)])), of_q.read(), of_k.read()
+            of_k.add_product(a.at[1], k.at[t])
+            of_k.add_product(transposed_ref(a.at[1]), k.at[t])
+        return (
+            row_inner_products(read, load_tile(slots.at[self.dstate_slot(t)])),
+            of_q.wait_and_read(),
+            of_k.wait_and_read(),
+        )
 
     # ---- results
 
@@ -677,7 +740,7 @@ class _Block:
         """If q and k are normalised, applies the backward pass of the L2 norms to dQ and dK. Writes
         dQ and dK. Sums dg and dbeta over the warpgroups and writes them.
         """
-        p, sums, factors, own_tiles = self.p, self.sums, self.factors, self.own_tiles
+        p, sums, norm_rows, own_tiles = self.p, self.sums, self.norm_rows, self.own_tiles
         gradients = [
             (dq, [self.q_tile(t) for t in own_tiles]),
             (dk, [self.k.at[t] for t in own_tiles]),
@@ -685,7 +748,7 @@ class _Block:
         inner = [
             jnp.sum(sum(x * load_tile(tile) for x, tile in zip(*pair)), axis=1)
             for pair in gradients
-            if p.normalize
+            if p.normalize_qk
         ]
         if self.one_warpgroup:
             plgpu.commit_smem()
@@ -694,28 +757,30 @@ class _Block:
                 sums[i] = x
             self.sync_warpgroups()
             inner = [
-                load_row(self.refs.sums.at[0], i) + load_row(self.refs.sums.at[1], i)
+                load_row(self.refs.sum_rows.at[0], i) + load_row(self.refs.sum_rows.at[1], i)
                 for i in (INNER_Q, INNER_K)
-                if p.normalize
+                if p.normalize_qk
             ]
 
             @self.on_first_warpgroup
             def _():
                 for i, layout in ((DG, COLUMN), (DBETA, ROW)):
-                    parts = (plgpu.load(self.refs.sums.at[j, i], layout=layout) for j in range(2))
+                    parts = (
+                        plgpu.load(self.refs.sum_rows.at[j, i], layout=layout) for j in range(2)
+                    )
                     sums[i] = sum(parts)
                 plgpu.commit_smem()
 
         at = self.b, self.h, self.n
         self.on_first_warpgroup(
-            lambda: plgpu.copy_smem_to_gmem(sums.at[:2], self.refs.dg_gmem.at[at])
+            lambda: plgpu.copy_smem_to_gmem(sums.at[:2], self.refs.dg_and_dbeta_gmem.at[at])
         )
 
         def finish(i, gmem, norm, slot_of):
             tiles_, tile_refs = gradients[i]
-            if p.normalize:
+            if p.normalize_qk:
                 tiles_ = [
-                    x - along_rows(norm * inner[i]) * load_tile(tile)
+                    x - broadcast_over_columns(norm * inner[i]) * load_tile(tile)
                     for x, tile in zip(tiles_, tile_refs)
                 ]
             for x, t in zip(tiles_, own_tiles):
@@ -727,8 +792,10 @@ class _Block:
                     source, gmem.at[self.b, token_slice(self.n), self.h, channel_slice(t)]
                 )
 
-        q_norm = load_row(factors, Q_NORM_ROW) * load_row(factors, Q_NORM_ROW) * p.key_channels
+        q_norm = (
+            load_row(norm_rows, Q_NORM_ROW) * load_row(norm_rows, Q_NORM_ROW) * p.unpadded_key_width
+        )
         finish(0, self.refs.dq_gmem, q_norm, lambda t: t)
-        k_norm = load_row(factors, K_NORM) * load_row(factors, K_NORM)
+        k_norm = load_row(norm_rows, K_NORM) * load_row(norm_rows, K_NORM)
         finish(1, self.refs.dk_gmem, k_norm, self.dstate_slot)
         plgpu.wait_smem_to_gmem(0)

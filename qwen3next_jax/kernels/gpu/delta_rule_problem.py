@@ -49,18 +49,18 @@ def padded_width(width: int) -> int:
     return min(w for w in WIDTHS if w >= width)
 
 
-class Split(NamedTuple):
+class WorkSplit(NamedTuple):
     """How the passes of the state split the work of a call over the chip.
 
     Attributes:
-      pieces: number of pieces into which every row is split: 1, or 3 or more, at most the number of
-        chunks. Their lengths differ by a chunk at most.
-      warpgroups: number of warpgroups that compute in a block, 1 or 2, each one tile of 64 value
-        channels; 1 if rows are split or if the number of tiles is odd.
+      pieces_per_row: number of pieces into which every row is split: 1, or 3 or more, at most the
+        number of chunks. The lengths of the pieces differ by at most one chunk.
+      warpgroups_per_block: number of warpgroups that compute in a block, 1 or 2, each one tile of
+        64 value channels; 1 if rows are split or if the number of tiles is odd.
     """
 
-    pieces: int
-    warpgroups: int
+    pieces_per_row: int
+    warpgroups_per_block: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,42 +72,43 @@ class Problem:
       chunks: N.
       key_heads: G.
       value_heads: H.
-      key: K, one of WIDTHS. The channels of q and k above `key_channels` are zeros.
-      value: V, one of WIDTHS.
-      key_channels: the key width of the caller's arrays. Scores are divided by its square root.
-      normalize: whether q and k are L2-normalised.
+      key_width: K, one of WIDTHS. The channels of q and k above `unpadded_key_width` are zeros.
+      value_width: V, one of WIDTHS.
+      unpadded_key_width: the key width of the caller's arrays. Scores are divided by its square
+        root.
+      normalize_qk: whether q and k are L2-normalised.
       delta_term: whether a write to the state has the delta term (`Settings.delta_term`).
-      save: whether the forward pass writes the state before each chunk.
+      save_states: whether the forward pass writes the state before each chunk.
       interpret: whether a CPU interprets the kernels.
-      split: how the passes of the state split the work over the chip.
+      work_split: how the passes of the state split the work over the chip.
     """
 
     batch: int
     chunks: int
     key_heads: int
     value_heads: int
-    key: int
-    value: int
-    key_channels: int
-    normalize: bool
+    key_width: int
+    value_width: int
+    unpadded_key_width: int
+    normalize_qk: bool
     delta_term: bool
-    save: bool = False
+    save_states: bool = False
     interpret: bool = False
-    split: Split = Split(1, 1)
+    work_split: WorkSplit = WorkSplit(1, 1)
 
     @classmethod
     def of_call(
-        cls, x: Inputs, settings: Settings, split: Split | None = None, **others
+        cls, x: Inputs, settings: Settings, split: WorkSplit | None = None, **others
     ) -> "Problem":
-        """Returns the problem of a call. If `split` is None, `best_split` chooses it. `others` sets
-        the fields `save` and `interpret`.
+        """Returns the problem of a call. If `split` is None, `best_work_split` chooses
+        `work_split`. `others` sets the fields `save_states` and `interpret`.
         """
         batch, time, key_heads, channels = x.q.shape
         value_heads, value = x.v.shape[2:]
         normalize, delta_term = settings.normalize_qk, settings.delta_term
         heads = key_heads, value_heads, padded_width(channels), padded_width(value)
         p = cls(batch, -(-time // C), *heads, channels, normalize, delta_term, **others)
-        return dataclasses.replace(p, split=split or p.best_split())
+        return dataclasses.replace(p, work_split=split or p.best_work_split())
 
     # ---- numbers that follow from the sizes
 
@@ -117,86 +118,91 @@ class Problem:
         return self.value_heads // self.key_heads
 
     @property
-    def key_tiles(self) -> int:
+    def key_tile_count(self) -> int:
         """The number of tiles of 64 channels of a key head."""
-        return self.key // C
+        return self.key_width // C
 
     @property
-    def value_tiles(self) -> int:
+    def value_tile_count(self) -> int:
         """The number of tiles of 64 channels of a value head."""
-        return self.value // C
+        return self.value_width // C
 
     @property
-    def inverse_tiles(self) -> int:
+    def inverse_tile_count(self) -> int:
         """The number of tiles of the inverse: its high and low part; 0 without the delta term."""
         return 2 if self.delta_term else 0
 
     @property
     def state_shape(self):
         """The shape [B, H, K, V] of the states."""
-        return self.batch, self.value_heads, self.key, self.value
+        return self.batch, self.value_heads, self.key_width, self.value_width
 
     @property
-    def map_blocks(self) -> int:
+    def blocks_per_map(self) -> int:
         """The number of blocks of the grid that compute the map of a piece for a value head. Each
-        computes two tiles of 64 columns: U has `value_tiles` tiles, M has `key_tiles` tiles, and if
-        the sum is odd, the last tile of the last block has no meaning.
+        block computes two tiles of 64 columns: U has `value_tile_count` tiles, and M has
+        `key_tile_count` tiles. If the sum is odd, the last tile of the last block has no meaning.
         """
-        return -(-(self.value_tiles + self.key_tiles) // 2)
+        return -(-(self.value_tile_count + self.key_tile_count) // 2)
 
     @property
-    def stages(self) -> int:
+    def pipeline_stages(self) -> int:
         """The number of chunks whose inputs are in shared memory at a time in a pass of the
         state.
         """
-        return 1 if self.key == max(WIDTHS) else 2
+        return 1 if self.key_width == max(WIDTHS) else 2
 
     @property
-    def pieces(self) -> int:
+    def pieces_per_row(self) -> int:
         """The number of pieces into which the passes of the state split every row."""
-        return self.split.pieces
+        return self.work_split.pieces_per_row
 
     @property
-    def warpgroups(self) -> int:
+    def warpgroups_per_block(self) -> int:
         """The number of warpgroups that compute in a block of a pass of the state."""
-        return self.split.warpgroups
+        return self.work_split.warpgroups_per_block
 
-    def best_split(self) -> Split:
+    def best_work_split(self) -> WorkSplit:
         """Returns how the passes of the state split the work over the chip.
 
-        A block of a pass needs a multiprocessor to itself, because of its shared memory. A row that
-        is not split takes N chunks one after another, on B · H · tiles multiprocessors if a block
-        computes one tile. If the chip has fewer, a block computes two tiles, which share the tiles
-        of q and k that they read.
+        A block of a pass uses so much shared memory that it needs a multiprocessor to itself.
+        Without a split, the pass computes the N chunks of a row one after another, on B · H · tiles
+        multiprocessors if a block computes one tile. If the chip has fewer multiprocessors, a block
+        computes two tiles, which share the tiles of q and k that they read.
 
-        A row in P pieces takes 2 N / P chunks one after another: the first call computes piece 0
-        and the maps of P - 2 pieces, the second call computes the other P - 1 pieces. If K is at
-        most V, either call needs P - 1 times as many multiprocessors as whole rows, because a map
-        takes `map_blocks` blocks with two tiles each, and a piece `value_tiles` blocks with one. P
-        is the largest number with which the chip runs all blocks of a call at the same time, so
-        more pieces would wait for one another.
+        With P pieces, the pass computes 2 N / P chunks one after another: the first call computes
+        piece 0 and the maps of P - 2 pieces, the second call computes the other P - 1 pieces. If K
+        is at most V, either call needs P - 1 times as many multiprocessors as whole rows, because a
+        map takes `blocks_per_map` blocks with two tiles each, and a piece `value_tile_count` blocks
+        with one. P is the largest number with which the chip runs all blocks of a call at the same
+        time. With more pieces, some blocks would wait for others.
 
         Rows are not split if that saves less than a fifth of the time (COMPOSING_CHUNKS). So rows
-        stay whole if P is 2, which saves nothing, if they are short, and if a call has enough heads
-        and rows to fill the chip and would only pay for the maps. Neither packed documents nor
-        gates change the choice. They shrink M, or make it zero, but piece 0 takes as long as a map.
+        stay whole if P is 2, which saves nothing, if the rows are short, and if a call has enough
+        heads and rows to fill the chip, so that the maps would only cost time. Neither packed
+        documents nor gates change the choice: they shrink M or make it zero, but the chip computes
+        piece 0 in the same time as a map.
         """
         rows = self.batch * self.value_heads
-        pieces = 1 + multiprocessor_count() // (rows * max(self.value_tiles, self.map_blocks))
+        pieces = 1 + multiprocessor_count() // (
+            rows * max(self.value_tile_count, self.blocks_per_map)
+        )
         pieces = min(pieces, self.chunks, MOST_PIECES)
         in_turn = 2 * -(-self.chunks // pieces) + COMPOSING_CHUNKS
         if pieces > 2 and in_turn <= 0.8 * self.chunks:
-            return Split(pieces, 1)
-        one_tile = self.value_tiles % 2 or rows * self.value_tiles <= multiprocessor_count()
-        return Split(1, 1 if one_tile else 2)
+            return WorkSplit(pieces, 1)
+        one_tile = (
+            self.value_tile_count % 2 or rows * self.value_tile_count <= multiprocessor_count()
+        )
+        return WorkSplit(1, 1 if one_tile else 2)
 
-    def chunks_of_piece(self, piece):
+    def piece_start_and_length(self, piece):
         """Returns two integers: the index of the first chunk of a piece, and the number of its
-        chunks. The chunks are counted in the order in which the pass computes them.
+        chunks. Chunks are counted in the order in which the pass computes the chunks.
         """
-        if self.pieces == 1:
+        if self.pieces_per_row == 1:
             return 0, self.chunks
-        start, stop = (i * self.chunks // self.pieces for i in (piece, piece + 1))
+        start, stop = (i * self.chunks // self.pieces_per_row for i in (piece, piece + 1))
         return start, stop - start
 
     # ---- layouts
@@ -214,20 +220,20 @@ class Problem:
 
     def pad_keys(self, x_BTGK):
         """Returns q or k with T padded to a multiple of C, and its heads padded to K channels."""
-        return pad_axis(self.pad_time(x_BTGK), -1, self.key)
+        return pad_axis(self.pad_time(x_BTGK), -1, self.key_width)
 
     def pad_values(self, x_BTHV):
         """Returns v, or the gradient of o, padded as `pad_keys` pads; its heads get V channels."""
-        return pad_axis(self.pad_time(x_BTHV), -1, self.value)
+        return pad_axis(self.pad_time(x_BTHV), -1, self.value_width)
 
     def pad_state(self, x_BHKV):
         """Returns a state, or its gradient, with heads of K and V channels, in float32."""
-        x_BHKV = pad_axis(x_BHKV.astype(jnp.float32), -2, self.key)
-        return pad_axis(x_BHKV, -1, self.value)
+        x_BHKV = pad_axis(x_BHKV.astype(jnp.float32), -2, self.key_width)
+        return pad_axis(x_BHKV, -1, self.value_width)
 
-    def rows_of_chunks(self, x: Inputs):
-        """Returns [B, H, N, 8, C] in float32: for each chunk of each value head the 8 rows whose
-        indices `delta_rule_tiles` names TOTAL, DOCUMENT, ….
+    def gate_rows_of_chunks(self, x: Inputs):
+        """Returns [B, H, N, 8, C] in float32: for each chunk of each value head the 8 gate rows,
+        whose indices `delta_rule_tiles` names TOTAL, DOCUMENT, ….
         """
         by_chunk = lambda x_BTH: jnp.moveaxis(
             self.pad_time(x_BTH).reshape(self.batch, self.chunks, C, -1), 3, 1
@@ -248,24 +254,24 @@ class Problem:
             [total, document, beta, jnp.exp(gamma), jnp.exp(rho), total, document, beta], axis=3
         )
 
-    def from_rows(self, x_BHNC):
+    def chunks_to_tokens(self, x_BHNC):
         """Rearranges x [B, H, N, C] into [B, N C, H]."""
         return jnp.moveaxis(x_BHNC, 1, 3).reshape(self.batch, -1, self.value_heads)
 
-    def to_key_heads(self, x_BTHK):
+    def sum_over_value_heads(self, x_BTHK):
         """Returns [B, T, G, K], the sum of x [B, T, H, K] over the value heads of each key head."""
-        x = x_BTHK.reshape(*x_BTHK.shape[:2], self.key_heads, self.heads_per_key, self.key)
+        x = x_BTHK.reshape(*x_BTHK.shape[:2], self.key_heads, self.heads_per_key, self.key_width)
         if self.heads_per_key == 1:
             return x[:, :, :, 0]
         return jnp.sum(x, axis=3, dtype=jnp.float32).astype(x.dtype)
 
-    def split_pieces(self, x):
+    def unflatten_pieces(self, x):
         """Reshapes x [pieces · B, …], for some of the pieces, to [pieces, B, …]."""
         return x.reshape(-1, self.batch, *x.shape[1:])
 
     # ---- calls
 
-    def call(
+    def call_kernel(
         self, kernel, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, **threads
     ) -> dict:
         """Runs `kernel` over the grid and returns its outputs by name.
@@ -293,33 +299,34 @@ class Problem:
             )(*inputs)
         return dict(zip(outputs, results))
 
-    def run_chunks(self, q, k, rows_BHN8C, inverses: bool) -> dict:
+    def run_chunk_kernel(self, q, k, gate_rows_BHN8C, inverses: bool) -> dict:
         """Runs the kernel of `delta_rule_chunks`, which computes the arrays of a chunk that do not
         depend on the state. Returns a dict with these arrays:
 
-        factors: [B, H, N, 6, C] float32, the rows that `delta_rule_tiles` lists as K_GAMMA, ….
-        p: [B, H, N, C, C] bfloat16, P beta.
+        norm_rows: [B, H, N, 6, C] float32, the rows whose indices `delta_rule_tiles` names K_GAMMA,
+          ….
+        p_beta: [B, H, N, C, C] bfloat16, P beta.
         inverses: [N, B, H, 2, C, C] bfloat16, the high and the low part of the inverse of I + M
           beta; only if the argument `inverses` is True.
         """
         heads = (self.batch, self.value_heads, self.chunks)
         outputs = dict(
-            factors=self.shape_struct(*heads, 6, C, dtype=jnp.float32),
-            p=self.shape_struct(*heads, C, C),
+            norm_rows=self.shape_struct(*heads, 6, C, dtype=jnp.float32),
+            p_beta=self.shape_struct(*heads, C, C),
         )
         if inverses:
             outputs["inverses"] = self.shape_struct(self.chunks, *heads[:2], 2, C, C)
         grid = dict(chunks=self.chunks, heads=self.key_heads, batch=self.batch)
-        return self.call(
+        return self.call_kernel(
             delta_rule_chunks.chunk_kernel,
             "chunks",
             grid,
             outputs,
             delta_rule_chunks.scratch_memory(self),
-            [q, k, rows_BHN8C],
+            [q, k, gate_rows_BHN8C],
         )
 
-    def run_states(self, kernel, name: str, outputs: dict, results, inputs: list) -> dict:
+    def run_state_kernel(self, kernel, name: str, outputs: dict, results, inputs: list) -> dict:
         """Runs a pass of the state over whole rows, or over all pieces but the first. The grid has
         one block for every 64 or 128 value channels of every value head of every row or piece.
         Returns the outputs by name.
@@ -331,41 +338,46 @@ class Problem:
           results: shared memory from which the kernel's results (O, or in the backward pass dV) are
             copied to global memory.
           inputs: the input arrays. If rows are split, references to the arrays that
-            `run_first_pieces` returned for the first piece come last; the kernel writes to them.
+            `run_first_piece_and_maps` returned for the first piece come last; the kernel writes to
+            these arrays.
         """
         grid = dict(
-            value_tiles=self.value_tiles // self.warpgroups,
+            value_tiles=self.value_tile_count // self.warpgroups_per_block,
             heads=self.value_heads,
-            batch=max(1, self.pieces - 1) * self.batch,
+            batch=max(1, self.pieces_per_row - 1) * self.batch,
         )
-        scratch = self._state_scratch(self.warpgroups, results)
-        scratch += self._state_barriers(self.warpgroups)
-        return self._call_states(kernel, name, grid, outputs, scratch, inputs)
+        scratch = self._state_kernel_scratch(self.warpgroups_per_block, results)
+        scratch += self._state_kernel_barriers(self.warpgroups_per_block)
+        return self._call_state_kernel(kernel, name, grid, outputs, scratch, inputs)
 
-    def run_first_pieces(self, kernel, name: str, outputs: dict, results, inputs: list) -> dict:
+    def run_first_piece_and_maps(
+        self, kernel, name: str, outputs: dict, results, inputs: list
+    ) -> dict:
         """Runs the pass of the state that computes the first piece of every row, and the maps of
-        the other pieces but the last. The arguments and the result are those of `run_states`.
-        `kernel` is `delta_rule_states.first_forward_kernel` or `first_backward_kernel`.
+        the other pieces but the last. The arguments and the result are those of `run_state_kernel`.
+        `kernel` is `first_piece_and_maps_forward_kernel` or `first_piece_and_maps_backward_kernel`
+        of `delta_rule_states`.
         """
-        blocks = self.value_tiles + (self.pieces - 2) * self.map_blocks
+        blocks = self.value_tile_count + (self.pieces_per_row - 2) * self.blocks_per_map
         grid = dict(blocks=blocks, heads=self.value_heads, batch=self.batch)
-        not_read = 2 if kernel is delta_rule_states.first_forward_kernel else 0  # q and P beta
-        barriers = self._state_barriers(1) + self._state_barriers(2, not_read)
-        scratch = self._state_scratch(2, results) + barriers
-        return self._call_states(kernel, name, grid, outputs, scratch, inputs)
+        not_read = (
+            2 if kernel is delta_rule_states.first_piece_and_maps_forward_kernel else 0
+        )  # q and P beta
+        barriers = self._state_kernel_barriers(1) + self._state_kernel_barriers(2, not_read)
+        scratch = self._state_kernel_scratch(2, results) + barriers
+        return self._call_state_kernel(kernel, name, grid, outputs, scratch, inputs)
 
-    def _call_states(self, kernel, name, grid, outputs, scratch, inputs) -> dict:
+    def _call_state_kernel(self, kernel, name, grid, outputs, scratch, inputs) -> dict:
         """Calls a kernel of a pass of the state. The arguments are those of `call`."""
         threads = dict(num_threads=2, thread_name="warpgroups")
-        return self.call(kernel, name, grid, outputs, scratch, inputs, **threads)
+        return self.call_kernel(kernel, name, grid, outputs, scratch, inputs, **threads)
 
-    def _state_scratch(self, warpgroups: int, results) -> list:
+    def _state_kernel_scratch(self, warpgroups: int, results) -> list:
         """Returns the shared memory of a pass of the state, in this order. For each stage: q; k; v,
-        or dO in the backward pass; P beta; both parts of the inverse; the 6 rows of `factors`; the
-        8 rows that the method `rows_of_chunks` returns. For each of the warpgroups: the tiles of
-        its state. Then `results`.
+        or dO in the backward pass; P beta; both parts of the inverse; the 6 norm rows; the 8 gate
+        rows. For each of the warpgroups: the tiles of its state. Then `results`.
         """
-        n, keys = self.stages, tile_memory(self.stages, width=self.key)
+        n, keys = self.pipeline_stages, tile_memory(self.pipeline_stages, width=self.key_width)
         return [
             keys,
             keys,
@@ -374,18 +386,19 @@ class Problem:
             tile_memory(n, 2),
             row_memory(n, 6),
             row_memory(n, 8),
-            tile_memory(warpgroups, height=self.key),
+            tile_memory(warpgroups, height=self.key_width),
             results,
         ]
 
-    def _state_barriers(self, warpgroups: int, not_read: int = 0) -> list:
-        """Returns the barriers `arrived` and `read` (`delta_rule_states._StatePass`) of blocks with
-        `warpgroups` warpgroups that compute. `not_read`: how many of the inputs q, k, P beta, the
-        factors, the rows and the inverse the blocks do not read.
+    def _state_kernel_barriers(self, warpgroups: int, not_read: int = 0) -> list:
+        """Returns the barriers `inputs_arrived` and `inputs_read` of blocks with `warpgroups`
+        warpgroups that compute. `not_read`: how many of the inputs q, k, P beta, the
+        norm rows, the gate rows and the inverse the blocks do not read.
         """
         copies = warpgroups + (6 if self.delta_term else 5) - not_read
         return [
-            plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for n in (copies, warpgroups)
+            plgpu.Barrier(num_arrivals=n, num_barriers=self.pipeline_stages)
+            for n in (copies, warpgroups)
         ]
 
 

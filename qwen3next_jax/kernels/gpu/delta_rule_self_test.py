@@ -1,5 +1,5 @@
-"""The test of the gated delta rule's kernels for Hopper GPUs on this process's GPU. Calls run the
-kernels by default only if they pass it.
+"""The test of the gated delta rule's kernels for Hopper GPUs on this process's GPU. A call that
+names no implementation runs the kernels only if they passed this test.
 """
 
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import delta_rule_passes
-from qwen3next_jax.kernels.gpu.delta_rule_problem import Split
+from qwen3next_jax.kernels.gpu.delta_rule_problem import WorkSplit
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import C
 from qwen3next_jax.ops.delta_rule import chunk_math, chunked
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
@@ -23,7 +23,12 @@ TOLERANCE = 0.03
 
 
 def make_self_test(
-    key: int, value: int, normalize: bool, delta_term: bool, split: Split, interpret: bool = False
+    key: int,
+    value: int,
+    normalize: bool,
+    delta_term: bool,
+    split: WorkSplit,
+    interpret: bool = False,
 ) -> self_test.SelfTest:
     """Returns the test for calls of one kind.
 
@@ -36,7 +41,7 @@ def make_self_test(
         kind.
       interpret: whether a CPU interprets the kernels.
     """
-    split = Split(min(split.pieces, 3), split.warpgroups)
+    split = WorkSplit(min(split.pieces_per_row, 3), split.warpgroups_per_block)
     kind = key, value, normalize, delta_term, split
     parts = "passes", "problem", "tiles", "chunks", "states", "gradients"
     modules = tuple(f"{__package__}.delta_rule_{part}" for part in parts)
@@ -47,12 +52,12 @@ def make_self_test(
         modules,
         functools.partial(max_error, *kind, interpret),
         TOLERANCE,
-        ran_on="",  # the kernels have not run as they are now
+        trained_on="",  # the kernels have not run as they are now
     )
 
 
 def max_error(
-    key: int, value: int, normalize: bool, delta_term: bool, split: Split, interpret: bool
+    key: int, value: int, normalize: bool, delta_term: bool, split: WorkSplit, interpret: bool
 ) -> tuple[str, float]:
     """Runs the kernels and the implementation "chunked" in XLA. Returns the name of the output or
     gradient in which they differ most, and the relative L2 difference.
@@ -72,7 +77,7 @@ def max_error(
     )
     scale = 1 if normalize else key**-0.5
     segments = chunk_math.encode_segments(jnp.asarray([[1] * 40 + [2] * (time - 44) + [0] * 4]))
-    decay = 0.01 if split.pieces > 1 else 1
+    decay = 0.01 if split.pieces_per_row > 1 else 1
     is_token = segments[:, :, None] > 0
     g, beta = (
         jnp.where(is_token, f(array(1, time, heads, dtype=jnp.float32)), 0)

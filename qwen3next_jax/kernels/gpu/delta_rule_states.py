@@ -1,23 +1,24 @@
 """The Mosaic GPU kernels that pass the state, or its gradient, from chunk to chunk (sm_90a).
 
-A block of the grid has two warpgroups. It computes one or two tiles of 64 value channels of a value
-head, each with one warpgroup. The second warpgroup of a block that computes one tile copies inputs
-to shared memory. In a block that computes two tiles, the first warpgroup copies them as well: with
-a third warpgroup for the copies, each thread would have 168 registers. `setmaxnreg`, which moves
-registers from one warpgroup to another, has no effect if nvJitLink compiles the kernels, as it does
-with jax 0.12 where it is installed. The formulas are in docs/delta_rule.md, "In terms of E".
+A block of the grid has two warpgroups. The block computes one or two tiles of 64 value channels of
+a value head, each tile with one warpgroup. The second warpgroup of a block that computes one tile
+copies inputs to shared memory. In a block that computes two tiles, the first warpgroup copies the
+inputs as well: with a third warpgroup for the copies, each thread would have only 168 registers.
+`setmaxnreg`, which moves registers from one warpgroup to another, has no effect if nvJitLink
+compiles the kernels; jax 0.12 uses nvJitLink where it is installed. The formulas are in
+docs/delta_rule.md, "In terms of E".
 
 States, errors and outputs are transposed here: their rows are value channels, and their columns are
-tokens or key channels. So they can be left operands of products, which wgmma takes from registers.
-For keys of at most 128 channels, everything that the next chunk waits for therefore stays in
-registers.
+tokens or key channels. So states, errors and outputs can be left operands of products, which wgmma
+takes from registers. For keys of at most 128 channels, everything that the next chunk waits for
+therefore stays in registers.
 
-If rows are split into P pieces (`Problem.best_split`), two kernels run one after the other. Pieces
-are numbered in the order in which the state, or its gradient, passes through them: in a backward
-pass, piece 0 is the end of the row. The first kernel computes piece 0, whose first state is known,
-and at the same time the affine maps of the pieces 1 to P - 2: the state after a piece is U + M S if
-S is the state before it. XLA composes the maps. The second kernel computes the pieces 1 to P - 1,
-all at the same time.
+If rows are split into P pieces (`Problem.best_work_split`), two kernels run one after the other.
+Pieces are numbered in the order in which the state, or its gradient, passes through them: in a
+backward pass, piece 0 is the end of the row. The first kernel computes piece 0, whose first state
+is known, and at the same time the affine maps of the pieces 1 to P - 2: the state after a piece is
+U + M S if S is the state before it. XLA composes the maps. The second kernel computes the pieces 1
+to P - 1, all at the same time.
 
 C = 64 tokens of a chunk.
 """
@@ -37,9 +38,9 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     K_RHO,
     Q_GAMMA,
     C,
-    along_j,
     channel_slice,
     high_and_low,
+    load_over_rows,
     named_refs,
     token_slice,
     transposed_ref,
@@ -52,152 +53,166 @@ class BlockWork:
     """What a block of the grid computes.
 
     Attributes:
-      b, h: the index of the row of the batch and of the value head.
-      piece: the index of the piece of the row; 0 if rows are not split.
-      index: the index of the piece's states in the arrays of first and last states.
-      tile: the index of the first tile of 64 columns. The columns are the value channels. In a
-        block that computes maps, they are the columns of U and then those of M.
-      warpgroups: the number of warpgroups that compute one tile each, 1 or 2.
-      maps: whether the block computes a part of the map of the piece.
+      batch_index, head_index: the index of the row of the batch and of the value head.
+      piece_index: the index of the piece of the row; 0 if rows are not split.
+      state_index: the index of the piece's states in the arrays of first and last states.
+      first_tile: the index of the first tile of 64 columns. The columns are the value channels. In
+        a block that computes maps, they are the columns of U and then those of M.
+      computing_warpgroups: the number of warpgroups that compute one tile each, 1 or 2.
+      computes_maps: whether the block computes a part of the map of the piece.
     """
 
-    b: Any
-    h: Any
-    piece: Any
-    index: Any
-    tile: Any
-    warpgroups: int
-    maps: bool
+    batch_index: Any
+    head_index: Any
+    piece_index: Any
+    state_index: Any
+    first_tile: Any
+    computing_warpgroups: int
+    computes_maps: bool
 
 
-class Inputs(NamedTuple):
+class StatePassInputs(NamedTuple):
     """The references to the inputs of a pass of the state, in global memory."""
 
-    q: Any
-    k: Any
-    v: Any  # in the backward pass dO
-    factors: Any
-    rows: Any
-    p: Any
-    inverses: Any  # None without the delta term
-    first: Any  # the states (or gradients) with which pieces start
+    q_gmem: Any
+    k_gmem: Any
+    v_gmem: Any  # in the backward pass dO
+    norm_rows_gmem: Any
+    gate_rows_gmem: Any
+    p_beta_gmem: Any
+    inverses_gmem: Any  # None without the delta term
+    first_states_gmem: Any  # the states (or gradients) with which pieces start
 
 
 class SharedMemory(NamedTuple):
-    """The shared memory of a block, as `Problem.run_states` orders it, and its barriers."""
+    """The shared memory of a block and its barriers, in the order of `Problem.run_state_kernel`.
+    Each slot of an input holds the input of one chunk.
+    """
 
-    q: Any
-    k: Any
-    v: Any
-    p: Any
-    inverse: Any
-    factors: Any
-    rows: Any
+    q_slots: Any
+    k_slots: Any
+    v_slots: Any  # in the backward pass dO
+    p_beta_slots: Any
+    inverse_slots: Any
+    norm_row_slots: Any
+    gate_row_slots: Any
     state_tiles: Any
     result_tiles: Any
-    arrived: Any
-    read: Any
+    inputs_arrived: Any
+    inputs_read: Any
 
 
 def forward_kernel(p, *refs):
     """Computes the state of a value head from the first chunk of a row to the last, and O. If rows
-    are split into pieces, it computes all pieces but piece 0.
+    are split into pieces, the kernel computes all pieces but piece 0.
     """
-    _run_rows(_Forward, p, refs)
+    _run_state_block(_ForwardBlock, p, refs)
 
 
 def backward_kernel(p, *refs):
     """Computes the gradient of a value head's state from the last chunk of a row to the first, and
-    dV as a high and a low part. If rows are split into pieces, it computes all pieces but piece 0.
+    dV as a high and a low part. If rows are split into pieces, the kernel computes all pieces but
+    piece 0.
     """
-    _run_rows(_Backward, p, refs)
+    _run_state_block(_BackwardBlock, p, refs)
 
 
-def first_forward_kernel(p, *refs):
+def first_piece_and_maps_forward_kernel(p, *refs):
     """Computes piece 0 of each row as `forward_kernel` computes a row, and the maps of the pieces
     1 to P - 2.
     """
-    _run_first_pieces(_Forward, p, refs)
+    _run_first_piece_or_map_block(_ForwardBlock, p, refs)
 
 
-def first_backward_kernel(p, *refs):
+def first_piece_and_maps_backward_kernel(p, *refs):
     """Computes piece 0 of each row as `backward_kernel` computes a row, and the maps of the pieces
     1 to P - 2.
     """
-    _run_first_pieces(_Backward, p, refs)
+    _run_first_piece_or_map_block(_BackwardBlock, p, refs)
 
 
-def _run_rows(kind, p, refs):
+def _run_state_block(kind, p, refs):
     """Runs a block of `forward_kernel` or `backward_kernel`. `kind` is the class of the block."""
-    inputs, outputs, (last, *scratch) = _split_refs(kind, p, refs)
+    inputs, outputs, (last, *scratch) = _inputs_outputs_and_other_refs(kind, p, refs)
     index, tile = jax.lax.axis_index("batch"), jax.lax.axis_index("value_tiles")
-    place = BlockWork(
-        b=jax.lax.rem(index, p.batch),
-        h=jax.lax.axis_index("heads"),
-        piece=1 + jax.lax.div(index, p.batch) if p.pieces > 1 else 0,
-        index=index,
-        tile=tile * p.warpgroups,
-        warpgroups=p.warpgroups,
-        maps=False,
+    work = BlockWork(
+        batch_index=jax.lax.rem(index, p.batch),
+        head_index=jax.lax.axis_index("heads"),
+        piece_index=1 + jax.lax.div(index, p.batch) if p.pieces_per_row > 1 else 0,
+        state_index=index,
+        first_tile=tile * p.warpgroups_per_block,
+        computing_warpgroups=p.warpgroups_per_block,
+        computes_maps=False,
     )
-    kind(p, place, inputs, outputs, last, SharedMemory(*scratch)).run()
+    kind(p, work, inputs, outputs, last, SharedMemory(*scratch)).run_chunks()
 
 
-def _run_first_pieces(kind, p, refs):
-    """Runs a block of `first_forward_kernel` or `first_backward_kernel`. Of the blocks of a value
-    head, the first ones compute piece 0, and each of the others computes two tiles of columns of a
-    map.
+def _run_first_piece_or_map_block(kind, p, refs):
+    """Runs a block of `first_piece_and_maps_forward_kernel` or
+    `first_piece_and_maps_backward_kernel`. Of the blocks of a value head, the first ones compute
+    piece 0, and each of the others computes two tiles of columns of a map.
     """
-    inputs, outputs, (last, last_maps, *scratch) = _split_refs(kind, p, refs)
+    inputs, outputs, (last, last_maps, *scratch) = _inputs_outputs_and_other_refs(kind, p, refs)
     *scratch, maps_arrived, maps_read = scratch
     shared = SharedMemory(*scratch)
     b, h, block = (jax.lax.axis_index(name) for name in ("batch", "heads", "blocks"))
-    first = BlockWork(b, h, piece=0, index=b, tile=block, warpgroups=1, maps=False)
-    number = block - p.value_tiles
-    piece = 1 + jax.lax.div(number, p.map_blocks)
+    first = BlockWork(
+        b,
+        h,
+        piece_index=0,
+        state_index=b,
+        first_tile=block,
+        computing_warpgroups=1,
+        computes_maps=False,
+    )
+    number = block - p.value_tile_count
+    piece = 1 + jax.lax.div(number, p.blocks_per_map)
     other = BlockWork(
         b,
         h,
         piece,
-        index=(piece - 1) * p.batch + b,
-        tile=2 * jax.lax.rem(number, p.map_blocks),
-        warpgroups=2,
-        maps=True,
+        state_index=(piece - 1) * p.batch + b,
+        first_tile=2 * jax.lax.rem(number, p.blocks_per_map),
+        computing_warpgroups=2,
+        computes_maps=True,
     )
 
     @pl.when(number < 0)
     def _():
-        kind(p, first, inputs, outputs, last, shared).run()
+        kind(p, first, inputs, outputs, last, shared).run_chunks()
 
     @pl.when(number >= 0)
     def _():
-        of_maps = shared._replace(arrived=maps_arrived, read=maps_read)
-        kind(p, other, inputs, outputs, last_maps, of_maps).run()
+        of_maps = shared._replace(inputs_arrived=maps_arrived, inputs_read=maps_read)
+        kind(p, other, inputs, outputs, last_maps, of_maps).run_chunks()
 
 
-def _split_refs(kind, p, refs):
-    """Returns the `Inputs`, the references to the outputs with an axis of tokens or chunks, and
-    all others.
+def _inputs_outputs_and_other_refs(kind, p, refs):
+    """Splits the references of a kernel into three parts: the `StatePassInputs`, the outputs with
+    an axis of tokens or chunks, and all other references.
     """
-    inputs = len(Inputs._fields) if p.delta_term else len(Inputs._fields) - 1
-    outputs = inputs + kind.output_count(p)
-    named = named_refs(Inputs, refs[:inputs], missing="" if p.delta_term else "inverses")
+    inputs = len(StatePassInputs._fields) if p.delta_term else len(StatePassInputs._fields) - 1
+    outputs = inputs + kind.per_chunk_output_count(p)
+    named = named_refs(
+        StatePassInputs, refs[:inputs], missing="" if p.delta_term else "inverses_gmem"
+    )
     return named, refs[inputs:outputs], refs[outputs:]
 
 
-def state_in_shared_memory(p) -> bool:
-    """Returns whether products read the state from shared memory. They do for keys of more than 128
-    channels, because such a state takes half of the registers. Fewer products run at a time then.
+def reads_state_from_shared_memory(p) -> bool:
+    """Returns whether products read the state from shared memory. The answer is True for keys
+    of more than 128 channels, because such a state takes half of the registers. Fewer products run
+    at a time then.
     """
-    return p.key > 128
+    return p.key_width > 128
 
 
-def load_transposed(tile):
+def load_transposed_tile(tile):
     """Returns the transpose of a tile [C, C] of shared memory, in registers."""
     return plgpu.load(transposed_ref(tile), layout=plgpu.Layout.WGMMA)
 
 
-def store_transposed(x, tile, target, in_flight: int):
+def store_transposed_and_start_copy(x, tile, target, in_flight: int):
     """Waits until all copies except the last `in_flight` ones have read shared memory. Then it
     writes the transpose of x to `tile` in shared memory and starts a copy of `tile` to `target` in
     global memory.
@@ -208,74 +223,79 @@ def store_transposed(x, tile, target, in_flight: int):
     plgpu.copy_smem_to_gmem(tile, target)
 
 
-class _StatePass:
+class _StatePassBlock:
     """One block of the grid of a pass of the state. Subclasses compute a chunk.
 
     Attributes:
-      first_to_last: True if the block goes from the first chunk of its piece to the last; False if
-        it goes from the last chunk to the first.
-      place: what the block computes.
+      visits_chunks_in_order: True if the block goes from the first chunk of its piece to the last;
+        False if it goes from the last chunk to the first.
+      work: what the block computes.
       w, c: the index of the warpgroup in the block, and of the tile of columns that it computes.
         A warpgroup that only copies has no tile.
       inputs: seven pairs (array in global memory or None, its copy in shared memory with one slot
-        for each stage): q, k, v (in the backward pass dO), P beta, the factors, the rows and the
-        inverse. A pair whose array is None is not copied.
+        for each stage): q, k, v (in the backward pass dO), P beta, the norm rows, the gate rows
+        and the inverse. A pair whose array is None is not copied.
       first_gmem: the states (or gradients) with which pieces start.
       last_gmem: the output for the states (or gradients) with which pieces end.
-      arrived, read: two barriers for each slot. `arrived` is passed when the slot's inputs have
-        been copied, `read` when all computing warpgroups have read them.
+      inputs_arrived, inputs_read: two barriers for each slot. `inputs_arrived` is passed when the
+        slot's inputs have been copied, `inputs_read` when all computing warpgroups have read them.
     """
 
-    first_to_last: bool
+    visits_chunks_in_order: bool
 
-    def __init__(self, p, place: BlockWork, inputs: Inputs, last_gmem, shared: SharedMemory):
-        self.p, self.place, self.w = p, place, jax.lax.axis_index("warpgroups")
-        self.b, self.h, self.c = place.b, place.h, place.tile + self.w
-        self.first_gmem, self.last_gmem = inputs.first, last_gmem
-        self.q, self.k, self.v, self.p_ref = shared.q, shared.k, shared.v, shared.p
-        self.inverse, self.factors, self.rows = shared.inverse, shared.factors, shared.rows
+    def __init__(
+        self, p, work: BlockWork, inputs: StatePassInputs, last_gmem, shared: SharedMemory
+    ):
+        self.p, self.work, self.w = p, work, jax.lax.axis_index("warpgroups")
+        self.b, self.h, self.c = work.batch_index, work.head_index, work.first_tile + self.w
+        self.first_gmem, self.last_gmem = inputs.first_states_gmem, last_gmem
+        self.q_slots, self.k_slots, self.v_slots = shared.q_slots, shared.k_slots, shared.v_slots
+        self.p_beta_slots, self.inverse_slots = shared.p_beta_slots, shared.inverse_slots
+        self.norm_row_slots, self.gate_row_slots = shared.norm_row_slots, shared.gate_row_slots
         self.state_tiles, self.result_tiles = shared.state_tiles, shared.result_tiles
-        self.arrived, self.read = shared.arrived, shared.read
+        self.inputs_arrived, self.inputs_read = shared.inputs_arrived, shared.inputs_read
         self.inputs = (
-            (inputs.q, shared.q),
-            (inputs.k, shared.k),
-            (inputs.v, shared.v),
-            (inputs.p, shared.p),
-            (inputs.factors, shared.factors),
-            (inputs.rows, shared.rows),
-            (inputs.inverses, shared.inverse),
+            (inputs.q_gmem, shared.q_slots),
+            (inputs.k_gmem, shared.k_slots),
+            (inputs.v_gmem, shared.v_slots),
+            (inputs.p_beta_gmem, shared.p_beta_slots),
+            (inputs.norm_rows_gmem, shared.norm_row_slots),
+            (inputs.gate_rows_gmem, shared.gate_row_slots),
+            (inputs.inverses_gmem, shared.inverse_slots),
         )
 
     @staticmethod
-    def output_count(p) -> int:
+    def per_chunk_output_count(p) -> int:
         """Returns the number of outputs with an axis of tokens or chunks."""
         raise NotImplementedError
 
-    def run(self):
+    def run_chunks(self):
         """Runs the block. The inputs of a chunk are copied to a slot as soon as all computing
         warpgroups have read the slot's earlier inputs. The chunks are computed one after another.
         """
         p, w = self.p, self.w
-        start, length = p.chunks_of_piece(self.place.piece)
-        number = lambda i: start + i if self.first_to_last else p.chunks - 1 - start - i
+        start, length = p.piece_start_and_length(self.work.piece_index)
+        number = lambda i: start + i if self.visits_chunks_in_order else p.chunks - 1 - start - i
 
         def copy(i):
-            slot = jax.lax.rem(i, p.stages)
-            pl.when(i >= p.stages)(lambda: plgpu.barrier_wait(self.read.at[slot]))
-            self.start_copies(number(i), slot, self.arrived.at[slot])
+            slot = jax.lax.rem(i, p.pipeline_stages)
+            pl.when(i >= p.pipeline_stages)(lambda: plgpu.barrier_wait(self.inputs_read.at[slot]))
+            self.start_input_copies(number(i), slot, self.inputs_arrived.at[slot])
 
         def step(i, state):
-            slot = jax.lax.rem(i, p.stages)
+            slot = jax.lax.rem(i, p.pipeline_stages)
             # Without this barrier, the compiler keeps the addresses of all arrays in the slot in
             # registers during the whole loop.
-            if p.stages == 1:
+            if p.pipeline_stages == 1:
                 slot = jax.lax.optimization_barrier(slot)
-            plgpu.barrier_wait(self.arrived.at[slot])
+            plgpu.barrier_wait(self.inputs_arrived.at[slot])
             state = self.compute_chunk(number(i), slot, state)
             plgpu.commit_smem()  # all reads of the slot end before a copy writes to it
-            plgpu.barrier_arrive(self.read.at[slot])
-            if self.place.warpgroups > 1:
-                pl.when((w == 0) & (i + p.stages < length))(lambda: copy(i + p.stages))
+            plgpu.barrier_arrive(self.inputs_read.at[slot])
+            if self.work.computing_warpgroups > 1:
+                pl.when((w == 0) & (i + p.pipeline_stages < length))(
+                    lambda: copy(i + p.pipeline_stages)
+                )
             return state
 
         def compute():
@@ -283,8 +303,8 @@ class _StatePass:
             self.store_last_state(state)
             plgpu.wait_smem_to_gmem(0)
 
-        if self.place.warpgroups > 1:
-            first_copies = jnp.minimum(length, p.stages)
+        if self.work.computing_warpgroups > 1:
+            first_copies = jnp.minimum(length, p.pipeline_stages)
             pl.when(w == 0)(lambda: pl.loop(0, first_copies)(copy))
             compute()
         else:
@@ -299,68 +319,74 @@ class _StatePass:
 
     def load_first_state(self):
         """Returns the transposed state with which the piece starts: the 64 columns of this
-        warpgroup by all key channels, float32. In a block that computes maps it is zeros for the
-        tiles of U and 64 rows of the identity for the tiles of M.
+        warpgroup by all key channels, float32. In a block that computes maps, the state
+        is zeros for the tiles of U and 64 rows of the identity for the tiles of M.
         """
-        if not self.place.maps:
+        if not self.work.computes_maps:
             return plgpu.load(
-                self.first_gmem.at[self.place.index, self.h, channel_slice(self.c)],
+                self.first_gmem.at[self.work.state_index, self.h, channel_slice(self.c)],
                 layout=plgpu.Layout.WGMMA,
                 optimized=False,
             )
         i, j = (
-            plgpu.broadcasted_iota(jnp.int32, (C, self.p.key), axis, layout=plgpu.Layout.WGMMA)
+            plgpu.broadcasted_iota(
+                jnp.int32, (C, self.p.key_width), axis, layout=plgpu.Layout.WGMMA
+            )
             for axis in (0, 1)
         )
-        return jnp.where(i + (self.c - self.p.value_tiles) * C == j, 1.0, 0.0)
+        return jnp.where(i + (self.c - self.p.value_tile_count) * C == j, 1.0, 0.0)
 
     def store_last_state(self, state):
         """Stores the state (or gradient) with which the piece ends."""
-        self.last_gmem[self.place.index, self.h, channel_slice(self.c)] = state
+        self.last_gmem[self.work.state_index, self.h, channel_slice(self.c)] = state
 
-    def load_values(self, slot):
-        """Returns the transposed tile of v, or in the backward pass of dO. M starts from the
-        identity and gets zeros as values: for tiles of M the result is zeros.
+    def load_transposed_values(self, slot):
+        """Returns the transposed tile of v, or in the backward pass of dO. For a tile of the map M,
+        which starts from the identity and takes zeros as values, the result is zeros.
         """
-        values = load_transposed(self.v.at[slot, self.w])
-        if not self.place.maps:
+        values = load_transposed_tile(self.v_slots.at[slot, self.w])
+        if not self.work.computes_maps:
             return values
-        is_u = (self.c < self.p.value_tiles).astype(jnp.float32)
+        is_u = (self.c < self.p.value_tile_count).astype(jnp.float32)
         return (values.astype(jnp.float32) * is_u).astype(jnp.bfloat16)
 
-    def start_copies(self, n, slot, barrier):
+    def start_input_copies(self, n, slot, barrier):
         """Starts the copies of chunk n's inputs to a slot: q and k, the tiles of v or dO of all
-        warpgroups, P beta, the factors, the rows and the inverse. It skips an input whose array is
-        None.
+        warpgroups, P beta, the norm rows, the gate rows and the inverse. The method skips an input
+        whose array is None.
         """
         p, h, b = self.p, self.h, self.b
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, barrier)
-        *keys, values, products, factors, rows, inverses = self.inputs
+        *keys, values, products, norm_rows, rows, inverses = self.inputs
         for source, target in keys:
             if source is not None:
                 copy(source.at[b, token_slice(n), jax.lax.div(h, p.heads_per_key)], target.at[slot])
-        for w in range(self.place.warpgroups):
-            c = jnp.minimum(self.place.tile + w, p.value_tiles - 1)
+        for w in range(self.work.computing_warpgroups):
+            c = jnp.minimum(self.work.first_tile + w, p.value_tile_count - 1)
             copy(values[0].at[b, token_slice(n), h, channel_slice(c)], values[1].at[slot, w])
-        for source, target in (products, factors, rows):
+        for source, target in (products, norm_rows, rows):
             if source is not None:
                 copy(source.at[b, h, n], target.at[slot])
         if p.delta_term:
             copy(inverses[0].at[n, b, h], inverses[1].at[slot])
 
-    def state_operand(self, state, tile, target, in_flight: int):
+    def state_operand_and_copy(self, state, tile, target, in_flight: int):
         """Returns two things: the state, or in the backward pass its gradient, as a left operand of
-        products, and a function that copies it to `target` in global memory. The function does
-        nothing if `target` is None.
+        products, and a function that copies the state to `target` in global memory. This function
+        does nothing if `target` is None.
         """
-        if not state_in_shared_memory(self.p):
+        if not reads_state_from_shared_memory(self.p):
             x = state.astype(jnp.bfloat16)
             return (
                 x,
-                lambda: None if target is None else store_transposed(x, tile, target, in_flight),
+                lambda: (
+                    None
+                    if target is None
+                    else store_transposed_and_start_copy(x, tile, target, in_flight)
+                ),
             )
         plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-        for t in range(self.p.key_tiles):
+        for t in range(self.p.key_tile_count):
             columns = state[:, t * C : (t + 1) * C]
             transposed_ref(tile.at[channel_slice(t)])[...] = columns.astype(jnp.bfloat16)
         plgpu.commit_smem()
@@ -369,147 +395,151 @@ class _StatePass:
         ), lambda: None if target is None else plgpu.copy_smem_to_gmem(tile, target)
 
 
-class _Forward(_StatePass):
+class _ForwardBlock(_StatePassBlock):
     """The block of a forward pass. A block that computes maps computes no O."""
 
-    first_to_last = True
+    visits_chunks_in_order = True
 
-    def __init__(self, p, place, inputs, outputs, last_gmem, shared):
-        super().__init__(p, place, inputs, last_gmem, shared)
+    def __init__(self, p, work, inputs, outputs, last_gmem, shared):
+        super().__init__(p, work, inputs, last_gmem, shared)
         self.o_gmem, *states_gmem = outputs
-        self.states_gmem = states_gmem[0] if p.save and not place.maps else None
-        if place.maps:
+        self.states_gmem = states_gmem[0] if p.save_states and not work.computes_maps else None
+        if work.computes_maps:
             _, k, v, _, *others = self.inputs
-            self.inputs = ((None, self.q), k, v, (None, self.p_ref), *others)
+            self.inputs = ((None, self.q_slots), k, v, (None, self.p_beta_slots), *others)
 
     @staticmethod
-    def output_count(p) -> int:
-        return 2 if p.save else 1
+    def per_chunk_output_count(p) -> int:
+        return 2 if p.save_states else 1
 
     def compute_chunk(self, n, slot, state):
-        body = functools.partial(self.compute_with_accumulators, n, slot, state)
-        return with_accumulators(self.p, (C, C, C, self.p.key), body)
+        body = functools.partial(self.compute_chunk_with_accumulators, n, slot, state)
+        return with_accumulators(self.p, (C, C, C, self.p.key_width), body)
 
-    def compute_with_accumulators(self, n, slot, state, k_state, outputs, errors, after):
+    def compute_chunk_with_accumulators(self, n, slot, state, k_state, outputs, errors, after):
         """Computes chunk n and returns S', the state after it, [64, K] like `state`. `k_state`,
         `outputs`, `errors` and `after` are accumulators for K S, O, E and S'.
         """
         p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
-        maps, from_shared = self.place.maps, state_in_shared_memory(p)
-        factors = self.factors.at[slot]
-        before, copy_state = self.state_operand(
+        maps, from_shared = self.work.computes_maps, reads_state_from_shared_memory(p)
+        norm_rows = self.norm_row_slots.at[slot]
+        before, copy_state = self.state_operand_and_copy(
             state,
             self.state_tiles.at[w],
             None if self.states_gmem is None else self.states_gmem.at[n, b, h, :, channel_slice(c)],
             in_flight=1,
         )
         if p.delta_term:
-            k_state.add(before, transposed_ref(self.k.at[slot]))
+            k_state.add_product(before, transposed_ref(self.k_slots.at[slot]))
         if not (maps or from_shared):
-            outputs.add(before, transposed_ref(self.q.at[slot]))
+            outputs.add_product(before, transposed_ref(self.q_slots.at[slot]))
         copy_state()
-        values = self.load_values(slot).astype(jnp.float32)
+        values = self.load_transposed_values(slot).astype(jnp.float32)
         if p.delta_term:
             in_flight = 0 if maps or from_shared else 1
-            values = (values - along_j(factors, K_GAMMA) * k_state.read(in_flight)).astype(
-                jnp.bfloat16
-            )
+            values = (
+                values - load_over_rows(norm_rows, K_GAMMA) * k_state.wait_and_read(in_flight)
+            ).astype(jnp.bfloat16)
             for part in range(2):
-                errors.add(values, transposed_ref(self.inverse.at[slot, part]))
+                errors.add_product(values, transposed_ref(self.inverse_slots.at[slot, part]))
         if from_shared and not maps:
-            outputs.add(before, transposed_ref(self.q.at[slot]))
+            outputs.add_product(before, transposed_ref(self.q_slots.at[slot]))
         if not maps:
             in_flight = 2 if p.delta_term and not from_shared else 0
-            outputs.start(along_j(factors, Q_GAMMA) * outputs.read(in_flight))
-        after.start(self.rows[slot, GAMMA, C - 1] * state)
+            outputs.set_sum(load_over_rows(norm_rows, Q_GAMMA) * outputs.wait_and_read(in_flight))
+        after.set_sum(self.gate_row_slots[slot, GAMMA, C - 1] * state)
         if p.delta_term:
-            values = errors.read()
+            values = errors.wait_and_read()
         parts = high_and_low(values)
         if from_shared:
             parts = jax.lax.optimization_barrier(parts)
         if not maps:
             for part in parts:
-                outputs.add(part, transposed_ref(self.p_ref.at[slot]))
+                outputs.add_product(part, transposed_ref(self.p_beta_slots.at[slot]))
         if from_shared:
-            self.copy_outputs(n, outputs, in_flight=0)
+            self.start_output_copy(n, outputs, in_flight=0)
             # E is added up again from its parts, so that only the parts stay in registers.
             values = sum(part.astype(jnp.float32) for part in parts)
-        for part in high_and_low(along_j(factors, K_RHO) * values):
-            after.add(part, self.k.at[slot])
+        for part in high_and_low(load_over_rows(norm_rows, K_RHO) * values):
+            after.add_product(part, self.k_slots.at[slot])
         if not from_shared:
-            self.copy_outputs(n, outputs, in_flight=2)
-        return after.read()
+            self.start_output_copy(n, outputs, in_flight=2)
+        return after.wait_and_read()
 
-    def copy_outputs(self, n, outputs, in_flight: int):
+    def start_output_copy(self, n, outputs, in_flight: int):
         """Waits for all products except the last `in_flight` ones, then starts the copy of O to
-        global memory. In a block that computes maps it does nothing.
+        global memory. In a block that computes maps the method does nothing.
         """
-        if self.place.maps:
+        if self.work.computes_maps:
             return
-        store_transposed(
-            outputs.read(in_flight),
+        store_transposed_and_start_copy(
+            outputs.wait_and_read(in_flight),
             self.result_tiles.at[self.w],
             self.o_gmem.at[self.b, token_slice(n), self.h, channel_slice(self.c)],
-            in_flight=int(self.p.save),
+            in_flight=int(self.p.save_states),
         )
 
 
-class _Backward(_StatePass):
+class _BackwardBlock(_StatePassBlock):
     """The block of a backward pass. A block that computes maps computes only the gradient of the
     state.
     """
 
-    first_to_last = False
+    visits_chunks_in_order = False
 
-    def __init__(self, p, place, inputs, outputs, last_gmem, shared):
-        super().__init__(p, place, inputs, last_gmem, shared)
+    def __init__(self, p, work, inputs, outputs, last_gmem, shared):
+        super().__init__(p, work, inputs, last_gmem, shared)
         *self.dv_gmems, self.dstates_gmem = outputs
 
     @staticmethod
-    def output_count(p) -> int:
+    def per_chunk_output_count(p) -> int:
         return 3
 
     def compute_chunk(self, n, slot, state):
-        body = functools.partial(self.compute_with_accumulators, n, slot, state)
-        return with_accumulators(self.p, (C, C, C, self.p.key), body)
+        body = functools.partial(self.compute_chunk_with_accumulators, n, slot, state)
+        return with_accumulators(self.p, (C, C, C, self.p.key_width), body)
 
-    def compute_with_accumulators(self, n, slot, dstate, k_dstate, p_do, values, before):
+    def compute_chunk_with_accumulators(self, n, slot, dstate, k_dstate, p_do, values, before):
         """Computes chunk n and returns dS, the gradient of the state before it, [64, K] like
         `dstate`, the gradient dS' of the state after it. `k_dstate`, `p_do`, `values` and `before`
         are accumulators for K dS', (P beta)^T dO, dV and dS.
         """
         p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
-        maps, from_shared = self.place.maps, state_in_shared_memory(p)
-        factors = self.factors.at[slot]
+        maps, from_shared = self.work.computes_maps, reads_state_from_shared_memory(p)
+        norm_rows = self.norm_row_slots.at[slot]
         target = None if maps else self.dstates_gmem.at[n, b, h, :, channel_slice(c)]
-        after, copy_state = self.state_operand(dstate, self.state_tiles.at[w], target, in_flight=2)
-        k_dstate.add(after, transposed_ref(self.k.at[slot]))
+        after, copy_state = self.state_operand_and_copy(
+            dstate, self.state_tiles.at[w], target, in_flight=2
+        )
+        k_dstate.add_product(after, transposed_ref(self.k_slots.at[slot]))
         if from_shared:
-            p_do.start(along_j(factors, K_RHO) * k_dstate.read())
-        doutputs = self.load_values(slot)
-        p_do.add(doutputs, self.p_ref.at[slot])
+            p_do.set_sum(load_over_rows(norm_rows, K_RHO) * k_dstate.wait_and_read())
+        doutputs = self.load_transposed_values(slot)
+        p_do.add_product(doutputs, self.p_beta_slots.at[slot])
         copy_state()
         if from_shared:
-            dvalues = p_do.read()
+            dvalues = p_do.wait_and_read()
         else:
-            dvalues = along_j(factors, K_RHO) * k_dstate.read(1) + p_do.read()
+            dvalues = (
+                load_over_rows(norm_rows, K_RHO) * k_dstate.wait_and_read(1) + p_do.wait_and_read()
+            )
         if p.delta_term:
             high, low = high_and_low(dvalues)
             for x, part in ((high, 0), (high, 1), (low, 0)):
-                values.add(x, self.inverse.at[slot, part])
-        before.start(self.rows[slot, GAMMA, C - 1] * dstate)
-        scaled = along_j(factors, Q_GAMMA) * doutputs.astype(jnp.float32)
-        before.add(scaled.astype(jnp.bfloat16), self.q.at[slot])
+                values.add_product(x, self.inverse_slots.at[slot, part])
+        before.set_sum(self.gate_row_slots[slot, GAMMA, C - 1] * dstate)
+        scaled = load_over_rows(norm_rows, Q_GAMMA) * doutputs.astype(jnp.float32)
+        before.add_product(scaled.astype(jnp.bfloat16), self.q_slots.at[slot])
         if p.delta_term:
-            dvalues = values.read(1)
-            dread = -along_j(factors, K_GAMMA) * dvalues
-            before.add(dread.astype(jnp.bfloat16), self.k.at[slot])
+            dvalues = values.wait_and_read(1)
+            dread = -load_over_rows(norm_rows, K_GAMMA) * dvalues
+            before.add_product(dread.astype(jnp.bfloat16), self.k_slots.at[slot])
         if not maps:
             for i, (x, gmem) in enumerate(zip(high_and_low(dvalues), self.dv_gmems)):
-                store_transposed(
+                store_transposed_and_start_copy(
                     x,
                     self.result_tiles.at[w, i],
                     gmem.at[b, token_slice(n), h, channel_slice(c)],
                     in_flight=2,
                 )
-        return before.read()
+        return before.wait_and_read()

@@ -18,21 +18,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 C = 64  # tokens of a chunk, and the side of every tile
-# The indices of rows [C] that hold one number for each token. `Problem.rows_of_chunks` computes the
-# 8 rows of the first line from the inputs: the running sum of g, the document's index in the chunk
-# (-1 - index for padding), beta, and the decays gamma and rho. `delta_rule_chunks` computes the 6
-# rows of the second line, called factors: the inverse L2 norms of k and q, and decays times these
-# norms. If a matrix is scaled both along its rows i and along its columns j by the same numbers,
-# they are stored twice (the name of the second copy ends in _J), because each place in shared
-# memory is read in one layout only.
+# The indices of rows [C] that hold one number for each token. The first line lists the 8 gate rows,
+# which `Problem.gate_rows_of_chunks` computes from the inputs: the running sum of g, the document's
+# index in the chunk (-1 - index for padding), beta, and the decays gamma and rho. The second line
+# lists the 6 norm rows, which `delta_rule_chunks` computes: the inverse L2 norms of k and q, and
+# decays times these norms. If a matrix is scaled both along its rows i and along its columns j by
+# the same numbers, they are stored twice (the name of the second copy ends in _J), because each
+# place in shared memory is read in one layout only.
 TOTAL, DOCUMENT, BETA, GAMMA, RHO, TOTAL_J, DOCUMENT_J, BETA_J = range(8)
 K_GAMMA, Q_GAMMA, K_RHO, K_NORM, Q_NORM, K_NORM_J = range(6)
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def named_refs(kind, refs, missing: str = ""):
-    """Returns the references that a kernel gets as a `kind`, a NamedTuple. Its field `missing`, if
-    there is one, gets None.
+    """Returns the references that a kernel gets as a NamedTuple of the class `kind`. If `missing`
+    is the name of a field, `refs` has no reference for it, and the field gets None.
     """
     names = [name for name in kind._fields if name != missing]
     values = dict(zip(names, refs, strict=True))
@@ -62,21 +62,21 @@ def row_memory(*count):
 class Accumulator:
     """A sum of matrix products, [C, columns] float32 in registers. The left operand of a product
     may be in registers or in shared memory; the right operand is in shared memory. The products run
-    asynchronously until `read` waits for them.
+    asynchronously until `wait_and_read` waits for them.
     """
 
     def __init__(self, ref):
         self.ref = ref
 
-    def start(self, x):
+    def set_sum(self, x):
         """Sets the sum to x [C, columns]."""
         self.ref[...] = x
 
-    def add(self, a, b):
+    def add_product(self, a, b):
         """Starts to add the product a @ b to the sum."""
         plgpu.wgmma(self.ref, a, b)
 
-    def read(self, in_flight: int = 0):
+    def wait_and_read(self, in_flight: int = 0):
         """Waits for all products except the last `in_flight` ones, then returns the sum.
 
         Without the optimization barrier in this function, the compiler moves an operation on the
@@ -94,14 +94,14 @@ class InterpretedAccumulator:
     def __init__(self):
         self.value = 0.0
 
-    def start(self, x):
+    def set_sum(self, x):
         self.value = x
 
-    def add(self, a, b):
+    def add_product(self, a, b):
         a, b = (x if isinstance(x, jax.Array) else x[...] for x in (a, b))
         self.value = self.value + jnp.dot(a, b, preferred_element_type=jnp.float32)
 
-    def read(self, in_flight: int = 0):
+    def wait_and_read(self, in_flight: int = 0):
         return self.value
 
 
@@ -125,7 +125,7 @@ def sums_of_products(*sums):
         for sum_ref, pairs in zip(sum_refs, sums):
             for a, b in pairs:
                 plgpu.wgmma(sum_ref, a, b)
-        return [Accumulator(sum_ref).read() for sum_ref in sum_refs]
+        return [Accumulator(sum_ref).wait_and_read() for sum_ref in sum_refs]
 
     return pl.run_scoped(accumulate, *[plgpu.ACC((C, pairs[0][1].shape[1])) for pairs in sums])
 
@@ -162,7 +162,7 @@ def store_tiles(tile_refs, *arrays):
 PART_PAIRS = (0, 0), (1, 0), (0, 1)
 
 
-def along_i(ref, row: int):
+def load_over_columns(ref, row: int):
     """Returns [C, C], whose row i holds ref[row, i] in all columns."""
     return plgpu.layout_cast(
         jax.lax.broadcast_in_dim(plgpu.load(ref.at[row], layout=ROW), (C, C), (0,)),
@@ -170,7 +170,7 @@ def along_i(ref, row: int):
     )
 
 
-def along_j(ref, row: int):
+def load_over_rows(ref, row: int):
     """Returns [C, C], whose column j holds ref[row, j] in all rows."""
     return plgpu.layout_cast(
         jax.lax.broadcast_in_dim(plgpu.load(ref.at[row], layout=COLUMN), (C, C), (1,)),
@@ -178,11 +178,14 @@ def along_j(ref, row: int):
     )
 
 
-def same_document_mask(rows_ref):
+def same_document_mask(gate_rows_ref):
     """Returns booleans [C, C]: whether tokens i and j belong to one document."""
     document = [
         jnp.where(x >= 0, x, -1 - x)
-        for x in (along_i(rows_ref, DOCUMENT), along_j(rows_ref, DOCUMENT_J))
+        for x in (
+            load_over_columns(gate_rows_ref, DOCUMENT),
+            load_over_rows(gate_rows_ref, DOCUMENT_J),
+        )
     ]
     return document[0] == document[1]
 

@@ -1,15 +1,15 @@
 """Where the documents of packed rows begin and how long they are, as cuDNN's attention takes it: by
 an offset and a length for each document (`cudnn.py`).
 
-cuDNN sees R rows of L tokens with at most M documents each. However short the documents are, it
-plans work for R · M documents of L tokens, and in the backward pass also memory. A row of T tokens
-may have T documents. With L = M = T, cuDNN would plan for T · T tokens in each row, which is far
-too much.
+cuDNN sees R rows of L tokens with at most M documents each. However short the documents are,
+cuDNN plans work for R · M documents of L tokens, and in the backward pass also memory. A row of T
+tokens may have T documents. With L = M = T, cuDNN would plan for T · T tokens in each row, which is
+far too much.
 
 Therefore documents are divided by their length into classes (`length_classes`), and each class is a
-call of its own. The call sees the same array as rows of L tokens, where L is the greatest length in
+call of its own. The call reshapes the arrays to rows of L tokens, where L is the greatest length in
 the class. A document may continue in the next of these rows, which follows in memory. Since a class
-has no short documents, few of them begin in one row. So M is a small number, whatever the data.
+has no short documents, few of its documents begin in one row. So M is small for all data.
 
 B batch, T tokens of a row, R rows of L tokens with R · L = B · T, M documents of such a row.
 """
@@ -25,18 +25,18 @@ _RATIO = 4  # the longest length of a class divided by the longest length of the
 
 
 class LengthClass(NamedTuple):
-    """The documents of more than `above` and at most `longest` tokens."""
+    """The documents of more than `longer_than` and at most `longest` tokens."""
 
     longest: int
-    above: int
+    longer_than: int
 
     @property
-    def max_documents(self) -> int:
+    def max_documents_per_row(self) -> int:
         """M, the largest number of documents that begin among `longest` consecutive tokens; 2 or
         more, because cuDNN takes offsets only of several documents. Two documents begin at least
-        above + 1 tokens apart.
+        longer_than + 1 tokens apart.
         """
-        return max(2, -(-self.longest // (self.above + 1)))
+        return max(2, -(-self.longest // (self.longer_than + 1)))
 
 
 class DocumentRanges(NamedTuple):
@@ -46,36 +46,36 @@ class DocumentRanges(NamedTuple):
       lengths: int32 [R, M], number of tokens of each document, in order; -1 where there is none.
       offsets: int32 [R, M + 1], index in its row of each document's first token; -1 where there is
         none, and in the last column.
-      begins: int32 [R · M], index among all R · L tokens of the first token of each document of
-        all rows, in order; the entries after the last document are 0.
-      counts: int32 [R · M], number of tokens of these documents; 0 after the last document.
+      flat_offsets: int32 [R · M], the first token of each document of all rows, in order, as an
+        index among all R · L tokens; 0 after the last document.
+      flat_lengths: int32 [R · M], number of tokens of these documents; 0 after the last document.
       covered: bool [B, T], whether a token belongs to one of these documents.
-      document_of_token: int32 [B, T], index in `begins` of the token's document, if it is covered.
-      position_in_document: int32 [B, T], position of the token in this document, if it is covered.
+      document_of_token: int32 [B, T], index in `flat_offsets` of the document of a covered token.
+      position_in_document: int32 [B, T], position of a covered token in its document.
     """
 
     lengths: jax.Array
     offsets: jax.Array
-    begins: jax.Array
-    counts: jax.Array
+    flat_offsets: jax.Array
+    flat_lengths: jax.Array
     covered: jax.Array
     document_of_token: jax.Array
     position_in_document: jax.Array
 
 
 def length_classes(length: int) -> tuple[LengthClass, ...]:
-    """Returns the classes of all documents of more than SHORT tokens in rows of `length` tokens,
-    the longest first. The longest length of each class divides `length`.
+    """Returns the classes of length for documents of more than SHORT tokens in rows of `length`
+    tokens, the longest class first. The longest length of each class divides `length`.
     """
     classes, longest = [], length
     while longest > SHORT:
-        above = SHORT if longest % _RATIO else max(SHORT, longest // _RATIO)
-        classes.append(LengthClass(longest, above))
-        longest = above
+        longer_than = SHORT if longest % _RATIO else max(SHORT, longest // _RATIO)
+        classes.append(LengthClass(longest, longer_than))
+        longest = longer_than
     return tuple(classes)
 
 
-def document_spans(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def document_starts_and_lengths(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns two arrays int32 [B, T]: the index in its row of the first token of each token's
     document, and the number of tokens of this document, 0 in padding.
 
@@ -96,14 +96,14 @@ def ranges_of_class(first_BT: jax.Array, length_BT: jax.Array, of: LengthClass) 
     """Returns the documents of one class.
 
     Args:
-      first_BT, length_BT: the results of `document_spans`.
+      first_BT, length_BT: the results of `document_starts_and_lengths`.
       of: the class. Its longest length divides T.
     """
     position = jnp.arange(first_BT.shape[1], dtype=jnp.int32) - first_BT
-    covered = (length_BT > of.above) & (length_BT <= of.longest)
+    covered = (length_BT > of.longer_than) & (length_BT <= of.longest)
     begins = (covered & (position == 0)).reshape(-1, of.longest)
     return _ranges_that_begin_at(
-        begins, length_BT.reshape(begins.shape), covered, position, of.max_documents
+        begins, length_BT.reshape(begins.shape), covered, position, of.max_documents_per_row
     )
 
 
@@ -119,7 +119,7 @@ def ranges_of_shared_documents(
 
     def ranges(ids):
         covered = (ids == last_B1) & shared_B1
-        first, length = document_spans(ids)
+        first, length = document_starts_and_lengths(ids)
         position = jnp.arange(ids.shape[1], dtype=jnp.int32) - first
         return _ranges_that_begin_at(
             covered & (position == 0), length, covered, position, documents=2
@@ -147,8 +147,8 @@ def _ranges_that_begin_at(
     return DocumentRanges(
         lengths=lengths,
         offsets=jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1),
-        begins=empty.at[of_all].set(jnp.arange(rows * width, dtype=jnp.int32), mode="drop"),
-        counts=empty.at[of_all].set(length_RL.reshape(-1), mode="drop"),
+        flat_offsets=empty.at[of_all].set(jnp.arange(rows * width, dtype=jnp.int32), mode="drop"),
+        flat_lengths=empty.at[of_all].set(length_RL.reshape(-1), mode="drop"),
         covered=covered,
         document_of_token=document.reshape(covered.shape),
         position_in_document=position,

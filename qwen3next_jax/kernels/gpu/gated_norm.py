@@ -44,7 +44,7 @@ def is_default(o, weight, eps: float) -> bool:
     """Returns whether a call that names no implementation runs the kernels. The call runs them if
     they support it and passed their test on this GPU. The function prints the decision once.
     """
-    return self_test.is_enabled(
+    return self_test.kernels_run_by_default(
         make_self_test(eps, weight.shape[0]), unsupported_reason(o, weight, eps)
     )
 
@@ -87,18 +87,20 @@ def max_error(eps: float, width: int, interpret: bool = False) -> tuple[str, flo
 
 def forward(eps, o, gate, weight, *, interpret: bool = False):
     """Returns y [B, T, H · V], the result of `ops.gated_norm`, in o's dtype."""
-    return _call(_forward, eps, weight, (o, gate), [o], (), interpret)[0]
+    return _call_kernel(_forward_kernel, eps, weight, (o, gate), [o], (), interpret)[0]
 
 
 def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
     """Returns the gradients of o, gate and weight, given dy [B, T, H · V], the gradient of y."""
     batch, time, d = o.shape
     sums = jax.ShapeDtypeStruct((batch, time // C, d), jnp.float32)
-    do, dgate, sums = _call(_backward, eps, weight, (o, gate, dy), [o, gate], [sums], interpret)
+    do, dgate, sums = _call_kernel(
+        _backward_kernel, eps, weight, (o, gate, dy), [o, gate], [sums], interpret
+    )
     return do, dgate, jnp.sum(sums.reshape(-1, weight.shape[0]), axis=0).astype(weight.dtype)
 
 
-def _call(body, eps, weight, inputs, like, sums, interpret):
+def _call_kernel(body, eps, weight, inputs, like, sums, interpret):
     """Runs the kernel `body`. Returns its outputs: first one output for each array in `like`, with
     its shape and dtype, then one for each shape and dtype in `sums`.
     """
@@ -114,12 +116,12 @@ def _call(body, eps, weight, inputs, like, sums, interpret):
             scratch_types=tuple(scratch),
             grid=(d // width, time // C, batch),
             grid_names=("heads", "tokens", "batch"),
-            kernel_name=f"gated_norm{body.__name__}",
+            kernel_name=f"gated_norm{body.__name__.removesuffix('_kernel')}",
             interpret=INTERPRETER if interpret else None,
         )(weight.astype(jnp.float32), *inputs)
 
 
-class _Block:
+class _HeadBlock:
     """The inputs of one block of the grid, in shared memory.
 
     Attributes:
@@ -140,65 +142,68 @@ class _Block:
             for c in range(self.tiles):
                 plgpu.copy_gmem_to_smem(source.at[self.at(c)], target.at[c], arrived)
         plgpu.barrier_wait(arrived)
-        squares = sum(jnp.sum(x * x, axis=1) for x in map(self.o_tile, range(self.tiles)))
-        self.scale = self.along_rows(jax.lax.rsqrt(squares / width + eps))
+        squares = sum(jnp.sum(x * x, axis=1) for x in map(self.load_o_tile, range(self.tiles)))
+        self.scale = self.broadcast_over_columns(jax.lax.rsqrt(squares / width + eps))
 
-    def load_tile(self, i: int, c: int):
+    def load_input_tile(self, i: int, c: int):
         """Returns tile c of input i, [C, C] in float32."""
         return plgpu.load(self.targets[i].at[c], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
-    def o_tile(self, c: int):
+    def load_o_tile(self, c: int):
         """Returns tile c of o, [C, C] in float32."""
-        return self.load_tile(0, c)
+        return self.load_input_tile(0, c)
 
-    def along_rows(self, x):
+    def broadcast_over_columns(self, x):
         """Returns [C, C], whose row i holds x[i] in all columns."""
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (C, C), (0,)), plgpu.Layout.WGMMA)
 
-    def weight_columns(self, c: int):
+    def load_weight_over_rows(self, c: int):
         """Returns [C, C], whose column j holds the weight of channel j of tile c in all rows."""
         row = plgpu.load(self.weight.at[channel_slice(c)], layout=COLUMN)
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(row, (C, C), (1,)), plgpu.Layout.WGMMA)
 
 
 class _ForwardRefs(NamedTuple):
-    """The references of `_forward`: global memory, then shared memory."""
+    """The references of `_forward_kernel`: global memory, then shared memory."""
 
     weight_gmem: Any  # [V]
     o_gmem: Any  # [B, T, H · V]
     gate_gmem: Any  # [B, T, H · V]
     y_gmem: Any  # output [B, T, H · V]
-    o: Any  # [tiles, C, C]; y overwrites it
-    gate: Any  # [tiles, C, C]
-    weight: Any  # [V]
-    arrived: Any  # barrier, passed when the inputs are in shared memory
+    o_tiles: Any  # [tiles, C, C]; y overwrites it
+    gate_tiles: Any  # [tiles, C, C]
+    weight_smem: Any  # [V]
+    inputs_arrived: Any  # barrier, passed when the inputs are in shared memory
 
 
-def _forward(eps, width, *refs):
+def _forward_kernel(eps, width, *refs):
     """Computes y of a block."""
     refs = _ForwardRefs(*refs)
-    block = _Block(
+    block = _HeadBlock(
         eps,
         width,
         refs.weight_gmem,
         (refs.o_gmem, refs.gate_gmem),
-        (refs.o, refs.gate),
-        refs.weight,
-        refs.arrived,
+        (refs.o_tiles, refs.gate_tiles),
+        refs.weight_smem,
+        refs.inputs_arrived,
     )
     for c in range(block.tiles):
-        x = block.load_tile(1, c)
-        refs.o[c] = (
-            block.o_tile(c) * block.scale * block.weight_columns(c) * (x * jax.nn.sigmoid(x))
-        ).astype(refs.o.dtype)
+        x = block.load_input_tile(1, c)
+        refs.o_tiles[c] = (
+            block.load_o_tile(c)
+            * block.scale
+            * block.load_weight_over_rows(c)
+            * (x * jax.nn.sigmoid(x))
+        ).astype(refs.o_tiles.dtype)
     plgpu.commit_smem()
     for c in range(block.tiles):
-        plgpu.copy_smem_to_gmem(refs.o.at[c], refs.y_gmem.at[block.at(c)])
+        plgpu.copy_smem_to_gmem(refs.o_tiles.at[c], refs.y_gmem.at[block.at(c)])
     plgpu.wait_smem_to_gmem(0)
 
 
 class _BackwardRefs(NamedTuple):
-    """The references of `_backward`: global memory, then shared memory."""
+    """The references of `_backward_kernel`: global memory, then shared memory."""
 
     weight_gmem: Any  # [V]
     o_gmem: Any  # [B, T, H · V]
@@ -206,49 +211,53 @@ class _BackwardRefs(NamedTuple):
     dy_gmem: Any  # [B, T, H · V]
     do_gmem: Any  # output [B, T, H · V]
     dgate_gmem: Any  # output [B, T, H · V]
-    sums_gmem: Any  # output, sums over the tokens of a block
-    o: Any  # [tiles, C, C]
-    gate: Any  # [tiles, C, C]; the gradient of the gate overwrites it
-    dy: Any  # [tiles, C, C]; the gradient of o overwrites it
-    weight: Any  # [V]
-    arrived: Any  # barrier, passed when the inputs are in shared memory
+    weight_gradient_sums_gmem: Any  # output, sums over the tokens of a block
+    o_tiles: Any  # [tiles, C, C]
+    gate_tiles: Any  # [tiles, C, C]; the gradient of the gate overwrites it
+    dy_tiles: Any  # [tiles, C, C]; the gradient of o overwrites it
+    weight_smem: Any  # [V]
+    inputs_arrived: Any  # barrier, passed when the inputs are in shared memory
 
 
-def _backward(eps, width, *refs):
+def _backward_kernel(eps, width, *refs):
     """Computes the gradients of o and of the gate, and for the gradient of the weight a sum over
     the tokens of the block.
     """
     refs = _BackwardRefs(*refs)
-    block = _Block(
+    block = _HeadBlock(
         eps,
         width,
         refs.weight_gmem,
         (refs.o_gmem, refs.gate_gmem, refs.dy_gmem),
-        (refs.o, refs.gate, refs.dy),
-        refs.weight,
-        refs.arrived,
+        (refs.o_tiles, refs.gate_tiles, refs.dy_tiles),
+        refs.weight_smem,
+        refs.inputs_arrived,
     )
     b, t = (jax.lax.axis_index(name) for name in ("batch", "tokens"))
 
     def load_tile(c: int):
         """Returns o / rms, the gate, the sigmoid of the gate, and dy of tile c."""
-        x = block.load_tile(1, c)
-        return block.o_tile(c) * block.scale, x, jax.nn.sigmoid(x), block.load_tile(2, c)
+        x = block.load_input_tile(1, c)
+        return block.load_o_tile(c) * block.scale, x, jax.nn.sigmoid(x), block.load_input_tile(2, c)
 
     inner = 0.0
     for c in range(block.tiles):
         normed, x, sigmoid, d = load_tile(c)
         weighted = d * (x * sigmoid) * normed
-        refs.sums_gmem[b, t, block.at(c)[2]] = jnp.sum(weighted, axis=0)
-        inner = inner + jnp.sum(weighted * block.weight_columns(c), axis=1)
-    mean = block.along_rows(inner / width)
+        refs.weight_gradient_sums_gmem[b, t, block.at(c)[2]] = jnp.sum(weighted, axis=0)
+        inner = inner + jnp.sum(weighted * block.load_weight_over_rows(c), axis=1)
+    mean = block.broadcast_over_columns(inner / width)
     for c in range(block.tiles):
         normed, x, sigmoid, d = load_tile(c)
-        d = d * block.weight_columns(c)
-        refs.gate[c] = (d * normed * (sigmoid * (1 + x * (1 - sigmoid)))).astype(refs.gate.dtype)
-        refs.dy[c] = (block.scale * (d * (x * sigmoid) - normed * mean)).astype(refs.dy.dtype)
+        d = d * block.load_weight_over_rows(c)
+        refs.gate_tiles[c] = (d * normed * (sigmoid * (1 + x * (1 - sigmoid)))).astype(
+            refs.gate_tiles.dtype
+        )
+        refs.dy_tiles[c] = (block.scale * (d * (x * sigmoid) - normed * mean)).astype(
+            refs.dy_tiles.dtype
+        )
     plgpu.commit_smem()
     for c in range(block.tiles):
-        plgpu.copy_smem_to_gmem(refs.gate.at[c], refs.dgate_gmem.at[block.at(c)])
-        plgpu.copy_smem_to_gmem(refs.dy.at[c], refs.do_gmem.at[block.at(c)])
+        plgpu.copy_smem_to_gmem(refs.gate_tiles.at[c], refs.dgate_gmem.at[block.at(c)])
+        plgpu.copy_smem_to_gmem(refs.dy_tiles.at[c], refs.do_gmem.at[block.at(c)])
     plgpu.wait_smem_to_gmem(0)

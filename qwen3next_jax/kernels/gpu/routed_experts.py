@@ -17,8 +17,8 @@ def unsupported_reason(x, gate_up, tile, added) -> str:
     Args:
       x: [P, D], the rows.
       gate_up: [E, D, F], the gate and up matrices.
-      tile, added: the rows of a tile, and whether the call adds to earlier gradients. Both may have
-        any value.
+      tile, added: the rows of a tile, and whether the call adds to earlier gradients. `tile` and
+        `added` may have any value.
     """
     return grouped_matmul.unsupported_reason(x, _matrix_shapes(gate_up))
 

@@ -1,5 +1,5 @@
-"""Imports the kernels of the library tokamax, and says whether they can run here (docs/gpu.md). It
-has kernels in two languages: Mosaic, for Hopper GPUs, and Triton, for GPUs from Ampere on.
+"""Imports the kernels of the library tokamax, and says whether they can run here (docs/gpu.md).
+tokamax has kernels in two languages: Mosaic, for Hopper GPUs, and Triton, for GPUs from Ampere on.
 
 Several processes of a run have to compile the same program, so they agree on every answer.
 """
@@ -31,7 +31,7 @@ def mosaic_unsupported_reason() -> str:
     """Returns why tokamax's Mosaic kernels cannot run in this run; "" if they can."""
     return (
         self_test.agree_on_reason(
-            "tokamax", _missing_reason("tokamax", RELEASE) or _old_jax_reason()
+            "tokamax", _missing_package_reason("tokamax", RELEASE) or _old_jax_reason()
         )
         or self_test.unsupported_chip_reason()
     )
@@ -41,14 +41,14 @@ def triton_unsupported_reason() -> str:
     """Returns why tokamax's Triton kernels cannot run in this run; "" if they can."""
     return self_test.agree_on_reason(
         "tokamax's Triton kernels",
-        _missing_reason("tokamax", RELEASE)
-        or _missing_reason("jax-triton")
-        or _missing_reason("triton")
+        _missing_package_reason("tokamax", RELEASE)
+        or _missing_package_reason("jax-triton")
+        or _missing_package_reason("triton")
         or _old_chip_reason(),
     )
 
 
-def _missing_reason(package: str, release: str = "") -> str:
+def _missing_package_reason(package: str, release: str = "") -> str:
     """Returns why a package cannot be used; "" if it can. `release` is the only accepted release;
     "" accepts any release.
     """

@@ -43,7 +43,7 @@ def norm_and_rotate(eps, half, x, weight, cos, sin, *, interpret: bool = False):
     """Returns [B, N, T, K], the result of `ops.attention_heads.norm_and_rotate`, from x [B, T, C],
     weight [K] and cos and sin [B, T, L].
     """
-    return _call(
+    return _call_kernel(
         functools.partial(_norm_and_rotate_kernel, eps, half),
         weight.shape[0],
         (x,),
@@ -56,7 +56,9 @@ def norm_and_rotate(eps, half, x, weight, cos, sin, *, interpret: bool = False):
 def norm_and_rotate_gradients(eps, half, x, weight, cos, sin, dy, *, interpret: bool = False):
     """Returns the gradients of x [B, T, C] and weight [K], given dy [B, N, T, K]."""
     body = functools.partial(_norm_and_rotate_gradients_kernel, eps, half)
-    dx, sums = _call(body, weight.shape[0], (x, dy), "c", (weight, cos, sin), True, interpret)
+    dx, sums = _call_kernel(
+        body, weight.shape[0], (x, dy), "c", (weight, cos, sin), True, interpret
+    )
     return dx, jnp.sum(sums, axis=0).astype(weight.dtype)
 
 
@@ -64,17 +66,17 @@ def gate(o, gate, *, interpret: bool = False):
     """Returns [B, T, C], the result of `ops.attention_heads.gate_heads`, from o [B, N, T, K] and
     gate [B, T, C].
     """
-    return _call(_gate_kernel, o.shape[3], (o, gate), "c", interpret=interpret)[0]
+    return _call_kernel(_gate_kernel, o.shape[3], (o, gate), "c", interpret=interpret)[0]
 
 
 def gate_gradients(o, gate, dy, *, interpret: bool = False):
     """Returns the gradients of o [B, N, T, K] and gate [B, T, C], given dy [B, T, C]."""
     return tuple(
-        _call(_gate_gradients_kernel, o.shape[3], (o, gate, dy), "hc", interpret=interpret)
+        _call_kernel(_gate_gradients_kernel, o.shape[3], (o, gate, dy), "hc", interpret=interpret)
     )
 
 
-def _call(body, width, inputs, outputs, norm_inputs=(), sums=False, interpret=False):
+def _call_kernel(body, width, inputs, outputs, norm_inputs=(), sums=False, interpret=False):
     """Runs the kernel `body` over a grid of blocks and returns its outputs.
 
     Args:
@@ -113,7 +115,7 @@ def _call(body, width, inputs, outputs, norm_inputs=(), sums=False, interpret=Fa
             pl.BlockSpec((1, rows, LANES), lambda c, b, t: (b, t, 0))
         ]
         bytes_accessed += blocks * sum(x.size * 4 for x in rotation)
-    return grids.call(
+    return grids.call_block_kernel(
         body,
         (*norm_inputs, *inputs),
         in_specs + [spec["h" if x.ndim == 4 else "c"] for x in inputs],

@@ -18,7 +18,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_of_inputs_before
+from qwen3next_jax.kernels.causal_conv1d_edges import (
+    count_earlier_inputs_in_document,
+    gradient_of_inputs_before,
+)
 from qwen3next_jax.kernels.tpu import grids
 from qwen3next_jax.kernels.tpu.grids import LANES
 
@@ -53,10 +56,12 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
         is one document.
       interpret: whether a CPU interprets the kernel.
     """
-    call = _Call(x, kernel, document_ages(ids, kernel.shape[0]), interpret)
+    call = _ConvolutionCall(
+        x, kernel, count_earlier_inputs_in_document(ids, kernel.shape[0]), interpret
+    )
     return call(
-        functools.partial(_forward, activation),
-        call.rows_before(before, x),
+        functools.partial(_forward_kernel, activation),
+        call.before_and_x_inputs(before, x),
         call.edges,
         (call.block,),
         (jax.ShapeDtypeStruct(x.shape, x.dtype),),
@@ -68,11 +73,11 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The
     other arguments have the same meaning as in `forward`.
     """
-    age, (width, d) = document_ages(ids, kernel.shape[0]), kernel.shape
-    call = _Call(x, kernel, age, interpret, backwards=True)
+    age, (width, d) = count_earlier_inputs_in_document(ids, kernel.shape[0]), kernel.shape
+    call = _ConvolutionCall(x, kernel, age, interpret, backwards=True)
     dx, dkernel = call(
-        functools.partial(_backward, activation),
-        (*call.rows_before(before, x), dy),
+        functools.partial(_backward_kernel, activation),
+        (*call.before_and_x_inputs(before, x), dy),
         (*call.edges, call.block),
         (call.block, pl.BlockSpec((8 * width, call.channels), lambda c, b, t: (0, c))),
         (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((8 * width, d), jnp.float32)),
@@ -87,7 +92,7 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
     )
 
 
-class _Call:
+class _ConvolutionCall:
     """The blocks of one call and their specifications.
 
     Attributes:
@@ -96,7 +101,7 @@ class _Call:
       blocks: number of blocks of tokens.
       block: specification of a block [1, R, C].
       age_block: specification of a block [1, R, 1] of ages.
-      edges: specifications of the three inputs that `rows_before` returns.
+      edges: specifications of the three inputs that `before_and_x_inputs` returns.
     """
 
     def __init__(self, x, kernel, age, interpret, backwards=False):
@@ -122,7 +127,7 @@ class _Call:
             self.block,
         )
 
-    def rows_before(self, before, x):
+    def before_and_x_inputs(self, before, x):
         """Returns three inputs of the kernel: `before`, padded to EDGE rows, and x twice. From the
         first copy of x a grid step reads the last EDGE rows of the previous block; from the second
         copy it reads its own block.
@@ -139,21 +144,21 @@ class _Call:
         if self.age is not None:
             inputs.insert(1, self.age[..., None])
             in_specs.insert(1, self.age_block)
-        return grids.call(
+        return grids.call_block_kernel(
             functools.partial(body, self.age is not None),
             inputs,
             in_specs,
             outputs,
             out_specs,
             (d // self.channels, self.batch, self.blocks),
-            name=f"causal_conv1d{body.func.__name__}",
+            name=f"causal_conv1d{body.func.__name__.removesuffix('_kernel')}",
             bytes_accessed=elements * self.itemsize,
             interpret=self.interpret,
             scratch=scratch,
         )
 
 
-def _taps(first, before, tail, x, width: int, lanes):
+def _shifted_inputs(first, before, tail, x, width: int, lanes):
     """Returns W arrays [R, LANES] in float32. The array with the index `back` holds, for each token
     of the block, the input `back` tokens before it.
 
@@ -172,22 +177,22 @@ def _taps(first, before, tail, x, width: int, lanes):
 
 
 def _broadcast_ages(age):
-    """Broadcasts ages [R, 1] to [R, LANES]. A kernel calls it once for all groups of channels.
-    Otherwise the compiler would broadcast the ages again in every comparison.
+    """Broadcasts ages [R, 1] to [R, LANES]. A kernel calls this function once for all groups of
+    channels, because the compiler would otherwise broadcast the ages again in every comparison.
     """
     return jnp.broadcast_to(age, (age.shape[0], LANES))
 
 
 def _zero_if_other_document(age, x, back: int):
     """Returns x [R, LANES], with zeros in the rows of padding and in the rows of tokens whose input
-    `back` tokens earlier belongs to another document. If `age` is None, it returns x unchanged.
+    `back` tokens earlier belongs to another document. If `age` is None, x is returned unchanged.
     """
     return x if age is None else jnp.where(age >= back, x, 0.0)
 
 
-def _before_activation(kernel, age, taps, lanes):
+def _output_before_activation(kernel, age, taps, lanes):
     """Returns [R, LANES], the outputs before the activation: the sum of the arrays `taps` (the
-    result of `_taps`) times the rows of `kernel`, without inputs of other documents.
+    result of `_shifted_inputs`) times the rows of `kernel`, without inputs of other documents.
     """
     width = kernel.shape[0]
     return sum(
@@ -196,9 +201,9 @@ def _before_activation(kernel, age, taps, lanes):
     )
 
 
-def _age_and_others(has_age, refs):
-    """Returns the ages of a block's tokens [R, LANES], None if the call has no document ids, and
-    the other references.
+def _split_ages_from_refs(has_age, refs):
+    """Returns two things: the ages of a block's tokens [R, LANES], or None if the call has no
+    document ids; and the other references.
     """
     if not has_age:
         return None, refs
@@ -206,26 +211,26 @@ def _age_and_others(has_age, refs):
     return _broadcast_ages(age[0]), others
 
 
-def _forward(activation, has_age, kernel, *refs):
+def _forward_kernel(activation, has_age, kernel, *refs):
     """Computes y of a block."""
-    age, (before, tail, x, y) = _age_and_others(has_age, refs)
+    age, (before, tail, x, y) = _split_ages_from_refs(has_age, refs)
     first = pl.program_id(2) == 0
 
     def column(lanes):
-        z = _before_activation(
-            kernel, age, _taps(first, before, tail, x, kernel.shape[0], lanes), lanes
+        z = _output_before_activation(
+            kernel, age, _shifted_inputs(first, before, tail, x, kernel.shape[0], lanes), lanes
         )
         y[0, :, lanes] = (z * jax.nn.sigmoid(z) if activation == "silu" else z).astype(y.dtype)
 
-    grids.for_each_column(y.shape[2], column)
+    grids.for_each_lane_group(y.shape[2], column)
 
 
-def _backward(activation, has_age, kernel, *refs):
+def _backward_kernel(activation, has_age, kernel, *refs):
     """Computes dx of a block and adds the block's part of the gradient of `kernel` to `dkernel`,
     which holds 8 partial sums for each number of `kernel`. The scratch memory `later` passes the
     gradients of the block's first tokens to the next grid step, which computes the block before.
     """
-    age, (before, tail, x, dy, dx, dkernel, later) = _age_and_others(has_age, refs)
+    age, (before, tail, x, dy, dx, dkernel, later) = _split_ages_from_refs(has_age, refs)
     width, t, blocks = kernel.shape[0], pl.program_id(2), pl.num_programs(2)
 
     @pl.when(t == 0)
@@ -237,10 +242,10 @@ def _backward(activation, has_age, kernel, *refs):
         dkernel[...] = jnp.zeros_like(dkernel)
 
     def column(lanes):
-        taps = _taps(t == blocks - 1, before, tail, x, width, lanes)
+        taps = _shifted_inputs(t == blocks - 1, before, tail, x, width, lanes)
         dz = dy[0, :, lanes].astype(jnp.float32)
         if activation == "silu":
-            z = _before_activation(kernel, age, taps, lanes)
+            z = _output_before_activation(kernel, age, taps, lanes)
             gate = jax.nn.sigmoid(z)
             dz = dz * (gate * (1 + z * (1 - gate)))
         rows, total = dz.shape[0], 0.0
@@ -256,4 +261,4 @@ def _backward(activation, has_age, kernel, *refs):
             total += kernel[w, lanes][None] * tap_dz
         dx[0, :, lanes] = total.astype(dx.dtype)
 
-    grids.for_each_column(dx.shape[2], column)
+    grids.for_each_lane_group(dx.shape[2], column)

@@ -11,14 +11,14 @@ def vmem_bytes() -> int:
     return tpu.vmem_capacity_bytes if tpu else SMALLEST_VMEM
 
 
-def vmem_budget() -> float:
+def vmem_budget_bytes() -> float:
     """Returns the bytes of VMEM that a kernel may use: 95 % of `vmem_bytes`. The compiler needs the
     rest.
     """
     return 0.95 * vmem_bytes()
 
 
-def cores() -> int:
+def core_count() -> int:
     """Returns the number of cores of one JAX device of this chip; 1 if the chip is not known."""
     tpu = compile_target().tpu
     return tpu.num_cores if tpu else 1

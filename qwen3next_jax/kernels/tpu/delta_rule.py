@@ -9,8 +9,8 @@ K^T, and the kernel sums dQ and dK over these value heads.
 docs/delta_rule.md, "In terms of E", derives the formulas; E is the matrix of prediction errors. A
 TPU scales the rows and columns of matrices faster for two heads at once. So the kernels keep beta,
 the decays and the norms of q and k as rows [pairs, 2C], which hold one number for each token of two
-heads. They multiply these rows with each other first, and broadcast the product over the lanes
-where a matrix is scaled.
+heads. To scale a matrix, the kernels first multiply such rows with each other, and then broadcast
+the product over the lanes.
 
 Matrix products take operands in the inputs' dtype and accumulate in float32. Where the terms of a
 sum may cancel, an operand is split into two bfloat16 parts (`head_pairs.PairProducts`).
@@ -54,23 +54,23 @@ def forward(
     kernel writes only o and the final state. `interpret` says whether a CPU interprets the kernel.
     """
     p, v = Problem(x.q, x.v, settings.chunk_size), x.v
-    inputs = p.kernel_inputs(x)
+    inputs = p.common_kernel_inputs(x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     if inverses is not None:
-        inputs["inverses"] = p.pad_pairs(inverses)
+        inputs["inverses"] = p.pad_inverses(inverses)
     outputs = dict(
-        o=p.flat_shape(p.value_heads, p.value, v.dtype),
+        o=p.flattened_shape_struct(p.value_heads, p.value_width, v.dtype),
         final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
     )
     if save:
         outputs["states"] = jax.ShapeDtypeStruct((p.chunks, *p.state_shape), v.dtype)
         if settings.delta_term and inverses is None:
             outputs["inverses"] = p.inverses_shape
-    results = p.call(_forward_kernel, inputs, outputs, settings, False, interpret)
-    o = p.unflatten(results["o"], v.shape)
+    results = p.call_kernel(_forward_kernel, inputs, outputs, settings, False, interpret)
+    o = p.unflatten_heads(results["o"], v.shape)
     states = p.unpad_state(results["states"]) if save else None
     if "inverses" in results:
-        inverses = p.unpad_pairs(results["inverses"])
+        inverses = p.unpad_inverses(results["inverses"])
     return o, p.unpad_state(results["final"]), states, inverses if save else None
 
 
@@ -79,22 +79,22 @@ def affine_map(x: Inputs, initial_state, settings: Settings, *, interpret: bool 
     says whether a CPU interprets the kernel.
     """
     p = Problem(x.q, x.v, settings.chunk_size)
-    inputs = p.kernel_inputs(x)
+    inputs = p.common_kernel_inputs(x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     heads = p.state_shape[:2]
     outputs = dict(
         final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
-        m=jax.ShapeDtypeStruct((*heads, p.key, p.key), jnp.float32),
-        reads=jax.ShapeDtypeStruct((p.chunks, *heads, p.chunk_size, p.key), x.v.dtype),
+        m=jax.ShapeDtypeStruct((*heads, p.key_width, p.key_width), jnp.float32),
+        reads=jax.ShapeDtypeStruct((p.chunks, *heads, p.chunk_size, p.key_width), x.v.dtype),
     )
     if settings.delta_term:
         outputs["inverses"] = p.inverses_shape
-    results = p.call(_map_kernel, inputs, outputs, settings, False, interpret)
-    key, value_heads = p.unpadded_key, p.unpadded_value_heads
+    results = p.call_kernel(_map_kernel, inputs, outputs, settings, False, interpret)
+    key, value_heads = p.unpadded_key_width, p.unpadded_value_heads
     m = results["m"][:, :value_heads, :key, :key]
     reads = results["reads"][:, :, :value_heads, :, :key]
     u = p.unpad_state(results["final"])
-    return u, m, reads, p.unpad_pairs(results["inverses"]) if settings.delta_term else None
+    return u, m, reads, p.unpad_inverses(results["inverses"]) if settings.delta_term else None
 
 
 def backward(
@@ -105,25 +105,27 @@ def backward(
     """
     q, k, v, *_ = x
     p = Problem(q, v, settings.chunk_size)
-    inputs = p.kernel_inputs(x)
-    inputs |= dict(do=p.flatten(do.astype(v.dtype), p.value_heads), states=p.pad_state(states))
+    inputs = p.common_kernel_inputs(x)
+    inputs |= dict(
+        do=p.flatten_heads(do.astype(v.dtype), p.value_heads), states=p.pad_state(states)
+    )
     inputs["dfinal"] = p.pad_state(dfinal.astype(jnp.float32))
     if settings.delta_term:
-        inputs["inverses"] = p.pad_pairs(inverses)
+        inputs["inverses"] = p.pad_inverses(inverses)
     outputs = dict(
-        dq=p.flat_shape(p.key_heads, p.key, q.dtype),
-        dk=p.flat_shape(p.key_heads, p.key, k.dtype),
-        dv=p.flat_shape(p.value_heads, p.value, v.dtype),
+        dq=p.flattened_shape_struct(p.key_heads, p.key_width, q.dtype),
+        dk=p.flattened_shape_struct(p.key_heads, p.key_width, k.dtype),
+        dv=p.flattened_shape_struct(p.value_heads, p.value_width, v.dtype),
         dg=p.rows_shape,
         dbeta=p.rows_shape,
         dinitial=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
     )
-    results = p.call(_backward_kernel, inputs, outputs, settings, True, interpret)
+    results = p.call_kernel(_backward_kernel, inputs, outputs, settings, True, interpret)
     dq, dk, dv = (
-        p.unflatten(results[name], shape)
+        p.unflatten_heads(results[name], shape)
         for name, shape in (("dq", q.shape), ("dk", k.shape), ("dv", v.shape))
     )
-    dg, dbeta = p.from_rows(results["dg"]), p.from_rows(results["dbeta"])
+    dg, dbeta = p.from_pair_rows(results["dg"]), p.from_pair_rows(results["dbeta"])
     return dq, dk, dv, dg, dbeta, p.unpad_state(results["dinitial"])
 
 
@@ -134,10 +136,10 @@ def backward(
 # latency of one head's operation.
 
 
-class _Block:
+class _ChunkOfHeads:
     """The inputs of the heads of one grid step, and the arrays that both passes compute from them.
-    "The norm" of a row of q or k means here the factor that normalises the row: the inverse of its
-    L2 norm (1 if q and k are not normalised).
+    "The norm" of a row of q or k means here the factor that normalises the row: the inverse of the
+    row's L2 norm (1 if q and k are not normalised).
 
     Attributes:
       p, refs: the problem, and the Pallas references of inputs and outputs by name.
@@ -160,7 +162,7 @@ class _Block:
 
     def __init__(self, p: Problem, refs, normalize: bool):
         self.p, self.refs, size = p, refs, p.chunk_size
-        self.dots = head_pairs.PairProducts(p.operand)
+        self.dots = head_pairs.PairProducts(p.operand_dtype)
         total, beta = refs["total"][0, 0, 0], refs["beta"][0, 0, 0]  # [E, 2C]
         row, column = chunk_math.row_and_column_indices(size, 2 * size)
         self.lower, self.strict, on_diagonal = (
@@ -169,9 +171,11 @@ class _Block:
         gamma, rho, is_token = self._set_decays(total, beta)
         # Whether the two value heads of a pair always have the same key head.
         self.shared = p.heads_per_key % 2 == 0
-        self.k, self.q = (self.load(name, p.key).astype(p.operand) for name in "kq")  # [J, C, K]
+        self.k, self.q = (
+            self.load_heads(name, p.key_width).astype(p.operand_dtype) for name in "kq"
+        )  # [J, C, K]
         self.kq = jnp.concatenate([self.k, self.q], axis=1)  # [J, 2C, K]
-        products = self._products_with_keys()
+        products = self._products_of_keys_and_queries()
         self._set_norms(products, on_diagonal, is_token, gamma, rho, beta, normalize)
 
     def _set_decays(self, total, beta):
@@ -197,23 +201,26 @@ class _Block:
         self.beta, carry = beta[:, None], jnp.exp(carry)[:, None]  # [E, 1, 2C]
         self.carry = head_pairs.interleave_heads(carry[..., :1], carry[..., size : size + 1])
         self.pair_decay = jnp.exp(
-            jnp.where(mask, head_pairs.pair_columns(total) - total[:, None], -jnp.inf)
+            jnp.where(mask, head_pairs.broadcast_pairs_as_columns(total) - total[:, None], -jnp.inf)
         )
         return gamma, rho, is_token
 
-    def _products_with_keys(self):
+    def _products_of_keys_and_queries(self):
         """Returns [J, 2C, 4C], or [E, 2C, 4C] if the heads of a pair may have different key heads:
         the products of the unnormalised rows of k and q (2C) with the rows of k and q of two heads
-        (4C). They contain K K^T, Q K^T and Q Q^T. The diagonals of K K^T and Q Q^T are the squared
-        L2 norms of the rows.
+        (4C). The products contain K K^T, Q K^T and Q Q^T. The diagonals of K K^T and Q Q^T are the
+        squared L2 norms of the rows.
         """
         if self.shared:
             right = jnp.concatenate([self.k, self.k, self.q, self.q], axis=1)
-            return self.dots.plain.nt(self.kq, right)
+            return self.dots.plain_products.nt(self.kq, right)
         right = jnp.concatenate(
-            [head_pairs.block_diagonal(self.for_value_heads(x)) for x in (self.k, self.q)], axis=1
+            [head_pairs.block_diagonal(self.repeat_for_value_heads(x)) for x in (self.k, self.q)],
+            axis=1,
         )
-        return self.dots.plain.nt(head_pairs.concat_pair(self.for_value_heads(self.kq)), right)
+        return self.dots.plain_products.nt(
+            head_pairs.concat_pair(self.repeat_for_value_heads(self.kq)), right
+        )
 
     def _set_norms(self, products, on_diagonal, is_token, gamma, rho, beta, normalize: bool):
         """Sets kk, qk and all attributes that contain a norm."""
@@ -225,35 +232,37 @@ class _Block:
                 chunk_math.inverse_root(jnp.sum(jnp.where(on_diagonal, x, 0), axis=1))
                 for x in squares
             )
-        q_row = q_row * p.unpadded_key**-0.5
+        q_row = q_row * p.unpadded_key_width**-0.5
         if is_token is not None:
             q_row = jnp.where(is_token, q_row, 0)
         if self.shared:
-            norms = tuple(head_pairs.over_lanes(x[:, :size]) for x in (k_row, q_row))
+            norms = tuple(head_pairs.broadcast_over_lanes(x[:, :size]) for x in (k_row, q_row))
             scale = jnp.concatenate([x[..., : 2 * size] for x in norms], axis=1)
         else:
             first = lambda x: x.reshape(-1, p.heads_per_key, *x.shape[1:])[:, 0]
-            norms = tuple(first(head_pairs.pairs_over_lanes(x)) for x in (k_row, q_row))
-            scale = jnp.concatenate([head_pairs.pair_columns(x) for x in (k_row, q_row)], axis=1)
+            norms = tuple(first(head_pairs.broadcast_pairs_over_lanes(x)) for x in (k_row, q_row))
+            scale = jnp.concatenate(
+                [head_pairs.broadcast_pairs_as_columns(x) for x in (k_row, q_row)], axis=1
+            )
         self.k_norm, self.q_norm = norms
         scale = scale * k_row[:, None]
-        self.kk = self.for_pairs(products[:, :size, : 2 * size])
-        self.qk = self.for_pairs(products[:, size:, : 2 * size])
-        self.kk_scale = self.for_pairs(scale[:, :size])
-        self.qk_scale = self.for_pairs(scale[:, size:])
-        k_row, gamma = self.for_pairs(k_row), jnp.exp(gamma)
+        self.kk = self.repeat_for_pairs(products[:, :size, : 2 * size])
+        self.qk = self.repeat_for_pairs(products[:, size:, : 2 * size])
+        self.kk_scale = self.repeat_for_pairs(scale[:, :size])
+        self.qk_scale = self.repeat_for_pairs(scale[:, size:])
+        k_row, gamma = self.repeat_for_pairs(k_row), jnp.exp(gamma)
         self.rho_row = k_row * jnp.exp(rho)
         self.k_gamma = gamma * k_row
-        self.q_gamma = gamma * self.for_pairs(q_row)
+        self.q_gamma = gamma * self.repeat_for_pairs(q_row)
         self.k_rho = self.rho_row * beta
 
-    def load(self, name: str, width: int):
+    def load_heads(self, name: str, width: int):
         """Loads the block [1, C, heads * width] called `name` as [heads, C, width]."""
         ref = self.refs[name]
         return jnp.stack([ref[0, :, i : i + width] for i in range(0, ref.shape[-1], width)])
 
-    def store(self, name: str, x):
-        """Stores x [heads, C, width] in the block called `name`; the reverse of `load`."""
+    def store_heads(self, name: str, x):
+        """Stores x [heads, C, width] in the block called `name`; the reverse of `load_heads`."""
         ref, width = self.refs[name], x.shape[-1]
         for i in range(x.shape[0]):
             ref[0, :, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
@@ -261,12 +270,12 @@ class _Block:
     # Key heads and their value heads. To multiply an array of a key head by an array of each of its
     # value heads, the arrays of the value heads are concatenated, so that one product suffices.
 
-    def for_value_heads(self, x_J):
+    def repeat_for_value_heads(self, x_J):
         """Returns [I, ...], the arrays of the key heads repeated for each of their value heads."""
         count = self.p.heads_per_key
         return x_J if count == 1 else jnp.repeat(x_J, count, axis=0)
 
-    def for_pairs(self, x):
+    def repeat_for_pairs(self, x):
         """Returns [E, ...], the arrays of the key heads repeated for each of their pairs of value
         heads.
 
@@ -296,48 +305,59 @@ class _Block:
     def rows_times_states(self, rows_JRK, state_IKV):
         """Returns [I, R, V]: for each value head, the rows of its key head times its state."""
         return self.split_value_heads(
-            self.dots.plain.nn(rows_JRK, self.concat_value_heads(state_IKV.astype(self.p.operand)))
+            self.dots.plain_products.nn(
+                rows_JRK, self.concat_value_heads(state_IKV.astype(self.p.operand_dtype))
+            )
         )
 
-    def transposed_rows_times(self, rows_JRK, *parts_IRV):
-        """Returns [I, K, V]: for each value head, rows^T of its key head times the sum of its
-        parts.
+    def transposed_rows_times_values(self, rows_JRK, *parts_IRV):
+        """Returns [I, K, V]: for each value head, the transposed rows of its key head times the sum
+        of its arrays in `parts_IRV`.
         """
         rows = jnp.concatenate([rows_JRK] * len(parts_IRV), axis=1)
         parts = [self.concat_value_heads(x) for x in parts_IRV]
-        return self.split_value_heads(self.dots.plain.tn(rows, jnp.concatenate(parts, axis=1)))
+        return self.split_value_heads(
+            self.dots.plain_products.tn(rows, jnp.concatenate(parts, axis=1))
+        )
 
-    def times_states(self, xs_IRV, y_IRV, state_IKV, other_IKV):
+    def products_with_transposed_states(self, xs_IRV, y_IRV, state_IKV, other_IKV):
         """Returns two things: the list of the products x state^T, one for each x, and the product y
         other^T. Each product is [J, R, K], summed over the value heads of each key head.
 
-        One matrix product computes them all. Its right operand has both states side by side, so
-        that it fills the columns of the matrix unit. Half of each row of the result is not used.
+        One matrix product computes all these products. Its right operand has both states side by
+        side, which fills the columns of the matrix unit. Half of each row of its result is not
+        used.
         """
         stack = lambda *xs: jnp.concatenate(
-            [self.concat_value_heads(x.astype(self.p.operand)) for x in xs], axis=1
+            [self.concat_value_heads(x.astype(self.p.operand_dtype)) for x in xs], axis=1
         )
-        product = self.dots.plain.nt(stack(*xs_IRV, y_IRV), stack(state_IKV, other_IKV))
+        product = self.dots.plain_products.nt(stack(*xs_IRV, y_IRV), stack(state_IKV, other_IKV))
         *products, last = jnp.split(product, len(xs_IRV) + 1, axis=1)
         key = state_IKV.shape[1]
         return [x[..., :key] for x in products], last[..., key:]
 
-    def times_keys(self, x_ERC):
+    def matrices_times_keys(self, x_ERC):
         """Returns [J, R, K]: the matrix x [R, C] of each value head times the keys, summed over the
         value heads of each key head.
         """
         if not self.shared:
-            return self.sum_value_heads(self.dots.nn((x_ERC,), (self.for_value_heads(self.k),)))
+            return self.sum_value_heads(
+                self.dots.nn((x_ERC,), (self.repeat_for_value_heads(self.k),))
+            )
         x_JRC = self._concat_pairs(x_ERC)
-        return self.dots.plain.nn(x_JRC, jnp.concatenate([self.k] * self.p.heads_per_key, axis=1))
+        return self.dots.plain_products.nn(
+            x_JRC, jnp.concatenate([self.k] * self.p.heads_per_key, axis=1)
+        )
 
-    def transposed_times(self, x_ERC, rows_JRK):
+    def transposed_matrices_times_rows(self, x_ERC, rows_JRK):
         """Returns [J, C, K]: the transpose of the matrix x [R, C] of each value head times the rows
         of its key head, summed over the value heads of each key head.
         """
         if not self.shared:
-            return self.sum_value_heads(self.dots.tn((x_ERC,), (self.for_value_heads(rows_JRK),)))
-        product = self.dots.plain.tn(self._concat_pairs(x_ERC), rows_JRK)
+            return self.sum_value_heads(
+                self.dots.tn((x_ERC,), (self.repeat_for_value_heads(rows_JRK),))
+            )
+        product = self.dots.plain_products.tn(self._concat_pairs(x_ERC), rows_JRK)
         return sum(jnp.split(product, self.p.heads_per_key, axis=1))
 
     def _concat_pairs(self, x_ERC):
@@ -348,10 +368,11 @@ class _Block:
 
 
 def _repeat_in_lanes(rows_EC, width: int):
-    """Returns [I, C, width]: each number of rows_EC [E, 2C] repeated in `width` lanes. Call it
-    right before the result is used, because the compiler spills a result that is kept for later.
+    """Returns [I, C, width]: each number of rows_EC [E, 2C] repeated in `width` lanes. Call this
+    function right before the result is used, because the compiler spills a result that is kept for
+    later.
     """
-    return head_pairs.tile_lanes(head_pairs.pairs_over_lanes(rows_EC), width)
+    return head_pairs.tile_lanes(head_pairs.broadcast_pairs_over_lanes(rows_EC), width)
 
 
 def _copy_initial_state(p: Problem, ref, initial_ref):
@@ -360,7 +381,8 @@ def _copy_initial_state(p: Problem, ref, initial_ref):
     state or its gradient from chunk to chunk.
     """
     of_block = initial_ref.at[
-        pl.ds(pl.program_id(0), 1), pl.ds(pl.program_id(1) * p.block_heads, p.block_heads)
+        pl.ds(pl.program_id(0), 1),
+        pl.ds(pl.program_id(1) * p.block_value_heads, p.block_value_heads),
     ]
 
     @pl.when(pl.program_id(2) == 0)
@@ -368,13 +390,13 @@ def _copy_initial_state(p: Problem, ref, initial_ref):
         pltpu.sync_copy(of_block, ref)
 
 
-def _compute_inverse(c: _Block):
+def _compute_inverse(c: _ChunkOfHeads):
     """Returns A = (I + M beta)^{-1} of all heads as pairs [E, C, 2C]."""
-    return head_pairs.pair_inverse(c.kk * c.kk_scale * c.pair_decay * c.beta, c.dots)
+    return head_pairs.unit_lower_pair_inverse(c.kk * c.kk_scale * c.pair_decay * c.beta, c.dots)
 
 
-def _errors(c: _Block, values, kq_state, inverse):
-    """Returns the errors E = A (V - gamma K S), [I, C, V]. Without the delta term it returns V.
+def _prediction_errors(c: _ChunkOfHeads, values, kq_state, inverse):
+    """Returns the errors E = A (V - gamma K S), [I, C, V], or V without the delta term.
 
     Args:
       c: the heads of the grid step.
@@ -386,22 +408,22 @@ def _errors(c: _Block, values, kq_state, inverse):
         return values
     k_gamma = _repeat_in_lanes(c.k_gamma, values.shape[-1])
     errors = values - k_gamma * kq_state[:, : c.p.chunk_size]
-    return c.dots.nn(c.dots.split(inverse), c.dots.split(errors))
+    return c.dots.nn(c.dots.split_into_parts(inverse), c.dots.split_into_parts(errors))
 
 
-def _next_state(c: _Block, state, errors):
+def _next_state(c: _ChunkOfHeads, state, errors):
     """Returns S' = carry S + K^T (rho beta E)."""
     carried = c.carry * state
-    return carried + c.transposed_rows_times(
-        c.k, *c.dots.split(_repeat_in_lanes(c.k_rho, errors.shape[-1]) * errors)
+    return carried + c.transposed_rows_times_values(
+        c.k, *c.dots.split_into_parts(_repeat_in_lanes(c.k_rho, errors.shape[-1]) * errors)
     )
 
 
-def _outputs(c: _Block, q_state, errors):
+def _outputs(c: _ChunkOfHeads, q_state, errors):
     """Returns O = gamma Q S + P (beta E)."""
     p_CC = c.qk * c.qk_scale * c.pair_decay * c.beta
     return _repeat_in_lanes(c.q_gamma, q_state.shape[-1]) * q_state + c.dots.nn(
-        (p_CC.astype(c.p.operand),), c.dots.split(errors)
+        (p_CC.astype(c.p.operand_dtype),), c.dots.split_into_parts(errors)
     )
 
 
@@ -411,8 +433,8 @@ def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])
-    c = _Block(p, refs, settings.normalize_qk)
-    values, state = c.load("v", p.value).astype(jnp.float32), refs["final"][0]
+    c = _ChunkOfHeads(p, refs, settings.normalize_qk)
+    values, state = c.load_heads("v", p.value_width).astype(jnp.float32), refs["final"][0]
     if "states" in refs:
         refs["states"][0, 0] = state.astype(refs["states"].dtype)
     # This product stands before the inverse, because the inverse starts with work for the vector
@@ -423,64 +445,73 @@ def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
         inverse = refs["inverses"][0, 0] if "inverses" in inputs else _compute_inverse(c)
     if "inverses" in outputs:
         refs["inverses"][0, 0] = inverse
-    errors = _errors(c, values, kq_state, inverse)
-    c.store("o", _outputs(c, kq_state[:, p.chunk_size :], errors))
+    errors = _prediction_errors(c, values, kq_state, inverse)
+    c.store_heads("o", _outputs(c, kq_state[:, p.chunk_size :], errors))
     refs["final"][0] = _next_state(c, refs["final"][0], errors)
 
 
 def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
-    """Computes one chunk of `affine_map`: it carries U and M to the next chunk and writes the reads
-    r and the inverses. It runs the forward pass on a state that has U and M side by side along the
-    lanes. M is the final state of a call whose values are zero and whose initial state is the
-    identity, and r are the outputs of that call.
+    """Computes one chunk of `affine_map`: carries U and M to the next chunk and writes the reads r
+    and the inverses. The kernel runs the forward pass on a state that has U and M side by side
+    along the lanes. M is the final state of a call whose values are zero and whose initial state is
+    the identity, and r are the outputs of that call.
     """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        row, column = chunk_math.row_and_column_indices(p.key, p.key)
+        row, column = chunk_math.row_and_column_indices(p.key_width, p.key_width)
         refs["m"][0] = jnp.broadcast_to((row == column).astype(jnp.float32), refs["m"].shape[1:])
 
-    c = _Block(p, refs, settings.normalize_qk)
-    values = c.load("v", p.value).astype(jnp.float32)
-    values = jnp.concatenate([values, jnp.zeros((*values.shape[:-1], p.key), jnp.float32)], axis=-1)
+    c = _ChunkOfHeads(p, refs, settings.normalize_qk)
+    values = c.load_heads("v", p.value_width).astype(jnp.float32)
+    values = jnp.concatenate(
+        [values, jnp.zeros((*values.shape[:-1], p.key_width), jnp.float32)], axis=-1
+    )
     state = jnp.concatenate([refs["final"][0], refs["m"][0]], axis=-1)
     kq_state, inverse = c.rows_times_states(c.kq, state), None
     if settings.delta_term:
         inverse = refs["inverses"][0, 0] = _compute_inverse(c)
-    errors = _errors(c, values, kq_state, inverse)
+    errors = _prediction_errors(c, values, kq_state, inverse)
     state = _next_state(c, state, errors)
-    refs["final"][0], refs["m"][0] = state[..., : p.value], state[..., p.value :]
-    reads = _outputs(c, kq_state[:, p.chunk_size :, p.value :], errors[..., p.value :])
+    refs["final"][0], refs["m"][0] = state[..., : p.value_width], state[..., p.value_width :]
+    reads = _outputs(c, kq_state[:, p.chunk_size :, p.value_width :], errors[..., p.value_width :])
     refs["reads"][0, 0] = reads.astype(refs["reads"].dtype)
 
 
 def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
-    """Computes one chunk of the backward pass: the gradients of its inputs and of the state before
-    it.
+    """Computes one chunk of the backward pass: the gradients of the chunk's inputs and of the state
+    before the chunk.
     """
     refs = dict(zip(inputs + outputs, refs))
     delta_term = settings.delta_term
     _copy_initial_state(p, refs["dinitial"], refs["dfinal"])
-    c = _Block(p, refs, settings.normalize_qk)
-    dots, size, value = c.dots, p.chunk_size, p.value
-    do, values = c.load("do", value).astype(p.operand), c.load("v", value).astype(jnp.float32)
+    c = _ChunkOfHeads(p, refs, settings.normalize_qk)
+    dots, size, value = c.dots, p.chunk_size, p.value_width
+    do, values = (
+        c.load_heads("do", value).astype(p.operand_dtype),
+        c.load_heads("v", value).astype(jnp.float32),
+    )
     state, dstate = refs["states"][0, 0], refs["dinitial"][0]
     inverse = refs["inverses"][0, 0] if delta_term else None
     q_pair, k_pair = c.qk_scale * c.pair_decay, c.kk_scale * c.pair_decay
     kq_state, k_dstate = c.rows_times_states(c.kq, state), c.rows_times_states(c.k, dstate)
     k_state, q_state = kq_state[:, :size], kq_state[:, size:]
     k_gamma, k_rho = _repeat_in_lanes(c.k_gamma, value), _repeat_in_lanes(c.k_rho, value)
-    q_gamma = head_pairs.tile_lanes(head_pairs.pairs_over_lanes_by_product(c.q_gamma), value)
+    q_gamma = head_pairs.tile_lanes(
+        head_pairs.broadcast_pairs_over_lanes_by_product(c.q_gamma), value
+    )
     errors = values
     if delta_term:
-        errors = dots.nn(dots.split(inverse), dots.split(values - k_gamma * k_state))
-    p_CC = (c.qk * q_pair * c.beta).astype(p.operand)
+        errors = dots.nn(
+            dots.split_into_parts(inverse), dots.split_into_parts(values - k_gamma * k_state)
+        )
+    p_CC = (c.qk * q_pair * c.beta).astype(p.operand_dtype)
     dv = dots.tn((p_CC,), (do,)) + k_rho * k_dstate  # beta dV'
     if delta_term:
-        dv = dots.tn(dots.split(inverse), dots.split(dv))
-    c.store("dv", dv)
+        dv = dots.tn(dots.split_into_parts(inverse), dots.split_into_parts(dv))
+    c.store_heads("dv", dv)
 
     # The gradients of q and k through the states. dg needs two sums over channels: `enter` over the
     # terms that contain gamma, the decay from the chunk's start, and `leave` over the terms that
@@ -492,45 +523,45 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
         dk_read = -k_gamma * dv
         enter += k_state * dk_read
         reads.append(dk_read)
-        dread = c.transposed_rows_times(
-            c.kq, jnp.concatenate([dk_read, dq_read], axis=1).astype(p.operand)
+        dread = c.transposed_rows_times_values(
+            c.kq, jnp.concatenate([dk_read, dq_read], axis=1).astype(p.operand_dtype)
         )
     else:
-        dread = c.transposed_rows_times(c.q, dq_read.astype(p.operand))
+        dread = c.transposed_rows_times_values(c.q, dq_read.astype(p.operand_dtype))
     refs["dinitial"][0] = c.carry * dstate + dread
 
     # The gradients of Q K^T and K K^T.
-    error_parts = dots.split(errors)
+    error_parts = dots.split_into_parts(errors)
     (d_qk,) = dots.nt([(do,)], error_parts)
-    d_kk = dots.nt([dots.split(dv)], error_parts)
+    d_kk = dots.nt([dots.split_into_parts(dv)], error_parts)
     d_qk = d_qk * q_pair
     pairs = c.qk * d_qk
     if delta_term:
         d_kk = jnp.where(c.strict, d_kk[0], 0) * k_pair
         pairs = pairs - c.kk * d_kk
-    before = dots.sums_before(pairs * c.beta)
-    d_pairs, rows = (d_qk * c.beta).astype(p.operand), c.q
+    before = dots.sums_of_columns_before(pairs * c.beta)
+    d_pairs, rows = (d_qk * c.beta).astype(p.operand_dtype), c.q
     if delta_term:
-        d_pairs = jnp.concatenate([d_pairs, (-d_kk * c.beta).astype(p.operand)], axis=1)
+        d_pairs = jnp.concatenate([d_pairs, (-d_kk * c.beta).astype(p.operand_dtype)], axis=1)
         rows = jnp.concatenate([c.q, c.k], axis=1)
 
     # The gradients of q and k.
-    through_pairs = c.times_keys(d_pairs)
-    (dq, *dk_reads), dk = c.times_states(reads, dk_write, state, dstate)
+    through_pairs = c.matrices_times_keys(d_pairs)
+    (dq, *dk_reads), dk = c.products_with_transposed_states(reads, dk_write, state, dstate)
     dq = dq + through_pairs[:, :size]
-    dk = sum(dk_reads, dk) + c.transposed_times(d_pairs, rows)
+    dk = sum(dk_reads, dk) + c.transposed_matrices_times_rows(d_pairs, rows)
     if delta_term:
         dk = dk + through_pairs[:, size:]
     if settings.normalize_qk:
         dk, dq = _backward_through_norms(c, dk, dq)
-    c.store("dq", dq)
-    c.store("dk", dk)
+    c.store_heads("dq", dq)
+    c.store_heads("dk", dk)
 
     # The gradients of g and beta, as rows [E, 2C].
     beta, (enter, leave) = c.beta[:, 0], head_pairs.row_sums(enter, leave)
     leave = c.rho_row * leave
     refs["dbeta"][0, 0, 0] = jnp.sum(pairs, axis=1) + leave
-    carried = _carried_gradient(c, state, dstate)
+    carried = _gate_gradient_of_carried_state(c, state, dstate)
     dg = (
         jnp.sum(jnp.where(c.lower, before, 0), axis=1)
         + head_pairs.sum_columns_where(enter, jnp.greater_equal)
@@ -539,23 +570,23 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     refs["dg"][0, 0, 0] = dg + carried
 
 
-def _backward_through_norms(c: _Block, dk, dq):
+def _backward_through_norms(c: _ChunkOfHeads, dk, dq):
     """Applies the backward pass of the L2 normalisation. dk and dq, [J, C, K], are the gradients
     with the norms held constant.
     """
-    scales = c.k_norm, c.q_norm * c.p.unpadded_key**0.5
+    scales = c.k_norm, c.q_norm * c.p.unpadded_key_width**0.5
     through_norm = lambda dx, x, scale: (
         dx - (scale * scale) * jnp.sum(dx * x, axis=-1, keepdims=True) * x
     )
     return tuple(
-        through_norm(dx, x.astype(jnp.float32), head_pairs.tile_lanes(scale, c.p.key))
+        through_norm(dx, x.astype(jnp.float32), head_pairs.tile_lanes(scale, c.p.key_width))
         for dx, x, scale in zip((dk, dq), (c.k, c.q), scales)
     )
 
 
-def _carried_gradient(c: _Block, state, dstate):
+def _gate_gradient_of_carried_state(c: _ChunkOfHeads, state, dstate):
     """Returns [E, 2C], the part of dg that comes from the decay of the state over the whole chunk.
-    It is the same for all tokens of the chunk.
+    This part is the same for all tokens of the chunk.
     """
     products = dstate * state.astype(jnp.float32)
     inner = jnp.sum(jnp.sum(products, axis=1, keepdims=True), axis=2, keepdims=True)

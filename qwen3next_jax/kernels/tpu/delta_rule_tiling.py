@@ -23,61 +23,63 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """The sizes of one grid step, which computes one chunk of `block_heads` value heads.
+    """The sizes of one grid step, which computes one chunk of `block_value_heads` value heads.
 
     The heads of a step are independent, so the work of one head hides the latency of another. Up to
     32 heads, larger blocks are faster, as long as each core of the chip has a block. VMEM limits
     the size, because the compiler keeps intermediate arrays of all heads of a block.
 
     Raises:
-      ValueError: `block_heads` is odd or no multiple of `heads_per_key`, or a width is no multiple
-        of LANES.
+      ValueError: `block_value_heads` is odd or no multiple of `heads_per_key`, or a width is no
+        multiple of LANES.
     """
 
-    block_heads: int  # the value heads of a block
+    block_value_heads: int  # the value heads of a block
     heads_per_key: int  # the value heads of a key head
     chunk_size: int  # C
-    key: int  # K, padded to a multiple of LANES
-    value: int  # V, padded to a multiple of LANES
-    key_bytes: int  # the bytes of a number in q and k
-    value_bytes: int  # the bytes of a number in v
+    key_width: int  # K, padded to a multiple of LANES
+    value_width: int  # V, padded to a multiple of LANES
+    qk_itemsize: int  # the bytes of a number in q and k
+    v_itemsize: int  # the bytes of a number in v
 
     def __post_init__(self):
-        if self.block_heads % self.heads_per_key != 0 or self.block_heads % 2 != 0:
+        if self.block_value_heads % self.heads_per_key != 0 or self.block_value_heads % 2 != 0:
             raise ValueError(
-                f"block of {self.block_heads} value heads: expected an even multiple of the "
+                f"block of {self.block_value_heads} value heads: expected an even multiple of the "
                 f"{self.heads_per_key} that share a key head"
             )
-        if self.key % LANES != 0 or self.value % LANES != 0:
-            raise ValueError(f"widths {self.key} and {self.value}: expected multiples of {LANES}")
+        if self.key_width % LANES != 0 or self.value_width % LANES != 0:
+            raise ValueError(
+                f"widths {self.key_width} and {self.value_width}: expected multiples of {LANES}"
+            )
 
     @property
-    def vmem_bytes(self) -> int:
+    def needed_vmem_bytes(self) -> int:
         """The bytes of VMEM that the backward kernel needs for double-buffered blocks and for the
         intermediate arrays of every head. For a v6e the compiler allocates 8 arrays [C, K + V] in
-        float32 per head. This estimate counts 16 of them to be safe; that is also enough for M of
-        the affine map, [K, K] in float32.
+        float32 per head. To be safe, this property counts 16 such arrays, which is also enough for
+        M of the affine map, [K, K] in float32.
         """
-        keys, values = self.chunk_size * self.key, self.chunk_size * self.value
-        state = self.key * self.value
+        keys, values = self.chunk_size * self.key_width, self.chunk_size * self.value_width
+        state = self.key_width * self.value_width
         buffers = (
-            4 * (self.key_bytes * keys + self.value_bytes * values)
-            + (4 + self.value_bytes) * state
+            4 * (self.qk_itemsize * keys + self.v_itemsize * values)
+            + (4 + self.v_itemsize) * state
             + 4 * self.chunk_size**2
         )
-        return self.block_heads * (2 * buffers + 16 * 4 * (keys + values))
+        return self.block_value_heads * (2 * buffers + 16 * 4 * (keys + values))
 
     @classmethod
     def choose(cls, value_heads: int, *, vmem: int, cores: int, **sizes):
         """Returns the tiling with the largest block that divides the heads, fits in VMEM and, if
-        possible, leaves no core idle. A block has at most 32 value heads or, if that is more, the
-        value heads of two key heads.
+        possible, leaves no core idle. A block has at most 32 value heads, or at most the value
+        heads of two key heads if these are more than 32.
 
         Args:
           value_heads: number of value heads of the call.
           vmem: bytes of VMEM that the kernel may use.
           cores: number of cores that divide the blocks among them.
-          sizes: the fields of `Tiling` other than `block_heads`.
+          sizes: the fields of `Tiling` other than `block_value_heads`.
 
         Raises:
           NotImplementedError: the smallest block does not fit.
@@ -86,18 +88,21 @@ class Tiling:
         blocks = [
             n for n in range(2, max(32, 2 * per_key) + 1, 2) if value_heads % n == n % per_key == 0
         ]
-        fitting = [x for x in (cls(n, **sizes) for n in blocks) if x.vmem_bytes <= vmem]
+        fitting = [x for x in (cls(n, **sizes) for n in blocks) if x.needed_vmem_bytes <= vmem]
         if not fitting:
             raise NotImplementedError(
-                f"has head widths {sizes['key']} and {sizes['value']} with {per_key} value heads a "
-                "key head: one block of the TPU kernel "
+                f"has head widths {sizes['key_width']} and {sizes['value_width']} with {per_key} "
+                "value heads a key head: one block of the TPU kernel "
                 f"needs more than {vmem} bytes of VMEM (95 % of the chip's; of an unknown chip "
                 f"95 % of {chip.SMALLEST_VMEM})"
             )
-        return max(fitting, key=lambda x: (min(value_heads // x.block_heads, cores), x.block_heads))
+        return max(
+            fitting,
+            key=lambda x: (min(value_heads // x.block_value_heads, cores), x.block_value_heads),
+        )
 
 
-def _pad(x, sizes: dict[int, int]):
+def _pad_axes(x, sizes: dict[int, int]):
     """Returns x padded with zeros at the end of every axis in `sizes` (axis: size) to that size."""
     pads = [(0, 0)] * x.ndim
     for axis, size in sizes.items():
@@ -108,58 +113,63 @@ def _pad(x, sizes: dict[int, int]):
 class Problem:
     """The sizes of one call, its arrays in the kernels' layouts, and the blocks of the grid.
 
-    The attributes for heads and widths (`key_heads`, `value_heads`, `key`, `value`) describe the
-    padded arrays. The attributes named `unpadded_…` describe the arrays of the call. `operand` is
-    the dtype of the operands of matrix products.
+    The attributes for heads and widths (`key_heads`, `value_heads`, `key_width`, `value_width`)
+    describe the padded arrays. The attributes named `unpadded_…` describe the arrays of the call.
+    `operand_dtype` is the dtype of the operands of matrix products.
 
     Raises:
       NotImplementedError: no block of heads fits in the chip's VMEM.
     """
 
     def __init__(self, q, v, chunk_size: int):
-        self.batch, self.time, self.key_heads, self.unpadded_key = q.shape
-        self.value_heads, self.unpadded_value = v.shape[2:]
-        self.operand = v.dtype
+        self.batch, self.time, self.key_heads, self.unpadded_key_width = q.shape
+        self.value_heads, self.unpadded_value_width = v.shape[2:]
+        self.operand_dtype = v.dtype
         self.unpadded_value_heads = self.value_heads
         self.heads_per_key = self.value_heads // self.key_heads
         if self.value_heads % 2 == 1:  # the kernels compute pairs, so add a key head of zeros
             self.key_heads += 1
             self.value_heads += self.heads_per_key
-        self.key, self.value = (
-            -(-width // LANES) * LANES for width in (self.unpadded_key, self.unpadded_value)
+        self.key_width, self.value_width = (
+            -(-width // LANES) * LANES
+            for width in (self.unpadded_key_width, self.unpadded_value_width)
         )
         self.chunk_size, self.chunks = chunk_size, -(-self.time // chunk_size)
-        cores = chip.cores()
+        cores = chip.core_count()
         # If the cores can share the batch evenly, one block of heads is enough to keep all cores
         # busy.
         cores = 1 if self.batch % cores == 0 else cores
         tiling = Tiling.choose(
             self.value_heads,
-            vmem=int(chip.vmem_budget()),
+            vmem=int(chip.vmem_budget_bytes()),
             cores=cores,
             heads_per_key=self.heads_per_key,
             chunk_size=chunk_size,
-            key=self.key,
-            value=self.value,
-            key_bytes=q.dtype.itemsize,
-            value_bytes=v.dtype.itemsize,
+            key_width=self.key_width,
+            value_width=self.value_width,
+            qk_itemsize=q.dtype.itemsize,
+            v_itemsize=v.dtype.itemsize,
         )
-        self.block_heads = tiling.block_heads
-        self.block_key_heads = tiling.block_heads // self.heads_per_key
-        self.grid = (self.batch, self.value_heads // self.block_heads, self.chunks)
-        self.state_shape = (self.batch, self.value_heads, self.key, self.value)
+        self.block_value_heads = tiling.block_value_heads
+        self.block_key_heads = tiling.block_value_heads // self.heads_per_key
+        self.grid = (self.batch, self.value_heads // self.block_value_heads, self.chunks)
+        self.state_shape = (self.batch, self.value_heads, self.key_width, self.value_width)
         self.inverses_shape = jax.ShapeDtypeStruct(
             (self.chunks, self.batch, self.value_heads // 2, chunk_size, 2 * chunk_size),
             jnp.float32,
         )
-        rows = self.value_heads // self.block_heads, self.block_heads // 2, 2 * chunk_size
+        rows = (
+            self.value_heads // self.block_value_heads,
+            self.block_value_heads // 2,
+            2 * chunk_size,
+        )
         self.rows_shape = jax.ShapeDtypeStruct((self.batch, self.chunks, *rows), jnp.float32)
         self.compiler_params = pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=chip.vmem_bytes(),
         )
 
-    def call(
+    def call_kernel(
         self,
         kernel,
         inputs: dict,
@@ -199,56 +209,60 @@ class Problem:
 
     # layouts
 
-    def flat_shape(self, heads: int, width: int, dtype):
-        """Returns the shape and dtype of an array that `flatten` returns."""
+    def flattened_shape_struct(self, heads: int, width: int, dtype):
+        """Returns the shape and dtype of an array that `flatten_heads` returns."""
         shape = self.batch, self.chunks * self.chunk_size, heads * width
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def flatten(self, x, heads: int):
+    def flatten_heads(self, x, heads: int):
         """Rearranges [B, T, heads of the call, width] into [B, N C, heads * padded width]. Pads
         with zeros the tokens to N C, the heads to `heads`, and the channels of a head to a multiple
         of LANES.
         """
         width = -(-x.shape[-1] // LANES) * LANES
-        x = _pad(x, {1: self.chunks * self.chunk_size, 2: heads, 3: width})
+        x = _pad_axes(x, {1: self.chunks * self.chunk_size, 2: heads, 3: width})
         return x.reshape(*x.shape[:2], -1)
 
-    def unflatten(self, x, shape):
-        """The reverse of `flatten`, for an array of `shape` [B, T, heads, width]."""
+    def unflatten_heads(self, x, shape):
+        """The reverse of `flatten_heads`, for an array of `shape` [B, T, heads, width]."""
         x = x.reshape(*x.shape[:2], -1, -(-shape[-1] // LANES) * LANES)
         return x[:, : self.time, : shape[2], : shape[3]]
 
     def pad_state(self, x):
         """Pads states [..., H, K, V] to the padded heads and widths."""
-        return _pad(x, {-3: self.value_heads, -2: self.key, -1: self.value})
+        return _pad_axes(x, {-3: self.value_heads, -2: self.key_width, -1: self.value_width})
 
     def unpad_state(self, x):
         """The reverse of `pad_state`."""
-        return x[..., : self.unpadded_value_heads, : self.unpadded_key, : self.unpadded_value]
+        return x[
+            ..., : self.unpadded_value_heads, : self.unpadded_key_width, : self.unpadded_value_width
+        ]
 
-    def pad_pairs(self, x):
+    def pad_inverses(self, x):
         """Pads inverses [N, B, ⌈H / 2⌉, C, 2C] to the padded heads."""
-        return _pad(x, {2: self.value_heads // 2})
+        return _pad_axes(x, {2: self.value_heads // 2})
 
-    def unpad_pairs(self, x):
-        """The reverse of `pad_pairs`."""
+    def unpad_inverses(self, x):
+        """The reverse of `pad_inverses`."""
         return x[:, :, : (self.unpadded_value_heads + 1) // 2]
 
-    def to_rows(self, x):
+    def to_pair_rows(self, x):
         """Rearranges [B, T, H] into [B, N, blocks, pairs of a block, 2C], with the two heads of a
         pair one after the other in a row.
         """
-        x = _pad(x, {1: self.chunks * self.chunk_size, 2: self.value_heads})
+        x = _pad_axes(x, {1: self.chunks * self.chunk_size, 2: self.value_heads})
         x = jnp.swapaxes(x.reshape(self.batch, self.chunks, self.chunk_size, -1), 2, 3)
-        return x.reshape(self.batch, self.chunks, -1, self.block_heads // 2, 2 * self.chunk_size)
+        return x.reshape(
+            self.batch, self.chunks, -1, self.block_value_heads // 2, 2 * self.chunk_size
+        )
 
-    def from_rows(self, x):
-        """The reverse of `to_rows`."""
+    def from_pair_rows(self, x):
+        """The reverse of `to_pair_rows`."""
         x = x.reshape(self.batch, self.chunks, self.value_heads, self.chunk_size)
         x = jnp.swapaxes(x, 2, 3).reshape(self.batch, -1, self.value_heads)
         return x[:, : self.time, : self.unpadded_value_heads]
 
-    def kernel_inputs(self, x: Inputs) -> dict:
+    def common_kernel_inputs(self, x: Inputs) -> dict:
         """Returns the arrays that every kernel takes, by name, in the kernels' layouts: q, k, v,
         beta, `total` (the running sum of g inside each chunk) and, if x has segments, `documents`
         [B, N, 1, 2C] (the index of each row's document in its chunk, twice, once for each head of a
@@ -256,11 +270,13 @@ class Problem:
         """
         q, k, v, g, beta, segments = x
         arrays = dict(
-            q=self.flatten(q, self.key_heads),
-            k=self.flatten(k, self.key_heads),
-            v=self.flatten(v, self.value_heads),
-            total=head_pairs.sum_columns_where(self.to_rows(g.astype(jnp.float32)), jnp.less_equal),
-            beta=self.to_rows(beta.astype(jnp.float32)),
+            q=self.flatten_heads(q, self.key_heads),
+            k=self.flatten_heads(k, self.key_heads),
+            v=self.flatten_heads(v, self.value_heads),
+            total=head_pairs.sum_columns_where(
+                self.to_pair_rows(g.astype(jnp.float32)), jnp.less_equal
+            ),
+            beta=self.to_pair_rows(beta.astype(jnp.float32)),
         )
         if segments is not None:
             signed = jnp.pad(
@@ -282,12 +298,14 @@ class Problem:
             """The chunk of grid step i."""
             return self.chunks - 1 - i if backward else i
 
-        size, heads = self.chunk_size, self.block_heads
+        size, heads = self.chunk_size, self.block_value_heads
         flat = lambda width: pl.BlockSpec((1, size, width), lambda b, h, i: (b, n(i), h))
         rows = pl.BlockSpec((1, 1, 1, heads // 2, 2 * size), lambda b, h, i: (b, n(i), h, 0, 0))
-        state = pl.BlockSpec((1, heads, self.key, self.value), lambda b, h, i: (b, h, 0, 0))
+        state = pl.BlockSpec(
+            (1, heads, self.key_width, self.value_width), lambda b, h, i: (b, h, 0, 0)
+        )
         per_chunk = lambda *shape: pl.BlockSpec((1, 1, *shape), lambda b, h, i: (n(i), b, h, 0, 0))
-        keys, values = flat(self.block_key_heads * self.key), flat(heads * self.value)
+        keys, values = flat(self.block_key_heads * self.key_width), flat(heads * self.value_width)
         return dict(
             q=keys,
             k=keys,
@@ -306,8 +324,10 @@ class Problem:
             final=state,
             dfinal=pl.BlockSpec(memory_space=pl.ANY),
             dinitial=state,
-            states=per_chunk(heads, self.key, self.value),
+            states=per_chunk(heads, self.key_width, self.value_width),
             inverses=per_chunk(heads // 2, size, 2 * size),
-            reads=per_chunk(heads, size, self.key),
-            m=pl.BlockSpec((1, heads, self.key, self.key), lambda b, h, i: (b, h, 0, 0)),
+            reads=per_chunk(heads, size, self.key_width),
+            m=pl.BlockSpec(
+                (1, heads, self.key_width, self.key_width), lambda b, h, i: (b, h, 0, 0)
+            ),
         )

@@ -29,7 +29,7 @@ def unsupported_reason(o, weight, eps: float) -> str:
 
 def forward(eps, o, gate, weight, *, interpret: bool = False):
     """Returns y [B, T, H · V], the result of `ops.gated_norm`, in o's dtype."""
-    return _call(
+    return _call_kernel(
         functools.partial(_forward_kernel, eps), o, (o, gate), weight, (o.dtype,), interpret
     )[0]
 
@@ -37,13 +37,13 @@ def forward(eps, o, gate, weight, *, interpret: bool = False):
 def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
     """Returns the gradients of o, gate and weight, given dy [B, T, H · V], the gradient of y."""
     body = functools.partial(_backward_kernel, eps)
-    do, dgate, dweight = _call(
+    do, dgate, dweight = _call_kernel(
         body, o, (o, gate, dy), weight, (o.dtype, gate.dtype), interpret, sums=True
     )
     return do, dgate, jnp.sum(dweight, axis=0).astype(weight.dtype)
 
 
-def _call(body, like, inputs, weight, dtypes, interpret, sums=False):
+def _call_kernel(body, like, inputs, weight, dtypes, interpret, sums=False):
     """Runs the kernel `body` and returns its outputs: one array in the shape of `like` for each of
     `dtypes`. With `sums` there is one more output: for each block of channels 8 rows [V] of partial
     sums, which the caller adds up.
@@ -56,7 +56,7 @@ def _call(body, like, inputs, weight, dtypes, interpret, sums=False):
     if sums:
         outputs.append(jax.ShapeDtypeStruct((8 * (d // channels), LANES), jnp.float32))
         out_specs.append(pl.BlockSpec((8, LANES), lambda c, b, t: (c, 0)))
-    return grids.call(
+    return grids.call_block_kernel(
         body,
         (weight.astype(jnp.float32)[None], *inputs),
         [pl.BlockSpec((1, LANES), lambda c, b, t: (0, 0))] + [block] * len(inputs),
@@ -69,7 +69,7 @@ def _call(body, like, inputs, weight, dtypes, interpret, sums=False):
     )
 
 
-def _normed_and_gate(eps, o, gate, lanes):
+def _normed_and_silu_of_gate(eps, o, gate, lanes):
     """Returns 1 / rms, o / rms, silu(gate) and the derivative of silu at `gate` for one head, in
     float32.
     """
@@ -83,10 +83,10 @@ def _forward_kernel(eps, weight, o, gate, y):
     """Computes y of a block."""
 
     def head(lanes):
-        _, normed, silu, _ = _normed_and_gate(eps, o, gate, lanes)
+        _, normed, silu, _ = _normed_and_silu_of_gate(eps, o, gate, lanes)
         y[0, :, lanes] = (normed * weight[...] * silu).astype(y.dtype)
 
-    grids.for_each_column(y.shape[2], head)
+    grids.for_each_lane_group(y.shape[2], head)
 
 
 def _backward_kernel(eps, weight, o, gate, dy, do, dgate, dweight):
@@ -99,7 +99,7 @@ def _backward_kernel(eps, weight, o, gate, dy, do, dgate, dweight):
         dweight[...] = jnp.zeros_like(dweight)
 
     def head(lanes):
-        scale, normed, silu, slope = _normed_and_gate(eps, o, gate, lanes)
+        scale, normed, silu, slope = _normed_and_silu_of_gate(eps, o, gate, lanes)
         d = dy[0, :, lanes].astype(jnp.float32)
         dgate[0, :, lanes] = (d * normed * weight[...] * slope).astype(dgate.dtype)
         d = d * silu
@@ -109,4 +109,4 @@ def _backward_kernel(eps, weight, o, gate, dy, do, dgate, dweight):
             scale * (d - normed * jnp.mean(d * normed, axis=-1, keepdims=True))
         ).astype(do.dtype)
 
-    grids.for_each_column(do.shape[2], head)
+    grids.for_each_lane_group(do.shape[2], head)

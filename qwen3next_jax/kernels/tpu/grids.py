@@ -1,5 +1,5 @@
-"""Functions for kernels in which each grid step computes a block of tokens and channels. They
-choose the block sizes, call the kernel, and loop over a block's groups of 128 channels.
+"""Functions for kernels in which each grid step computes a block of tokens and channels. The
+functions choose the block sizes, call the kernel, and loop over a block's groups of 128 channels.
 """
 
 import jax
@@ -13,7 +13,7 @@ TILE_ROWS = 16  # the rows of a tile of bfloat16 numbers
 def block_sizes(time: int, channels: int, largest: tuple[int, int]) -> tuple[int, int]:
     """Returns the number of rows and of channels in a block. The rows are the largest power of two
     from TILE_ROWS to 256 that divides `time`, and the channels are the largest multiple of LANES
-    that divides `channels`; neither exceeds `largest`.
+    that divides `channels`; neither number exceeds `largest`.
 
     Args:
       time: number of tokens of a row, a multiple of TILE_ROWS.
@@ -26,7 +26,7 @@ def block_sizes(time: int, channels: int, largest: tuple[int, int]) -> tuple[int
     )
 
 
-def call(
+def call_block_kernel(
     body,
     inputs,
     in_specs,
@@ -79,7 +79,7 @@ def is_first_step_of_channel_block():
     return (pl.program_id(1) == 0) & (pl.program_id(2) == 0)
 
 
-def for_each_column(channels: int, body) -> None:
+def for_each_lane_group(channels: int, body) -> None:
     """Runs body(lanes) for every group of LANES channels; `lanes` is the slice of the group."""
 
     def step(i, _):

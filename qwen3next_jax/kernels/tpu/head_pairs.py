@@ -3,7 +3,7 @@
 A matrix [C, C] with C = 64 fills half of a TPU register's 128 lanes and a sixteenth of the
 256 x 256 matrix unit. So the matrices of heads 2e and 2e + 1 lie side by side in the lanes, as a
 pair [C, 2C]. In a product of pairs, the right operand is a block-diagonal matrix of the two heads'
-right operands. One product then computes both heads in the time of one.
+right operands. One product of pairs then computes both heads in the time of one head.
 
 E pairs, I = 2E heads, C chunk length, R any number of rows, X any width.
 """
@@ -14,6 +14,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.kernels.tpu.grids import LANES
 from qwen3next_jax.ops.delta_rule.chunk_math import (
     HIGHEST,
     Products,
@@ -21,8 +22,6 @@ from qwen3next_jax.ops.delta_rule.chunk_math import (
     split_precision,
     stack_for_product,
 )
-
-LANES = 128
 
 
 def is_first_head(shape):
@@ -67,26 +66,26 @@ def block_diagonal(x_IRX):
 
 
 def diagonal_blocks(x_ERX):
-    """The reverse of `block_diagonal`. It ignores the two blocks off the diagonal."""
+    """The reverse of `block_diagonal`; the two blocks off the diagonal are ignored."""
     rows, width = x_ERX.shape[-2] // 2, x_ERX.shape[-1] // 2
     return interleave_heads(x_ERX[:, :rows, :width], x_ERX[:, rows:, width:])
 
 
-def over_lanes(rows_RC):
+def broadcast_over_lanes(rows_RC):
     """Returns [R, C, LANES], with each number of rows_RC repeated in all lanes."""
     x, shape = rows_RC.T, (rows_RC.shape[1], LANES)
     return jnp.stack([jnp.broadcast_to(x[:, i : i + 1], shape) for i in range(rows_RC.shape[0])])
 
 
-def pairs_over_lanes(rows_EC):
+def broadcast_pairs_over_lanes(rows_EC):
     """Returns [I, C, LANES], with each number of rows_EC [E, 2C] repeated in all lanes."""
-    x = over_lanes(rows_EC)
+    x = broadcast_over_lanes(rows_EC)
     return x.reshape(-1, x.shape[1] // 2, LANES)
 
 
-def pairs_over_lanes_by_product(rows_EC):
-    """Returns the same as `pairs_over_lanes`, computed by a product with a matrix of ones and
-    zeros. The result is exact, because each float32 number is split into three bfloat16 parts,
+def broadcast_pairs_over_lanes_by_product(rows_EC):
+    """Returns the same as `broadcast_pairs_over_lanes`, computed by a product with a matrix of ones
+    and zeros. The result is exact, because each float32 number is split into three bfloat16 parts,
     whose sum is the number. Use this function where the cross-lane unit of the TPU is the
     bottleneck, because it moves the work to the matrix unit.
     """
@@ -102,7 +101,7 @@ def pairs_over_lanes_by_product(rows_EC):
     return jnp.stack(x).reshape(-1, size, LANES)
 
 
-def pair_columns(rows_EC):
+def broadcast_pairs_as_columns(rows_EC):
     """Returns [E, C, 2C]: the C numbers of each head of rows_EC [E, 2C] as a column, repeated in
     all lanes of the head's half.
     """
@@ -144,52 +143,52 @@ def row_sums(*xs_ICX):
 
 @dataclasses.dataclass(frozen=True)
 class PairProducts:
-    """Products with operands of the dtype `operand` and float32 accumulation.
+    """Products with operands of the dtype `operand_dtype` and float32 accumulation.
 
-    Each operand is a tuple of parts, whose sum is the operand's value (`split`). If `operand` is
-    bfloat16, an operand that needs more precision has two parts: the rounded value and the rounded
-    remainder. Every other operand has one part. The product of two operands is the sum of the
-    products of their parts, except the product of the two remainders, which is too small to matter.
-    `nn` and `tn` concatenate the parts along the contracted axis, so that the matrix unit computes
-    this sum.
+    Each operand is a tuple of parts, whose sum is the operand's value (`split_into_parts`). If
+    `operand_dtype` is bfloat16, an operand that needs more precision has two parts: the rounded
+    value and the rounded remainder. Every other operand has one part. The product of two operands
+    is the sum of the products of their parts, except the product of the two remainders, which is
+    too small to matter. `nn` and `tn` concatenate the parts along the contracted axis, so that the
+    matrix unit computes this sum.
 
     Attributes:
-      operand: the dtype of the parts.
+      operand_dtype: the dtype of the parts.
     """
 
-    operand: typing.Any
+    operand_dtype: typing.Any
 
-    def split(self, x):
+    def split_into_parts(self, x):
         """Returns x as a tuple of parts."""
-        return split_precision(x, self.operand)
+        return split_precision(x, self.operand_dtype)
 
     @property
-    def plain(self):
+    def plain_products(self):
         """Products whose operands are single arrays, not tuples of parts."""
-        return Products(self.operand)
+        return Products(self.operand_dtype)
 
     def nn(self, x_parts, y_parts):
         """Returns [I, R, X]: for each head, the head's half [R, C] of the pairs x [E, R, 2C] times
         the head's y [I, C, X].
         """
         x, y = stack_for_product(x_parts, [block_diagonal(y) for y in y_parts], -1, -2)
-        return split_pair(self.plain.nn(x, y))
+        return split_pair(self.plain_products.nn(x, y))
 
     def tn(self, x_parts, y_parts):
         """Returns [I, C, X]: for each head, the transpose of the head's half [R, C] of the pairs x
         [E, R, 2C] times the head's y [I, R, X].
         """
         x, y = stack_for_product(x_parts, [concat_pair(y) for y in y_parts], -2, -2)
-        return diagonal_blocks(self.plain.tn(x, y))
+        return diagonal_blocks(self.plain_products.tn(x, y))
 
     def nn_pairs(self, x_parts, y_parts):
         """Returns pairs [E, R, 2C]: for each head, the head's half [R, C] of x [E, R, 2C] times the
         head's half [C, C] of y [E, C, 2C].
 
         One product of the parts of x, stacked along the rows, with the parts of y, stacked along
-        the columns, computes the products of all parts. It loads a quarter as many weights into the
-        matrix unit as a product whose operands are concatenated along the contracted axis. These
-        loads are most of the cost of small products.
+        the columns, computes the products of all parts. This product loads a quarter as many
+        weights into the matrix unit as a product whose operands are concatenated along the
+        contracted axis. The loads of weights are most of the cost of small products.
         """
         y = []
         for part in y_parts:
@@ -200,7 +199,7 @@ class PairProducts:
                 )
             )
         return _sum_part_products(
-            self.plain.nn(jnp.concatenate(x_parts, axis=-2), jnp.concatenate(y, axis=-1)),
+            self.plain_products.nn(jnp.concatenate(x_parts, axis=-2), jnp.concatenate(y, axis=-1)),
             x_parts,
             y_parts,
         )
@@ -210,7 +209,7 @@ class PairProducts:
         C, X], as pairs [E, R, 2C]. Every x, and y, is given as a tuple of parts.
         """
         x = jnp.concatenate([concat_pair(part) for x_parts in xs for part in x_parts], axis=-2)
-        product = self.plain.nt(
+        product = self.plain_products.nt(
             x, jnp.concatenate([block_diagonal(part) for part in y_parts], axis=-2)
         )
         products = []
@@ -220,28 +219,28 @@ class PairProducts:
             product = product[:, rows:]
         return products
 
-    def sums_before(self, x_ECC):
-        """Returns [E, C, 2C]. Its column t is the sum of all columns of x [E, C, 2C] before t that
-        belong to the same head as column t.
+    def sums_of_columns_before(self, x_ECC):
+        """Returns an array [E, C, 2C], whose column t is the sum of all columns of x [E, C, 2C]
+        before t that belong to the same head as column t.
         """
         lanes = x_ECC.shape[-1]
         row, column = row_and_column_indices(lanes, lanes)
         before = ((row < column) & ((row < lanes // 2) == (column < lanes // 2))).astype(
-            self.operand
+            self.operand_dtype
         )
-        x, y = stack_for_product(self.split(x_ECC), [before], -1, -2)
+        x, y = stack_for_product(self.split_into_parts(x_ECC), [before], -1, -2)
         return jax.lax.dot_general(
             x,
             y,
             (((2,), (0,)), ((), ())),
-            precision=self.plain.precision,
+            precision=self.plain_products.precision,
             preferred_element_type=jnp.float32,
         )
 
 
 def sum_columns_where(rows_EC, condition):
-    """Returns [..., 2C]. Its column t is the sum of all columns i of rows_EC [..., 2C] that belong
-    to the same head as column t and for which condition(i, t) is true.
+    """Returns an array [..., 2C], whose column t is the sum of all columns i of rows_EC [..., 2C]
+    that belong to the same head as column t and for which condition(i, t) is true.
     """
     lanes = rows_EC.shape[-1]
     row, column = row_and_column_indices(lanes, lanes)
@@ -267,7 +266,7 @@ DIAGONAL = 16  # rows of a diagonal block
 PAIRS_AT_ONCE = 8  # the number of pairs that are inverted together, to hide latency
 
 
-def pair_inverse(m_ECC, products):
+def unit_lower_pair_inverse(m_ECC, products):
     """Returns (I + L)^{-1} of each head as pairs [E, C, 2C], where L is the strictly lower
     triangular part of the head's matrix in `m_ECC`. `products` is a `PairProducts`.
 
@@ -276,8 +275,8 @@ def pair_inverse(m_ECC, products):
     the rows of every second block.
     """
     size = m_ECC.shape[-2]
-    x = _diagonal_inverse(m_ECC)
-    m_parts = products.split(m_ECC)
+    x = _diagonal_block_inverses(m_ECC)
+    m_parts = products.split_into_parts(m_ECC)
     m = DIAGONAL
     while m < size:
         blocks = jnp.split(x, size // m, axis=1)
@@ -286,7 +285,8 @@ def pair_inverse(m_ECC, products):
         # enough, because the entries that are used, left of the diagonal blocks, do not depend on
         # the entries of m_ECC above the diagonal.
         change = products.nn_pairs(
-            products.split(products.nn_pairs(products.split(lower), m_parts)), products.split(x)
+            products.split_into_parts(products.nn_pairs(products.split_into_parts(lower), m_parts)),
+            products.split_into_parts(x),
         )
         row, column = row_and_column_indices(size // 2, 2 * size)
         lower = lower - jnp.where(column % size // m == 2 * (row // m), change, 0)
@@ -296,7 +296,7 @@ def pair_inverse(m_ECC, products):
     return x
 
 
-def _diagonal_inverse(m_ECC):
+def _diagonal_block_inverses(m_ECC):
     """Returns [E, C, 2C] with the inverses of the diagonal blocks of 16 rows of I + L, and zeros
     elsewhere. For the computation, the diagonal blocks of a pair lie side by side in an array
     [16, 2C].

@@ -8,8 +8,8 @@ ends. The attention kernels compute the indexer's scores of a tile again, compar
 two numbers, and use the result for all heads. All kernels compute a score by the same products and
 sums.
 
-Tiles are computed transposed: keys lie along the sublanes and queries along the lanes. So a number
-of a query is an entry of a row, which all sublanes share, and sums over keys add registers.
+Tiles are computed transposed: keys lie along the sublanes and queries along the lanes. So the
+numbers of all queries are one row, which all sublanes share, and a sum over keys adds registers.
 
 Letters: B batch, T tokens, padded to whole tiles, N query heads, M key/value heads, K head width,
 H heads of the indexer, I their width, G blocks, padded to whole chunks; C queries and S keys of a
@@ -48,47 +48,53 @@ _NT = (((1,), (1,)), ((), ()))  # x yᵀ
 _NN = (((1,), (0,)), ((), ()))  # x y
 
 
-class _Sizes(NamedTuple):
+class _CallSizes(NamedTuple):
     """The sizes of a call.
 
     Attributes:
-      tokens: number of tokens of a row, before it is padded.
-      heads, key_heads, width: N, M and K.
-      index_heads, index_width: H and I.
+      tokens_per_row: number of tokens of a row, before it is padded.
+      query_heads, key_heads, head_width: N, M and K.
+      indexer_heads, indexer_width: H and I.
       itemsize: bytes of a number of the queries.
     """
 
-    tokens: int
-    heads: int
+    tokens_per_row: int
+    query_heads: int
     key_heads: int
-    width: int
-    index_heads: int
-    index_width: int
+    head_width: int
+    indexer_heads: int
+    indexer_width: int
     itemsize: int
 
     @property
-    def tile(self) -> int:
+    def tile_tokens(self) -> int:
         """The number of queries, and of keys, in a tile."""
-        small = (t for t in TILES if t <= self.tokens and self.vmem(t) <= chip.vmem_budget())
+        small = (
+            t
+            for t in TILES
+            if t <= self.tokens_per_row and self.needed_vmem_bytes(t) <= chip.vmem_budget_bytes()
+        )
         return next(small, TILES[-1])
 
     @property
-    def padded(self) -> int:
-        """T: the number of tokens of a row of whole tiles."""
-        return -(-self.tokens // self.tile) * self.tile
+    def padded_tokens(self) -> int:
+        """T: the number of tokens of a row that is padded to whole tiles."""
+        return -(-self.tokens_per_row // self.tile_tokens) * self.tile_tokens
 
-    def vmem(self, tile: int) -> int:
-        """Returns the bytes of VMEM that the kernel of dq needs. It needs more than the others."""
-        queries, keys = self.heads * self.width, self.key_heads * self.width
+    def needed_vmem_bytes(self, tile: int) -> int:
+        """Returns the bytes of VMEM that the kernel of dq needs, the largest of the kernels of
+        attention.
+        """
+        queries, keys = self.query_heads * self.head_width, self.key_heads * self.head_width
         per_token = queries * (4 * self.itemsize + 4)  # q, do, dq twice, and its sum in float32
         per_token += 2 * 3 * keys * self.itemsize  # k, its transpose, v
-        per_token += 2 * (self.index_heads + 1) * self.index_width * self.itemsize
-        per_token += 2 * 4 * (2 * ROWS + 2 * self.heads)
+        per_token += 2 * (self.indexer_heads + 1) * self.indexer_width * self.itemsize
+        per_token += 2 * 4 * (2 * ROWS + 2 * self.query_heads)
         return tile * per_token + (3 + 3 * UNROLLED) * 4 * tile**2
 
 
-def _sizes_of_call(index_q, q, k) -> _Sizes:
-    return _Sizes(
+def _sizes_of_call(index_q, q, k) -> _CallSizes:
+    return _CallSizes(
         q.shape[1], q.shape[2], k.shape[2], q.shape[3], *index_q.shape[2:], q.dtype.itemsize
     )
 
@@ -116,15 +122,18 @@ def unsupported_reason(
     if not blocks:
         return f"has no block in rows of {tokens} tokens: expected at least one"
     itemsize = jnp.dtype(dtype).itemsize
-    sizes = _Sizes(tokens, heads, key_heads, width, index_heads, index_width, itemsize)
-    needed = max(sizes.vmem(TILES[-1]), _vmem_of_choice(TILES[-1], blocks, index_width, itemsize))
-    if needed > chip.vmem_budget():
-        return f"needs {needed} bytes of VMEM of {int(chip.vmem_budget())}"
+    sizes = _CallSizes(tokens, heads, key_heads, width, index_heads, index_width, itemsize)
+    needed = max(
+        sizes.needed_vmem_bytes(TILES[-1]),
+        _vmem_bytes_of_choice(TILES[-1], blocks, index_width, itemsize),
+    )
+    if needed > chip.vmem_budget_bytes():
+        return f"needs {needed} bytes of VMEM of {int(chip.vmem_budget_bytes())}"
     return ""
 
 
-def _vmem_of_choice(tile: int, blocks: int, index_width: int, itemsize: int) -> int:
-    """Returns the bytes of VMEM that the choice needs for tiles of `tile` queries."""
+def _vmem_bytes_of_choice(tile: int, blocks: int, index_width: int, itemsize: int) -> int:
+    """Returns the bytes of VMEM that the choice of blocks needs for tiles of `tile` queries."""
     scores = 4 * tile * (-(-blocks // CHUNK) * CHUNK)
     streamed = 2 * CHUNK * CHUNKS_AT_ONCE * (index_width * itemsize + 4 * ROWS)
     return scores + streamed + 4 * 4 * CHUNK * tile
@@ -134,14 +143,14 @@ def _vmem_of_choice(tile: int, blocks: int, index_width: int, itemsize: int) -> 
 
 
 def _dot(a, b, dims):
-    """Returns the product with the dimension numbers `dims`, in float32."""
+    """Returns the product of a and b with the dimension numbers `dims`, in float32."""
     exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
-def _score_bits(index_k_SI, index_q):
-    """Returns the indexer's scores [S, C] as integers, which have the same order because scores are
-    not negative.
+def _indexer_score_bits(index_k_SI, index_q):
+    """Returns the indexer's scores [S, C] as integers with the scores' bits. The integers have the
+    order of the scores, because scores are not negative.
     """
     width, total_SC = index_k_SI.shape[1], 0.0
     for start in range(0, index_q.shape[1], width):
@@ -158,7 +167,7 @@ def _write_visibility_bias(index_q, queries, index_k, keys, bias):
     position, segment, tail, lowest, cut = (queries[row : row + 1] for row in range(5))
     columns = keys[...].T
     of_key = lambda row: columns[:, row : row + 1]
-    bits_SC = _score_bits(index_k[...], index_q)
+    bits_SC = _indexer_score_bits(index_k[...], index_q)
     selected_SC = (bits_SC > lowest) | ((bits_SC == lowest) & (of_key(NUMBER) < cut))
     seen_SC = selected_SC & (of_key(END) <= position)
     seen_SC |= (of_key(POSITION) >= tail) & (of_key(POSITION) <= position)
@@ -166,21 +175,25 @@ def _write_visibility_bias(index_q, queries, index_k, keys, bias):
     return jnp.max(bias[...]) == 0.0
 
 
-def _slice_of_part(index, size: int):
+def _aligned_part_slice(index, size: int):
     """Returns the slice of part `index` of an axis whose parts have `size` entries."""
     return pl.ds(pl.multiple_of(index * size, size), size)
 
 
-def _for_each_head(sizes: _Sizes, body) -> None:
+def _for_each_head(sizes: _CallSizes, body) -> None:
     """Runs body(head, its slice, the slice of its key/value head) for every query head."""
-    readers = sizes.heads // sizes.key_heads
+    readers = sizes.query_heads // sizes.key_heads
 
     def step(n, _):
-        body(n, _slice_of_part(n, sizes.width), _slice_of_part(n // readers, sizes.width))
+        body(
+            n,
+            _aligned_part_slice(n, sizes.head_width),
+            _aligned_part_slice(n // readers, sizes.head_width),
+        )
         return 0
 
-    unroll = UNROLLED if sizes.heads % UNROLLED == 0 else 1
-    jax.lax.fori_loop(0, sizes.heads, step, 0, unroll=unroll)
+    unroll = UNROLLED if sizes.query_heads % UNROLLED == 0 else 1
+    jax.lax.fori_loop(0, sizes.query_heads, step, 0, unroll=unroll)
 
 
 # A causal grid has one step for each pair of a tile of queries and a tile of keys that is not
@@ -188,7 +201,7 @@ def _for_each_head(sizes: _Sizes, body) -> None:
 # tile r of queries (or keys) and then those of tile n - 1 - r, which are n + 1 in all.
 
 
-def _tiles_by_query(n: int, r, c):
+def _causal_step_tiles_by_query(n: int, r, c):
     """Returns three things for step c in row r of a grid in which the keys of a tile of queries
     follow each other: the tile of queries, the tile of keys, and whether the step is the first one
     with this pair of tiles. (If n is odd, the middle row has each pair twice.)
@@ -198,22 +211,24 @@ def _tiles_by_query(n: int, r, c):
     return i, jnp.where(second, c - r - 1, c), ~second | (n - 1 - r != r)
 
 
-def _tiles_by_key(n: int, r, c):
-    """Returns the same as `_tiles_by_query` for a grid in which the queries of a tile of keys
-    follow each other.
+def _causal_step_tiles_by_key(n: int, r, c):
+    """Returns the same as `_causal_step_tiles_by_query` for a grid in which the queries of a tile
+    of keys follow each other.
     """
     second = c >= n - r
     j = jnp.where(second, n - 1 - r, r)
     return jnp.where(second, j + c - (n - r), j + c), j, ~second | (n - 1 - r != r)
 
 
-def _call(body, sizes: _Sizes, tiles, limits_BZ, inputs, outputs, scratch, products, interpret):
+def _call_attention_kernel(
+    body, sizes: _CallSizes, tiles, limits_BZ, inputs, outputs, scratch, products, interpret
+):
     """Runs an attention kernel over the grid (rows of the batch, rows of the causal grid, its
     steps), and returns its outputs.
 
     Args:
       body: the kernel.
-      tiles: `_tiles_by_query` or `_tiles_by_key`.
+      tiles: `_causal_step_tiles_by_query` or `_causal_step_tiles_by_key`.
       limits_BZ: [B, n] int32: for each tile of queries the first tile of keys that it sees, or for
         each tile of keys the last tile of queries that see it.
       inputs: pairs (array, kind); the kind says by which tile the array is cut: "i" (queries) or
@@ -223,7 +238,7 @@ def _call(body, sizes: _Sizes, tiles, limits_BZ, inputs, outputs, scratch, produ
       products: number of products of K · C · S numbers for each head and tile.
       interpret: whether a CPU interprets the kernel.
     """
-    n, tile = sizes.padded // sizes.tile, sizes.tile
+    n, tile = sizes.padded_tokens // sizes.tile_tokens, sizes.tile_tokens
     batch = limits_BZ.shape[0]
 
     def spec(x, kind, **options):
@@ -232,7 +247,7 @@ def _call(body, sizes: _Sizes, tiles, limits_BZ, inputs, outputs, scratch, produ
         def index(b, r, c, limits):
             i, j, _ = tiles(n, r, c)
             # A step that computes nothing reads nothing.
-            if tiles is _tiles_by_query:
+            if tiles is _causal_step_tiles_by_query:
                 j = jnp.maximum(j, limits[b * n + i])
             else:
                 i = jnp.minimum(i, limits[b * n + j])
@@ -243,13 +258,13 @@ def _call(body, sizes: _Sizes, tiles, limits_BZ, inputs, outputs, scratch, produ
         return pl.BlockSpec(shape, index, **options)
 
     # The queries of a causal row change twice; a second buffer for them would fill VMEM.
-    kept = "i" if tiles is _tiles_by_query else "j"
+    kept = "i" if tiles is _causal_step_tiles_by_query else "j"
     single = lambda kind: {"pipeline_mode": pl.Buffered(1)} if kind == kept else {}
     read = sum(x.size * x.dtype.itemsize for x, kind in inputs if kind[-1] == kept)
     again = sum(x.size * x.dtype.itemsize for x, kind in inputs if kind[-1] != kept) * (n + 1) // 2
     written = sum(x.size * x.dtype.itemsize for x, _ in outputs)
     pairs = batch * ((n + 1) // 2) * (n + 1) * tile**2
-    index_products = sizes.index_heads * sizes.index_width
+    index_products = sizes.indexer_heads * sizes.indexer_width
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -263,8 +278,8 @@ def _call(body, sizes: _Sizes, tiles, limits_BZ, inputs, outputs, scratch, produ
         interpret=interpret,
         name=f"indexed_attention{getattr(body, 'func', body).__name__.removesuffix('_kernel')}",
         cost_estimate=pl.CostEstimate(
-            flops=2 * pairs * (products * sizes.heads * sizes.width + index_products),
-            transcendentals=pairs * sizes.heads,
+            flops=2 * pairs * (products * sizes.query_heads * sizes.head_width + index_products),
+            transcendentals=pairs * sizes.query_heads,
             bytes_accessed=read + again + written,
         ),
         compiler_params=pltpu.CompilerParams(
@@ -279,23 +294,23 @@ def _merge_heads(x_BTNK):
     return x_BTNK.reshape(*x_BTNK.shape[:2], -1)
 
 
-def _split_heads(sizes: _Sizes, x_BTX):
+def _split_heads(sizes: _CallSizes, x_BTX):
     """The reverse of `_merge_heads`, without the tokens that padding added."""
-    return x_BTX.reshape(*x_BTX.shape[:2], -1, sizes.width)[:, : sizes.tokens]
+    return x_BTX.reshape(*x_BTX.shape[:2], -1, sizes.head_width)[:, : sizes.tokens_per_row]
 
 
-def _transposed(x_BTX):
+def _swap_tokens_and_channels(x_BTX):
     return x_BTX.swapaxes(1, 2)
 
 
-def _pad(x, size: int, axis: int = 1):
+def _pad_end(x, size: int, axis: int = 1):
     """Returns x with zeros after its last entry along `axis`, which then has `size` entries."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = 0, size - x.shape[axis]
     return jnp.pad(x, widths)
 
 
-def _stack_as_rows(size: int, *arrays_BX, filler: int):
+def _stack_as_padded_rows(size: int, *arrays_BX, filler: int):
     """Returns [B, ROWS, size] int32: the arrays [B, X] as rows, and `filler` elsewhere."""
     rows = jnp.stack(arrays_BX, axis=1).astype(jnp.int32)
     beyond = (0, 0), (0, ROWS - rows.shape[1]), (0, size - rows.shape[2])
@@ -309,33 +324,38 @@ def _document_starts(segment_BT):
     return jax.lax.cummax(jnp.where(segment_BT != before, index, 0), axis=1)
 
 
-def _mask_inputs(sizes: _Sizes, ratio: int, rows, chosen, index_q):
-    """Returns the inputs of `_call` from which a kernel finds which keys a query sees: first the
-    inputs with queries, then the inputs with keys. Then returns the limits of `_call`, [B, tiles]
-    int32: for each tile of queries the first tile of keys in the documents of the queries, and for
-    each tile of keys the last tile of queries in the documents of the keys.
+def _mask_inputs_and_limits(sizes: _CallSizes, ratio: int, rows, chosen, index_q):
+    """Returns the inputs of `_call_attention_kernel` from which a kernel finds which keys a query
+    sees: first the inputs with queries, then the inputs with keys. Then returns the limits of
+    `_call_attention_kernel`, [B, tiles] int32: for each tile of queries the first tile of keys in
+    the documents of the queries, and for each tile of keys the last tile of queries in the
+    documents of the keys.
     """
     count = rows.block_key.shape[1]
     tail = (rows.position + 1) // ratio * ratio
-    queries = _stack_as_rows(sizes.padded, rows.position, rows.segment, tail, *chosen, filler=-2)
+    queries = _stack_as_padded_rows(
+        sizes.padded_tokens, rows.position, rows.segment, tail, *chosen, filler=-2
+    )
     inside = rows.blocks_before < count
     number = jnp.minimum(rows.blocks_before, count - 1)
     take = jax.vmap(lambda x, i: x[i])
     complete = inside & (take(rows.block_segment, number) == rows.segment) & (rows.segment > 0)
     end = jnp.where(complete, take(rows.block_end_position, number), LAST)
-    keys = _stack_as_rows(sizes.padded, rows.position, rows.segment, number, end, filler=-1)
-    token_k = _pad(take(rows.block_key, number), sizes.padded)
+    keys = _stack_as_padded_rows(
+        sizes.padded_tokens, rows.position, rows.segment, number, end, filler=-1
+    )
+    token_k = _pad_end(take(rows.block_key, number), sizes.padded_tokens)
     start = _document_starts(rows.segment)
-    stop = sizes.tokens - 1 - _document_starts(rows.segment[:, ::-1])[:, ::-1]
+    stop = sizes.tokens_per_row - 1 - _document_starts(rows.segment[:, ::-1])[:, ::-1]
     # Padding is a document of its own.
-    beyond = jnp.arange(sizes.tokens, sizes.padded, dtype=jnp.int32)
+    beyond = jnp.arange(sizes.tokens_per_row, sizes.padded_tokens, dtype=jnp.int32)
     beyond = jnp.broadcast_to(beyond, (start.shape[0], beyond.size))
     start, stop = (jnp.concatenate((x, beyond), axis=1) for x in (start, stop))
     return (
-        ((_pad(_merge_heads(index_q), sizes.padded), "i"), (queries, "-i")),
+        ((_pad_end(_merge_heads(index_q), sizes.padded_tokens), "i"), (queries, "-i")),
         ((token_k, "j"), (keys, "-j")),
-        start[:, :: sizes.tile] // sizes.tile,
-        stop[:, sizes.tile - 1 :: sizes.tile] // sizes.tile,
+        start[:, :: sizes.tile_tokens] // sizes.tile_tokens,
+        stop[:, sizes.tile_tokens - 1 :: sizes.tile_tokens] // sizes.tile_tokens,
     )
 
 
@@ -355,92 +375,103 @@ def forward(ratio: int, rows, chosen, index_q, q, k, v, *, interpret: bool = Fal
       interpret: whether a CPU interprets the kernel.
     """
     sizes = _sizes_of_call(index_q, q, k)
-    of_queries, of_keys, first, _ = _mask_inputs(sizes, ratio, rows, chosen, index_q)
-    q, k, v = (_pad(_merge_heads(x), sizes.padded) for x in (q, k, v))
-    shape, tile = jax.ShapeDtypeStruct, sizes.tile
-    o, logsumexp = _call(
+    of_queries, of_keys, first, _ = _mask_inputs_and_limits(sizes, ratio, rows, chosen, index_q)
+    q, k, v = (_pad_end(_merge_heads(x), sizes.padded_tokens) for x in (q, k, v))
+    shape, tile = jax.ShapeDtypeStruct, sizes.tile_tokens
+    o, logsumexp = _call_attention_kernel(
         functools.partial(_forward_kernel, sizes),
         sizes,
-        _tiles_by_query,
+        _causal_step_tiles_by_query,
         first,
-        ((q, "i"), *of_queries, (k, "j"), (_transposed(v), "-j"), *of_keys),
+        ((q, "i"), *of_queries, (k, "j"), (_swap_tokens_and_channels(v), "-j"), *of_keys),
         (
             (shape(q.shape, v.dtype), "i"),
-            (shape((q.shape[0], sizes.heads, q.shape[1]), jnp.float32), "-i"),
+            (shape((q.shape[0], sizes.query_heads, q.shape[1]), jnp.float32), "-i"),
         ),
         (
             pltpu.VMEM((q.shape[2], tile), jnp.float32),
-            pltpu.VMEM((sizes.heads, tile), jnp.float32),
-            pltpu.VMEM((sizes.heads, tile), jnp.float32),
+            pltpu.VMEM((sizes.query_heads, tile), jnp.float32),
+            pltpu.VMEM((sizes.query_heads, tile), jnp.float32),
             pltpu.VMEM((tile, tile), jnp.float32),
         ),
         2,
         interpret,
     )
-    return _split_heads(sizes, o), logsumexp[..., : sizes.tokens]
+    return _split_heads(sizes, o), logsumexp[..., : sizes.tokens_per_row]
 
 
 class _ForwardRefs(NamedTuple):
     """The references of `_forward_kernel`."""
 
-    first: Any  # the first tile of keys that each tile of queries sees
+    first_key_tile: Any  # the first tile of keys that each tile of queries sees
     q: Any  # [C, N · K]
-    index_q: Any  # [C, H · I], the indexer's queries
-    queries: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
+    indexer_q: Any  # [C, H · I], the indexer's queries
+    query_mask_rows: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
     k: Any  # [S, M · K]
-    v_t: Any  # [M · K, S]
-    index_k: Any  # [S, I], the keys of the indexer's blocks
-    keys: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
+    v_transposed: Any  # [M · K, S]
+    indexer_k: Any  # [S, I], the keys of the indexer's blocks
+    key_mask_rows: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
     o: Any  # output [C, N · K]
     logsumexp: Any  # output [N, C]
-    sums: Any  # scratch [N · K, C], of each query the sum of its values
-    largest: Any  # scratch [N, C], its largest score
-    total: Any  # scratch [N, C], the sum of the exponentials
-    bias: Any  # scratch [S, C], 0 or HIDDEN
+    weighted_value_sums: Any  # scratch [N · K, C], of each query the sum of exponentials · values
+    largest_scores: Any  # scratch [N, C], the largest score of each query
+    exponential_sums: Any  # scratch [N, C], of each query the sum of exponentials
+    visibility_bias: Any  # scratch [S, C], 0 or HIDDEN
 
 
 def _forward_kernel(sizes, *refs):
     """Adds a tile of keys to the attention of a tile of queries."""
     refs = _ForwardRefs(*refs)
     n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
-    i, j, is_new = _tiles_by_query(n, r, c)
+    i, j, is_new = _causal_step_tiles_by_query(n, r, c)
 
     @pl.when(is_new & (j == 0))
     def _():
-        refs.sums[...] = jnp.zeros_like(refs.sums)
-        refs.largest[...] = jnp.full_like(refs.largest, LEAST)
-        refs.total[...] = jnp.zeros_like(refs.total)
+        refs.weighted_value_sums[...] = jnp.zeros_like(refs.weighted_value_sums)
+        refs.largest_scores[...] = jnp.full_like(refs.largest_scores, LEAST)
+        refs.exponential_sums[...] = jnp.zeros_like(refs.exponential_sums)
 
     def head(number, own, of_keys):
         row = pl.ds(number, 1)
-        s_SC = _dot(refs.k[:, of_keys], refs.q[:, own], _NT) * sizes.width**-0.5 + refs.bias[...]
-        before_1C = refs.largest[row, :]
+        s_SC = (
+            _dot(refs.k[:, of_keys], refs.q[:, own], _NT) * sizes.head_width**-0.5
+            + refs.visibility_bias[...]
+        )
+        before_1C = refs.largest_scores[row, :]
         largest_1C = jnp.maximum(before_1C, jnp.max(s_SC, axis=0, keepdims=True))
         p_SC = jnp.exp(s_SC - largest_1C)
         kept_1C = jnp.exp(before_1C - largest_1C)
-        refs.largest[row, :] = largest_1C
-        refs.total[row, :] = kept_1C * refs.total[row, :] + jnp.sum(p_SC, axis=0, keepdims=True)
-        refs.sums[own, :] = kept_1C * refs.sums[own, :] + _dot(
-            refs.v_t[of_keys, :], p_SC.astype(refs.v_t.dtype), _NN
+        refs.largest_scores[row, :] = largest_1C
+        refs.exponential_sums[row, :] = kept_1C * refs.exponential_sums[row, :] + jnp.sum(
+            p_SC, axis=0, keepdims=True
+        )
+        refs.weighted_value_sums[own, :] = kept_1C * refs.weighted_value_sums[own, :] + _dot(
+            refs.v_transposed[of_keys, :], p_SC.astype(refs.v_transposed.dtype), _NN
         )
 
-    @pl.when(is_new & (j >= refs.first[b * n + i]))
+    @pl.when(is_new & (j >= refs.first_key_tile[b * n + i]))
     def _():
         @pl.when(
-            _write_visibility_bias(refs.index_q, refs.queries, refs.index_k, refs.keys, refs.bias)
+            _write_visibility_bias(
+                refs.indexer_q,
+                refs.query_mask_rows,
+                refs.indexer_k,
+                refs.key_mask_rows,
+                refs.visibility_bias,
+            )
         )
         def _():
             _for_each_head(sizes, head)
 
     @pl.when(is_new & (j == i))
     def _():
-        refs.total[...] = jnp.maximum(refs.total[...], 1e-30)
-        refs.logsumexp[...] = refs.largest[...] + jnp.log(refs.total[...])
+        refs.exponential_sums[...] = jnp.maximum(refs.exponential_sums[...], 1e-30)
+        refs.logsumexp[...] = refs.largest_scores[...] + jnp.log(refs.exponential_sums[...])
 
         def write(number, own, _):
-            refs.o[:, own] = (refs.sums[own, :] / refs.total[pl.ds(number, 1), :]).T.astype(
-                refs.o.dtype
-            )
+            refs.o[:, own] = (
+                refs.weighted_value_sums[own, :] / refs.exponential_sums[pl.ds(number, 1), :]
+            ).T.astype(refs.o.dtype)
 
         _for_each_head(sizes, write)
 
@@ -452,40 +483,44 @@ def backward(
 
     Args:
       ratio, rows, chosen, index_q, q, k, v: the arguments of `forward`.
-      o, logsumexp_BNT: its results.
+      o, logsumexp_BNT: the results of `forward`.
       do: [B, T, N, K], the gradient of o.
       interpret: whether a CPU interprets the kernels.
     """
     product = o.astype(jnp.float32) * do.astype(jnp.float32)
     delta_BNT = jnp.sum(product, axis=-1).swapaxes(1, 2)
     sizes = _sizes_of_call(index_q, q, k)
-    mask_of_queries, mask_of_keys, first, last = _mask_inputs(sizes, ratio, rows, chosen, index_q)
-    q, k, v, do = (_pad(_merge_heads(x), sizes.padded) for x in (q, k, v, do.astype(q.dtype)))
+    mask_of_queries, mask_of_keys, first, last = _mask_inputs_and_limits(
+        sizes, ratio, rows, chosen, index_q
+    )
+    q, k, v, do = (
+        _pad_end(_merge_heads(x), sizes.padded_tokens) for x in (q, k, v, do.astype(q.dtype))
+    )
     of_queries = (
         (q, "i"),
         (do, "i"),
-        (_pad(logsumexp_BNT, sizes.padded, 2), "-i"),
-        (_pad(delta_BNT, sizes.padded, 2), "-i"),
+        (_pad_end(logsumexp_BNT, sizes.padded_tokens, 2), "-i"),
+        (_pad_end(delta_BNT, sizes.padded_tokens, 2), "-i"),
         *mask_of_queries,
     )
     of_keys = (k, "j"), (v, "j"), *mask_of_keys
-    shape, vmem, tile = jax.ShapeDtypeStruct, pltpu.VMEM, sizes.tile
+    shape, vmem, tile = jax.ShapeDtypeStruct, pltpu.VMEM, sizes.tile_tokens
     bias = vmem((tile, tile), jnp.float32)
-    (dq,) = _call(
+    (dq,) = _call_attention_kernel(
         functools.partial(_dq_kernel, sizes),
         sizes,
-        _tiles_by_query,
+        _causal_step_tiles_by_query,
         first,
-        (*of_queries, *of_keys, (_transposed(k), "-j")),
+        (*of_queries, *of_keys, (_swap_tokens_and_channels(k), "-j")),
         ((shape(q.shape, q.dtype), "i"),),
         (vmem((q.shape[2], tile), jnp.float32), bias),
         3,
         interpret,
     )
-    dk, dv = _call(
+    dk, dv = _call_attention_kernel(
         functools.partial(_dkv_kernel, sizes),
         sizes,
-        _tiles_by_key,
+        _causal_step_tiles_by_key,
         last,
         (*of_queries, *of_keys),
         ((shape(k.shape, k.dtype), "j"), (shape(v.shape, v.dtype), "j")),
@@ -496,54 +531,60 @@ def backward(
     return tuple(_split_heads(sizes, x) for x in (dq, dk, dv))
 
 
-def _probabilities(sizes, q, k, bias, logsumexp, number, own, of_keys):
+def _attention_probabilities(sizes, q, k, bias, logsumexp, number, own, of_keys):
     """Returns p [S, C] of a head, from the logsumexp of its queries."""
-    s_SC = _dot(k[:, of_keys], q[:, own], _NT) * sizes.width**-0.5 + bias[...]
+    s_SC = _dot(k[:, of_keys], q[:, own], _NT) * sizes.head_width**-0.5 + bias[...]
     return jnp.exp(s_SC - logsumexp[pl.ds(number, 1), :])
 
 
 class _DqRefs(NamedTuple):
     """The references of `_dq_kernel`."""
 
-    first: Any  # the first tile of keys that each tile of queries sees
+    first_key_tile: Any  # the first tile of keys that each tile of queries sees
     q: Any  # [C, N · K]
     do: Any  # [C, N · K]
     logsumexp: Any  # [N, C]
     delta: Any  # [N, C], the inner products of o and do
-    index_q: Any  # [C, H · I], the indexer's queries
-    queries: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
+    indexer_q: Any  # [C, H · I], the indexer's queries
+    query_mask_rows: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
     k: Any  # [S, M · K]
     v: Any  # [S, M · K]
-    index_k: Any  # [S, I], the keys of the indexer's blocks
-    keys: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
-    k_t: Any  # [M · K, S]
+    indexer_k: Any  # [S, I], the keys of the indexer's blocks
+    key_mask_rows: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
+    k_transposed: Any  # [M · K, S]
     dq: Any  # output [C, N · K]
-    sums: Any  # scratch [N · K, C]
-    bias: Any  # scratch [S, C], 0 or HIDDEN
+    dq_sum: Any  # scratch [N · K, C]
+    visibility_bias: Any  # scratch [S, C], 0 or HIDDEN
 
 
 def _dq_kernel(sizes, *refs):
-    """Adds the part of a tile of keys to the gradient of a tile of queries, `sums`."""
+    """Adds the part of a tile of keys to the gradient of a tile of queries, `dq_sum`."""
     refs = _DqRefs(*refs)
     n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
-    i, j, is_new = _tiles_by_query(n, r, c)
+    i, j, is_new = _causal_step_tiles_by_query(n, r, c)
 
     @pl.when(is_new & (j == 0))
     def _():
-        refs.sums[...] = jnp.zeros_like(refs.sums)
+        refs.dq_sum[...] = jnp.zeros_like(refs.dq_sum)
 
     def head(number, own, of_keys):
-        p_SC = _probabilities(
-            sizes, refs.q, refs.k, refs.bias, refs.logsumexp, number, own, of_keys
+        p_SC = _attention_probabilities(
+            sizes, refs.q, refs.k, refs.visibility_bias, refs.logsumexp, number, own, of_keys
         )
         dp_SC = _dot(refs.v[:, of_keys], refs.do[:, own], _NT)
         ds_SC = (p_SC * (dp_SC - refs.delta[pl.ds(number, 1), :])).astype(refs.q.dtype)
-        refs.sums[own, :] += _dot(refs.k_t[of_keys, :], ds_SC, _NN)
+        refs.dq_sum[own, :] += _dot(refs.k_transposed[of_keys, :], ds_SC, _NN)
 
-    @pl.when(is_new & (j >= refs.first[b * n + i]))
+    @pl.when(is_new & (j >= refs.first_key_tile[b * n + i]))
     def _():
         @pl.when(
-            _write_visibility_bias(refs.index_q, refs.queries, refs.index_k, refs.keys, refs.bias)
+            _write_visibility_bias(
+                refs.indexer_q,
+                refs.query_mask_rows,
+                refs.indexer_k,
+                refs.key_mask_rows,
+                refs.visibility_bias,
+            )
         )
         def _():
             _for_each_head(sizes, head)
@@ -551,7 +592,7 @@ def _dq_kernel(sizes, *refs):
     @pl.when(is_new & (j == i))
     def _():
         def write(_, own, __):
-            refs.dq[:, own] = (refs.sums[own, :] * sizes.width**-0.5).T.astype(refs.dq.dtype)
+            refs.dq[:, own] = (refs.dq_sum[own, :] * sizes.head_width**-0.5).T.astype(refs.dq.dtype)
 
         _for_each_head(sizes, write)
 
@@ -559,29 +600,29 @@ def _dq_kernel(sizes, *refs):
 class _DkvRefs(NamedTuple):
     """The references of `_dkv_kernel`."""
 
-    last: Any  # the last tile of queries that sees each tile of keys
+    last_query_tile: Any  # the last tile of queries that sees each tile of keys
     q: Any  # [C, N · K]
     do: Any  # [C, N · K]
     logsumexp: Any  # [N, C]
     delta: Any  # [N, C], the inner products of o and do
-    index_q: Any  # [C, H · I], the indexer's queries
-    queries: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
+    indexer_q: Any  # [C, H · I], the indexer's queries
+    query_mask_rows: Any  # [ROWS, C] int32, what `_write_visibility_bias` reads of queries
     k: Any  # [S, M · K]
     v: Any  # [S, M · K]
-    index_k: Any  # [S, I], the keys of the indexer's blocks
-    keys: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
+    indexer_k: Any  # [S, I], the keys of the indexer's blocks
+    key_mask_rows: Any  # [ROWS, S] int32, what `_write_visibility_bias` reads of keys
     dk: Any  # output [S, M · K]
     dv: Any  # output [S, M · K]
     dk_sum: Any  # scratch [S, M · K]
     dv_sum: Any  # scratch [S, M · K]
-    bias: Any  # scratch [S, C], 0 or HIDDEN
+    visibility_bias: Any  # scratch [S, C], 0 or HIDDEN
 
 
 def _dkv_kernel(sizes, *refs):
     """Adds the part of a tile of queries to the gradients of a tile of keys and values."""
     refs = _DkvRefs(*refs)
     n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
-    i, j, is_new = _tiles_by_key(n, r, c)
+    i, j, is_new = _causal_step_tiles_by_key(n, r, c)
 
     @pl.when(is_new & (i == j))
     def _():
@@ -589,25 +630,31 @@ def _dkv_kernel(sizes, *refs):
         refs.dv_sum[...] = jnp.zeros_like(refs.dv_sum)
 
     def head(number, own, of_keys):
-        p_SC = _probabilities(
-            sizes, refs.q, refs.k, refs.bias, refs.logsumexp, number, own, of_keys
+        p_SC = _attention_probabilities(
+            sizes, refs.q, refs.k, refs.visibility_bias, refs.logsumexp, number, own, of_keys
         )
         refs.dv_sum[:, of_keys] += _dot(p_SC.astype(refs.do.dtype), refs.do[:, own], _NN)
         dp_SC = _dot(refs.v[:, of_keys], refs.do[:, own], _NT)
         ds_SC = (p_SC * (dp_SC - refs.delta[pl.ds(number, 1), :])).astype(refs.q.dtype)
         refs.dk_sum[:, of_keys] += _dot(ds_SC, refs.q[:, own], _NN)
 
-    @pl.when(is_new & (i <= refs.last[b * n + j]))
+    @pl.when(is_new & (i <= refs.last_query_tile[b * n + j]))
     def _():
         @pl.when(
-            _write_visibility_bias(refs.index_q, refs.queries, refs.index_k, refs.keys, refs.bias)
+            _write_visibility_bias(
+                refs.indexer_q,
+                refs.query_mask_rows,
+                refs.indexer_k,
+                refs.key_mask_rows,
+                refs.visibility_bias,
+            )
         )
         def _():
             _for_each_head(sizes, head)
 
     @pl.when(is_new & (i == n - 1))
     def _():
-        refs.dk[...] = (refs.dk_sum[...] * sizes.width**-0.5).astype(refs.dk.dtype)
+        refs.dk[...] = (refs.dk_sum[...] * sizes.head_width**-0.5).astype(refs.dk.dtype)
         refs.dv[...] = refs.dv_sum[...].astype(refs.dv.dtype)
 
 
@@ -625,28 +672,28 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
       interpret: whether a CPU interprets the kernel.
     """
     (batch, count, width), tokens = rows.block_key.shape, index_q.shape[1]
-    memory = lambda tile: _vmem_of_choice(tile, count, width, index_q.dtype.itemsize)
-    small = (t for t in TILES if t <= tokens and memory(t) <= chip.vmem_budget())
+    memory = lambda tile: _vmem_bytes_of_choice(tile, count, width, index_q.dtype.itemsize)
+    small = (t for t in TILES if t <= tokens and memory(t) <= chip.vmem_budget_bytes())
     tile = next(small, TILES[-1])
     tiles, chunks = -(-tokens // tile), -(-count // CHUNK)
     at_once = next(n for n in range(CHUNKS_AT_ONCE, 0, -1) if chunks % n == 0)
     size, padded, all_queries = at_once * CHUNK, chunks * CHUNK, tiles * tile
     beyond = ((0, 0), (0, padded - count))
     block_k = jnp.pad(rows.block_key, (*beyond, (0, 0)))
-    blocks = _stack_as_rows(
+    blocks = _stack_as_padded_rows(
         padded,
         rows.block_end_position,
         jnp.where(rows.block_segment > 0, rows.block_segment, -1),
         filler=-1,
     )
-    flat = _pad(_merge_heads(index_q), all_queries)
-    queries = _stack_as_rows(all_queries, rows.position, rows.segment, filler=-2)
+    flat = _pad_end(_merge_heads(index_q), all_queries)
+    queries = _stack_as_padded_rows(all_queries, rows.position, rows.segment, filler=-2)
 
     # For each tile of queries, the first block of the document of its first query, and the block of
     # its last query. `number` never decreases along a row: it counts the complete blocks before a
     # token.
     number = jnp.pad(rows.blocks_before, ((0, 0), (0, all_queries - tokens)), mode="edge")
-    start = _pad(_document_starts(rows.segment), all_queries)
+    start = _pad_end(_document_starts(rows.segment), all_queries)
     first = jnp.take_along_axis(number, start[:, ::tile], axis=1)
     last = number[:, tile - 1 :: tile]
     ranges = jnp.clip(jnp.stack((first, last), axis=-1), 0, count - 1).reshape(-1)
@@ -690,25 +737,26 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
 class _ChoiceRefs(NamedTuple):
     """The references of `_choice_kernel`."""
 
-    ranges: Any  # of each tile of queries the first and the last block of its documents
-    index_q: Any  # [C, H · I]
-    queries: Any  # [ROWS, C] int32
-    block_k: Any  # the blocks' keys, of some chunks
-    blocks: Any  # [ROWS, …] int32, of the same blocks
-    lowest: Any  # output [1, C], the lowest score that a query selects, as bits
-    cut: Any  # output [1, C], where its selection of this score ends
-    bits: Any  # scratch [G, C]
+    block_ranges: Any  # for each tile of queries the first and the last block of its documents
+    indexer_q: Any  # [C, H · I]
+    query_mask_rows: Any  # [ROWS, C] int32
+    block_keys: Any  # the blocks' keys, of some chunks
+    block_mask_rows: Any  # [ROWS, …] int32, of the same blocks
+    lowest_score_bits: Any  # output [1, C], the lowest score that a query selects, as bits
+    tie_end_block: Any  # output [1, C], the block at which its selection of this score ends
+    score_bits: Any  # scratch [G, C]
 
 
 def _choice_kernel(number_chosen, *refs):
-    """Scores some chunks of blocks for a tile of queries, into `bits` [G, C]: the score's bits, or
-    -1 if the query does not see the block. The last step finds the two results.
+    """Scores some chunks of blocks for a tile of queries. For each block, the kernel writes to
+    `score_bits` [G, C] the score's bits, or -1 if the query does not see the block. The last step
+    finds the lowest selected score and the block at which the selection of this score ends.
     """
     refs = _ChoiceRefs(*refs)
     b, t, g = (pl.program_id(axis) for axis in range(3))
     at = 2 * (b * pl.num_programs(1) + t)
-    first, last = refs.ranges[at] // CHUNK, refs.ranges[at + 1] // CHUNK
-    at_once = refs.block_k.shape[0] // CHUNK
+    first, last = refs.block_ranges[at] // CHUNK, refs.block_ranges[at + 1] // CHUNK
+    at_once = refs.block_keys.shape[0] // CHUNK
 
     for part in range(at_once):
         chunk = g * at_once + part
@@ -716,54 +764,56 @@ def _choice_kernel(number_chosen, *refs):
         @pl.when((chunk >= first) & (chunk <= last))
         def _(part=part, chunk=chunk):
             here = slice(part * CHUNK, (part + 1) * CHUNK)
-            columns = refs.blocks[:, here].T
+            columns = refs.block_mask_rows[:, here].T
             visible = (
-                columns[:, POSITION : POSITION + 1] <= refs.queries[POSITION : POSITION + 1]
-            ) & (columns[:, SEGMENT : SEGMENT + 1] == refs.queries[SEGMENT : SEGMENT + 1])
-            score = _score_bits(refs.block_k[here], refs.index_q)
-            refs.bits[_slice_of_part(chunk, CHUNK), :] = jnp.where(visible, score, -1)
+                columns[:, POSITION : POSITION + 1] <= refs.query_mask_rows[POSITION : POSITION + 1]
+            ) & (columns[:, SEGMENT : SEGMENT + 1] == refs.query_mask_rows[SEGMENT : SEGMENT + 1])
+            score = _indexer_score_bits(refs.block_keys[here], refs.indexer_q)
+            refs.score_bits[_aligned_part_slice(chunk, CHUNK), :] = jnp.where(visible, score, -1)
 
     def count(condition):
         """Returns [1, C], the number of blocks for which condition(bits, number) is true."""
 
         def add(chunk, total):
-            here = refs.bits[_slice_of_part(chunk, CHUNK), :]
+            here = refs.score_bits[_aligned_part_slice(chunk, CHUNK), :]
             number = chunk * CHUNK + jax.lax.broadcasted_iota(jnp.int32, here.shape, 0)
             ones = jnp.where(condition(here, number), 1, 0)
             return total + jnp.sum(ones.reshape(-1, ROWS, ones.shape[1]), axis=0)
 
-        zero = jnp.zeros((ROWS, refs.bits.shape[1]), jnp.int32)
+        zero = jnp.zeros((ROWS, refs.score_bits.shape[1]), jnp.int32)
         total = jax.lax.fori_loop(first, last + 1, add, zero)
         return jnp.sum(total, axis=0, keepdims=True)
 
     def largest(num_bits: int, holds):
-        """Returns [1, C], the largest number of `num_bits` bits for which `holds` is true. It is
-        true for 0, and for a number if it is true for a larger one.
+        """Returns [1, C], the largest number of `num_bits` bits for which `holds` is true. `holds`
+        is true for 0, and true for every number below one for which it is true.
         """
 
         def step(bit, found):
             larger = found | jnp.left_shift(1, num_bits - 1 - bit)
             return jnp.where(holds(larger), larger, found)
 
-        return jax.lax.fori_loop(0, num_bits, step, jnp.zeros((1, refs.bits.shape[1]), jnp.int32))
+        return jax.lax.fori_loop(
+            0, num_bits, step, jnp.zeros((1, refs.score_bits.shape[1]), jnp.int32)
+        )
 
     @pl.when(g == pl.num_programs(2) - 1)
     def _():
-        refs.lowest[...] = jnp.zeros_like(refs.lowest)
-        refs.cut[...] = jnp.full_like(refs.cut, LAST)
+        refs.lowest_score_bits[...] = jnp.zeros_like(refs.lowest_score_bits)
+        refs.tie_end_block[...] = jnp.full_like(refs.tie_end_block, LAST)
 
-        @pl.when(refs.ranges[at + 1] - refs.ranges[at] >= number_chosen)
+        @pl.when(refs.block_ranges[at + 1] - refs.block_ranges[at] >= number_chosen)
         def _():
-            refs.lowest[...] = largest(
+            refs.lowest_score_bits[...] = largest(
                 31, lambda x: count(lambda here, _: here >= x) >= number_chosen
             )
-            room = number_chosen - count(lambda here, _: here > refs.lowest[...])
-            equal = count(lambda here, _: here == refs.lowest[...])
+            room = number_chosen - count(lambda here, _: here > refs.lowest_score_bits[...])
+            equal = count(lambda here, _: here == refs.lowest_score_bits[...])
 
             @pl.when(jnp.max(jnp.where(equal > room, 1, 0)) == 1)
             def _():
                 tied = lambda x: count(
-                    lambda here, number: (here == refs.lowest[...]) & (number < x)
+                    lambda here, number: (here == refs.lowest_score_bits[...]) & (number < x)
                 )
-                found = largest(refs.bits.shape[0].bit_length(), lambda x: tied(x) <= room)
-                refs.cut[...] = jnp.where(equal > room, found, LAST)
+                found = largest(refs.score_bits.shape[0].bit_length(), lambda x: tied(x) <= room)
+                refs.tie_end_block[...] = jnp.where(equal > room, found, LAST)

@@ -36,29 +36,34 @@ def unsupported_reason(tokens: int, width: int, streams: int, columns: int, dtyp
     """
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"has {dtype}: expected bfloat16 or float32"
-    smallest = TILES[-1] * chip.cores()
+    smallest = TILES[-1] * chip.core_count()
     if tokens % smallest or width % LANES or columns % LANES:
         return (
             f"has {tokens} tokens, streams of {width} and {columns} columns: expected multiples "
             f"of {smallest}, {LANES} and {LANES}"
         )
-    needed = _vmem(TILES[-1], width, streams, columns, jnp.dtype(dtype).itemsize)
-    if needed > chip.vmem_budget():
-        return f"needs {needed} bytes of VMEM of {int(chip.vmem_budget())}"
+    needed = _needed_vmem_bytes(TILES[-1], width, streams, columns, jnp.dtype(dtype).itemsize)
+    if needed > chip.vmem_budget_bytes():
+        return f"needs {needed} bytes of VMEM of {int(chip.vmem_budget_bytes())}"
     return ""
 
 
 def forward(eps, streams, weights, h, *, interpret: bool = False):
-    """Returns x [N, D], inner [N, X] float32 and the sizes [N, S] float32 (see
-    `zoo.ops.residual_streams`) from h [N, E] and the weights: scale [E] float32, down [E, X] and
-    up [X, E].
+    """Returns x [N, D], inner [N, X] float32 and the sizes [N, S] float32, which
+    `zoo.ops.residual_streams` defines, from h [N, E] and the weights: scale [E] float32, down
+    [E, X] and up [X, E].
     """
     scale, down, up = weights
-    spec = _Specs(h, streams, down.shape[1])
-    return spec.call(
+    spec = _CallSpecs(h, streams, down.shape[1])
+    return spec.call_kernel(
         functools.partial(_forward_kernel, eps),
         (h, scale[None], down, up),
-        (spec.rows(spec.e), spec.all_of(scale[None]), spec.all_of(down), spec.all_of(up)),
+        (
+            spec.token_rows_spec(spec.e),
+            spec.whole_array_spec(scale[None]),
+            spec.whole_array_spec(down),
+            spec.whole_array_spec(up),
+        ),
         [(spec.d, h.dtype), (spec.x, jnp.float32), (streams, jnp.float32)],
         scratch=(pltpu.VMEM((spec.tile, spec.x), h.dtype),),
         products=2,
@@ -71,7 +76,7 @@ def backward(weights, h, inner, sizes, dh, dx, dinner, *, interpret: bool = Fals
 
     Args:
       weights, h: the arguments of `forward`.
-      inner, sizes: its results.
+      inner, sizes: the second and the third result of `forward`.
       dh: [N, E], the gradient of the streams that does not pass through the mix.
       dx, dinner: [N, D] and [N, X] float32, the gradients of x and of inner.
 
@@ -82,14 +87,14 @@ def backward(weights, h, inner, sizes, dh, dx, dinner, *, interpret: bool = Fals
       through down.
     """
     scale, down, up = weights
-    spec = _Specs(h, sizes.shape[1], down.shape[1])
-    rows = spec.rows
-    return spec.call(
+    spec = _CallSpecs(h, sizes.shape[1], down.shape[1])
+    rows = spec.token_rows_spec
+    return spec.call_kernel(
         _backward_kernel,
         (h, scale[None], down, up, inner, sizes, dh, dx, dinner),
         (
             rows(spec.e),
-            *map(spec.all_of, (scale[None], down, up)),
+            *map(spec.whole_array_spec, (scale[None], down, up)),
             *(rows(width) for width in (spec.x, sizes.shape[1], spec.e, spec.d, spec.x)),
         ),
         [(spec.e, h.dtype), (spec.e, h.dtype), (spec.x, h.dtype)],
@@ -108,27 +113,31 @@ def write(h, y, a, *, interpret: bool = False):
     """Returns the streams [N, E] after y [N, D] was added to each of the streams h [N, E], times
     its factor in a [N, S].
     """
-    spec = _Specs(h, a.shape[1])
+    spec = _CallSpecs(h, a.shape[1])
     widths = spec.e, spec.d, spec.streams
-    return spec.call(
-        _write_kernel, (h, y, a), map(spec.rows, widths), [(spec.e, h.dtype)], interpret=interpret
+    return spec.call_kernel(
+        _write_kernel,
+        (h, y, a),
+        map(spec.token_rows_spec, widths),
+        [(spec.e, h.dtype)],
+        interpret=interpret,
     )[0]
 
 
 def write_gradients(y, a, dh, *, interpret: bool = False):
     """Returns the gradients of y [N, D] and of a [N, S] in `write`, given dh [N, E]."""
-    spec = _Specs(dh, a.shape[1])
+    spec = _CallSpecs(dh, a.shape[1])
     widths = spec.d, spec.streams, spec.e
-    return spec.call(
+    return spec.call_kernel(
         _write_gradients_kernel,
         (y, a, dh),
-        map(spec.rows, widths),
+        map(spec.token_rows_spec, widths),
         [(spec.d, y.dtype), (spec.streams, a.dtype)],
         interpret=interpret,
     )
 
 
-def _vmem(tile: int, width: int, streams: int, columns: int, size: int) -> int:
+def _needed_vmem_bytes(tile: int, width: int, streams: int, columns: int, size: int) -> int:
     """Returns the bytes of VMEM that the backward kernel needs with tiles of `tile` tokens."""
     e = streams * width
     matrices = 2 * e * columns * size
@@ -140,7 +149,7 @@ def _vmem(tile: int, width: int, streams: int, columns: int, size: int) -> int:
     return matrices + sums + tile * (2 * row + scratch + values)
 
 
-class _Specs:
+class _CallSpecs:
     """The sizes of a call, the block specifications of its arrays, and the call itself. The grid
     has the axes (cores, tiles of a core).
     """
@@ -149,27 +158,30 @@ class _Specs:
         self.n, self.e = h.shape
         self.d, self.streams, self.x = self.e // streams, streams, columns
         sizes = self.d, streams, columns, h.dtype.itemsize
-        self.cores = chip.cores()
+        self.cores = chip.core_count()
         self.tile = next(
             (
                 tile
                 for tile in TILES
-                if self.n % (tile * self.cores) == 0 and _vmem(tile, *sizes) <= chip.vmem_budget()
+                if self.n % (tile * self.cores) == 0
+                and _needed_vmem_bytes(tile, *sizes) <= chip.vmem_budget_bytes()
             ),
             TILES[-1],
         )
         self.tiles = self.n // (self.tile * self.cores)
 
-    def rows(self, width: int):
+    def token_rows_spec(self, width: int):
         """Returns the block specification of an array [N, width]."""
         return pl.BlockSpec((self.tile, width), lambda c, t: (c * self.tiles + t, 0))
 
     @staticmethod
-    def all_of(x):
+    def whole_array_spec(x):
         """Returns the block specification of an array that stays in VMEM as a whole."""
         return pl.BlockSpec(x.shape, lambda c, t: (0, 0), pipeline_mode=pl.Buffered(1))
 
-    def call(self, body, inputs, in_specs, outputs, *, sums=0, scratch=(), products=0, interpret):
+    def call_kernel(
+        self, body, inputs, in_specs, outputs, *, sums=0, scratch=(), products=0, interpret
+    ):
         """Runs the kernel `body` and returns its outputs.
 
         Args:
@@ -185,7 +197,7 @@ class _Specs:
           interpret: whether a CPU interprets the kernel.
         """
         shapes = [jax.ShapeDtypeStruct((self.n, width), dtype) for width, dtype in outputs]
-        out_specs = [self.rows(width) for width, _ in outputs]
+        out_specs = [self.token_rows_spec(width) for width, _ in outputs]
         if sums:
             shapes.append(jax.ShapeDtypeStruct((8 * self.cores, sums), jnp.float32))
             out_specs.append(pl.BlockSpec((8, sums), lambda c, t: (c, 0)))
@@ -220,7 +232,7 @@ def _sigmoid(x):
     return 0.5 * jnp.tanh(0.5 * x) + 0.5
 
 
-def _for_each_chunk(width: int, body) -> None:
+def _for_each_channel_chunk(width: int, body) -> None:
     """Runs body(start, size) for every chunk of a stream's channels."""
     size = next(n for n in CHUNKS if width % n == 0)
 
@@ -231,125 +243,145 @@ def _for_each_chunk(width: int, body) -> None:
     jax.lax.fori_loop(0, width // size, step, 0)
 
 
-def _channels(stream: int, width: int, start, size: int):
-    """Returns the slice of a chunk of a stream in an array [·, E]."""
+def _chunk_slice(stream: int, width: int, start, size: int):
+    """Returns the slice of a chunk of one stream's channels in an array [·, E]."""
     return pl.ds(pl.multiple_of(stream * width + start, LANES), size)
 
 
 class _ForwardRefs(NamedTuple):
-    """The references of `_forward_kernel`."""
+    """The references of `_forward_kernel`. `down_products` and `inverse_rms` are `inner` and the
+    sizes in the formulas of `zoo.ops.residual_streams`.
+    """
 
-    h: Any  # [M, E]
-    scale: Any  # [1, E]
-    down: Any  # [E, X]
-    up: Any  # [X, E]
-    x: Any  # output [M, D]
-    inner: Any  # output [M, X]
-    sizes: Any  # output [M, S]
-    hidden: Any  # scratch [M, X], silu(inner / S)
+    stream_values: Any  # [M, E]
+    norm_scale: Any  # [1, E]
+    gate_down: Any  # [E, X]
+    gate_up: Any  # [X, E]
+    block_input: Any  # output [M, D]
+    down_products: Any  # output [M, X]
+    inverse_rms: Any  # output [M, S]
+    gate_hidden: Any  # scratch [M, X], silu(down_products / S)
 
 
 def _forward_kernel(eps, *refs):
-    """Computes x, inner and the sizes of a tile."""
+    """Computes the block's input, the products with the gate's down matrix and the inverse RMS of
+    the streams for a tile of tokens.
+    """
     refs = _ForwardRefs(*refs)
-    streams, d = refs.sizes.shape[1], refs.x.shape[1]
+    streams, d = refs.inverse_rms.shape[1], refs.block_input.shape[1]
     size_of = []
     for s in range(streams):
         stream = slice(s * d, (s + 1) * d)
-        square = jnp.sum(jnp.square(refs.h[:, stream].astype(jnp.float32)), axis=1, keepdims=True)
+        square = jnp.sum(
+            jnp.square(refs.stream_values[:, stream].astype(jnp.float32)), axis=1, keepdims=True
+        )
         size_of.append(jax.lax.rsqrt(square / d + eps))
-        refs.sizes[:, s : s + 1] = size_of[s]
-        part = size_of[s] * _dot(refs.h[:, stream], refs.down[stream])
-        refs.inner[...] = part if s == 0 else refs.inner[...] + part
-    z = refs.inner[...] / streams
-    refs.hidden[...] = (z * _sigmoid(z)).astype(refs.hidden.dtype)
+        refs.inverse_rms[:, s : s + 1] = size_of[s]
+        part = size_of[s] * _dot(refs.stream_values[:, stream], refs.gate_down[stream])
+        refs.down_products[...] = part if s == 0 else refs.down_products[...] + part
+    z = refs.down_products[...] / streams
+    refs.gate_hidden[...] = (z * _sigmoid(z)).astype(refs.gate_hidden.dtype)
 
     def chunk(start, size):
         total = 0.0
         for s in range(streams):
-            lanes = _channels(s, d, start, size)
-            gate = _sigmoid(_dot(refs.hidden[...], refs.up[:, lanes]))
+            lanes = _chunk_slice(s, d, start, size)
+            gate = _sigmoid(_dot(refs.gate_hidden[...], refs.gate_up[:, lanes]))
             total += gate * (
-                refs.h[:, lanes].astype(jnp.float32) * size_of[s] * refs.scale[:, lanes]
+                refs.stream_values[:, lanes].astype(jnp.float32)
+                * size_of[s]
+                * refs.norm_scale[:, lanes]
             )
-        refs.x[:, _channels(0, d, start, size)] = (total / streams).astype(refs.x.dtype)
+        refs.block_input[:, _chunk_slice(0, d, start, size)] = (total / streams).astype(
+            refs.block_input.dtype
+        )
 
-    _for_each_chunk(d, chunk)
+    _for_each_channel_chunk(d, chunk)
 
 
 class _BackwardRefs(NamedTuple):
-    """The references of `_backward_kernel`."""
+    """The references of `_backward_kernel`. `dstreams_past_mix` and `ddown_products_past_gate` are
+    gradients that do not pass through the mix and the gate; the kernel adds those that do.
+    """
 
-    h: Any  # [M, E]
-    scale: Any  # [1, E]
-    down: Any  # [E, X]
-    up: Any  # [X, E]
-    inner: Any  # [M, X]
-    sizes: Any  # [M, S]
-    dh: Any  # [M, E]
-    dx: Any  # [M, D]
-    dinner: Any  # [M, X]
-    dh_out: Any  # output [M, E]
+    stream_values: Any  # [M, E]
+    norm_scale: Any  # [1, E]
+    gate_down: Any  # [E, X]
+    gate_up: Any  # [X, E]
+    down_products: Any  # [M, X]
+    inverse_rms: Any  # [M, S]
+    dstreams_past_mix: Any  # [M, E]
+    dblock_input: Any  # [M, D]
+    ddown_products_past_gate: Any  # [M, X]
+    dstreams: Any  # output [M, E]
     dgate: Any  # output [M, E]
-    dinner_out: Any  # output [M, X]
-    dscale: Any  # output [8, E], partial sums over the tokens
-    hidden: Any  # scratch [M, X], silu(inner / S)
-    dhidden: Any  # scratch [M, X], its gradient
-    dnormed: Any  # scratch [M, D], the gradient of one stream divided by its size
+    ddown_products: Any  # output [M, X]
+    dnorm_scale: Any  # output [8, E], partial sums over the tokens
+    gate_hidden: Any  # scratch [M, X], silu(down_products / S)
+    dgate_hidden: Any  # scratch [M, X], the gradient of `gate_hidden`
+    dnormed: Any  # scratch [M, D], the gradient of one stream after its norm
 
 
 def _backward_kernel(*refs):
-    """Computes the gradients of a tile, and adds the tile's part to `dscale`."""
+    """Computes the gradients of a tile, and adds the tile's part to `dnorm_scale`."""
     refs = _BackwardRefs(*refs)
-    streams, d = refs.sizes.shape[1], refs.dx.shape[1]
-    size_of = [refs.sizes[:, s : s + 1] for s in range(streams)]
-    z = refs.inner[...] / streams
+    streams, d = refs.inverse_rms.shape[1], refs.dblock_input.shape[1]
+    size_of = [refs.inverse_rms[:, s : s + 1] for s in range(streams)]
+    z = refs.down_products[...] / streams
     sigmoid = _sigmoid(z)
-    refs.hidden[...] = (z * sigmoid).astype(refs.hidden.dtype)
-    refs.dhidden[...] = jnp.zeros_like(refs.dhidden)
+    refs.gate_hidden[...] = (z * sigmoid).astype(refs.gate_hidden.dtype)
+    refs.dgate_hidden[...] = jnp.zeros_like(refs.dgate_hidden)
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        refs.dscale[...] = jnp.zeros_like(refs.dscale)
+        refs.dnorm_scale[...] = jnp.zeros_like(refs.dnorm_scale)
 
-    # From x to the gate. What reaches the normed stream past the gate waits in `dh_out`.
+    # From x to the gate. The gradient that reaches the normed stream past the gate waits in
+    # `dstreams`.
     def through_gate(start, size):
-        dx_chunk = refs.dx[:, _channels(0, d, start, size)].astype(jnp.float32) / streams
+        dx_chunk = (
+            refs.dblock_input[:, _chunk_slice(0, d, start, size)].astype(jnp.float32) / streams
+        )
         for s in range(streams):
-            lanes = _channels(s, d, start, size)
-            gate = _sigmoid(_dot(refs.hidden[...], refs.up[:, lanes]))
+            lanes = _chunk_slice(s, d, start, size)
+            gate = _sigmoid(_dot(refs.gate_hidden[...], refs.gate_up[:, lanes]))
             gated = dx_chunk * gate
-            product = gated * (refs.h[:, lanes].astype(jnp.float32) * size_of[s])
-            refs.dscale[:, lanes] += jnp.sum(product.reshape(-1, 8, size), axis=0)
-            refs.dgate[:, lanes] = (product * refs.scale[:, lanes] * (1 - gate)).astype(
+            product = gated * (refs.stream_values[:, lanes].astype(jnp.float32) * size_of[s])
+            refs.dnorm_scale[:, lanes] += jnp.sum(product.reshape(-1, 8, size), axis=0)
+            refs.dgate[:, lanes] = (product * refs.norm_scale[:, lanes] * (1 - gate)).astype(
                 refs.dgate.dtype
             )
-            refs.dh_out[:, lanes] = (gated * refs.scale[:, lanes]).astype(refs.dh_out.dtype)
-            refs.dhidden[...] += _dot(refs.dgate[:, lanes], refs.up[:, lanes], _NT)
+            refs.dstreams[:, lanes] = (gated * refs.norm_scale[:, lanes]).astype(
+                refs.dstreams.dtype
+            )
+            refs.dgate_hidden[...] += _dot(refs.dgate[:, lanes], refs.gate_up[:, lanes], _NT)
 
-    _for_each_chunk(d, through_gate)
-    dz = refs.dhidden[...] * (sigmoid * (1 + z * (1 - sigmoid))) / streams + refs.dinner[...]
-    refs.dinner_out[...] = dz.astype(refs.dinner_out.dtype)
+    _for_each_channel_chunk(d, through_gate)
+    dz = (
+        refs.dgate_hidden[...] * (sigmoid * (1 + z * (1 - sigmoid))) / streams
+        + refs.ddown_products_past_gate[...]
+    )
+    refs.ddown_products[...] = dz.astype(refs.ddown_products.dtype)
 
     # From the sums to the streams, and through their norm.
     for s in range(streams):
 
         def through_down(start, size, s=s):
-            lanes = _channels(s, d, start, size)
+            lanes = _chunk_slice(s, d, start, size)
             # `down` is [E, X], so its rows are channels.
-            product = _dot(refs.dinner_out[...], refs.down[lanes], _NT)
-            refs.dnormed[:, _channels(0, d, start, size)] = product + refs.dh_out[:, lanes].astype(
-                jnp.float32
-            )
+            product = _dot(refs.ddown_products[...], refs.gate_down[lanes], _NT)
+            refs.dnormed[:, _chunk_slice(0, d, start, size)] = product + refs.dstreams[
+                :, lanes
+            ].astype(jnp.float32)
 
-        _for_each_chunk(d, through_down)
+        _for_each_channel_chunk(d, through_down)
         stream = slice(s * d, (s + 1) * d)
-        normed = refs.h[:, stream].astype(jnp.float32) * size_of[s]
+        normed = refs.stream_values[:, stream].astype(jnp.float32) * size_of[s]
         mean = jnp.sum(refs.dnormed[...] * normed, axis=1, keepdims=True) / d
-        refs.dh_out[:, stream] = (
-            refs.dh[:, stream].astype(jnp.float32)
+        refs.dstreams[:, stream] = (
+            refs.dstreams_past_mix[:, stream].astype(jnp.float32)
             + size_of[s] * (refs.dnormed[...] - normed * mean)
-        ).astype(refs.dh_out.dtype)
+        ).astype(refs.dstreams.dtype)
 
 
 def _write_kernel(h, y, a, out):
@@ -358,12 +390,12 @@ def _write_kernel(h, y, a, out):
     factors = [a[:, s : s + 1] for s in range(a.shape[1])]
 
     def chunk(start, size):
-        added = y[:, _channels(0, d, start, size)].astype(jnp.float32)
+        added = y[:, _chunk_slice(0, d, start, size)].astype(jnp.float32)
         for s, factor in enumerate(factors):
-            lanes = _channels(s, d, start, size)
+            lanes = _chunk_slice(s, d, start, size)
             out[:, lanes] = (h[:, lanes].astype(jnp.float32) + factor * added).astype(out.dtype)
 
-    _for_each_chunk(d, chunk)
+    _for_each_channel_chunk(d, chunk)
 
 
 def _write_gradients_kernel(y, a, dh, dy, da):
@@ -373,12 +405,12 @@ def _write_gradients_kernel(y, a, dh, dy, da):
     da[...] = jnp.zeros_like(da)
 
     def chunk(start, size):
-        here = _channels(0, d, start, size)
+        here = _chunk_slice(0, d, start, size)
         added, total = y[:, here].astype(jnp.float32), 0.0
         for s, factor in enumerate(factors):
-            dstream = dh[:, _channels(s, d, start, size)].astype(jnp.float32)
+            dstream = dh[:, _chunk_slice(s, d, start, size)].astype(jnp.float32)
             total += factor * dstream
             da[:, s : s + 1] += jnp.sum(dstream * added, axis=1, keepdims=True)
         dy[:, here] = total.astype(dy.dtype)
 
-    _for_each_chunk(d, chunk)
+    _for_each_channel_chunk(d, chunk)

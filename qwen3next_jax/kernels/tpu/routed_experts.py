@@ -32,8 +32,8 @@ _SUM_TOKENS, _SUM_ROWS = (
 def unsupported_reason(x, gate_up, tile: int, added: bool) -> str:
     """Returns why the kernels of the experts cannot run these shapes on the chip; "" if they can.
 
-    They need a D that is a multiple of LANES times the number of cores, an F that is a multiple of
-    2 LANES, and a VMEM that holds the weights of one expert, or their gradients.
+    The kernels need a D that is a multiple of LANES times the number of cores, an F that is a
+    multiple of 2 LANES, and a VMEM that holds the weights of one expert, or their gradients.
 
     Args:
       x: [P, D].
@@ -45,18 +45,18 @@ def unsupported_reason(x, gate_up, tile: int, added: bool) -> str:
     (_, d, f), size = gate_up.shape, x.dtype.itemsize
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"has rows of {x.dtype}: expected bfloat16 or float32"
-    if d % (LANES * chip.cores()) or f % (2 * LANES) or tile % (32 // size):
+    if d % (LANES * chip.core_count()) or f % (2 * LANES) or tile % (32 // size):
         return (
             f"has widths {d} and {f} and tiles of {tile} rows: expected multiples of "
-            f"{LANES * chip.cores()}, {2 * LANES} and {32 // size}"
+            f"{LANES * chip.core_count()}, {2 * LANES} and {32 // size}"
         )
     # VMEM holds the inputs and outputs of two grid steps, because the compiler double-buffers them.
     # For one grid step it also holds the float32 sums and the float32 values between products.
     weights, rows = d * f * 3 // 2, 2 * tile * size * (3 * d + f * 3 // 2) + 4 * tile * 5 * f
     gradients = 4 if added else 2
-    weight_bytes = max(2 * size * weights, (4 + gradients * size) * weights // chip.cores())
-    if weight_bytes + rows >= chip.vmem_budget():
-        return f"needs {weight_bytes + rows} bytes of VMEM of {int(chip.vmem_budget())}"
+    weight_bytes = max(2 * size * weights, (4 + gradients * size) * weights // chip.core_count())
+    if weight_bytes + rows >= chip.vmem_budget_bytes():
+        return f"needs {weight_bytes + rows} bytes of VMEM of {int(chip.vmem_budget_bytes())}"
     return ""
 
 
@@ -66,7 +66,7 @@ def _dot(a, b, dims=(((1,), (0,)), ((), ()))):
     return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
-def _call(
+def _call_kernel(
     kernel,
     scalars,
     inputs,
@@ -99,13 +99,13 @@ def _call(
       aliases: pairs (index of an input, index of the output that takes over its memory).
       interpret: whether a CPU interprets the kernel.
     """
-    read_by_others = shared * (chip.cores() - 1)
+    read_by_others = shared * (chip.core_count() - 1)
     sizes = [a.size * a.dtype.itemsize for a in (*inputs, *outputs, *read_by_others)]
     return pl.pallas_call(
         kernel,
         out_shape=outputs,
         interpret=interpret,
-        name=kernel.__name__.strip("_"),
+        name=kernel.__name__.strip("_").removesuffix("_kernel"),
         input_output_aliases={len(scalars) + i: output for i, output in aliases},
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -155,16 +155,16 @@ def mlp(
     Returns:
       (y, the hidden layer or None).
     """
-    spec = _Specs(x_PD, gate_up_EDF, down_EID, expert_T)
+    spec = _TileSpecs(x_PD, gate_up_EDF, down_EID, expert_T)
     shape = lambda width: jax.ShapeDtypeStruct((x_PD.shape[0], width), x_PD.dtype)
     widths = (spec.d, spec.f) if keep_hidden else (spec.d,)
-    y, *hidden = _call(
-        _expert_forward,
+    y, *hidden = _call_kernel(
+        _expert_forward_kernel,
         (expert_T, used),
         (x_PD, weight_P[:, None], gate_up_EDF, down_EID),
-        (spec.rows(spec.d), spec.rows(1), spec.gate_up, spec.down),
+        (spec.input_rows_spec(spec.d), spec.input_rows_spec(1), spec.gate_up, spec.down),
         [shape(width) for width in widths],
-        [spec.output_rows(width) for width in widths],
+        [spec.output_rows_spec(width) for width in widths],
         spec.grid,
         spec.semantics,
         flops=3 * spec.flops,
@@ -191,24 +191,24 @@ def mlp_gradients(
     Args:
       hidden_PF: the hidden layer that `mlp` returned; None: it is computed again.
       dw_before: nothing, or two arrays: earlier gradients of gate_up and down, to which the
-        gradients of this call are added. Without them, the gradients of an expert that has no tile
-        are undefined.
+        gradients of this call are added. Without `dw_before`, the gradients of an expert that has
+        no tile are undefined.
 
     Returns:
       dx [P, D], dweight [P] in float32, dgate_up [E, D, F] and ddown [E, I, D]. In the tiles with
       an index of `used` or more, dx is zero and dweight is undefined.
     """
-    spec = _Specs(x_PD, gate_up_EDF, down_EID, expert_T)
+    spec = _TileSpecs(x_PD, gate_up_EDF, down_EID, expert_T)
     p, shape = x_PD.shape[0], jax.ShapeDtypeStruct
     known = hidden_PF is not None
-    dx, dweight, dhidden, activation = _call(
-        _expert_backward_rows_given_hidden if known else _expert_backward_rows,
+    dx, dweight, dhidden, activation = _call_kernel(
+        _expert_backward_rows_given_hidden_kernel if known else _expert_backward_rows_kernel,
         (expert_T, used),
         (hidden_PF if known else x_PD, weight_P[:, None], dy_PD, gate_up_EDF, down_EID),
         (
-            spec.rows(spec.f if known else spec.d),
-            spec.rows(1),
-            spec.rows(spec.d),
+            spec.input_rows_spec(spec.f if known else spec.d),
+            spec.input_rows_spec(1),
+            spec.input_rows_spec(spec.d),
             spec.gate_up,
             spec.down,
         ),
@@ -219,10 +219,10 @@ def mlp_gradients(
             shape((p, spec.f // 2), x_PD.dtype),
         ),
         (
-            spec.output_rows(spec.d),
-            spec.output_rows(1),
-            spec.output_rows(spec.f),
-            spec.output_rows(spec.f // 2),
+            spec.output_rows_spec(spec.d),
+            spec.output_rows_spec(1),
+            spec.output_rows_spec(spec.f),
+            spec.output_rows_spec(spec.f // 2),
         ),
         spec.grid,
         spec.semantics,
@@ -230,7 +230,7 @@ def mlp_gradients(
         interpret=interpret,
     )
     # The width D is split into one part for each core of the chip.
-    cores = chip.cores()
+    cores = chip.core_count()
     part, i, f = spec.d // cores, spec.f // 2, spec.f
     at = lambda t, used: jnp.minimum(t, used[0] - 1)
     row = lambda width: pl.BlockSpec((spec.tile, width), lambda c, t, e, used: (at(t, used), 0))
@@ -239,8 +239,8 @@ def mlp_gradients(
         pl.BlockSpec((1, part, f), lambda c, t, e, used: (e[at(t, used)], c, 0)),
         pl.BlockSpec((1, i, part), lambda c, t, e, used: (e[at(t, used)], 0, c)),
     )
-    dgate_up, ddown = _call(
-        _expert_backward_weights,
+    dgate_up, ddown = _call_kernel(
+        _expert_backward_weights_kernel,
         (expert_T, used),
         (x_PD, dhidden, activation, dy_PD, *dw_before),
         (row_part, row(f), row(i), row_part, *results[: len(dw_before)]),
@@ -257,14 +257,14 @@ def mlp_gradients(
     return dx, dweight[:, 0], dgate_up, ddown
 
 
-class _Specs:
+class _TileSpecs:
     """The sizes of a call over tiles, its grid, and the block specifications of a tile's rows and
     of its expert's weights.
 
     The grid has the axes (core, step of the core). Each core takes an equal share of the used
     tiles, one after another, and then an equal share of the unused tiles (index `used` or more), so
     that all cores have the same amount of work. A grid step for an unused tile reads the blocks of
-    the core's last used tile. These blocks are in VMEM already, so nothing is copied.
+    the core's last used tile, which are in VMEM already, so nothing is copied.
     """
 
     def __init__(self, x_PD, gate_up_EDF, down_EID, expert_T):
@@ -273,23 +273,24 @@ class _Specs:
         self.tile = x_PD.shape[0] // self.tiles
         self.flops = 2.0 * x_PD.shape[0] * self.d * self.f / 2  # of one product with `down`
         # If the cores cannot have equally many tiles, the compiler divides them, used or not.
-        cores = chip.cores() if self.tiles % chip.cores() == 0 else 1
+        cores = chip.core_count() if self.tiles % chip.core_count() == 0 else 1
         self.grid = (cores, self.tiles // cores)
         self.semantics = ("parallel", "parallel" if cores == 1 else "arbitrary")
         self.gate_up = pl.BlockSpec(
-            (1, self.d, self.f), lambda c, i, e, used: (e[self._tile_read(c, i, used)], 0, 0)
+            (1, self.d, self.f), lambda c, i, e, used: (e[self._tile_to_read(c, i, used)], 0, 0)
         )
         self.down = pl.BlockSpec(
-            (1, self.f // 2, self.d), lambda c, i, e, used: (e[self._tile_read(c, i, used)], 0, 0)
+            (1, self.f // 2, self.d),
+            lambda c, i, e, used: (e[self._tile_to_read(c, i, used)], 0, 0),
         )
 
-    def rows(self, width):
+    def input_rows_spec(self, width):
         """Returns the block specification of an input [P, width]."""
         return pl.BlockSpec(
-            (self.tile, width), lambda c, i, e, used: (self._tile_read(c, i, used), 0)
+            (self.tile, width), lambda c, i, e, used: (self._tile_to_read(c, i, used), 0)
         )
 
-    def output_rows(self, width):
+    def output_rows_spec(self, width):
         """Returns the block specification of an output [P, width]."""
         cores, steps = self.grid
 
@@ -299,7 +300,7 @@ class _Specs:
 
         return pl.BlockSpec((self.tile, width), lambda c, i, e, used: (tile(c, i, used), 0))
 
-    def _tile_read(self, core, step, used):
+    def _tile_to_read(self, core, step, used):
         """Returns the tile that a grid step reads."""
         own = _tiles_per_core(used, self.grid[0])
         return jnp.minimum(core * own + jnp.minimum(step, own - 1), used[0] - 1)
@@ -310,23 +311,23 @@ def _tiles_per_core(used, cores: int):
     return jax.lax.div(used[0] + (cores - 1), jnp.int32(cores))
 
 
-def _has_rows(used):
+def _tile_has_rows(used):
     """Returns whether the tile of this grid step is in use."""
     core, step = pl.program_id(0), pl.program_id(1)
     own = _tiles_per_core(used, pl.num_programs(0))
     return (step < own) & (core * own + step < used[0])
 
 
-def _expert_forward(expert_T, used, x, weight, gate_up, down, y, *kept):
+def _expert_forward_kernel(expert_T, used, x, weight, gate_up, down, y, *kept):
     """Computes y of one tile and, if `kept` has a reference for it, the hidden layer."""
-    has_rows = _has_rows(used)
+    has_rows = _tile_has_rows(used)
 
     @pl.when(has_rows)
     def _():
         hidden = _dot(x[...], gate_up[0])
         for ref in kept:
             ref[...] = hidden.astype(ref.dtype)
-        gate, up = _gate_and_up(hidden)
+        gate, up = _split_gate_and_up(hidden)
         y[...] = _dot(
             (gate * jax.nn.sigmoid(gate) * up * weight[...]).astype(x.dtype), down[0]
         ).astype(y.dtype)
@@ -336,47 +337,49 @@ def _expert_forward(expert_T, used, x, weight, gate_up, down, y, *kept):
         y[...] = jnp.zeros_like(y)
 
 
-class _RowRefs(NamedTuple):
-    """The references of the kernels of the gradients of rows, for a tile and its expert, without
-    the rows or their hidden layer.
+class _RowGradientRefs(NamedTuple):
+    """The references of the two kernels that compute the gradients of a tile's rows, without the
+    rows or their hidden layer.
     """
 
-    weight: Any  # [rows, 1], the router's weights
+    router_weight: Any  # [rows, 1]
     dy: Any  # [rows, D]
     gate_up: Any  # [1, D, F]
     down: Any  # [1, I, D]
     dx: Any  # output [rows, D]
-    dweight: Any  # output [rows, 1]
+    drouter_weight: Any  # output [rows, 1]
     dhidden: Any  # output [rows, F]
-    activation: Any  # output [rows, I]
+    weighted_activation: Any  # output [rows, I], silu(gate) · up · router weight
 
 
-def _expert_backward_rows(expert_T, used, x, *refs):
+def _expert_backward_rows_kernel(expert_T, used, x, *refs):
     """Computes for one tile the gradients of x, of the router's weights and of the hidden layer
     (gate and up), and the activation times the router's weight.
     """
-    refs = _RowRefs(*refs)
-    _backward_rows(used, lambda: _dot(x[...], refs.gate_up[0]), refs)
+    refs = _RowGradientRefs(*refs)
+    _write_row_gradients(used, lambda: _dot(x[...], refs.gate_up[0]), refs)
 
 
-def _expert_backward_rows_given_hidden(expert_T, used, hidden, *refs):
-    """Computes the same as `_expert_backward_rows`, from the hidden layer."""
-    _backward_rows(used, lambda: hidden[...].astype(jnp.float32), _RowRefs(*refs))
+def _expert_backward_rows_given_hidden_kernel(expert_T, used, hidden, *refs):
+    """Computes the same as `_expert_backward_rows_kernel`, from the hidden layer."""
+    _write_row_gradients(used, lambda: hidden[...].astype(jnp.float32), _RowGradientRefs(*refs))
 
 
-def _backward_rows(used, hidden, refs: _RowRefs):
+def _write_row_gradients(used, hidden, refs: _RowGradientRefs):
     dhidden = refs.dhidden
-    has_rows = _has_rows(used)
+    has_rows = _tile_has_rows(used)
 
     @pl.when(has_rows)
     def _():
-        gate, up = _gate_and_up(hidden())
+        gate, up = _split_gate_and_up(hidden())
         sigmoid = jax.nn.sigmoid(gate)
         swiglu = gate * sigmoid * up
         da = _dot(refs.dy[...], refs.down[0], _NT)
-        refs.dweight[...] = jnp.sum(swiglu * da, axis=1, keepdims=True)
-        refs.activation[...] = (swiglu * refs.weight[...]).astype(refs.activation.dtype)
-        da = da * refs.weight[...]
+        refs.drouter_weight[...] = jnp.sum(swiglu * da, axis=1, keepdims=True)
+        refs.weighted_activation[...] = (swiglu * refs.router_weight[...]).astype(
+            refs.weighted_activation.dtype
+        )
+        da = da * refs.router_weight[...]
         half = gate.shape[1]
         dhidden[:, :half] = (da * up * sigmoid * (1 + gate * (1 - sigmoid))).astype(dhidden.dtype)
         dhidden[:, half:] = (da * gate * sigmoid).astype(dhidden.dtype)
@@ -387,8 +390,8 @@ def _backward_rows(used, hidden, refs: _RowRefs):
         refs.dx[...] = jnp.zeros_like(refs.dx)
 
 
-def _expert_backward_weights(expert_T, used, x, dhidden, activation, dy, *refs):
-    """Adds the tile's part of the gradients of its expert's matrices."""
+def _expert_backward_weights_kernel(expert_T, used, x, dhidden, activation, dy, *refs):
+    """Adds a tile's part to the gradients of the matrices of the tile's expert."""
     *dw_before, dgate_up, ddown, dgate_up_sum, ddown_sum = refs
     t = pl.program_id(1)
     first = (t == 0) | (expert_T[t] != expert_T[jnp.maximum(t - 1, 0)])
@@ -407,7 +410,7 @@ def _expert_backward_weights(expert_T, used, x, dhidden, activation, dy, *refs):
             result[0] = total.astype(result.dtype)
 
 
-def _gate_and_up(hidden):
+def _split_gate_and_up(hidden):
     """Splits the hidden layer [rows, F] into gate and up, [rows, I] each."""
     return hidden[:, : hidden.shape[1] // 2], hidden[:, hidden.shape[1] // 2 :]
 
@@ -419,9 +422,9 @@ def sum_rows_by_token(rows_PD, token_P, tokens: int, *, interpret: bool = False)
     """Returns the sum of each token's rows, [N, D].
 
     The kernel cuts the rows into tiles of _SUM_ROWS rows, and the tokens into blocks of
-    _SUM_TOKENS tokens. For each block that has rows in a tile, it adds to the block's sums the
-    product of a matrix [_SUM_TOKENS, _SUM_ROWS] and the tile. The matrix has a one where the row
-    belongs to the token, and zeros elsewhere.
+    _SUM_TOKENS tokens. For each block of tokens that has rows in a tile, the kernel adds to the
+    block's sums the product of a matrix [_SUM_TOKENS, _SUM_ROWS] and the tile. The matrix has a one
+    where the row belongs to the token, and zeros elsewhere.
 
     Args:
       rows_PD: [P, D]. All numbers have to be finite, because the kernel multiplies the rows of
@@ -432,7 +435,7 @@ def sum_rows_by_token(rows_PD, token_P, tokens: int, *, interpret: bool = False)
       interpret: whether a CPU interprets the kernel.
     """
     p, d = rows_PD.shape
-    cores = chip.cores()
+    cores = chip.core_count()
     # Each of several cores sums a part of the columns, which has to consist of whole lanes.
     width = d if cores == 1 else d + -d % (LANES * cores)
     rows_PD = jnp.pad(rows_PD, ((0, -p % _SUM_ROWS), (0, width - d)))
@@ -449,8 +452,8 @@ def sum_rows_by_token(rows_PD, token_P, tokens: int, *, interpret: bool = False)
     v = jnp.minimum(jnp.arange(tiles + blocks), ends[-1] - 1)
     block_V = jnp.sum(ends <= v[:, None], axis=1, dtype=jnp.int32)
     tile_V = (first[block_V] + v - (ends - visits)[block_V]).astype(jnp.int32)
-    return _call(
-        _sum_by_token,
+    return _call_kernel(
+        _sum_by_token_kernel,
         (block_V, tile_V, ends[-1:].astype(jnp.int32)),
         (token_P.reshape(tiles, 1, _SUM_ROWS), rows_PD),
         (
@@ -471,7 +474,7 @@ def sum_rows_by_token(rows_PD, token_P, tokens: int, *, interpret: bool = False)
     )[0][:tokens, :d]
 
 
-def _sum_by_token(block_V, tile_V, used, token, rows, y, total):
+def _sum_by_token_kernel(block_V, tile_V, used, token, rows, y, total):
     """Adds the rows of one tile to the sums of one block of tokens."""
     v = pl.program_id(1)
     block = block_V[v]

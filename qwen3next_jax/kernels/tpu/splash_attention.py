@@ -9,10 +9,10 @@ import math
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.kernels.tpu.grids import LANES
 from qwen3next_jax.ops.blocks import accumulation_dtype
 from qwen3next_jax.ops.compile_target import compile_target
 
-LANES = 128
 SAVED_AXES = (0, 2, 1, 3)  # to [B, N, T, D], the order in which the kernels write
 BLOCK, LONG_BLOCK = 512, 1024  # the number of queries, and of keys, in a block
 # The long block fits in VMEM if the D channels of one token and head take at most this many bytes.
@@ -47,7 +47,7 @@ def block_size(length: int, width: int, itemsize: int) -> int:
 
     With the long block, the work per key takes a tenth to a quarter fewer cycles, and there are
     half as many copies. But a causal mask excludes fewer whole blocks of keys if blocks are longer.
-    In a short row this costs more than the long block saves.
+    In a short row, the masked keys that remain cost more than the long block saves.
 
     Args:
       length: number of tokens of the padded row.
@@ -62,11 +62,11 @@ def block_size(length: int, width: int, itemsize: int) -> int:
     return LONG_BLOCK if long else min(BLOCK, length)
 
 
-def _attention_of_row(
+def _attention_function_of_row(
     x, heads: int, length: int, causal: bool, interpret: bool, save_residuals: bool
 ):
     """Returns JAX's attention function for one row of the batch: heads [N, T, D] of a padded row of
-    `length` tokens. With `save_residuals` it also returns the logsumexp.
+    `length` tokens. With `save_residuals` this function also returns the logsumexp.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
@@ -100,7 +100,7 @@ def _padded_length(t: int) -> int:
     return lanes if lanes <= BLOCK else -(-t // BLOCK) * BLOCK
 
 
-def _to_splash(x_BTND):
+def _to_splash_layout(x_BTND):
     """Rearranges [B, T, N, D] into [B, N, T, D] and pads T and D."""
     b, t, n, d = x_BTND.shape
     return jnp.pad(
@@ -108,9 +108,9 @@ def _to_splash(x_BTND):
     )
 
 
-def _from_splash(x_BNTD, like):
-    """Rearranges [B, N, T, D] into [B, T, N, D], without the padding of `_to_splash`, in the shape
-    and dtype of `like`.
+def _from_splash_layout(x_BNTD, like):
+    """Rearranges [B, N, T, D] into [B, T, N, D], without the padding of `_to_splash_layout`, in the
+    shape and dtype of `like`.
     """
     return x_BNTD[:, :, : like.shape[1], : like.shape[3]].swapaxes(1, 2).astype(like.dtype)
 
@@ -133,9 +133,10 @@ def _padded_segment_ids(q, segment_ids, kv_segment_ids, causal):
     )
 
 
-def _mask_scope(causal: bool):
-    """Returns a scope that adds the kind of mask to the kernels' names. The planner reads it there,
-    because nothing else in a compiled program says which mask a kernel has.
+def _mask_kind_scope(causal: bool):
+    """Returns a scope that adds the kind of mask to the kernels' names. The planner reads the kind
+    of mask from these names, because nothing else in a compiled program says which mask a kernel
+    has.
     """
     return jax.named_scope("splash_causal" if causal else "splash_full")
 
@@ -145,22 +146,28 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=Fa
     but has no argument `block`. `interpret` says whether a CPU interprets the kernel.
     """
     t, n = q.shape[1:3]
-    kernel = _attention_of_row(q, n, _padded_length(t), causal, interpret, save_residuals=True)
-    inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
-    with _mask_scope(causal):
+    kernel = _attention_function_of_row(
+        q, n, _padded_length(t), causal, interpret, save_residuals=True
+    )
+    inputs = (
+        _to_splash_layout(q * jnp.asarray(scale, q.dtype)),
+        _to_splash_layout(k),
+        _to_splash_layout(v),
+    )
+    with _mask_kind_scope(causal):
         o, (logsumexp,) = jax.vmap(kernel)(
             *inputs, _padded_segment_ids(q, segment_ids, kv_segment_ids, causal)
         )
-    return _from_splash(o, q), logsumexp[:, :, :t].astype(accumulation_dtype(q))
+    return _from_splash_layout(o, q), logsumexp[:, :, :t].astype(accumulation_dtype(q))
 
 
-def _row_backward(kernel):
+def _backward_function_of_row(kernel):
     """Returns a function (q, k, v, segments, o, logsumexp, do) → (dq, dk, dv) for one row of the
     batch, which runs only the backward kernels.
 
     JAX has no public name for these kernels. In JAX 0.11.2 and 0.12.0 `_splash_attention_bwd` runs
-    them and takes the arguments used here. If JAX has no such function, the returned function uses
-    the public gradient, which also runs the forward kernel again.
+    the backward kernels and takes the arguments used here. If JAX has no such function, the
+    returned function uses the public gradient, which also runs the forward kernel again.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -203,22 +210,22 @@ def backward(
     # parts.
     parts = math.gcd(chip.num_cores if chip else 1, k.shape[2])
     length = _padded_length(t)
-    row = _row_backward(
-        _attention_of_row(q, n // parts, length, causal, interpret, save_residuals=False)
+    row = _backward_function_of_row(
+        _attention_function_of_row(q, n // parts, length, causal, interpret, save_residuals=False)
     )
     logsumexp = jnp.pad(logsumexp_BNT.astype(jnp.float32), ((0, 0), (0, 0), (0, length - t)))
     arrays = (
-        _to_splash(q * jnp.asarray(scale, q.dtype)),
-        _to_splash(k),
-        _to_splash(v),
-        _to_splash(o),
+        _to_splash_layout(q * jnp.asarray(scale, q.dtype)),
+        _to_splash_layout(k),
+        _to_splash_layout(v),
+        _to_splash_layout(o),
         logsumexp,
-        _to_splash(do),
+        _to_splash_layout(do),
     )
     q_, k_, v_, o_, logsumexp, do_ = (
         x.reshape(x.shape[0], parts, -1, *x.shape[2:]) for x in arrays
     )
-    with _mask_scope(causal):
+    with _mask_kind_scope(causal):
         grads = jax.vmap(jax.vmap(row, in_axes=(0, 0, 0, None, 0, 0, 0)))(
             q_,
             k_,
@@ -229,4 +236,8 @@ def backward(
             do_,
         )
     dq, dk, dv = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in grads)
-    return _from_splash(dq * scale, q), _from_splash(dk, k), _from_splash(dv, v)
+    return (
+        _from_splash_layout(dq * scale, q),
+        _from_splash_layout(dk, k),
+        _from_splash_layout(dv, v),
+    )

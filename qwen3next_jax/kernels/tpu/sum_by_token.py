@@ -33,10 +33,10 @@ def values_by_choice(values, choice, shape: tuple[int, int], *, interpret: bool 
     """Returns [Q] with `values` [P], float32, at the indices `choice` [P], and 0 elsewhere; indices
     of Q or more are left out.
 
-    A scatter would write one number after another. Here each value becomes a row with three nonzero
-    columns, whose place depends on the choice, and the rows of a token are summed. The three
-    columns hold three bfloat16 numbers whose sum is the value. So the sum is exact, with a sixth of
-    the products that float32 rows would need.
+    A scatter would write one number after another. In this function, each value becomes a row with
+    three nonzero columns, whose place depends on the choice, and the rows of a token are summed.
+    The three columns hold three bfloat16 numbers whose sum is the value. So the sum is exact, with
+    a sixth of the products that float32 rows would need.
     """
     tokens, choices = shape
     choice, values = jax.lax.sort((choice.astype(jnp.int32), values), num_keys=1, is_stable=False)
@@ -45,7 +45,7 @@ def values_by_choice(values, choice, shape: tuple[int, int], *, interpret: bool 
         # A conversion to bfloat16 and back might be optimized away.
         parts.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
         rest = rest - parts[-1]
-    width = -(-3 * choices // (LANES * chip.cores())) * LANES * chip.cores()
+    width = -(-3 * choices // (LANES * chip.core_count())) * LANES * chip.core_count()
     column = jnp.arange(width) - (choice % choices)[:, None]
     rows = sum(
         jnp.where(column == n * choices, part[:, None], 0) for n, part in enumerate(parts)

@@ -1,5 +1,5 @@
-"""A TPU kernel that finds the largest numbers of each row. XLA sorts whole rows for this; the
-kernel finds the largest number and takes it out, A times.
+"""A TPU kernel that finds the largest numbers of each row. XLA sorts whole rows to find these
+numbers; the kernel instead finds and removes the largest number A times.
 
 R rows of E numbers. The A largest of each row are found.
 """
@@ -42,7 +42,7 @@ def top_k(x_RE, count: int, *, interpret: bool = False):
     block = next(n for n in (BLOCK, 256, ROWS) if rows % n == 0)
     best = pl.BlockSpec((count, block), lambda r: (0, r))
     value_AR, index_AR = pl.pallas_call(
-        functools.partial(_kernel, count),
+        functools.partial(_top_k_kernel, count),
         grid=(rows // block,),
         in_specs=[pl.BlockSpec((block, numbers), lambda r: (r, 0))],
         out_specs=[best, best],
@@ -59,12 +59,12 @@ def top_k(x_RE, count: int, *, interpret: bool = False):
 
 def _to_ordered_integers(bits):
     """Returns integers in the order of the float32 numbers that have these bits: -inf, …, -0, 0, …,
-    inf, NaN. It is its own inverse.
+    inf, NaN. The function is its own inverse.
     """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _kernel(count, x, value, index):
+def _top_k_kernel(count, x, value, index):
     """Finds the largest numbers of a block of rows, ROWS of them at once."""
 
     def find_in_rows(i, _):
