@@ -81,7 +81,7 @@ def partial_ablation_lines(config: ModelConfig) -> list[str]:
     lines = []
     for setting in config.ablated:
         reached = [
-            setting in (*mixer_class(name).switches, *BLOCK_SWITCHES) for name in config.mixers
+            setting in (*mixer_class(name).switches_read, *BLOCK_SWITCHES) for name in config.mixers
         ]
         if all(reached):
             continue

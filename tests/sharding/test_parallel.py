@@ -242,7 +242,7 @@ def test_split_experts_are_exact_at_any_imbalance(
     monkeypatch.setattr(exchange, "GATHERED_SHARDS", gathered_shards)
     monkeypatch.setattr(exchange, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(exchange, "OVERLAP_ROWS", overlap_rows)
-    monkeypatch.setattr(exchange, "_capacity", lambda balanced: balanced // 2 + 3)
+    monkeypatch.setattr(exchange, "_buffer_rows", lambda balanced: balanced // 2 + 3)
     rng = np.random.default_rng(0)
     x, gate_up, down = (
         jnp.asarray(rng.standard_normal(s), jnp.float32)
