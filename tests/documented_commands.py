@@ -255,7 +255,7 @@ def _check_verb(module, config_flags, words: list[str]) -> None:
         config = config_flags.validate_settings(values)
         # A run that begins with another one has settings that only that other one explains.
         if module.__name__.endswith(".train") and not config.train.init_from:
-            unused_settings.check(config, config_flags.given_settings())
+            unused_settings.check_effect_and_targets(config, config_flags.given_settings())
 
 
 def check(paths: list[pathlib.Path]) -> tuple[int, list[str]]:

@@ -31,7 +31,7 @@ from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.store import write_json
 from qwen3next_jax.data.tokens import ByteTokenizer, load_tokenizer
-from qwen3next_jax.inference.end_tokens import end_tokens
+from qwen3next_jax.inference.end_tokens import read_end_token_ids
 from qwen3next_jax.inference.sampling import Sampling, log_probabilities
 from qwen3next_jax.interop.checksums import verify_hf
 from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
@@ -156,7 +156,7 @@ def test_any_config_is_refused_or_exported_right(checkpoints, place, value):
     folder, fields = checkpoints / family, replaced(CONFIGS[family], path, value)
     (folder / "config.json").write_text(json.dumps(fields))
     config = result_or_refusal(lambda: check_hf(folder))
-    result_or_refusal(lambda: end_tokens(folder, 300))
+    result_or_refusal(lambda: read_end_token_ids(folder, 300))
     if config is not None:
         exported = format_hf_config(config, "float32", fields)
         again = parse_hf_config(exported, Weights(folder).names, "")
@@ -198,7 +198,7 @@ def test_damaged_checkpoint_files_are_refused_or_harmless(checkpoints, name, key
     try:
         config = result_or_refusal(lambda: check_hf(folder))
         assert config is None or config.hidden_size == CONFIGS[FAMILIES[0]]["hidden_size"]
-        ends = result_or_refusal(lambda: end_tokens(folder, 300))
+        ends = result_or_refusal(lambda: read_end_token_ids(folder, 300))
         assert ends is None or all(0 <= end < 300 for end in ends)
         tokenizer = result_or_refusal(lambda: load_tokenizer(str(folder)))
         assert tokenizer is None or tokenizer.decode(tokenizer.encode("né")) == "né"
@@ -304,8 +304,8 @@ def test_sampling_settings_leave_the_likeliest_token_or_are_refused(
     logits, temperature, top_k, top_p, min_p
 ):
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    if result_or_refusal(lambda: sampling.check() or True) and not sampling.greedy:
-        log_p = np.asarray(log_probabilities(jnp.array(logits), sampling, sampling.filters))
+    if result_or_refusal(lambda: sampling.check() or True) and not sampling.is_greedy:
+        log_p = np.asarray(log_probabilities(jnp.array(logits), sampling, sampling.has_filters))
         assert not np.isnan(log_p).any()
         assert np.isfinite(log_p[np.argmax(logits)])
         assert np.exp(log_p).sum() == pytest.approx(1, abs=1e-5)

@@ -44,8 +44,8 @@ from benchmarks import harness
 from qwen3next_jax import ModelConfig, Qwen3Next, save_hf
 from qwen3next_jax.commands import process_setup
 from qwen3next_jax.inference import plain, speculative
-from qwen3next_jax.inference.cache import cache_after_token, cache_bytes
-from qwen3next_jax.inference.decode import cache_length, concatenate_pieces, generate
+from qwen3next_jax.inference.cache import cache_bytes_by_kind, roll_back_cache
+from qwen3next_jax.inference.decode import cache_length, concatenate_tokens_by_row, generate
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model.flops import parameter_counts
 from qwen3next_jax.trained.load import load_model
@@ -117,7 +117,7 @@ def _timed(model: Qwen3Next, prompts: list[np.ndarray], new: int, **options):
     pieces += stream
     seconds, cpu = time.perf_counter() - first, time.process_time() - cpu
     return (
-        concatenate_pieces(pieces, len(prompts)),
+        concatenate_tokens_by_row(pieces, len(prompts)),
         first - started,
         seconds,
         cpu,
@@ -156,7 +156,7 @@ def _contexts(args: argparse.Namespace) -> None:
                 statistics.median(values)
                 for values in zip(*((context / run[1], 1e3 * run[2] / run[4]) for run in runs))
             )
-            size = cache_bytes(config, 1, cache_length(prompts, NEW))
+            size = cache_bytes_by_kind(config, 1, cache_length(prompts, NEW))
             print(
                 f"{name:12} {parameter_counts(config).total:10,} {context:8} {prefill:16,.0f} "
                 f"{step:13.3f} {size['state']:14,} {size['slots']:14,}",
@@ -254,12 +254,14 @@ def _rounds(args: argparse.Namespace) -> None:
                 model, *greedy, state, number, np.uint32(0)
             )
             return state._replace(
-                cache=cache, drafts=new_BJ[:, 1:], position=state.position + 1 + 0 * accepted_B
+                cache=cache,
+                drafts=new_BJ[:, 1:],
+                pending_position=state.pending_position + 1 + 0 * accepted_B,
             ), hidden_BJD
 
         def draft(model, carry):
             state, hidden_BJD = carry
-            new_BJ = jnp.concatenate((state.token[:, None], state.drafts), axis=1)
+            new_BJ = jnp.concatenate((state.pending_token[:, None], state.drafts), axis=1)
             state = speculative._draft_next_tokens(
                 model,
                 *greedy,
@@ -270,9 +272,9 @@ def _rounds(args: argparse.Namespace) -> None:
                 number,
                 np.uint32(0),
             )
-            return state._replace(position=state.position + 1), hidden_BJD + 1e-3 * state.drafts[
-                :, :1, None
-            ]
+            return state._replace(
+                pending_position=state.pending_position + 1
+            ), hidden_BJD + 1e-3 * state.drafts[:, :1, None]
 
         def run(params, state):
             model = nnx.merge(graphdef, params)
@@ -335,7 +337,7 @@ def _replay(args: argparse.Namespace) -> None:
                     tokens_BT, positions_BT, cache, return_all_states=each
                 )
                 if each:
-                    cache = cache_after_token(model.config, cache, jnp.full(batch, size - 1))
+                    cache = roll_back_cache(model.config, cache, jnp.full(batch, size - 1))
                 return cache, (
                     tokens_BT + jnp.argmax(model.logits(hidden_BTD), axis=-1)
                 ) % model.config.vocab_size
@@ -386,7 +388,7 @@ def _memory(args: argparse.Namespace) -> None:
         prompts = _prompts(1, length, config.vocab_size)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         _, first, *_ = _timed(model, prompts, 2)
-        size = cache_bytes(config, 1, cache_length(prompts, 2))
+        size = cache_bytes_by_kind(config, 1, cache_length(prompts, 2))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(
             f"prompt of {length:,} tokens: {first:.1f} s; cache {sum(size.values()) / 2**20:.1f} "
@@ -412,7 +414,7 @@ def _transformers(args: argparse.Namespace) -> None:
             for _ in range(args.runs + 1):
                 stream = generate(model, prompts, max_new_tokens=new)
                 cpu = time.process_time()
-                tokens = concatenate_pieces(stream, batch)
+                tokens = concatenate_tokens_by_row(stream, batch)
                 ours.append(batch * new / (time.process_time() - cpu))
                 answer = peer.ask(prompts=[prompt.tolist() for prompt in prompts], new=new)
                 same = [

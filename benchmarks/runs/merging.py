@@ -25,7 +25,7 @@ from qwen3next_jax.evals.evaluation import EvalContext, EvalOptions, make_evalua
 from qwen3next_jax.runs.start import prepare_start
 from qwen3next_jax.runs.train import train
 from qwen3next_jax.sharding.mesh import single_device_mesh
-from qwen3next_jax.trained.merging import find_sources, merge_weights, merged_state
+from qwen3next_jax.trained.merging import find_sources, read_merged_state, weight_of_each_checkpoint
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import resolve_run
 
@@ -87,8 +87,8 @@ class Bench:
     def bits_per_byte(self, names: list[str], weights: str = "uniform") -> float:
         """Returns the held-out bits per byte of the merge of the checkpoints RUN@STEP."""
         sources = find_sources(names)
-        of_sources = merge_weights(weights, [source.step for source in sources])
-        state = merged_state(sources, of_sources, single_device_mesh(), whole=False)
+        of_sources = weight_of_each_checkpoint(weights, [source.step for source in sources])
+        state = read_merged_state(sources, of_sources, single_device_mesh(), whole=False)
         return self._heldout.run(state["params"])["bits_per_byte"]
 
     def measure(self, seed: int, folder: pathlib.Path) -> dict[str, float]:

@@ -25,7 +25,7 @@ from benchmarks import harness
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.data.pipeline import Data, open_data
-from qwen3next_jax.evals.heldout import make_heldout_step, sum_over_batches, summarise_totals
+from qwen3next_jax.evals.heldout import make_heldout_step, measure_and_sum_rows, metrics_from_sums
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training.loop import make_train_step
@@ -78,8 +78,8 @@ def train(run: ResolvedRun, step: Callable, evaluate: Callable, data: Data, stat
             busiest.append(load_LE.max())
             idle.append(np.sum(load_LE == 0))
     batches = (jax.device_put(b, run.batch_sharding) for b in data.heldout(HELDOUT_ROWS))
-    heldout = summarise_totals(
-        sum_over_batches(evaluate, state["params"], batches, data.token_bytes)
+    heldout = metrics_from_sums(
+        measure_and_sum_rows(evaluate, state["params"], batches, data.token_bytes)
     )
     return {
         "busiest": float(np.mean(busiest)),

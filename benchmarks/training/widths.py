@@ -91,7 +91,7 @@ def losses(config: ModelConfig, optimizer: OptimizerConfig, rates: list[float], 
 
     def start(seed):
         params = nnx.state(Qwen3Next(config, rngs=nnx.Rngs(seed)), nnx.Param)
-        return groups.scale_start(nnx.to_pure_dict(params))
+        return groups.scale_initial_params(nnx.to_pure_dict(params))
 
     def run(rate, params, batches, unseen):
         updater = make_optimizer(

@@ -43,7 +43,7 @@ def main() -> int:
     given = config_flags.given_settings(may_resume=True)
     if config:
         resumed = recorded_config(workdir)
-        unused_settings.check(config, given, resumed)
+        unused_settings.check_effect_and_targets(config, given, resumed)
     loading = get_loading()
     lengths, pairs = (
         checks.positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs)
@@ -53,11 +53,13 @@ def main() -> int:
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.commands.evaluate import evaluate
     from qwen3next_jax.evals.evaluation import EvalOptions
-    from qwen3next_jax.trained.load import join_processes
+    from qwen3next_jax.trained.load import distributed_command
 
-    with join_processes(loading.launch, workdir):
+    with distributed_command(loading.launch, workdir):
         if config:
-            unused_settings.check(config, given, resumed, unused_settings.find_unused_in_layers)
+            unused_settings.check_effect_and_targets(
+                config, given, resumed, unused_settings.find_unused_by_mixers_and_evals
+            )
         return evaluate(
             config,
             workdir,

@@ -28,7 +28,7 @@ from qwen3next_jax.processes.distributed import is_process_0, process_0_first
 from qwen3next_jax.runs.checkpoint import Step
 from qwen3next_jax.runs.facts import tokenizer_of_model
 from qwen3next_jax.runs.record import read_config
-from qwen3next_jax.trained.load import describe_parameters, load_model
+from qwen3next_jax.trained.load import describe_ema_choice, load_model
 from qwen3next_jax.training.stages import resolve_stages, stage_at
 from qwen3next_jax.training.state import abstract_model
 
@@ -164,7 +164,7 @@ def run_evaluations(
         )
     else:
         data = dataclasses.replace(DataConfig(), tokenizer=str(path / "tokenizer.json"))
-        length = max(options.lengths)
+        length = max(options.row_lengths)
         batch_size = max(1, 8192 // length)
     vocab_size = model.config.vocab_size
 
@@ -183,7 +183,7 @@ def run_evaluations(
     if step is not None:
         title += f" after step {step}"
         if trained.train.ema:
-            title += f", {describe_parameters(ema)}"
+            title += f", {describe_ema_choice(ema)}"
     if other:
         title += f" read with another {', '.join(other)}"
     for name, one in evaluations.items():

@@ -46,11 +46,11 @@ def main() -> int:
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.interop.huggingface import save_hf
     from qwen3next_jax.interop.source import config_for_export
-    from qwen3next_jax.trained.load import join_processes, load_model
+    from qwen3next_jax.trained.load import distributed_command, load_model
 
     if _adapter.value:
         return _export_adapter(workdir, out, loading.step, loading.ema)
-    with join_processes(loading.launch, workdir):
+    with distributed_command(loading.launch, workdir):
         source, form = _base_model(workdir)
         with waiting(f"reading {workdir}"):
             model, tokenizer, step, _, identity = load_model(
@@ -85,9 +85,9 @@ def main() -> int:
 def _parameters_note(workdir: str, ema: bool) -> str:
     """Says for a run with `train.ema` which parameters are exported; "" for others."""
     from qwen3next_jax.runs.record import read_config
-    from qwen3next_jax.trained.load import describe_parameters
+    from qwen3next_jax.trained.load import describe_ema_choice
 
-    return f", {describe_parameters(ema)}" if read_config(to_path(workdir)).train.ema else ""
+    return f", {describe_ema_choice(ema)}" if read_config(to_path(workdir)).train.ema else ""
 
 
 def _export_adapter(workdir: str, out: pathlib.Path, step, ema: bool) -> int:
@@ -96,9 +96,9 @@ def _export_adapter(workdir: str, out: pathlib.Path, step, ema: bool) -> int:
     """
     from qwen3next_jax.interop.peft import save_adapter
     from qwen3next_jax.runs.checkpoint import load_adapters
-    from qwen3next_jax.trained.base_model import find_adapted_model
+    from qwen3next_jax.trained.base_model import find_adapter_base
 
-    base = to_path(_source.value, "--source=") if _source.value else find_adapted_model(workdir)
+    base = to_path(_source.value, "--source=") if _source.value else find_adapter_base(workdir)
     found = load_adapters(to_path(workdir), step, ema)
     _, form = _base_model(workdir)
     config = dataclasses.replace(found.config, hf_form=_form.value or form or found.config.hf_form)

@@ -40,7 +40,7 @@ def main() -> int:
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.data.chat_template import ChatTemplate
     from qwen3next_jax.inference import speculative
-    from qwen3next_jax.inference.end_tokens import end_tokens
+    from qwen3next_jax.inference.end_tokens import read_end_token_ids
 
     if _speculative.value:
         speculative.check_drafts(config, _speculative.value)
@@ -58,12 +58,12 @@ def main() -> int:
         if _chat.value
         else None
     )
-    ends = end_tokens(folder, config.vocab_size)
+    ends = read_end_token_ids(folder, config.vocab_size)
     loading = get_loading()
     process_setup.enable_compilation_cache()
-    from qwen3next_jax.trained.load import join_processes
+    from qwen3next_jax.trained.load import distributed_command
 
-    with join_processes(loading.launch, _model.value):
+    with distributed_command(loading.launch, _model.value):
         return _continue(text, loading, template, ends)
 
 
@@ -238,9 +238,9 @@ class _Timer:
           min_cache_length: the smallest length of the cache that the request allows, in tokens.
         """
         from qwen3next_jax.inference import decode
-        from qwen3next_jax.inference.cache import cache_bytes
+        from qwen3next_jax.inference.cache import cache_bytes_by_kind
 
-        size = cache_bytes(
+        size = cache_bytes_by_kind(
             model.config,
             len(prompts),
             decode.cache_length(

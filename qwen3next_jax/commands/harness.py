@@ -40,7 +40,7 @@ def main() -> int:
     from qwen3next_jax.evals.contamination import contamination_of_tasks
     from qwen3next_jax.evals.harness import HarnessModel
     from qwen3next_jax.processes.distributed import is_process_0
-    from qwen3next_jax.trained.load import join_processes, load_model
+    from qwen3next_jax.trained.load import distributed_command, load_model
 
     manager = TaskManager(include_path=_task_dir.value)
     if unknown := [name for name in _tasks.value if not manager.match_tasks([name])]:
@@ -48,7 +48,7 @@ def main() -> int:
             f"--tasks: no task named {unknown[0]!r}"
             + ("" if _task_dir.value else "; task files of your own: --task_dir=FOLDER")
         )
-    with join_processes(loading.launch, _model.value):
+    with distributed_command(loading.launch, _model.value):
         model, tokenizer, _, places, _ = load_model(
             _model.value, loading.step, loading.mesh, loading.dtype or "float32", ema=loading.ema
         )

@@ -46,14 +46,14 @@ def main(names: list[str]) -> int:
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.trained import merging
-    from qwen3next_jax.trained.load import join_processes, mesh_of_params
+    from qwen3next_jax.trained.load import distributed_command, mesh_of_params
 
     if not _export.value:
-        merging.require_new_run(out)
+        merging.require_writable_new_folder(out)
     sources = merging.find_sources(names)
-    weights = merging.merge_weights(_weights.value, [source.step for source in sources])
+    weights = merging.weight_of_each_checkpoint(_weights.value, [source.step for source in sources])
     last = sources[-1]
-    with join_processes(launch, last.folder):
+    with distributed_command(launch, last.folder):
         mesh = mesh_of_params(
             f"{last.folder}: the mesh of its run does not fit these devices",
             last.config.model,
@@ -89,10 +89,10 @@ def _write_export(sources, weights, mesh, out) -> None:
     from qwen3next_jax.training.state import abstract_model
 
     last = sources[-1]
-    base = last.record.source
+    base = last.run_record.source
     directory = base and to_path(base.path)
-    tokenizer = tokenizer_of_run(last.folder, last.record)
-    state = merging.merged_state(sources, weights, mesh, whole=False)
+    tokenizer = tokenizer_of_run(last.folder, last.run_record)
+    state = merging.read_merged_state(sources, weights, mesh, whole=False)
     graphdef, _ = abstract_model(last.config.model)
     model = nnx.merge(graphdef, state["params"])
     model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
@@ -103,7 +103,9 @@ def _write_export(sources, weights, mesh, out) -> None:
         out,
         tokenizer,
         dtype=_dtype.value,
-        identity=digests.sha256_json([[s.digest for s in sources], [float(w) for w in weights]]),
+        identity=digests.sha256_json(
+            [[s.manifest_digest for s in sources], [float(w) for w in weights]]
+        ),
         source=directory if has_source else None,
     )
 

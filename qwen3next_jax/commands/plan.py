@@ -5,7 +5,7 @@ compiles the real train step for the slice, on a machine that needs no TPU.
     --mesh=data=64,expert=8
         [--search [--rows=512,1024]] [--quick] [--cost_model=schedule|roofline|calibrated]
         [--json=plan.json]
-    uv run --extra gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
+    uv run --extra plan-gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
     --mesh=data=8
 
 `--search` ranks meshes, batch sizes (`--rows`), remat policies and micro-batches by estimated time
@@ -43,7 +43,7 @@ DOES_NOT_FIT = 1  # the exit code if no plan fits
 def main() -> int:
     mesh = run_flags.read_mesh(_mesh.value)
     whole, given = _config(), config_flags.given_settings()
-    unused_settings.check(whole, given)
+    unused_settings.check_effect_and_targets(whole, given)
     config = _largest_stage(resolve_stages(whole)).as_single_stage(whole)
     if _mesh.value is not None:
         config = dataclasses.replace(config, parallel=with_mesh(config.parallel, mesh))
@@ -55,7 +55,9 @@ def main() -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # plans use no accelerator of this machine
-    unused_settings.check(whole, given, find=unused_settings.find_unused_in_layers)
+    unused_settings.check_effect_and_targets(
+        whole, given, find=unused_settings.find_unused_by_mixers_and_evals
+    )
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
     from qwen3next_jax.planner.topology import describe_topology
 

@@ -141,7 +141,7 @@ def generate(
     **options: Any,
 ) -> str | list[str]:
     """Continues prompts with a trained model. To continue many prompts one after another, load the
-    model once with `trained.load.load_model` and call `inference.decode.complete`.
+    model once with `trained.load.load_model` and call `inference.decode.generate_to_end`.
 
     Args:
       path: the folder of a run, or a Hugging Face directory.
@@ -157,8 +157,8 @@ def generate(
     Raises:
       UserError: `path` has no model or no tokenizer, or an option is not valid.
     """
-    from qwen3next_jax.inference.decode import complete
-    from qwen3next_jax.inference.end_tokens import end_tokens
+    from qwen3next_jax.inference.decode import generate_to_end
+    from qwen3next_jax.inference.end_tokens import read_end_token_ids
     from qwen3next_jax.trained.load import load_model
 
     texts = [prompts] if isinstance(prompts, str) else prompts
@@ -171,9 +171,9 @@ def generate(
     model, tokenizer, _, mesh, _ = load_model(path, step)
     if tokenizer is None:
         raise UserError(f"{path}: no tokenizer.json there: put the model's own beside config.json")
-    ends = end_tokens(path, model.config.vocab_size)
+    ends = read_end_token_ids(path, model.config.vocab_size)
     stop_ids = sorted((ends | {tokenizer.eos_id, model.config.eos_token_id}) - {-1})
-    rows = complete(
+    rows = generate_to_end(
         model,
         [tokenizer.encode(text) for text in texts],
         **{"max_new_tokens": 100, "stop_ids": stop_ids, "mesh": mesh} | options,

@@ -240,7 +240,7 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
         single_device_mesh(),
     )
     parameters, optimizer = _size(state["params"]), _size(state["opt_state"])
-    frozen = _size(groups.frozen(state["params"]))
+    frozen = _size(groups.select_frozen(state["params"]))
     table = Table("training on", box=SIMPLE)
     of_state = {
         "parameters": parameters,

@@ -12,7 +12,7 @@ from qwen3next_jax.processes import supervisor
 get_config = config_flags.define_config_flag()
 get_launch = run_flags.define_launch_flags()
 get_workdir = run_flags.define_workdir_flag(default_from_config=True)
-get_max_restarts = supervisor.define_flag()
+get_max_restarts = supervisor.define_max_restarts_flag()
 _restart = flags.DEFINE_boolean(
     "restart", False, "begin a new run: moves what is in the workdir into WORKDIR/before-TIME"
 )
@@ -45,7 +45,7 @@ def main() -> int:
 
     given = None if _allow_unused.value else config_flags.given_settings(may_resume)
     resumed = None if _restart.value else recorded_config(workdir)
-    unused_settings.check(config, given, resumed)
+    unused_settings.check_effect_and_targets(config, given, resumed)
     from qwen3next_jax.runs.start import prepare_start
 
     if launch is None:  # before JAX is loaded
@@ -54,7 +54,9 @@ def main() -> int:
     from qwen3next_jax.processes import distributed
 
     with distributed.distributed_run(launch, config.parallel, to_dict(config)):
-        unused_settings.check(config, given, resumed, unused_settings.find_unused_in_layers)
+        unused_settings.check_effect_and_targets(
+            config, given, resumed, unused_settings.find_unused_by_mixers_and_evals
+        )
         if launch is not None:  # together, so that all processes report a mistake of one
             start = distributed.run_on_all(
                 lambda: prepare_start(config, workdir, _restart.value, distributed.is_process_0())

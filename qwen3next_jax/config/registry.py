@@ -142,7 +142,7 @@ EVALUATIONS = {
     "copy": "qwen3next_jax.evals.recall:Copy",
     "niah": "qwen3next_jax.evals.recall:NeedleInAHaystack",
     "sinks": "qwen3next_jax.evals.sinks:AttentionSinks",
-    "state": "qwen3next_jax.evals.state:State",
+    "state": "qwen3next_jax.evals.state:StateTracking",
 }
 # Sources of training data, for data.source.
 DATA_SOURCES = {

@@ -1,4 +1,6 @@
-"""How many examples of lm-evaluation-harness' tasks prepared data contain."""
+"""Measures contamination: how many examples of the tasks of lm-evaluation-harness are in prepared
+training data.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +13,8 @@ from qwen3next_jax.data.tokens import Tokenizer
 def contamination_of_tasks(
     samples: Mapping[str, Sequence[Mapping[str, Any]]], tokenizer: Tokenizer, prepared_dir: str
 ) -> dict[str, Contamination]:
-    """Compares the examples of tasks with prepared data, in one pass over the data. The text of an
-    example is all strings in its record, one after the other.
+    """Searches prepared data for the examples of tasks, in one pass over the data. The text of an
+    example is the concatenation of all strings in its record ("doc").
 
     Args:
       samples: name of a task → its examples, as the harness returns them ("samples").
@@ -20,7 +22,7 @@ def contamination_of_tasks(
       prepared_dir: the folder of prepared data.
 
     Returns:
-      Name of a task → what was found of its examples.
+      Name of a task → the contamination of its examples.
 
     Raises:
       UserError: the folder holds no tokens of this tokenizer.

@@ -1,4 +1,4 @@
-"""Text generation for evaluations: a batch of prompts, each continued until a stop string."""
+"""Text generation for evaluations: continues a batch of prompts, each until a stop string."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 
 from qwen3next_jax.common.errors import UserError, as_user_error, require, short_repr
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.inference.decode import concatenate_pieces, generate
+from qwen3next_jax.inference.decode import concatenate_tokens_by_row, generate
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
 
@@ -17,23 +17,24 @@ _NEUTRAL = {"num_beams": 1, "repetition_penalty": 1, "presence_penalty": 0, "fre
 
 
 class GenerationOptions(NamedTuple):
-    """How a task wants its texts generated.
+    """The options with which a task of lm-evaluation-harness generates text.
 
     Attributes:
       max_new_tokens: the largest number of tokens to generate.
       sampling: how tokens are sampled.
-      stops: the strings before which a text ends.
+      stop_strings: the generated text ends before the first of these strings.
     """
 
     max_new_tokens: int
     sampling: Sampling
-    stops: list[str]
+    stop_strings: list[str]
 
 
-def generation_options(
+def parse_generation_options(
     given: Mapping[str, Any], normalize: Callable, max_new_tokens: int
 ) -> GenerationOptions:
-    """Returns the options of a task of lm-evaluation-harness as this package's decoder takes them.
+    """Converts the generation options of a task of lm-evaluation-harness to those of this package's
+    decoder.
 
     Args:
       given: the task's `generation_kwargs`.
@@ -76,7 +77,7 @@ def generation_options(
                 name: kind(options[name]) for name, kind in _FILTERS.items() if name in options
             }
             sampling = Sampling(float(options.get("temperature", 1.0)), **filters)
-        if sampling.greedy:
+        if sampling.is_greedy:
             raise UserError(
                 "a task sets do_sample with temperature = 0: expected do_sample = false for greedy "
                 "decoding, or a temperature above 0"
@@ -99,14 +100,13 @@ def generate_until(
     """Generates a continuation of each prompt.
 
     A continuation ends before the first of its stop strings, at the end token of the tokenizer, or
-    at the limit `max_new_tokens`. Decoding of the batch ends when every row has a stop string or
-    has ended.
+    at the limit `max_new_tokens`. Decoding of the batch ends when every continuation has ended.
 
     Args:
       prompts: int arrays of token ids, at least one and at most `rows`.
       stops: for each prompt, its stop strings.
-      rows: the number of rows that are decoded. The last prompt is repeated to fill the batch, so
-        that batches of all sizes run the same compiled program.
+      rows: the number of rows that are decoded. The last prompt is repeated to fill the rows, so
+        that any number of prompts runs the same compiled program.
       options: further arguments of `inference.decode.generate`, such as `max_new_tokens`.
 
     Returns:
@@ -117,7 +117,7 @@ def generate_until(
     texts = [""] * len(prompts)
     for piece in generate(model, filled, stop_ids=(tokenizer.eos_id,), **options):
         pieces.append(piece)
-        tokens_of_rows = concatenate_pieces(pieces, rows)[: len(prompts)]
+        tokens_of_rows = concatenate_tokens_by_row(pieces, rows)[: len(prompts)]
         texts = [tokenizer.decode(tokens) for tokens in tokens_of_rows]
         if all(
             # A row that got no new tokens has reached the end of its document.
@@ -125,9 +125,9 @@ def generate_until(
             for new_tokens, text, row_stops in zip(piece, texts, stops)
         ):
             break
-    return [_text_before(text, row_stops) for text, row_stops in zip(texts, stops)]
+    return [_text_before_stop(text, row_stops) for text, row_stops in zip(texts, stops)]
 
 
-def _text_before(text: str, stops: Sequence[str]) -> str:
+def _text_before_stop(text: str, stops: Sequence[str]) -> str:
     """Returns the part of `text` before the first occurrence of any of the stop strings."""
     return min((text.split(stop)[0] for stop in stops), key=len, default=text)

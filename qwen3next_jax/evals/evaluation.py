@@ -1,7 +1,7 @@
-"""The interface of an evaluation, and functions that check and construct evaluations by name.
+"""The base class of evaluations, and functions that check and construct evaluations by name.
 
-An evaluation is a subclass of `Evaluation`. Its name is a key of `config.registry.EVALUATIONS`, or
-an import string, "package.module:Class".
+An evaluation is a subclass of `Evaluation`. The name of an evaluation is a key of
+`config.registry.EVALUATIONS`, or an import string, "package.module:Class".
 """
 
 import dataclasses
@@ -28,16 +28,17 @@ class EvalOptions:
     """Options that the user may set for all evaluations.
 
     Attributes:
-      rows: number of rows that an evaluation runs: for mqar, induction, copy and niah under each of
-        their conditions, for the others in all (at most the held-out rows, if the data are text).
-        None: each evaluation's own default.
-      lengths: row lengths in tokens, for induction, copy, niah and state.
-      pairs: numbers of key-value pairs in a row, for mqar.
+      rows: number of rows that an evaluation runs. The evaluations mqar, induction, copy and niah
+        run `rows` rows under each of their conditions. Every other evaluation runs `rows` rows in
+        total (at most the held-out rows, if the data are text). None: each evaluation's own
+        default.
+      row_lengths: row lengths in tokens, for induction, copy, niah and state.
+      pair_counts: numbers of key-value pairs in a row, for mqar.
     """
 
     rows: int | None = None
-    lengths: tuple[int, ...] = (256,)
-    pairs: tuple[int, ...] = (4, 8, 16)
+    row_lengths: tuple[int, ...] = (256,)
+    pair_counts: tuple[int, ...] = (4, 8, 16)
 
 
 def options_from_config(config: EvalConfig) -> EvalOptions:
@@ -49,11 +50,11 @@ def options_from_config(config: EvalConfig) -> EvalOptions:
 class EvalContext:
     """The model that evaluations measure, and the data that they measure it on.
 
-    The parameters are not here: `Evaluation.run` takes them, so that one compiled evaluation
-    measures the model at several steps of training.
+    The context does not hold the parameters: `Evaluation.run` takes them, so that one compiled
+    evaluation measures the model at several steps of training.
 
     Attributes:
-      config: the model's configuration.
+      model_config: the settings of the model.
       graphdef: the graph definition of the `Qwen3Next`; `nnx.merge` adds parameters to it.
       tokenizer: turns text into the model's tokens.
       open_data: function that opens the data with the held-out rows. Only evaluations that read
@@ -63,28 +64,29 @@ class EvalContext:
         processes share the mesh, each of them runs every evaluation on the same rows.
     """
 
-    config: ModelConfig
+    model_config: ModelConfig
     graphdef: nnx.GraphDef
     tokenizer: Tokenizer
     open_data: Callable[[], Data]
     options: EvalOptions = EvalOptions()
     mesh: Mesh | None = None
 
-    def heldout(self, rows: int | None = None, least: int = 0) -> Iterator[Batch]:
+    def heldout_batches(self, rows: int | None = None, least: int = 0) -> Iterator[Batch]:
         """Yields batches of held-out rows as host arrays; `scoring.place_on_mesh` moves them to
         the mesh.
 
         Args:
           rows: the number of rows if `options.rows` is None; None: all rows.
-          least: number of rows of each source of the data, if it has so many: after the first
-            rows come those that a source lacks.
+          least: the least number of rows of each source of the data, if the source has so many. If
+            the first `rows` rows hold fewer rows of a source, its missing rows are yielded after
+            them.
         """
         return self.open_data().heldout(self.options.rows or rows, least=least)
 
     def scorer(self, params: dict) -> Scorer:
-        """Returns a scorer of the model with these parameters: a function that computes, for the
-        tokens of given rows, each token's loss and the token that the model finds most likely at
-        its place (`scoring.Scorer`).
+        """Returns a scorer of the model with the parameters `params`: a function that computes, for
+        each token of given rows, its loss and the token that the model finds most likely in its
+        place (`scoring.Scorer`).
         """
         return make_scorer(self._score_step, params, self.mesh)
 
@@ -100,30 +102,30 @@ class Evaluation:
     Attributes:
       metrics: name → declaration of every metric that `run` returns. If `run` measures a metric
         under several conditions, it returns one number per condition, named "metric/condition".
-      needs_text: whether the evaluation requires a model that was trained on text.
-      settings: which of the settings "suite_lengths" and "suite_pairs" of `EvalConfig` the
+      needs_text: whether the evaluation requires a model of text, not of a synthetic task.
+      settings_read: which of the settings "suite_lengths" and "suite_pairs" of `EvalConfig` the
         evaluation reads; None: it may read both. A run refuses a setting that none of its
         evaluations reads.
     """
 
     metrics: ClassVar[Mapping[str, Metric]] = {}
     needs_text: ClassVar[bool] = False
-    settings: ClassVar[tuple[str, ...] | None] = None
+    settings_read: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self, eval_context: EvalContext):
         self.eval_context = eval_context
 
     @classmethod
-    def required_context(cls, options: EvalOptions) -> int:
+    def required_context_length(cls, options: EvalOptions) -> int:
         """Returns the length in tokens of the longest row that the evaluation generates; 0 if it
-        generates no rows. `check_evaluations` compares it with the model's context length.
+        generates no rows. A model with a shorter context is refused.
         """
         return 0
 
     @classmethod
-    def check(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        """Checks the evaluation's requirements on a model other than `needs_text` and
-        `required_context`. The base class has no other requirements.
+    def check_model(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        """Checks the evaluation's requirements on a model, besides `needs_text` and
+        `required_context_length`. The base class has no further requirements.
 
         Raises:
           UserError: the evaluation cannot run on a model of this config.
@@ -131,14 +133,15 @@ class Evaluation:
 
     @classmethod
     def check_data(cls, options: EvalOptions, data: DataConfig, vocab_size: int) -> None:
-        """Checks the evaluation's requirements on the data of a run. The base class has none.
+        """Checks the evaluation's requirements on the data of a run. The base class has no
+        requirements.
 
         Raises:
           UserError: the evaluation cannot measure on these data.
         """
 
     def run(self, params: dict) -> dict[str, float]:
-        """Evaluates the model with these parameters and returns the measured numbers by name.
+        """Evaluates the model with the parameters `params`.
 
         Args:
           params: the model's parameters, sharded over the mesh as in the train state.
@@ -161,10 +164,10 @@ def check_evaluations(
 
     Args:
       setting: the setting or flag that holds the names; error messages name it.
-      data: the data that the evaluations measure on, if they are to be checked too.
+      data: the settings of the data that the evaluations measure on; None: they are not checked.
 
     Raises:
-      UserError: an evaluation cannot run. The message names it and what it requires.
+      UserError: an evaluation cannot run. The message names the evaluation and its requirement.
     """
     require(
         options.rows is None or options.rows >= 1,
@@ -172,7 +175,7 @@ def check_evaluations(
     )
     for name in names:
         evaluation: type[Evaluation] = resolve(EVALUATIONS, name, setting)
-        required = evaluation.required_context(options)
+        required = evaluation.required_context_length(options)
         available = config.context_length
         require(
             required <= available,
@@ -184,7 +187,7 @@ def check_evaluations(
             f"suite {name}: a model of a synthetic task reads no text",
         )
         try:
-            evaluation.check(options, config, tokenizer)
+            evaluation.check_model(options, config, tokenizer)
             if data is not None:
                 evaluation.check_data(options, data, config.vocab_size)
         except UserError as error:
@@ -197,17 +200,22 @@ def make_evaluations(
     setting: str = "eval.suites",
     data: DataConfig | None = None,
 ) -> dict[str, Evaluation]:
-    """Checks the named evaluations and constructs them. `setting` and `data` are as in
+    """Checks the named evaluations and constructs them. `setting` and `data` are arguments of
     `check_evaluations`.
 
     Returns:
       Name → evaluation.
 
     Raises:
-      UserError: as `check_evaluations` raises it.
+      UserError: an evaluation cannot run (see `check_evaluations`).
     """
     check_evaluations(
-        names, eval_context.options, eval_context.config, eval_context.tokenizer, setting, data
+        names,
+        eval_context.options,
+        eval_context.model_config,
+        eval_context.tokenizer,
+        setting,
+        data,
     )
     return {name: resolve(EVALUATIONS, name, setting)(eval_context) for name in names}
 

@@ -1,4 +1,4 @@
-"""The interface that lm-evaluation-harness requires of a model.
+"""Makes a model available to lm-evaluation-harness.
 
 The harness is an optional dependency: `pip install 'qwen3next-jax[evals]'`. `HarnessModel` computes
 log-likelihoods in one forward pass over context and continuation, and generates text with the
@@ -18,7 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.evals.continuation import generate_until, generation_options
+from qwen3next_jax.evals.continuation import generate_until, parse_generation_options
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.inference import speculative as drafting
 from qwen3next_jax.inference.sampling import Sampling
@@ -34,15 +34,15 @@ class HarnessModel(TemplateLM):
       model: the model with its parameters.
       tokenizer: the tokenizer of the model.
       max_length: the largest number of tokens of context and continuation together. The beginning
-        of a longer context is cut off. The model's context length limits this number.
+        of a longer context is cut off. `max_length` is at most the model's context length.
       batch_size: number of rows of one forward pass. If the mesh does not divide it, rows of
         padding are added.
       mesh: the mesh on which the parameters lie; None for a single device.
-      speculative: number of tokens that the multi-token prediction module drafts for each pass of
-        the other layers when the model generates text; 0: no drafts.
+      speculative: number of tokens that the multi-token prediction module drafts per forward pass
+        of the other layers when text is generated; 0: no drafts.
 
     Raises:
-      UserError: the model cannot draft so many tokens.
+      UserError: the model cannot draft `speculative` tokens.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False, **kwargs
     ) -> list[tuple[float, bool]]:
-        """Scores continuations.
+        """Computes the log-probabilities of continuations.
 
         Args:
           requests: a tuple (text, context token ids, continuation token ids) for each request.
@@ -145,21 +145,21 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Continues the context of each request up to the first of the request's stop strings.
 
-        The harness settles what the options of a request mean (`normalize_gen_kwargs`): other names
-        of the limit, and whether a temperature asks for sampling.
+        The harness's function `normalize_gen_kwargs` interprets the options of a request: other
+        names of the limit, and whether a temperature asks for sampling.
 
         Raises:
           UserError: a request has an option that this decoder does not have, or asks for so many
-            tokens that `max_length` leaves none for the prompt.
+            tokens that `max_length` leaves no room for the prompt.
         """
         options = [
-            generation_options(request.args[1], normalize_gen_kwargs, _MAX_NEW_TOKENS)
+            parse_generation_options(request.args[1], normalize_gen_kwargs, _MAX_NEW_TOKENS)
             for request in requests
         ]
         # Requests with the same limit and sampling are decoded together.
         groups: dict[tuple[int, Sampling], list[int]] = {}
         for i, (max_new_tokens, sampling, _) in enumerate(options):
-            self._check_limit(max_new_tokens)
+            self._check_leaves_room_for_prompt(max_new_tokens)
             groups.setdefault((max_new_tokens, sampling), []).append(i)
         texts = [""] * len(requests)
         for (max_new_tokens, sampling), members in groups.items():
@@ -170,7 +170,7 @@ class HarnessModel(TemplateLM):
                     self.model,
                     self._tokenizer,
                     [prompts[i] for i in batch],
-                    [options[members[i]].stops for i in batch],
+                    [options[members[i]].stop_strings for i in batch],
                     rows=self.batch_size,
                     max_new_tokens=max_new_tokens,
                     **sampling._asdict(),
@@ -183,7 +183,7 @@ class HarnessModel(TemplateLM):
                     self.cache_hook.add_partial("generate_until", requests[members[i]].args, text)
         return texts
 
-    def _check_limit(self, max_new_tokens: int) -> None:
+    def _check_leaves_room_for_prompt(self, max_new_tokens: int) -> None:
         if max_new_tokens >= self.max_length:
             raise UserError(
                 f"a task generates {max_new_tokens} tokens, and max_length = {self.max_length} "
@@ -192,24 +192,24 @@ class HarnessModel(TemplateLM):
             )
 
     def _encode_prompt(self, context: str, longest: int) -> np.ndarray:
-        """Returns the last `longest` tokens of the context; the prefix token alone if the context
-        has no tokens.
+        """Returns the last `longest` tokens of `context`; the prefix token alone if `context` has
+        no tokens.
         """
         return np.array((self.tok_encode(context) or [self.prefix_token_id])[-longest:], np.int32)
 
 
 def _batches_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Divides the indices of `lengths` into batches of at most `size` rows of similar length. The
-    longest rows come first, so that a lack of memory shows in the first batch.
+    longest rows come first, so that the first batch fails if memory is too small.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     return [order[i : i + size] for i in range(0, len(order), size)]
 
 
 def _pad_rows(rows: Sequence[Sequence[int]], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens and segment ids, both [count, T]. The first entries hold the rows, padded with
-    zeros; the other entries are empty rows. T is a power of two, at least 16, so that few shapes
-    are compiled.
+    """Returns tokens and segment ids, both [count, T]. The arrays begin with `rows`, padded with
+    zeros; their remaining rows are empty. T is a power of two, at least 16, so that few shapes are
+    compiled.
     """
     length = max(16, 1 << (max(map(len, rows)) - 1).bit_length())
     tokens_BT = np.zeros((count, length), np.int32)

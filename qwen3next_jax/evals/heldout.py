@@ -1,6 +1,6 @@
 """The held-out evaluation: loss, perplexity, bits per byte and accuracy of next-token prediction on
-held-out rows; and for every depth of multi-token prediction (MTP), its loss and the share of its
-drafts that greedy decoding would accept.
+held-out rows; and for every depth of multi-token prediction (MTP), the loss and the share of drafts
+that greedy decoding would accept.
 
 Letters: B batch, R rows of all batches, T time, D model, V vocabulary.
 """
@@ -27,16 +27,16 @@ from qwen3next_jax.model.targets import (
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 
 Batch = dict[str, jax.Array]
-_LEAST_ROWS = 8  # of a source, for its own loss
+_MIN_ROWS_PER_SOURCE = 8  # the least held-out rows of a source for a loss of its own
 
 
 class Heldout(Evaluation):
-    """The evaluation "heldout". Data of several sources also have a loss and bits per byte of each,
-    from at least eight of its rows if it has so many.
+    """The evaluation "heldout". If the data have several sources, the loss and the bits per byte
+    are also measured for each source, on at least eight rows of the source if it has so many.
 
     The main metrics are bits per byte and the acceptance of drafts. If the model was trained on a
-    synthetic task, accuracy is a main metric too, and there are no bits per byte. If the bytes of a
-    text cannot be counted by its tokens, the loss takes their place.
+    synthetic task, accuracy is a main metric too, and there are no bits per byte. If the tokenizer
+    does not tell how many bytes a token has, the loss is a main metric in place of bits per byte.
     """
 
     metrics = {
@@ -50,7 +50,7 @@ class Heldout(Evaluation):
         "bytes": Metric("bytes predicted", "count"),
     }
 
-    settings = ()
+    settings_read = ()
 
     def __init__(self, eval_context: EvalContext):
         super().__init__(eval_context)
@@ -63,12 +63,12 @@ class Heldout(Evaluation):
         context = self.eval_context
         data = context.open_data()
 
-        batches = context.heldout(least=_LEAST_ROWS)
-        rows = measure_rows(self._step, params, batches, data.token_bytes, context.mesh)
+        batches = context.heldout_batches(least=_MIN_ROWS_PER_SOURCE)
+        rows = heldout_sums_by_row(self._step, params, batches, data.token_bytes, context.mesh)
         # The rows that a small source lacks come after those that make up the total.
-        values = summarise_totals(sum_rows(rows, slice(context.options.rows)))
-        places = data.heldout_places(context.options.rows, _LEAST_ROWS)
-        values |= summarise_sources({name: sum_rows(rows, own) for name, own in places.items()})
+        values = metrics_from_sums(sum_rows(rows, slice(context.options.rows)))
+        places = data.heldout_places(context.options.rows, _MIN_ROWS_PER_SOURCE)
+        values |= metrics_by_source({name: sum_rows(rows, own) for name, own in places.items()})
         if "bits_per_byte" not in values and context.tokenizer.reads_text:
             loss = dataclasses.replace(self.metrics["loss"], main=True)
             self.metrics = self.metrics | {"loss": loss}
@@ -79,7 +79,7 @@ def make_heldout_step(
     graphdef: nnx.GraphDef, mesh: Mesh | None = None
 ) -> Callable[[dict, Batch, jax.Array], dict[str, jax.Array]]:
     """Returns a jitted function (params, batch, token_bytes) → dict of sums over the tokens of each
-    row of the batch, [B]. `summarise_totals` turns the sums over all rows into metrics.
+    row of the batch, [B]. `metrics_from_sums` turns the sums of all rows into metrics.
 
     `batch` has the arrays "tokens" and "segment_ids" [B, T] and may have "target_mask" [B, T]. If
     it has "loss_weights" [B, T], the tokens with a weight above 0 count, all alike.
@@ -139,21 +139,21 @@ def make_heldout_step(
     return jax.jit(step, out_shardings=replicated_sharding(mesh))
 
 
-def sum_over_batches(
+def measure_and_sum_rows(
     step: Callable, params: dict, batches: Iterable[Batch], token_bytes: np.ndarray
 ) -> dict[str, float]:
-    """Returns the sums of `measure_rows` over all rows, for `summarise_totals`."""
-    return sum_rows(measure_rows(step, params, batches, token_bytes))
+    """Runs `step` over the batches and adds up the sums of all rows, for `metrics_from_sums`."""
+    return sum_rows(heldout_sums_by_row(step, params, batches, token_bytes))
 
 
-def measure_rows(
+def heldout_sums_by_row(
     step: Callable,
     params: dict,
     batches: Iterable[Batch],
     token_bytes: np.ndarray,
     mesh: Mesh | None = None,
 ) -> dict[str, np.ndarray]:
-    """Runs `step` over the batches and returns its results for each row, [R], in order.
+    """Runs `step` over the batches and returns the sums of each row, [R], in the order of the rows.
 
     Args:
       step: the function that `make_heldout_step` returned.
@@ -174,35 +174,35 @@ def measure_rows(
 def sum_rows(
     rows: Mapping[str, np.ndarray], chosen: slice | Sequence[int] = slice(None)
 ) -> dict[str, float]:
-    """Adds up the values of the chosen rows under each name."""
+    """Returns name → the sum of `rows[name]` over the chosen rows."""
     return {name: float(np.sum(x[chosen], dtype=np.float64)) for name, x in rows.items()}
 
 
-def summarise_sources(totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def metrics_by_source(totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Returns the loss and the bits per byte of each source of the held-out rows, as
     "loss/SOURCE" and "bits_per_byte/SOURCE".
 
     Args:
-      totals: name of a source → the sums over its rows.
+      totals: name of a source → the sums over the rows of the source.
     """
     metrics = {}
     for source, total in totals.items():
-        for name, value in summarise_totals(total).items():
+        for name, value in metrics_from_sums(total).items():
             if name in ("loss", "bits_per_byte"):
                 metrics[f"{name}/{source}"] = value
     return metrics
 
 
-def summarise_totals(total: dict[str, float]) -> dict[str, float]:
-    """Turns the sums over all batches into metrics.
+def metrics_from_sums(total: dict[str, float]) -> dict[str, float]:
+    """Computes the held-out metrics from the sums over all rows.
 
     Returns:
       loss: nats per token.
       perplexity: per token.
       accuracy: the share of targets that are the trunk's most likely token.
-      bits_per_byte: the loss in bits per UTF-8 byte of the predicted tokens; absent if they have no
-        bytes, as in synthetic tasks, or if these cannot be counted (`Data.token_bytes`).
-      targets, bytes: the number of tokens that were predicted, and of their UTF-8 bytes; the other
+      bits_per_byte: the loss in bits per UTF-8 byte of the predicted tokens; absent if the bytes of
+        tokens are not known (`Data.token_bytes`), as in synthetic tasks.
+      targets, bytes: the number of predicted tokens, and the number of their UTF-8 bytes; the other
         metrics are absent if no token was predicted.
       mtp_loss/d: nats per token, for each MTP depth d from 0.
       mtp_acceptance/d: the share of positions at which the drafts of depths 0 … d all match the

@@ -1,5 +1,5 @@
-"""Measures how the loss of a token depends on its position in its document. If the model uses a
-long context, the loss falls with the position.
+"""Measures how the loss of a token depends on the token's position in its document. If the model
+uses a long context, the loss falls with the position.
 
 Letters: B batch, T time.
 """
@@ -24,12 +24,12 @@ class LossByPosition(Evaluation):
         "bits_per_byte": Metric("bits per byte", "bits", "lower"),
         "targets": Metric("tokens predicted", "count"),
     }
-    settings = ()
+    settings_read = ()
 
     def run(self, params: dict) -> dict[str, float]:
         return loss_by_position(
             self.eval_context.scorer(params),
-            self.eval_context.heldout(),
+            self.eval_context.heldout_batches(),
             self.eval_context.open_data().token_bytes,
         )
 
@@ -42,16 +42,17 @@ def loss_by_position(
 
     Args:
       scorer: computes the loss of every token.
-      batches: host arrays "tokens" and "segment_ids" [B, T]; "target_mask" and "loss_weights"
-        [B, T], where present, say which tokens count: those that are marked, or above 0.
+      batches: host arrays "tokens" and "segment_ids" [B, T]; "target_mask" and "loss_weights" [B,
+        T], where present, say which tokens count: tokens whose mask is true, and whose weight is
+        above 0.
       token_bytes: [V] int32, the number of UTF-8 bytes of each token.
 
     Returns:
       loss/FIRST-LAST: nats per token, for every bucket that has tokens.
-      bits_per_byte/FIRST-LAST: the loss in bits per UTF-8 byte; absent for synthetic tasks, and
-        if bytes cannot be counted (`Data.token_bytes`).
+      bits_per_byte/FIRST-LAST: the loss in bits per UTF-8 byte; absent if the bytes of tokens are
+        not known (`Data.token_bytes`), as in synthetic tasks.
       targets/FIRST-LAST: the number of tokens in the bucket.
-      loss, bits_per_byte, targets: the same over all buckets.
+      loss, bits_per_byte, targets: the values over all buckets together.
     """
     sums: dict[int, np.ndarray] = {}  # bucket → (sum of losses in nats, tokens, bytes)
     for batch in batches:

@@ -1,9 +1,9 @@
 """Evaluations of recall: multi-query associative recall (MQAR), induction, copying, and needles in
 a haystack.
 
-Each evaluation takes one forward pass over a prompt and the right answer, and compares the model's
-most likely token with each token of the answer. If all are equal, greedy decoding would generate
-the right answer.
+Each evaluation takes one forward pass over a prompt and the right answer, and compares each token
+of the answer with the token that the model finds most likely in its place. If all are equal, greedy
+decoding would generate the right answer.
 
 Letters: B batch, T time.
 """
@@ -55,61 +55,61 @@ _WORDS = (
 
 
 class _SyntheticTask(Evaluation):
-    """The base class of evaluations on a task of `data.synthetic`. It measures accuracy under
-    several conditions: for each row length in `options.lengths`, or in MQAR for each number of
-    pairs in `options.pairs`.
+    """The base class of evaluations on a task of `data.synthetic`. `run` measures accuracy for each
+    row length in `options.row_lengths`, or in MQAR for each number of key-value pairs in
+    `options.pair_counts`.
     """
 
     metrics = {"accuracy": Metric("accuracy", "share", "higher", main=True)}
-    settings = ("suite_lengths",)
+    settings_read = ("suite_lengths",)
     task = ""  # the task's name in `data.synthetic`
 
     @classmethod
-    def row_shapes(cls, options: EvalOptions) -> dict[str, tuple[int, int]]:
+    def row_length_and_pairs(cls, options: EvalOptions) -> dict[str, tuple[int, int]]:
         """Returns condition → (row length in tokens, number of pairs)."""
-        return {f"{length} tokens": (length, 1) for length in options.lengths}
+        return {f"{length} tokens": (length, 1) for length in options.row_lengths}
 
     @classmethod
-    def required_context(cls, options: EvalOptions) -> int:
-        return max(length for length, _ in cls.row_shapes(options).values())
+    def required_context_length(cls, options: EvalOptions) -> int:
+        return max(length for length, _ in cls.row_length_and_pairs(options).values())
 
     @classmethod
-    def check(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        for length, pairs in cls.row_shapes(options).values():
+    def check_model(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        for length, pairs in cls.row_length_and_pairs(options).values():
             _task_rows(cls.task, length, synthetic_vocab_size(config, tokenizer), pairs)
 
     def run(self, params: dict) -> dict[str, float]:
         context = self.eval_context
-        ids = synthetic_vocab_size(context.config, context.tokenizer)
+        ids = synthetic_vocab_size(context.model_config, context.tokenizer)
         rows = context.options.rows or 128
         scorer = context.scorer(params)
         return {
             f"accuracy/{condition}": task_accuracy(scorer, self.task, length, ids, rows, pairs)
-            for condition, (length, pairs) in self.row_shapes(context.options).items()
+            for condition, (length, pairs) in self.row_length_and_pairs(context.options).items()
         }
 
 
 class AssociativeRecall(_SyntheticTask):
     """The evaluation "mqar", multi-query associative recall. A row has 64 tokens, as in
-    publications, or more if its key-value pairs and queries need more.
+    publications, or more if the key-value pairs and queries need more.
     """
 
-    settings = ("suite_pairs",)
+    settings_read = ("suite_pairs",)
     task = "mqar"
 
     @classmethod
-    def row_shapes(cls, options: EvalOptions) -> dict[str, tuple[int, int]]:
-        return {f"{pairs} pairs": (max(64, 4 * pairs), pairs) for pairs in options.pairs}
+    def row_length_and_pairs(cls, options: EvalOptions) -> dict[str, tuple[int, int]]:
+        return {f"{pairs} pairs": (max(64, 4 * pairs), pairs) for pairs in options.pair_counts}
 
 
 class Induction(_SyntheticTask):
-    """The evaluation "induction", on the task of this name in `data.synthetic`."""
+    """The evaluation "induction", on the task "induction" of `data.synthetic`."""
 
     task = "induction"
 
 
 class Copy(_SyntheticTask):
-    """The evaluation "copy", on the task of this name in `data.synthetic`."""
+    """The evaluation "copy", on the task "copy" of `data.synthetic`."""
 
     task = "copy"
 
@@ -123,27 +123,27 @@ class NeedleInAHaystack(Evaluation):
         "accuracy": Metric("accuracy", "share", "higher", main=True),
         "tokens_right": Metric("tokens of the answer right", "share", "higher", main=True),
     }
-    settings = ("suite_lengths",)
+    settings_read = ("suite_lengths",)
     needs_text = True
 
     @classmethod
-    def required_context(cls, options: EvalOptions) -> int:
-        return max(options.lengths)
+    def required_context_length(cls, options: EvalOptions) -> int:
+        return max(options.row_lengths)
 
     @classmethod
-    def check(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    def check_model(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
         # `_needle_row` raises if fact, question and answer do not fit into a row.
-        for kind, length in itertools.product(_KINDS, options.lengths):
+        for kind, length in itertools.product(_KINDS, options.row_lengths):
             rng, haystack = np.random.default_rng(0), np.zeros(max(length, 1), np.int32)
             _needle_row(rng, tokenizer, kind, length, 0.5, haystack)
 
     @functools.cached_property
     def _haystack(self) -> np.ndarray:
-        """Held-out tokens [n], from which the text of the rows is drawn. There are at least twice
-        as many as a row has, if the data have so many, so that rows can start at many places.
+        """Held-out tokens [n], from which the text of the rows is drawn. If the data suffice, n is
+        at least twice the length of a row, so that rows can start at many places.
         """
         parts = []
-        enough = max(_HAYSTACK_TOKENS, 2 * max(self.eval_context.options.lengths))
+        enough = max(_HAYSTACK_TOKENS, 2 * max(self.eval_context.options.row_lengths))
         for batch in self.eval_context.open_data().heldout():
             parts.append(batch["tokens"][batch["segment_ids"] > 0])
             if sum(map(len, parts)) >= enough:
@@ -153,7 +153,7 @@ class NeedleInAHaystack(Evaluation):
     def run(self, params: dict) -> dict[str, float]:
         context, values = self.eval_context, {}
         scorer, rows = context.scorer(params), context.options.rows or 32
-        for kind, length in itertools.product(_KINDS, context.options.lengths):
+        for kind, length in itertools.product(_KINDS, context.options.row_lengths):
             accuracy, tokens_right = needle_accuracy(
                 scorer, context.tokenizer, kind, length, rows, self._haystack
             )
@@ -165,8 +165,8 @@ class NeedleInAHaystack(Evaluation):
 def task_accuracy(
     scorer: Scorer, task: str, length: int, ids: int, rows: int, pairs: int = 8
 ) -> float:
-    """Returns the share of the target tokens of a synthetic task for which the model's most likely
-    token is the right one.
+    """Returns the accuracy on a synthetic task: the share of target tokens that the model finds
+    most likely in their places.
 
     Args:
       scorer: computes the model's most likely token at every position.
@@ -180,12 +180,14 @@ def task_accuracy(
     tokens_BT, is_target_BT = (
         np.stack(arrays) for arrays in zip(*(task_rows[i] for i in range(rows)), strict=True)
     )
-    is_correct_BT = _correct_guesses(scorer, tokens_BT)
+    is_correct_BT = _guess_is_right(scorer, tokens_BT)
     return float(is_correct_BT[is_target_BT[:, 1:]].mean())
 
 
 def _task_rows(task: str, length: int, ids: int, pairs: int) -> TaskRows:
-    """Returns the held-out rows of a synthetic task. A row is generated when it is indexed."""
+    """Returns the held-out rows of a synthetic task, as a sequence that generates a row when it is
+    indexed.
+    """
     return TaskRows(task, length, ids, SyntheticConfig(pairs=pairs), seed=0, split=HELDOUT_SPLIT)
 
 
@@ -194,8 +196,8 @@ def needle_accuracy(
 ) -> tuple[float, float]:
     """Measures single-needle retrieval (S-NIAH) as in RULER (arXiv 2404.06654).
 
-    The needle is a sentence that states a value. In each row it is at another depth of the text;
-    the depths of the rows have equal distances.
+    The needle is a sentence that states a value. The needles of the rows are at equally spaced
+    depths of the text.
 
     Args:
       scorer: computes the model's most likely token at every position.
@@ -207,8 +209,8 @@ def needle_accuracy(
       haystack: [n] token ids of running text, for kinds 2 and 3.
 
     Returns:
-      The share of rows in which every token of the answer is the model's most likely token; the
-      share of the tokens of all answers that are the model's most likely token.
+      (share of rows in which every token of the answer is the model's most likely token; share of
+      the tokens of all answers that are the model's most likely token).
 
     Raises:
       UserError: `length` is too small, or `haystack` is too short.
@@ -217,7 +219,7 @@ def needle_accuracy(
     needle_rows = [
         _needle_row(rng, tokenizer, kind, length, (i + 0.5) / rows, haystack) for i in range(rows)
     ]
-    is_correct_BT = _correct_guesses(scorer, np.stack([tokens for tokens, _ in needle_rows]))
+    is_correct_BT = _guess_is_right(scorer, np.stack([tokens for tokens, _ in needle_rows]))
     answers = [is_correct_BT[i, -count:] for i, (_, count) in enumerate(needle_rows)]
     accuracy = float(np.mean([answer.all() for answer in answers]))
     tokens_right = float(np.concatenate(answers).mean())
@@ -232,13 +234,14 @@ def _needle_row(
     depth: float,
     haystack: np.ndarray,
 ) -> tuple[np.ndarray, int]:
-    """Makes a row: text that contains the needle, then a question about its value, then the answer.
+    """Makes a row: text that contains the needle, then a question about the needle's value, then
+    the answer.
 
     Args:
-      depth: the place of the needle, from 0 (start of the text) to 1 (end of the text).
+      depth: the place of the needle in the text, from 0 (start) to 1 (end).
 
     Returns:
-      The tokens of the row [length]; the number of tokens of the answer, which are the last ones.
+      (tokens of the row [length]; number of tokens of the answer, which is at the end of the row).
 
     Raises:
       UserError: `length` is too small for needle, question and answer.
@@ -272,7 +275,7 @@ def _random_span(rng: np.random.Generator, haystack: np.ndarray, count: int) -> 
     """Returns `count` consecutive tokens of the haystack, from a random start.
 
     Raises:
-      UserError: the haystack has fewer tokens.
+      UserError: the haystack has fewer than `count` tokens.
     """
     if len(haystack) < count:
         raise UserError(
@@ -283,15 +286,18 @@ def _random_span(rng: np.random.Generator, haystack: np.ndarray, count: int) -> 
     return haystack[start : start + count]
 
 
-def _correct_guesses(scorer: Scorer, tokens_BT: np.ndarray) -> np.ndarray:
-    """Returns whether the model predicts each of the tokens 1 … T-1 of every row, [B, T-1] bool."""
+def _guess_is_right(scorer: Scorer, tokens_BT: np.ndarray) -> np.ndarray:
+    """Returns [B, T-1] bool: whether each of the tokens 1 … T-1 of every row is the model's most
+    likely token in its place.
+    """
     return best_guesses(scorer, tokens_BT) == tokens_BT[:, 1:]
 
 
 def best_guesses(scorer: Scorer, tokens_BT: np.ndarray) -> np.ndarray:
     """Returns the most likely token after each of the tokens 0 … T-2 of every row, [B, T-1].
 
-    It scores batches of the same size, so that the model is compiled once for the row length T.
+    All batches that are scored have the same size, so that the model is compiled once for the row
+    length T.
     """
     size = max(1, min(len(tokens_BT), _BATCH_TOKENS // tokens_BT.shape[1]))
     padded = np.resize(tokens_BT, (-(-len(tokens_BT) // size) * size, tokens_BT.shape[1]))

@@ -1,7 +1,7 @@
 """Scores given tokens: computes the loss of each token, and the token that the model finds most
-likely at its place.
+likely in its place.
 
-The functions that place batches on the mesh serve all evaluations.
+Also has the functions with which all evaluations place batches on the mesh.
 
 Letters: B batch, T time, D model.
 """
@@ -32,8 +32,9 @@ def make_score_step(
     """Returns a jitted function (params, tokens [B, T], segment_ids [B, T]) → (nll [B, T],
     guess [B, T]).
 
-    Position t of nll and guess holds the loss (nats) of token t + 1 and the most likely token at
-    its place. The values at the last position have no meaning.
+    Position t of nll holds the loss (nats) of token t + 1; position t of guess holds the token that
+    the model finds most likely in the place of token t + 1. The values at the last position have no
+    meaning.
 
     Args:
       graphdef: the graph definition of the `Qwen3Next`.
@@ -52,8 +53,8 @@ def make_score_step(
 
 
 def make_scorer(step: Callable, params: dict, mesh: Mesh | None = None) -> Scorer:
-    """Returns a scorer of the model with these parameters. The scorer is compiled once for every
-    shape of rows.
+    """Returns a scorer (see `Scorer`) of the model with the parameters `params`. The scorer is
+    compiled once for every shape of rows.
 
     Args:
       step: the function that `make_score_step` returned for the same mesh.
@@ -81,9 +82,9 @@ def place_on_mesh(
 ) -> dict[str, jax.Array | np.ndarray]:
     """Shards arrays [B, T] over the mesh as `Qwen3Next.features` expects them.
 
-    The function first pads the batch with empty rows, so that the mesh divides their number. If the
-    mesh axis `context` splits rows, it also pads each row with padding tokens to a multiple of 16
-    tokens per device. Without a mesh it returns the batch unchanged.
+    The function first pads the batch with empty rows to a number of rows that the mesh divides. If
+    the mesh axis `context` splits rows, it also pads each row with padding tokens to a multiple of
+    16 tokens per device. Without a mesh it returns the batch unchanged.
 
     Args:
       batch: host arrays with all rows, the same in every process.

@@ -35,23 +35,23 @@ class AttentionSinks(Evaluation):
         "activation_ratio": Metric("largest over median activation", "", "lower", main=True),
     }
 
-    settings = ()
+    settings_read = ()
 
     def __init__(self, eval_context: EvalContext):
         super().__init__(eval_context)
-        self._step = make_diagnostics_step(eval_context.graphdef, eval_context.mesh)
+        self._step = make_layer_stats_step(eval_context.graphdef, eval_context.mesh)
 
     def run(self, params: dict) -> dict[str, float]:
-        mesh, config = self.eval_context.mesh, self.eval_context.config
-        batches = (place_on_mesh(batch, mesh) for batch in self.eval_context.heldout(_ROWS))
+        mesh, config = self.eval_context.mesh, self.eval_context.model_config
+        batches = (place_on_mesh(batch, mesh) for batch in self.eval_context.heldout_batches(_ROWS))
         return measure_sinks(self._step, params, batches, config.num_hidden_layers)
 
 
-def make_diagnostics_step(
+def make_layer_stats_step(
     graphdef: nnx.GraphDef, mesh: Mesh | None = None
 ) -> Callable[..., tuple[dict[str, jax.Array], ...]]:
     """Returns a jitted function (params, tokens [B, T], segment_ids [B, T]) → a tuple with one dict
-    of diagnostics per layer. The dict of the multi-token prediction module, if there is one, is
+    of statistics per layer. The dict of the multi-token prediction module, if there is one, is
     last.
     """
 
@@ -66,12 +66,12 @@ def make_diagnostics_step(
 def measure_sinks(
     step: Callable, params: dict, batches: Iterable[dict[str, np.ndarray]], layers: int
 ) -> dict[str, float]:
-    """Runs `step` over the batches and summarises the diagnostics of the first `layers` layers.
+    """Runs `step` over the batches and summarises the statistics of the first `layers` layers.
 
     Returns:
       first_token_share: the attention probability on the first token of the document, averaged
         over the queries after it, heads and attention layers;
-        first_token_share/layer I: the same for one layer.
+        first_token_share/layer I: its mean over the queries and heads of layer I.
       first_token_heads: the share of heads whose first_token_share exceeds SINK_HEAD.
       activation_max/layer I: the largest |x| of the residual stream after the layer;
         activation_max: the largest over all layers.

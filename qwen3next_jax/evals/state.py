@@ -1,5 +1,5 @@
-"""The evaluation of tasks that need a state (`data.state_tasks`): accuracy by position, far beyond
-the length of the rows on which a model was trained.
+"""The evaluation of state-tracking tasks, such as parity (`data.state_tasks`): accuracy by
+position, in rows that may be much longer than the training rows.
 
 Letters: B batch, T time.
 """
@@ -20,22 +20,22 @@ from qwen3next_jax.evals.recall import best_guesses
 _ROWS = 64
 
 
-class State(Evaluation):
-    """The evaluation "state", on the task of the run's own data. It reads rows as long as the
-    largest of `eval.suite_lengths`, and measures the accuracy between each two of these lengths:
-    with 64 and 512, at the positions 1 to 64 and 65 to 512. The first ranges of long rows stand for
-    shorter rows.
+class StateTracking(Evaluation):
+    """The evaluation "state", on the state-tracking task of the run's data. The evaluation reads
+    rows as long as the largest of `eval.suite_lengths`, and measures the accuracy in the ranges of
+    positions between the lengths: for the lengths 64 and 512, at the positions 1 to 64 and 65 to
+    512. The accuracy at positions 1 to 64 stands for that of rows of 64 tokens.
     """
 
     metrics = {"accuracy": Metric("accuracy", "share", "higher", main=True)}
-    settings = ("suite_lengths",)
+    settings_read = ("suite_lengths",)
 
     @classmethod
-    def required_context(cls, options: EvalOptions) -> int:
-        return max(options.lengths)
+    def required_context_length(cls, options: EvalOptions) -> int:
+        return max(options.row_lengths)
 
     @classmethod
-    def check(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    def check_model(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
         if tokenizer.reads_text:
             raise UserError(
                 "eval.suites: state measures a task of data.state_tasks, such as parity: expected "
@@ -50,9 +50,9 @@ class State(Evaluation):
             f"data.source = {data.source!r}: expected a task of data.state_tasks, such as parity",
         )
         try:
-            source.check(data, max(options.lengths), vocab_size)
+            source.check(data, max(options.row_lengths), vocab_size)
         except UserError as error:
-            where = f"rows of {max(options.lengths)} tokens (eval.suite_lengths, --lengths)"
+            where = f"rows of {max(options.row_lengths)} tokens (eval.suite_lengths, --lengths)"
             raise UserError(f"{where}: {error}") from error
 
     def run(self, params: dict) -> dict[str, float]:
@@ -61,7 +61,7 @@ class State(Evaluation):
         if not isinstance(data, StateData):
             title = data.describe()["title"]
             raise UserError(f"eval.suites: state measures a task of data.state_tasks, not: {title}")
-        lengths = sorted(context.options.lengths)
+        lengths = sorted(context.options.row_lengths)
         rows = data.heldout_rows_of(lengths[-1], context.options.rows or _ROWS)
         tokens_BT, labels_BT, targets_BT = (np.stack(arrays) for arrays in zip(*rows, strict=True))
         guesses_BT = best_guesses(context.scorer(params), tokens_BT)
@@ -72,8 +72,9 @@ class State(Evaluation):
 def accuracy_by_position(
     is_right_BT: np.ndarray, is_target_BT: np.ndarray, lengths: Sequence[int]
 ) -> dict[str, float]:
-    """Returns "accuracy/FIRST-LAST" for the positions, from 1, between each two of `lengths`, which
-    ascend. Position t is that of the answer after token t. Ranges without a target are left out.
+    """Returns "accuracy/FIRST-LAST" for each range of positions that ends at one of `lengths`. The
+    first position is 1, and `lengths` ascend. Position t is that of the answer after token t.
+    Ranges without a target are left out.
     """
     found = {}
     for before, last in zip((0, *lengths), lengths):

@@ -1,5 +1,5 @@
 """Text generation with a cache, and with drafts from the multi-token prediction module."""
 
-from qwen3next_jax.inference.decode import complete, generate
+from qwen3next_jax.inference.decode import generate, generate_to_end
 
-__all__ = ["complete", "generate"]
+__all__ = ["generate", "generate_to_end"]

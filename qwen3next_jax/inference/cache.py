@@ -1,8 +1,8 @@
-"""Lengths and sizes of the caches for decoding.
+"""Lengths and sizes in bytes of the caches for decoding.
 
-The cache of a recurrent layer (the window of its convolution, and its state) has the same size for
-every context length. So has the cache of attention to a sliding window. The caches of other
-attention layers have a slot for every token.
+The cache of a recurrent layer (the inputs of its convolution, and its state) has the same size for
+every context length. The cache of sliding-window attention has the same size for every context
+length, too. The cache of any other attention layer has a slot for every token.
 """
 
 import jax
@@ -13,12 +13,12 @@ from qwen3next_jax.model.layer_properties import empty_layer_cache, mixer_class
 MIN_SLOTS = 64  # slots of the smallest cache
 
 
-def round_up_length(tokens: int) -> int:
+def round_up_cache_length(tokens: int) -> int:
     """Returns the number of slots of a cache for `tokens` tokens.
 
-    The result is MIN_SLOTS, or 5, 6, 7 or 8 eighths of a power of two. So requests of similar
-    length use the same compiled programs, and less than a fifth of the slots is unused (except in
-    caches of MIN_SLOTS).
+    The number is MIN_SLOTS, or 5, 6, 7 or 8 eighths of a power of two. So requests of similar
+    length use the same compiled programs, and less than a fifth of the slots is unused (except in a
+    cache of MIN_SLOTS).
     """
     if tokens <= MIN_SLOTS:
         return MIN_SLOTS
@@ -26,12 +26,12 @@ def round_up_length(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
-    """Returns `cache_kind` → bytes of the cache of the decoder layers, for `batch` rows with
-    `length` slots. The MTP module's cache is not included.
+def cache_bytes_by_kind(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
+    """Returns `cache_kind` → bytes of the caches of all decoder layers of this kind, for `batch`
+    rows with `length` slots. The cache of the MTP module is not included.
 
     Caches of kind "state" have the same number of bytes at any length; caches of kind "slots" grow
-    with it.
+    with the length.
     """
     total = {"state": 0, "slots": 0}
     for layer, name in enumerate(config.mixers):
@@ -42,17 +42,18 @@ def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
     return total
 
 
-def cache_after_token(config: ModelConfig, cache: list, index_B: jax.Array) -> list:
-    """Returns the cache of each row b as it was after token `index_B[b]` of the T tokens that the
-    call of `Qwen3Next.decode` processed. The first token has the number 0.
+def roll_back_cache(config: ModelConfig, cache: list, index_B: jax.Array) -> list:
+    """Rolls the cache back to an earlier token of the T tokens of the last call of
+    `Qwen3Next.decode`: row b gets the cache as it was after token number `index_B[b]`. The first of
+    the T tokens has the number 0.
 
-    Caches of kind "slots" are returned unchanged: a slot after that token is overwritten before any
-    query sees it.
+    Caches of kind "slots" are returned unchanged: a slot after token `index_B[b]` is overwritten
+    before any query reads it.
 
     Args:
       config: the model's settings.
-      cache: the cache that `Qwen3Next.decode` returned with `return_all_states=True`. Caches of
-        kind "state" have the state after every token in it, [layers, B, T, …].
+      cache: the cache that `Qwen3Next.decode` returned with `return_all_states=True`. Its arrays of
+        kind "state" hold the state after every token, [layers, B, T, …].
       index_B: [B] int32, numbers from 0 to T - 1.
     """
 

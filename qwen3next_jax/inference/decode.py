@@ -1,5 +1,5 @@
-"""Text generation with a cache. It continues prompts of different lengths in one batch, greedily or
-by sampling, and yields tokens as they come.
+"""Text generation with a cache. The function `generate` continues prompts of different lengths in
+one batch, greedily or by sampling, and yields tokens as soon as they are generated.
 
 The module `plain` generates one token per pass of the model without its multi-token prediction
 module ("the trunk"). The module `speculative` lets the multi-token prediction module draft several
@@ -24,7 +24,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.inference import plain
 from qwen3next_jax.inference import speculative as drafting
-from qwen3next_jax.inference.cache import round_up_length
+from qwen3next_jax.inference.cache import round_up_cache_length
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.adapters import merged_model
@@ -42,23 +42,22 @@ _MAX_STEPS_OF_PROCESSES = 8
 
 
 class TokenStream:
-    """An iterator over the new tokens of all rows.
+    """An iterator over the new tokens of all rows, which also counts tokens and accepted drafts.
 
-    Each item is a piece: a list with one int32 array for each prompt. The array holds the tokens
-    that were generated for the prompt since the last piece; it may be empty.
+    Each item is a list with one int32 array for each prompt. The array holds the tokens that were
+    generated for the prompt since the previous item; it may be empty.
 
     Attributes:
       tokens: number of tokens of all rows that were yielded so far.
-      passes: number of passes through the trunk that these tokens took; a pass with n rows counts n
-        times.
-      drafted: [K], for each MTP depth how often a draft of this depth was verified.
-      accepted: [K], for each MTP depth how often its draft was accepted. A draft is accepted only
-        if all earlier drafts of its round are. `drafted` and `accepted` do not count the first
-        round of each row, because its drafts were not made by the module
-        (`speculative.init_state`).
-      routed_experts: for each prompt the experts of its tokens and of the new ones, int16 [n - 1,
-        layers, experts per token]: the last of the n tokens never enters the model. The list is
-        empty before the stream has ended, and if the experts are not recorded.
+      passes: number of forward passes of the trunk so far; a pass with n rows counts n times.
+      drafted: [K], for each MTP depth the number of drafts that the trunk verified.
+      accepted: [K], for each MTP depth the number of drafts that the trunk accepted. A draft is
+        accepted only if all earlier drafts of its round are accepted. `drafted` and `accepted` do
+        not count the first round of each row, because the multi-token prediction module did not
+        make the drafts of the first round (`speculative.init_state`).
+      routed_experts: for each prompt, the experts to which the n tokens of prompt and continuation
+        were routed, int16 [n - 1, layers, experts per token]; the last token never enters the
+        model. The list is empty before the stream has ended, and if the experts are not recorded.
     """
 
     def __init__(self, pieces: Callable[["TokenStream"], Iterator[list[np.ndarray]]], drafts: int):
@@ -74,12 +73,14 @@ class TokenStream:
         return next(self._pieces)
 
     def add_to_totals(self, piece: list[np.ndarray], emitted: plain.EmittedTokens) -> None:
-        """Adds the tokens, passes and drafts of one call of "advance" to the totals."""
+        """Adds the tokens, passes and drafts of one call of the compiled function "advance" to the
+        attributes.
+        """
         if self.tokens:
-            self.drafted += emitted.passes
-            self.accepted += emitted.accepted
+            self.drafted += emitted.model_passes
+            self.accepted += emitted.accepted_drafts
         self.tokens += sum(map(len, piece))
-        self.passes += int(emitted.passes)
+        self.passes += int(emitted.model_passes)
 
 
 def generate(
@@ -99,8 +100,8 @@ def generate(
     record_routing: bool = False,
     on_compile: Callable[[], None] = lambda: None,
 ) -> TokenStream:
-    """Generates a continuation of every prompt. Compiles all programs that it needs before it
-    returns.
+    """Generates a continuation of every prompt, as the returned stream is read. All programs are
+    compiled before this function returns.
 
     Args:
       prompts: integer arrays of token ids, each of at least one token, of any lengths.
@@ -108,7 +109,8 @@ def generate(
       temperature, top_k, top_p, min_p: see `Sampling`.
       seed: seed of the random numbers. A sampled token depends only on the seed, the index of its
         row, its position in the row, and the tokens before it in the row.
-      stop_ids: a row ends when one of these tokens is generated; the token itself is not yielded.
+      stop_ids: a row ends when one of these token ids is generated; the stop token itself is not
+        yielded.
       speculative: the number of tokens, at most 4, that the multi-token prediction module drafts
         per pass of the trunk; 0: no drafts. Drafting changes neither the tokens of greedy decoding
         nor the distribution of samples.
@@ -137,8 +139,8 @@ def generate(
 
     model = merged_model(model)
     graphdef, params = nnx.split(model)
-    programs = get_programs(
-        graphdef, mesh, sampling.greedy, sampling.filters, speculative, record_routing
+    programs = cached_programs(
+        graphdef, mesh, sampling.is_greedy, sampling.has_filters, speculative, record_routing
     )
     length = cache_length(prompts, max_new_tokens, speculative, min_cache_length)
     initial_state = programs.init_state(
@@ -152,9 +154,7 @@ def generate(
     arguments = stop_ids.astype(np.int32), sampling_arrays, np.uint32(seed)
 
     def compile_prefill(begin: int, tokens_BX: np.ndarray) -> Callable:
-        """Returns a function state → state that writes this chunk of the prompts to the
-        caches.
-        """
+        """Returns a function state → state that writes a chunk of the prompts to the caches."""
         chunk = tokens_BX, np.int32(begin)
         prefill = programs.compile_for("prefill", on_compile, params, initial_state, *chunk)
         return lambda state: prefill(params, state, *chunk)
@@ -170,7 +170,7 @@ def generate(
         "advance", on_compile, params, initial_state, np.int32(1), *arguments
     )
 
-    decoding = _Decoding(
+    decoding = _CompiledGeneration(
         initial_state,
         prefills,
         lambda state, steps: advance(params, state, np.int32(steps), *arguments),
@@ -194,34 +194,34 @@ def _check_options(
     if speculative:
         drafting.check_drafts(config, speculative)
     if record_routing:
-        _check_recording(config, speculative)
+        _check_can_record_experts(config, speculative)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Decoding:
-    """A call of `generate` whose programs are compiled.
+class _CompiledGeneration:
+    """The compiled functions and the initial state of one call of `generate`.
 
     Attributes:
-      initial_state: the state before the prompts.
-      prefills: functions state → state, which write the chunks of the prompts to the caches.
-      advance: function (state, number of steps) → (state, what the steps emitted, the number of
-        tokens that remain of each row).
-      num_prompts: number of prompts; the rows after them only fill the mesh.
+      initial_state: the decoding state before any prompt token is processed.
+      prefill_calls: functions state → state, which write the chunks of the prompts to the caches.
+      advance: function (state, number of steps) → (state, the emitted tokens, the number of tokens
+        that each row may still get).
+      num_prompts: number of prompts; further rows of the batch only fill the mesh.
       max_steps: the most steps of one call of `advance`.
       record_routing: as in `generate`.
     """
 
     initial_state: Any
-    prefills: Sequence[Callable]
+    prefill_calls: Sequence[Callable]
     advance: Callable
     num_prompts: int
     max_steps: int
     record_routing: bool
 
     def new_tokens(self, stream: "TokenStream") -> Iterator[list[np.ndarray]]:
-        """Yields the new tokens of all prompts, several steps at a time."""
+        """Yields the items of `stream`: the new tokens of all prompts, several steps at a time."""
         state, num_prompts = self.initial_state, self.num_prompts
-        for prefill in self.prefills:
+        for prefill in self.prefill_calls:
             state = prefill(state)
         # The first call takes one step, so that the first token appears at once.
         steps, is_active = 1, True
@@ -230,28 +230,28 @@ class _Decoding:
             state, *results = self.advance(state, steps)
             emitted, remaining_B = jax.device_get(results)
             is_active = bool(np.any(remaining_B[:num_prompts] > 0))
-            rows = zip(emitted.tokens[:num_prompts], emitted.count[:num_prompts])
+            rows = zip(emitted.tokens[:num_prompts], emitted.token_counts[:num_prompts])
             piece = [tokens[:count] for tokens, count in rows]
             stream.add_to_totals(piece, emitted)
-            steps = _next_step_count(steps, time.perf_counter() - started, self.max_steps)
+            steps = _steps_of_next_call(steps, time.perf_counter() - started, self.max_steps)
             if any(map(len, piece)):
                 yield piece
         if self.record_routing:
-            routing, fed_B = jax.device_get((state.routing, state.position))
+            routing, fed_B = jax.device_get((state.recorded_experts, state.pending_position))
             stream.routed_experts = [
                 row[:fed] for row, fed in zip(routing[:num_prompts], fed_B[:num_prompts])
             ]
 
 
-def complete(model: Qwen3Next, prompts: Sequence[np.ndarray], **options) -> list[np.ndarray]:
-    """Runs `generate` to its end. Returns the new tokens of each row, [n] int32, without the stop
-    token.
+def generate_to_end(model: Qwen3Next, prompts: Sequence[np.ndarray], **options) -> list[np.ndarray]:
+    """Calls `generate` and reads its stream to the end. Returns the new tokens of each row, [n]
+    int32, without the stop token.
     """
-    return concatenate_pieces(generate(model, prompts, **options), len(prompts))
+    return concatenate_tokens_by_row(generate(model, prompts, **options), len(prompts))
 
 
-def concatenate_pieces(pieces: Iterator[list[np.ndarray]], rows: int) -> list[np.ndarray]:
-    """Joins the pieces that a `TokenStream` yields: returns the tokens of each row."""
+def concatenate_tokens_by_row(pieces: Iterator[list[np.ndarray]], rows: int) -> list[np.ndarray]:
+    """Concatenates the items of a `TokenStream`. Returns the tokens of each row."""
     tokens_of_rows: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] for _ in range(rows)]
     for piece in pieces:
         for row, tokens in zip(tokens_of_rows, piece):
@@ -259,9 +259,9 @@ def concatenate_pieces(pieces: Iterator[list[np.ndarray]], rows: int) -> list[np
     return [np.concatenate(row) for row in tokens_of_rows]
 
 
-def _next_step_count(steps: int, seconds: float, max_steps: int) -> int:
-    """Returns the number of steps of the next call, from the number of steps of the last call and
-    the seconds that it took.
+def _steps_of_next_call(steps: int, seconds: float, max_steps: int) -> int:
+    """Returns the number of steps of the next call of "advance", from the number of steps of the
+    last call and the seconds that it took.
     """
     if jax.process_count() > 1:
         return min(2 * steps, _MAX_STEPS_OF_PROCESSES)
@@ -271,7 +271,7 @@ def _next_step_count(steps: int, seconds: float, max_steps: int) -> int:
 
 
 class DecodePrograms:
-    """The compiled functions for one model structure and one way of decoding.
+    """The compiled functions for one model structure and one set of decoding options.
 
     Args:
       graphdef: the model without its parameters.
@@ -310,7 +310,7 @@ class DecodePrograms:
         def advance(params, state, *arguments):
             model = nnx.merge(graphdef, params)
             state, emitted = method.advance(model, mesh, greedy, filters, state, *arguments)
-            results = emitted, state.remaining
+            results = emitted, state.remaining_tokens
             if mesh is not None:  # every process reads the results of all rows
                 replicated = NamedSharding(mesh, activation_spec())
                 results = jax.lax.with_sharding_constraint(results, replicated)
@@ -327,8 +327,8 @@ class DecodePrograms:
         Args:
           model: the model.
           length: the number of slots.
-          rows_B: the other arguments of `plain.init_state`, arrays [B]: the pending tokens, their
-            positions, and the numbers of tokens to generate.
+          rows_B: three arrays [B]: the pending tokens (the last of each prompt), their positions,
+            and the numbers of tokens to generate.
         """
 
         def make(*rows_B):
@@ -337,8 +337,8 @@ class DecodePrograms:
         return make(*map(jnp.asarray, rows_B)) if self._mesh is None else jax.jit(make)(*rows_B)
 
     def compile_for(self, name: str, on_compile: Callable[[], None], *args) -> Callable:
-        """Returns the function `name` ("prefill" or "advance") compiled for arguments of these
-        shapes. Calls `on_compile` if it is not compiled yet.
+        """Returns the function `name` ("prefill" or "advance"), compiled for arguments with the
+        shapes of `args`. Calls `on_compile` before it compiles the function.
         """
         key = (
             name,
@@ -350,7 +350,7 @@ class DecodePrograms:
         return self._compiled[key]
 
     def _shard_rows(self, state):
-        """Splits the rows of the state over the mesh, in the same way in every program."""
+        """Shards the rows of the decoding state over the mesh, in the same way in every program."""
         if self._mesh is None:
             return state
         by_row = NamedSharding(self._mesh, activation_spec("batch"))
@@ -365,7 +365,7 @@ class DecodePrograms:
 
 
 @functools.lru_cache(maxsize=8)
-def get_programs(
+def cached_programs(
     graphdef: nnx.GraphDef,
     mesh: Mesh | None = None,
     greedy: bool = True,
@@ -373,8 +373,8 @@ def get_programs(
     drafts: int = 0,
     record_routing: bool = False,
 ) -> DecodePrograms:
-    """Returns the programs for this way of decoding (see `DecodePrograms`). Calls with the same
-    arguments return the same object, so that its functions are compiled once.
+    """Returns the `DecodePrograms` for these arguments. Calls with the same arguments return the
+    same object, so that its functions are compiled once.
     """
     return DecodePrograms(graphdef, mesh, greedy, filters, drafts, record_routing)
 
@@ -385,13 +385,15 @@ def cache_length(
     speculative: int = 0,
     min_cache_length: int = 0,
 ) -> int:
-    """Returns the number of slots of the cache that `generate` makes for these arguments. They are
-    enough for all tokens, for the padding of the last prompt chunk, and for drafts.
+    """Returns the number of slots of the cache that `generate` makes for these arguments. The slots
+    are enough for all tokens, for the padding of the last prompt chunk, and for drafts.
     """
     longest = max(map(len, prompts))
-    bounds = _chunk_bounds(longest - 1, is_chat=min_cache_length > 0)
+    bounds = _chunk_starts_and_sizes(longest - 1, is_chat=min_cache_length > 0)
     ends = (start + size for start, size in bounds)
-    return round_up_length(max(longest + max_new_tokens + 2 * speculative, min_cache_length, *ends))
+    return round_up_cache_length(
+        max(longest + max_new_tokens + 2 * speculative, min_cache_length, *ends)
+    )
 
 
 def checked_prompts(
@@ -409,7 +411,7 @@ def checked_prompts(
       config: the model's settings.
       prompts: the token ids of each prompt.
       max_new_tokens, temperature: see `generate`.
-      chunk: the size of the smallest chunks in which prompts go through the model.
+      chunk: the smallest number of tokens in which prompts are divided for prefill.
 
     Raises:
       UserError: see `generate`.
@@ -424,12 +426,12 @@ def checked_prompts(
         if not len(prompt):
             raise UserError(f"prompt {i} is empty: expected at least one token")
         _check_token_ids(config, prompt, f"prompt {i}")
-    _check_length(config, max(map(len, prompts)), max_new_tokens)
+    _check_context_length(config, max(map(len, prompts)), max_new_tokens)
     check_prompts_hold_prefix(config, prompts, chunk)
     return [prompt.astype(np.int32) for prompt in prompts]
 
 
-def _check_recording(config: ModelConfig, speculative: int) -> None:
+def _check_can_record_experts(config: ModelConfig, speculative: int) -> None:
     """Raises UserError if the experts of tokens cannot be recorded: without experts, with drafts,
     or in a run of several processes.
     """
@@ -446,9 +448,9 @@ def _check_recording(config: ModelConfig, speculative: int) -> None:
         )
 
 
-def _check_length(config: ModelConfig, longest: int, max_new_tokens: int) -> None:
+def _check_context_length(config: ModelConfig, longest: int, max_new_tokens: int) -> None:
     """Raises UserError if the longest prompt and the new tokens together exceed
-    `ModelConfig.context_length`. `longest`: the number of tokens of that prompt.
+    `ModelConfig.context_length`. `longest`: the number of tokens of the longest prompt.
     """
     total = longest + max_new_tokens
     if total <= config.context_length:
@@ -478,15 +480,15 @@ def _check_token_ids(config: ModelConfig, ids: np.ndarray, name: str) -> None:
         )
 
 
-def _chunk_bounds(
+def _chunk_starts_and_sizes(
     total: int, chunk: int = PREFILL_CHUNK, is_chat: bool = False
 ) -> Iterator[tuple[int, int]]:
-    """Yields (start, size) of the chunks into which `total` prompt tokens are divided.
+    """Yields (start, size) of the chunks into which `total` prompt tokens are divided for prefill.
 
     All chunks but the last have `chunk` tokens. The size of the last chunk is rounded up to a power
     of two, at least 16 and at most `chunk`. In a chat, the tokens after the last whole chunk are
-    divided into chunks of _CHAT_CHUNK tokens instead, so that programs for two sizes only are
-    compiled.
+    divided into chunks of _CHAT_CHUNK tokens instead, so that prefill is compiled for two chunk
+    sizes only.
     """
     start = 0
     while start < total:
@@ -509,10 +511,10 @@ def prompt_chunks(
 
     Yields:
       (start, tokens). start is the position of the chunk's first token. tokens [B, T + lookahead]
-      holds the T tokens of the chunk and the `lookahead` tokens after it. Prompts are padded with
-      zeros at their ends.
+      holds the T tokens of the chunk and the `lookahead` tokens after the chunk. Prompts are padded
+      with zeros at their ends.
     """
-    for start, size in _chunk_bounds(max(map(len, prompts)) - 1, chunk, is_chat):
+    for start, size in _chunk_starts_and_sizes(max(map(len, prompts)) - 1, chunk, is_chat):
         tokens_BX = np.zeros((len(prompts), size + lookahead), np.int32)
         for row, prompt in zip(tokens_BX, prompts):
             part = prompt[start : start + size + lookahead]

@@ -7,11 +7,12 @@ from qwen3next_jax.common.errors import UserError, as_user_error, short_repr
 from qwen3next_jax.common.storage import to_path
 
 
-def end_tokens(folder: epath.PathLike, vocab_size: int) -> set[int]:
-    """Returns all `eos_token_id`s in config.json and generation_config.json of `folder`.
+def read_end_token_ids(folder: epath.PathLike, vocab_size: int) -> set[int]:
+    """Returns the ids in the field `eos_token_id` of config.json and generation_config.json in
+    `folder`.
 
-    In each file the field may be missing, an id, or a list of ids. The folder of a run has neither
-    file.
+    In each file the field `eos_token_id` may be missing, an id, or a list of ids. For the folder of
+    a run, which has neither file, the result is empty.
 
     Raises:
       UserError: a file cannot be read, or an id is not in the vocabulary.

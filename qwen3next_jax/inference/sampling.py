@@ -16,18 +16,18 @@ TOKEN, ACCEPT, RESAMPLE, DRAFT = range(4)
 
 
 class Sampling(NamedTuple):
-    """How tokens are sampled. The filters top_k, top_p and min_p are applied in this order, each to
-    the tokens that the earlier filters have kept. The most likely token is always kept. A token
-    that is exactly as likely as the least likely kept token is kept, too.
+    """The options with which tokens are sampled. The filters top_k, top_p and min_p are applied in
+    this order, each to the tokens that the earlier filters have kept. The most likely token is
+    always kept. A token that is exactly as likely as the least likely kept token is kept, too.
 
     Attributes:
-      temperature: the logits are divided by this number. 0 means greedy decoding, which takes the
-        most likely token; so does, in effect, a number too small for float32.
+      temperature: the number by which the logits are divided. 0 means greedy decoding, which takes
+        the most likely token. A number too small for float32 has the effect of 0.
       top_k: keep this number of the most likely tokens; 0: all.
       top_p: keep the smallest number of the most likely tokens whose probabilities sum to this
         number or more; 1: all.
-      min_p: keep the tokens whose probability is at least this share of the most likely token's; 0:
-        all.
+      min_p: keep the tokens whose probability is at least `min_p` times the probability of the most
+        likely token; 0: all.
     """
 
     temperature: float = 0.0
@@ -36,17 +36,17 @@ class Sampling(NamedTuple):
     min_p: float = 0.0
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
 
     @property
-    def filters(self) -> bool:
+    def has_filters(self) -> bool:
         """Whether any filter is set."""
         return self[1:] != (0, 1.0, 0.0)
 
     def check(self) -> None:
-        """Checks the settings.
+        """Checks the options.
 
         Raises:
           UserError: a number is out of range, or a filter is set for greedy decoding.
@@ -60,7 +60,7 @@ class Sampling(NamedTuple):
         for name, (holds, expected) in bounds.items():
             if not holds:
                 raise UserError(f"{name} = {getattr(self, name)}: expected {expected}")
-        if self.greedy and self.filters:
+        if self.is_greedy and self.has_filters:
             name = next(
                 name
                 for name in ("top_k", "top_p", "min_p")
@@ -78,7 +78,7 @@ def log_probabilities(logits: jax.Array, sampling: Sampling, filters: bool) -> j
 
     Args:
       logits: [..., V].
-      sampling: the settings; its fields may be traced arrays.
+      sampling: the options; its fields may be traced arrays.
       filters: whether `sampling` sets any filter; not traced.
     """
     logits = logits.astype(jnp.float32)

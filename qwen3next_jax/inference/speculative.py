@@ -1,10 +1,10 @@
 """Speculative decoding: the multi-token prediction (MTP) module drafts tokens, and one pass of the
 trunk (the model without this module) verifies several of them.
 
-A round, with K drafts per row:
+A round with K drafts per row has three steps:
 1. The trunk processes the pending token and the K drafts in one pass.
-2. The trunk accepts the drafts before the first one that it rejects, and chooses one more token
-   itself. The accepted drafts and this token are the round's new tokens.
+2. The trunk accepts the drafts before the first rejected draft, and chooses one more token itself.
+   The accepted drafts and the trunk's own token are the round's new tokens.
 3. The module drafts the next K tokens.
 
 Greedy decoding accepts a draft if it is the trunk's own most likely token, so the tokens are the
@@ -15,19 +15,20 @@ replaced by a sample from max(p - q, 0), normalized. Every token then has the di
 the same filters as without drafts.
 
 A rejected draft has already changed the caches:
-- Attention layers: its slot is overwritten with the right token before any query sees the slot.
-- Recurrent layers: a state cannot be taken back. The pass therefore returns the state after each of
-  its K+1 tokens (`Mixer.call_returning_all_states`), and the next round continues from the state
-  after the last accepted token. The alternative is to process the accepted tokens again from the
-  state before the round. It needs no memory for the states, but passes of 2K+1 tokens;
-  `benchmarks/inference/decoding.py --part=replay` measures both.
-- The MTP module: while it drafts, it computes the cache entries of drafts from its own states. For
-  the accepted tokens, the next round overwrites these entries with entries that are computed from
-  the trunk's states. So the module makes the first draft of a round under the same conditions as at
-  depth 0 in training. The later drafts attend to these entries and to the entries of the same
-  round; in training, a depth attends only to its own entries. A cache for each depth would give the
-  drafts the conditions of training, but it would take more time than the additional accepted drafts
-  save (docs/notes/cpu.md).
+- Attention layers: the slot of a rejected draft is overwritten with the right token before any
+  query sees the slot.
+- Recurrent layers: a state update cannot be undone. The trunk's pass therefore returns the state
+  after each of its K+1 tokens (`Mixer.call_returning_all_states`), and the next round continues
+  from the state after the last accepted token. An alternative would process the accepted tokens
+  again from the state before the round. The alternative needs no memory for the states, but passes
+  of 2K+1 tokens; `benchmarks/inference/decoding.py --part=replay` measures both.
+- The MTP module: while the module drafts, it computes the cache entries of drafts from its own
+  hidden states. For the accepted tokens, the next round overwrites these entries with entries that
+  are computed from the trunk's states. So the module makes the first draft of a round under the
+  same conditions as at depth 0 in training. The later drafts attend to the entries of accepted
+  tokens and to the entries of the same round; in training, each depth attends only to its own
+  entries. A cache for each depth would give the drafts the conditions of training, but it would
+  take more time than the additional accepted drafts save (docs/notes/cpu.md).
 
 Letters: B batch, T time, X = T + 1, D model, V vocabulary, K drafts, J = K + 1 positions from the
 pending token on, N the most tokens that one call generates per row.
@@ -42,7 +43,7 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.inference.cache import cache_after_token
+from qwen3next_jax.inference.cache import roll_back_cache
 from qwen3next_jax.inference.plain import EmittedTokens
 from qwen3next_jax.inference.sampling import (
     ACCEPT,
@@ -64,20 +65,23 @@ MAX_ROUNDS = 32  # the most rounds of one call
 
 
 class DraftState(NamedTuple):
-    """The state of decoding. Every call donates the state's memory and returns the next state.
+    """The state of decoding with drafts. Every call donates the state's memory and returns the next
+    state.
 
     Attributes:
-      cache, token, position, remaining: as in `plain.DecodeState`.
-      mtp_cache: the module's cache, with an entry for every token before `position`.
-      drafts: [B, K] int32, drafts of the tokens after the pending one.
+      cache, pending_token, pending_position, remaining_tokens: the attributes of
+        `plain.DecodeState`.
+      mtp_cache: the cache of the MTP module, with an entry for every token before
+        `pending_position`.
+      drafts: [B, K] int32, drafts of the K tokens after the pending token.
       log_q: [B, K, V], the log-probabilities from which the drafts were sampled; [B, K, 0] in
         greedy decoding.
     """
 
     cache: list
-    token: jax.Array
-    position: jax.Array
-    remaining: jax.Array
+    pending_token: jax.Array
+    pending_position: jax.Array
+    remaining_tokens: jax.Array
     mtp_cache: dict
     drafts: jax.Array
     log_q: jax.Array
@@ -115,10 +119,10 @@ def init_state(
     drafts: int,
     greedy: bool,
 ) -> DraftState:
-    """Returns the state before the first token, with caches of `length` slots.
+    """Returns the decoding state before the first token, with caches of `length` slots.
 
-    The drafts of the first round do not come from the module: they are token 0, as if sampled with
-    probability 1.
+    The drafts of the first round do not come from the MTP module: every draft is token 0, as if
+    sampled with probability 1.
     """
     config, batch = model.config, len(token_B)
     mtp_cache = mixer_class(config.full_mixer).init_cache(config, batch, length)
@@ -137,8 +141,9 @@ def init_state(
 def prefill(
     model: Qwen3Next, mesh: Mesh | None, state: DraftState, tokens_BX: jax.Array, begin
 ) -> DraftState:
-    """Writes a chunk of the prompts into both caches. The chunk begins at position `begin`. In each
-    row, the trunk's cache gets only the tokens before the pending token.
+    """Writes a chunk of the prompts into the caches of the trunk and of the MTP module. The chunk
+    begins at position `begin`. In each row, the trunk's cache gets only the tokens before the
+    pending token.
 
     Args:
       model: the model.
@@ -150,12 +155,12 @@ def prefill(
     """
     size = tokens_BX.shape[1] - 1
     t_BT = jnp.broadcast_to(begin + jnp.arange(size, dtype=jnp.int32), (len(tokens_BX), size))
-    is_token_BT = (t_BT < state.position[:, None]).astype(jnp.int32)
+    is_token_BT = (t_BT < state.pending_position[:, None]).astype(jnp.int32)
     x_BTD, cache = model.decode(
         tokens_BX[:, :size], t_BT, state.cache, is_token_BT, mesh, final_norm=False
     )
     state_BTD = model.mtp.next_depth_state(x_BTD, model.head_input(x_BTD))
-    run_mtp = _mtp_function(model, mesh)
+    run_mtp = _make_run_mtp(model, mesh)
     *_, mtp_cache = run_mtp(state_BTD, tokens_BX[:, 1:], t_BT, state.mtp_cache)
     return state._replace(cache=cache, mtp_cache=mtp_cache)
 
@@ -171,40 +176,40 @@ def advance(
     sampling: Sampling,
     seed: jax.Array,
 ) -> tuple[DraftState, EmittedTokens]:
-    """Takes `rounds` rounds, or fewer if every row ends before. The caller must not ask for more
-    than MAX_ROUNDS.
+    """Takes `rounds` rounds of drafting and verifying, or fewer if every row ends before. `rounds`
+    must be at most MAX_ROUNDS.
 
-    `plain.advance` explains the other arguments.
+    The other arguments and the results are those of `plain.advance`.
     """
     batch, k = state.drafts.shape
 
     def any_active(carry):
         step, state, *_ = carry
-        return (step < rounds) & jnp.any(state.remaining > 0)
+        return (step < rounds) & jnp.any(state.remaining_tokens > 0)
 
     def take_round(carry):
         step, state, emitted = carry
         new_BJ, accepted_B, state_BJD, cache = _verify_drafts(
             model, mesh, greedy, filters, state, sampling, seed
         )
-        active_B = state.remaining > 0
+        active_B = state.remaining_tokens > 0
         is_stop_BJ = jnp.isin(new_BJ, stop_ids) & (jnp.arange(k + 1) <= accepted_B[:, None])
         stopped_B = jnp.any(is_stop_BJ, axis=1)
         count_B = jnp.where(stopped_B, jnp.argmax(is_stop_BJ, axis=1), accepted_B + 1)
-        count_B = jnp.minimum(count_B, state.remaining)
+        count_B = jnp.minimum(count_B, state.remaining_tokens)
         offset_BJ = jnp.broadcast_to(jnp.arange(k + 1), new_BJ.shape)
         # Tokens that are not emitted get an index past the end, and are dropped.
         index_BJ = jnp.where(
             offset_BJ < count_B[:, None],
-            emitted.count[:, None] + offset_BJ,
+            emitted.token_counts[:, None] + offset_BJ,
             emitted.tokens.shape[1],
         )
         accepted_K = jnp.sum(active_B[:, None] & (accepted_B[:, None] > jnp.arange(k)), axis=0)
         emitted = EmittedTokens(
             _scatter_tokens(emitted.tokens, index_BJ, new_BJ),
-            emitted.count + count_B,
-            emitted.passes + jnp.sum(active_B),
-            emitted.accepted + accepted_K,
+            emitted.token_counts + count_B,
+            emitted.model_passes + jnp.sum(active_B),
+            emitted.accepted_drafts + accepted_K,
         )
         drafted = _draft_next_tokens(
             model,
@@ -221,17 +226,19 @@ def advance(
         # A row that has ended keeps its position, so it only overwrites slots that nobody reads any
         # more.
         state = drafted._replace(
-            token=_gather_positions(new_BJ, accepted_B[:, None])[:, 0],
-            position=jnp.where(active_B, state.position + accepted_B + 1, state.position),
-            remaining=jnp.where(stopped_B, 0, state.remaining - count_B),
+            pending_token=_gather_positions(new_BJ, accepted_B[:, None])[:, 0],
+            pending_position=jnp.where(
+                active_B, state.pending_position + accepted_B + 1, state.pending_position
+            ),
+            remaining_tokens=jnp.where(stopped_B, 0, state.remaining_tokens - count_B),
         )
         return step + 1, state, emitted
 
     nothing = EmittedTokens(
         tokens=jnp.zeros((batch, MAX_ROUNDS * (k + 1)), jnp.int32),
-        count=jnp.zeros(batch, jnp.int32),
-        passes=0,
-        accepted=jnp.zeros(k, jnp.int32),
+        token_counts=jnp.zeros(batch, jnp.int32),
+        model_passes=0,
+        accepted_drafts=jnp.zeros(k, jnp.int32),
     )
     return jax.lax.while_loop(any_active, take_round, (0, state, nothing))[1:]
 
@@ -248,17 +255,17 @@ def _verify_drafts(
     """Runs the trunk over the pending token and the drafts, and decides which drafts are accepted.
 
     Returns:
-      new tokens [B, J] after the pending one; the first accepted + 1 are valid;
+      new tokens [B, J] after the pending token, of which the first accepted + 1 are valid;
       accepted [B], the number of accepted drafts;
-      the trunk's states [B, J, D] for the module, from the pending token on;
+      the trunk's hidden states [B, J, D] for the MTP module, from the pending token on;
       the cache after the accepted drafts.
     """
     k = state.drafts.shape[1]
     offset_J = jnp.arange(k + 1, dtype=jnp.int32)
-    tokens_BJ = jnp.concatenate((state.token[:, None], state.drafts), axis=1)
+    tokens_BJ = jnp.concatenate((state.pending_token[:, None], state.drafts), axis=1)
     x_BJD, cache = model.decode(
         tokens_BJ,
-        state.position[:, None] + offset_J,
+        state.pending_position[:, None] + offset_J,
         state.cache,
         mesh=mesh,
         return_all_states=True,
@@ -268,12 +275,12 @@ def _verify_drafts(
     logits_BJV = model.logits(hidden_BJD)
     if greedy:
         new_BJ = argmax_token(logits_BJV)
-        accepted_B = _leading_accepted(new_BJ[:, :k] == state.drafts)
+        accepted_B = _count_leading_accepted(new_BJ[:, :k] == state.drafts)
     else:
         log_p_BJV = log_probabilities(logits_BJV, sampling, filters)
         new_BJ, accepted_B = _accept_samples(state, log_p_BJV, seed)
     state_BJD = model.mtp.next_depth_state(x_BJD, hidden_BJD)
-    return new_BJ, accepted_B, state_BJD, cache_after_token(model.config, cache, accepted_B)
+    return new_BJ, accepted_B, state_BJD, roll_back_cache(model.config, cache, accepted_B)
 
 
 def _accept_samples(
@@ -286,16 +293,16 @@ def _accept_samples(
       row); accepted [B], the number of accepted drafts.
     """
     k = state.drafts.shape[1]
-    log_p_of_draft_BK = _gather_token(log_p_BJV[:, :k], state.drafts)
-    log_ratio_BK = log_p_of_draft_BK - _gather_token(state.log_q, state.drafts)
+    log_p_of_draft_BK = _gather_token_entries(log_p_BJV[:, :k], state.drafts)
+    log_ratio_BK = log_p_of_draft_BK - _gather_token_entries(state.log_q, state.drafts)
     u_BK = jnp.stack(
         [
-            jax.vmap(jax.random.uniform)(random_keys(seed, state.position + 1 + d, ACCEPT))
+            jax.vmap(jax.random.uniform)(random_keys(seed, state.pending_position + 1 + d, ACCEPT))
             for d in range(k)
         ],
         axis=1,
     )
-    accepted_B = _leading_accepted(jnp.log(u_BK) < log_ratio_BK)
+    accepted_B = _count_leading_accepted(jnp.log(u_BK) < log_ratio_BK)
     # If all drafts are accepted, no draft was rejected, and one more token is sampled from p. This
     # is the same formula with q = 0.
     log_q_BJV = jnp.pad(state.log_q, ((0, 0), (0, 1), (0, 0)), constant_values=-jnp.inf)
@@ -307,7 +314,7 @@ def _accept_samples(
     # sampled.
     has_residual_B1 = jnp.sum(residual_BV, axis=-1, keepdims=True) > 0
     residual_BV = jnp.where(has_residual_B1, residual_BV, p_BV)
-    next_position_B = state.position + 1 + accepted_B
+    next_position_B = state.pending_position + 1 + accepted_B
     own_B = sample_token(jnp.log(residual_BV), seed, next_position_B, RESAMPLE)
     drafts_BJ = jnp.pad(state.drafts, ((0, 0), (0, 1)))
     return jnp.where(jnp.arange(k + 1) < accepted_B[:, None], drafts_BJ, own_B[:, None]), accepted_B
@@ -325,22 +332,22 @@ def _draft_next_tokens(
     sampling: Sampling,
     seed: jax.Array,
 ) -> DraftState:
-    """Drafts the next K tokens after the new ones.
+    """Drafts the next K tokens after the new tokens of the round.
 
-    For the first draft, the module reads the trunk's states of the accepted tokens. For each later
-    draft, it reads its own state of the draft before.
+    For the first draft, the MTP module reads the trunk's hidden states of the accepted tokens. For
+    each later draft, the module reads its own hidden state of the previous draft.
 
     Args:
-      state: the state, with the cache that `_verify_drafts` returned.
+      state: the decoding state, with the cache that `_verify_drafts` returned.
       state_BJD, new_BJ, accepted_B: the other results of `_verify_drafts`.
       `advance` explains the other arguments.
 
     Returns:
-      The state with new drafts and the module's new cache.
+      The decoding state with new drafts and the new cache of the MTP module.
     """
     k = state.drafts.shape[1]
-    run_mtp = _mtp_function(model, mesh)
-    t_BJ = state.position[:, None] + jnp.arange(k + 1, dtype=jnp.int32)
+    run_mtp = _make_run_mtp(model, mesh)
+    t_BJ = state.pending_position[:, None] + jnp.arange(k + 1, dtype=jnp.int32)
     # This call only writes keys and values of the accepted tokens into the cache; XLA removes the
     # rest of it.
     *_, cache = run_mtp(state_BJD, new_BJ, t_BJ, state.mtp_cache)
@@ -355,7 +362,9 @@ def _draft_next_tokens(
             draft_B, log_q_BV = argmax_token(logits_BV), state.log_q[:, d]
         else:
             log_q_BV = log_probabilities(logits_BV, sampling, filters)
-            draft_B = sample_token(log_q_BV, seed, state.position + accepted_B + 2 + d, DRAFT)
+            draft_B = sample_token(
+                log_q_BV, seed, state.pending_position + accepted_B + 2 + d, DRAFT
+            )
         token_B1 = draft_B[:, None]
         drafts.append(draft_B)
         log_q.append(log_q_BV)
@@ -364,12 +373,12 @@ def _draft_next_tokens(
     )
 
 
-def _mtp_function(model: Qwen3Next, mesh: Mesh | None):
+def _make_run_mtp(model: Qwen3Next, mesh: Mesh | None):
     """Returns a function that applies the MTP module once.
 
-    Its arguments are states [B, T, D], the token after each of them [B, T], positions [B, T], and
-    the module's cache. It returns the states for the output head [B, T, D], the states for the next
-    depth [B, T, D], and the new cache.
+    The function's arguments are hidden states [B, T, D], the token after each hidden state [B, T],
+    positions [B, T], and the cache of the MTP module. The function returns the hidden states for
+    the output head [B, T, D], the hidden states for the next depth [B, T, D], and the new cache.
     """
     graphdef, params = nnx.split(model.mtp)
     module = nnx.merge(graphdef, gather_params(params, mesh, model.config.dtype))
@@ -389,13 +398,13 @@ def _mtp_function(model: Qwen3Next, mesh: Mesh | None):
     return run_mtp
 
 
-def _leading_accepted(accepted_BK) -> jax.Array:
+def _count_leading_accepted(accepted_BK) -> jax.Array:
     """Returns [B], the number of drafts before the first rejected one; K if none is rejected."""
     return jnp.sum(jnp.cumprod(accepted_BK.astype(jnp.int32), axis=1), axis=1)
 
 
-def _gather_token(x_BKV, token_BK) -> jax.Array:
-    """Returns [B, K], the entry of x [B, K, V] for each token [B, K]."""
+def _gather_token_entries(x_BKV, token_BK) -> jax.Array:
+    """Returns [B, K]: from x [B, K, V] the entry at the index of each token [B, K]."""
     return jnp.take_along_axis(x_BKV, token_BK[..., None], axis=-1)[..., 0]
 
 

@@ -4,11 +4,11 @@ from qwen3next_jax.data.tokens import Tokenizer
 
 
 class DecodeStream:
-    """Decodes tokens incrementally. It returns text as soon as its characters are complete, and
-    never a part of a UTF-8 character.
+    """Decodes the tokens of one text incrementally. `add` returns text as soon as the characters
+    are complete, and never a part of a UTF-8 character.
 
-    Some tokenizers decode the first token of a text differently. To continue a prompt, add the
-    prompt's tokens first and ignore the text that they return.
+    Some tokenizers decode the first token of a text differently. To decode the continuation of a
+    prompt, add the prompt's tokens first and ignore the text that `add` returns for them.
     """
 
     # A character has at most 4 bytes, and a token has at least one byte. So a longer sequence of
@@ -23,21 +23,21 @@ class DecodeStream:
         self._pending: list[int] = []
 
     def add(self, token: int) -> str:
-        """Adds a token and returns the text that it completes, which may be empty."""
+        """Adds a token and returns the text that the token completes, which may be ""."""
         self._pending.append(int(token))
         text = self._pending_text()
         if text.endswith("\ufffd") and len(self._pending) < self._LONGEST_TAIL:
             return ""
-        return self._release(text)
+        return self._mark_as_shown(text)
 
     def end(self) -> str:
         """Returns the remaining text; an unfinished character becomes U+FFFD."""
-        return self._release(self._pending_text()) if self._pending else ""
+        return self._mark_as_shown(self._pending_text()) if self._pending else ""
 
     def _pending_text(self) -> str:
         shown = self._tokenizer.decode(self._context)
         return self._tokenizer.decode(self._context + self._pending)[len(shown) :]
 
-    def _release(self, text: str) -> str:
+    def _mark_as_shown(self, text: str) -> str:
         self._context, self._pending = self._pending, []
         return text

@@ -153,12 +153,13 @@ def _gpu_topology(name: str, chip: Chip, shape: tuple[int, int]) -> Topology:
     Raises:
       UserError: the compiler for GPUs is not installed.
     """
-    # `ptxas` comes with an installed CUDA, which has it on the PATH, or with jax[cuda13].
+    # `ptxas` comes with an installed CUDA, which has it on the PATH, or with the package
+    # nvidia-cuda-nvcc. The compiler needs none of CUDA's libraries.
     assembler = shutil.which("ptxas") or importlib.util.find_spec("nvidia")
     if importlib.util.find_spec("jax_cuda13_plugin") is None or assembler is None:
         raise UserError(
             f"--topology={name}: its compiler is not installed, jax's CUDA plugin and `ptxas` of "
-            f"CUDA 13: {how_to_install('gpu')}; no GPU is needed"
+            f"CUDA 13: {how_to_install('plan-gpu')}; no GPU is needed"
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # uses no GPU of this machine
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

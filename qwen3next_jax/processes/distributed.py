@@ -1,9 +1,10 @@
 """Coordinates the processes of one run, on one host or many: connects them, checks that they have
-the same settings and code, orders their work, and stops them at the same step.
+the same settings and code, lets one process work before the others, and stops all at the same step.
 
 In a run of several processes, all processes must call these functions in the same order. Messages
-go through the key-value store of `jax.distributed`, so no program is compiled for them. In a run of
-one process the functions exchange no messages and only call the work that they are given.
+between processes go through the key-value store of `jax.distributed`, so no program is compiled for
+them. In a run of one process the functions exchange no messages; they only call the function `work`
+that they are given.
 """
 
 import contextlib
@@ -49,24 +50,25 @@ _message_numbers = itertools.count()
 
 
 def initialize(launch: Launch | None, config: ParallelConfig) -> None:
-    """Connects this process to the others of the run (`jax.distributed.initialize`). Call this
-    function before any other code asks JAX for a device.
+    """Connects this process to the other processes of the run (`jax.distributed.initialize`). Call
+    this function before any other code asks JAX for a device.
 
-    If the processes do not all meet within `config.start_timeout` seconds, this process prints
-    one line and exits with `ExitCode.UNREACHABLE`. (JAX's runtime would abort it with a stack
-    trace.)
+    If not all processes have connected within `config.start_timeout` seconds, this process prints
+    one line and exits with `ExitCode.UNREACHABLE`. (JAX's runtime would abort the process with a
+    stack trace.)
 
     Args:
-      launch: where the processes meet, and which of them this one is; None for a run of one
+      launch: the coordinator's address and the index of this process; None for a run of one
         process.
 
     Raises:
-      UserError: the coordinator's port is taken, JAX cannot find the other hosts of a TPU slice,
-        or this version of JAX has no key-value store where it is expected.
+      UserError: the coordinator's port is taken, JAX cannot find the other hosts of a TPU slice, or
+        this version of JAX lacks the private attribute that holds the client of the key-value
+        store.
     """
     if launch is None or launch.num_processes == 1:
         return
-    _client()  # raises an error before any process waits, if JAX has no such client
+    _key_value_client()  # raises an error before any process waits, if JAX has no such client
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX's preemption service would catch SIGTERM, but not SIGINT. The training loop catches both,
     # and `StopVote` tells the other processes.
@@ -112,27 +114,27 @@ def initialize(launch: Launch | None, config: ParallelConfig) -> None:
 def distributed_run(
     launch: Launch | None, parallel: ParallelConfig, settings: dict[str, Any]
 ) -> Iterator[None]:
-    """Connects the processes of a run (`initialize`) and checks that they all have the same
-    settings, code and libraries.
+    """Context manager that connects the processes of a run (`initialize`) and checks that all have
+    the same settings, code and libraries.
 
     If one process fails inside the `with` block, it exits after a few seconds with its own exit
     code, and JAX's runtime ends the others. Without this exit, the failed process would wait for
-    the others at its end, while they wait for it in the middle of a step.
+    the other processes at its end, while they wait for it in the middle of a step: a deadlock.
 
     Args:
-      launch: as for `initialize`.
+      launch: the argument of `initialize`.
       parallel: the settings `parallel.*`, which include the timeouts.
       settings: the configuration as nested dictionaries; `data.prepared_dir` may differ between
         hosts.
 
     Raises:
-      UserError: as `initialize` and `check_platform` raise it, or two processes differ; the message
+      UserError: `initialize` or `check_platform` raised it, or two processes differ; the message
         names the first difference.
     """
     initialize(launch, parallel)
     try:
         check_platform(jax.config.jax_platforms or "", os.environ)
-        compared = _compared_settings(settings) | _code_digests()
+        compared = _compared_settings(settings) | _code_and_library_versions()
         run_on_all(lambda: None, compared, parallel.start_timeout)
         yield
         barrier()  # process 0 may still be writing the manifest of a checkpoint
@@ -140,7 +142,7 @@ def distributed_run(
         # `jax.process_count` would ask for the devices, which may be what failed.
         if jax.distributed.is_initialized():
             timer = threading.Timer(
-                _ERROR_TIMEOUT, _exit, (getattr(error, "exit_code", ExitCode.CRASHED),)
+                _ERROR_TIMEOUT, _flush_and_exit, (getattr(error, "exit_code", ExitCode.CRASHED),)
             )
             timer.daemon = True
             timer.start()
@@ -148,14 +150,14 @@ def distributed_run(
 
 
 def check_platform(platforms: str, environment: Mapping[str, str]) -> None:
-    """Checks that JAX computes on the kind of device that the user asks for. JAX itself takes the
-    next platform of the list without a word if the first one has no device.
+    """Checks that JAX computes on the first platform of the list JAX_PLATFORMS. If the first
+    platform has no device, JAX itself silently takes the next platform of the list.
 
-    If `installation.skip_absent_tpu` has chosen the platforms, the CPU is taken where no GPU works,
-    as JAX does without a choice; `installation.unused_gpu` says why.
+    If not the user but `installation.skip_absent_tpu` has set JAX_PLATFORMS, and no GPU works, the
+    function falls back to the CPU, as JAX does by default.
 
     Args:
-      platforms: what JAX_PLATFORMS holds, such as "cuda,cpu"; "" asks for nothing.
+      platforms: the value of JAX_PLATFORMS, such as "cuda,cpu"; "" if it is not set.
       environment: the environment variables of the process, `os.environ`.
 
     Raises:
@@ -180,16 +182,14 @@ def check_platform(platforms: str, environment: Mapping[str, str]) -> None:
         )
 
 
-def _exit(code: ExitCode) -> None:
+def _flush_and_exit(code: ExitCode) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _exit_unreachable(launch: Launch, seconds: float) -> None:
-    """Prints why the processes did not meet, and exits. The thread of a timer calls this
-    function.
-    """
+    """Prints why the processes did not connect, and exits. A timer's thread calls this function."""
     if launch.coordinator is None:
         why = "the other hosts of the TPU slice did not all answer"
     elif launch.process_id == 0:
@@ -217,8 +217,8 @@ def _exit_unreachable(launch: Launch, seconds: float) -> None:
 
 
 def is_process_0() -> bool:
-    """Whether this is process 0, which prints the output of the run, and writes the files that need
-    only one writer.
+    """Whether this is process 0, which prints the run's output and writes the files that only one
+    process may write.
     """
     return jax.process_index() == 0
 
@@ -230,16 +230,17 @@ def broadcast_from_process_0(work: Callable[[], Any]) -> Any:
       work: function whose result must be JSON-serializable.
 
     Raises:
-      UserError: `work` raised an error on process 0; every process raises this UserError.
+      UserError: `work` raised an error on process 0; every process raises a UserError with its
+        message.
     """
     if jax.process_count() == 1:
         return work()
-    key = _new_key()
+    key = _next_message_key()
     if is_process_0():
         result, report = _try_work(work)
-        _client().key_value_set(key, json.dumps(report or {"value": result}))
+        _key_value_client().key_value_set(key, json.dumps(report or {"value": result}))
     else:
-        text = _client().blocking_key_value_get(key, _milliseconds(_WORK_TIMEOUT))
+        text = _key_value_client().blocking_key_value_get(key, _milliseconds(_WORK_TIMEOUT))
         report = json.loads(text)
         result = report.get("value")
     if "error" in report:
@@ -256,42 +257,42 @@ def run_on_all(
 
     Args:
       work: function to call; its result is not sent to the other processes.
-      compared: dict from names to texts that must be the same in every process.
+      compared: name → text that must be the same in every process.
       timeout: number of seconds for which process 0 waits for the report of each process.
 
     Raises:
       UserError: `work` raised an error on one process, two processes have different texts in
         `compared` (the message gives the first such name), or a process did not report in time.
-        Every process raises this UserError.
+        Every process raises the same UserError.
     """
     if jax.process_count() == 1:
         return work()
     result, report = _try_work(work)
     report |= {"compared": compared or {}, "host": socket.gethostname()}
-    key = _new_key()
-    _client().key_value_set(f"{key}/{jax.process_index()}", json.dumps(report))
+    key = _next_message_key()
+    _key_value_client().key_value_set(f"{key}/{jax.process_index()}", json.dumps(report))
     broadcast_from_process_0(lambda: _check_reports(key, timeout))
     return result
 
 
 def gather_from_all(value: Any) -> list[Any]:
-    """Sends `value`, which must be JSON-serializable, to all processes. Returns the values of all
-    processes, in the order of the processes, on every process.
+    """Sends `value`, which must be JSON-serializable, to all processes. Returns on every process a
+    list of the values of all processes, in the order of their indices.
     """
     if jax.process_count() == 1:
         return [value]
-    key = _new_key()
-    _client().key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+    key = _next_message_key()
+    _key_value_client().key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
     timeout = _milliseconds(_WORK_TIMEOUT)
     return [
-        json.loads(_client().blocking_key_value_get(f"{key}/{process}", timeout))
+        json.loads(_key_value_client().blocking_key_value_get(f"{key}/{process}", timeout))
         for process in range(jax.process_count())
     ]
 
 
 def process_0_first(work: Callable[[], Any]) -> Any:
-    """Calls `work` on process 0, and then on all other processes. Returns the result of this
-    process.
+    """Calls `work` on process 0, and then on all other processes. Returns the result of `work` on
+    this process.
 
     Raises:
       UserError: `work` raised an error on one process; every process raises this UserError.
@@ -304,7 +305,7 @@ def process_0_first(work: Callable[[], Any]) -> Any:
 def barrier(timeout: float = _WORK_TIMEOUT) -> None:
     """Waits until all processes have called this function, for at most `timeout` seconds."""
     if jax.process_count() > 1:
-        _client().wait_at_barrier(_new_key(), _milliseconds(timeout))
+        _key_value_client().wait_at_barrier(_next_message_key(), _milliseconds(timeout))
 
 
 def check_shared_folder(folder: pathlib.Path, patience: float) -> None:
@@ -313,7 +314,7 @@ def check_shared_folder(folder: pathlib.Path, patience: float) -> None:
 
     Raises:
       UserError: a process has not seen the file of process 0 within `patience` seconds; every
-        process raises this UserError.
+        process raises the same UserError.
     """
     if jax.process_count() == 1:
         return
@@ -330,7 +331,7 @@ def check_shared_folder(folder: pathlib.Path, patience: float) -> None:
                 )
             time.sleep(0.1)
 
-    token = broadcast_from_process_0(lambda: _write(mark, uuid.uuid4().hex))
+    token = broadcast_from_process_0(lambda: _write_and_return_text(mark, uuid.uuid4().hex))
     try:
         run_on_all(wait_for_token)
     finally:
@@ -342,7 +343,7 @@ class StopVote:
     """Tells all processes, at the same step, whether any of them wants to stop.
 
     Before each training step the devices compute an all-reduce of one boolean. A process casts its
-    vote before it dispatches the step and reads the result after that, so that the step need not
+    vote before it dispatches a step and reads the result after the dispatch, so the step need not
     wait for the vote. (JAX's preemption service could do the same, but it notices only SIGTERM.)
     """
 
@@ -360,16 +361,16 @@ class StopVote:
         )
 
     def cast(self, stop: bool) -> jax.Array | bool:
-        """Casts the vote of this process. Every process must call this method once per step.
-        `bool()` of the result says whether any process voted to stop.
+        """Casts the vote of this process. Every process must call `cast` once per step. `bool()` of
+        the result says whether any process voted to stop.
         """
         return self._any(self._votes[stop]) if jax.process_count() > 1 else stop
 
 
-def _code_digests() -> dict[str, str]:
-    """Returns a dict that `distributed_run` requires to be equal in all processes: the digest of
-    each file of this package, and the version of each installed library that affects the results
-    (JAX, Flax, CUDA, …).
+def _code_and_library_versions() -> dict[str, str]:
+    """Returns a dict that must be equal in all processes of a run: the SHA-256 digest of each file
+    of this package, and the version of each installed library that affects the results (JAX, Flax,
+    CUDA, …).
     """
     package = pathlib.Path(__file__).parents[1]
     files = {
@@ -394,15 +395,16 @@ def _compared_settings(settings: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _write(path: pathlib.Path, text: str) -> str:
+def _write_and_return_text(path: pathlib.Path, text: str) -> str:
     path.write_text(text)
     return text
 
 
 def _try_work(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """Calls `work`. Returns its result, and a report for the other processes: its error, or {}.
+    """Calls `work`. Returns (result, report for the other processes). The report describes the
+    error that `work` raised; it is {} if there is none.
 
-    If the error is not a `UserError`, this function prints the traceback.
+    If `work` raised an error that is not a `UserError`, this function prints the traceback.
     """
     try:
         result = work()
@@ -418,7 +420,8 @@ def _try_work(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _check_reports(key: str, timeout: float) -> None:
-    """Reads, on process 0, the reports of all processes, whose keys begin with `key`.
+    """Runs on process 0: reads the reports of all processes from the key-value store, at the keys
+    "KEY/PROCESS".
 
     Raises:
       UserError: a process did not report in time, reports an error, or differs from process 0.
@@ -426,7 +429,9 @@ def _check_reports(key: str, timeout: float) -> None:
     first: dict[str, Any] = {}
     for process in range(jax.process_count()):
         try:
-            text = _client().blocking_key_value_get(f"{key}/{process}", _milliseconds(timeout))
+            text = _key_value_client().blocking_key_value_get(
+                f"{key}/{process}", _milliseconds(timeout)
+            )
         except jax.errors.JaxRuntimeError as error:
             raise UserError(
                 f"process {process} of {jax.process_count()} did not report within {timeout:g} s: "
@@ -450,18 +455,18 @@ def _check_reports(key: str, timeout: float) -> None:
                 )
 
 
-def _new_key() -> str:
+def _next_message_key() -> str:
     return f"qwen3next_jax/{next(_message_numbers)}"
 
 
-def _client() -> Any:
+def _key_value_client() -> Any:
     """Returns the client of the key-value store of `jax.distributed`; None before `initialize`.
 
-    JAX has no public name for this client. JAX 0.11.2 and 0.12.0 have it in `jax._src`, where Orbax
-    reads it too.
+    JAX has no public name for the client. JAX 0.11.2 and 0.12.0 have it in `jax._src`, and Orbax
+    reads it from the same place.
 
     Raises:
-      UserError: this version of JAX does not have the client there.
+      UserError: this version of JAX does not have the client in `jax._src`.
     """
     try:
         from jax._src import distributed

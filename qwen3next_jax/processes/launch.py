@@ -1,8 +1,8 @@
-"""Finds out which process of a run this one is, and where the processes meet: from flags, Open MPI,
-SLURM, or a TPU slice.
+"""Finds the coordinator's address and the index of this process in a run of several processes: from
+flags, Open MPI, SLURM, or a TPU slice.
 
-The functions depend only on their arguments: environment variables, as a mapping, and flags. This
-module does not import JAX, so a user learns of a mistake before JAX loads.
+The functions of this file depend only on their arguments, such as the environment variables. This
+file does not import JAX, so a user learns of a mistake before JAX loads.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ Environment = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """The arguments of `jax.distributed.initialize`: where the processes of a run meet, and which
-    of them this process is.
+    """The arguments of `jax.distributed.initialize`: the coordinator's address, the number of
+    processes, and the index of this process.
 
     Attributes:
-      source: where these values were found, for messages: "flags", "SLURM", …
+      source: where the arguments come from, for messages: "flags", "SLURM", …
       coordinator: "host:port" on which process 0 listens. `coordinator`, `num_processes` and
         `process_id` are None on a TPU slice, where JAX reads them from the slice's metadata.
       num_processes: number of processes of the run.
       process_id: index of this process.
       local_device_ids: indices of the GPUs that this process uses, among the GPUs that are visible
-        to it; () means all of them.
+        to it; () means all visible GPUs.
     """
 
     source: str
@@ -81,7 +81,7 @@ def _from_tpu(environment: Environment, tpu_chips: bool) -> Launch | None:
     """
     hosts = environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES"))
     if (
-        _integer(environment, "MEGASCALE_NUM_SLICES", 1) > 1
+        _integer_variable(environment, "MEGASCALE_NUM_SLICES", 1) > 1
         or "TPU_PROCESS_ADDRESSES_PATH" in environment
         or "," in (hosts or "")
     ):
@@ -93,7 +93,7 @@ def _from_tpu(environment: Environment, tpu_chips: bool) -> Launch | None:
 
 
 def _from_flags(coordinator: str | None, processes: int | None, process: int | None) -> Launch:
-    """Returns the `Launch` that the three flags give.
+    """Returns the `Launch` that the flags --coordinator, --processes and --process give.
 
     Raises:
       UserError: a flag is missing or has a wrong value.
@@ -108,22 +108,22 @@ def _from_flags(coordinator: str | None, processes: int | None, process: int | N
         raise UserError(
             f"--process={process} --processes={processes}: expected process 0 … processes - 1"
         )
-    return Launch("flags", _checked(coordinator), processes, process)
+    return Launch("flags", _checked_coordinator(coordinator), processes, process)
 
 
 def _from_open_mpi(environment: Environment, coordinator: str | None) -> Launch | None:
     """Returns the `Launch` of a process that Open MPI's mpirun started; None if there is only one
     process.
     """
-    processes = _integer(environment, "OMPI_COMM_WORLD_SIZE", 1)
+    processes = _integer_variable(environment, "OMPI_COMM_WORLD_SIZE", 1)
     if processes == 1:
         return None
-    process = _integer(environment, "OMPI_COMM_WORLD_RANK")
+    process = _integer_variable(environment, "OMPI_COMM_WORLD_RANK")
     local, here = (
-        _integer(environment, f"OMPI_COMM_WORLD_LOCAL_{name}") for name in ("RANK", "SIZE")
+        _integer_variable(environment, f"OMPI_COMM_WORLD_LOCAL_{name}") for name in ("RANK", "SIZE")
     )
     address = (
-        _checked(coordinator)
+        _checked_coordinator(coordinator)
         if coordinator
         else _open_mpi_coordinator(environment, on_one_host=here == processes)
     )
@@ -133,14 +133,14 @@ def _from_open_mpi(environment: Environment, coordinator: str | None) -> Launch 
 
 
 def _open_mpi_coordinator(environment: Environment, on_one_host: bool) -> str:
-    """Returns "host:port", on which process 0 is to listen.
+    """Returns the address "host:port" on which process 0 is to listen, if Open MPI started the run.
 
     Raises:
       UserError: the environment does not say on which host process 0 runs.
     """
     # Open MPI 4 sets this to, for example, "1531576320.0;tcp://10.0.0.1,10.1.0.1:34911".
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
-    port = _port(uri.split(";")[0] or environment.get("PMIX_NAMESPACE", ""))
+    port = _port_of_job(uri.split(";")[0] or environment.get("PMIX_NAMESPACE", ""))
     if on_one_host:
         return f"127.0.0.1:{port}"
     if match := re.search(r"tcp://([^,:]+)|tcp6://\[([^],]+)", uri):
@@ -157,18 +157,25 @@ def _from_slurm(environment: Environment, coordinator: str | None) -> Launch | N
     """Returns the `Launch` of a process that `srun` started; None if there is only one process."""
     # The code reads SLURM_STEP_NUM_TASKS and not SLURM_NTASKS. A batch script and an interactive
     # shell are single processes but have SLURM_NTASKS, too; only `srun` starts several processes.
-    processes = _integer(environment, "SLURM_STEP_NUM_TASKS", 1)
+    processes = _integer_variable(environment, "SLURM_STEP_NUM_TASKS", 1)
     if processes == 1:
         return None
-    process, local = _integer(environment, "SLURM_PROCID"), _integer(environment, "SLURM_LOCALID")
+    process, local = (
+        _integer_variable(environment, "SLURM_PROCID"),
+        _integer_variable(environment, "SLURM_LOCALID"),
+    )
     here = tasks_on_node(
-        _text(environment, "SLURM_STEP_TASKS_PER_NODE"), _integer(environment, "SLURM_NODEID")
+        _required_variable(environment, "SLURM_STEP_TASKS_PER_NODE"),
+        _integer_variable(environment, "SLURM_NODEID"),
     )
     if coordinator is None:
-        port = _port(f"{_text(environment, 'SLURM_JOB_ID')}.{_text(environment, 'SLURM_STEP_ID')}")
-        address = f"{first_node(_text(environment, 'SLURM_STEP_NODELIST'))}:{port}"
+        job, step = (
+            _required_variable(environment, f"SLURM_{name}_ID") for name in ("JOB", "STEP")
+        )
+        port = _port_of_job(f"{job}.{step}")
+        address = f"{first_node(_required_variable(environment, 'SLURM_STEP_NODELIST'))}:{port}"
     else:
-        address = _checked(coordinator)
+        address = _checked_coordinator(coordinator)
     return Launch("SLURM", address, processes, process, gpus_of_process(environment, local, here))
 
 
@@ -215,11 +222,11 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
 
 def gpus_of_process(environment: Environment, local: int, here: int) -> tuple[int, ...]:
     """Returns the indices of the GPUs that this process should use, among the GPUs that are visible
-    to it; () means all of them.
+    to it; () means all visible GPUs.
 
     A process that is alone on its host, or to which one GPU is visible, uses all visible GPUs. If
     CUDA_VISIBLE_DEVICES lists several GPUs, the processes of the host share them evenly. Without
-    this variable each process takes one GPU.
+    CUDA_VISIBLE_DEVICES each process takes one GPU.
 
     Args:
       environment: the environment variables.
@@ -246,11 +253,11 @@ def gpus_of_process(environment: Environment, local: int, here: int) -> tuple[in
     return tuple(range(local * share, (local + 1) * share))
 
 
-def _port(job: str) -> int:
+def _port_of_job(job: str) -> int:
     return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
 
 
-def _checked(coordinator: str) -> str:
+def _checked_coordinator(coordinator: str) -> str:
     """Returns the value of --coordinator. Raises UserError unless it has the form HOST:PORT."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -260,7 +267,7 @@ def _checked(coordinator: str) -> str:
     return coordinator
 
 
-def _text(environment: Environment, name: str) -> str:
+def _required_variable(environment: Environment, name: str) -> str:
     """Returns the environment variable `name`. Raises UserError if it is not set."""
     if name not in environment:
         raise UserError(
@@ -270,8 +277,12 @@ def _text(environment: Environment, name: str) -> str:
     return environment[name]
 
 
-def _integer(environment: Environment, name: str, default: int | None = None) -> int:
-    text = _text(environment, name) if default is None else environment.get(name, str(default))
+def _integer_variable(environment: Environment, name: str, default: int | None = None) -> int:
+    text = (
+        _required_variable(environment, name)
+        if default is None
+        else environment.get(name, str(default))
+    )
     if not text.isdecimal():
         raise UserError(f"{name} = {text!r}: expected a number")
     return int(text)

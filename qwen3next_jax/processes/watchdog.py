@@ -1,4 +1,4 @@
-"""Handles signals, and ends a process whose step never ends."""
+"""Handles SIGINT and SIGTERM, and ends a process whose training step hangs."""
 
 import math
 import os
@@ -20,20 +20,20 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM)
 _SAME_SIGNAL_SECONDS = 0.25
 
 
-class Signals:
+class SignalHandler:
     """Catches SIGINT and SIGTERM. Use it as a context manager.
 
-    The first signal sets `caught` and prints a line; the training loop then ends this step or the
-    next one, saves and stops. A second signal ends the process at once, without saving. A thread
-    reads the signals, so this works while the main thread waits for a device.
+    The first signal sets `caught` and prints a line; the training loop then ends the current step
+    or the next, saves a checkpoint and stops. A second signal ends the process at once, without
+    saving. A separate thread reads the signals, so a signal is handled even while the main thread
+    waits for a device.
     """
 
     def __init__(self, show: Callable[[str], None]):
         """Makes a handler of signals.
 
         Args:
-          show: function that prints a line of text. The function has to work while a live display
-            is shown, too.
+          show: function that prints a line of text, also while a live display is on the terminal.
         """
         self.caught = False
         self._caught_at = 0.0
@@ -45,7 +45,7 @@ class Signals:
         self._writer.setblocking(False)
         self._before = {number: signal.signal(number, _do_nothing) for number in _HANDLED}
         self._descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._read, name="signals", daemon=True).start()
+        threading.Thread(target=self._read_signals, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *exception):
@@ -54,14 +54,14 @@ class Signals:
             signal.signal(number, handler)
         self._writer.close()  # ends the thread
 
-    def _read(self) -> None:
+    def _read_signals(self) -> None:
         """Reads, in a thread, the number of each signal that arrives, and handles the signal."""
         with self._reader:
             while received := self._reader.recv(1):
                 if received[0] in _HANDLED:
-                    self._handle(received[0])
+                    self._handle_signal(received[0])
 
-    def _handle(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         parent, self._parent = self._parent, os.getppid()
         if not self.caught:
             self.caught, self._caught_at = True, time.monotonic()
@@ -86,8 +86,9 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 class Watchdog:
-    """Has the stacks of all threads written and ends the process with `ExitCode.HANG`, if a step
-    takes longer than the limit set with `allow`. Use it as a context manager.
+    """Ends the process with `ExitCode.HANG` if a step takes longer than the limit set with
+    `set_time_limit`. Before that, it writes the stacks of all threads. Use the class as a context
+    manager.
 
     Time during which the whole process is stopped (SIGSTOP, a suspended machine) does not count.
     """
@@ -96,9 +97,9 @@ class Watchdog:
         """Makes a watchdog without a time limit.
 
         Args:
-          write_stacks: function that writes the stacks of all threads. It gets the "stop" event of
-            the run, and may take no lock, because the main thread may hold those of the display and
-            the metrics file.
+          write_stacks: function that writes the stacks of all threads. Its argument is the "stop"
+            event of the run. The function must not take a lock, because the main thread may hold
+            the locks of the display and the metrics file.
           tick: number of seconds between two checks of the time.
         """
         self._write_stacks, self._tick = write_stacks, tick
@@ -114,24 +115,25 @@ class Watchdog:
         self._done.set()
         self._thread.join()
 
-    def allow(self, seconds: float, what: str, step: int) -> None:
-        """Sets a new time limit, which begins now: `seconds`, or no limit if that is 0.
+    def set_time_limit(self, seconds: float, what: str, step: int) -> None:
+        """Sets a new time limit of `seconds` from now; 0: no limit.
 
         Args:
-          what: what the limit applies to, for the message: "a step", …
+          what: what must end within the limit, for the message: "a step", …
           step: the current training step.
         """
         # One assignment needs no lock, which matters because this method is called at every step.
         self._limit = (seconds or math.inf, what, step)
 
     def _watch(self) -> None:
-        """Runs in a thread: ends the process when the newest time limit is used up. Between two
-        checks at most two ticks of time count.
+        """Runs in a thread: ends the process when the newest time limit has passed. At most two
+        ticks count between two checks of the time, so that time during which the process is
+        suspended does not count.
         """
         before, limit, left = time.monotonic(), None, math.inf
         while not self._done.wait(self._tick):
             now = time.monotonic()
-            if limit is not self._limit:  # `allow` set a new limit
+            if limit is not self._limit:  # `set_time_limit` set a new limit
                 limit = self._limit
                 left = limit[0]
             else:
@@ -142,7 +144,7 @@ class Watchdog:
 
     def _end_process(self, allowed: float, what: str, step: int) -> None:
         """Calls `write_stacks` with a "stop" event, and exits with `ExitCode.HANG`. `allowed`: the
-        exceeded time limit in seconds. `allow` explains the other arguments.
+        time limit in seconds that has passed. `what` and `step`: the arguments of `set_time_limit`.
         """
         stop = {
             "event": "stop",

@@ -102,7 +102,7 @@ def _print_devices(run: ResolvedRun) -> None:
     sizes = {
         "parameters": device_bytes(params),
         "optimizer state": device_bytes(opt_state),
-        "gradients": device_bytes(params) - device_bytes(run.groups.frozen(params)),
+        "gradients": device_bytes(params) - device_bytes(run.groups.select_frozen(params)),
     }
     if "ema" in run.abstract_state:
         sizes["average of the parameters"] = device_bytes(run.abstract_state["ema"])
@@ -255,7 +255,7 @@ def estimate_reading(
             share = tokens * weight / sum(weights)
             before = read.get(source.name, SourceReading(0.0, 0.0, 0))
             read[source.name] = SourceReading(
-                before.epochs + share / one.tokens, before.tokens + share, round(one.documents)
+                before.epochs + share / one.tokens, before.tokens_read + share, round(one.documents)
             )
     return read
 

@@ -19,7 +19,7 @@ from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.training.guards import NON_FINITE
 from qwen3next_jax.training.loop import Metrics, Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
-from qwen3next_jax.training.stages import DataCursors, stage_number
+from qwen3next_jax.training.stages import DataCursors, stage_index_of_step
 from qwen3next_jax.training.state import State
 
 
@@ -75,8 +75,8 @@ def end_with_dump(
     """Writes a dump of the inputs of the step at which the guards halted the run, and a "stop"
     event; prints the reason, and returns the exit code.
     """
-    stage_index = stage_number(cursors, halt.step)
-    index = cursors[stage_index].batch(halt.step, int(halt.state["guards"]["data_offset"]))
+    stage_index = stage_index_of_step(cursors, halt.step)
+    index = cursors[stage_index].batch_index(halt.step, int(halt.state["guards"]["data_offset"]))
     folder, documents = write_dump(store, trainer.run.config, trainer.data, index, halt)
     metrics.write(
         "stop",

@@ -24,10 +24,15 @@ from qwen3next_jax.runs.start import Start
 from qwen3next_jax.training import guards
 from qwen3next_jax.training.parameter_groups import make_parameter_groups
 from qwen3next_jax.training.resolve import ResolvedRun, make_update_rules
-from qwen3next_jax.training.stages import DataCursor, DataCursors, ResolvedStage, stage_number
-from qwen3next_jax.training.state import State, abstract_train_state, start_rules
+from qwen3next_jax.training.stages import (
+    DataCursor,
+    DataCursors,
+    ResolvedStage,
+    stage_index_of_step,
+)
+from qwen3next_jax.training.state import State, abstract_train_state, init_sharded_rule_entries
 from qwen3next_jax.training.update_rules import UpdateRule
-from qwen3next_jax.training.vocabulary import grow_vocabulary, with_vocabulary
+from qwen3next_jax.training.vocabulary import grow_vocabulary, resize_abstract_vocabulary
 
 
 def first_state(run: ResolvedRun, data: Sequence[Data], start: Start) -> tuple[State, DataCursor]:
@@ -69,7 +74,9 @@ def _state_from_pretrained(run: ResolvedRun, source: PretrainedModel) -> State:
 
     run_on_all(check_files)
     grown = base_params(run.abstract_state["params"])
-    params = load_params(init_from, with_vocabulary(grown, run.model, source.model.vocab_size))
+    params = load_params(
+        init_from, resize_abstract_vocabulary(grown, run.model, source.model.vocab_size)
+    )
     run_on_all(check_files)  # they may have been replaced while they were read
     return run.init_state(grow_vocabulary(params, grown, run.model))
 
@@ -108,7 +115,7 @@ def _state_from_parent(
         if not theirs.model.lora.rank:  # the adapters, if there are any, begin with this run
             wanted["params"] = base_params(wanted["params"])
         grown = wanted["params"]
-        wanted["params"] = with_vocabulary(grown, run.model, theirs.model.vocab_size)
+        wanted["params"] = resize_abstract_vocabulary(grown, run.model, theirs.model.vocab_size)
     # Only the parameters that the model has are read; a model without MTP skips `mtp`.
     with Checkpoints(source.folder) as checkpoints:
         state = checkpoints.restore(step, wanted, partial=True, digest=parent.manifest)
@@ -116,11 +123,11 @@ def _state_from_parent(
         first = DataCursor(data[0].fingerprint, data[0].batch_size)
         return run.init_state(grow_vocabulary(state["params"], grown, run.model)), first
     new_rules = [rule for rule in run.rules if rule not in inherited]
-    state |= start_rules(new_rules, state["params"], run.state_shardings)
+    state |= init_sharded_rule_entries(new_rules, state["params"], run.state_shardings)
     offset = int(state["guards"]["data_offset"])
     before, now = _cursors(run.stages, data, step, source.record.data, offset)
-    same_window = before.same_stream(now) and theirs.guards.window == config.guards.window
-    state["guards"] = guards.reset(config.guards, state["guards"], 0, same_window)
+    same_window = before.reads_same_stream(now) and theirs.guards.window == config.guards.window
+    state["guards"] = guards.reset_for_stage(config.guards, state["guards"], 0, same_window)
     return state, now
 
 
@@ -160,7 +167,9 @@ def describe_first_state(run: ResolvedRun, data: Sequence[Data], start: Start) -
         if now.continues_stream
         else "differ from its data and begin with their first row"
     )
-    same_window = before.same_stream(now) and source.config.guards.window == config.guards.window
+    same_window = (
+        before.reads_same_stream(now) and source.config.guards.window == config.guards.window
+    )
     return (
         f"{text}, optimizer and step; the data {rows}; the guards' window "
         f"{'continues' if same_window else 'starts empty'}"
@@ -184,6 +193,6 @@ def _cursors(
       theirs: for each stage of the parent, its recorded `DataCursor`.
       data_offset: the number of batches that rewinds of the parent skipped.
     """
-    before = theirs[stage_number(theirs, step)]
+    before = theirs[stage_index_of_step(theirs, step)]
     rows = next(rows for stage, rows in zip(stages, data, strict=True) if step < stage.last_step)
-    return before, before.advance(step, rows, data_offset)
+    return before, before.for_next_stage(step, rows, data_offset)

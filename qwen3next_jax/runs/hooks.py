@@ -32,7 +32,7 @@ from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
 from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.training.average import averaged_params
-from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
+from qwen3next_jax.training.diagnostics import diagnostics_event_fields, make_diagnostics_step
 from qwen3next_jax.training.guards import NO_TARGETS
 from qwen3next_jax.training.hooks import (
     Decision,
@@ -77,13 +77,15 @@ class WatchdogHook(Hook):
 
     def before_batch(self, step: int) -> None:
         limit = self._config.compile_timeout if self._compiles else self._config.step_timeout
-        self._watchdog.allow(limit, "a step", step)
+        self._watchdog.set_time_limit(limit, "a step", step)
         self._compiles = False
         self._step = step
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
         if step == self._step:  # no later step has begun, so hooks are called next
-            self._watchdog.allow(self._config.compile_timeout, "an evaluation or a save", step)
+            self._watchdog.set_time_limit(
+                self._config.compile_timeout, "an evaluation or a save", step
+            )
 
 
 class HookErrors(Hook):
@@ -254,7 +256,7 @@ class MetricsHook(Hook):
             record["idle_experts"] = int(np.sum(load == 0))
         steps, seconds, waited = self._trainer.clock.lap(info.step)
         record |= self._throughput.measure(info.step, record["loss"], steps, seconds, waited)
-        rows = self._cursor.rows_read(info.step, int(info.state["guards"]["data_offset"]))
+        rows = self._cursor.rows_read_by_stream(info.step, int(info.state["guards"]["data_offset"]))
         record |= reading_fields(reading_by_source(rows, self._epochs))
         self._metrics.write("train", info.step, **record)
 
@@ -275,7 +277,7 @@ def reading_fields(read: Mapping[str, SourceReading]) -> dict[str, float]:
         (only,) = read.values()
         return {"epochs": only.epochs}
     fields = {f"epochs/{name}": source.epochs for name, source in read.items()}
-    return fields | {f"tokens/{name}": round(source.tokens) for name, source in read.items()}
+    return fields | {f"tokens/{name}": round(source.tokens_read) for name, source in read.items()}
 
 
 class DiagnosticsHook(Hook):
@@ -304,7 +306,7 @@ class DiagnosticsHook(Hook):
                 )
             )
         self._metrics.write(
-            "diagnostics", info.step, **summarise(measured, grad_norms, expert_load)
+            "diagnostics", info.step, **diagnostics_event_fields(measured, grad_norms, expert_load)
         )
 
 
@@ -429,10 +431,10 @@ class SampleHook:
         self._prompt, self._prompt_tokens = sample_prompt(config, data, longest)
 
     def __call__(self, info: StepInfo) -> None:
-        from qwen3next_jax.inference.decode import complete
+        from qwen3next_jax.inference.decode import generate_to_end
 
         with self._during("generating a sample"):
-            new = complete(
+            new = generate_to_end(
                 nnx.merge(self._run.graphdef, info.state["params"]),
                 [self._prompt_tokens],
                 max_new_tokens=self._sample_tokens,

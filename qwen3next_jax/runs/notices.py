@@ -11,7 +11,7 @@ from qwen3next_jax.training.stages import ResolvedStage
 
 def describe_notices(run: ResolvedRun, start: Start) -> list[str]:
     """Returns the lines, which `train.py` and its `--dry-run` print before anything is computed."""
-    lines = [*partial_ablation_lines(run.model), *run.groups.lines]
+    lines = [*partial_ablation_lines(run.model), *run.groups.summary_lines]
     lines += filter(None, [_short_warm_up(run.stages[0])])
     model, released = run.model, ModelConfig()
     if (

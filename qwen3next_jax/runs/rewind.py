@@ -12,7 +12,7 @@ from qwen3next_jax.runs.start import Start
 from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.training.resolve import ResolvedRun
-from qwen3next_jax.training.stages import DataCursors, after_rewind
+from qwen3next_jax.training.stages import DataCursors, data_offset_after_rewind
 from qwen3next_jax.training.state import State
 
 MAX_REWINDS = 3  # the largest number of rewinds to the same checkpoint in one process
@@ -68,7 +68,7 @@ class Rewinder:
         self._rewinds[step] = self._rewinds.get(step, 0) + 1
         if self._rewinds[step] > MAX_REWINDS:
             return None
-        data_offset = after_rewind(
+        data_offset = data_offset_after_rewind(
             self._cursors, halt.step, int(halt.state["guards"]["data_offset"]), step
         )
         # The old state is deleted first, because a device may not have memory for two states.

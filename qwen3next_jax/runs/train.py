@@ -29,7 +29,7 @@ from qwen3next_jax.processes.distributed import (
     process_0_first,
     run_on_all,
 )
-from qwen3next_jax.processes.watchdog import Signals, Watchdog
+from qwen3next_jax.processes.watchdog import SignalHandler, Watchdog
 from qwen3next_jax.runs import hooks
 from qwen3next_jax.runs.begin import lock_folder, make_record
 from qwen3next_jax.runs.checks import resolve_start
@@ -60,10 +60,10 @@ from qwen3next_jax.training.stages import (
     DataCursors,
     ResolvedStage,
     describe_epochs,
-    epochs_of_stages,
+    epoch_by_stream,
     epochs_warning,
     first_cursor,
-    open_stages,
+    open_data_of_stages,
     place_cursors,
     reading_by_source,
     resolve_stages,
@@ -145,7 +145,9 @@ def train(
             # ---- Loop
             rewinder = Rewinder(run, data, first.cursors, start, checkpoints, metrics)
             if missed:
-                watchdog.allow(run.config.train.compile_timeout, "an evaluation", first.step)
+                watchdog.set_time_limit(
+                    run.config.train.compile_timeout, "an evaluation", first.step
+                )
                 with reports_out_of_memory(lambda: stage_at(run.stages, first.step)):
                     trainer.call_missed_hooks(first.step, first.state)
             try:
@@ -191,7 +193,7 @@ def _open_data(run: ResolvedRun) -> list[Data]:
     """
     with PreparationProgress() as progress:
         data = process_0_first(
-            lambda: open_stages(
+            lambda: open_data_of_stages(
                 run.stages, run.model.vocab_size, progress if is_process_0() else None
             )
         )
@@ -304,7 +306,7 @@ class _Observers(NamedTuple):
 
     display: Display
     metrics: MetricsFile
-    signals: Signals
+    signals: SignalHandler
     watchdog: Watchdog
     profiler: Profiler
 
@@ -324,7 +326,9 @@ def _observe(
       missed: kinds of events that are written again (`_missing_evaluations`).
     """
     parent = start.parent.path if first.continues_parent else ""
-    read = reading_by_source(first.cursors[-1].rows_read(run.steps), epochs_of_stages(data))
+    read = reading_by_source(
+        first.cursors[-1].rows_read_by_stream(run.steps), epoch_by_stream(data)
+    )
     if is_process_0() and (line := epochs_warning(read)):
         warn(line)
     epochs = describe_epochs(read, run.steps)
@@ -333,7 +337,7 @@ def _observe(
     with (
         Display(shown, run.stages, first.step, is_process_0()) as display,
         open_metrics(run, store, first.step, display, missed) as metrics,
-        Signals(display.say) as signals,
+        SignalHandler(display.say) as signals,
         Watchdog(functools.partial(store.write_stacks, jax.process_index())) as watchdog,
         Profiler(run.config.profile, store.workdir, metrics.write) as profiler,
     ):
@@ -401,7 +405,7 @@ def _take_steps(
             with reports_out_of_memory(lambda: trainer.stage):
                 return trainer.train(state, steps_before)
         except Halted as halt:
-            watchdog.allow(
+            watchdog.set_time_limit(
                 trainer.run.config.train.compile_timeout, "a rewind or a dump", halt.step
             )
             rewound = rewinder.rewind(halt)
@@ -449,7 +453,7 @@ def _add_hooks(
         trainer.add_hook(hook, every=0, required=True)
     save_every = config.checkpoint.every
     trainer.add_hook(
-        hooks.MetricsHook(trainer, metrics, epochs_of_stages(data)),
+        hooks.MetricsHook(trainer, metrics, epoch_by_stream(data)),
         every=(config.train.log_every, save_every),
         at_stage_end=True,
         at_stop=True,
@@ -469,7 +473,7 @@ def _add_hooks(
             evaluation,
             every=config.eval.every,
             at_stage_end=True,
-            after_stop=True,
+            last_at_stop=True,
             name=EVALUATION,
         )
     if config.eval.sample_tokens and has_subpackage("inference"):
@@ -477,7 +481,7 @@ def _add_hooks(
             hooks.SampleHook(run, metrics, config.eval, data[0], display.during),
             every=config.eval.every,
             at_stage_end=True,
-            after_stop=True,
+            last_at_stop=True,
             name=SAMPLE,
         )
     for name in config.train.hooks:

@@ -22,8 +22,8 @@ def find_unused(sweep: Sweep, point: Point) -> dict[str, str]:
     """
     given = point_settings(sweep, point)
     found: dict[str, str] = {}
-    for find in (unused_settings.find_unused, unused_settings.find_unused_in_layers):
-        found |= unused_settings.find_refused(point.config, given, find)
+    for find in (unused_settings.find_unused, unused_settings.find_unused_by_mixers_and_evals):
+        found |= unused_settings.find_unused_given_by_user(point.config, given, find)
     return found
 
 
@@ -38,7 +38,7 @@ def check_settings(sweep: Sweep) -> None:
     mistakes = Mistakes()
     for point in sweep.points:
         with mistakes.collect(f"point {point.name}"):
-            unused_settings.check_targets(point.config)
+            unused_settings.check_tokens_to_train_on(point.config)
         found[point.name] = find_unused(sweep, point)
     for point in sweep.points:
         for name, why in found[point.name].items():

@@ -5,7 +5,7 @@ model.
 from typing import NamedTuple
 
 from qwen3next_jax.config import Config, ModelConfig
-from qwen3next_jax.inference.cache import cache_bytes
+from qwen3next_jax.inference.cache import cache_bytes_by_kind
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.training.stages import resolve_stages
 
@@ -41,7 +41,7 @@ def count_costs(config: Config) -> Costs:
         flops_per_token(model, stage.sequence_length) * stage.tokens_per_step * stage.steps
         for stage in stages
     )
-    cache = cache_bytes(model, 1, _CACHE_LENGTH)
+    cache = cache_bytes_by_kind(model, 1, _CACHE_LENGTH)
     return Costs(
         parameters=parameter_counts(model).total,
         tokens=tokens,

@@ -1,6 +1,6 @@
-"""Finds the base model of a run: the Hugging Face directory with which the first of a line of runs
-began, each with the weights of the one before. run.json records it, so the folders of the parents
-need not be kept.
+"""Finds the base model of a run: the Hugging Face directory with whose weights training began. If a
+run began with the weights of another run, its parent, it has the parent's base model. run.json
+records the base model, so the folders of the parents need not be kept.
 """
 
 import pathlib
@@ -11,10 +11,12 @@ from qwen3next_jax.runs.record import BaseModel, read_record, run_id
 
 
 def find_base_model(path: str | pathlib.Path) -> BaseModel | None:
-    """Finds the base model of the model in `path`, a run or a Hugging Face directory (itself).
+    """Finds the base model of the model in `path`, which is a run or a Hugging Face directory. A
+    Hugging Face directory is its own base model.
 
     Returns:
-      The base model, which may no longer exist; None if the weights were random at first.
+      The base model, whose directory may no longer exist; None if training began with random
+      weights.
     """
     folder = to_path(path)
     if not (folder / "run.json").exists():
@@ -22,16 +24,18 @@ def find_base_model(path: str | pathlib.Path) -> BaseModel | None:
     return read_record(folder).source
 
 
-def find_adapted_model(workdir: str | pathlib.Path) -> pathlib.Path | BucketPath | None:
-    """Finds the Hugging Face directory with the matrices that the adapters of a run (`model.lora`)
-    adapt: that with which the run began, or its parent if the parent has the same adapters.
+def find_adapter_base(workdir: str | pathlib.Path) -> pathlib.Path | BucketPath | None:
+    """Finds the Hugging Face directory with the matrices to which the adapters of a run
+    (`model.lora`) belong. The run began with this directory, or its parent did if the parent has
+    the same adapters.
 
     Returns:
-      The directory, which may no longer exist; None if the run began with random weights, or with a
-      parent that had changed the matrices, or that is no longer there.
+      The directory, which may no longer exist; None if the run began with random weights, or if its
+      parent had trained the matrices, or if the parent's folder is gone.
 
     Raises:
-      UserError: the vocabulary grew when the run began, so no directory has its embedding.
+      UserError: the vocabulary grew when the run began, so the directory does not have the run's
+        embedding.
     """
     folder = to_path(workdir)
     record = read_record(folder)

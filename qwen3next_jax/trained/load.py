@@ -37,16 +37,16 @@ class LoadedModel(NamedTuple):
       tokenizer: the model's tokenizer; None if a Hugging Face directory has none.
       step: number of steps for which the model was trained; None for a Hugging Face directory.
       mesh: the mesh over which the parameters are sharded; None for one device.
-      identity: text that identifies the weights: the digest of a checkpoint's manifest, with " ema"
-        after it if they are the average of the run, or the result of
-        `interop.weights.modification_digest` for a Hugging Face directory.
+      weights_identity: text that identifies the weights. For a run: the digest of the checkpoint's
+        manifest, followed by " ema" for the moving average. For a Hugging Face directory: the
+        result of `interop.weights.modification_digest`.
     """
 
     model: Qwen3Next
     tokenizer: Tokenizer | None
     step: int | None
     mesh: Mesh | None
-    identity: str
+    weights_identity: str
 
 
 def load_model(
@@ -57,8 +57,8 @@ def load_model(
     devices: Sequence[Any] | None = None,
     ema: bool = False,
 ) -> LoadedModel:
-    """Loads a model. If there are several processes, all must call this function, and each reads
-    the shards of its own devices.
+    """Loads a model from a run or a Hugging Face directory. If there are several processes, all
+    must call this function, and each reads the shards of its own devices.
 
     Args:
       path: the folder of a run, or a Hugging Face directory.
@@ -66,14 +66,15 @@ def load_model(
         checkpoint with the lowest held-out loss; None for the newest valid checkpoint.
       mesh: sizes of the mesh's axes; None for the sizes of the run, or, for a Hugging Face
         directory, for all devices along `data`.
-      dtype: dtype of the parameters of a Hugging Face directory, as for `load_hf`; None for the
+      dtype: dtype of the parameters that are loaded from a Hugging Face directory; None for the
         dtype in its config.json. The parameters of a run are float32.
       devices: the devices of the mesh; None: all that JAX finds.
       ema: for a run, whether to load the moving average of its parameters (`train.ema`).
 
     Raises:
       UserError: `path` is neither a run nor a Hugging Face directory, its files are damaged, `ema`
-        is true but it has no average, or the mesh does not fit the devices or the model.
+        is true but the run has no moving average, or the mesh does not fit the devices or the
+        model.
     """
     folder = to_path(path)
     if (folder / "run.json").exists():
@@ -118,8 +119,8 @@ def load_model(
     )
 
 
-def describe_parameters(ema: bool) -> str:
-    """Says which parameters of a run with `train.ema` were loaded."""
+def describe_ema_choice(ema: bool) -> str:
+    """Returns text for messages: which parameters of a run with `train.ema` were loaded."""
     return "the average of its parameters (--ema)" if ema else "not the average (--noema)"
 
 
@@ -127,7 +128,7 @@ def tokenizer_of_run(folder: pathlib.Path, record: RunRecord) -> Tokenizer:
     """Loads the tokenizer of the run in `folder`. `record`: the content of its run.json.
 
     Raises:
-      UserError: the tokenizer is not the one with which the run was trained.
+      UserError: the tokenizer's file is not the one with which the run was trained.
     """
     config = record.read_config(folder)
     copy, data = folder / "tokenizer", config.data
@@ -143,12 +144,12 @@ def tokenizer_of_run(folder: pathlib.Path, record: RunRecord) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def join_processes(launch: Launch | None, path: str | pathlib.Path) -> Iterator[None]:
-    """Starts the distributed runtime for a command that loads the model at `path`. Within the
-    `with` block only process 0 prints.
+def distributed_command(launch: Launch | None, path: str | pathlib.Path) -> Iterator[None]:
+    """Context manager that starts JAX's distributed runtime for a command that loads the model at
+    `path`. Within the `with` block only process 0 prints.
 
     Args:
-      launch: the place of this process among the processes; None: there is only one.
+      launch: the coordinator's address and the index of this process; None: there is one process.
       path: the folder of a run, or a Hugging Face directory.
     """
     folder = to_path(path)
@@ -179,9 +180,9 @@ def mesh_of_params(
     """Returns the mesh over which the parameters are sharded; None for one device.
 
     Args:
-      where: the first words of the error message about the default mesh.
+      where: the beginning of the error message if the default mesh does not fit.
       user_mesh: the value of --mesh; None if it is not given.
-      default: the mesh without --mesh.
+      default: the mesh if --mesh is not given.
       devices: the devices of the mesh; None: all that JAX finds.
 
     Raises:

@@ -1,10 +1,11 @@
 """Merges checkpoints: computes a weighted mean of their parameters (`qwen3next merge`).
 
-Only one model is in memory as a whole. The parameters of the other checkpoints are read in groups
-of arrays, one checkpoint after another.
+Only the model of the last checkpoint is in memory as a whole. The parameters of the other
+checkpoints are read in groups of arrays, one checkpoint after another.
 
 The mean is computed as p_n + Σ_i w_i (p_i − p_n), where p_n are the parameters of the last
-checkpoint. So parameters that are equal in all checkpoints, such as frozen ones, keep their bits.
+checkpoint. So parameters that are equal in all checkpoints, such as frozen parameters, are
+bit-identical in the mean.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.trained.load import tokenizer_of_run
 from qwen3next_jax.training.parameter_groups import ParameterGroups, make_parameter_groups
 from qwen3next_jax.training.resolve import make_update_rules
-from qwen3next_jax.training.state import State, abstract_train_state, start_rules
+from qwen3next_jax.training.state import State, abstract_train_state, init_sharded_rule_entries
 from qwen3next_jax.training.update_rules import UpdateRule
 
 # Arrays are read in groups of at most this many bytes; a larger array is read alone.
@@ -61,13 +62,14 @@ _INTEGRALS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def merge_weights(text: str, steps: Sequence[int]) -> np.ndarray:
-    """Returns the weights of the checkpoints after `steps` steps, float64 [checkpoints], whose sum
-    is 1.
+def weight_of_each_checkpoint(text: str, steps: Sequence[int]) -> np.ndarray:
+    """Returns the weight of each checkpoint in the mean, float64 [checkpoints]. The weights sum to
+    1.
 
-    "uniform" gives all checkpoints the same weight. A list such as "1,2,1" gives their ratios. The
-    name of a decay gives the weights with which the checkpoints of a run of constant learning rate
-    stand in for a decay of the rate from the first checkpoint to the last (WSM, 2507.17634):
+    "uniform" gives all checkpoints the same weight. A list such as "1,2,1" gives the ratios of the
+    weights. The name of a learning-rate decay gives weights with which the mean of the checkpoints
+    of a run with a constant learning rate approximates a run whose learning rate decays from the
+    first checkpoint to the last (WSM, 2507.17634):
 
     Let θ_0 … θ_n be the checkpoints and Δ_i = θ_i − θ_{i−1} the sum of the updates in interval i. A
     rate that is d times as large scales an update by d. If the gradients stayed the same, a run
@@ -78,23 +80,23 @@ def merge_weights(text: str, steps: Sequence[int]) -> np.ndarray:
     by summation by parts. The weights sum to d_0 = 1, and none is negative if the rate never rises.
     Here d_i is the mean over interval i of the decay d(x), where x runs from 0 at the first
     checkpoint to 1 at the last, in proportion to the steps. For checkpoints at equal distances,
-    "linear" is the uniform mean, but with half the weight for the first and the last checkpoint.
-    The gradients do not stay the same: what the weights are worth has to be measured
-    (docs/adapting.md).
+    "linear" is the uniform mean, but with half the weight for the first and the last checkpoint. In
+    training, the gradients do not stay the same, so this is an approximation; docs/adapting.md
+    shows how to measure it.
 
     Args:
       text: "uniform", a name of a decay, or numbers separated by commas.
       steps: the step of each checkpoint.
 
     Raises:
-      UserError: `text` is none of these, has another number of weights than there are checkpoints,
-        or its weights sum to 0; or a decay is named and `steps` do not ascend.
+      UserError: `text` has none of these forms, its number of weights is not the number of
+        checkpoints, or its weights sum to 0; or `text` names a decay and `steps` do not ascend.
     """
     flag, count = f"--weights={text}", len(steps)
     if text == "uniform":
         return np.full(count, 1 / count)
     if text not in _INTEGRALS:
-        return _listed_weights(flag, text, count)
+        return _parse_listed_weights(flag, text, count)
     require(
         all(before < after for before, after in zip(steps, steps[1:])),
         f"{flag}: the steps {', '.join(map(str, steps))} do not ascend: name the checkpoints in "
@@ -107,7 +109,7 @@ def merge_weights(text: str, steps: Sequence[int]) -> np.ndarray:
     return -np.diff(decays, prepend=1.0, append=0.0)
 
 
-def _listed_weights(flag: str, text: str, count: int) -> np.ndarray:
+def _parse_listed_weights(flag: str, text: str, count: int) -> np.ndarray:
     """Returns the weights in `text`, divided by their sum."""
     names = ("uniform", *_INTEGRALS)
     try:
@@ -137,25 +139,27 @@ class MergeSource(NamedTuple):
     """A checkpoint to merge.
 
     Attributes:
-      name: the user's name for it, RUN or RUN@STEP.
+      name: the checkpoint as the user gave it, RUN or RUN@STEP.
       folder: the folder of its run.
-      step: the number of steps after which it was saved.
-      record: the content of run.json.
+      step: the number of steps after which the checkpoint was saved.
+      run_record: the content of run.json.
       config: the configuration of the run.
-      digest: the first digits of the digest of its manifest.
+      manifest_digest: the first digits of the SHA-256 digest of the checkpoint's manifest.
     """
 
     name: str
     folder: pathlib.Path | BucketPath
     step: int
-    record: RunRecord
+    run_record: RunRecord
     config: Config
-    digest: str
+    manifest_digest: str
 
-    def merged_with(self, weight: float) -> MergedCheckpoint:
-        """Returns the checkpoint as run.json records it."""
+    def as_merged_checkpoint(self, weight: float) -> MergedCheckpoint:
+        """Returns the entry for this checkpoint in the list "merged" of run.json. `weight`: its
+        weight in the mean.
+        """
         path = str(self.folder.absolute())
-        return MergedCheckpoint(path, self.step, self.digest, self.record.id, weight)
+        return MergedCheckpoint(path, self.step, self.manifest_digest, self.run_record.id, weight)
 
 
 def find_sources(names: Sequence[str]) -> list[MergeSource]:
@@ -166,7 +170,7 @@ def find_sources(names: Sequence[str]) -> list[MergeSource]:
 
     Raises:
       UserError: there is no such checkpoint, or it is damaged; a model has adapters; or the models,
-        tokenizers or frozen parameters of two runs differ.
+        tokenizers, frozen parameters or scaling (`optimizer.scaling`) of two runs differ.
     """
     sources = [_find_source(name) for name in names]
     last = sources[-1]
@@ -188,9 +192,9 @@ def find_sources(names: Sequence[str]) -> list[MergeSource]:
                 "expected checkpoints of the same model",
             )
         require(
-            same_token_ids(source.record.tokenizer, last.record.tokenizer),
+            same_token_ids(source.run_record.tokenizer, last.run_record.tokenizer),
             f"{source.name}: it was trained with another tokenizer than {last.name} (fingerprint "
-            f"{source.record.tokenizer[:12]}, there {last.record.tokenizer[:12]}), so its "
+            f"{source.run_record.tokenizer[:12]}, there {last.run_record.tokenizer[:12]}), so its "
             "ids have another meaning: expected runs with the same tokenizer",
         )
         scaling, of_last = (describe_scaling(one.config.optimizer) for one in (source, last))
@@ -226,7 +230,7 @@ def _find_source(name: str) -> MergeSource:
 # ---- Mean
 
 
-def merged_state(
+def read_merged_state(
     sources: Sequence[MergeSource],
     weights: Sequence[float],
     mesh: Mesh,
@@ -237,23 +241,24 @@ def merged_state(
 
     Args:
       sources: the checkpoints to merge, from `find_sources`.
-      weights: the weight of each; their sum is 1.
+      weights: the weight of each checkpoint; the weights sum to 1.
       mesh: the devices over which the state is sharded.
-      whole: whether to read all entries of the train state; otherwise only "params" and "step".
+      whole: whether to read all entries of the train state; if false, only "params" and "step" are
+        read.
       group_bytes: arrays of the checkpoints before the last are read in groups of this size.
 
     Returns:
-      The state: parameters with the weights of `weights`, at which the entries of update rules,
-      such as the average of the parameters, begin anew; all other entries are those of the last
-      checkpoint.
+      The train state. The parameters in the state are the weighted mean. The entries of update
+      rules, such as the moving average, begin anew from these parameters. All other entries are
+      those of the last checkpoint.
 
     Raises:
-      UserError: a checkpoint is damaged, or was replaced since it was found.
+      UserError: a checkpoint is damaged, or was replaced after `find_sources` found it.
     """
     last = sources[-1]
-    groups = _parameter_groups(last.config)
+    groups = _parameter_groups_of_config(last.config)
     rules = make_update_rules(last.config, groups)
-    abstract = _abstract_state(last.config, groups, (), mesh)
+    abstract = _abstract_state_of_config(last.config, groups, (), mesh)
     if not whole:
         abstract = {name: abstract[name] for name in ("params", "step")}
     with contextlib.ExitStack() as stack:
@@ -261,30 +266,32 @@ def merged_state(
 
         def read(number: int, wanted: State, partial: bool) -> State:
             source = sources[number]
-            return readers[number].restore(source.step, wanted, partial, source.digest)
+            return readers[number].restore(source.step, wanted, partial, source.manifest_digest)
 
         state = read(-1, abstract, partial=True)
         # Nothing else may refer to an array that is replaced, or two models would be in memory.
         merged = leaves_by_path(state.pop("params"))
-        for paths in _groups_by_size(abstract["params"], group_bytes) if len(sources) > 1 else ():
+        for paths in (
+            _path_groups_by_bytes(abstract["params"], group_bytes) if len(sources) > 1 else ()
+        ):
             wanted = {"params": _select_paths(abstract["params"], paths)}
             base = {path: merged[path] for path in paths}
             total = None
             for number, weight in enumerate(weights[:-1]):
                 theirs = leaves_by_path(read(number, wanted, partial=True)["params"])
-                total = _add_difference(total, weight, theirs, base)
+                total = _add_weighted_difference(total, weight, theirs, base)
             merged |= _add_to_base(base, total)
     state["params"] = map_leaves(lambda path, _: merged[path], abstract["params"])
     if not whole:
         return state
-    with_entries = _abstract_state(last.config, groups, rules, mesh)
+    with_entries = _abstract_state_of_config(last.config, groups, rules, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, with_entries)
-    return state | start_rules(rules, state["params"], shardings)
+    return state | init_sharded_rule_entries(rules, state["params"], shardings)
 
 
-def _groups_by_size(params: dict, group_bytes: int) -> Iterator[list[str]]:
-    """Yields lists of paths of arrays that have at most `group_bytes` together; a larger array is
-    alone.
+def _path_groups_by_bytes(params: dict, group_bytes: int) -> Iterator[list[str]]:
+    """Yields lists of paths. The arrays of a list have at most `group_bytes` bytes together; a
+    larger array gets a list of its own.
     """
     group, used = [], 0
     for path, leaf in leaves_by_path(params).items():
@@ -302,10 +309,10 @@ def _select_paths(params: dict, paths: Sequence[str]) -> dict:
 
 
 @jax.jit
-def _add_difference(
+def _add_weighted_difference(
     total: dict | None, weight: jax.Array, theirs: dict, base: dict
 ) -> dict[str, jax.Array]:
-    """Returns total + weight · (theirs − base); a total of None counts as 0."""
+    """Returns total + weight · (theirs − base) for each array; a total of None counts as 0."""
     difference = jax.tree.map(lambda a, b: weight.astype(a.dtype) * (a - b), theirs, base)
     return difference if total is None else jax.tree.map(jnp.add, total, difference)
 
@@ -316,11 +323,11 @@ def _add_to_base(base: dict, total: dict) -> dict[str, jax.Array]:
     return jax.tree.map(lambda b, t: jnp.where(t == 0, b, b + t), base, total)
 
 
-def _parameter_groups(config: Config) -> ParameterGroups:
+def _parameter_groups_of_config(config: Config) -> ParameterGroups:
     return make_parameter_groups(config.model, config.train.freeze, config.optimizer)
 
 
-def _abstract_state(
+def _abstract_state_of_config(
     config: Config, groups: ParameterGroups, rules: Sequence[UpdateRule], mesh: Mesh
 ) -> State:
     return abstract_train_state(
@@ -337,7 +344,7 @@ def _abstract_state(
 # ---- Run
 
 
-def require_new_run(out: pathlib.Path | BucketPath) -> None:
+def require_writable_new_folder(out: pathlib.Path | BucketPath) -> None:
     """Raises UserError unless a merged run can be written to the new folder `out`."""
     require(
         not is_bucket(out),
@@ -353,45 +360,48 @@ def require_new_run(out: pathlib.Path | BucketPath) -> None:
 def write_merged_run(
     sources: Sequence[MergeSource], weights: Sequence[float], mesh: Mesh, out: pathlib.Path
 ) -> None:
-    """Writes a run that goes on from the last checkpoint, with merged parameters. The folder `out`
-    appears whole or not at all. If there are several processes, all must call this function.
+    """Writes a run that can be continued from the step of the last checkpoint, with merged
+    parameters. The folder `out` is created only when all its files are written. If there are
+    several processes, all must call this function.
 
-    The run has the configuration, optimizer state, step and data of the last checkpoint. Its
-    run.json has the entry "merged", a list with a record of each checkpoint and its weight.
+    The run has the configuration, optimizer state, step and data of the last checkpoint. The
+    run.json of the new run has the entry "merged", a list of the merged checkpoints with their
+    weights.
 
     Args:
-      sources, weights, mesh: as for `merged_state`.
+      sources, weights, mesh: the arguments of `read_merged_state`.
       out: the new folder.
 
     Raises:
       UserError: a checkpoint is damaged, or `out` exists or cannot be written.
     """
     last = sources[-1]
-    state = merged_state(sources, weights, mesh)
+    state = read_merged_state(sources, weights, mesh)
     merged = tuple(
-        source.merged_with(float(weight)) for source, weight in zip(sources, weights, strict=True)
+        source.as_merged_checkpoint(float(weight))
+        for source, weight in zip(sources, weights, strict=True)
     )
-    base = last.record.source
+    base = last.run_record.source
     record = dataclasses.replace(
-        last.record,
+        last.run_record,
         source=base and dataclasses.replace(base, files=""),
         parent=None,
         merged=merged,
         id=uuid.uuid4().hex,
         changes=(),
     )
-    tokenizer = tokenizer_of_run(last.folder, last.record)
-    partial = _PartialRun(out)
+    tokenizer = tokenizer_of_run(last.folder, last.run_record)
+    partial = _PartialFolder(out)
     store = LocalStore(partial.folder)
 
     def begin() -> None:
-        partial.begin()
+        partial.create_and_lock()
         store.write_run_and_tokenizer(record, tokenizer, new=True)
         with MetricsFile(store.open_events(), last.step) as metrics:
             metrics.write("merged", last.step, merged=[dataclasses.asdict(one) for one in merged])
 
     broadcast_from_process_0(begin)
-    frozen_paths = _parameter_groups(last.config).frozen_paths
+    frozen_paths = _parameter_groups_of_config(last.config).frozen_paths
     with store.open_checkpoints(last.config.checkpoint, frozen_paths=frozen_paths) as checkpoints:
         checkpoints.begin(last.step)
         checkpoints.set_run()
@@ -402,13 +412,14 @@ def write_merged_run(
         reason = values.get("reason")
         require(name != "save_failed", f"--out={out}: not written ({reason}): make room")
 
-    broadcast_from_process_0(partial.finish)
+    broadcast_from_process_0(partial.rename_to_final)
 
 
-class _PartialRun:
-    """The folder `.NAME.partial` beside `--out=NAME`, in which process 0 writes a merged run. One
-    process at a time writes there. What a killed one left is removed; a folder without the file
-    `_MARK`, with the content of ours, is not ours, and stays.
+class _PartialFolder:
+    """The folder `.NAME.partial` beside `--out=NAME`, in which process 0 writes a merged run. A
+    lock ensures that only one process at a time writes to the folder. Files that a killed merge
+    left in the folder are removed. A merge recognises its folder by the file `_MARK`; a folder
+    without this file is never changed.
     """
 
     _MARK = "merging"
@@ -423,18 +434,19 @@ class _PartialRun:
         self._out = out
         self.folder = out.absolute().parent / f".{out.name}.partial"
 
-    def begin(self) -> None:
-        """Makes the folder, with nothing in it but the mark, which is locked.
+    def create_and_lock(self) -> None:
+        """Makes the folder, empties it but for the file `_MARK`, and locks this file.
 
         Raises:
-          UserError: `out` exists, or the folder is not ours, is in use, or cannot be written to.
+          UserError: `out` exists, or a merge did not make the folder, or another merge is using it,
+            or it cannot be written to.
         """
-        require_new_run(self._out)
+        require_writable_new_folder(self._out)
         mark = self.folder / self._MARK
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             require(
-                self._is_ours(mark) or not any(self.folder.iterdir()),
+                self._made_by_merge(mark) or not any(self.folder.iterdir()),
                 f"--out={self._out}: it is written in {self.folder}, which holds other files: "
                 "rename or remove that folder, or give another --out",
             )
@@ -448,7 +460,7 @@ class _PartialRun:
                 ) from error
             except OSError:
                 pass  # a file system without locks
-            require_new_run(self._out)  # another merge may have ended meanwhile
+            require_writable_new_folder(self._out)  # another merge may have ended meanwhile
             mark.write_text(self._CONTENT)
             for path in self.folder.iterdir():
                 if path.is_dir() and not path.is_symlink():
@@ -458,9 +470,9 @@ class _PartialRun:
         except OSError as error:
             raise not_writable(self._out, error, "--out") from error
 
-    def _is_ours(self, mark: pathlib.Path) -> bool:
-        """Whether a merge made the folder. It may have been killed before it wrote the content, and
-        then wrote nothing else.
+    def _made_by_merge(self, mark: pathlib.Path) -> bool:
+        """Whether a merge made the folder. A merge that was killed before it wrote the content of
+        `_MARK` left an empty file `_MARK` and nothing else.
         """
         if not mark.is_file() or mark.is_symlink():
             return False
@@ -469,13 +481,13 @@ class _PartialRun:
             return names == {self._MARK}
         return content == self._CONTENT.encode() and names <= self._OWN
 
-    def finish(self) -> None:
-        """Gives the folder its name.
+    def rename_to_final(self) -> None:
+        """Renames the folder to `out`.
 
         Raises:
           UserError: `out` exists, or cannot be written.
         """
-        require_new_run(self._out)
+        require_writable_new_folder(self._out)
         try:
             self.folder.rename(self._out)
             (self._out / self._MARK).unlink()

@@ -4,18 +4,18 @@ After update t, with parameters p_t, the average is
 
     e_t = Σ_i d^(t−i) p_i / Σ_i d^(t−i)   over the updates i = 1 … t,
 
-where d is `train.ema`. So it depends on no start value: after the first update it is p_1. The
-weights sum to (1 − d^t) / (1 − d), which gives the recurrence
+where d is `train.ema`. The average does not depend on a start value: after the first update it is
+p_1. The weights d^(t−i) sum to (1 − d^t) / (1 − d), which gives the recurrence
 
     e_t = e_(t−1) + (1 − d) / (1 − d^t) · (p_t − e_(t−1)).
 
-A skipped update does not count. Parameters that do not change keep their bits in the average, and
-those that are frozen as a whole are left out of it.
+An update that the guards skip does not count. A parameter that never changes has bit-identical
+values in the average. The average leaves out parameters that are frozen as a whole.
 
-The entry "ema" of the train state, if `train.ema` is not 0, has these entries:
+If `train.ema` is not 0, the train state has the entry "ema", a dict:
 
     average  float32, the arrays of the parameters that are not frozen as a whole, sharded like them
-    updates  int32, the number t of updates that the average counts
+    updates  int32, the number t of updates that are averaged
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 
 @dataclasses.dataclass(frozen=True)
 class MovingAverage(UpdateRule):
-    """Keeps the entry "ema" of the train state.
+    """The update rule that computes the moving average, the entry "ema" of the train state.
 
     Attributes:
       decay: `train.ema`, above 0 and below 1.
@@ -58,13 +58,15 @@ class MovingAverage(UpdateRule):
         return after | {"ema": {"average": average, "updates": updates}}, metrics
 
 
-def rule(config: Config, groups: ParameterGroups) -> MovingAverage | None:
-    """Returns the rule of the average; None without `train.ema`."""
+def make_rule(config: Config, groups: ParameterGroups) -> MovingAverage | None:
+    """Returns the update rule of the moving average; None if `train.ema` is 0."""
     return MovingAverage(config.train.ema, groups.frozen_paths) if config.train.ema else None
 
 
 def averaged_params(params: dict, ema: dict[str, Any]) -> dict:
-    """Returns all parameters, with the average in place of those that it has."""
+    """Returns the tree `params`, in which every parameter that has a moving average is replaced by
+    it.
+    """
     average = leaves_by_path(ema["average"])
     return map_leaves(lambda path, leaf: average.get(path, leaf), params)
 

@@ -4,8 +4,8 @@ import time
 
 
 class Clock:
-    """Measures how long steps take, without the time that hooks take. Steps are measured in laps: a
-    lap is one measurement over several steps.
+    """Measures how long steps take, without the time that hooks take. A lap is one measurement,
+    over one or several steps.
 
     Attributes:
       data_wait: the seconds of the current lap during which the loop waited for batches.
@@ -24,7 +24,8 @@ class Clock:
         self.data_wait = 0.0
 
     def lap(self, step: int) -> tuple[int, float, float]:
-        """Ends the lap now, and begins the next one. `step` is the last step that has ended.
+        """Ends the current lap now, and begins the next lap. `step` is the last step that has
+        ended.
 
         Returns:
           (steps, seconds, seconds of waiting for data) of the lap that ended.

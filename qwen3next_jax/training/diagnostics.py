@@ -1,10 +1,10 @@
-"""Measures properties of each layer in a forward pass of its own, every
-`telemetry.diagnostics_every` steps.
+"""Measures properties of each layer. The hook of `telemetry.diagnostics_every` runs an extra
+forward pass for it.
 
 Each module of the model decides what it measures, and its class documents the names of the
-quantities. The functions here turn the measurements of all layers into lists with one entry per
-layer. The entry is None if the layer does not measure the quantity. docs/reference/metrics.md
-explains the quantities and lists published values of them.
+quantities. The functions in this file turn the measurements of all layers into one list per
+quantity, with one entry per layer. A layer that does not measure a quantity has the entry None.
+docs/reference/metrics.md explains the quantities and lists published values.
 
 Letters: L layers (the layer of the MTP module, if there is one, is last), N heads, E experts, S
 layers with experts.
@@ -26,13 +26,13 @@ from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layers import SINK_HEAD, ForwardOptions
 
 
-def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
-    """Computes the L2 norm of each group of a tree that has the structure of the parameters. A
-    group is what lies under one key of the tree's top level.
+def l2_norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
+    """Computes L2 norms of a tree that has the structure of the parameters, such as the gradients:
+    one norm for each key of the tree's top level, and for "layers" one norm per layer.
 
     Returns:
-      Name of the group → its norm. The norm of "layers" is an array with one norm for each of the
-      model's layers without the MTP module's; every other norm is a scalar.
+      Key of the tree's top level → L2 norm. The value for "layers" is an array with one norm per
+      layer, without the layer of the MTP module; every other value is a scalar.
     """
 
     def sum_of_squares(leaf, num_kept_axes):
@@ -52,9 +52,9 @@ def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
     return norms
 
 
-def norm_weights_by_layer(model: ModelConfig, params: dict) -> jax.Array:
-    """Returns the largest |w| among the norm weights w of each layer, [L]. (Most norms scale by 1 +
-    w, and their w starts at 0.)
+def largest_norm_weight_by_layer(model: ModelConfig, params: dict) -> jax.Array:
+    """Returns the largest |w| among the weights w of the norms (RMSNorm) of each layer, [L]. Most
+    norms scale by 1 + w, where w starts at 0.
     """
 
     def largest(group, prefix, num_kept_axes):
@@ -78,9 +78,9 @@ def norm_weights_by_layer(model: ModelConfig, params: dict) -> jax.Array:
 
 
 def _in_layer_order(model: ModelConfig, values_of_blocks: list[jax.Array]) -> jax.Array:
-    """Returns one value for each layer, without the MTP module's, in the order of the layers.
-    `values_of_blocks` holds one array for each entry of `ModelConfig.stacks`, with the values of
-    the layers whose parameters are stacked there.
+    """Concatenates values of layers in the order of the layers, without the layer of the MTP
+    module. `values_of_blocks` holds one array for each entry of `ModelConfig.stacks`: the values of
+    the layers whose parameters are stacked in this entry.
     """
     order = np.argsort([layer for layers in model.stacks for layer in layers])
     return jnp.concatenate(values_of_blocks)[order]
@@ -95,11 +95,11 @@ def make_diagnostics_step(
       model: the model's settings.
       graphdef: the model without its parameters.
       micro_batches: the number of micro-batches of a training step. The function measures every
-        `micro_batches`-th row of the batch, which are as many rows as a micro-batch has.
+        `micro_batches`-th row of the batch: as many rows as a micro-batch has.
       mesh: the devices that share the batch; None: one device.
 
     Returns:
-      The function. Its result is the argument `measured` of `summarise`.
+      The function `step`. Its result is the argument `measured` of `diagnostics_event_fields`.
     """
 
     def step(params, batch):
@@ -109,8 +109,8 @@ def make_diagnostics_step(
         )
         return {
             "layers": features.diagnostics,
-            "param_norms": norms_by_layer(model, params),
-            "norm_weights": norm_weights_by_layer(model, params),
+            "param_norms": l2_norms_by_layer(model, params),
+            "norm_weights": largest_norm_weight_by_layer(model, params),
         }
 
     # The results are replicated, because every process of the run reads all of them.
@@ -119,21 +119,21 @@ def make_diagnostics_step(
     )
 
 
-def summarise(
+def diagnostics_event_fields(
     measured: dict[str, Any], grad_norms: dict[str, Any], expert_load: Any
 ) -> dict[str, Any]:
     """Returns the fields of a "diagnostics" event in metrics.jsonl.
 
     Args:
       measured: the result of the function that `make_diagnostics_step` makes, on the host.
-      grad_norms: `norms_by_layer` of the gradients, before clipping.
-      expert_load: [S, E], `loss.expert_load` of the train step's whole batch; None if no layer has
-        experts.
+      grad_norms: `l2_norms_by_layer` of the gradients, before clipping.
+      expert_load: [S, E], `loss.expert_load` of the whole batch of the train step; None if no layer
+        has experts.
 
     Returns:
-      Name of a quantity → a list with one number or None per layer. There are two more entries:
-      "groups" holds the norms of the parameters that belong to no layer, and "expert_load" [S][E]
-      is a copy of `expert_load`, if that is given.
+      Name of a quantity → a list with one number or None per layer. Two more entries: "groups"
+      holds the norms of the parameters that belong to no layer, and "expert_load" [S][E] repeats
+      the argument `expert_load`, if it is not None.
     """
     rows = [_summarise_layer(layer) for layer in measured["layers"]]
     for name, norms in (("grad_norm", grad_norms), ("param_norm", measured["param_norms"])):
@@ -144,7 +144,10 @@ def summarise(
         row["norm_weight_max"] = weight
     record = {
         "groups": {
-            name: {"grad_norm": _round(norm), "param_norm": _round(measured["param_norms"][name])}
+            name: {
+                "grad_norm": _round_to_4_digits(norm),
+                "param_norm": _round_to_4_digits(measured["param_norms"][name]),
+            }
             for name, norm in grad_norms.items()
             if name not in ("layers", "mtp")
         }
@@ -163,14 +166,15 @@ def summarise(
         ]
     names = sorted({name for row in rows for name in row})
     return {
-        name: [_round(row[name]) if name in row else None for row in rows] for name in names
+        name: [_round_to_4_digits(row[name]) if name in row else None for row in rows]
+        for name in names
     } | record
 
 
 def _summarise_layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Reduces each measurement of a layer to one number. Measurements whose name ends in "_max"
-    become the maximum over the layer's heads. Half-lives become their geometric mean, and also give
-    `half_life_min` and `half_life_max`. All others become the mean.
+    """Reduces each measurement of a layer to one number. A measurement whose name ends in "_max"
+    becomes the maximum over the layer's heads. Half-lives become their geometric mean, and also
+    give `half_life_min` and `half_life_max`. Every other measurement becomes its mean.
     """
     row = {
         name: np.max(value) if name.endswith("_max") else np.mean(value)
@@ -191,6 +195,6 @@ def _summarise_layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
     return row
 
 
-def _round(value: Any) -> float:
-    """Rounds to four significant digits, because an event holds many of these numbers."""
+def _round_to_4_digits(value: Any) -> float:
+    """Rounds to four significant digits, because a "diagnostics" event holds many numbers."""
     return float(f"{float(value):.4g}")

@@ -1,18 +1,18 @@
-"""Computes the gradients of a batch, all at once or as a sum over micro-batches.
+"""Computes the gradients of a batch, in one backward pass or as a sum over micro-batches.
 
 Each of k micro-batches holds 1/k of the rows, and the sum of the micro-batches' gradients equals
-the gradient of the whole batch. The balance loss needs an extra pass for this, because it is not a
-sum over rows: it multiplies each token's router probabilities by the expert load of the whole
-batch. With several micro-batches, a forward pass without gradients therefore computes the load
-first. This pass adds up to a third to the time of a step. It is left out if `balance_loss_weight`
-is 0.
+the gradient of the whole batch. The balance loss of the experts is not a sum over rows: it
+multiplies each token's router probabilities by the expert load of the whole batch. With several
+micro-batches, an extra forward pass without gradients therefore computes the expert load first. The
+extra forward pass adds up to a third to the time of a step. Without a balance loss
+(`balance_loss_weight` = 0) there is no extra pass.
 
-On several slices each micro-batch has rows of every slice. A slice adds up the gradients of its
-rows of all micro-batches before the slices add up theirs (`sharding.slices`).
+On several TPU slices each micro-batch has rows of every slice. First, each slice sums the gradients
+of its own rows over all micro-batches; then one reduction sums over the slices (`sharding.slices`).
 
-The loss is differentiated by the main group of the parameters (`parameter_groups`), and by the
-vectors that the batch looks up in the tables of lazy AdamW; what is frozen takes no gradient. A row
-is always a row of the batch here.
+The loss is differentiated with respect to the main group of the parameters (`parameter_groups`),
+and to the vectors that the batch looks up in the tables of lazy AdamW. Frozen parameters get no
+gradient. In this file, "row" means a row of the batch.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ from qwen3next_jax.model.layers import ForwardOptions
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.sharding.rules import SLICE, constrain, num_shards
 from qwen3next_jax.sharding.slices import on_each_slice, sum_gradients_over_slices, sum_over_slices
-from qwen3next_jax.training.diagnostics import norms_by_layer
+from qwen3next_jax.training.diagnostics import l2_norms_by_layer
 from qwen3next_jax.training.loss import (
     Counts,
     balance_loss,
-    count_targets,
+    count_tokens_and_targets,
     expert_load,
     total_loss,
 )
@@ -44,15 +44,16 @@ TableGradients = dict[int, Any]  # values: `lazy_adamw.TableGradient`
 
 
 class Gradients(NamedTuple):
-    """The gradients of a batch, or of a part of it.
+    """The gradients of a batch, or of some of its rows.
 
     Attributes:
-      main: those of the main group of the parameters.
-      tables: number of an embedding → that of its table, which lazy AdamW updates.
+      main_group: the gradients of the main group of the parameters.
+      lazy_adamw_tables: number of an n-gram embedding → the gradient of its table, which lazy AdamW
+        updates.
     """
 
-    main: dict
-    tables: TableGradients
+    main_group: dict
+    lazy_adamw_tables: TableGradients
 
 
 def make_gradients(
@@ -61,23 +62,23 @@ def make_gradients(
     """Makes the function `gradients(params, batch)` for the batches of `stage`; it is not jitted.
 
     Args:
-      run: the model, its structure, the groups of its parameters, and the mesh.
+      run: the resolved run; this function reads its model, parameter groups and mesh.
       stage: the weights of the loss, and the number of micro-batches.
       loss: a function with the arguments and results of `loss.total_loss`.
 
     Returns:
-      The function. `params` are all parameters; `batch` is {name: [B, T, …]}; see
-      `loop.make_train_step`. The result is (gradients, parts of the loss, counts) of the whole
-      batch.
+      The function `gradients`. `params` holds all parameters; `batch` is {name: [B, T, …]} (see
+      `loop.make_train_step`). The function returns (gradients, parts of the loss, counts) of the
+      whole batch.
     """
-    part = _PartOfBatch(run, stage, loss)
+    part = _GradientComputation(run, stage, loss)
     has_slices = num_shards(run.mesh, SLICE) > 1
 
     def gradients(params: dict, batch: Batch):
         batch = mask_seen_targets(run.model, batch)
-        counts: Counts = count_targets(batch, run.model.mtp_depth, run.model)
+        counts: Counts = count_tokens_and_targets(batch, run.model.mtp_depth, run.model)
         if has_slices:
-            grads, parts = _add_up_slices(part, params, batch, counts)
+            grads, parts = _sum_gradients_over_slices(part, params, batch, counts)
         else:
             (main, parts), tables = part.gradients(params, batch, counts, run.compute_mesh)
             if run.compute_mesh is not None:
@@ -87,26 +88,34 @@ def make_gradients(
             # A product of two sums over the batch, which micro-batches cannot add up one by one.
             probability = parts.pop("router_probability")
             parts["balance_loss"] = balance_loss(parts["expert_load"], probability)
-        main = run.groups.without_frozen_parts(grads.main)
-        return grads._replace(main=main), parts, counts
+        main = run.groups.zero_frozen_parts(grads.main_group)
+        return grads._replace(main_group=main), parts, counts
 
     return gradients
 
 
 def gradient_norms(run: ResolvedRun, params: dict, grads: Gradients) -> dict[str, Any]:
     """Returns the metrics grad_norm, the L2 norm [] of all gradients (each lookup in a table counts
-    separately), and grad_norms, the norms by layer (`diagnostics.norms_by_layer`) of the main
+    separately), and grad_norms, the norms by layer (`diagnostics.l2_norms_by_layer`) of the main
     group. `params`: all parameters.
     """
-    lookups = {number: gradient.values for number, gradient in grads.tables.items()}
+    lookups = {
+        number: gradient.row_gradients for number, gradient in grads.lazy_adamw_tables.items()
+    }
     return {
-        "grad_norm": optax.tree.norm((grads.main, lookups)),
-        "grad_norms": norms_by_layer(run.model, run.groups.with_zeros(params, grads.main)),
+        "grad_norm": optax.tree.norm((grads.main_group, lookups)),
+        "grad_norms": l2_norms_by_layer(
+            run.model, run.groups.fill_frozen_with_zeros(params, grads.main_group)
+        ),
     }
 
 
-def _add_up_slices(part: "_PartOfBatch", params: dict, batch: Batch, counts: Counts):
-    """Adds up the gradients of the rows of each slice. Returns (gradients, parts of the loss)."""
+def _sum_gradients_over_slices(
+    part: "_GradientComputation", params: dict, batch: Batch, counts: Counts
+):
+    """Computes gradients on each TPU slice from the slice's rows, and sums them over the slices.
+    Returns (gradients, parts of the loss).
+    """
     run = part.run
 
     def of_slice(*arguments):
@@ -115,39 +124,40 @@ def _add_up_slices(part: "_PartOfBatch", params: dict, batch: Batch, counts: Cou
 
     main, parts = on_each_slice(of_slice, run.mesh)(params, batch, counts)
     main = sum_gradients_over_slices(
-        main, run.main_shardings, run.update_shardings, run.config.parallel.slice_gradients
+        main, run.main_group_shardings, run.update_shardings, run.config.parallel.slice_gradients
     )
     return Gradients(main, {}), parts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _PartOfBatch:
-    """Computes the gradients of some or all rows of a batch. In its methods, `params` are all
-    parameters. `counts` are those of the whole batch: the sums over the rows are divided by them,
-    so that the losses of all parts of the batch add up to its loss. `mesh` is that of the part of
-    the program that is traced: the devices of one slice if there are several slices.
+class _GradientComputation:
+    """Computes the gradients of some or all rows of a batch. The methods take: `params`, all
+    parameters; `counts`, the counts of the whole batch, by which sums over rows are divided, so
+    that the losses of the parts of a batch add up to the loss of the batch; and `mesh`, the devices
+    that the traced code runs on: the devices of one slice if there are several TPU slices.
     """
 
     run: ResolvedRun
     stage: ResolvedStage
-    loss: Callable
+    loss_function: Callable
 
     def gradients(self, params: dict, batch: Batch, counts: Counts, mesh):
-        """Returns ((gradients of the main group, parts of the loss), gradients of the tables): the
-        sums over the micro-batches of the first two, and the third for the lookups of all rows.
+        """Returns ((gradients of the main group, parts of the loss), gradients of the tables). The
+        gradients of the main group and the parts of the loss are sums over the micro-batches. The
+        gradients of the tables hold one gradient for each table lookup of the batch.
         """
         k = self.stage.micro_batches
         if k == 1:
-            return self._of_micro_batch(params, batch, counts, mesh)
+            return self._micro_batch_gradients(params, batch, counts, mesh)
         micro_batches = jax.tree.map(
             lambda x: constrain(
                 x.reshape(k, x.shape[0] // k, *x.shape[1:]), mesh, None, "batch", "time"
             ),
             batch,
         )
-        load = self._load(params, micro_batches, counts, mesh)
-        main_and_parts, tables = _sum_over(
-            micro_batches, lambda b: self._of_micro_batch(params, b, counts, mesh, load)
+        load = self._whole_batch_expert_load(params, micro_batches, counts, mesh)
+        main_and_parts, tables = _scan_and_sum(
+            micro_batches, lambda b: self._micro_batch_gradients(params, b, counts, mesh, load)
         )
         # [k, B / k, T, …] → [B, T, …]: the gradients of all lookups, as of one batch
         tables = jax.tree.map(
@@ -158,33 +168,39 @@ class _PartOfBatch:
         )
         return main_and_parts, tables
 
-    def _of_micro_batch(self, params: dict, batch: Batch, counts: Counts, mesh, load=None):
-        """Differentiates what one micro-batch contributes to the loss. Returns what `gradients`
-        returns, for this micro-batch. `load`: the experts' load in the whole batch; None:
-        `total_loss` computes it from this batch.
+    def _micro_batch_gradients(self, params: dict, batch: Batch, counts: Counts, mesh, load=None):
+        """Differentiates what one micro-batch contributes to the loss. Returns, for this
+        micro-batch, the same tuple as `gradients`. `load`: the expert load of the whole batch;
+        None: `total_loss` computes the expert load from the micro-batch.
         """
         groups = self.run.groups
-        ids, looked_up = self._look_up(params, batch, mesh)
+        ids, looked_up = self._look_up_table_rows(params, batch, mesh)
 
         def loss_share(main: dict, looked_up: dict[int, jax.Array]):
-            model = nnx.merge(self.run.graphdef, groups.replace(params, main))
+            model = nnx.merge(self.run.graphdef, groups.replace_main_and_tables(params, main))
             used = batch | {"layer_rows": looked_up} if looked_up else batch
-            return self.loss(model, used, self.stage.train, counts=counts, load=load, mesh=mesh)
+            return self.loss_function(
+                model, used, self.stage.train, counts=counts, load=load, mesh=mesh
+            )
 
         differentiate = jax.value_and_grad(loss_share, argnums=(0, 1), has_aux=True)
-        (_, parts), (main, d_looked_up) = differentiate(groups.main(params), looked_up)
-        return (main, parts), self._of_tables(ids, d_looked_up)
+        (_, parts), (main, d_looked_up) = differentiate(groups.select_main_group(params), looked_up)
+        return (main, parts), self._table_gradients(ids, d_looked_up)
 
-    def _look_up(self, params: dict, batch: Batch, mesh) -> tuple[dict, dict]:
-        """Looks up what the batch uses of the tables of lazy AdamW (`lazy_adamw.look_up`)."""
-        if not self.run.groups.tables:
+    def _look_up_table_rows(self, params: dict, batch: Batch, mesh) -> tuple[dict, dict]:
+        """Returns the ids and values of the rows of lazy AdamW's tables that the batch uses
+        (`lazy_adamw.look_up_batch_rows`).
+        """
+        if not self.run.groups.lazy_adamw_tables:
             return {}, {}
         from qwen3next_jax.training import lazy_adamw
 
-        return lazy_adamw.look_up(self.run.model, self.run.groups.tables, params, batch, mesh)
+        return lazy_adamw.look_up_batch_rows(
+            self.run.model, self.run.groups.lazy_adamw_tables, params, batch, mesh
+        )
 
-    def _of_tables(self, ids: dict, d_looked_up: dict) -> TableGradients:
-        if not self.run.groups.tables:
+    def _table_gradients(self, ids: dict, d_looked_up: dict) -> TableGradients:
+        if not self.run.groups.lazy_adamw_tables:
             return {}
         from qwen3next_jax.training.lazy_adamw import TableGradient
 
@@ -193,9 +209,11 @@ class _PartOfBatch:
             for number, d in d_looked_up.items()
         }
 
-    def _load(self, params: dict, micro_batches: Batch, counts: Counts, mesh) -> Any:
-        """Computes the experts' load in the whole batch, by a forward pass of every micro-batch.
-        Returns None if no loss needs it.
+    def _whole_batch_expert_load(
+        self, params: dict, micro_batches: Batch, counts: Counts, mesh
+    ) -> Any:
+        """Computes the expert load of the whole batch, by a forward pass of every micro-batch.
+        Returns None if the model has no experts or `balance_loss_weight` is 0.
         """
         config, train = self.run.model, self.stage.train
         if not (train.balance_loss_weight and config.has_experts):
@@ -211,14 +229,14 @@ class _PartOfBatch:
             )
             return expert_load(features, config, counts), None
 
-        load, _ = _sum_over(micro_batches, of_micro_batch)
+        load, _ = _scan_and_sum(micro_batches, of_micro_batch)
         return sum_over_slices(load, mesh)
 
 
-def _sum_over(micro_batches: Batch, f: Callable):
-    """Calls `f(micro_batch)`, which returns a pair of trees, for one micro-batch after another.
-    Returns the sum of the first trees, and the second trees stacked. The arrays of `micro_batches`
-    have the micro-batches as their first dimension.
+def _scan_and_sum(micro_batches: Batch, f: Callable):
+    """Calls `f(micro_batch)`, which returns a pair of trees, for one micro-batch after another
+    (`jax.lax.scan`). Returns the sum of the first trees, and the second trees stacked. The first
+    dimension of the arrays in `micro_batches` is the number of micro-batches.
     """
     shapes, _ = jax.eval_shape(f, jax.tree.map(lambda x: x[0], micro_batches))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

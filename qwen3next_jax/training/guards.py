@@ -1,19 +1,19 @@
 """Numerical guards: a part of the compiled step that decides whether the step's update is applied.
 
-The update is never applied if the loss or the gradient norm is not finite. Neither is it if the
-batch has no token to predict; that is no reason to end the run, and its loss of 0 is not compared
-with others.
+The update is skipped if the loss or the gradient norm is not finite. The update is also skipped if
+the batch has no token to predict; such a batch never ends the run, and its loss of 0 does not enter
+the window of past losses.
 
 A spike is a loss or a gradient norm whose robust z-score, relative to a window of past steps,
-exceeds a threshold. The gradient norm of a batch whose loss is close to 0 is no spike: see
-`_smallest_spike`. The setting `guards.on_spike` says what follows a spike: the step's update is
+exceeds the threshold `guards.spike_z`. The gradient norm of a batch whose loss is close to 0 never
+counts as a spike. The setting `guards.on_spike` says what follows a spike: the step's update is
 applied ("continue") or skipped ("skip"), or the step halts the run ("rewind", "stop"). The compiled
-steps after a halt change neither the parameters nor the optimizer state. The host may therefore
-notice the halt one step late, and still finds them as they were before the bad batch. It then
-returns to a checkpoint ("rewind") or ends the run ("stop").
+steps after a halt change neither the parameters nor the optimizer state. So the host process may
+notice the halt one step late: the parameters and the optimizer state are still as they were before
+the bad batch. The host process then returns to a checkpoint ("rewind") or ends the run ("stop").
 
-The guards keep their state in the train state, so a resumed run makes the same decisions as a run
-that was not interrupted.
+The state of the guards is part of the train state, so a resumed run makes the same decisions as a
+run that was not interrupted.
 
 Letter: W steps in the window.
 """
@@ -45,21 +45,21 @@ def init_guards(config: GuardConfig) -> dict[str, jax.Array]:
         grad_norms: float32 [W], ring buffer of the gradient norms of the same steps.
         entries: int32, the number of values that were written to each ring buffer so far.
         skipped: int32, the number of steps whose update was skipped.
-        skipped_in_a_row: int32, the number of consecutive steps, up to the last one, whose own loss
-          or gradient norm was the reason to skip them.
+        skipped_in_a_row: int32, the number of consecutive steps, up to the last one, that were
+          skipped because of their own loss or gradient norm.
         spikes: int32, the number of steps with a spike.
         halted: int32, 1 after the step that halted the run; 0 before.
         data_offset: int32, the number of batches (of the current stage's size) that rewinds have
-          skipped. In a run with a single stage, the step after `step` steps reads batch number step
-          + data_offset; the first batch has the number 0.
+          skipped. In a run with a single stage, the step after `step` steps reads batch number
+          step + data_offset; the first batch has the number 0.
     """
     counts = ("entries", "skipped", "skipped_in_a_row", "spikes", "halted", "data_offset")
     rings = {name: jnp.zeros(config.window, jnp.float32) for name in ("losses", "grad_norms")}
     return rings | {name: jnp.zeros((), jnp.int32) for name in counts}
 
 
-def reset(
-    config: GuardConfig, guards: dict[str, jax.Array], data_offset: int, same_stream: bool
+def reset_for_stage(
+    config: GuardConfig, guards: dict[str, jax.Array], data_offset: int, reads_same_stream: bool
 ) -> dict[str, jax.Array]:
     """Returns the guards' part of the train state with which a new stage, or a branch of a run,
     begins.
@@ -68,12 +68,11 @@ def reset(
       config: the settings of the guards.
       guards: the guards' part of the train state at the end of the stage, or run, before it.
       data_offset: the new `data_offset`.
-      same_stream: whether the new stage reads batches of the same size from the same data as
-        before. If not, the window starts empty, because losses on other data do not tell what a
-        spike is.
+      reads_same_stream: whether the new stage reads batches of the same size from the same data as
+        the stage before it. If not, the new stage begins with an empty window of past losses.
     """
     sharding = guards["data_offset"].sharding
-    if not same_stream:
+    if not reads_same_stream:
         # The number of skipped steps is kept: the number of updates, which the learning-rate
         # schedule counts, is the number of steps minus this number.
         counts = {name: guards[name] for name in ("skipped", "spikes")}
@@ -81,7 +80,7 @@ def reset(
     return jax.device_put(guards | {"data_offset": jnp.int32(data_offset)}, sharding)
 
 
-def check(
+def check_step(
     config: GuardConfig,
     guards: dict,
     loss: jax.Array,
@@ -103,9 +102,11 @@ def check(
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     comparable = (guards["entries"] >= config.window) & finite & has_targets
-    loss_z = jnp.where(comparable, _robust_z(loss, guards["losses"], _MIN_LOSS), 0.0)
-    grad_norm_z = jnp.where(comparable, _robust_z(grad_norm, guards["grad_norms"], _MIN_NORM), 0.0)
-    is_learning = loss > _smallest_spike(config)
+    loss_z = jnp.where(comparable, _robust_z_score(loss, guards["losses"], _MIN_LOSS), 0.0)
+    grad_norm_z = jnp.where(
+        comparable, _robust_z_score(grad_norm, guards["grad_norms"], _MIN_NORM), 0.0
+    )
+    is_learning = loss > _smallest_spike_loss(config)
     spike = (loss_z > config.spike_z) | (is_learning & (grad_norm_z > config.spike_z))
 
     was_halted = guards["halted"] > 0
@@ -132,41 +133,42 @@ def check(
         "data_offset": guards["data_offset"],
     }
     flags = (
-        _flag(NON_FINITE, ~finite)
-        | _flag(SPIKE, spike)
-        | _flag(SKIPPED, skip)
-        | _flag(HALTED, was_halted | halts)
-        | _flag(NO_TARGETS, jnp.logical_not(has_targets))
+        _bit_if(NON_FINITE, ~finite)
+        | _bit_if(SPIKE, spike)
+        | _bit_if(SKIPPED, skip)
+        | _bit_if(HALTED, was_halted | halts)
+        | _bit_if(NO_TARGETS, jnp.logical_not(has_targets))
     )
     metrics = {"flags": flags, "loss_z": loss_z, "grad_norm_z": grad_norm_z}
     return skip, new, metrics | {"skipped": new["skipped"]}
 
 
-def _smallest_spike(config: GuardConfig) -> float:
-    """Returns the smallest loss that is a spike after a window of losses of 0: the threshold times
-    the smallest spread of losses. By default this is 10 · 0.001 = 0.01 nats.
+def _smallest_spike_loss(config: GuardConfig) -> float:
+    """Returns the smallest loss that counts as a spike after a window of losses of 0: the threshold
+    `guards.spike_z` times the smallest spread of losses. With the default settings it is 10 · 0.001
+    = 0.01 nats.
 
-    Once a task is solved, the few tokens that are not yet certain decide the gradient, and its norm
-    varies by orders of magnitude from batch to batch. But a batch whose loss is smaller than this
-    is predicted as well as before, whatever its gradient norm.
+    Once a task is solved, a few tokens that are not yet certain decide the gradient, and its norm
+    varies by orders of magnitude from batch to batch. So the gradient norm of a batch whose loss is
+    smaller than the returned value is no sign of trouble.
     """
     return config.spike_z * _MIN_RELATIVE_SPREAD * _MIN_LOSS
 
 
-def _flag(bit: int, is_set: jax.Array) -> jax.Array:
+def _bit_if(bit: int, is_set: jax.Array) -> jax.Array:
     return jnp.where(is_set, jnp.int32(bit), jnp.int32(0))
 
 
-def keep_if(skip: jax.Array, old: dict, new: dict) -> dict:
+def keep_old_if(skip: jax.Array, old: dict, new: dict) -> dict:
     """Returns the tree `old` if `skip` is true, else the tree `new`. `skip` is a traced bool. An
-    array that both trees share stays as it is: the choice would copy it.
+    array object that is in both trees is returned itself, because `jnp.where` would copy it.
     """
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(skip, a, b), old, new)
 
 
-def _robust_z(value: jax.Array, window_W: jax.Array, min_median: float) -> jax.Array:
-    """Returns (value - median) / spread. The median is that of the window [W]. The spread is the
-    window's robust standard deviation, but at least _MIN_RELATIVE_SPREAD · max(|median|,
+def _robust_z_score(value: jax.Array, window_W: jax.Array, min_median: float) -> jax.Array:
+    """Returns (value - median) / spread. Median and spread are those of the window [W]. The spread
+    is the robust standard deviation, but at least _MIN_RELATIVE_SPREAD · max(|median|,
     `min_median`).
     """
     median = jnp.median(window_W)

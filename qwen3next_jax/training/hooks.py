@@ -1,4 +1,6 @@
-"""Hooks: what a run does besides its steps. The loop calls them, and knows none of them."""
+"""Hooks: what a run does besides its training steps. The training loop calls all hooks in the same
+way and names none of them.
+"""
 
 import dataclasses
 import pathlib
@@ -21,7 +23,7 @@ _STANDARD_LIBRARY = pathlib.Path(sysconfig.get_path("stdlib"))
 
 @dataclasses.dataclass(frozen=True)
 class StepInfo:
-    """What a hook is told about a step. Hooks are called with it when the step has ended.
+    """The argument of a hook: describes a step that has ended.
 
     Attributes:
       step: the number of steps of the run so far, including this one.
@@ -44,8 +46,9 @@ class StepInfo:
 
 
 class Hook:
-    """Base class for what a run does besides its steps. A subclass overrides the methods for the
-    moments at which it acts. A plain function of a `StepInfo` is a hook as well.
+    """Base class of hooks, which do what a run does besides its training steps. A subclass
+    overrides the methods of the moments at which the hook acts. A plain function of a `StepInfo` is
+    a hook as well.
     """
 
     def __call__(self, info: StepInfo) -> None:
@@ -55,7 +58,7 @@ class Hook:
 
     def stage_begins(self, step: int, stage: ResolvedStage, cursor: DataCursor) -> None:
         """Called before `step`, which is the first step of a stage, or the first step after a start
-        or a rewind. `step` may take longer than others, because its function may have to be
+        or a rewind. `step` may take longer than other steps, because the update step may have to be
         compiled.
         """
 
@@ -63,25 +66,25 @@ class Hook:
         """Called before the batch of `step` is read."""
 
     def before_step(self, step: int, pending: Metrics) -> None:
-        """Called before `step`, after its batch was read. `pending` holds the metrics of the step
-        before it, whose arrays the devices may still be computing; {} before the first step after a
-        start or a rewind.
+        """Called before `step`, after its batch was read. `pending` holds the metrics of the
+        previous step, whose arrays the devices may still be computing; it is {} before the first
+        step after a start or a rewind.
         """
 
     def step_traced(self, step: int, decisions: Sequence[Decision]) -> None:
-        """Called when the function of a stage's steps has been traced and is not compiled yet.
-        `step` is the next step; `decisions` say what runs each operator, and why.
+        """Called when a stage's update step has been traced and is not compiled yet. `step` is the
+        next step; `decisions` say which implementation runs each operator, and why.
         """
 
     def after_dispatch(self, step: int, pending: Metrics) -> None:
-        """Called when `step` was sent to the devices. `pending` holds its metrics, whose arrays the
-        devices are still computing.
+        """Called when `step` was sent to the devices. `pending` holds the metrics of `step`, whose
+        arrays the devices are still computing.
         """
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
         """Called once for every step, when it has ended. Usually the devices are then already
         computing the next step. `metrics` are the metrics of `step`. `state` is the newest train
-        state, which may be the one after the next step.
+        state, which may already include the next step.
         """
 
 
@@ -94,7 +97,7 @@ class RegisteredHook:
     every: tuple[int, ...]
     at_stage_end: bool
     at_stop: bool
-    after_stop: bool
+    last_at_stop: bool
     required: bool
 
     def is_due(self, step: int, ends_stage: bool, stopping: bool) -> bool:
@@ -109,9 +112,9 @@ class RegisteredHook:
 HOOK_ADVICE = "correct it, or set train.on_hook_error = 'continue' to train on without it"
 
 
-def stop_at_hook_error(name: str, step: int, error: Exception) -> None:
+def raise_hook_error(name: str, step: int, error: Exception) -> None:
     """Raises a UserError whose message says in one line which hook failed, after which step, and
-    why. This is the default of the argument `on_hook_error` of `loop.Trainer`.
+    why. The argument `on_hook_error` of `loop.Trainer` has this function as its default.
     """
     raise UserError(
         f"{describe_hook_error(name, step, error)}: {HOOK_ADVICE}", hook_exit_code(error)
@@ -119,21 +122,21 @@ def stop_at_hook_error(name: str, step: int, error: Exception) -> None:
 
 
 def hook_exit_code(error: Exception) -> ExitCode:
-    """Returns the exit code of a run that ends because a hook raised `error`. A bucket that does
-    not answer, or another process, may be the cause: then it is the code of the error.
+    """Returns the exit code of a run that ends because a hook raised `error`: the exit code of the
+    error if it has its own, such as that of a bucket that does not answer, else `HOOK_FAILED`.
     """
     code = getattr(error, "exit_code", ExitCode.USER_ERROR)
     return ExitCode.HOOK_FAILED if code == ExitCode.USER_ERROR else code
 
 
 def describe_hook_error(name: str, step: int, error: Exception) -> str:
-    """Returns a part of a message: which hook failed after which step, the error, and the file and
-    line that led to it. This is the last line of the user's own code; of this package's code if
-    there is none of the user.
+    """Returns a part of an error message: which hook failed after which step, the error, and a file
+    and line. The file and line are the last of the user's own code in the traceback, or the last of
+    this package's code if the traceback contains no code of the user.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    # the last of the frames with the lowest number of `_owner`
-    frame = min(reversed(frames), key=lambda frame: _owner(frame.filename))
+    # the last of the frames with the lowest number of `_rank_of_code_owner`
+    frame = min(reversed(frames), key=lambda frame: _rank_of_code_owner(frame.filename))
     kind = type(error).__name__
     return (
         f"the hook {name} failed after step {step} ({kind}: {error_message(error)}; "
@@ -141,8 +144,8 @@ def describe_hook_error(name: str, step: int, error: Exception) -> str:
     )
 
 
-def _owner(filename: str) -> int:
-    """Returns whose code a file holds: 0 the user's, 1 this package's, 2 a library's."""
+def _rank_of_code_owner(filename: str) -> int:
+    """Returns 0 for a file of the user, 1 for a file of this package, 2 for a file of a library."""
     path = pathlib.Path(filename)
     # The package itself may be installed among the libraries.
     if path.is_relative_to(_PACKAGE):

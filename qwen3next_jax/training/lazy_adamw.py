@@ -1,14 +1,16 @@
-"""Lazy AdamW for tables of which a batch uses only some rows (`optimizer.ngram_table`).
+"""Lazy AdamW: the optimizer of n-gram embedding tables, of which a batch uses only some rows
+(`optimizer.ngram_table`).
 
-AdamW's update of such a table reads and writes every row in every step, although the gradient of
-most rows is 0. Lazy AdamW changes only the rows that the batch uses: their parameters, the means of
-their gradients and of their squares, and the number of their updates, which corrects the means for
-their start at 0. A row that a batch does not use keeps its parameters and its means; AdamW would
-move it further along its mean gradient, and decay it. The gradient is never an array of the table's
-shape: the rows are looked up before the loss is differentiated, and are an input of the loss.
+AdamW reads and writes every row of a table in every step, although the gradient of most rows is 0.
+Lazy AdamW changes only the rows that the batch uses: their parameters, their moments (the running
+means of the gradient and of its square), and their count of updates, with which the bias of the
+moments is corrected. A row that a batch does not use keeps its parameters and its moments; AdamW
+would move the row further along its mean gradient, and decay it. The gradient is never an array of
+the table's shape: the rows are looked up before the loss is differentiated, and are an input of the
+loss.
 
-The gradients of all rows of a table are clipped by their own norm. Each use of a row counts
-separately in this norm.
+The gradient of each table is clipped by its own norm, separately from all other gradients. In this
+norm, each use of a row counts as a separate gradient.
 
 Letters: B batch, T time, H rows of a token, V rows of a table, W their width.
 """
@@ -26,20 +28,20 @@ from qwen3next_jax.sharding import row_tables
 
 
 class TableGradient(NamedTuple):
-    """The gradient of a table.
+    """The gradient of a table, as one gradient for each use of a row.
 
     Attributes:
-      ids: int32 [B, T, H], the rows that each token uses.
-      values: float32 [B, T, H · W], the gradient of each use of a row.
+      row_ids: int32 [B, T, H], the rows that each token uses.
+      row_gradients: float32 [B, T, H · W], the gradient of each use of a row.
     """
 
-    ids: jax.Array
-    values: jax.Array
+    row_ids: jax.Array
+    row_gradients: jax.Array
 
 
-def lazy_tables(model: ModelConfig) -> dict[tuple[str | int, ...], int]:
-    """Returns path of a table in the parameters → number of its embedding, for all tables of the
-    model's n-gram embeddings.
+def embedding_number_by_table_path(model: ModelConfig) -> dict[tuple[str | int, ...], int]:
+    """Returns path of a table in the parameters → number of the table's n-gram embedding, for all
+    n-gram embeddings of the model.
     """
     stacks = {layers[0]: j for j, layers in enumerate(model.stacks)}
     layers = sorted(i - 1 for i in model.ple.layer_ids)
@@ -49,7 +51,7 @@ def lazy_tables(model: ModelConfig) -> dict[tuple[str | int, ...], int]:
     }
 
 
-def look_up(
+def look_up_batch_rows(
     model: ModelConfig, tables: Mapping, params: dict, batch: dict[str, jax.Array], mesh
 ) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
     """Looks up the rows that the tokens of a batch use.
@@ -62,7 +64,7 @@ def look_up(
     ids, rows = {}, {}
     for path, number in tables.items():
         ids[number] = model.ple.module().ids(model, number, batch["tokens"], positions)
-        table, of_table = get(params, path)[0], _declared(model, path)
+        table, of_table = leaf_at(params, path)[0], _declaration_at(model, path)
         rows[number] = row_tables.look_up_rows(
             table, ids[number], of_table, mesh, dtype=model.dtype
         )
@@ -70,23 +72,23 @@ def look_up(
 
 
 def init(tables: Mapping, params: dict) -> dict:
-    """Returns the state of lazy AdamW: "mu" and "nu", the means of the gradients and of their
-    squares, shaped like the tables; and "count" [1, V, 1], the number of updates of each row. Each
-    is a nested dict like the parameters.
+    """Returns the state of lazy AdamW before the first step: "mu" and "nu", the running means of
+    the gradients and of their squares, shaped like the tables; and "count" [1, V, 1], the number of
+    updates of each row. Each of the three is a nested dict like the parameters.
     """
     state = {"mu": {}, "nu": {}, "count": {}}
     for path in tables:
-        table = get(params, path)
+        table = leaf_at(params, path)
         for name in ("mu", "nu"):
-            state[name] = put(state[name], path, jnp.zeros_like(table))
+            state[name] = with_leaf_at(state[name], path, jnp.zeros_like(table))
         count = jnp.zeros((*table.shape[:-1], 1), jnp.int32)
-        state["count"] = put(state["count"], path, count)
+        state["count"] = with_leaf_at(state["count"], path, count)
     return state
 
 
-def norm(gradients: Mapping[int, TableGradient]) -> jax.Array:
-    """Returns the L2 norm [] of the gradients of all uses of rows, over all tables together."""
-    squares = (jnp.sum(jnp.square(g.values)) for g in gradients.values())
+def table_gradient_norm(gradients: Mapping[int, TableGradient]) -> jax.Array:
+    """Returns the L2 norm [] over the gradients of all uses of rows of all tables."""
+    squares = (jnp.sum(jnp.square(g.row_gradients)) for g in gradients.values())
     return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
@@ -104,22 +106,24 @@ def update(
     """Returns the tables, and the state of lazy AdamW, after an update.
 
     Args:
-      tables: the result of `lazy_tables`.
+      tables: the result of `embedding_number_by_table_path`.
       params: nested dict with the tables.
       state: the state, as `init` returned it.
       gradients: number of an embedding → the gradient of its table.
       skip: bool, whether to change nothing.
     """
     for path, number in tables.items():
-        gradient, of_table = gradients[number], _declared(model, path)
+        gradient, of_table = gradients[number], _declaration_at(model, path)
         scale = jnp.ones(())
         if config.clip_norm:
-            scale = jnp.minimum(scale, config.clip_norm / (norm({number: gradient}) + 1e-30))
+            scale = jnp.minimum(
+                scale, config.clip_norm / (table_gradient_norm({number: gradient}) + 1e-30)
+            )
         decay = config.weight_decay if of_table.decays(config.decay_norm_weights) else 0.0
 
         def write(arrays, row_P, d_PW, scale, learning_rate, skip):
             w_PW, mu_PW, nu_PW, count_P1 = old = tuple(
-                x_VW.at[row_P].get(mode="fill", fill_value=0) for x_VW in arrays
+                x_VW.at[row_P].leaf_at(mode="fill", fill_value=0) for x_VW in arrays
             )
             d_PW = d_PW * scale
             count_P1 = count_P1 + 1
@@ -136,31 +140,31 @@ def update(
 
         trees = (params, state["mu"], state["nu"], state["count"])
         arrays = row_tables.update_rows(
-            tuple(get(tree, path)[0] for tree in trees),
-            gradient.ids,
-            gradient.values,
+            tuple(leaf_at(tree, path)[0] for tree in trees),
+            gradient.row_ids,
+            gradient.row_gradients,
             of_table,
             mesh,
             write,
             (scale, learning_rate, skip),
         )
-        params, *moments = (put(tree, path, x[None]) for tree, x in zip(trees, arrays))
+        params, *moments = (with_leaf_at(tree, path, x[None]) for tree, x in zip(trees, arrays))
         state = dict(zip(("mu", "nu", "count"), moments))
     return params, state
 
 
-def get(tree: dict, path: tuple[str | int, ...]) -> jax.Array:
+def leaf_at(tree: dict, path: tuple[str | int, ...]) -> jax.Array:
     """Returns the leaf of a nested dict at this path."""
     for name in path:
         tree = tree[name]
     return tree
 
 
-def put(tree: dict, path: tuple[str | int, ...], leaf: jax.Array) -> dict:
+def with_leaf_at(tree: dict, path: tuple[str | int, ...], leaf: jax.Array) -> dict:
     """Returns a copy of a nested dict with `leaf` at this path."""
     name, *rest = path
-    return tree | {name: put(tree.get(name, {}), tuple(rest), leaf) if rest else leaf}
+    return tree | {name: with_leaf_at(tree.leaf_at(name, {}), tuple(rest), leaf) if rest else leaf}
 
 
-def _declared(model: ModelConfig, path: tuple[str | int, ...]):
+def _declaration_at(model: ModelConfig, path: tuple[str | int, ...]):
     return parameter_declarations(model)["/".join(map(str, path))]

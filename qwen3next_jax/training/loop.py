@@ -3,19 +3,20 @@ file to loss.
 
     mesh     `sharding.mesh.make_mesh` arranges the devices as a grid with named axes.
     data     `data.preparation` packs documents into rows of tokens; `data.pipeline.Data` gives
-             row i of the endless training stream. Batch n of a stage holds B consecutive rows, from
-             the stage's row n·B on. `stages.DataCursor` says with which row the stage begins.
+             row i of the endless training stream. Batch n of a stage holds B consecutive rows: row
+             n·B of the stage and the B − 1 rows after it. `stages.DataCursor` says with which row
+             of the stream the stage begins.
     model    `model.Qwen3Next` is the model. Its parameters are the entry "params" of the train
              state (see `state`).
     step     `make_train_step`, below, makes the function (state, batch) → (state, metrics). It is
              compiled once per stage.
     loop     `Trainer.train`, below, repeats: read the next batch, do the step, call the hooks.
 
-`resolve.resolve_run` resolves the configuration for a mesh once; the functions here read what they
-need from its result, a `ResolvedRun`. What changes the train state beside the optimizer is an
-update rule (`update_rules`), and what a run does besides its steps (evaluation, samples,
-checkpoints, diagnostics, metrics, display, profiler, watchdog) is a hook (`hooks`). `resolve` makes
-the rules, `runs.train` registers the hooks; this file names none of them.
+`resolve.resolve_run` resolves the configuration for a mesh once; the functions in this file take
+its result, a `ResolvedRun`. An update rule (`update_rules`) changes the train state besides the
+optimizer. A hook (`hooks`) does what a run does besides its training steps, such as evaluation,
+checkpoints and metrics. `resolve` makes the update rules and `runs.train` registers the hooks; this
+file names none of them.
 
 Letters: B batch, T time.
 """
@@ -40,17 +41,17 @@ from qwen3next_jax.training.hooks import (
     Metrics,
     RegisteredHook,
     StepInfo,
-    stop_at_hook_error,
+    raise_hook_error,
 )
-from qwen3next_jax.training.loss import token_metrics, total_loss
+from qwen3next_jax.training.loss import token_count_metrics, total_loss
 from qwen3next_jax.training.optimizer import learning_rate_schedule
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
     DataCursor,
     DataCursors,
     ResolvedStage,
-    offset_in_next_stage,
-    stage_number,
+    data_offset_in_next_stage,
+    stage_index_of_step,
 )
 from qwen3next_jax.training.state import State
 from qwen3next_jax.training.update import make_update
@@ -67,7 +68,7 @@ def make_train_step(
     """Makes the jitted update step of `stage`.
 
     Args:
-      run: the model, the mesh, the update rules, and the settings of the run.
+      run: the resolved run: the model, the mesh, the update rules, and the settings.
       stage: the settings of the stage.
       loss: a function with the arguments and results of `loss.total_loss`.
 
@@ -79,9 +80,9 @@ def make_train_step(
           sources of data also "target_mask", bool [B, T], "loss_weights", float32 [B, T], or
           "expert_ids", int16 [B, T, layers, A] (see `loss.total_loss`).
         metrics: the parts of the loss (`loss.total_loss`), among them expert_load [layers with
-          experts, experts]; the metrics of `guards.check`, `loss.token_metrics` and
-          `gradients.gradient_norms`; learning_rate; and those of the update rules. All are scalars
-          where no shape is given.
+          experts, experts]; the metrics of `guards.check_step`, `loss.token_count_metrics` and
+          `gradients.gradient_norms`; learning_rate; and the metrics of the update rules. A metric
+          without a shape in this list is a scalar.
     """
     gradients = make_gradients(run, stage, loss)
     schedule = learning_rate_schedule(stage.optimizer, stage.train.steps, stage.schedule_start)
@@ -93,7 +94,7 @@ def make_train_step(
         norms = gradient_norms(run, state["params"], grads)
 
         # Guards: they decide whether this step's update is skipped.
-        skip, guard_state, guard_metrics = guards.check(
+        skip, guard_state, guard_metrics = guards.check_step(
             run.config.guards,
             state["guards"],
             loss_parts["total_loss"],
@@ -113,11 +114,11 @@ def make_train_step(
             "step": state["step"] + 1,
             "guards": guard_state,
         }
-        metrics = loss_parts | guard_metrics | norms | token_metrics(batch, counts)
+        metrics = loss_parts | guard_metrics | norms | token_count_metrics(batch, counts)
         metrics["learning_rate"] = learning_rate
 
         # Rules: they change what no gradient changes.
-        step = StepInput(stage, batch, before=state)
+        step = StepInput(stage, batch, state_before=state)
         for rule in run.rules:
             after, metrics = apply_rule(rule, step, after, metrics, skip)
         return after, metrics
@@ -141,8 +142,8 @@ class Trainer:
     Attributes:
       run: the resolved run.
       stage: the stage of the current step; None before the first step.
-      cursor: where that stage reads the training data; None before the first step.
-      data: the rows of that stage; None before the first step.
+      cursor: where the current stage reads the training data; None before the first step.
+      data: the rows of the current stage; None before the first step.
       clock: measures the time of steps.
       wants_to_stop: whether a hook of this process has called `stop`.
     """
@@ -153,7 +154,7 @@ class Trainer:
         data: Sequence[Data],
         cursors: DataCursors,
         make_step: Callable[[ResolvedRun, ResolvedStage], TrainStep] = make_train_step,
-        on_hook_error: Callable[[str, int, Exception], None] = stop_at_hook_error,
+        on_hook_error: Callable[[str, int, Exception], None] = raise_hook_error,
     ):
         """Makes a trainer without hooks.
 
@@ -185,16 +186,16 @@ class Trainer:
         every: int | Sequence[int] = 1,
         at_stage_end: bool = False,
         at_stop: bool = False,
-        after_stop: bool = False,
+        last_at_stop: bool = False,
         name: str = "",
         required: bool = False,
     ) -> None:
         """Registers a hook. `train` calls `hook(info)` after the steps for which the hook is due.
         Hooks that are due after the same step are called in the order of registration.
 
-        If a hook is due after a step, the loop waits until the devices have finished the step. With
-        `every=1`, the loop therefore never takes the next batch, or dispatches the next step, while
-        the devices still compute.
+        If a hook is due after a step, the loop waits until the devices have finished the step
+        before it calls the hook. A hook with `every=1` therefore prevents the loop from reading the
+        next batch, or dispatching the next step, while the devices compute.
 
         Args:
           hook: a function of a `StepInfo`, or a `Hook`.
@@ -202,28 +203,30 @@ class Trainer:
             these numbers; 0: no such calls.
           at_stage_end: whether the hook is also called after the last step of every stage.
           at_stop: whether the hook is also called after the step at which the run is stopped.
-          after_stop: whether a stop calls the hook last, after the save, if the hook is due at
-            that step. If the process is killed before, the next one calls it (`call_missed_hooks`),
-            with a `StepInfo` that has no batch and no metrics.
+          last_at_stop: whether, at the step at which the run is stopped, the hook is called after
+            the hooks without this flag, so that the checkpoint is saved first. If the process is
+            killed before this call, the process that resumes the run calls the hook
+            (`call_missed_hooks`), with a `StepInfo` that has no batch and no metrics.
           name: the hook's name in messages; default: the name of the function or class.
-          required: whether training needs the hook. An error in a required hook ends the run with
-            this error; errors in other hooks go to `on_hook_error`.
+          required: whether training needs the hook. An error in a required hook ends the run; an
+            error in another hook goes to `on_hook_error`.
         """
         if not name:
             named = hook if hasattr(hook, "__qualname__") else type(hook)
             name = f"{named.__module__}:{named.__qualname__}"
         periods = (every,) if isinstance(every, int) else tuple(every)
         self._hooks.append(
-            RegisteredHook(hook, name, periods, at_stage_end, at_stop, after_stop, required)
+            RegisteredHook(hook, name, periods, at_stage_end, at_stop, last_at_stop, required)
         )
 
     def stop(self, agreed: bool = False) -> None:
-        """Makes `train` return after the current step; after the next one if no step is being taken
-        (`call_missed_hooks`).
+        """Makes `train` return after the current step or, if no step is being taken (during
+        `call_missed_hooks`), after the next step.
 
-        All processes of a run have to return after the same step. In a run of several, the call of
-        one process only sets its `wants_to_stop`. `runs.hooks.StopHook` then has all processes
-        return after the next step, by a call on each of them.
+        All processes of a run have to return after the same step. In a run of several processes, a
+        call of `stop` on one process only sets `wants_to_stop` of this process.
+        `runs.hooks.StopHook` then calls `stop(agreed=True)` on every process, and all return after
+        the next step.
 
         Args:
           agreed: whether every process makes this call at the same step.
@@ -252,7 +255,7 @@ class Trainer:
                 batches = self._begin_stage(step, state)
 
             # Batch: read the rows of this process, then make arrays over all devices
-            self._call_all("before_batch", step)
+            self._call_hook_method("before_batch", step)
             wait_start = time.perf_counter()
             batch = self._layout.to_global(next(batches))
             self.clock.data_wait += time.perf_counter() - wait_start
@@ -260,27 +263,27 @@ class Trainer:
             # Step: dispatch it while the devices still compute the step before it. Then wait for
             # the step before it: with more than one step in the queue, the display and the reaction
             # to a signal would be late.
-            self._call_all("before_step", step, metrics)
+            self._call_hook_method("before_step", step, metrics)
             previous = metrics
             if begins_stage:
                 self._trace_step(step, state, batch)
             state, metrics = self._train_step(state, batch)
-            self._call_all("after_dispatch", step, metrics)
+            self._call_hook_method("after_dispatch", step, metrics)
             jax.block_until_ready(previous)
-            self._end_step(step - 1, previous, state)
+            self._call_step_ended(step - 1, previous, state)
 
             # Hooks
             ends_stage = step == self.stage.last_step
             was_stopping = self._stopping
             if due := self._due_hooks(step, ends_stage):
                 jax.block_until_ready(metrics)
-                self._end_step(step, metrics, state)
+                self._call_step_ended(step, metrics, state)
                 info = StepInfo(step, self.stage, state, batch, metrics, ends_stage, self._stopping)
                 self.clock.pause()
-                self._call_due(due, info)
+                self._call_due_hooks(due, info)
                 if self._stopping and not was_stopping:  # a hook has called `stop` since then
                     later = [h for h in self._due_hooks(step, ends_stage) if h not in due]
-                    self._call_due(later, dataclasses.replace(info, stopping=True))
+                    self._call_due_hooks(later, dataclasses.replace(info, stopping=True))
                 self.clock.resume()
             if begins_stage:  # exclude the compilation from the measured time
                 jax.block_until_ready(metrics)
@@ -291,36 +294,37 @@ class Trainer:
         return step, state, metrics
 
     def call_missed_hooks(self, step: int, state: State) -> None:
-        """Calls the hooks with `after_stop` that are due after `step`, before `train` continues
-        from there: the process that took the step was killed after its save, before they had ended.
+        """Calls the hooks with `last_at_stop` that are due after `step`. Call it before `train` if
+        the process that took `step` was killed after it had saved the checkpoint and before these
+        hooks had ended.
         """
-        number = stage_number(self._cursors, step)
+        number = stage_index_of_step(self._cursors, step)
         stage, self.data = self.run.stages[number], self._all_data[number]
         ends_stage = step == stage.last_step
         info = StepInfo(step, stage, state, {}, {}, ends_stage, stopping=False)
         for registered in self._hooks:
-            if registered.after_stop and registered.is_due(step, ends_stage, stopping=False):
-                self._call(registered, registered.hook, step, info)
+            if registered.last_at_stop and registered.is_due(step, ends_stage, stopping=False):
+                self._call_hook(registered, registered.hook, step, info)
 
     def _begin_stage(self, step: int, state: State) -> Iterator[dict]:
-        """Switches to the stage of `step`. If the step before belongs to another stage, this
-        changes the guards in `state`, in place (see `guards.reset`).
+        """Switches to the stage of `step`. If the previous step belongs to another stage, the
+        method replaces the guards in the dict `state` (see `guards.reset_for_stage`).
 
         Returns:
           The batches from `step` on, with the rows of this process only.
         """
-        previous_number = stage_number(self._cursors, step - 1)
-        number = stage_number(self._cursors, step)
+        previous_number = stage_index_of_step(self._cursors, step - 1)
+        number = stage_index_of_step(self._cursors, step)
         stage = self.run.stages[number]
         cursor = self._cursors[number]
         if previous_number != number:
             previous_cursor = self._cursors[previous_number]
             offset = int(state["guards"]["data_offset"])
-            state["guards"] = guards.reset(
+            state["guards"] = guards.reset_for_stage(
                 self.run.config.guards,
                 state["guards"],
-                offset_in_next_stage(offset, previous_cursor, cursor),
-                previous_cursor.same_stream(cursor),
+                data_offset_in_next_stage(offset, previous_cursor, cursor),
+                previous_cursor.reads_same_stream(cursor),
             )
         if stage != self.stage:
             self._train_step = self._make_step(self.run, stage)
@@ -328,45 +332,48 @@ class Trainer:
         self.stage = stage
         self.cursor = cursor
         self.data = self._all_data[number]
-        self._call_all("stage_begins", step, stage, cursor)
-        first_batch = cursor.batch(step, int(state["guards"]["data_offset"]))
+        self._call_hook_method("stage_begins", step, stage, cursor)
+        first_batch = cursor.batch_index(step, int(state["guards"]["data_offset"]))
         return self.data.batches(first_batch, self._layout.rows)
 
     def _due_hooks(self, step: int, ends_stage: bool) -> list[RegisteredHook]:
         """Returns the hooks that are due after `step`, in the order in which they are called."""
         due = [hook for hook in self._hooks if hook.is_due(step, ends_stage, self._stopping)]
         if self._stopping:  # who asked for the stop may not wait for evaluations: save first
-            due.sort(key=lambda hook: hook.after_stop)
+            due.sort(key=lambda hook: hook.last_at_stop)
         return due
 
-    def _call_due(self, due: Sequence[RegisteredHook], info: StepInfo) -> None:
+    def _call_due_hooks(self, due: Sequence[RegisteredHook], info: StepInfo) -> None:
         for registered in due:  # one of them may stop the run
             now = dataclasses.replace(info, stopping=self._stopping)
-            self._call(registered, registered.hook, info.step, now)
+            self._call_hook(registered, registered.hook, info.step, now)
 
     def _trace_step(self, step: int, state: State, batch: Batch) -> None:
-        """Traces the stage's update step, unless this was already done or `make_step` made a
-        function that JAX has not jitted, and tells the hooks what runs its operators.
+        """Traces the stage's update step, and calls `step_traced` of all hooks with the chosen
+        implementations of its operators. Does nothing if the step was traced before, or is not a
+        jitted function.
         """
         if not hasattr(self._train_step, "trace"):
             return
         decisions = trace_and_record(lambda: self._train_step.trace(state, batch))
         if decisions:
-            self._call_all("step_traced", step, decisions)
+            self._call_hook_method("step_traced", step, decisions)
 
-    def _end_step(self, step: int, metrics: Metrics, state: State) -> None:
-        """Calls `step_ended` of all hooks, unless this was already done for `step`."""
+    def _call_step_ended(self, step: int, metrics: Metrics, state: State) -> None:
+        """Calls `step_ended` of all hooks, unless they were already called for `step`."""
         if step > self._last_ended:
             self._last_ended = step
-            self._call_all("step_ended", step, metrics, state)
+            self._call_hook_method("step_ended", step, metrics, state)
 
-    def _call_all(self, method: str, step: int, *arguments: Any) -> None:
+    def _call_hook_method(self, method: str, step: int, *arguments: Any) -> None:
         """Calls the method named `method` of every hook that is a `Hook`."""
         for registered in self._hooks:
             if isinstance(registered.hook, Hook):
-                self._call(registered, getattr(registered.hook, method), step, step, *arguments)
+                self._call_hook(
+                    registered, getattr(registered.hook, method), step, step, *arguments
+                )
 
-    def _call(
+    def _call_hook(
         self, registered: RegisteredHook, function: Callable, step: int, *arguments: Any
     ) -> None:
         """Calls a method of a hook, or the hook itself. An error in a required hook is raised;

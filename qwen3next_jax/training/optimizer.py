@@ -1,4 +1,4 @@
-"""The parts that all optimizers share: clipping, weight decay, the learning-rate schedule."""
+"""Parts that all optimizers share: gradient clipping, weight decay, the learning-rate schedule."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ Scale = float | np.ndarray
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0) -> optax.Schedule:
     """Makes a learning-rate schedule of `steps` steps. The rate rises linearly to the peak during
-    the warm-up, the first `warmup_steps` steps (all steps, if there are fewer). Then it follows
+    the first `warmup_steps` steps (all steps, if there are fewer). Then the rate follows
     `config.schedule`:
 
       cosine               The rate falls along a cosine until the last step.
@@ -30,8 +30,8 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
       constant             The rate stays at the peak.
 
     The first step of a warm-up of n steps has the rate peak / n. The last step of the schedule has
-    the rate final_fraction × peak, even if it is the only step; "constant" and "inverse_sqrt" do
-    not read it.
+    the rate final_fraction × peak, even if it is the only step; the schedules "constant" and
+    "inverse_sqrt" do not read `final_fraction`.
 
     Args:
       config: the settings of the optimizer.
@@ -80,15 +80,15 @@ def make_optimizer(
     learning_rate_factors: Mapping[str, Scale] = {},
     weight_decays: Mapping[str, Scale] = {},
 ) -> optax.GradientTransformation:
-    """Chains clipping, the direction of the optimizer that `config.name` names, decoupled weight
-    decay, and the learning rate.
+    """Chains four optax transformations: gradient clipping, the update direction of the optimizer
+    that `config.name` names, decoupled weight decay, and the learning rate.
 
-    An optimizer is a function `direction(config, parameters, mesh)`. It returns the optax
-    transformation that is put between clipping and weight decay. The transformation's state may
-    hold two sorts of arrays: scalars, such as a count of updates, which every device has; and
-    arrays that belong to one parameter each. An array that belongs to a parameter must have the
-    parameter's shape, and its path in the state must end in the parameter's path.
-    `sharding.rules.tree_shardings` then shards it as it shards the parameter.
+    Each optimizer of the registry is a function `direction(config, parameters, mesh)`. The function
+    `direction` returns the optax transformation that is put between clipping and weight decay. The
+    transformation's state may hold two sorts of arrays: scalars, such as a count of updates, which
+    every device has; and arrays that belong to one parameter each. An array that belongs to a
+    parameter must have the parameter's shape, and its path in the state must end in the parameter's
+    path. `sharding.rules.tree_shardings` then shards it as it shards the parameter.
 
     Args:
       config: the settings of the optimizer.
@@ -97,8 +97,9 @@ def make_optimizer(
       mesh: the devices that share the optimizer's work; None: one device.
       learning_rate_factors: path of a parameter → a factor of its learning rate, a number or an
         array that can be broadcast to the parameter; 1 for all others.
-      weight_decays: path of a parameter → its weight decay, in the same form;
-        `config.weight_decay` for all others. It has no effect on parameters that never decay.
+      weight_decays: path of a parameter → its weight decay, a number or an array as for
+        `learning_rate_factors`; `config.weight_decay` for all others. Parameters that never decay
+        ignore it.
 
     Raises:
       UserError: there is no such optimizer, or it cannot be imported.
@@ -109,7 +110,9 @@ def make_optimizer(
             lambda path, _: parameters[path_string(path)].decays(config.decay_norm_weights), params
         )
 
-    clip = _clip(config.clip_norm, parameters) if config.clip_norm else optax.identity()
+    clip = (
+        _clip_by_global_norm(config.clip_norm, parameters) if config.clip_norm else optax.identity()
+    )
     direction = resolve(OPTIMIZERS, config.name, "optimizer.name")(config, parameters, mesh)
     # The nesting of these chains is part of the optimizer's state, which checkpoints hold, so it
     # must not change. The inner chain is nested like optax.adamw.
@@ -117,13 +120,15 @@ def make_optimizer(
         clip,
         optax.chain(
             direction,
-            optax.masked(_decay(config.weight_decay, weight_decays), decay_mask),
-            _scaled(optax.scale_by_learning_rate(schedule), learning_rate_factors),
+            optax.masked(_decoupled_weight_decay(config.weight_decay, weight_decays), decay_mask),
+            _scale_updates(optax.scale_by_learning_rate(schedule), learning_rate_factors),
         ),
     )
 
 
-def _decay(weight_decay: float, weight_decays: Mapping[str, Scale]) -> optax.GradientTransformation:
+def _decoupled_weight_decay(
+    weight_decay: float, weight_decays: Mapping[str, Scale]
+) -> optax.GradientTransformation:
     """Returns decoupled weight decay, with the state of `optax.add_decayed_weights`."""
     same = optax.add_decayed_weights(weight_decay)
     if not weight_decays:
@@ -138,11 +143,11 @@ def _decay(weight_decay: float, weight_decays: Mapping[str, Scale]) -> optax.Gra
     return optax.GradientTransformation(same.init, update)
 
 
-def _scaled(
+def _scale_updates(
     transformation: optax.GradientTransformation, factors: Mapping[str, Scale]
 ) -> optax.GradientTransformation:
-    """Returns `transformation`, with the updates of some parameters multiplied by `factors`. The
-    state is that of `transformation`.
+    """Returns a transformation that multiplies the updates of `transformation` by the factors of
+    the parameters. The returned transformation has the same state as `transformation`.
     """
     if not factors:
         return transformation
@@ -159,10 +164,13 @@ def _scaled(
     return optax.GradientTransformation(transformation.init, update)
 
 
-def _clip(norm: float, parameters: Mapping[str, Declared]) -> optax.GradientTransformation:
-    """Returns the clipping of gradients by their global norm. The indexers of sparse attention and
-    all other parameters are clipped separately, each group by its own norm. With one norm for both,
-    large gradients of the indexers' loss would scale the gradients of all other parameters down.
+def _clip_by_global_norm(
+    norm: float, parameters: Mapping[str, Declared]
+) -> optax.GradientTransformation:
+    """Returns the transformation that clips gradients by their global norm. The indexers of sparse
+    attention and all other parameters are clipped separately, each group by its own norm. With one
+    common norm, large gradients of the indexers' loss would scale down the gradients of all other
+    parameters.
     """
     clip = optax.clip_by_global_norm(norm)
     indexers = {path for path, parameter in parameters.items() if parameter.kind == "indexer"}

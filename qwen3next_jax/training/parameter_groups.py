@@ -1,16 +1,18 @@
-"""Divides the parameters into groups: the main group, which the main optimizer trains; the tables
-that lazy AdamW trains (`optimizer.ngram_table`); and frozen parameters (`train.freeze`), which
-nothing trains. `resolve.resolve_run` does this once. Parameters of the main group may have another
-learning rate or weight decay (`optimizer.groups`).
+"""Divides the parameters into three groups: the main group, which the main optimizer trains; the
+n-gram embedding tables that lazy AdamW trains (`optimizer.ngram_table`); and frozen parameters
+(`train.freeze`). Parameters of the main group may have learning rates and weight decays of their
+own (`optimizer.groups`).
 
-What is frozen takes no gradient and has no optimizer state. Two arrays can be frozen in part:
+A parameter that is frozen as a whole has no gradient and no optimizer state. Two kinds of arrays
+can be frozen in part:
 
-- Several layers may be stacked in one array. The main group then has an array of the layers that
-  are trained. The backward pass still computes the gradient of every layer of the stack, and the
-  gradients of its frozen layers are dropped.
-- Several matrices may be parts of one array. The main group then has the whole array, with
-  gradients that are 0 in the frozen parts. The frozen parts have optimizer state, too. The rule
-  `KeepFrozen` undoes what weight decay changes in them.
+- An array that stacks the parameters of several layers. If some of the layers are frozen, the main
+  group has a smaller array, with the trained layers only. The backward pass still computes the
+  gradient of every layer of the stack, and the gradients of its frozen layers are dropped.
+- An array that holds several matrices as parts. If some of the matrices are frozen, the main group
+  has the whole array, with gradients that are 0 in the frozen parts. The frozen parts have
+  optimizer state, too. The update rule `KeepFrozen` restores their values, which weight decay
+  changes.
 """
 
 import dataclasses
@@ -35,7 +37,7 @@ from qwen3next_jax.training.optimizer import Scale
 from qwen3next_jax.training.scaling import scaling_factors
 from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 
-# The most names of arrays that a line of `ParameterGroups.lines` lists.
+# The most names of arrays that a line of `ParameterGroups.summary_lines` lists.
 NAMES_SHOWN = 4
 
 
@@ -45,132 +47,140 @@ class ParameterGroups:
     such as "layers/0/mixer/q_proj".
 
     Attributes:
-      parameters: path → declaration, for the arrays of the main group, without frozen layers.
-      tables: the result of `lazy_adamw.lazy_tables`, without frozen tables.
+      main_parameters: path → declaration, for the arrays of the main group, without frozen layers.
+      lazy_adamw_tables: path of a table that lazy AdamW trains → number of its n-gram embedding.
       frozen_paths: the paths of the arrays that are frozen as a whole.
-      trained_layers: path of a stack that is frozen in part → the indices of its other layers.
-      frozen_elements: path of an array that is frozen in part → bool array, which can be broadcast
-        to the array with all layers: whether an element is frozen.
+      trained_layers_by_stack: path of an array of stacked layers of which some are frozen → the
+        indices of its trained layers.
+      frozen_element_masks: path of an array that is frozen in part → bool array, true where an
+        element is frozen. The mask can be broadcast to the array with all layers.
       learning_rate_factors, weight_decays: the arguments of `optimizer.make_optimizer`.
-      start_factors: path → by what the random start values of the array are multiplied, for the
-        arrays with other factors than 1.
-      lines: text for the terminal: what each entry of `train.freeze` and `optimizer.groups`
-        chooses, and the number of trained parameters; () if both settings are empty.
+      init_scale_factors: path → the factor by which the array's random initial values are
+        multiplied, for the arrays whose factor is not 1.
+      summary_lines: lines for the terminal: the parameters that each entry of `train.freeze` and
+        `optimizer.groups` chooses, and the number of trained parameters; () if nothing is frozen
+        and there are no groups.
     """
 
-    parameters: Mapping[str, Declared]
-    tables: Mapping[tuple[str | int, ...], int]
+    main_parameters: Mapping[str, Declared]
+    lazy_adamw_tables: Mapping[tuple[str | int, ...], int]
     frozen_paths: frozenset[str]
-    trained_layers: Mapping[str, np.ndarray]
-    frozen_elements: Mapping[str, np.ndarray]
+    trained_layers_by_stack: Mapping[str, np.ndarray]
+    frozen_element_masks: Mapping[str, np.ndarray]
     learning_rate_factors: Mapping[str, Scale]
     weight_decays: Mapping[str, Scale]
-    start_factors: Mapping[str, float]
-    lines: tuple[str, ...]
+    init_scale_factors: Mapping[str, float]
+    summary_lines: tuple[str, ...]
 
-    def main(self, tree: dict) -> dict:
-        """Returns the main group of `tree`, a tree of all parameters."""
+    def select_main_group(self, tree: dict) -> dict:
+        """Returns the arrays of the main group from `tree`, a tree of all parameters."""
 
         def of_main(path, leaf):
-            if path not in self.parameters:
+            if path not in self.main_parameters:
                 return None
-            return leaf[self.trained_layers[path]] if path in self.trained_layers else leaf
+            return (
+                leaf[self.trained_layers_by_stack[path]]
+                if path in self.trained_layers_by_stack
+                else leaf
+            )
 
         return map_leaves(of_main, tree)
 
-    def tables_of(self, tree: dict) -> dict:
+    def select_lazy_adamw_tables(self, tree: dict) -> dict:
         """Returns the tables of `tree`, a tree of all parameters, that lazy AdamW trains."""
         return map_leaves(lambda path, leaf: leaf if path in self._table_paths else None, tree)
 
-    def scale_start(self, params: dict) -> dict:
-        """Returns the random start values `params` times their factors."""
+    def scale_initial_params(self, params: dict) -> dict:
+        """Returns the random initial parameters `params`, multiplied by `init_scale_factors`."""
         return (
-            map_leaves(lambda path, leaf: leaf * self.start_factors.get(path, 1), params)
-            if self.start_factors
+            map_leaves(lambda path, leaf: leaf * self.init_scale_factors.get(path, 1), params)
+            if self.init_scale_factors
             else params
         )
 
-    def frozen(self, tree: dict) -> dict:
-        """Returns the arrays of `tree`, a tree of all parameters, that nothing trains."""
+    def select_frozen(self, tree: dict) -> dict:
+        """Returns the arrays that are frozen as a whole from `tree`, a tree of all parameters."""
         return map_leaves(lambda path, leaf: leaf if path in self.frozen_paths else None, tree)
 
-    def replace(self, tree: dict, main: dict, tables: dict | None = None) -> dict:
-        """Returns `tree`, a tree of all parameters, with the main group taken from `main`, and the
-        tables from `tables` unless it is None. Both have the form of the results of `main` and
-        `tables_of`.
+    def replace_main_and_tables(self, tree: dict, main: dict, tables: dict | None = None) -> dict:
+        """Returns `tree`, a tree of all parameters, with the main group replaced by `main`, and the
+        tables of lazy AdamW by `tables` unless it is None. `main` has the structure that
+        `select_main_group` returns, `tables` the structure that `select_lazy_adamw_tables` returns.
         """
         main, tables = leaves_by_path(main), leaves_by_path(tables or {})
 
         def replaced(path, leaf):
-            if path in self.trained_layers:
-                return leaf.at[self.trained_layers[path]].set(main[path])
+            if path in self.trained_layers_by_stack:
+                return leaf.at[self.trained_layers_by_stack[path]].set(main[path])
             return main.get(path, tables.get(path, leaf))
 
         return map_leaves(replaced, tree)
 
-    def with_zeros(self, params: dict, main: dict) -> dict:
-        """Returns `main`, such as the gradients of the main group, as a tree of all parameters
-        but the tables, with 0 for what is frozen. An array that is frozen as a whole
-        becomes one with a single 0 for each layer.
+    def fill_frozen_with_zeros(self, params: dict, main: dict) -> dict:
+        """Extends `main`, such as the gradients of the main group, to a tree of all parameters but
+        the tables of lazy AdamW, with 0 for frozen parameters. An array that is frozen as a whole
+        becomes an array with a single 0 for each layer.
         """
         main = leaves_by_path(main)
 
         def filled(path, leaf):
-            if path in self.trained_layers:
-                return jnp.zeros_like(leaf).at[self.trained_layers[path]].set(main[path])
+            if path in self.trained_layers_by_stack:
+                return jnp.zeros_like(leaf).at[self.trained_layers_by_stack[path]].set(main[path])
             if path in main or path in self._table_paths:
                 return main.get(path)
             return jnp.zeros((*leaf.shape[:1], *(1,) * (leaf.ndim - 1)), leaf.dtype)
 
         return map_leaves(filled, params)
 
-    def without_frozen_parts(self, gradients: dict) -> dict:
-        """Returns the gradients of the main group with 0 in frozen parts."""
+    def zero_frozen_parts(self, gradients: dict) -> dict:
+        """Returns `gradients`, a tree of the main group, with 0 in the frozen parts of arrays."""
 
         def masked(path, leaf):
-            if path not in self.frozen_elements:
+            if path not in self.frozen_element_masks:
                 return leaf
-            frozen = self.frozen_elements[path]
-            if path in self.trained_layers:
-                frozen = frozen[self.trained_layers[path]]
+            frozen = self.frozen_element_masks[path]
+            if path in self.trained_layers_by_stack:
+                frozen = frozen[self.trained_layers_by_stack[path]]
             return jnp.where(frozen, 0, leaf) if frozen.any() else leaf
 
         return map_leaves(masked, gradients)
 
     def keep_frozen(self, before: dict, after: dict) -> dict:
-        """Returns the tree `after` of all parameters, but what is frozen as it is in `before`."""
+        """Returns `after`, a tree of all parameters, with the frozen parameters taken from
+        `before`.
+        """
         before = leaves_by_path(before)
 
         def kept(path, leaf):
             if path in self.frozen_paths:
                 return before[path]
-            if path in self.frozen_elements:
-                return jnp.where(self.frozen_elements[path], before[path], leaf)
+            if path in self.frozen_element_masks:
+                return jnp.where(self.frozen_element_masks[path], before[path], leaf)
             return leaf
 
         return map_leaves(kept, after)
 
     @property
     def _table_paths(self) -> set[str]:
-        return {_text(path) for path in self.tables}
+        return {_slash_path(path) for path in self.lazy_adamw_tables}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeepFrozen(UpdateRule):
-    """Undoes what an update changed in frozen parameters. The optimizer changes frozen parts of
-    arrays by weight decay; other rules may change any parameter.
+    """The update rule that restores frozen parameters after an update. Weight decay changes the
+    frozen parts of arrays, and other update rules may change any parameter.
     """
 
     groups: ParameterGroups
 
     def apply(self, step: StepInput, after: dict, metrics: dict) -> tuple[dict, dict]:
-        params = self.groups.keep_frozen(step.before["params"], after["params"])
+        params = self.groups.keep_frozen(step.state_before["params"], after["params"])
         return after | {"params": params}, metrics
 
 
-def rule(config: Config, groups: ParameterGroups) -> KeepFrozen | None:
-    """Returns the rule of frozen parameters; None if none are frozen."""
-    return KeepFrozen(groups) if groups.frozen_paths or groups.frozen_elements else None
+def make_rule(config: Config, groups: ParameterGroups) -> KeepFrozen | None:
+    """Returns the update rule that restores frozen parameters; None if none are frozen."""
+    return KeepFrozen(groups) if groups.frozen_paths or groups.frozen_element_masks else None
 
 
 def make_parameter_groups(
@@ -183,27 +193,33 @@ def make_parameter_groups(
       optimizer: the settings of the optimizer.
 
     Raises:
-      UserError: `optimizer.scaling` has no rule for the model or the optimizer;
-        an entry of `train.freeze` or `optimizer.groups` is not valid, or chooses nothing;
-        the entries of `train.freeze` choose everything; a group chooses everything, only frozen
-        parameters, a parameter of another group, or a table of lazy AdamW; or some of these tables
-        are frozen, but not all.
+      UserError: `optimizer.scaling` has no rule for the model or the optimizer; an entry of
+        `train.freeze` or `optimizer.groups` is not valid, or chooses nothing; the entries of
+        `train.freeze` choose everything; a group chooses everything, only frozen parameters, a
+        parameter of another group, or a table of lazy AdamW; or some tables of lazy AdamW are
+        frozen, but not all.
     """
     parameters = parameter_declarations(model)
-    frozen, lines = _frozen(model, parameters, freeze)
+    frozen, lines = _frozen_masks_and_summary_lines(model, parameters, freeze)
     if model.lora.rank:
-        lines.insert(0, _freeze_base(model, parameters, frozen))
-    tables = _tables(model, optimizer, frozen)
-    table_paths = {_text(path) for path in tables}
-    main, trained_layers, frozen_elements = _main(parameters, frozen, table_paths)
-    numbers, of_groups = _groups(model, parameters, optimizer.groups, frozen, table_paths)
+        lines.insert(0, _freeze_all_but_adapters(model, parameters, frozen))
+    tables = _unfrozen_lazy_adamw_tables(model, optimizer, frozen)
+    table_paths = {_slash_path(path) for path in tables}
+    main, trained_layers_by_stack, frozen_element_masks = _main_group_and_frozen_parts(
+        parameters, frozen, table_paths
+    )
+    numbers, of_groups = _group_numbers_and_summary_lines(
+        model, parameters, optimizer.groups, frozen, table_paths
+    )
     numbers = {
-        path: cells[trained_layers[path]] if path in trained_layers else cells
+        path: cells[trained_layers_by_stack[path]] if path in trained_layers_by_stack else cells
         for path, cells in numbers.items()
     }
     scaling = scaling_factors(model, optimizer, parameters)
     factors = {path: scale.learning_rate for path, scale in scaling.items() if path in main}
-    learning_rate_factors, weight_decays = _rates(main, optimizer, numbers, factors)
+    learning_rate_factors, weight_decays = _learning_rate_factors_and_weight_decays(
+        main, optimizer, numbers, factors
+    )
     lines += of_groups
     if lines:
         trained = sum(
@@ -216,38 +232,38 @@ def make_parameter_groups(
         main,
         tables,
         frozenset(path for path, cells in frozen.items() if cells.all()),
-        trained_layers,
-        frozen_elements,
+        trained_layers_by_stack,
+        frozen_element_masks,
         learning_rate_factors,
         weight_decays,
-        {path: scale.start for path, scale in scaling.items()},
+        {path: scale.init_scale for path, scale in scaling.items()},
         tuple(lines),
     )
 
 
-def _main(
+def _main_group_and_frozen_parts(
     parameters: Mapping[str, Declared],
     frozen: Mapping[str, np.ndarray],
     table_paths: Container[str],
 ) -> tuple[dict[str, Declared], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Returns the attributes `parameters`, `trained_layers` and `frozen_elements` of
-    `ParameterGroups`.
+    """Returns the attributes `main_parameters`, `trained_layers_by_stack` and
+    `frozen_element_masks` of `ParameterGroups`.
     """
-    main, trained_layers, frozen_elements = {}, {}, {}
+    main, trained_layers_by_stack, frozen_element_masks = {}, {}, {}
     for path, cells in frozen.items():
         if cells.all() or path in table_paths:
             continue
         main[path] = parameters[path]
         layers = np.flatnonzero(~cells.all(axis=1))
         if len(layers) < len(cells):
-            trained_layers[path] = layers
+            trained_layers_by_stack[path] = layers
             main[path] = dataclasses.replace(main[path], stack_shape=(len(layers),))
         if cells.any():
-            frozen_elements[path] = broadcast_to_parameter(parameters[path], cells)
-    return main, trained_layers, frozen_elements
+            frozen_element_masks[path] = broadcast_to_parameter(parameters[path], cells)
+    return main, trained_layers_by_stack, frozen_element_masks
 
 
-def _rates(
+def _learning_rate_factors_and_weight_decays(
     main: Mapping[str, Declared],
     optimizer: OptimizerConfig,
     numbers: Mapping[str, np.ndarray],
@@ -258,7 +274,8 @@ def _rates(
     Args:
       main: the declarations of the main group.
       optimizer: the settings of the optimizer.
-      numbers: the numbers of `_groups`, of trained layers alone.
+      numbers: path → the group numbers of the trained layers (from
+        `_group_numbers_and_summary_lines`).
       scaling: path → the factor of the learning rate that `optimizer.scaling` asks for.
     """
     rates, values = [1.0], [optimizer.weight_decay]
@@ -268,7 +285,9 @@ def _rates(
         values.append(optimizer.weight_decay if own is None else own)
     factors, decays = {}, {}
     for path, cells in numbers.items():
-        factor, decay = (_scale(main[path], cells, of_group) for of_group in (rates, values))
+        factor, decay = (
+            _value_per_element(main[path], cells, of_group) for of_group in (rates, values)
+        )
         if np.any(factor != 1.0):
             factors[path] = factor
         if np.any(decay != optimizer.weight_decay):
@@ -279,11 +298,11 @@ def _rates(
     return factors, decays
 
 
-def _frozen(
+def _frozen_masks_and_summary_lines(
     model: ModelConfig, parameters: Mapping[str, Declared], freeze: Sequence[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Returns (path of every parameter → bool [layers, parts], whether it is frozen; one line of
-    text for each entry of `freeze`).
+    """Returns (path of every parameter → bool [layers, parts], true where it is frozen; one line
+    for the terminal for each entry of `freeze`).
     """
     frozen = {path: np.zeros(layer_and_part_counts(one), bool) for path, one in parameters.items()}
     lines = []
@@ -292,7 +311,7 @@ def _frozen(
         choices = choose_parameters(model, parameters, text, setting)
         for path, choice in choices.items():
             frozen[path] |= choice.chosen_layer_parts
-        lines.append(_line(f"{setting} = {text!r}", choices))
+        lines.append(_describe_choice(f"{setting} = {text!r}", choices))
     require(
         not all(cells.all() for cells in frozen.values()),
         f"train.freeze = {list(freeze)}: it chooses every parameter, so nothing is left to train: "
@@ -301,10 +320,11 @@ def _frozen(
     return frozen, lines
 
 
-def _freeze_base(
+def _freeze_all_but_adapters(
     model: ModelConfig, parameters: Mapping[str, Declared], frozen: dict[str, np.ndarray]
 ) -> str:
-    """Freezes, in `frozen`, all parameters but adapters. Returns a description of the adapters.
+    """Marks all parameters but the adapters as frozen, in the arrays of `frozen`. Returns a line
+    for the terminal that describes the adapters.
 
     Raises:
       UserError: `train.freeze` chooses all adapters.
@@ -324,7 +344,7 @@ def _freeze_base(
     )
 
 
-def _tables(
+def _unfrozen_lazy_adamw_tables(
     model: ModelConfig, optimizer: OptimizerConfig, frozen: Mapping[str, np.ndarray]
 ) -> dict[tuple[str | int, ...], int]:
     """Returns the tables of lazy AdamW that are not frozen."""
@@ -332,8 +352,10 @@ def _tables(
         return {}
     from qwen3next_jax.training import lazy_adamw
 
-    tables = lazy_adamw.lazy_tables(model)
-    trained = {path: number for path, number in tables.items() if not frozen[_text(path)].any()}
+    tables = lazy_adamw.embedding_number_by_table_path(model)
+    trained = {
+        path: number for path, number in tables.items() if not frozen[_slash_path(path)].any()
+    }
     require(
         not trained or trained == tables,
         "train.freeze chooses some of the tables that lazy AdamW updates: choose all or none, or "
@@ -342,15 +364,16 @@ def _tables(
     return trained
 
 
-def _groups(
+def _group_numbers_and_summary_lines(
     model: ModelConfig,
     parameters: Mapping[str, Declared],
     groups: Sequence[ParameterGroup],
     frozen: Mapping[str, np.ndarray],
     table_paths: Container[str],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Returns (path of a parameter in any group, which is not frozen as a whole → int [layers,
-    parts], 1 + the index of the group, 0 for no group; one line of text for each group).
+    """Returns (path → int [layers, parts], the group numbers of a parameter; one line for the
+    terminal for each group). A group number is 1 + the index of the group in `optimizer.groups`, or
+    0 for no group. Parameters in no group, or frozen as a whole, are left out.
     """
     numbers, lines = {}, []
     for i, group in enumerate(groups):
@@ -386,13 +409,14 @@ def _groups(
         decay = group.weight_decay
         effect = f"learning rate × {group.learning_rate_factor:g}"
         effect += "" if decay is None else f", weight decay {decay:g}"
-        lines.append(_line(f"{where}, {effect}", choices))
+        lines.append(_describe_choice(f"{where}, {effect}", choices))
     return {path: of for path, of in numbers.items() if not frozen[path].all()}, lines
 
 
-def _scale(parameter: Declared, numbers: np.ndarray, values: Sequence[float]) -> Scale:
-    """Returns the value of each element of a parameter: a number if all are equal, otherwise an
-    array that can be broadcast to the parameter. `numbers` [layers, parts] indexes `values`.
+def _value_per_element(parameter: Declared, numbers: np.ndarray, values: Sequence[float]) -> Scale:
+    """Returns the value for each element of a parameter: a number if all are equal, otherwise an
+    array that can be broadcast to the parameter. `numbers` [layers, parts] are indices into
+    `values`.
     """
     of_cells = np.asarray(values, np.float32)[numbers]
     if (numbers == numbers.flat[0]).all():
@@ -400,8 +424,8 @@ def _scale(parameter: Declared, numbers: np.ndarray, values: Sequence[float]) ->
     return broadcast_to_parameter(parameter, of_cells)
 
 
-def _line(what: str, choices: Mapping[str, ParameterChoice]) -> str:
-    """Describes what an entry of a setting chooses."""
+def _describe_choice(what: str, choices: Mapping[str, ParameterChoice]) -> str:
+    """Returns a line for the terminal: the setting and the parameters that it chooses."""
     names = [path if c.is_whole else f"parts of {path}" for path, c in choices.items()]
     listed = ", ".join(names[:NAMES_SHOWN])
     if len(names) > NAMES_SHOWN:
@@ -411,5 +435,5 @@ def _line(what: str, choices: Mapping[str, ParameterChoice]) -> str:
     return f"{what}: {size:,} numbers in {arrays} ({listed})"
 
 
-def _text(path: tuple[str | int, ...]) -> str:
+def _slash_path(path: tuple[str | int, ...]) -> str:
     return "/".join(map(str, path))

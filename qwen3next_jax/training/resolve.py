@@ -1,6 +1,6 @@
 """Resolves a configuration for a mesh: computes the run's stages, the model's structure, and the
 shapes and shardings of the train state. Training, planning, restoring and replaying a run all use
-the result.
+the result, a `ResolvedRun`.
 """
 
 import dataclasses
@@ -32,7 +32,8 @@ class ResolvedRun:
       mesh: the devices of the run.
       stages: the stages of the run in order.
       graphdef: the model without its parameters.
-      groups: the groups of the parameters: main, tables of lazy AdamW, frozen.
+      groups: the groups of the parameters: the main group, the tables of lazy AdamW, frozen
+        parameters.
       rules: the update rules, in the order in which they act.
       abstract_state: the train state as `jax.ShapeDtypeStruct`s with shardings.
     """
@@ -57,7 +58,9 @@ class ResolvedRun:
 
     @property
     def compute_mesh(self) -> Mesh | None:
-        """The mesh as the model's functions take it: None if there is only one device."""
+        """The argument `mesh` of the model's functions: the mesh, or None if there is only one
+        device.
+        """
         return mesh_unless_single_device(self.mesh)
 
     @property
@@ -71,29 +74,29 @@ class ResolvedRun:
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
 
     @functools.cached_property
-    def main_shardings(self) -> dict:
-        """The sharding of the main group of the parameters (`ParameterGroups.main`)."""
-        return tree_shardings(self.abstract_main, self.groups.parameters, self.mesh)
+    def main_group_shardings(self) -> dict:
+        """The shardings of the main group of parameters (`ParameterGroups.select_main_group`)."""
+        return tree_shardings(self.abstract_main_group, self.groups.main_parameters, self.mesh)
 
     @functools.cached_property
     def update_shardings(self) -> dict:
-        """The sharding of these parameters' gradients and updates while the optimizer computes with
-        them: that of its moments.
+        """The shardings of the gradients and updates of the main group while the optimizer computes
+        with them: those of the optimizer's moments.
         """
-        moments = {"opt_state": self.abstract_main}
+        moments = {"opt_state": self.abstract_main_group}
         slice_state = self.config.parallel.slice_state
-        parameters = self.groups.parameters
+        parameters = self.groups.main_parameters
         return tree_shardings(moments, parameters, self.mesh, slice_state)["opt_state"]
 
     @functools.cached_property
-    def abstract_main(self) -> dict:
-        """These parameters as `jax.ShapeDtypeStruct`s without shardings."""
-        return jax.eval_shape(self.groups.main, self.abstract_state["params"])
+    def abstract_main_group(self) -> dict:
+        """The parameters of the main group as `jax.ShapeDtypeStruct`s without shardings."""
+        return jax.eval_shape(self.groups.select_main_group, self.abstract_state["params"])
 
     def init_state(self, params: dict | None = None) -> State:
-        """Returns the train state before the first step. Its parameters are `params`, or random
-        ones from the seed `train.seed` if `params` is None. `params` may be without the adapters of
-        `model.lora`, which are then random.
+        """Returns the train state before the first step. The parameters in the state are `params`,
+        or random parameters from the seed `train.seed` if `params` is None. If `params` lacks the
+        adapters of `model.lora`, the adapters are random.
         """
         config = self.config
         return state.init_state(
@@ -128,7 +131,7 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
     graphdef, _ = abstract_model(config.model)
     groups = make_parameter_groups(config.model, config.train.freeze, config.optimizer)
     require(
-        not (groups.tables and num_shards(mesh, SLICE) > 1),
+        not (groups.lazy_adamw_tables and num_shards(mesh, SLICE) > 1),
         "optimizer.ngram_table = 'lazy_adamw' on several slices: each slice would update other "
         "rows of the table: expected 'adamw', or parallel.mesh.slice = 1",
     )
@@ -146,28 +149,28 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
 
 
 def make_update_rules(config: Config, groups: ParameterGroups) -> tuple[UpdateRule, ...]:
-    """Makes the update rules of a run, in the order in which they act. Rules of a user's own come
-    before the one that keeps frozen parameters, and before the average, which then sees what they
-    changed.
+    """Makes the update rules of a run, in the order in which they act. The user's own rules come
+    before the rule that restores frozen parameters and the rule of the moving average, so both of
+    these see the user's changes.
 
     Raises:
       UserError: `train.update_rules` is not valid.
     """
     rules = [
-        router_bias.rule(config, groups),
-        indexer.rule(config, groups),
-        *_own_rules(config, groups),
-        parameter_groups.rule(config, groups),
-        average.rule(config, groups),
+        router_bias.make_rule(config, groups),
+        indexer.make_rule(config, groups),
+        *_user_update_rules(config, groups),
+        parameter_groups.make_rule(config, groups),
+        average.make_rule(config, groups),
     ]
     return tuple(rule for rule in rules if rule is not None)
 
 
-def _own_rules(config: Config, groups: ParameterGroups) -> Iterator[UpdateRule]:
-    """Makes the rules that the setting `train.update_rules` names.
+def _user_update_rules(config: Config, groups: ParameterGroups) -> Iterator[UpdateRule]:
+    """Makes the user's update rules, which the setting `train.update_rules` names.
 
     Raises:
-      UserError: a rule cannot be imported or made, or is no `UpdateRule`.
+      UserError: a rule cannot be imported or made, or is not an `UpdateRule`.
     """
     for name in config.train.update_rules:
         make = registry.resolve({}, name, "train.update_rules")

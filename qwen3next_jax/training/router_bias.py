@@ -1,5 +1,6 @@
 """The update rules of router biases, which balance the load of the experts without a balance loss
-(`train.router_bias_update`). Both depend on the choices of the batch's tokens, and on no gradient.
+(`train.router_bias_update`). Both rules depend on which experts the batch's tokens chose, and on no
+gradient.
 
     sign      Each bias moves by a fixed step towards an even load (2408.15664).
     quantile  Each bias becomes the one with which its expert would have got its share of the
@@ -25,29 +26,33 @@ from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 
 @dataclasses.dataclass(frozen=True)
 class BalanceBySign(UpdateRule):
-    """Applies `update_router_bias` with the rate `train.router_bias_rate`."""
+    """The update rule that applies `balance_by_sign` with the rate `train.router_bias_rate`."""
 
-    model: ModelConfig
+    model_config: ModelConfig
 
     def apply(self, step: StepInput, after: dict, metrics: dict) -> tuple[dict, dict]:
         load_LE, rate = metrics["expert_load"], step.stage.train.router_bias_rate
-        params = update_router_bias(self.model, after["params"], load_LE, rate)
+        params = balance_by_sign(self.model_config, after["params"], load_LE, rate)
         return after | {"params": params}, metrics
 
 
 @dataclasses.dataclass(frozen=True)
 class BalanceByQuantile(UpdateRule):
-    """Applies `balance_by_quantile`. The counts that it needs are large, and are no metrics."""
+    """The update rule that applies `balance_by_quantile`. The rule removes the counts
+    "required_bias" from the metrics, because they are a large array.
+    """
 
-    model: ModelConfig
+    model_config: ModelConfig
 
     def apply(self, step: StepInput, after: dict, metrics: dict) -> tuple[dict, dict]:
         metrics = dict(metrics)
-        params = balance_by_quantile(self.model, after["params"], metrics.pop("required_bias"))
+        params = balance_by_quantile(
+            self.model_config, after["params"], metrics.pop("required_bias")
+        )
         return after | {"params": params}, metrics
 
 
-def rule(config: Config, groups: ParameterGroups) -> UpdateRule | None:
+def make_rule(config: Config, groups: ParameterGroups) -> UpdateRule | None:
     """Returns the rule that `train.router_bias_update` names; None if no router has a bias."""
     if not config.model.moe.router_bias:
         return None
@@ -56,9 +61,9 @@ def rule(config: Config, groups: ParameterGroups) -> UpdateRule | None:
     return BalanceBySign(config.model)
 
 
-def update_router_bias(model: ModelConfig, params: dict, load_LE: jax.Array, rate: float) -> dict:
-    """Adds `rate` to the bias of each expert whose load in the batch is below the mean, and
-    subtracts `rate` from the bias of each expert whose load is above it.
+def balance_by_sign(model: ModelConfig, params: dict, load_LE: jax.Array, rate: float) -> dict:
+    """Returns the parameters with `rate` added to the bias of each expert whose load in the batch
+    is below the mean load, and subtracted from the bias of each expert whose load is above it.
 
     Args:
       model: the model's settings; its routers have a bias.
@@ -69,11 +74,13 @@ def update_router_bias(model: ModelConfig, params: dict, load_LE: jax.Array, rat
     # Differences below 5e-7 count as 0. Loads are sums of float32 quotients, so experts that were
     # chosen equally often may have loads that differ by rounding.
     direction_LE = jnp.sign(jnp.round((jnp.mean(load_LE, axis=-1, keepdims=True) - load_LE) * 1e6))
-    return _map_biases(model, params, lambda bias_LE, rows: bias_LE + rate * direction_LE[rows])
+    return _map_router_biases(
+        model, params, lambda bias_LE, rows: bias_LE + rate * direction_LE[rows]
+    )
 
 
 def balance_by_quantile(model: ModelConfig, params: dict, counts_LEM: jax.Array) -> dict:
-    """Replaces the router biases by those of `quantile_bias`.
+    """Returns the parameters with the router biases that `quantile_biases` computes.
 
     Args:
       model: the model's settings; its routers have a bias.
@@ -81,17 +88,17 @@ def balance_by_quantile(model: ModelConfig, params: dict, counts_LEM: jax.Array)
       counts_LEM: the counts of `router.required_bias_histogram` over the whole batch.
     """
     share = model.num_experts_per_tok / model.num_experts
-    return _map_biases(
-        model, params, lambda bias_LE, rows: quantile_bias(counts_LEM[rows], bias_LE, share)
+    return _map_router_biases(
+        model, params, lambda bias_LE, rows: quantile_biases(counts_LEM[rows], bias_LE, share)
     )
 
 
-def quantile_bias(counts_LEM: jax.Array, bias_LE: jax.Array, share: float) -> jax.Array:
-    """Returns the biases [L, E] above which the share `share` of the tokens would have chosen each
-    expert, less their mean over the experts, which changes no choice.
+def quantile_biases(counts_LEM: jax.Array, bias_LE: jax.Array, share: float) -> jax.Array:
+    """Returns the biases [L, E] with which the share `share` of the tokens would have chosen each
+    expert. The mean over the experts is subtracted, which changes no choice.
 
-    Within a bin, the tokens count as evenly spread, so a bias is wrong by less than the width of a
-    bin. Layers without tokens keep their biases.
+    Within a bin of the histogram, the tokens count as evenly spread, so the error of a bias is less
+    than the width of a bin. Layers without tokens keep their biases.
 
     Args:
       counts_LEM: the counts of `router.required_bias_histogram`.
@@ -113,10 +120,10 @@ def quantile_bias(counts_LEM: jax.Array, bias_LE: jax.Array, share: float) -> ja
     return jnp.where(tokens_LE > 0, new_LE, bias_LE)
 
 
-def _map_biases(
+def _map_router_biases(
     model: ModelConfig, params: dict, update: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> dict:
-    """Returns the parameters with other router biases.
+    """Returns the parameters with the router biases that `update` computes.
 
     Args:
       update: a function (biases of some layers [n, E], numbers of these layers among the layers

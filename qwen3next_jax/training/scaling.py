@@ -1,11 +1,11 @@
-"""Settings that models of different widths and depths share (`optimizer.scaling`): how the start
-values and the learning rate of each parameter follow the width and the depth, so that the learning
-rate that is best for a small model is about the best for a large one.
+"""μP and CompleteP (`optimizer.scaling`): scales the initial values and the learning rate of each
+parameter with the width and the depth of the model, so that the learning rate that is best for a
+small model is about the best for a large one.
 
 m is the width over `optimizer.base_width`, and l the number of layers over `optimizer.base_depth`.
-A model of the base width and depth is trained as without scaling. For the others, the table gives
-the factors. A parameter's row follows from its declaration: from which of the dimensions that its
-product sums over (in), and which of its product's result (out), grow with the width.
+For a model of the base width and depth all factors are 1. For other models, the table gives the
+factors. The row of a parameter follows from its declaration: from whether the dimensions that its
+matrix product sums over (in) and the dimensions of the product's result (out) grow with the width.
 
                        in      out     start value   AdamW's rate   Muon's rate
     hidden matrices    grows   grows   m^-1/2        m^-1           m^-1/2
@@ -13,18 +13,19 @@ product sums over (in), and which of its product's result (out), grow with the w
     embedding, …       –       grows   1             1              –
     norms, rates, …    –       –       1             1              –
 
-"mup" (2203.03466, table 3) has these factors. "completep" (2505.01618) also divides the start value
-and the rate of the matrices that write to the residual stream by l. That paper divides the output
-of each block by l instead; for an optimizer whose update does not depend on the size of the
-gradient both are the same, and here neither the model nor its exports change. Muon's column is the
-spectral condition ‖ΔW‖ ∝ √(out / in) (2310.17813) for updates whose norm is 0.2 √max(in, out);
-what Muon leaves to AdamW has AdamW's factors.
+"mup" (2203.03466, table 3) has the factors of the table. "completep" (2505.01618) also divides the
+initial value and the learning rate of the matrices that write to the residual stream by l. The
+paper divides the output of each block by l instead; for an optimizer whose update does not depend
+on the size of the gradient, both methods are equivalent. Scaling the matrices changes neither the
+model's forward pass nor its exported files. Muon's column is the spectral condition ‖ΔW‖ ∝ √(out /
+in) (2310.17813) for updates whose norm is 0.2 √max(in, out); parameters that Muon leaves to AdamW
+have AdamW's factors.
 
-The weight decay of a parameter is divided by the factor of its rate, so that a step shrinks every
-parameter by the same share. Adam's `eps` is not scaled.
+The weight decay of a parameter is divided by the factor of its learning rate, so that weight decay
+shrinks every parameter by the same share per step. Adam's `eps` is not scaled.
 
-All of this assumes that the width of MLPs and the numbers of heads grow with the model's width, and
-the width of a head does not.
+The factors assume that the width of MLPs and the numbers of heads grow with the model's width, and
+that the width of a head does not.
 """
 
 import dataclasses
@@ -54,17 +55,17 @@ GROWING = (
 )
 
 
-class Factors(NamedTuple):
-    """What scaling multiplies: the start value of a parameter, and its learning rate."""
+class ScalingFactors(NamedTuple):
+    """The factors of a parameter: for its initial values and for its learning rate."""
 
-    start: float = 1.0
+    init_scale: float = 1.0
     learning_rate: float = 1.0
 
 
 def scaling_factors(
     model: ModelConfig, optimizer: OptimizerConfig, parameters: Mapping[str, Declared]
-) -> dict[str, Factors]:
-    """Returns path of a parameter → its factors, for the parameters with others than 1.
+) -> dict[str, ScalingFactors]:
+    """Returns path of a parameter → its factors, for the parameters whose factors are not both 1.
 
     Args:
       model: the settings of the model.
@@ -80,27 +81,27 @@ def scaling_factors(
     depth = 1.0
     if optimizer.scaling == "completep":
         depth = model.num_hidden_layers / optimizer.base_depth
-    rate_over_width = _rule(model, optimizer)
+    rate_over_width = _find_rate_over_width(model, optimizer)
     wider = parameter_declarations(dataclasses.replace(model, hidden_size=2 * model.hidden_size))
     found = {}
     for path, parameter in parameters.items():
         of_in, of_out = (
-            width if _grows(parameter, wider[path], letter) else 1.0 for letter in "io"
+            width if _grows_with_width(parameter, wider[path], letter) else 1.0 for letter in "io"
         )
         residual = depth if _writes_to_residual(path, parameter) else 1.0
-        factors = Factors(
-            start=1 / (math.sqrt(of_in) if of_out == of_in else of_in) / residual,
+        factors = ScalingFactors(
+            init_scale=1 / (math.sqrt(of_in) if of_out == of_in else of_in) / residual,
             learning_rate=rate_over_width(parameter, of_in, of_out) / residual,
         )
-        if factors != Factors():
+        if factors != ScalingFactors():
             found[path] = factors
     return found
 
 
-def _grows(parameter: Declared, wider: Declared, letter: str) -> bool:
+def _grows_with_width(parameter: Declared, wider: Declared, letter: str) -> bool:
     """Whether a dimension of the parameter with this letter (`Declared.dim_roles`) grows with the
-    width of the model. `wider`: the declaration of the same parameter in a model that differs in
-    its width alone.
+    width of the model. `wider`: the declaration of the same parameter in a model that is wider and
+    otherwise equal.
     """
     return any(
         axis in GROWING or not axis and size != of_wider
@@ -116,11 +117,12 @@ def _writes_to_residual(path: str, parameter: Declared) -> bool:
     return path.startswith("layers/") and parameter.writes_to_residual
 
 
-def _rule(
+def _find_rate_over_width(
     model: ModelConfig, optimizer: OptimizerConfig
 ) -> Callable[[Declared, float, float], float]:
-    """Returns the optimizer's function `rate_over_width`: (parameter, growth of in, growth of out)
-    → factor of the learning rate.
+    """Returns the function `rate_over_width` of the optimizer's module: (parameter, factor by which
+    its input dimensions have grown, factor by which its output dimensions have grown) → factor of
+    the learning rate.
 
     Raises:
       UserError: the optimizer or the model has no rule for scaling.

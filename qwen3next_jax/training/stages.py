@@ -1,17 +1,18 @@
-"""The stages of a run, and where each stage reads the training data. Nothing here needs JAX.
+"""The stages of a run, and where each stage reads the training data. This file does not need JAX.
 
 A run without `train.stages` has one stage. No stage reads a row that an earlier stage has read. A
-branch (a run that continues from a checkpoint of another run) reads no row that its parent had read
-by then. The rules for consecutive stages:
+branch (a run that continues from a checkpoint of another run, its parent) reads no row that the
+parent had read before this checkpoint. For two consecutive stages:
 
 - If both read the same training stream (their data have the same fingerprint), the second stage
   continues with the stream's next row.
 - If they mix the same streams with different weights, the second stage continues each of the
   streams with that stream's next row.
-- If their rows have different lengths, they read different streams, and the second stage reads each
-  of its streams from the first row.
+- If the rows of the stages have different lengths, the stages read different streams, and the
+  second stage reads each of its streams from the first row.
 
-A rewind skips rows of the mix, from whichever streams these rows come.
+A rewind (a return to an earlier checkpoint after a loss spike) skips rows of the mix of streams,
+without regard to the stream that a row comes from.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ STAGE_SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedStage:
-    """A stage with the values of all of its settings.
+    """A stage of a run, with the values of all its settings.
 
     Attributes:
       name: the stage's name in records; "" if the run has no `train.stages`.
@@ -48,9 +49,8 @@ class ResolvedStage:
       last_step: the number of the stage's last step; the first step of the run has the number 1.
       schedule_start: the number of steps of the run before the stage's learning-rate schedule
         begins.
-      train: the stage's settings of the group "train". Two of them differ from the run's:
-        `train.steps` is the length of the stage's learning-rate schedule, and `train.stages` is
-        empty.
+      train: the stage's settings of the group "train". `train.steps` is the length of the stage's
+        learning-rate schedule, and `train.stages` is empty.
       data: the stage's settings of the group "data".
       optimizer: the stage's settings of the group "optimizer".
     """
@@ -89,8 +89,8 @@ class ResolvedStage:
         return self.batch_size * self.sequence_length
 
     def as_single_stage(self, config: Config) -> Config:
-        """Returns the configuration of a run that consists of this stage, with a learning-rate
-        schedule that begins at step 0.
+        """Returns the configuration of a run that consists of this stage alone, with a
+        learning-rate schedule that begins at step 0.
         """
         return dataclasses.replace(
             config, train=self.train, data=self.data, optimizer=self.optimizer
@@ -117,7 +117,7 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
     # Indices of the stages at which a learning-rate schedule begins: the first stage, and each
     # stage that sets a setting of the optimizer. A schedule lasts until the next one begins.
     schedule_starts = [
-        i for i, stage in enumerate(stages) if not i or _overrides(stage, "optimizer")
+        i for i, stage in enumerate(stages) if not i or _stage_overrides(stage, "optimizer")
     ]
     resolved = []
     for i, stage in enumerate(stages):
@@ -130,7 +130,7 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
                 config.train,
                 stages=(),
                 steps=boundaries[end] - boundaries[begin],
-                **_overrides(stage, "train"),
+                **_stage_overrides(stage, "train"),
             )
             resolved_stage = ResolvedStage(
                 name=stage.name or str(i + 1),
@@ -138,9 +138,9 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
                 last_step=boundaries[i + 1],
                 schedule_start=boundaries[begin],
                 train=train,
-                data=dataclasses.replace(config.data, **_overrides(stage, "data")),
+                data=dataclasses.replace(config.data, **_stage_overrides(stage, "data")),
                 optimizer=dataclasses.replace(
-                    config.optimizer, **_overrides(stages[begin], "optimizer"), **no_warmup
+                    config.optimizer, **_stage_overrides(stages[begin], "optimizer"), **no_warmup
                 ),
             )
             resolved_stage.as_single_stage(
@@ -152,8 +152,10 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
     return tuple(resolved)
 
 
-def _overrides(stage: Stage, group: str) -> dict[str, Any]:
-    """Returns name → value of the settings of a group that the stage itself gives."""
+def _stage_overrides(stage: Stage, group: str) -> dict[str, Any]:
+    """Returns name → value of the settings of `group` that the stage sets, such as "batch_size" of
+    the group "train".
+    """
     values = {name: getattr(stage, name) for name in STAGE_SETTINGS[group]}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -173,16 +175,17 @@ def tokens_seen(stages: Sequence[ResolvedStage], step: int) -> int:
     )
 
 
-def open_stages(
+def open_data_of_stages(
     stages: Sequence[ResolvedStage], vocab_size: int, progress: Progress | None = None
 ) -> list[Data]:
-    """Opens the data of every stage, in order. Tokenises and packs data that no earlier run has
-    prepared.
+    """Opens the data of every stage, in order. If no earlier run has tokenised and packed the data,
+    this function does.
 
     Args:
       stages: the stages of the run.
       vocab_size: the size of the model's vocabulary.
-      progress: function that is called now and then while data are prepared; None: no function.
+      progress: function that is called repeatedly while data are prepared, to report progress;
+        None: no reports.
     """
     return [
         open_data(stage.data, stage.sequence_length, stage.batch_size, vocab_size, progress)
@@ -192,15 +195,15 @@ def open_stages(
 
 class DataCursor(NamedTuple):
     """Where a stage reads the training data. The file run.json holds the cursors of a run's stages,
-    with these attributes as keys.
+    with the attributes of this class as keys.
 
     Attributes:
       fingerprint: the fingerprint of the training stream.
       batch_size: rows per step.
       step: the number of steps of the run before the stage begins to read.
       row: the row of the training stream with which the stage begins.
-      starts: name of a stream that the run has read → the row of this stream with which the stage
-        begins.
+      starts: name of a stream that the run has read before → the row of this stream with which the
+        stage begins.
       streams: name of a stream in the mix → its weight; {} if the training stream is not a mix (a
         synthetic task).
     """
@@ -212,7 +215,7 @@ class DataCursor(NamedTuple):
     starts: Mapping[str, int] = {}
     streams: Mapping[str, float] = {}
 
-    def batch(self, step: int, data_offset: int) -> int:
+    def batch_index(self, step: int, data_offset: int) -> int:
         """Returns the index of the batch that a step reads. The first batch of the stage has the
         index 0.
 
@@ -222,9 +225,9 @@ class DataCursor(NamedTuple):
         """
         return step - 1 - self.step + data_offset
 
-    def advance(self, step: int, data: Data, data_offset: int = 0) -> "DataCursor":
-        """Returns the cursor of the next stage. Call this method on the cursor of the stage that
-        contains step number `step` of the run.
+    def for_next_stage(self, step: int, data: Data, data_offset: int = 0) -> "DataCursor":
+        """Returns the cursor of the next stage, given the cursor of the stage that contains step
+        number `step` of the run.
 
         Args:
           step: the number of steps of the run before the next stage.
@@ -235,23 +238,26 @@ class DataCursor(NamedTuple):
             return self._replace(
                 batch_size=data.batch_size,
                 step=step,
-                row=self._row_of_mix(step, data_offset),
+                row=self._next_row_of_mix(step, data_offset),
                 streams=dict(data.streams),
             )
-        starts = self.rows_read(step, data_offset)
+        starts = self.rows_read_by_stream(step, data_offset)
         return DataCursor(data.fingerprint, data.batch_size, step, 0, starts, dict(data.streams))
 
-    def rows_read(self, step: int, data_offset: int = 0) -> dict[str, int]:
+    def rows_read_by_stream(self, step: int, data_offset: int = 0) -> dict[str, int]:
         """Returns name of a stream → the number of its rows that the run has read after `step`
-        steps, which the stage of this cursor contains; with those that rewinds skipped.
+        steps, including the rows that rewinds skipped. The stage of this cursor must contain step
+        number `step`.
         """
-        rows = self._row_of_mix(step, data_offset)
-        taken = rows_taken(self.streams, rows) if self.streams else {self.fingerprint: rows}
+        rows = self._next_row_of_mix(step, data_offset)
+        taken = (
+            rows_taken_by_stream(self.streams, rows) if self.streams else {self.fingerprint: rows}
+        )
         return dict(self.starts) | {
             name: self.starts.get(name, 0) + count for name, count in taken.items()
         }
 
-    def _row_of_mix(self, step: int, data_offset: int) -> int:
+    def _next_row_of_mix(self, step: int, data_offset: int) -> int:
         return self.row + (step - self.step + data_offset) * self.batch_size
 
     @property
@@ -259,7 +265,7 @@ class DataCursor(NamedTuple):
         """Whether the stage continues a stream that the run, or its parent, has read before."""
         return bool(self.row or self.starts.keys() & {self.fingerprint, *self.streams})
 
-    def same_stream(self, other: "DataCursor") -> bool:
+    def reads_same_stream(self, other: "DataCursor") -> bool:
         """Whether the stages of both cursors read batches of the same size from the same training
         stream, so that their losses and gradient norms are comparable.
         """
@@ -270,15 +276,15 @@ class SourceReading(NamedTuple):
     """How much of a source a run has read.
 
     Attributes:
-      epochs: how often it has read the source.
-      tokens: the number of tokens, without padding; of an unfinished epoch in proportion to its
-        rows.
-      documents: the number of documents of the source.
+      epochs: how often the run has read the source.
+      tokens_read: the number of tokens that the run has read, without padding. The tokens of an
+        unfinished epoch are estimated from its number of rows.
+      source_documents: the number of documents of the source, read or not.
     """
 
     epochs: float
-    tokens: float
-    documents: int
+    tokens_read: float
+    source_documents: int
 
 
 def reading_by_source(
@@ -287,22 +293,26 @@ def reading_by_source(
     """Returns name of a source → how much of it was read.
 
     Args:
-      rows: name of a stream → the number of its rows that were read (`DataCursor.rows_read`).
-      epochs: name of a stream → one epoch of it (`Data.epochs`), for all stages. Streams that never
-        repeat are not among them, so their sources are missing in the result.
+      rows: name of a stream → the number of its rows that were read (the result of
+        `DataCursor.rows_read_by_stream`).
+      epochs: name of a stream → one epoch of the stream (`Data.epochs`), for the streams of all
+        stages. Streams that never repeat have no epochs, so their sources are missing in the
+        result.
     """
     found: dict[str, SourceReading] = {}
     for stream, epoch in epochs.items():
         share = rows.get(stream, 0) / epoch.rows
         before = found.get(epoch.source, SourceReading(0.0, 0.0, 0))
         found[epoch.source] = SourceReading(
-            before.epochs + share, before.tokens + share * epoch.tokens, epoch.documents
+            before.epochs + share, before.tokens_read + share * epoch.tokens, epoch.documents
         )
     return found
 
 
-def epochs_of_stages(data: Sequence[Data]) -> dict[str, Epoch]:
-    """Returns name of a stream → one epoch of it, for the streams of all stages."""
+def epoch_by_stream(data: Sequence[Data]) -> dict[str, Epoch]:
+    """Returns name of a stream → the sizes of one epoch of the stream, for the streams of all
+    stages.
+    """
     return {name: epoch for rows in data for name, epoch in rows.epochs.items()}
 
 
@@ -311,22 +321,22 @@ def epochs_of_stages(data: Sequence[Data]) -> dict[str, Epoch]:
 _MOST_EPOCHS = 4
 
 
-def _documents(count: int) -> str:
+def _format_document_count(count: int) -> str:
     return "1 document" if count == 1 else f"{count:,} documents"
 
 
 def describe_epochs(read: Mapping[str, SourceReading], steps: int) -> str:
-    """Returns how often a run of `steps` steps reads each of its sources; "" if it has none that
+    """Returns a text that says how often a run of `steps` steps reads each source; "" if no source
     repeats.
     """
     if not read:
         return ""
     if len(read) == 1:
         (source,) = read.values()
-        text = f"{source.epochs:.3g} epochs of {_documents(source.documents)}"
+        text = f"{source.epochs:.3g} epochs of {_format_document_count(source.source_documents)}"
     else:
         first, *others = (
-            f"{source.epochs:.3g}{{}} of {name} ({_documents(source.documents)})"
+            f"{source.epochs:.3g}{{}} of {name} ({_format_document_count(source.source_documents)})"
             for name, source in read.items()
         )
         text = ", ".join((first.format(" epochs"), *(other.format("") for other in others)))
@@ -340,8 +350,8 @@ def describe_epochs(read: Mapping[str, SourceReading], steps: int) -> str:
 
 
 def epochs_warning(read: Mapping[str, SourceReading]) -> str:
-    """Returns a warning if a run repeats sources so often that a model learns little more from
-    them; else "".
+    """Returns a warning if a run repeats a source so often that a model learns little more from it;
+    else "".
     """
     often = [
         (f"{name} " if len(read) > 1 else "its data ") + f"{source.epochs:.3g} times"
@@ -361,10 +371,10 @@ def epochs_warning(read: Mapping[str, SourceReading]) -> str:
 DataCursors = Sequence[DataCursor | None]
 
 
-def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
+def rows_taken_by_stream(streams: Mapping[str, float], rows: int) -> dict[str, int]:
     """Returns name of a stream → how many of the first `rows` rows of a mix come from this stream.
-    `streams`: name of a stream → its weight. If the mix began with the stream's row 0, the result
-    is also the index of the stream's next row.
+    `streams`: name of a stream → its weight. If a stream is read from its row 0, its count is also
+    the index of its next row.
     """
     return dict(zip(streams, rows_of_streams(tuple(streams.values()), rows), strict=True))
 
@@ -372,12 +382,12 @@ def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
 def place_cursors(
     stages: Sequence[ResolvedStage], data: Sequence[Data], first: DataCursor
 ) -> DataCursors:
-    """Computes the cursor of every stage, and sets the data of each stage to begin there.
+    """Computes the cursor of every stage, and makes the data of each stage begin at its cursor.
 
     Args:
       stages: the stages of the run.
-      data: the data of every stage; this function calls their method `begin`.
-      first: the cursor with which the run begins to read, even if it is resumed at a later step.
+      data: the data of every stage; this function calls the method `begin` of each.
+      first: the cursor at the first step of the run, even if the run is resumed at a later step.
     """
     cursors: list[DataCursor | None] = []
     for stage, rows in zip(stages, data, strict=True):
@@ -385,9 +395,9 @@ def place_cursors(
         if stage.last_step <= first.step:
             cursor = None
         elif before:
-            cursor = before.advance(stage.steps_before, rows)
+            cursor = before.for_next_stage(stage.steps_before, rows)
         else:
-            cursor = first.advance(first.step, rows)
+            cursor = first.for_next_stage(first.step, rows)
         if cursor:
             rows.begin(cursor.row, cursor.starts)
         cursors.append(cursor)
@@ -399,13 +409,13 @@ def first_cursor(cursors: DataCursors) -> DataCursor:
     return next(cursor for cursor in cursors if cursor)
 
 
-def stage_number(cursors: DataCursors, step: int) -> int:
+def stage_index_of_step(cursors: DataCursors, step: int) -> int:
     """Returns the index of the stage that contains step number `step` of the run. The first stage
-    has the index 0, and the first step of the run has the number 1. For steps before the run's
-    first step, returns the index of the run's first stage.
+    has the index 0, and the first step of the run has the number 1. For a step before the first
+    step of the run, such as 0, this function returns the index of the run's first stage.
 
-    The train state after a step holds a `data_offset`, which counts batches of the stage that this
-    function returns for the step.
+    The `data_offset` in the train state after a step is a number of batches of the stage of this
+    step.
     """
     return max(
         (i for i, cursor in enumerate(cursors) if cursor and cursor.step < step),
@@ -413,28 +423,30 @@ def stage_number(cursors: DataCursors, step: int) -> int:
     )
 
 
-def after_rewind(cursors: DataCursors, step: int, data_offset: int, to_step: int) -> int:
-    """Computes the `data_offset` after a rewind: the run returns to an earlier step and continues
-    with data that it has not read yet.
+def data_offset_after_rewind(
+    cursors: DataCursors, step: int, data_offset: int, to_step: int
+) -> int:
+    """Computes the `data_offset` after a rewind. In a rewind the run returns to an earlier step and
+    continues with data that it has not read yet.
 
     Args:
       cursors: the cursors of the run's stages.
-      step: the step at which the run was rewound. The run also skips the batch of this step.
+      step: the step at which the rewind was decided. The run also skips the batch of this step.
       data_offset: the `data_offset` of the train state at that step: the number of batches that
         earlier rewinds had skipped.
       to_step: the step to whose train state the run returns.
 
     Returns:
-      The `data_offset` to put into the state after `to_step`. With it, the next batch begins after
-      the batch of `step`.
+      The `data_offset` to put into the train state after `to_step`, so that the next batch begins
+      after the batch of `step`.
     """
-    sizes = [cursors[stage_number(cursors, s)].batch_size for s in range(to_step, step + 1)]
+    sizes = [cursors[stage_index_of_step(cursors, s)].batch_size for s in range(to_step, step + 1)]
     return -(-(data_offset * sizes[-1] + sum(sizes[1:])) // sizes[0])
 
 
-def offset_in_next_stage(data_offset: int, before: DataCursor, now: DataCursor) -> int:
-    """Computes the `data_offset` with which a stage begins, so that it reads no row that a rewind
-    has skipped.
+def data_offset_in_next_stage(data_offset: int, before: DataCursor, now: DataCursor) -> int:
+    """Computes the `data_offset` with which a stage begins, so that the stage reads no row that a
+    rewind has skipped.
 
     Args:
       data_offset: the data offset at the end of the previous stage, in batches of that stage.

@@ -1,14 +1,14 @@
-"""The train state: a plain dict of arrays that holds all that a run needs to continue. On CPUs, a
-run that resumes from it computes bit-identically what a run without an interruption computes; on
-GPUs the gradients of cuDNN's attention have no fixed order of sums.
+"""The train state: a plain dict of the arrays that a run needs to continue. On CPUs, a run that
+resumes from its train state computes bit-identically what an uninterrupted run computes. On GPUs
+the results may differ by rounding, because cuDNN's attention sums gradients in no fixed order.
 
 params      the parameters: a nested dict of float32 arrays, as `nnx.to_pure_dict` names them
 opt_state   the state of the optimizers (see `join_opt_state`)
 step        int32, the number of steps taken so far
 guards      the state of the numerical guards (see `guards.init_guards`)
 
-An update rule may add entries (see the file `update_rules`); "ema", the moving average of the
-parameters (see the file `average`), is one.
+An update rule may add entries to the train state (see the file `update_rules`), such as "ema", the
+moving average of the parameters (see the file `average`).
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training.guards import init_guards
 from qwen3next_jax.training.optimizer import make_optimizer
 from qwen3next_jax.training.parameter_groups import ParameterGroups
-from qwen3next_jax.training.update_rules import UpdateRule, initial_entries
+from qwen3next_jax.training.update_rules import UpdateRule, initial_rule_entries
 
 State = dict
 
@@ -58,15 +58,16 @@ def abstract_train_state(
       rules: the update rules, which may add entries.
       guards: the settings of the guards.
       mesh: the devices.
-      slice_state: whether the slices share the optimizer's state (`ParallelConfig.slice_state`).
+      slice_state: whether each TPU slice holds the whole optimizer state or a part of it
+        (`ParallelConfig.slice_state`).
     """
     _, params = abstract_model(model)
     state = jax.eval_shape(
         lambda params: {
             "params": params,
-            "opt_state": _init_optimizers(optimizer, groups, params),
-            **_step_and_guards(guards),
-            **initial_entries(rules, params),
+            "opt_state": _init_opt_state(optimizer, groups, params),
+            **_init_step_and_guards(guards),
+            **initial_rule_entries(rules, params),
         },
         params,
     )
@@ -87,7 +88,7 @@ def init_state(
     seed: int,
     params: dict | None = None,
 ) -> State:
-    """Returns the train state before the first step. Each device computes its own shards.
+    """Returns the train state before the first step. Each device computes its own shards of it.
 
     Args:
       model: the settings of the model.
@@ -97,13 +98,13 @@ def init_state(
       guards: the settings of the guards.
       state_shardings: the sharding of every array of the state.
       seed: the seed of the random parameters, which are the same on every mesh.
-      params: parameters to use instead of random ones; they may be without the adapters of
-        `model.lora`, which are then random. None: all are random.
+      params: parameters to use instead of random ones; None: all parameters are random. If `params`
+        lacks the adapters of `model.lora`, the adapters are random.
     """
 
     def random_params() -> dict:
         module = Qwen3Next(model, rngs=nnx.Rngs(seed))
-        return groups.scale_start(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+        return groups.scale_initial_params(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
 
     shardings = state_shardings["params"]
     if params is None:
@@ -118,60 +119,63 @@ def init_state(
         )
         params = add_random_adapters(jax.device_put(params, base_params(shardings)))
     init = jax.jit(
-        lambda params: _init_optimizers(optimizer, groups, params),
+        lambda params: _init_opt_state(optimizer, groups, params),
         out_shardings=state_shardings["opt_state"],
     )
-    step_and_guards = _step_and_guards(guards)
+    step_and_guards = _init_step_and_guards(guards)
     state = {"params": params, "opt_state": init(params)} | jax.device_put(
         step_and_guards, {name: state_shardings[name] for name in step_and_guards}
     )
-    return state | start_rules(rules, params, state_shardings)
+    return state | init_sharded_rule_entries(rules, params, state_shardings)
 
 
-def start_rules(rules: Sequence[UpdateRule], params: dict, state_shardings: State) -> State:
-    """Returns the entries that `rules` add to the train state, before the first step that they see.
+def init_sharded_rule_entries(
+    rules: Sequence[UpdateRule], params: dict, state_shardings: State
+) -> State:
+    """Returns the entries that `rules` add to the train state, sharded, before the first step to
+    which the rules are applied.
 
     Args:
       rules: some or all update rules of a run.
       params: all parameters.
-      state_shardings: the shardings of a train state with these entries.
+      state_shardings: the shardings of a train state that has the entries of `rules`.
     """
-    names = jax.eval_shape(lambda params: initial_entries(rules, params), params)
+    names = jax.eval_shape(lambda params: initial_rule_entries(rules, params), params)
     start = jax.jit(
-        lambda params: initial_entries(rules, params),
+        lambda params: initial_rule_entries(rules, params),
         out_shardings={name: state_shardings[name] for name in names},
     )
     return start(params) if names else {}
 
 
-def _init_optimizers(config: OptimizerConfig, groups: ParameterGroups, params: dict) -> Any:
+def _init_opt_state(config: OptimizerConfig, groups: ParameterGroups, params: dict) -> Any:
     """Returns the entry "opt_state" of the train state before the first step."""
     # The initial state does not depend on the learning rate.
-    optimizer = make_optimizer(config, groups.parameters, optax.constant_schedule(0.0))
+    optimizer = make_optimizer(config, groups.main_parameters, optax.constant_schedule(0.0))
     tables_state = {}
-    if groups.tables:
+    if groups.lazy_adamw_tables:
         from qwen3next_jax.training import lazy_adamw
 
-        tables_state = lazy_adamw.init(groups.tables, params)
-    return join_opt_state(optimizer.init(groups.main(params)), tables_state, groups)
+        tables_state = lazy_adamw.init(groups.lazy_adamw_tables, params)
+    return join_opt_state(optimizer.init(groups.select_main_group(params)), tables_state, groups)
 
 
 def join_opt_state(main: Any, tables: dict, groups: ParameterGroups) -> Any:
-    """Returns the entry "opt_state" of the train state, from the state of the main optimizer and
-    that of lazy AdamW. If lazy AdamW updates tables, it is a dict with the entries "tables", the
-    state of lazy AdamW, and "others", that of the main optimizer; otherwise it is the latter.
+    """Returns the entry "opt_state" of the train state. If lazy AdamW updates tables, the entry is
+    a dict of "tables", the state of lazy AdamW, and "others", the state of the main optimizer.
+    Otherwise "opt_state" is the state of the main optimizer.
     """
-    return {"others": main, "tables": tables} if groups.tables else main
+    return {"others": main, "tables": tables} if groups.lazy_adamw_tables else main
 
 
 def split_opt_state(opt_state: Any, groups: ParameterGroups) -> tuple[Any, dict]:
-    """Returns (the state of the main optimizer, that of lazy AdamW), which `join_opt_state`
-    joined; the second is {} if lazy AdamW updates no tables.
+    """Splits the result of `join_opt_state` into (state of the main optimizer, state of lazy
+    AdamW). The state of lazy AdamW is {} if it updates no tables.
     """
-    if not groups.tables:
+    if not groups.lazy_adamw_tables:
         return opt_state, {}
     return opt_state["others"], opt_state["tables"]
 
 
-def _step_and_guards(guards: GuardConfig) -> dict:
+def _init_step_and_guards(guards: GuardConfig) -> dict:
     return {"step": jnp.zeros((), jnp.int32), "guards": init_guards(guards)}

@@ -1,9 +1,9 @@
 """Finds settings that have no effect on a run, and refuses them if the user gave them.
 
 A setting is refused only if the user gives it for a new run: on the command line, in a sweep, or in
-the code of the config file. A setting of the config file may lose its effect because the command
-line overrides another setting; that is allowed. For example, `--config.model.num_experts=0` takes
-the effect from the sizes of the experts. A resumed run may keep all its settings.
+the code of the config file. A setting in the config file may lose its effect because the command
+line overrides another setting; this is allowed. For example, with `--config.model.num_experts=0`
+the sizes of the experts in the config file have no effect. A resumed run may keep all its settings.
 """
 
 import dataclasses
@@ -117,8 +117,8 @@ def find_unused(config: Config) -> dict[str, str]:
     """Returns setting → reason, for settings that have no effect on a run of `config`. A setting of
     a stage is named "train.stages[1].schedule".
 
-    This function does not import JAX. It leaves out the settings of mixers and evaluations, which
-    `find_unused_in_layers` finds.
+    This function does not import JAX. `find_unused_by_mixers_and_evals` finds the unused settings
+    of mixers and evaluations.
     """
     unused = {name: why for name, (reads, why) in _CONDITIONS.items() if not reads(config)}
     read = source_of(config.data).settings(config.data)
@@ -132,7 +132,7 @@ def find_unused(config: Config) -> dict[str, str]:
     return unused | _unused_in_stages(config.train.stages, resolved, unused.get("data.weights"))
 
 
-def find_unused_in_layers(config: Config) -> dict[str, str]:
+def find_unused_by_mixers_and_evals(config: Config) -> dict[str, str]:
     """Returns setting → reason, for settings of mixers and evaluations that have no effect on a run
     of `config`. This function imports JAX.
     """
@@ -147,7 +147,9 @@ def find_unused_in_layers(config: Config) -> dict[str, str]:
             for group in ("train", *stages)
             if f"{group}.indexer_training" in settings_by_name(config)
         }
-    suites = [resolve(EVALUATIONS, name, "eval.suites").settings for name in config.eval.suites]
+    suites = [
+        resolve(EVALUATIONS, name, "eval.suites").settings_read for name in config.eval.suites
+    ]
     if None not in suites:
         unused |= {
             f"eval.{name}": f"no evaluation of eval.suites = {config.eval.suites} reads it"
@@ -160,38 +162,40 @@ def find_unused_in_layers(config: Config) -> dict[str, str]:
 Finder = Callable[[Config], dict[str, str]]
 
 
-def check(
+def check_effect_and_targets(
     config: Config,
     user_input: UserInput | None,
     resumed: Config | None = None,
     find: Finder = find_unused,
 ) -> None:
-    """Checks that a new run has tokens to train on and that the user's settings have an effect. A
-    resumed run may keep the settings in its run.json.
+    """Checks that a run has tokens to train on, and that the user's settings have an effect. In a
+    resumed run, settings without effect are allowed if run.json has them with the same values.
 
     Args:
       config: the configuration of the run.
       user_input: the settings that the user gave; None if settings without effect are allowed.
       resumed: the configuration in run.json of a resumed run; None: the run is new.
       find: the function that finds settings without effect: `find_unused` or
-        `find_unused_in_layers`.
+        `find_unused_by_mixers_and_evals`.
 
     Raises:
-      UserError: a setting has no effect, or there are no tokens; the message names the first such
+      UserError: a setting has no effect, or there are no tokens to train on. The message names the
         setting, or the reason why there are no tokens.
     """
-    check_targets(config, resumed)
+    check_tokens_to_train_on(config, resumed)
     if user_input is None:
         return
     settings = settings_by_name(config)
     recorded = settings_by_name(resumed) if resumed else {}
-    for name, message in find_refused(config, user_input, find).items():
+    for name, message in find_unused_given_by_user(config, user_input, find).items():
         require(name in recorded and recorded[name] == settings[name], message)
 
 
-def find_refused(config: Config, user_input: UserInput, find: Finder) -> dict[str, str]:
+def find_unused_given_by_user(
+    config: Config, user_input: UserInput, find: Finder
+) -> dict[str, str]:
     """Returns setting → error message, for settings that the user gave and that have no effect on a
-    run of `config`. Settings with their default value are allowed.
+    run of `config`. Settings that have their default value are left out.
     """
     settings, messages = settings_by_name(config), {}
     changed = {
@@ -214,8 +218,8 @@ def find_refused(config: Config, user_input: UserInput, find: Finder) -> dict[st
     return messages
 
 
-def check_targets(config: Config, resumed: Config | None = None) -> None:
-    """Checks that `data.path` is "" or has a glob, and that every row has tokens to predict.
+def check_tokens_to_train_on(config: Config, resumed: Config | None = None) -> None:
+    """Checks that `data.path` is "" or names files, and that every row has tokens to predict.
 
     Args:
       config: the configuration of the run.
@@ -223,7 +227,7 @@ def check_targets(config: Config, resumed: Config | None = None) -> None:
         run is new.
 
     Raises:
-      UserError: `data.path` has no glob, or the prefix that a mixer's mask shows to all tokens is
+      UserError: `data.path` names no file; or a mixer's mask shows a prefix to all tokens that is
         at least as long as a row, so that no token remains to predict.
     """
     data = config.data
@@ -257,14 +261,14 @@ def settings_by_name(config: Config) -> dict[str, Any]:
 def _unused_in_stages(
     stages: Sequence[Stage], resolved: Sequence[ResolvedStage], no_weights: str | None
 ) -> dict[str, str]:
-    """Returns setting → reason, for settings of a stage that have no effect on this stage, and for
-    settings of the run that have no effect on any stage.
+    """Returns setting → reason, for settings in `train.stages` that have no effect on their stage,
+    and for settings of the run that have no effect on any stage.
 
     Args:
       stages: `train.stages`.
       resolved: the stages with the values of all their settings; the whole run as one stage if
         `stages` is empty.
-      no_weights: the reason why nothing reads `data.weights`; None if something reads it.
+      no_weights: the reason why `data.weights` has no effect; None if it has one.
     """
     unused = {}
     for i, (stage, resolved_stage) in enumerate(zip(stages, resolved)):

@@ -1,12 +1,13 @@
-"""The update of the parameters. Each of their groups (`parameter_groups`) has its own optimizer:
+"""The update of the parameters. Each group of parameters (`parameter_groups`) has its own
+optimizer:
 
 main     `optimizer.make_optimizer`: clipping, direction, weight decay, learning rate
 tables   lazy AdamW (`lazy_adamw`), which changes only the rows that the batch uses
 frozen   none
 
-`optax.partition` cannot express these groups. It divides a tree by whole leaves, but the main group
-has single layers of stacked arrays. And an update of optax has the shape of its parameter, but lazy
-AdamW must make no array of the shape of a table.
+`optax.partition` cannot express these groups. `optax.partition` divides a tree by whole leaves, but
+the main group may hold only some of the layers that are stacked in an array. Also, an optax update
+has the shape of its parameter, but lazy AdamW must not create an array of the shape of a table.
 """
 
 from collections.abc import Callable
@@ -31,10 +32,10 @@ def make_update(run: ResolvedRun, stage: ResolvedStage, schedule: optax.Schedule
     """Makes the function that updates the parameters in the steps of `stage`; it is not jitted.
 
     Args:
-      run: the groups of the parameters, and the mesh.
+      run: the resolved run; this function reads its parameter groups and mesh.
       stage: the settings of the optimizers.
-      schedule: number of updates so far → learning rate. The main optimizer counts its updates; the
-        argument `learning_rate` of the update is for lazy AdamW, which does not.
+      schedule: number of updates so far → learning rate. The main optimizer evaluates it; lazy
+        AdamW gets the learning rate as an argument of the update.
     """
     groups = run.groups
     update_main = _make_main_update(run, stage, schedule)
@@ -42,12 +43,12 @@ def make_update(run: ResolvedRun, stage: ResolvedStage, schedule: optax.Schedule
 
     def update(grads: Gradients, params: dict, opt_state: Any, learning_rate, skip):
         main_state, tables_state = split_opt_state(opt_state, groups)
-        main, main_state = update_main(grads, groups.main(params), main_state, skip)
+        main, main_state = update_main(grads, groups.select_main_group(params), main_state, skip)
         tables, tables_state = update_tables(
-            grads, groups.tables_of(params), tables_state, learning_rate, skip
+            grads, groups.select_lazy_adamw_tables(params), tables_state, learning_rate, skip
         )
         opt_state = join_opt_state(main_state, tables_state, groups)
-        return groups.replace(params, main, tables), opt_state
+        return groups.replace_main_and_tables(params, main, tables), opt_state
 
     return update
 
@@ -56,21 +57,21 @@ def _make_main_update(run: ResolvedRun, stage: ResolvedStage, schedule: optax.Sc
     """Makes the function (gradients, main group, its state, skip) → (main group, its state)."""
     optimizer = make_optimizer(
         stage.optimizer,
-        run.groups.parameters,
+        run.groups.main_parameters,
         schedule,
         run.compute_mesh,
         run.groups.learning_rate_factors,
         run.groups.weight_decays,
     )
-    shares_updates = run.update_shardings != run.main_shardings
+    shares_updates = run.update_shardings != run.main_group_shardings
 
     def update_main(grads: Gradients, before: dict, state: Any, skip: jax.Array):
-        updates, new_state = optimizer.update(grads.main, state, before)
+        updates, new_state = optimizer.update(grads.main_group, state, before)
         if shares_updates:  # each slice computes a part of the updates; then all get all parts
             updates = jax.lax.with_sharding_constraint(updates, run.update_shardings)
-            updates = jax.lax.with_sharding_constraint(updates, run.main_shardings)
+            updates = jax.lax.with_sharding_constraint(updates, run.main_group_shardings)
         after = optax.apply_updates(before, updates)
-        return guards.keep_if(skip, (before, state), (after, new_state))
+        return guards.keep_old_if(skip, (before, state), (after, new_state))
 
     return update_main
 
@@ -79,7 +80,7 @@ def _make_tables_update(run: ResolvedRun, stage: ResolvedStage) -> Callable:
     """Makes the function (gradients, tables, their state, learning rate, skip) → (tables, their
     state).
     """
-    if not run.groups.tables:
+    if not run.groups.lazy_adamw_tables:
         return lambda grads, tables, state, learning_rate, skip: (tables, state)
     from qwen3next_jax.training import lazy_adamw
 
@@ -87,10 +88,10 @@ def _make_tables_update(run: ResolvedRun, stage: ResolvedStage) -> Callable:
         return lazy_adamw.update(
             run.model,
             stage.optimizer,
-            run.groups.tables,
+            run.groups.lazy_adamw_tables,
             tables,
             state,
-            grads.tables,
+            grads.lazy_adamw_tables,
             learning_rate,
             skip,
             run.compute_mesh,

@@ -1,7 +1,7 @@
-"""A run whose vocabulary is larger than that of the model it begins with, as the tokens of a chat
-format make it. The embedding and the output head get further rows. They begin as the mean of the
-rows that are there, so that the logits of new tokens begin as the mean of the old tokens' logits
-(J. Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021,
+"""Grows the vocabulary of a model, for example by the tokens of a chat format. The embedding and
+the output head get a row for each new token. A new row begins as the mean of the old rows, so that
+the logits of new tokens begin as the mean of the old tokens' logits (J. Hewitt, "Initializing New
+Word Embeddings for Pretrained Language Models", 2021,
 https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
 """
 
@@ -18,13 +18,13 @@ from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.sharding.rules import storage_spec
 
 
-def with_vocabulary(params: dict, model: ModelConfig, vocab_size: int) -> dict:
-    """Returns abstract parameters with another vocabulary.
+def resize_abstract_vocabulary(params: dict, model: ModelConfig, vocab_size: int) -> dict:
+    """Returns abstract parameters with another size of the vocabulary.
 
     Args:
       params: parameters of `model` as `jax.ShapeDtypeStruct`s with shardings.
       model: the settings of the model.
-      vocab_size: the size of the other vocabulary.
+      vocab_size: the new size of the vocabulary.
     """
     declarations = parameter_declarations(model)
 
@@ -42,12 +42,12 @@ def with_vocabulary(params: dict, model: ModelConfig, vocab_size: int) -> dict:
 
 
 def grow_vocabulary(params: dict, like: dict, model: ModelConfig) -> dict:
-    """Returns parameters with further rows for the new tokens of a vocabulary, each the mean of the
-    rows of the old tokens.
+    """Returns parameters with a row for each new token of a vocabulary: the mean of the rows of the
+    old tokens.
 
     Args:
       params: the parameters.
-      like: the same parameters of `model`, as `jax.ShapeDtypeStruct`s with shardings.
+      like: the parameters of `model`, as `jax.ShapeDtypeStruct`s with shardings.
       model: the settings of the model with the larger vocabulary.
     """
     declarations = parameter_declarations(model)
@@ -57,12 +57,12 @@ def grow_vocabulary(params: dict, like: dict, model: ModelConfig) -> dict:
         if axis is None or leaf.shape == wanted.shape:
             return leaf
         rows = wanted.shape[axis] - leaf.shape[axis]
-        return _with_mean_rows(wanted.sharding, axis, rows)(leaf)
+        return _make_append_mean_rows(wanted.sharding, axis, rows)(leaf)
 
     return jax.tree_util.tree_map_with_path(grow, params, like)
 
 
-def _with_mean_rows(sharding: NamedSharding, axis: int, rows: int) -> Any:
+def _make_append_mean_rows(sharding: NamedSharding, axis: int, rows: int) -> Any:
     @functools.partial(jax.jit, out_shardings=sharding)
     def append(x: jax.Array) -> jax.Array:
         mean = jnp.mean(x, axis, keepdims=True)
@@ -72,7 +72,9 @@ def _with_mean_rows(sharding: NamedSharding, axis: int, rows: int) -> Any:
 
 
 def _vocabulary_axis(declaration: Any) -> int | None:
-    """Returns the number of the dimension of a parameter that counts tokens; None if none does."""
+    """Returns the index of the dimension of a parameter whose size is that of the vocabulary; None
+    if there is none.
+    """
     if "vocab" not in declaration.axes:
         return None
     return len(declaration.stack_shape) + declaration.axes.index("vocab")

@@ -14,7 +14,7 @@ from qwen3next_jax.model.layers import Context, ForwardOptions, document_positio
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding
-from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
+from qwen3next_jax.training.diagnostics import diagnostics_event_fields, make_diagnostics_step
 from qwen3next_jax.training.state import abstract_model
 from tests.in_process import resolved
 from tests.models import HYBRID, numpy_draws
@@ -102,7 +102,7 @@ def test_norms_are_those_of_each_layer_in_order(measured):
 def test_padding_has_no_part_in_diagnostics(measured):
     _, params, step, result = measured
     load = np.array([[2, 1, 1, 0], [1, 1, 1, 1], [4, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
-    record = summarise(result, result["param_norms"], load)
+    record = diagnostics_event_fields(result, result["param_norms"], load)
     assert record["dead_experts"] == [1, 0, 3, 0, 0]
     assert record["load_max_violation"] == [
         1,

@@ -13,7 +13,7 @@ from flax import nnx
 
 from qwen3next_jax.config import OptimizerConfig, TrainConfig
 from qwen3next_jax.model.language_model import parameter_declarations
-from qwen3next_jax.training.loss import count_targets, total_loss
+from qwen3next_jax.training.loss import count_tokens_and_targets, total_loss
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from tests.models import HYBRID, drawn_model
 
@@ -76,7 +76,7 @@ def results(batch):
     def of_package(params):
         def loss(params):
             train = dataclasses.replace(TrainConfig(), balance_loss_weight=0.001)
-            counts = count_targets(batch, MODEL.mtp_depth)
+            counts = count_tokens_and_targets(batch, MODEL.mtp_depth)
             return total_loss(nnx.merge(graphdef, params), batch, train, counts)[0]
 
         output = nnx.merge(graphdef, params)(batch["tokens"], batch["segment_ids"])

@@ -14,7 +14,7 @@ from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.moe import choose_experts
 from qwen3next_jax.model.router import BINS, required_bias_histogram
-from qwen3next_jax.training.router_bias import quantile_bias, update_router_bias
+from qwen3next_jax.training.router_bias import balance_by_sign, quantile_biases
 from tests.models import HYBRID
 from tests.refusals import refused
 
@@ -98,7 +98,7 @@ def test_the_bias_follows_the_load_layer_by_layer():
         for group in groups:
             place = place.setdefault(int(group) if group.isdecimal() else group, {})
         place[name] = jnp.zeros(parameter.stack_shape + parameter.shape)
-    after = update_router_bias(MODEL, params, load, rate=0.01)
+    after = balance_by_sign(MODEL, params, load, rate=0.01)
     moves = 0.01 * np.sign(counts.mean(axis=1, keepdims=True) - counts)
     for place, rows in (
         (after["layers"][1], [0, 2]),
@@ -120,7 +120,7 @@ def _skewed_scores(tokens):
 
 
 _count = jax.jit(required_bias_histogram, static_argnums=2)
-_quantile = jax.jit(quantile_bias, static_argnums=2)
+_quantile = jax.jit(quantile_biases, static_argnums=2)
 
 
 def test_the_histogram_gives_the_quantile_of_the_required_biases():

@@ -11,7 +11,7 @@ from models import SMALLEST, drawn_model
 from qwen3next_jax.config import DataConfig, ModelConfig, SyntheticConfig, TrainConfig
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.state_tasks import FIRST_ID, StateRows
-from qwen3next_jax.training.loss import count_targets, total_loss
+from qwen3next_jax.training.loss import count_tokens_and_targets, total_loss
 from tests.refusals import refused
 
 OPTIONS = SyntheticConfig(pairs=4, modulus=7)
@@ -63,7 +63,7 @@ def test_the_loss_is_that_of_the_labels():
     data = open_data(DataConfig(source="parity"), 16, 3, 8)
     batch = {name: jnp.asarray(x) for name, x in next(data.batches(0)).items()}
     model = drawn_model(dataclasses.replace(SMALLEST, vocab_size=8))
-    loss, parts = total_loss(model, batch, TrainConfig(), count_targets(batch, 0))
+    loss, parts = total_loss(model, batch, TrainConfig(), count_tokens_and_targets(batch, 0))
     logits = np.asarray(model(batch["tokens"], batch["segment_ids"])[0], np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     labels = np.asarray(batch["labels"])[:, 1:]

@@ -63,7 +63,7 @@ def test_a_rule_cannot_change_frozen_parameters():
     frozen = dataclasses.replace(CONFIG.train, freeze=("head",))
     run = resolved(dataclasses.replace(CONFIG, train=frozen))
     params = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), run.abstract_state["params"])
-    state = {"params": params} | update_rules.initial_entries(run.rules, params)
+    state = {"params": params} | update_rules.initial_rule_entries(run.rules, params)
     step, after, metrics = StepInput(run.stages[0], {}, state), state, {}
     for rule in run.rules:
         after, metrics = update_rules.apply_rule(rule, step, after, metrics, jnp.array(False))
@@ -98,7 +98,7 @@ def test_entries_are_not_shared():
             return {"guards": params["x"]}
 
     with pytest.raises(UserError, match="Taken adds the entry 'guards'"):
-        update_rules.initial_entries([Taken()], {"x": jnp.zeros(2)})
+        update_rules.initial_rule_entries([Taken()], {"x": jnp.zeros(2)})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.runs.changes import may_change
 from qwen3next_jax.training.optimizer import make_optimizer
 from qwen3next_jax.training.parameter_groups import make_parameter_groups
-from qwen3next_jax.training.scaling import Factors, scaling_factors
+from qwen3next_jax.training.scaling import ScalingFactors, scaling_factors
 from tests.models import SMALLEST, drawn_model
 from tests.refusals import refused
 
@@ -70,7 +70,7 @@ def test_at_the_base_size_nothing_changes():
     for name in OPTIMIZERS:
         assert scaling_factors(config, optimizer(name), parameter_declarations(config)) == {}
         groups = make_parameter_groups(config, (), optimizer(name))
-        assert not groups.start_factors
+        assert not groups.init_scale_factors
         assert not groups.learning_rate_factors
 
 
@@ -90,25 +90,25 @@ def test_factors_are_those_of_the_papers():
         scaling_factors(config, optimizer(name), parameters) for name in ("adamw", "muon")
     )
     rows = {
-        "embedding": (Factors(), Factors()),
-        "layers/1/mixer_norm": (Factors(), Factors()),
-        "layers/0/mixer/a_log": (Factors(), Factors()),
-        "layers/0/mixer/conv_kernel": (Factors(), Factors()),
-        "head": (Factors(1 / 4, 1 / 4),) * 2,
-        "layers/0/mlp/router": (Factors(1 / 4, 1 / 4),) * 2,
-        "layers/0/mlp/shared_gate": (Factors(1 / 4, 1 / 4),) * 2,
-        "layers/0/mixer/in_proj_qkvz": (Factors(1 / 2, 1 / 4), Factors(1 / 2, 1 / 2)),
-        "layers/1/mixer/q_proj": (Factors(1 / 2, 1 / 4), Factors(1 / 2, 1 / 2)),
-        "layers/0/mlp/expert_gate_up": (Factors(1 / 2, 1 / 4), Factors(1 / 2, 1 / 2)),
-        "layers/0/mlp/expert_down": (Factors(1 / 4, 1 / 8), Factors(1 / 4, 1 / 4)),
-        "layers/0/mixer/out_proj": (Factors(1 / 4, 1 / 8), Factors(1 / 4, 1 / 4)),
-        "layers/1/mixer/o_proj": (Factors(1 / 4, 1 / 8), Factors(1 / 4, 1 / 4)),
-        "mtp/block/mixer/o_proj": (Factors(1 / 2, 1 / 4), Factors(1 / 2, 1 / 2)),
+        "embedding": (ScalingFactors(), ScalingFactors()),
+        "layers/1/mixer_norm": (ScalingFactors(), ScalingFactors()),
+        "layers/0/mixer/a_log": (ScalingFactors(), ScalingFactors()),
+        "layers/0/mixer/conv_kernel": (ScalingFactors(), ScalingFactors()),
+        "head": (ScalingFactors(1 / 4, 1 / 4),) * 2,
+        "layers/0/mlp/router": (ScalingFactors(1 / 4, 1 / 4),) * 2,
+        "layers/0/mlp/shared_gate": (ScalingFactors(1 / 4, 1 / 4),) * 2,
+        "layers/0/mixer/in_proj_qkvz": (ScalingFactors(1 / 2, 1 / 4), ScalingFactors(1 / 2, 1 / 2)),
+        "layers/1/mixer/q_proj": (ScalingFactors(1 / 2, 1 / 4), ScalingFactors(1 / 2, 1 / 2)),
+        "layers/0/mlp/expert_gate_up": (ScalingFactors(1 / 2, 1 / 4), ScalingFactors(1 / 2, 1 / 2)),
+        "layers/0/mlp/expert_down": (ScalingFactors(1 / 4, 1 / 8), ScalingFactors(1 / 4, 1 / 4)),
+        "layers/0/mixer/out_proj": (ScalingFactors(1 / 4, 1 / 8), ScalingFactors(1 / 4, 1 / 4)),
+        "layers/1/mixer/o_proj": (ScalingFactors(1 / 4, 1 / 8), ScalingFactors(1 / 4, 1 / 4)),
+        "mtp/block/mixer/o_proj": (ScalingFactors(1 / 2, 1 / 4), ScalingFactors(1 / 2, 1 / 2)),
     }
     for path, (of_adamw, of_muon) in rows.items():
         assert path in parameters
-        assert adamw.get(path, Factors()) == pytest.approx(of_adamw), path
-        assert muon.get(path, Factors()) == pytest.approx(of_muon), path
+        assert adamw.get(path, ScalingFactors()) == pytest.approx(of_adamw), path
+        assert muon.get(path, ScalingFactors()) == pytest.approx(of_muon), path
     decaying = optimizer(weight_decay=0.1)
     groups = make_parameter_groups(config, (), decaying)
     for path, factor in groups.learning_rate_factors.items():
@@ -128,7 +128,7 @@ def test_a_narrower_model_has_the_inverse_factors():
         )
         assert wide.keys() == narrow.keys()
         for path, factors in wide.items():
-            inverse = Factors(*(1 / factor for factor in factors))
+            inverse = ScalingFactors(*(1 / factor for factor in factors))
             assert narrow[path] == pytest.approx(inverse), path
 
 
@@ -143,7 +143,7 @@ def test_a_full_rank_does_not_grow():
     assert latent(64) == latent(65)
     rwkv = model(64, linear_mixer="rwkv4")
     found = scaling_factors(rwkv, optimizer(depth=2), parameter_declarations(rwkv))
-    assert found["layers/0/mixer/key_proj"] == pytest.approx(Factors(1 / 2, 1 / 4))
+    assert found["layers/0/mixer/key_proj"] == pytest.approx(ScalingFactors(1 / 2, 1 / 4))
 
 
 def loss(graphdef, params, tokens):
@@ -189,7 +189,7 @@ def test_completep_is_the_model_of_its_paper():
         return params
 
     groups = make_parameter_groups(config, (), one)
-    start = groups.scale_start(drawn)
+    start = groups.scale_initial_params(drawn)
     ours = trained(start, functools.partial(loss, graphdef), groups.learning_rate_factors)
     theirs = trained(
         map_leaves(lambda path, leaf: leaf * (m**-0.5 if path in matrices else 1), drawn),
@@ -208,7 +208,7 @@ def coordinates(config, one, steps=(1, 10)):
     """
     groups = make_parameter_groups(config, (), one)
     graphdef, params = nnx.split(drawn_model(config))
-    params = groups.scale_start(nnx.to_pure_dict(params))
+    params = groups.scale_initial_params(nnx.to_pure_dict(params))
     updater = make_optimizer(
         one,
         parameter_declarations(config),

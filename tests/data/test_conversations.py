@@ -16,7 +16,7 @@ from qwen3next_jax.data.conversations import LARGEST_WEIGHT, LEAST_WEIGHT, find_
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.tokens import extends_tokenizer, load_tokenizer
 from qwen3next_jax.runs.dry_run import _describe_data
-from qwen3next_jax.training.loss import count_targets, total_loss
+from qwen3next_jax.training.loss import count_tokens_and_targets, total_loss
 from tests.corpora import write_jsonl
 from tests.models import SMALLEST, drawn_model
 from tests.refusals import refused
@@ -196,9 +196,9 @@ def test_packed_conversations_have_separate_ones_losses(tmp_path, marked):
     packed = next(row for row in rows if len(set(row["segment_ids"].tolist()) - {0}) >= 2)
     model = drawn_model(MODEL)
     loss = jax.jit(
-        lambda batch: total_loss(model, batch, TrainConfig(), count_targets(batch, 1))[1]
+        lambda batch: total_loss(model, batch, TrainConfig(), count_tokens_and_targets(batch, 1))[1]
     )
-    counts = jax.jit(lambda batch: count_targets(batch, 1))
+    counts = jax.jit(lambda batch: count_tokens_and_targets(batch, 1))
 
     def measured(row):
         batch = {name: values[None] for name, values in row.items()}

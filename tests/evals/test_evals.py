@@ -35,8 +35,8 @@ from qwen3next_jax.data.tokens import ByteTokenizer
 from qwen3next_jax.evals import continuation, evaluation, heldout, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.evals.sinks import measure_sinks
-from qwen3next_jax.evals.state import State
-from qwen3next_jax.inference.decode import complete
+from qwen3next_jax.evals.state import StateTracking
+from qwen3next_jax.inference.decode import generate_to_end
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.runs.checks import check_without_devices
@@ -120,7 +120,7 @@ def test_texts_end_at_their_stop_strings(monkeypatch):
 def options_of_task(**given):
     """The decoder's options, for options that the harness has nothing to settle about."""
     settled = {"until": ["\n", ""], "max_gen_toks": 7, "do_sample": False} | given
-    return continuation.generation_options(settled, lambda options, limit: options, 256)
+    return continuation.parse_generation_options(settled, lambda options, limit: options, 256)
 
 
 def test_a_tasks_sampling_options_reach_the_decoder():
@@ -151,7 +151,9 @@ def test_a_tasks_wrong_option_is_named(name, value):
 def test_the_harness_names_one_limit_in_many_ways(name):
     models = pytest.importorskip("lm_eval.models.utils")
     options = functools.partial(
-        continuation.generation_options, normalize=models.normalize_gen_kwargs, max_new_tokens=256
+        continuation.parse_generation_options,
+        normalize=models.normalize_gen_kwargs,
+        max_new_tokens=256,
     )
     assert options({name: 3, "temperature": 0.8}) == (3, Sampling(0.8), [])
     with refused("temperature"):
@@ -273,7 +275,7 @@ def test_sinks_are_means_over_heads_and_layers():
         ),
         (
             ("mqar",),
-            {"lengths": (1,)},
+            {"row_lengths": (1,)},
             BYTES,
             {"max_position_embeddings": 128},
             ("mqar", 256),
@@ -287,7 +289,7 @@ def test_sinks_are_means_over_heads_and_layers():
         ),
         (
             ("copy",),
-            {"lengths": (3,)},
+            {"row_lengths": (3,)},
             BYTES,
             {},
             ("copy", 3, 4),
@@ -295,7 +297,7 @@ def test_sinks_are_means_over_heads_and_layers():
         (("niah",), {}, IDS, {}, ("niah",)),
         (
             ("niah",),
-            {"lengths": (256, 60)},
+            {"row_lengths": (256, 60)},
             BYTES,
             {},
             ("niah", 60),
@@ -306,7 +308,9 @@ def test_sinks_are_means_over_heads_and_layers():
 def test_what_cannot_run_is_refused_before_anything_is_computed(
     suites, options, tokens, model, names
 ):
-    options = evaluation.EvalOptions(**{"lengths": (256, 2048), "pairs": (4, 64)} | options)
+    options = evaluation.EvalOptions(
+        **{"row_lengths": (256, 2048), "pair_counts": (4, 64)} | options
+    )
     config = ModelConfig(**{"vocab_size": 257, "max_position_embeddings": 2048} | model)
     with refused(*names) if names else contextlib.nullcontext():
         evaluation.check_evaluations(suites, options, config, tokens)
@@ -344,7 +348,7 @@ def test_eval_refuses_data_that_do_not_fit_before_it_opens_them(tmp_path, monkey
     (tmp_path / "config.json").touch()
     config = dataclasses.replace(NANO, data=DataConfig(source="mqar"))
     with refused("state", "data.source", "mqar"):
-        options = evaluation.EvalOptions(lengths=(64,))
+        options = evaluation.EvalOptions(row_lengths=(64,))
         list(evaluate.run_evaluations(config, tmp_path, ("state",), options))
 
 
@@ -399,7 +403,7 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     monkeypatch.setitem(EVALUATIONS, *line("EVALUATIONS"))
     config, options = (
         ModelConfig(max_position_embeddings=64),
-        evaluation.EvalOptions(lengths=(8, 16)),
+        evaluation.EvalOptions(row_lengths=(8, 16)),
     )
     with refused("repetition", 256, 64):
         evaluation.check_evaluations(("repetition",), evaluation.EvalOptions(), config, IDS)
@@ -494,7 +498,7 @@ def test_a_mesh_evaluates_as_one_device():
             ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[: math.prod(axes.values())]
         )
         # three rows, which two devices cannot divide evenly
-        options = evaluation.EvalOptions(rows=3, pairs=(3,))
+        options = evaluation.EvalOptions(rows=3, pair_counts=(3,))
         eval_context = evaluation.EvalContext(
             NANO.model,
             graphdef,
@@ -513,7 +517,7 @@ def test_a_mesh_evaluates_as_one_device():
             }
         )
         said.append(
-            complete(
+            generate_to_end(
                 nnx.merge(graphdef, params),
                 [np.arange(1, n) for n in (6, 20, 2)],
                 max_new_tokens=8,
@@ -555,10 +559,10 @@ def test_state_is_measured_between_lengths():
 
     context = types.SimpleNamespace(
         open_data=lambda: data,
-        options=evaluation.EvalOptions(rows=64, lengths=(32, 8)),
+        options=evaluation.EvalOptions(rows=64, row_lengths=(32, 8)),
         scorer=lambda params: scorer,
     )
-    state = State.__new__(State)
+    state = StateTracking.__new__(StateTracking)
     state.eval_context = context
     found = state.run({})
     assert found.keys() == {"accuracy/1-8", "accuracy/9-32"}

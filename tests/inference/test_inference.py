@@ -23,10 +23,10 @@ from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.data import chat_template
 from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.data.tokens import load_tokenizer
-from qwen3next_jax.inference import complete, decode, generate, plain
-from qwen3next_jax.inference.cache import cache_bytes, round_up_length
-from qwen3next_jax.inference.decode import concatenate_pieces
-from qwen3next_jax.inference.end_tokens import end_tokens
+from qwen3next_jax.inference import decode, generate, generate_to_end, plain
+from qwen3next_jax.inference.cache import cache_bytes_by_kind, round_up_cache_length
+from qwen3next_jax.inference.decode import concatenate_tokens_by_row
+from qwen3next_jax.inference.end_tokens import read_end_token_ids
 from qwen3next_jax.inference.sampling import Sampling, log_probabilities
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import Qwen3Next
@@ -76,7 +76,7 @@ def prompts():
 @pytest.fixture(scope="module")
 def greedy(model, prompts):
     """The greedy continuations, and [4, 64] the prompts with their continuations, padded."""
-    new = complete(model, prompts, max_new_tokens=NEW)
+    new = generate_to_end(model, prompts, max_new_tokens=NEW)
     return new, np.stack(
         [np.pad(np.concatenate(pair), (0, 64 - len(pair[0]) - NEW)) for pair in zip(prompts, new)]
     )
@@ -145,13 +145,14 @@ def test_prefill_in_chunks_is_one_prefill(model, prompts):
 @pytest.mark.slow
 def test_samples_depend_on_seed_row_and_position_only(model, prompts):
     options = dict(max_new_tokens=NEW, temperature=1.0, top_p=0.99)
-    first = complete(model, prompts, seed=1, **options)
-    np.testing.assert_array_equal(first, complete(model, prompts, seed=1, **options))
+    first = generate_to_end(model, prompts, seed=1, **options)
+    np.testing.assert_array_equal(first, generate_to_end(model, prompts, seed=1, **options))
     np.testing.assert_array_equal(
-        first[:2], complete(model, [*prompts[:2], prompts[3], prompts[3]], seed=1, **options)[:2]
+        first[:2],
+        generate_to_end(model, [*prompts[:2], prompts[3], prompts[3]], seed=1, **options)[:2],
     )
-    assert not np.array_equal(first, complete(model, prompts, seed=2, **options))
-    twins = complete(model, [prompts[1]] * 4, seed=1, **options)
+    assert not np.array_equal(first, generate_to_end(model, prompts, seed=2, **options))
+    twins = generate_to_end(model, [prompts[1]] * 4, seed=1, **options)
     assert not np.array_equal(twins[0], twins[1])
 
 
@@ -242,7 +243,7 @@ def test_samples_follow_the_distribution(drafts):
         stream = generate(
             model, [prompt] * batch, max_new_tokens=3, seed=seed, speculative=drafts, **options
         )
-        for a, b, c in concatenate_pieces(stream, batch):
+        for a, b, c in concatenate_tokens_by_row(stream, batch):
             observed[a, b, c] += 1
         if drafts:
             assert 0.2 < stream.accepted[0] / stream.drafted[0] < 0.95
@@ -263,13 +264,17 @@ def test_rows_stop_one_by_one(model, prompts, greedy):
     stop = int(free[1][9])
     cut = [row[: np.argmax(row == stop)] if stop in row else row for row in free]
     assert len({len(row) for row in cut}) > 1
-    for row, expected in zip(complete(model, prompts, max_new_tokens=NEW, stop_ids=[stop]), cut):
-        np.testing.assert_array_equal(row, expected)
     for row, expected in zip(
-        complete(model, prompts, max_new_tokens=NEW, stop_ids=[stop], speculative=3), cut
+        generate_to_end(model, prompts, max_new_tokens=NEW, stop_ids=[stop]), cut
     ):
         np.testing.assert_array_equal(row, expected)
-    at_once = complete(model, [prompts[1]] * 4, max_new_tokens=NEW, stop_ids=[int(free[1][0])])
+    for row, expected in zip(
+        generate_to_end(model, prompts, max_new_tokens=NEW, stop_ids=[stop], speculative=3), cut
+    ):
+        np.testing.assert_array_equal(row, expected)
+    at_once = generate_to_end(
+        model, [prompts[1]] * 4, max_new_tokens=NEW, stop_ids=[int(free[1][0])]
+    )
     assert [list(row) for row in at_once] == [[]] * 4
 
 
@@ -300,7 +305,7 @@ def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy
     graphdef, params = nnx.split(model)
     whole = np.pad(greedy[1], ((0, 0), (0, drafts)))
     rng = np.random.default_rng(drafts)
-    run = decode.get_programs(graphdef, drafts=drafts)
+    run = decode.cached_programs(graphdef, drafts=drafts)
     state = run.init_state(
         model,
         64,
@@ -318,7 +323,7 @@ def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy
     numbers = Sampling(*map(np.float32, Sampling()))._replace(top_k=np.int32(0))
     accepted = np.zeros(drafts, int)
     for _ in range(8):
-        position = np.asarray(state.position)
+        position = np.asarray(state.pending_position)
         forced = whole[np.arange(4)[:, None], position[:, None] + np.arange(1, drafts + 1)]
         forced = (
             np.where(np.arange(drafts) < rng.integers(0, drafts + 1, (4, 1)), forced, forced + 1)
@@ -332,19 +337,19 @@ def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy
             numbers,
             np.uint32(0),
         )
-        accepted += emitted.accepted
+        accepted += emitted.accepted_drafts
         tokens = np.zeros((4, 64), np.int32)
-        for i, (before, after) in enumerate(zip(position, np.asarray(state.position))):
-            new = emitted.tokens[i, : emitted.count[i]]
+        for i, (before, after) in enumerate(zip(position, np.asarray(state.pending_position))):
+            new = emitted.tokens[i, : emitted.token_counts[i]]
             np.testing.assert_array_equal(new, whole[i, before + 1 : before + 1 + len(new)])
-            assert emitted.count[i] == after - before
+            assert emitted.token_counts[i] == after - before
             tokens[i, : after + 1], tokens[i, after + 1 : after + 1 + drafts] = (
                 whole[i, : after + 1],
                 state.drafts[i],
             )
         # Nobody reads the drafts of a row that has ended.
-        shortfall = best_logit_minus_drafts(tokens, state.position, state.drafts)[
-            :, state.remaining > 0
+        shortfall = best_logit_minus_drafts(tokens, state.pending_position, state.drafts)[
+            :, state.remaining_tokens > 0
         ]
         np.testing.assert_array_less(shortfall, 1e-3)
     assert np.all(accepted > 0)
@@ -363,7 +368,7 @@ def test_drafting_on_a_mesh_is_drafting_on_one_device(model, prompts, greedy):
         is_leaf=lambda leaf: hasattr(leaf, "declared"),
     )
     for drafts in (0, 2):
-        new = complete(
+        new = generate_to_end(
             nnx.merge(graphdef, placed), prompts, max_new_tokens=NEW, speculative=drafts, mesh=mesh
         )
         jax.tree.map(np.testing.assert_array_equal, new, list(greedy[0]))
@@ -431,7 +436,7 @@ def test_decoding_experts_is_their_weighted_sum(tokens, skewed):
 def test_prompts_of_similar_lengths_share_their_programs(model, prompts):
     compiled = []
     for n in (20, 23, 29, 31):
-        new = complete(
+        new = generate_to_end(
             model, [np.arange(n)] * 4, max_new_tokens=NEW, on_compile=lambda: compiled.append(n)
         )
         assert [len(row) for row in new] == [NEW] * 4
@@ -452,7 +457,7 @@ def test_a_chat_compiles_later_prompts_chunks(model, monkeypatch):
 
 
 def test_recurrent_cache_is_constant(model):
-    short, long = cache_bytes(CONFIG, 2, 64), cache_bytes(CONFIG, 2, 256)
+    short, long = cache_bytes_by_kind(CONFIG, 2, 64), cache_bytes_by_kind(CONFIG, 2, 256)
     assert short["state"] == long["state"] > 0
     assert long["slots"] == 4 * short["slots"] > 0
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.init_cache(2, 64)))
@@ -460,7 +465,7 @@ def test_recurrent_cache_is_constant(model):
 
 
 def test_cache_lengths_are_few_and_close():
-    lengths = {n: round_up_length(n) for n in range(1, 20_000)}
+    lengths = {n: round_up_cache_length(n) for n in range(1, 20_000)}
     assert all(n <= length <= max(64, 1.25 * n) for n, length in lengths.items())
     assert len(set(lengths.values())) < 40
 
@@ -523,9 +528,9 @@ def test_command_prints_the_text_and_nothing_else(command, tmp_path, capsys):
     assert (
         command(model=str(tmp_path / "model"), prompt="x", max_new_tokens=20, temperature=0.0) == 0
     )
-    new = complete(model, [tokenizer.encode("x")], max_new_tokens=20, stop_ids=[tokenizer.eos_id])[
-        0
-    ]
+    new = generate_to_end(
+        model, [tokenizer.encode("x")], max_new_tokens=20, stop_ids=[tokenizer.eos_id]
+    )[0]
     out, err = capsys.readouterr()
     assert out == "x" + tokenizer.decode(new) + "\n"
     assert re.search(rf"then {len(new) - 1} tokens at [\d,]+ tokens/s", err)
@@ -584,15 +589,15 @@ def test_a_chat_template_is_a_regular_file(name, tmp_path):
 
 
 def test_all_end_tokens_count(tmp_path):
-    assert end_tokens(tmp_path, 8) == set()
+    assert read_end_token_ids(tmp_path, 8) == set()
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
-    assert end_tokens(tmp_path, 8) == {3, 5, 7}
+    assert read_end_token_ids(tmp_path, 8) == {3, 5, 7}
     (tmp_path / "config.json").write_text('{"text_config": [1]}')
-    assert end_tokens(tmp_path, 8) == {3, 5}
+    assert read_end_token_ids(tmp_path, 8) == {3, 5}
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     with refused("config.json", "eos_token_id = [7]"):
-        end_tokens(tmp_path, 7)
+        read_end_token_ids(tmp_path, 7)
 
 
 @pytest.mark.parametrize(

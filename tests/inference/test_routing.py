@@ -13,10 +13,10 @@ from flax import nnx
 from qwen3next_jax.config import DataConfig, TrainConfig
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.recorded import RecordedData, read_recorded, write_recorded
-from qwen3next_jax.inference.decode import concatenate_pieces, generate
+from qwen3next_jax.inference.decode import concatenate_tokens_by_row, generate
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layers import ForwardOptions
-from qwen3next_jax.training.loss import count_targets, total_loss
+from qwen3next_jax.training.loss import count_tokens_and_targets, total_loss
 from tests.models import HYBRID
 from tests.refusals import refused
 
@@ -52,7 +52,7 @@ def recorded(model, tmp_path_factory):
     """(folder of the files, texts, experts) of sampled continuations."""
     folder = tmp_path_factory.mktemp("recorded")
     stream = generate(model, PROMPTS, max_new_tokens=NEW, temperature=1.0, record_routing=True)
-    new = concatenate_pieces(stream, len(PROMPTS))
+    new = concatenate_tokens_by_row(stream, len(PROMPTS))
     texts = [np.concatenate(pair) for pair in zip(PROMPTS, new)]
     for text, experts, prompt in zip(texts, stream.routed_experts, PROMPTS):
         write_recorded(folder, MODEL, text, experts, len(prompt))
@@ -107,7 +107,7 @@ def test_replayed_logits_are_the_recorded_ones(model):
     @jax.grad
     def gradient(params):
         train = TrainConfig(balance_loss_weight=0.0)
-        counts = count_targets(batch, 0)
+        counts = count_tokens_and_targets(batch, 0)
         return total_loss(nnx.merge(graphdef, params), batch, train, counts)[0]
 
     for block in nnx.to_pure_dict(gradient(params))["layers"].values():

@@ -144,7 +144,7 @@ def test_unknown_topology_lists_the_known(name, names):
 
 def test_gpus_need_their_compiler(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda _: None)
-    with refused("--topology=h100:16x8", "--extra gpu"):
+    with refused("--topology=h100:16x8", "--extra plan-gpu"):
         topology.describe_topology("h100:16x8")
 
 

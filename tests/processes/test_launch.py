@@ -209,7 +209,9 @@ def test_mistakes_are_named(environment, flags, names):
     ],
 )
 def test_processes_that_differ_are_refused(monkeypatch, name):
-    digests = distributed._code_digests() | distributed._compared_settings(to_dict(Config()))
+    digests = distributed._code_and_library_versions() | distributed._compared_settings(
+        to_dict(Config())
+    )
     assert name in digests
     said = [
         {"host": f"host{i}", "compared": compared}
@@ -218,7 +220,7 @@ def test_processes_that_differ_are_refused(monkeypatch, name):
     monkeypatch.setattr(distributed.jax, "process_count", lambda: 2)
     monkeypatch.setattr(
         distributed,
-        "_client",
+        "_key_value_client",
         lambda: types.SimpleNamespace(
             blocking_key_value_get=lambda key, _: json.dumps(said[int(key.rpartition("/")[2])])
         ),

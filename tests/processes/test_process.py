@@ -12,7 +12,7 @@ import time
 import pytest
 
 from qwen3next_jax.common.errors import ExitCode
-from qwen3next_jax.processes.watchdog import Signals
+from qwen3next_jax.processes.watchdog import SignalHandler
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -38,8 +38,8 @@ def _wait_for(path, process, seconds=20):
 
 BLOCKED = """
 import ctypes, pathlib, sys, threading, time
-from qwen3next_jax.processes.watchdog import Signals
-with Signals(lambda line: print(line, file=sys.stderr, flush=True)) as signals:
+from qwen3next_jax.processes.watchdog import SignalHandler
+with SignalHandler(lambda line: print(line, file=sys.stderr, flush=True)) as signals:
     def report():
         while not signals.caught: time.sleep(0.01)
         pathlib.Path(sys.argv[2]).touch()
@@ -70,7 +70,7 @@ def test_the_last_signal_of_a_parent_that_dies_slowly_is_no_second_one(monkeypat
     parents, ended = iter((7, 7, 1, 1)), []  # at the start, and with each signal
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     monkeypatch.setattr(os, "_exit", ended.append)
-    with Signals(lambda line: None):
+    with SignalHandler(lambda line: None):
         for expected in ([], [], [ExitCode.ABORTED]):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.3)
@@ -103,11 +103,11 @@ from qwen3next_jax.processes.watchdog import Watchdog
 from qwen3next_jax.runs.store import open_store
 store = open_store(pathlib.Path(sys.argv[1]))
 with Watchdog(functools.partial(store.write_stacks, 0), tick=0.05) as watchdog:
-    watchdog.allow(0, "a step", 1)  # no limit
+    watchdog.set_time_limit(0, "a step", 1)  # no limit
     time.sleep(0.3)
     def stalled_loader(): time.sleep(60)
     pathlib.Path(sys.argv[1], "ready").touch()
-    watchdog.allow(0.6, "a step", 7)
+    watchdog.set_time_limit(0.6, "a step", 7)
     stalled_loader()
 """
 

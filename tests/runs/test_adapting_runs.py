@@ -27,8 +27,8 @@ from qwen3next_jax.runs.record import BaseModel, Parent, read_record
 from qwen3next_jax.runs.start import prepare_start
 from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.trained.base_model import find_adapted_model
-from qwen3next_jax.training.stages import open_stages
+from qwen3next_jax.trained.base_model import find_adapter_base
+from qwen3next_jax.training.stages import open_data_of_stages
 from tests.in_process import dry_run, resolved, train
 from tests.models import SMALLEST
 
@@ -123,12 +123,12 @@ def test_the_base_of_an_adapter_is_the_directory_that_holds_its_matrices(base, f
         return folder
 
     trained, direct = copy("trained", of_base), copy("direct", of_adapters)
-    assert find_adapted_model(copy("on_trained", of_adapters, trained)) is None
+    assert find_adapter_base(copy("on_trained", of_adapters, trained)) is None
     assert (
-        find_adapted_model(direct) == find_adapted_model(copy("further", of_adapters, direct)) == hf
+        find_adapter_base(direct) == find_adapter_base(copy("further", of_adapters, direct)) == hf
     )
     with pytest.raises(UserError, match=f"{SMALLEST.vocab_size}"):
-        find_adapted_model(copy("grown", of_adapters, trained, SMALLEST.vocab_size + 3))
+        find_adapter_base(copy("grown", of_adapters, trained, SMALLEST.vocab_size + 3))
 
 
 def test_the_start_of_a_run_says_what_is_trained(config, tmp_path, capsys):
@@ -156,7 +156,7 @@ def test_a_vocabulary_grows_by_the_mean_of_its_rows(base, tmp_path):
     )
     start = prepare_start(grown, tmp_path)
     run = resolve_start(start, make_mesh(grown.parallel, jax.devices()[:1]))
-    data = open_stages(run.stages, grown.model.vocab_size)
+    data = open_data_of_stages(run.stages, grown.model.vocab_size)
     assert f"{SMALLEST.vocab_size} grows to {grown.model.vocab_size}" in describe_first_state(
         run, data, start
     )

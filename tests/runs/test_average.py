@@ -17,7 +17,7 @@ from qwen3next_jax.evals.evaluation import EvalOptions
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.sharding.mesh import make_mesh, single_device_mesh
 from qwen3next_jax.trained.load import load_model
-from qwen3next_jax.trained.merging import find_sources, merged_state
+from qwen3next_jax.trained.merging import find_sources, read_merged_state
 from qwen3next_jax.training.average import MovingAverage
 from qwen3next_jax.training.update_rules import apply_rule
 from tests.in_process import resolved, train
@@ -144,14 +144,14 @@ def test_the_average_is_evaluated_beside_the_parameters(run):
         # Both are sums of the same float32 losses, perhaps in another order.
         np.testing.assert_allclose(events[name]["loss"], losses[name], rtol=1e-5)
     assert abs(losses["heldout"] / losses["heldout_average"] - 1) > 1e-4
-    assert load_model(workdir).identity != load_model(workdir, ema=True).identity
+    assert load_model(workdir).weights_identity != load_model(workdir, ema=True).weights_identity
 
 
 @pytest.mark.slow
 def test_the_average_of_a_merged_run_begins_anew(run):
     workdir, _ = run
     sources = find_sources([f"{workdir}@2", f"{workdir}@{STEPS}"])
-    state = jax.device_get(merged_state(sources, [0.5, 0.5], single_device_mesh()))
+    state = jax.device_get(read_merged_state(sources, [0.5, 0.5], single_device_mesh()))
     assert state["ema"]["updates"] == 0
     params = leaves_by_path(state["params"])
     for path, leaf in leaves_by_path(state["ema"]["average"]).items():

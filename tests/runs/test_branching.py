@@ -42,7 +42,7 @@ from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.trained import load as trained_load
 from qwen3next_jax.trained.base_model import find_base_model
 from qwen3next_jax.trained.load import load_model
-from qwen3next_jax.training.stages import open_stages
+from qwen3next_jax.training.stages import open_data_of_stages
 from qwen3next_jax.training.state import abstract_model
 from tests.in_process import dry_run, resolved, train
 from tests.models import SMALLEST
@@ -141,7 +141,7 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(tmp_path)
 
 def opened(run):
     """The data of its stages."""
-    return open_stages(run.stages, run.model.vocab_size)
+    return open_data_of_stages(run.stages, run.model.vocab_size)
 
 
 def begun(config, mesh=None):

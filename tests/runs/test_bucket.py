@@ -213,7 +213,7 @@ def test_the_supervisor_asks_again_while_the_bucket_does_not_answer(monkeypatch,
             raise answer
         return answer
 
-    monkeypatch.setattr(supervisor, "_newest_checkpoint", newest_checkpoint)
+    monkeypatch.setattr(supervisor, "_newest_checkpoint_time_and_step", newest_checkpoint)
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
     try:
         code = supervisor.supervise(to_path("gs://bucket/run"), 1, ["true"])

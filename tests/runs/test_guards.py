@@ -33,7 +33,7 @@ from qwen3next_jax.runs.guard_flags import read_dump
 from qwen3next_jax.sharding.rules import batch_sharding
 from qwen3next_jax.sweeps.results import is_done
 from qwen3next_jax.training import guards
-from qwen3next_jax.training.loss import count_targets, total_loss
+from qwen3next_jax.training.loss import count_tokens_and_targets, total_loss
 from tests import in_process
 from tests.corpora import write_texts
 from tests.in_process import resolved, shared_step
@@ -131,7 +131,10 @@ def test_a_solved_tasks_losses_near_zero_are_no_spikes():
     config = GuardConfig(window=4)
     # four losses and gradient norms of 0
     solved = guards.init_guards(config) | {"entries": jnp.int32(4)}
-    assert int(guards.check(config, solved, jnp.float32(0.005), jnp.float32(5e-6))[2]["flags"]) == 0
+    assert (
+        int(guards.check_step(config, solved, jnp.float32(0.005), jnp.float32(5e-6))[2]["flags"])
+        == 0
+    )
     unsolved = solved | {"losses": jnp.full(4, 0.5)}
     for window, loss, grad_norm, flags in (
         (solved, 0.05, 0.0, guards.SPIKE),
@@ -140,7 +143,7 @@ def test_a_solved_tasks_losses_near_zero_are_no_spikes():
         (solved, 0.0099, 1.0, 0),
         (solved, 0.0101, 0.0, guards.SPIKE),
     ):
-        measured = guards.check(config, window, jnp.float32(loss), jnp.float32(grad_norm))[2]
+        measured = guards.check_step(config, window, jnp.float32(loss), jnp.float32(grad_norm))[2]
         assert int(measured["flags"]) == flags, (loss, grad_norm)
 
 
@@ -149,7 +152,9 @@ def test_a_spike_is_a_jump_upwards_of_a_full_window():
     memory = guards.init_guards(config)
     verdicts = []
     for loss in [5.0, 50.0, 4.9, 5.1, 5.0, 4.8, 5.2, 5.0, 1.0, 5.3, 9.0, float("nan"), 5.0]:
-        skip, memory, metrics = guards.check(config, memory, jnp.float32(loss), jnp.float32(1.0))
+        skip, memory, metrics = guards.check_step(
+            config, memory, jnp.float32(loss), jnp.float32(1.0)
+        )
         verdicts.append((int(metrics["flags"]), bool(skip)))
     spike, nan, halted = (
         guards.SPIKE | guards.SKIPPED,
@@ -164,7 +169,7 @@ def test_a_spike_is_a_jump_upwards_of_a_full_window():
 def test_a_batch_without_targets_is_skipped_and_compared_with_no_other():
     """Nor is it one of the skips in a row that end a run, or the end of such a row."""
     config = GuardConfig(window=4, max_skips=2)
-    check = functools.partial(guards.check, config)
+    check = functools.partial(guards.check_step, config)
     memory = guards.init_guards(config)
     for loss in (5.0, 5.1, 5.2, 5.0, float("nan")):
         memory = check(memory, jnp.float32(loss), jnp.float32(1.0))[1]
@@ -180,12 +185,14 @@ def test_weights_whose_sum_is_not_finite_make_no_loss_of_zero():
     """They come from sources of data outside the package alone."""
     batch = {"tokens": jnp.ones((1, 4), jnp.int32), "segment_ids": jnp.ones((1, 4), jnp.int32)}
     for weight in (3e38, np.inf, np.nan):
-        counts = count_targets(batch | {"loss_weights": jnp.full((1, 4), weight, jnp.float32)}, 1)
-        assert np.isnan(counts.targets)
+        counts = count_tokens_and_targets(
+            batch | {"loss_weights": jnp.full((1, 4), weight, jnp.float32)}, 1
+        )
+        assert np.isnan(counts.target_weight_sum)
         assert counts.has_targets
-        assert np.isnan(counts.mtp_targets[0])
-    counts = count_targets(batch | {"loss_weights": jnp.zeros((1, 4), jnp.float32)}, 1)
-    assert counts.targets == 1
+        assert np.isnan(counts.mtp_target_weight_sums[0])
+    counts = count_tokens_and_targets(batch | {"loss_weights": jnp.zeros((1, 4), jnp.float32)}, 1)
+    assert counts.target_weight_sum == 1
     assert not counts.has_targets
 
 

@@ -18,7 +18,7 @@ from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.training import loop
 from qwen3next_jax.training.hooks import Hook, hook_exit_code
 from qwen3next_jax.training.loop import Trainer
-from qwen3next_jax.training.stages import DataCursor, open_stages, place_cursors
+from qwen3next_jax.training.stages import DataCursor, open_data_of_stages, place_cursors
 from tests.in_process import resolved, shared_step, train
 from tests.runs.test_branching import with_
 
@@ -184,7 +184,7 @@ def test_an_error_on_another_process_ends_the_run_too(run, tmp_path, monkeypatch
 def trainer_of(config):
     """A trainer without hooks, and the first state."""
     run = resolved(config)
-    data = open_stages(run.stages, run.model.vocab_size)
+    data = open_data_of_stages(run.stages, run.model.vocab_size)
     first = DataCursor(data[0].fingerprint, data[0].batch_size)
     trainer = Trainer(run, data, place_cursors(run.stages, data, first), shared_step)
     return trainer, run.init_state()
@@ -202,7 +202,7 @@ def test_a_stop_by_one_of_several_processes_waits_for_the_vote(monkeypatch):
 
 def test_a_stop_before_the_next_step_is_not_forgotten():
     trainer, state = trainer_of(with_train())
-    trainer.add_hook(lambda info: trainer.stop(), every=2, after_stop=True)
+    trainer.add_hook(lambda info: trainer.stop(), every=2, last_at_stop=True)
     step, state, _ = trainer.train(state)
     trainer.call_missed_hooks(step, state)
     assert (step, trainer.train(state, step)[0]) == (2, 3)

@@ -21,13 +21,13 @@ from qwen3next_jax.runs.start import decide
 from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.training.stages import (
     DataCursor,
-    after_rewind,
-    epochs_of_stages,
-    open_stages,
+    data_offset_after_rewind,
+    epoch_by_stream,
+    open_data_of_stages,
     place_cursors,
     reading_by_source,
     resolve_stages,
-    stage_number,
+    stage_index_of_step,
     tokens_seen,
 )
 from tests.in_process import train
@@ -185,7 +185,7 @@ def texts(tmp_path_factory):
 
 
 def opened(config):
-    return open_stages(resolve_stages(config), config.model.vocab_size)
+    return open_data_of_stages(resolve_stages(config), config.model.vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def mixed(texts):
     cursors = place_cursors(stages, rows, DataCursor(rows[0].fingerprint, 4))
     drawn = []
     for stage, read, cursor in zip(stages, rows, cursors, strict=True):
-        first = cursor.batch(stage.steps_before + 1, 0)
+        first = cursor.batch_index(stage.steps_before + 1, 0)
         drawn.append(
             [name[0] for step in range(first, first + 6) for name in read.document_names(step)]
         )
@@ -227,10 +227,10 @@ def mixed(texts):
 
 def test_epochs_count_the_rows_that_stages_read(mixed):
     _, rows, cursors, drawn = mixed
-    epochs = epochs_of_stages(rows)
+    epochs = epoch_by_stream(rows)
     lengths = [{epoch.source: epoch.rows for epoch in read.epochs.values()} for read in rows]
     for number, cursor in enumerate(cursors):
-        read = reading_by_source(cursor.rows_read(6 * number + 6), epochs)
+        read = reading_by_source(cursor.rows_read_by_stream(6 * number + 6), epochs)
         for name in "abc":
             expected = sum(
                 sum(document.startswith(name) for document in drawn[stage]) / lengths[stage][name]
@@ -247,9 +247,9 @@ def test_a_dry_run_counts_the_epochs_of_a_branch_as_its_training_does(mixed):
     train = dataclasses.replace(config.train, stages=(), init_from="parent", init_state="all")
     branch = dataclasses.replace(config, train=dataclasses.replace(train, steps=18))
     (rows,), stages = opened(branch), resolve_stages(branch)
-    begun = DataCursor(rows.fingerprint, 4).advance(0, rows).advance(9, rows)
+    begun = DataCursor(rows.fingerprint, 4).for_next_stage(0, rows).for_next_stage(9, rows)
     (cursor,) = place_cursors(stages, [rows], begun)
-    exact = reading_by_source(cursor.rows_read(18), rows.epochs)
+    exact = reading_by_source(cursor.rows_read_by_stream(18), rows.epochs)
     sizes = {epoch.source: epoch.rows for epoch in rows.epochs.values()}
     estimates = [Estimate(sizes.get(name, 1) * 16, 1) for name in "abc"]
 
@@ -279,7 +279,7 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(mixed, texts):
     config, rows, cursors, drawn = mixed
     data, train, stages = config.data, config.train, resolve_stages(config)
     for stage, read, cursor in zip(stages, rows, cursors, strict=True):
-        first = cursor.batch(stage.steps_before + 1, 0)
+        first = cursor.batch_index(stage.steps_before + 1, 0)
         np.testing.assert_array_equal(
             next(read.batches(first))["tokens"][0], read.row(read._first_row_of(first))["tokens"]
         )
@@ -304,11 +304,20 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(mixed, texts):
 
 def test_what_rewinds_passed_over_stays_passed_over():
     cursors = [DataCursor("a", 4), DataCursor("b", 2, step=10), DataCursor("b", 8, step=20)]
-    assert [stage_number(cursors, step) for step in (0, 1, 10, 11, 20, 21)] == [0, 0, 0, 1, 1, 2]
-    assert after_rewind(cursors, 14, 0, 12) == 2
-    assert after_rewind(cursors, 14, 3, 12) == 5
+    assert [stage_index_of_step(cursors, step) for step in (0, 1, 10, 11, 20, 21)] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        2,
+    ]
+    assert data_offset_after_rewind(cursors, 14, 0, 12) == 2
+    assert data_offset_after_rewind(cursors, 14, 3, 12) == 5
     assert (
-        after_rewind(cursors, 12, 1, 8) == 4
+        data_offset_after_rewind(cursors, 12, 1, 8) == 4
     )  # 2 batches of 4, 2 of 2, and 1 of 2 before: 14 rows
-    assert after_rewind(cursors, 21, 0, 20) == 4  # the state after step 20 counts in batches of 2
-    assert after_rewind([None, DataCursor("b", 2, step=10)], 12, 0, 10) == 2
+    assert (
+        data_offset_after_rewind(cursors, 21, 0, 20) == 4
+    )  # the state after step 20 counts in batches of 2
+    assert data_offset_after_rewind([None, DataCursor("b", 2, step=10)], 12, 0, 10) == 2

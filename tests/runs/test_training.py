@@ -333,7 +333,7 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path, monkey
         config, train=dataclasses.replace(config.train, init_from=str(tmp_path / "hf"))
     )
     run = resolved(again)
-    data = stages.open_stages(run.stages, MODEL.vocab_size)
+    data = stages.open_data_of_stages(run.stages, MODEL.vocab_size)
     start = prepare_start(again, tmp_path / "new")
     state, _ = first_state(run, data, start)
     _same(state["params"], nnx.to_pure_dict(nnx.state(model, nnx.Param)))

@@ -20,7 +20,7 @@ from tests.records import record
 
 ROOT = Path(__file__).parents[2]
 TINY, MQAR, STAGES = (f"configs/{name}.py" for name in ("tiny", "mqar", "stages"))
-FINDERS = (unused_settings.find_unused, unused_settings.find_unused_in_layers)
+FINDERS = (unused_settings.find_unused, unused_settings.find_unused_by_mixers_and_evals)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,9 @@ def given(file, **overrides):
 def refused(file, **overrides):
     config, settings = given(file, **overrides)
     return {
-        name for find in FINDERS for name in unused_settings.find_refused(config, settings, find)
+        name
+        for find in FINDERS
+        for name in unused_settings.find_unused_given_by_user(config, settings, find)
     }
 
 
@@ -127,7 +129,7 @@ def test_what_a_user_gives_must_be_read(file, others, setting, text):
 )
 def test_what_is_read_or_not_the_user_s_is_not_refused(file, overrides):
     assert refused(file, **overrides) == set()
-    unused_settings.check_targets(given(file, **overrides)[0])
+    unused_settings.check_tokens_to_train_on(given(file, **overrides)[0])
 
 
 def test_a_file_is_held_to_what_it_says_itself(tmp_path, monkeypatch):
@@ -163,17 +165,17 @@ def test_a_file_is_held_to_what_it_says_itself(tmp_path, monkeypatch):
 def test_a_run_that_has_begun_goes_on_with_what_it_has(tmp_path, overrides, message):
     config, settings = given(TINY, **overrides)
     with pytest.raises(UserError, match=message):
-        unused_settings.check(config, settings, recorded_config(tmp_path))
+        unused_settings.check_effect_and_targets(config, settings, recorded_config(tmp_path))
     open_store(tmp_path).write_run(record(config=to_dict(config)))
-    unused_settings.check(config, settings, recorded_config(tmp_path))
+    unused_settings.check_effect_and_targets(config, settings, recorded_config(tmp_path))
     with pytest.raises(UserError, match=message):
-        unused_settings.check(config, settings)
+        unused_settings.check_effect_and_targets(config, settings)
     changed = to_dict(config)
     changed["train"]["router_z_loss_weight"] = 0.2
     changed["data"]["path"], changed["model"]["mixer"]["prefix_tokens"] = "", 3
     open_store(tmp_path).write_run(record(config=changed))
     with pytest.raises(UserError, match=message):
-        unused_settings.check(config, settings, recorded_config(tmp_path))
+        unused_settings.check_effect_and_targets(config, settings, recorded_config(tmp_path))
 
 
 def test_a_sweep_may_give_what_some_points_read(tmp_path, monkeypatch):

@@ -27,9 +27,9 @@ from qwen3next_jax.sharding.mesh import make_mesh, single_device_mesh
 from qwen3next_jax.trained import merging
 from qwen3next_jax.trained.merging import (
     find_sources,
-    merge_weights,
-    merged_state,
-    require_new_run,
+    read_merged_state,
+    require_writable_new_folder,
+    weight_of_each_checkpoint,
     write_merged_run,
 )
 from tests.in_process import resolved, train
@@ -70,7 +70,7 @@ def _saved(workdir, step):
 def _merged(run, steps, weights, mesh=None, **options):
     sources = find_sources([f"{run}@{step}" for step in steps])
     mesh = single_device_mesh() if mesh is None else mesh
-    return jax.device_get(merged_state(sources, weights, mesh, **options))
+    return jax.device_get(read_merged_state(sources, weights, mesh, **options))
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -78,7 +78,7 @@ def test_the_weights_of_a_decay_reproduce_it_on_a_straight_path_between_checkpoi
     """θ_0 + ∫ d(x) θ'(x) dx, where θ' is constant between two checkpoints."""
     steps = np.array([100, 130, 190, 200, 260])
     points = np.random.default_rng(0).normal(size=len(steps))
-    weights = merge_weights(decay, steps)
+    weights = weight_of_each_checkpoint(decay, steps)
     assert abs(weights.sum() - 1) < 1e-12
     assert weights.min() > 0
     fine = np.linspace(0, 1, 160_001)
@@ -89,9 +89,9 @@ def test_the_weights_of_a_decay_reproduce_it_on_a_straight_path_between_checkpoi
 
 
 def test_lists_of_weights_are_ratios():
-    np.testing.assert_allclose(merge_weights("1, 2, 1", [3, 1, 2]), [0.25, 0.5, 0.25])
-    np.testing.assert_allclose(merge_weights("-1,3", [1, 2]), [-0.5, 1.5])
-    np.testing.assert_allclose(merge_weights("uniform", [3, 1]), [0.5, 0.5])
+    np.testing.assert_allclose(weight_of_each_checkpoint("1, 2, 1", [3, 1, 2]), [0.25, 0.5, 0.25])
+    np.testing.assert_allclose(weight_of_each_checkpoint("-1,3", [1, 2]), [-0.5, 1.5])
+    np.testing.assert_allclose(weight_of_each_checkpoint("uniform", [3, 1]), [0.5, 0.5])
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_a_merged_run_goes_on_and_resumes_bitwise(run, tmp_path):
     sources, out = find_sources([f"{run}@2", f"{run}@6", str(run)]), tmp_path / "merged"
     write_merged_run(sources, [0.25, 0.25, 0.5], single_device_mesh(), out)
     with pytest.raises(UserError, match="merged"):
-        require_new_run(out)
+        require_writable_new_folder(out)
     record = read_record(out)
     assert record.id != read_record(run).id
     assert [(one.step, one.weight) for one in record.merged] == [
@@ -163,32 +163,32 @@ def test_a_merged_run_goes_on_and_resumes_bitwise(run, tmp_path):
 
 def test_of_merges_at_once_one_wins_and_a_foreign_folder_stays(tmp_path):
     out = tmp_path / "merged"
-    first, others = merging._PartialRun(out), [merging._PartialRun(out) for _ in range(2)]
-    first.begin()
+    first, others = merging._PartialFolder(out), [merging._PartialFolder(out) for _ in range(2)]
+    first.create_and_lock()
     for other in others:
         with pytest.raises(UserError, match="another merge is writing there"):
-            other.begin()
+            other.create_and_lock()
     (first.folder / "run.json").write_text("first")
-    first.finish()
+    first.rename_to_final()
     assert [path.name for path in out.iterdir()] == ["run.json"]
     with pytest.raises(UserError, match="already there"):
-        others[0].begin()
-    killed = merging._PartialRun(tmp_path / "again")
-    killed.begin()
+        others[0].create_and_lock()
+    killed = merging._PartialFolder(tmp_path / "again")
+    killed.create_and_lock()
     (killed.folder / "checkpoints").mkdir()
     killed._lock.close()
-    merging._PartialRun(tmp_path / "again").begin()
+    merging._PartialFolder(tmp_path / "again").create_and_lock()
     assert [path.name for path in killed.folder.iterdir()] == ["merging"]
     (killed.folder / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="holds other files"):
-        merging._PartialRun(tmp_path / "again").begin()
+        merging._PartialFolder(tmp_path / "again").create_and_lock()
     (foreign := tmp_path / ".theirs.partial").mkdir()
     (foreign / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="holds other files"):
-        merging._PartialRun(tmp_path / "theirs").begin()
+        merging._PartialFolder(tmp_path / "theirs").create_and_lock()
     (foreign / "merging").touch()
     with pytest.raises(UserError, match="holds other files"):
-        merging._PartialRun(tmp_path / "theirs").begin()
+        merging._PartialFolder(tmp_path / "theirs").create_and_lock()
     assert (foreign / "notes.txt").read_text() == "mine"
 
 
@@ -198,7 +198,7 @@ def test_of_merges_at_once_one_wins_and_a_foreign_folder_stays(tmp_path):
 )
 def test_wrong_weights_are_refused(weights, steps):
     with pytest.raises(UserError, match=f"--weights={weights}"):
-        merge_weights(weights, steps)
+        weight_of_each_checkpoint(weights, steps)
 
 
 @pytest.mark.slow

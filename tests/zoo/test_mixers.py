@@ -26,7 +26,7 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.registry import MIXERS
-from qwen3next_jax.inference import complete
+from qwen3next_jax.inference import generate_to_end
 from qwen3next_jax.interop.huggingface import stored_dtype
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.kernels import self_test
@@ -535,8 +535,10 @@ def test_rematerialisation_changes_no_gradient(name):
 )
 def test_drafts_change_no_token(name):
     model, prompts = drawn_model(layers(name)), [np.arange(5), np.arange(20) % 7]
-    drafted = complete(model, prompts, max_new_tokens=12, speculative=2)
-    for row, expected in zip(drafted, complete(model, prompts, max_new_tokens=12), strict=True):
+    drafted = generate_to_end(model, prompts, max_new_tokens=12, speculative=2)
+    for row, expected in zip(
+        drafted, generate_to_end(model, prompts, max_new_tokens=12), strict=True
+    ):
         np.testing.assert_array_equal(row, expected)
 
 

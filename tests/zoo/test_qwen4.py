@@ -43,7 +43,7 @@ from qwen3next_jax.config import (
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.ngram import PLEConfig
 from qwen3next_jax.config.streams import StreamsConfig
-from qwen3next_jax.inference import complete
+from qwen3next_jax.inference import generate_to_end
 from qwen3next_jax.interop import arrays, huggingface
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import parameter_declarations
@@ -55,7 +55,7 @@ from qwen3next_jax.sharding import row_tables
 from qwen3next_jax.sharding.mesh import check_mesh_divides, make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
 from qwen3next_jax.training import lazy_adamw, loop
-from qwen3next_jax.training.loss import count_targets, total_loss
+from qwen3next_jax.training.loss import count_tokens_and_targets, total_loss
 from qwen3next_jax.training.parameter_groups import make_parameter_groups
 from qwen3next_jax.training.resolve import resolve_run
 from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
@@ -409,8 +409,8 @@ def test_drafts_give_the_plain_text(name, drafts):
     """Ragged prompts, past the budget; the plain text is the whole sequence's own."""
     model = model_of(config_of(name))
     prompts = [random_tokens(n, seed=n) for n in (1, 16, 7)]
-    plain = complete(model, prompts, max_new_tokens=24)
-    drafted = complete(model, prompts, max_new_tokens=24, speculative=drafts)
+    plain = generate_to_end(model, prompts, max_new_tokens=24)
+    drafted = generate_to_end(model, prompts, max_new_tokens=24, speculative=drafts)
     rows = np.zeros((3, 40), np.int32)
     for row, prompt, text in zip(rows, prompts, plain):
         row[: len(prompt) + 24] = np.concatenate((prompt, text))
@@ -484,7 +484,7 @@ def test_rows_of_two_tokens():
     batch = {"tokens": random_tokens((2, 2)), "segment_ids": np.ones((2, 2), np.int32)}
 
     def loss(params):
-        counts = count_targets(batch, 1, config)
+        counts = count_tokens_and_targets(batch, 1, config)
         train = TrainConfig(indexer_training="sparse")
         return total_loss(nnx.merge(graph, params), batch, train, counts)[0]
 
@@ -501,12 +501,12 @@ def test_lazy_adamw_is_adamw_for_used_rows():
     """Rows 0 and 5 are used in every step, row 2 in the second of three, the others never."""
     config = config_of(hf_form="")
     settings = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=0.5, weight_decay=0.3)
-    tables = lazy_adamw.lazy_tables(config)
+    tables = lazy_adamw.embedding_number_by_table_path(config)
     (path,) = tables
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     table = draw(*parameter_declarations(config)["/".join(map(str, path))].shape)
-    own = lazy_adamw.put({}, path, table[None])
+    own = lazy_adamw.with_leaf_at({}, path, table[None])
     state = lazy_adamw.init(tables, own)
     adamw = optax.adamw(0.1, settings.beta1, settings.beta2, settings.eps, weight_decay=0.3)
     rows = table[jnp.array([0, 5, 2])]
@@ -516,7 +516,7 @@ def test_lazy_adamw_is_adamw_for_used_rows():
         gradients = {0: lazy_adamw.TableGradient(jnp.array(ids)[None, None], d.reshape(1, 1, -1))}
         update = (config, settings, tables, own, state, gradients, 0.1)
         same, _ = lazy_adamw.update(*update, True, None)  # a skipped update
-        np.testing.assert_array_equal(lazy_adamw.get(same, path), lazy_adamw.get(own, path))
+        np.testing.assert_array_equal(lazy_adamw.leaf_at(same, path), lazy_adamw.leaf_at(own, path))
         own, state = lazy_adamw.update(*update, False, None)
         d = d * min(1, 0.5 / float(jnp.linalg.norm(d)))
         of_id = [sum((d[i] for i in range(3) if ids[i] == row), 0 * d[0]) for row in (0, 5, 2)]
@@ -526,7 +526,7 @@ def test_lazy_adamw_is_adamw_for_used_rows():
             changed, of_third = adamw.update(of_id[2][None], of_third, rows[2:])
             rows = rows.at[2:].add(changed)
     want = table.at[jnp.array([0, 5, 2])].set(rows)
-    np.testing.assert_allclose(lazy_adamw.get(own, path)[0], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lazy_adamw.leaf_at(own, path)[0], want, rtol=1e-5, atol=1e-6)
 
 
 ALL_AXES = {"data": 2, "expert": 2, "tensor": 2}
@@ -577,18 +577,18 @@ def test_a_mesh_gives_what_one_device_gives(changes, axes):
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)), jax.devices()[:8])
     optimizer = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=1e-3)
     groups = make_parameter_groups(config, (), optimizer)
-    tables = groups.tables
+    tables = groups.lazy_adamw_tables
 
     def step(mesh):
         def loss(others, rows, params, batch):
-            counts = count_targets(batch, config.mtp_depth, config)
+            counts = count_tokens_and_targets(batch, config.mtp_depth, config)
             train = TrainConfig(indexer_training="sparse")
-            model = nnx.merge(graph, groups.replace(params, others))
+            model = nnx.merge(graph, groups.replace_main_and_tables(params, others))
             return total_loss(model, batch | {"layer_rows": rows}, train, counts, mesh=mesh)[0]
 
         def run(params, batch):
-            others, own = groups.main(params), groups.tables_of(params)
-            ids, rows = lazy_adamw.look_up(config, tables, params, batch, mesh)
+            others, own = groups.select_main_group(params), groups.select_lazy_adamw_tables(params)
+            ids, rows = lazy_adamw.look_up_batch_rows(config, tables, params, batch, mesh)
             value, (d_others, d_rows) = jax.value_and_grad(loss, argnums=(0, 1))(
                 others, rows, params, batch
             )

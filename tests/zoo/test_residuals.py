@@ -18,7 +18,7 @@ from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.ngram import PLEConfig
 from qwen3next_jax.config.registry import STREAM_SETTINGS
 from qwen3next_jax.config.streams import StreamsConfig
-from qwen3next_jax.inference import complete
+from qwen3next_jax.inference import generate_to_end
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import apply_block, parameter_declarations
 from qwen3next_jax.model.apply_block import run_with_diagnostics
@@ -27,7 +27,7 @@ from qwen3next_jax.model.layers import Context, ForwardOptions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
-from qwen3next_jax.training.loss import count_targets, total_loss
+from qwen3next_jax.training.loss import count_tokens_and_targets, total_loss
 from qwen3next_jax.training.unused_settings import find_unused
 from qwen3next_jax.zoo import attention_residual, hyper_connections
 from tests.models import HYBRID, SMALLEST, drawn, drawn_model
@@ -301,7 +301,7 @@ def loss_and_gradient(config, batch, mesh=None, remat="none"):
         batch = jax.device_put(batch, batch_sharding(mesh))
 
     def loss(params, batch):
-        counts = count_targets(batch, config.mtp_depth, config)
+        counts = count_tokens_and_targets(batch, config.mtp_depth, config)
         train = TrainConfig(remat=remat)
         return total_loss(nnx.merge(graph, params), batch, train, counts, mesh=mesh)[0]
 
@@ -361,8 +361,8 @@ def test_meshes_and_groups_of_rows_give_what_one_device_gives(name, axes, monkey
 def test_drafts_give_the_plain_text(name):
     model = model_of(config_of(name, dataclasses.replace(HYBRID, mtp_depth=1)))
     prompts = [tokens_of(n, seed=n) for n in (1, 16, 7)]
-    plain = complete(model, prompts, max_new_tokens=24)
-    drafted = complete(model, prompts, max_new_tokens=24, speculative=2)
+    plain = generate_to_end(model, prompts, max_new_tokens=24)
+    drafted = generate_to_end(model, prompts, max_new_tokens=24, speculative=2)
     for a, b in zip(plain, drafted):
         np.testing.assert_array_equal(a, b)
 
