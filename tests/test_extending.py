@@ -89,13 +89,13 @@ def test_a_new_source_is_read_by_index(counting):
 
 
 def test_a_new_source_has_held_out_rows(counting):
-    heldout, batch = next(counting.heldout(3)), next(counting.batches(7))
+    heldout, batch = next(counting.heldout_batches(3)), next(counting.batches(7))
     assert heldout["segment_ids"].sum(axis=1).tolist() == [16, 16, 16, 0]
     assert (heldout["tokens"] != batch["tokens"]).any()
 
 
 def test_a_new_source_says_what_it_is(counting):
-    assert counting.document_names(3)[0] == ["counting:12"]
+    assert counting.document_names_of_batch(3)[0] == ["counting:12"]
     assert counting.describe()["bits_per_nat"] is None
     assert not counting.tokenizer.reads_text
     assert counting.fingerprint != open_data(DataConfig(source="copy"), 16, 4, 32).fingerprint
@@ -149,7 +149,7 @@ def test_a_new_mixer_with_one_setting(tmp_path):
             )
 
 
-@pytest.mark.parametrize("name", ["queries", "keys", "score"])
+@pytest.mark.parametrize("name", ["queries_for_score", "keys_for_score", "score"])
 def test_the_page_has_the_methods_of_pair_attention(name):
     signature = inspect.signature(getattr(PairAttention, name))
     assert f"`{name}{signature}`" in PAGE.read_text()

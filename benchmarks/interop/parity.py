@@ -360,7 +360,7 @@ def _choices(model: Qwen3Next, cases: dict[str, np.ndarray], hidden_states) -> d
         model, found = nnx.merge(graph, state), {}
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         if config.ple.layer_ids:
-            ids = config.ple.module().ids(config, 0, tokens, positions)
+            ids = config.ple.module().ngram_ids(config, 0, tokens, positions)
             found["ngram_ids.first_ple_layer"] = ids
         if "qsa" in config.mixers:
             layer = config.mixers.index("qsa")
@@ -371,7 +371,7 @@ def _choices(model: Qwen3Next, cases: dict[str, np.ndarray], hidden_states) -> d
             context, h = Context(positions, tokens=tokens), hidden_states[layer]
             if block.embedding is not None:
                 h = h + block.embedding(h, context)[0]
-            found["selected.first_attention_layer"] = block.mixer.seen(
+            found["selected.first_attention_layer"] = block.mixer.attention_mask(
                 block.input_and_add_output(h, "mixer", context)[0], context
             )
         return found

@@ -76,8 +76,8 @@ def _count(blocks: int, backward: bool, implementation: str, args, mesh, topolog
     def chain(params, matrices, h):
         for own, matrix in zip(params, matrices):
             mix = nnx.merge(graph, own)
-            x, a, h = mix.mix(h, Context(None, mesh=mesh))
-            h = residual_streams.write(h, x @ matrix, a, mesh)
+            x, a, h = mix.block_input_and_factors(h, Context(None, mesh=mesh))
+            h = residual_streams.add_to_streams(h, x @ matrix, a, mesh)
         return h
 
     def both(params, matrices, h, dh):

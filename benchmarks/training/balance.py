@@ -77,9 +77,9 @@ def train(run: ResolvedRun, step: Callable, evaluate: Callable, data: Data, stat
             load_LE = np.asarray(metrics["expert_load"])
             busiest.append(load_LE.max())
             idle.append(np.sum(load_LE == 0))
-    batches = (jax.device_put(b, run.batch_sharding) for b in data.heldout(HELDOUT_ROWS))
+    batches = (jax.device_put(b, run.batch_sharding) for b in data.heldout_batches(HELDOUT_ROWS))
     heldout = metrics_from_sums(
-        measure_and_sum_rows(evaluate, state["params"], batches, data.token_bytes)
+        measure_and_sum_rows(evaluate, state["params"], batches, data.token_byte_counts)
     )
     return {
         "busiest": float(np.mean(busiest)),

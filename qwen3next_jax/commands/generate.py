@@ -97,7 +97,7 @@ def _continue(text: str, loading: run_flags.Loading, template, ends: set[int]) -
                 capacity = _cache_capacity(needed, model.config.context_length)
                 return _answer(model, tokenizer, text, request | {"min_cache_length": capacity})
 
-            _chat_loop(template.prompt, answer)
+            _chat_loop(template.render_prompt, answer)
         elif _samples.value == 1:
             _answer(model, tokenizer, text, request, echo=text)
         else:
@@ -334,13 +334,13 @@ def _write_routing(model, prompt, new: list[list[int]], stream) -> None:
     """With --record_routing, writes a file for each continuation of `prompt`."""
     if _record_routing.value is None:
         return
-    from qwen3next_jax.data.recorded import write_recorded
+    from qwen3next_jax.data.recorded import write_recorded_text
 
     folder = pathlib.Path(_record_routing.value)
     # The experts are there only if the stream has ended. Texts without new tokens teach nothing.
     texts = [(row, experts) for row, experts in zip(new, stream.routed_experts) if row]
     for row, experts in texts:
-        write_recorded(folder, model.config, [*prompt, *row], experts, len(prompt))
+        write_recorded_text(folder, model.config, [*prompt, *row], experts, len(prompt))
     print(f"{folder}: wrote the experts of {len(texts)} of {len(new)} texts", file=sys.stderr)
 
 

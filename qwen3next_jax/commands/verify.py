@@ -97,7 +97,7 @@ def print_contamination(
 
     if tokenizer is None:
         raise UserError("--evaluation needs --tokenizer: data.tokenizer of the prepared data")
-    source = sources.find_files_of_glob(evaluation, text_field)
+    source = sources.find_source_of_glob(evaluation, text_field)
     texts = list(readers.read_documents(source))
     with PreparationProgress("reading") as progress:
         found = find_contamination(
@@ -107,8 +107,8 @@ def print_contamination(
             progress=progress,
         )
     print(escape_control(f"{evaluation} in {prepared_dir}: {found.summary()}"))
-    for i, share in found.worst():
-        place = readers.describe_place(source, texts[i].file, texts[i].record)
+    for i, share in found.worst_texts():
+        place = readers.document_name(source, texts[i].file_index, texts[i].index_in_file)
         print(f"  {share:4.0%}  {escape_control(place)}")
 
 
@@ -179,9 +179,9 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
 
 
 def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
-    from qwen3next_jax.interop.checksums import verify_hf
+    from qwen3next_jax.interop.checksums import compare_with_checksums
 
-    findings = list(verify_hf(directory))
+    findings = list(compare_with_checksums(directory))
     if not findings:
         raise UserError(
             f"{directory}: it has no SHA256SUMS, and safetensors files carry no digests: there is "
@@ -203,13 +203,13 @@ def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
 
 def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
     from qwen3next_jax.data.preparation import read_corpus_parts
-    from qwen3next_jax.data.prepared import open_index
+    from qwen3next_jax.data.prepared import read_index_arrays
     from qwen3next_jax.data.row_groups import METADATA
     from qwen3next_jax.data.store import Store
     from qwen3next_jax.data.tokenized_parts import (
-        find_part,
-        open_part,
-        open_weights,
+        find_part_by_key,
+        open_part_tokens,
+        open_part_weights,
         stored_part_keys,
     )
 
@@ -227,12 +227,12 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
         return name, None
 
     def check_unit(key: str) -> None:
-        part = find_part(store, key)
-        open_part(store, part)
-        open_weights(store, part)
+        part = find_part_by_key(store, key)
+        open_part_tokens(store, part)
+        open_part_weights(store, part)
 
     def check_index(name: str) -> None:
-        _, arrays = open_index(store, name)
+        _, arrays = read_index_arrays(store, name)
         for key, names in arrays.items():
             for folder in names.tolist() if key.endswith(".folders") else ():
                 rows = f"rows/{folder.decode()}/{METADATA}"
@@ -245,9 +245,9 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
     for key in unfinished:
         what = "its manifest is missing: it is being prepared, or prepare it again"
         yield f"tokens/{key[:2]}/{key}.tokens", what
-    for name in store.names("corpora/*.json"):
+    for name in store.names_matching("corpora/*.json"):
         yield check(name, lambda: read_corpus_parts(store, name))
-    for name in store.names("indexes/*"):
+    for name in store.names_matching("indexes/*"):
         if name.endswith(".npz"):
             yield f"{name} ({older})", None
         else:
@@ -257,19 +257,19 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
 
 
 def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
-    from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, read_metadata
-    from qwen3next_jax.data.rows import RowReader, RowTable
+    from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, read_group_metadata
+    from qwen3next_jax.data.rows import RowReader, ShardTable
 
     try:
-        content = read_metadata(directory)
+        content = read_group_metadata(directory)
         yield f"{directory.name}/{METADATA}", None
     except UserError as error:
         yield f"{directory.name}/{METADATA}", str(error)
         return
     for split in (TRAIN, HELDOUT):
-        table = RowTable.of(split, [directory], [content], [0], [])
+        table = ShardTable.from_metadata(split, [directory], [content], [0], [])
         rows, first = RowReader(table, content["row_length"]), 0
-        for number, count in enumerate(table.rows.tolist()):
+        for number, count in enumerate(table.rows_per_shard.tolist()):
             damage = None
             try:
                 for i in range(first, first + count):
@@ -277,4 +277,4 @@ def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
             except UserError as error:
                 damage = str(error)
             first += count
-            yield f"{directory.name}/{table.shard(number)[1].file}", damage
+            yield f"{directory.name}/{table.path_and_shard(number)[1].file}", damage

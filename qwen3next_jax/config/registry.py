@@ -25,20 +25,20 @@ MIXERS = {
     "gated_attention": "qwen3next_jax.model.gated_attention:GatedAttention",
     "kda": "qwen3next_jax.zoo.kda:KDA",
     "mamba2": "qwen3next_jax.zoo.state_space:Mamba2",
-    "sliding_window": "qwen3next_jax.zoo.sliding_window:SlidingWindow",
+    "sliding_window": "qwen3next_jax.zoo.sliding_window:SlidingWindowAttention",
     "gla": "qwen3next_jax.zoo.gated_linear:GLA",
     "hgrn2": "qwen3next_jax.zoo.gated_linear:HGRN2",
     "rwkv6": "qwen3next_jax.zoo.rwkv:RWKV6",
     "mla": "qwen3next_jax.zoo.mla:MLA",
     "linear": "qwen3next_jax.zoo.linear_attention:LinearAttention",
     "retnet": "qwen3next_jax.zoo.linear_attention:RetNet",
-    "lightning": "qwen3next_jax.zoo.linear_attention:Lightning",
+    "lightning": "qwen3next_jax.zoo.linear_attention:LightningAttention",
     "gated_retention": "qwen3next_jax.zoo.linear_attention:GatedRetention",
     "gated_rfa": "qwen3next_jax.zoo.linear_attention:GatedRFA",
     "mlstm": "qwen3next_jax.zoo.mlstm:MLSTM",
     "gsa": "qwen3next_jax.zoo.gated_slots:GSA",
     "abc": "qwen3next_jax.zoo.gated_slots:ABC",
-    "dfw": "qwen3next_jax.zoo.gated_linear:DFW",
+    "dfw": "qwen3next_jax.zoo.gated_linear:DecayingFastWeights",
     "mamba": "qwen3next_jax.zoo.state_space:Mamba",
     "rwkv4": "qwen3next_jax.zoo.rwkv:RWKV4",
     "gdn2": "qwen3next_jax.zoo.kda:GDN2",
@@ -56,22 +56,22 @@ MIXERS = {
     "nope_attention": "qwen3next_jax.zoo.pairwise:NoPEAttention",
     "masked_attention": "qwen3next_jax.zoo.pairwise:MaskedAttention",
     "alibi": "qwen3next_jax.zoo.pairwise:ALiBi",
-    "t5_bias": "qwen3next_jax.zoo.pairwise:T5Bias",
+    "t5_bias": "qwen3next_jax.zoo.pairwise:T5BiasAttention",
     "rerope": "qwen3next_jax.zoo.long_context:ReRoPE",
     "leaky_rerope": "qwen3next_jax.zoo.long_context:LeakyReRoPE",
-    "dynamic_ntk": "qwen3next_jax.zoo.long_context:DynamicNTK",
-    "lambda_window": "qwen3next_jax.zoo.long_context:LambdaWindow",
-    "parallel_windows": "qwen3next_jax.zoo.long_context:ParallelWindows",
-    "selected_tokens": "qwen3next_jax.zoo.long_context:SelectedTokens",
+    "dynamic_ntk": "qwen3next_jax.zoo.long_context:DynamicNTKAttention",
+    "lambda_window": "qwen3next_jax.zoo.long_context:LambdaWindowAttention",
+    "parallel_windows": "qwen3next_jax.zoo.long_context:ParallelWindowsAttention",
+    "selected_tokens": "qwen3next_jax.zoo.long_context:SelectedTokensAttention",
     "qsa": "qwen3next_jax.zoo.qsa:QSA",
 }
 # Placements of a block's norms, for model.block.placement; N is a norm, f the mixer or the MLP.
 PLACEMENTS = {
     "pre": "qwen3next_jax.model.block:Block",  # x + f(N(x))
     "post": "qwen3next_jax.zoo.block_parts:PostNorm",  # N(x + f(x))
-    "olmo2": "qwen3next_jax.zoo.block_parts:Olmo2",  # x + N(f(x))
+    "olmo2": "qwen3next_jax.zoo.block_parts:Olmo2Norm",  # x + N(f(x))
     # recurrent layers x + f(N(x)), layers with attention x + N(f(x))
-    "olmo_hybrid": "qwen3next_jax.zoo.block_parts:OlmoHybrid",
+    "olmo_hybrid": "qwen3next_jax.zoo.block_parts:OlmoHybridNorm",
     "sandwich": "qwen3next_jax.zoo.block_parts:SandwichNorm",  # x + N'(f(N(x)))
     "deep": "qwen3next_jax.zoo.block_parts:DeepNorm",  # N(α x + f(x))
     # several streams: f reads a mixture of them, and gates add its output to each (model.streams)
@@ -92,9 +92,9 @@ STREAM_SETTINGS = {
 MLPS = {
     "swiglu": "qwen3next_jax.model.moe:DenseMLP",
     "geglu": "qwen3next_jax.zoo.block_parts:GeGLU",
-    "gelu": "qwen3next_jax.zoo.block_parts:GELU",
-    "relu": "qwen3next_jax.zoo.block_parts:ReLU",
-    "relu2": "qwen3next_jax.zoo.block_parts:SquaredReLU",
+    "gelu": "qwen3next_jax.zoo.block_parts:GELUMLP",
+    "relu": "qwen3next_jax.zoo.block_parts:ReLUMLP",
+    "relu2": "qwen3next_jax.zoo.block_parts:SquaredReLUMLP",
     "none": "qwen3next_jax.zoo.block_parts:NoMLP",
 }
 # Mixtures of experts, for model.moe.experts. The names say what an expert computes.
@@ -119,9 +119,9 @@ POSITIONS = {
 # model.block.rope_scaling.
 ROPE_SCALINGS = {
     "yarn": "qwen3next_jax.model.layers:yarn_frequency_scale",
-    "linear": "qwen3next_jax.zoo.block_parts:linear_scaling",
-    "ntk": "qwen3next_jax.zoo.block_parts:ntk_scaling",
-    "truncated": "qwen3next_jax.zoo.block_parts:truncated_scaling",
+    "linear": "qwen3next_jax.zoo.block_parts:linear_rope_scaling",
+    "ntk": "qwen3next_jax.zoo.block_parts:ntk_rope_scaling",
+    "truncated": "qwen3next_jax.zoo.block_parts:truncated_rope_scaling",
 }
 # Embeddings that a layer adds to the residual stream before its mixer, for model.ple.embedding.
 LAYER_EMBEDDINGS = {

@@ -81,7 +81,7 @@ class EvalContext:
             the first `rows` rows hold fewer rows of a source, its missing rows are yielded after
             them.
         """
-        return self.open_data().heldout(self.options.rows or rows, least=least)
+        return self.open_data().heldout_batches(self.options.rows or rows, least=least)
 
     def scorer(self, params: dict) -> Scorer:
         """Returns a scorer of the model with the parameters `params`: a function that computes, for

@@ -64,10 +64,12 @@ class Heldout(Evaluation):
         data = context.open_data()
 
         batches = context.heldout_batches(least=_MIN_ROWS_PER_SOURCE)
-        rows = heldout_sums_by_row(self._step, params, batches, data.token_bytes, context.mesh)
+        rows = heldout_sums_by_row(
+            self._step, params, batches, data.token_byte_counts, context.mesh
+        )
         # The rows that a small source lacks come after those that make up the total.
         values = metrics_from_sums(sum_rows(rows, slice(context.options.rows)))
-        places = data.heldout_places(context.options.rows, _MIN_ROWS_PER_SOURCE)
+        places = data.heldout_places_by_source(context.options.rows, _MIN_ROWS_PER_SOURCE)
         values |= metrics_by_source({name: sum_rows(rows, own) for name, own in places.items()})
         if "bits_per_byte" not in values and context.tokenizer.reads_text:
             loss = dataclasses.replace(self.metrics["loss"], main=True)
@@ -201,7 +203,7 @@ def metrics_from_sums(total: dict[str, float]) -> dict[str, float]:
       perplexity: per token.
       accuracy: the share of targets that are the trunk's most likely token.
       bits_per_byte: the loss in bits per UTF-8 byte of the predicted tokens; absent if the bytes of
-        tokens are not known (`Data.token_bytes`), as in synthetic tasks.
+        tokens are not known (`Data.token_byte_counts`), as in synthetic tasks.
       targets, bytes: the number of predicted tokens, and the number of their UTF-8 bytes; the other
         metrics are absent if no token was predicted.
       mtp_loss/d: nats per token, for each MTP depth d from 0.

@@ -1,9 +1,10 @@
-"""Writes a directory of safetensors files to a bucket. Its interface is that of
-`writing.PartialExport`.
+"""Writes a directory of safetensors files to a bucket. `BucketExport` has the methods of
+`writing.LocalExport`.
 
-A file of weights is written on the local disk, uploaded, and removed. progress.json in the bucket
-names the complete files; a later export with the same identity skips these files. config.json is
-uploaded after all other files, so a reader refuses the folder of an export that was killed.
+Each file of weights is written on the local disk, uploaded, and then removed from the disk.
+progress.json in the bucket names the complete files; a later export with the same identity skips
+these files. config.json is uploaded after all other files, so a reader refuses the folder of an
+export that was killed.
 """
 
 import hashlib

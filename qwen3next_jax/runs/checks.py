@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from qwen3next_jax.common.subpackages import warn_without
 from qwen3next_jax.config import Config, DataConfig, EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
-from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.pipeline import data_source_class
 from qwen3next_jax.model.layer_properties import check_mixers
 from qwen3next_jax.runs.facts import ParentRun, PretrainedModel
 from qwen3next_jax.runs.start import Start
@@ -66,7 +66,7 @@ def check_without_devices(config: Config) -> None:
     """
     check_mixers(config.model)
     resolve(OPTIMIZERS, config.optimizer.name, "optimizer.name")
-    source = source_of(config.data)
+    source = data_source_class(config.data)
     for stage in resolve_stages(config):
         source.check(stage.data, stage.sequence_length, config.model.vocab_size)
         source.check_model(stage.data, config.model)
@@ -79,7 +79,7 @@ def check_evaluations(config: EvalConfig, data: DataConfig, model: ModelConfig) 
     Raises:
       UserError: an evaluation or the sample cannot run; the message names it.
     """
-    tokenizer = source_of(data).tokenizer_of(data, model.vocab_size)
+    tokenizer = data_source_class(data).tokenizer_of(data, model.vocab_size)
     if warn_without("evals", "nothing is evaluated"):
         from qwen3next_jax.evals import evaluation
 

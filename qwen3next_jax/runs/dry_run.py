@@ -9,8 +9,8 @@ import jax
 
 from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import DataConfig
-from qwen3next_jax.data.estimate import Estimate, estimate
-from qwen3next_jax.data.pipeline import find_sources, source_of
+from qwen3next_jax.data.estimate import Estimate, estimate_size
+from qwen3next_jax.data.pipeline import data_source_class, find_sources
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs.checkpoint import Checkpoints
@@ -185,13 +185,13 @@ def _describe_data(config: DataConfig, vocab_size: int, row_lengths: Sequence[in
     """
     if config.source != "text":
         return _Described(f"{config.source}, generated during training", [])
-    tokenizer = source_of(config).tokenizer_of(config, vocab_size)
+    tokenizer = data_source_class(config).tokenizer_of(config, vocab_size)
     resolved = find_sources(config, tokenizer)
     estimates = [
-        None if source.text_is_gone else estimate(source, tokenizer, row_lengths)
+        None if source.text_is_gone else estimate_size(source, tokenizer, row_lengths)
         for source in resolved
     ]
-    long = "".join(text for one in estimates if one for text in one.long)
+    long = "".join(text for one in estimates if one for text in one.long_conversation_notes)
     files = sum(len(source.files) for source in resolved)
     text = (
         f"{files:,} {'file' if files == 1 else 'files'}, "

@@ -18,7 +18,7 @@ from qwen3next_jax.common.storage import BucketPath, check_bucket, to_path
 from qwen3next_jax.common.subpackages import require_subpackage
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig
 from qwen3next_jax.config.registry import TEXT_SOURCES
-from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.pipeline import data_source_class
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer, same_token_ids
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import RunFolder, read_folder, saved_steps
@@ -382,13 +382,15 @@ def _tokenizer_of_run(path: pathlib.Path | BucketPath, config: Config) -> str:
 
 def _read_tokens(data: DataConfig, vocab_size: int, source: ParentRun | PretrainedModel) -> Tokens:
     """Loads the tokenizers of a new run and of the model with which it begins."""
-    from qwen3next_jax.data.synthetic import TaskTokens
+    from qwen3next_jax.data.synthetic import TaskTokenizer
 
     # `runs.checks` compares sizes. Before that, `decide` names a tokenizer that is another one.
-    ours = source_of(data).tokenizer_of(data, None if data.source in TEXT_SOURCES else vocab_size)
+    ours = data_source_class(data).tokenizer_of(
+        data, None if data.source in TEXT_SOURCES else vocab_size
+    )
     if isinstance(source, ParentRun):
         fingerprint = source.record.tokenizer
-        is_text = fingerprint != TaskTokens(source.model.vocab_size).fingerprint
+        is_text = fingerprint != TaskTokenizer(source.model.vocab_size).fingerprint
         name = _tokenizer_of_run(source.folder, source.config)
         place = f"a copy is in {source.folder / 'tokenizer'}, unless it is bytes"
     else:

@@ -181,7 +181,7 @@ def write_dump(
       The folder of the dump; the names of the documents of every row.
     """
     folder = store.dump_folder(halt.step)
-    documents = data.document_names(index)
+    documents = data.document_names_of_batch(index)
 
     def write_batch() -> None:
         # An earlier dump of this step has the same content.

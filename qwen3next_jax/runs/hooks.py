@@ -263,10 +263,14 @@ class MetricsHook(Hook):
 
 def _mix(data: Data) -> dict[str, dict[str, float]]:
     """Returns {"mix": {source: its share of the rows}} of data of several sources; else {}."""
-    if len(data.streams) < 2:
+    if len(data.stream_weights) < 2:
         return {}
-    total = sum(data.streams.values())
-    return {"mix": {data.epochs[name].source: w / total for name, w in data.streams.items()}}
+    total = sum(data.stream_weights.values())
+    return {
+        "mix": {
+            data.stream_epochs[name].source: w / total for name, w in data.stream_weights.items()
+        }
+    }
 
 
 def reading_fields(read: Mapping[str, SourceReading]) -> dict[str, float]:
@@ -399,7 +403,7 @@ def sample_prompt(config: EvalConfig, data: Data, longest: int) -> tuple[str, np
     first answer, at most the last `longest`.
     """
     rows = range(min(data.heldout_rows, _ROWS_FOR_A_PROMPT))
-    if config.sample_prompt == EvalConfig.sample_prompt and "loss_weights" in data.kinds:
+    if config.sample_prompt == EvalConfig.sample_prompt and "loss_weights" in data.array_dtypes:
         for row in map(data.heldout_row, rows):
             answers = np.flatnonzero(row["loss_weights"] > 0)
             if len(answers) and answers[0]:  # in a row of texts all tokens count

@@ -12,7 +12,7 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.config import Config, TelemetryConfig
-from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.pipeline import data_source_class
 from qwen3next_jax.runs.changes import compare_settings
 from qwen3next_jax.runs.facts import Facts, ParentRun, read_facts
 from qwen3next_jax.runs.init_from import check_source, compare_tokens, parent_of
@@ -68,8 +68,8 @@ def prepare_start(
     start = decide(config, read_facts(config, workdir, restart, writes_telemetry))
     stages = resolve_stages(start.config)
     for data, length in dict.fromkeys((stage.data, stage.sequence_length) for stage in stages):
-        source_of(data).check(data, length, config.model.vocab_size)
-        source_of(data).check_model(data, config.model)
+        data_source_class(data).check(data, length, config.model.vocab_size)
+        data_source_class(data).check_model(data, config.model)
     return start
 
 

@@ -21,7 +21,7 @@ from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.pipeline import Data, TextData
 from qwen3next_jax.data.progress import PreparationProgress
-from qwen3next_jax.data.readers import bad_summary
+from qwen3next_jax.data.readers import describe_bad_records
 from qwen3next_jax.processes.distributed import (
     broadcast_from_process_0,
     check_shared_folder,
@@ -352,7 +352,7 @@ def _bad_records(data: Sequence[Data]) -> list[list]:
     for stage in data:
         for source in stage.describe()["sources"] if isinstance(stage, TextData) else ():
             if counts := source["bad_records"]:
-                summary = bad_summary(counts, source["bad_places"])
+                summary = describe_bad_records(counts, source["bad_places"])
                 found[source["source"]] = [source["source"], sum(counts.values()), summary]
     return list(found.values())
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from qwen3next_jax.common.errors import UserError, require, similar_folder
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, to_dict
-from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.pipeline import data_source_class
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.huggingface import load_hf
@@ -134,7 +134,7 @@ def tokenizer_of_run(folder: pathlib.Path, record: RunRecord) -> Tokenizer:
     copy, data = folder / "tokenizer", config.data
     if copy.exists():
         data = dataclasses.replace(data, tokenizer=str(copy))
-    tokenizer = source_of(data).tokenizer_of(data, config.model.vocab_size)
+    tokenizer = data_source_class(data).tokenizer_of(data, config.model.vocab_size)
     if tokenizer.fingerprint != record.tokenizer:
         raise UserError(
             f"{data.tokenizer}: not the tokenizer that {folder} was trained with (its fingerprint "

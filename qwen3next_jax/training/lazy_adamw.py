@@ -63,7 +63,7 @@ def look_up_batch_rows(
     positions = document_positions(batch["segment_ids"])
     ids, rows = {}, {}
     for path, number in tables.items():
-        ids[number] = model.ple.module().ids(model, number, batch["tokens"], positions)
+        ids[number] = model.ple.module().ngram_ids(model, number, batch["tokens"], positions)
         table, of_table = leaf_at(params, path)[0], _declaration_at(model, path)
         rows[number] = row_tables.look_up_rows(
             table, ids[number], of_table, mesh, dtype=model.dtype

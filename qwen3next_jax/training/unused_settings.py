@@ -24,7 +24,7 @@ from qwen3next_jax.config.files import UserInput, names_in_code
 from qwen3next_jax.config.ngram import PLEConfig
 from qwen3next_jax.config.registry import EVALUATIONS, STREAM_SETTINGS, resolve
 from qwen3next_jax.config.streams import StreamsConfig
-from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.pipeline import data_source_class
 from qwen3next_jax.training.stages import STAGE_SETTINGS, ResolvedStage, resolve_stages
 
 # Setting → (function that returns whether the setting has an effect on a run of a configuration,
@@ -121,7 +121,7 @@ def find_unused(config: Config) -> dict[str, str]:
     of mixers and evaluations.
     """
     unused = {name: why for name, (reads, why) in _CONDITIONS.items() if not reads(config)}
-    read = source_of(config.data).settings(config.data)
+    read = data_source_class(config.data).settings_read(config.data)
     if read is not None:
         unused |= {
             f"data.{name}": f"data.source = {config.data.source!r} does not read it"

@@ -2,9 +2,9 @@
 row [T, D] that is one document, computed for every pair of tokens.
 
 A reference is a function (config, params, x): the ModelConfig, the parameters by name, and the row.
-It uses only jax.numpy, so that autodiff computes its gradients. The mixers rotate queries and keys
-by their positions. The references rotate only the query, by its distance from the key, so that they
-check the rotary positions independently.
+A reference uses only jax.numpy, so that autodiff computes its gradients. The mixers rotate queries
+and keys by their positions. The references rotate only the query, by its distance from the key, so
+that they check the rotary positions independently.
 
 Letters: T queries, S keys, D model, N query heads, M key/value heads, K head width.
 """

@@ -67,8 +67,8 @@ class LayerNorm:
 
     @staticmethod
     def apply(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-        """Applies the norm over the last axis of x. It is computed in float32 and returned in the
-        dtype of x.
+        """Applies the norm over the last axis of x. The norm is computed in float32, and the result
+        has the dtype of x.
         """
 
         def normalise(x, weight):
@@ -99,7 +99,7 @@ class PostNorm(Block):
         return super().sublayer_input(x_BTD + y_BTD, part)
 
 
-class Olmo2(Block):
+class Olmo2Norm(Block):
     """Norms of the outputs of mixer and MLP: x + N(f(x)), as in OLMo 2 (2501.00656). N is a norm
     and f is the mixer or the MLP.
     """
@@ -111,7 +111,7 @@ class Olmo2(Block):
         return x_BTD + super().sublayer_input(y_BTD, part)
 
 
-class OlmoHybrid(Block):
+class OlmoHybridNorm(Block):
     """Norms of the inputs in recurrent layers, x + f(N(x)), and of the outputs in layers with
     attention, x + N(f(x)), as in Olmo Hybrid. N is a norm and f is the mixer or the MLP. A layer
     has attention if its mixer is a `GatedAttention`, or if its cache grows with the text.
@@ -184,7 +184,7 @@ class GeGLU(DenseMLP):
         return hidden_BTI @ self.down[...].astype(x_BTD.dtype), {}
 
 
-class GELU(nnx.Module):
+class GELUMLP(nnx.Module):
     """The MLP down(gelu(up x)), where up and down are matrices."""
 
     activation = staticmethod(gelu)
@@ -201,13 +201,13 @@ class GELU(nnx.Module):
         return hidden_BTI @ self.down[...].astype(x_BTD.dtype), {}
 
 
-class ReLU(GELU):
+class ReLUMLP(GELUMLP):
     """The MLP down(max(0, up x)), where up and down are matrices (1706.03762)."""
 
     activation = staticmethod(jax.nn.relu)
 
 
-class SquaredReLU(GELU):
+class SquaredReLUMLP(GELUMLP):
     """The MLP down(max(0, up x)²), where up and down are matrices (2109.08668)."""
 
     activation = staticmethod(lambda x: jnp.square(jax.nn.relu(x)))
@@ -275,29 +275,31 @@ class LearnedPositions(NoPositions):
 # cos and sin are multiplied.
 
 
-def linear_scaling(
+def linear_rope_scaling(
     half: int, theta: float, factor: float, context: int
 ) -> tuple[np.ndarray, float]:
     """Computes position interpolation (2306.15595): divides all frequencies by `factor`."""
     return np.full(half, 1 / factor, np.float32), 1.0
 
 
-def ntk_scaling(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
+def ntk_rope_scaling(
+    half: int, theta: float, factor: float, context: int
+) -> tuple[np.ndarray, float]:
     """Computes NTK-aware scaling: multiplies the base by factor^(R / (R − 2)), where R = 2 · half
-    is the number of rotated dimensions. The fastest pair keeps its frequency, and the frequency of
-    the slowest pair is divided by `factor`.
+    is the number of rotated dimensions. The fastest pair of dimensions keeps its frequency, and the
+    frequency of the slowest pair is divided by `factor`.
     """
     return (factor ** (-np.arange(half) / max(half - 1, 1))).astype(np.float32), 1.0
 
 
-def truncated_scaling(
+def truncated_rope_scaling(
     half: int, theta: float, factor: float, context: int
 ) -> tuple[np.ndarray, float]:
-    """Computes a truncated basis (Giraffe, 2308.10882). A pair that makes at least one full turn
-    over `context` positions keeps its frequency. A slower pair that makes more than one turn over
-    `context` · `factor` positions gets the frequency of exactly one turn over `context` · `factor`
-    positions. The slowest pairs are not rotated. The paper does not specify the two limits; this
-    code chooses them.
+    """Computes a truncated basis (Giraffe, 2308.10882). A pair of dimensions that makes at least
+    one full turn over `context` positions keeps its frequency. A slower pair that makes more than
+    one turn over `context` · `factor` positions gets the frequency of exactly one turn over
+    `context` · `factor` positions. The slowest pairs are not rotated. The paper does not specify
+    the two limits; this code chooses them.
     """
     frequency = theta ** (-np.arange(half) / half)
     once = 2 * math.pi / context

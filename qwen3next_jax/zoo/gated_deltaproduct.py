@@ -42,7 +42,7 @@ class GatedDeltaProduct(GatedDeltaNet):
     single matrix is at most a reflection. The paper uses β between 0 and 2.
 
     With one write this is Gated DeltaNet. With n writes, the operator and kernels of Gated DeltaNet
-    run over rows of n T tokens. The diagnostic beta is the mean over the n writes.
+    run over rows of n T tokens. The diagnostic beta is the mean of β over the n writes.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -84,16 +84,14 @@ class GatedDeltaProduct(GatedDeltaNet):
             beta_BTHn = jnp.broadcast_to(beta_BTHn[..., None], (*beta_BTHn.shape, n))
         ids = heads.segment_ids
         heads = heads._replace(
-            q=_place_at_write(heads.q, n - 1, n),
+            q=_zeros_at_other_writes(heads.q, n - 1, n),
             k=_writes_to_time_axis(heads.k, n),
             v=_writes_to_time_axis(heads.v, n),
-            log_decay=_place_at_write(heads.log_decay, 0, n),
+            log_decay=_zeros_at_other_writes(heads.log_decay, 0, n),
             beta=_writes_to_time_axis(beta_BTHn, n)[..., 0],
             segment_ids=None if ids is None else jnp.repeat(ids, n, axis=1),
         )
         o_BLHV, states = super().recurrence(heads, state)
-        if heads.return_all_states:
-            states = {name: x[:, n - 1 :: n] for name, x in states.items()}
         return o_BLHV[:, n - 1 :: n], states
 
     @classmethod
@@ -124,9 +122,9 @@ def _writes_to_time_axis(x_BTHC: jax.Array, n: int) -> jax.Array:
     return jnp.swapaxes(x_BTHnC, 2, 3).reshape(batch, time * n, heads, width // n)
 
 
-def _place_at_write(x: jax.Array, write: int, n: int) -> jax.Array:
-    """Returns [B, n T, …] for x [B, T, …]. Each token has n entries: number `write` (from 0) is the
-    token's entry of x, and the others are zeros.
+def _zeros_at_other_writes(x: jax.Array, write: int, n: int) -> jax.Array:
+    """Returns [B, n T, …] for x [B, T, …]. Each token gets n entries. Entry number `write`, counted
+    from 0, is the token's entry of x; the other entries are zeros.
     """
     others = [(0, 0), (0, 0), (write, n - 1 - write)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x[:, :, None], others).reshape(x.shape[0], -1, *x.shape[2:])

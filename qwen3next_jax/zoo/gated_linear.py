@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.zoo.ops import channel_delta_rule
-from qwen3next_jax.zoo.projections import make_low_rank, project_to_float32
+from qwen3next_jax.zoo.projections import make_low_rank_projection, project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
     project_out,
@@ -30,7 +30,7 @@ EXAMPLES = {
 GLA_RANK, GLA_TEMPERATURE = 16, 16
 
 
-class ChannelDecay(Recurrent):
+class ChannelDecayMixer(Recurrent):
     """The base class of the mixers in this file: S ← Diag(e^g) S + k vᵀ, o = Sᵀq, without a
     convolution.
     """
@@ -57,7 +57,7 @@ class ChannelDecay(Recurrent):
         return False
 
 
-class GLA(ChannelDecay):
+class GLA(ChannelDecayMixer):
     """Gated linear attention (2312.06635, equations 3–4): g = log σ(W₂ W₁ x + b) / 16 for each
     key channel, where W₂ W₁ is a projection of rank 16, and o = Sᵀq / √K. The activation of the
     output gate is a SiLU.
@@ -66,7 +66,9 @@ class GLA(ChannelDecay):
     def __init__(self, config, make, layers):
         self.config = c = config
         self.make_projection(make)
-        self.decay_down, self.decay_up = make_low_rank(make, GLA_RANK, c.linear_key_head_dim)
+        self.decay_down, self.decay_up = make_low_rank_projection(
+            make, GLA_RANK, c.linear_key_head_dim
+        )
         self.decay_bias = make.parameter(
             jnp.zeros,
             (c.linear_num_value_heads, c.linear_key_head_dim),
@@ -88,7 +90,7 @@ class GLA(ChannelDecay):
         return super().recurrence(heads._replace(q=heads.q * heads.q.shape[-1] ** -0.5), state)
 
 
-class HGRN2(ChannelDecay):
+class HGRN2(ChannelDecayMixer):
     """HGRN-2 (2404.07904): each key channel has a decay f and the key 1 − f. The decay has a lower
     bound b, which starts higher in deeper layers.
 
@@ -126,7 +128,7 @@ class HGRN2(ChannelDecay):
         )
 
 
-class DFW(ChannelDecay):
+class DecayingFastWeights(ChannelDecayMixer):
     """Decaying fast weights (2210.04243): each key channel and each value channel has a decay.
 
     S ← Diag(σ(W x)) S Diag(σ(W' x)) + k vᵀ, o = Sᵀq. A norm of each head follows; there is no
@@ -149,13 +151,13 @@ class DFW(ChannelDecay):
         )
 
     def recurrence(self, heads, state):
-        key_decay, value_decay = jnp.split(heads.log_decay, (heads.q.shape[-1],), axis=-1)
+        key_decay, value_log_decay = jnp.split(heads.log_decay, (heads.q.shape[-1],), axis=-1)
         o_BTHV, final_state = channel_delta_rule(
             heads.q,
             heads.k,
             heads.v,
             g=key_decay,
-            value_decay=value_decay,
+            value_log_decay=value_log_decay,
             delta_term=False,
             initial_state=state and state["state"],
             segment_ids=heads.segment_ids,
@@ -181,14 +183,14 @@ def hgrn2_reference(config, params, x):
     return project_out(params, rms_norm(config, o) * params["norm"])
 
 
-def dfw_reference(config, params, x):
+def decaying_fast_weights_reference(config, params, x):
     q, k, v, _ = queries_keys_values_gate(config, params, x)
     decay = jax.nn.sigmoid(jnp.einsum("td,dhc->thc", x, params["decay_proj"]))
 
     def step(s, token):
         q, k, v, decay = token
-        key_decay, value_decay = decay[:, : k.shape[-1]], decay[:, k.shape[-1] :]
-        s = key_decay[..., None] * s * value_decay[:, None] + k[..., None] * v[:, None]
+        key_decay, value_log_decay = decay[:, : k.shape[-1]], decay[:, k.shape[-1] :]
+        s = key_decay[..., None] * s * value_log_decay[:, None] + k[..., None] * v[:, None]
         return s, jnp.einsum("hkv,hk->hv", s, q)
 
     empty = jnp.zeros((*k.shape[1:], v.shape[-1]))
@@ -196,4 +198,8 @@ def dfw_reference(config, params, x):
     return project_out(params, rms_norm(config, o) * params["norm"])
 
 
-REFERENCES = {"gla": gla_reference, "hgrn2": hgrn2_reference, "dfw": dfw_reference}
+REFERENCES = {
+    "gla": gla_reference,
+    "hgrn2": hgrn2_reference,
+    "dfw": decaying_fast_weights_reference,
+}

@@ -26,7 +26,7 @@ EXAMPLES = {
 GSA_TEMPERATURE = 8  # divisor of the log of the forget gates, as in the paper
 
 
-class MemorySlots(Recurrent):
+class MemorySlotsMixer(Recurrent):
     """The base class of mixers whose heads have two states: Sₖ [K, M] holds a key for each slot,
     and Sᵥ [M, V] holds a value for each slot. A token gives each slot a log decay g [M] and a write
     strength w [M], which are the same for both states:
@@ -78,7 +78,7 @@ class MemorySlots(Recurrent):
             heads.k,
             strength_BTHM,
             g=no_decay_BTHK,
-            value_decay=g_BTHM,
+            value_log_decay=g_BTHM,
             initial_state=state and state["state"],
             **common,
         )
@@ -116,7 +116,7 @@ class MemorySlots(Recurrent):
         return False
 
 
-class GSA(MemorySlots):
+class GSA(MemorySlotsMixer):
     """Gated slot attention (2409.07146, equations 7–9): g = log σ(W x) / 8 is the log decay of a
     slot, and w = 1 − e^g is its write strength.
     """
@@ -130,7 +130,7 @@ class GSA(MemorySlots):
         return heads.log_decay, -jnp.expm1(heads.log_decay), {}
 
 
-class ABC(MemorySlots):
+class ABC(MemorySlotsMixer):
     """Attention with bounded-memory control (2110.02488, equations 4 and 9, causal). A slot holds
     weighted means over the tokens j of the document so far: Σ e^{s_j} k_j / Σ e^{s_j} for its key,
     and the same mean of v_j for its value. The scores of a token are s = W x, one for each slot.

@@ -14,7 +14,7 @@ from qwen3next_jax.model.gated_deltanet import DECAY_INITS, log_of_uniform
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent, write_strength
 from qwen3next_jax.zoo.ops import channel_delta_rule
-from qwen3next_jax.zoo.projections import l2_normalize, make_low_rank, project_to_float32
+from qwen3next_jax.zoo.projections import l2_normalize, make_low_rank_projection, project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
     project_out,
@@ -44,8 +44,8 @@ class KDA(Recurrent):
         self.make_projection(make, gate=False)
         self.make_convolution(make)
         self.beta_proj = make.matrix((c.hidden_size, h), "embed -> value_heads")
-        self.decay_down, self.decay_up = make_low_rank(make, v, k)
-        self.gate_down, self.gate_up = make_low_rank(make, v, v)
+        self.decay_down, self.decay_up = make_low_rank_projection(make, v, k)
+        self.gate_down, self.gate_up = make_low_rank_projection(make, v, v)
         init_a_log, init_dt_bias = DECAY_INITS[c.decay_init]
         if c.decay_init == "log_uniform":
             init_a_log = log_of_uniform(1.0)  # the initial values of fla and transformers
@@ -154,7 +154,7 @@ def _project_low_rank(params, name, x):
 
 
 def _log_decay(params, x):
-    """Returns g [T, H, K] for the inputs x [T, D]."""
+    """Returns the log decay g [T, H, K] for the inputs x [T, D]."""
     step = jax.nn.softplus(_project_low_rank(params, "decay", x) + params["dt_bias"])
     return -jnp.exp(params["a_log"])[:, None] * step
 

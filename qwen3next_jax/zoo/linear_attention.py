@@ -3,8 +3,8 @@ lightning attention, gated retention and gated random feature attention.
 
 In the formulas, x is a token's input; q, k and v are its query, key and value; S [K, V] is the
 recurrent state of a head; g is the log decay; β is the write strength; o is the head's output. The
-output Sᵀq is a weighted sum of values. Some mixers divide it by the sum of the weights, zᵀq, where
-z [K] is a second state.
+output Sᵀq is a weighted sum of values. Some mixers divide the output by the sum of the weights,
+zᵀq, where z [K] is a second state.
 
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.recurrent import ProjectedInputs, RecurrenceInputs, Recurrent
-from qwen3next_jax.zoo.ops import normalizer
+from qwen3next_jax.zoo.ops import attention_weight_sums
 from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
@@ -44,12 +44,12 @@ GATED_RETENTION_TEMPERATURE = 16.0  # τ of the paper
 RFA_EPSILON = 1e-6
 
 
-class ScalarDecay(Recurrent):
+class ScalarDecayMixer(Recurrent):
     """The base class of the mixers in this file: S ← e^g S + β k vᵀ, o = Sᵀq. There is no
     convolution, and q and k are not normalised.
 
-    If `normalises` returns True, there is a second state z [K], z ← e^g z + β k, and a subclass
-    divides o by the sum of the weights, zᵀq.
+    If `divides_by_weight_sum` returns True, there is a second state z [K], z ← e^g z + β k, and a
+    subclass divides o by the sum of the weights, zᵀq.
     """
 
     switches_read = ("delta_rule",)
@@ -57,7 +57,7 @@ class ScalarDecay(Recurrent):
     normalize_qk = False
 
     @classmethod
-    def normalises(cls, config) -> bool:
+    def divides_by_weight_sum(cls, config) -> bool:
         """Returns whether the mixer divides its output by the sum of the weights."""
         return False
 
@@ -76,8 +76,8 @@ class ScalarDecay(Recurrent):
           o [B, T, H, V] in float32; the sum of the weights zᵀq [B, T, H]; {name: state after the
           row} for both states.
         """
-        o_BTHV, states = ScalarDecay.recurrence(self, heads, state)
-        weight_BTH, z_BHK = normalizer(
+        o_BTHV, states = ScalarDecayMixer.recurrence(self, heads, state)
+        weight_BTH, z_BHK = attention_weight_sums(
             heads.q,
             heads.k,
             g=heads.log_decay,
@@ -91,7 +91,7 @@ class ScalarDecay(Recurrent):
     @classmethod
     def init_cache(cls, config, batch, length):
         cache = super().init_cache(config, batch, length)
-        if cls.normalises(config):
+        if cls.divides_by_weight_sum(config):
             cache["normaliser"] = jnp.zeros(cache["state"].shape[:-1])
         return cache
 
@@ -99,12 +99,12 @@ class ScalarDecay(Recurrent):
     def activation_flops(cls, config, length):
         """Counts the FLOPs per token of writing and reading the states S and z."""
         flops = super().activation_flops(config, length)
-        if cls.normalises(config):
+        if cls.divides_by_weight_sum(config):
             flops += 4 * config.linear_num_value_heads * config.linear_key_head_dim
         return flops
 
 
-class LinearAttention(ScalarDecay):
+class LinearAttention(ScalarDecayMixer):
     """Linear attention (2006.16236, equations 16–20): it replaces the weight e^{q·k} of softmax
     attention by the product φ(q)·φ(k) of feature vectors.
 
@@ -145,11 +145,11 @@ class LinearAttention(ScalarDecay):
         return (o_BTHV / (weight_BTH[..., None] + LINEAR_EPSILON)).astype(heads.v.dtype), states
 
     @classmethod
-    def normalises(cls, config):
+    def divides_by_weight_sum(cls, config):
         return cls.settings(config).normaliser
 
 
-class Retention(ScalarDecay):
+class Retention(ScalarDecayMixer):
     """The base class of RetNet and gated retention: S ← γ S + k vᵀ, o = Sᵀq / √K, where q and k
     are rotated by their positions (2307.08621, equations 5–8). A norm of each head and a SiLU gate
     follow. A subclass computes ln γ in `log_decay`.
@@ -188,8 +188,8 @@ class Retention(ScalarDecay):
 
 def _rotate(x_BTGK, positions_BT):
     """Applies rotary positions with the base ROTATION_BASE to all K dimensions of x; dimension i
-    and dimension i + K/2 form a pair. The settings `rope_theta` and `partial_rotary_factor` do not
-    apply here.
+    and dimension i + K/2 form a pair. The settings `rope_theta` and `partial_rotary_factor` have no
+    effect.
     """
     first, second = jnp.split(x_BTGK.astype(jnp.float32), 2, axis=-1)
     half = first.shape[-1]
@@ -228,7 +228,7 @@ class GatedRetention(Retention):
         return jax.nn.log_sigmoid(logit_BTH) / GATED_RETENTION_TEMPERATURE
 
 
-class Lightning(ScalarDecay):
+class LightningAttention(ScalarDecayMixer):
     """Lightning attention (MiniMax-01, 2501.08313): each head of each layer has a constant decay,
     which is not trained.
 
@@ -267,7 +267,7 @@ class Lightning(ScalarDecay):
         return (o * gate).astype(o_BTHV.dtype)
 
 
-class GatedRFA(ScalarDecay):
+class GatedRFA(ScalarDecayMixer):
     """Gated random feature attention (2103.02143, equations 4 and 7).
 
     The features of a query or key y are φ(y) = [sin ωy, cos ωy] / √(K/2), where ω [K/2, K] has
@@ -318,7 +318,7 @@ class GatedRFA(ScalarDecay):
         return (o_BTHV / weight_BTH[..., None]).astype(heads.v.dtype), states
 
     @classmethod
-    def normalises(cls, config):
+    def divides_by_weight_sum(cls, config):
         return True
 
     @classmethod

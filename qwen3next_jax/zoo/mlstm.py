@@ -1,8 +1,8 @@
 """mLSTM (xLSTM, 2405.04517, equations 19–27): linear attention with an exponential input gate.
 
 The code subtracts m_t = max(ln σ(f_t) + m_{t−1}, i_t) from all exponents, so that no exponent is
-above 0. Here f_t and i_t are the inputs of the forget gate and of the input gate. The output does
-not depend on m.
+above 0. In the formula, f_t and i_t are the inputs of the forget gate and of the input gate. The
+output does not depend on m.
 
 Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
 """
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
-from qwen3next_jax.zoo.ops import max_plus_scan, normalizer
+from qwen3next_jax.zoo.ops import attention_weight_sums, max_plus_scan
 from qwen3next_jax.zoo.projections import project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
@@ -81,7 +81,7 @@ class MLSTM(Recurrent):
             heads._replace(q=heads.q * heads.q.shape[-1] ** 0.5), state
         )
         o_BTHV = o_BTHV.astype(jnp.float32)
-        nq_BTH, n_BHK = normalizer(
+        nq_BTH, n_BHK = attention_weight_sums(
             heads.q,
             heads.k,
             g=heads.log_decay,

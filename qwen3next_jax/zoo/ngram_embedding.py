@@ -45,7 +45,8 @@ class NgramEmbedding(nnx.Module):
         its own hash functions and its own table.
 
     Attributes:
-      needs_whole_rows: as `needs_whole_rows` of `model.mixer.Mixer`.
+      whole_rows: True, because the module needs whole rows on one device (as in
+        `model.mixer.Mixer`).
     """
 
     needs_whole_rows = True
@@ -102,10 +103,12 @@ class NgramEmbedding(nnx.Module):
             return y_BTE, None
         ends = context.segment_ids
         return y_BTE, {
-            "tokens": _last_entries(
+            "tokens": _last_entries_for_cache(
                 before_BK, context.tokens, ends, context.options.return_all_states
             ),
-            "conv": _last_entries(before_BCE, n_BTE, ends, context.options.return_all_states),
+            "conv": _last_entries_for_cache(
+                before_BCE, n_BTE, ends, context.options.return_all_states
+            ),
         }
 
     def _norm_each_stream(self, x_BTE: jax.Array, weight_E: jax.Array) -> jax.Array:
@@ -158,15 +161,15 @@ class NgramEmbedding(nnx.Module):
         return y_BTE
 
     @staticmethod
-    def ids(config, number, tokens_BT, positions_BT, before_BK=None) -> jax.Array:
+    def ngram_ids(config, number, tokens_BT, positions_BT, before_BK=None) -> jax.Array:
         """Returns `ngram_ids` of the same arguments."""
         return ngram_ids(config, number, tokens_BT, positions_BT, before_BK)
 
     @classmethod
     def init_cache(cls, config: ModelConfig, batch: int) -> dict[str, jax.Array]:
-        """Returns the cache before the first token. It has space for the last tokens and for the
-        last inputs of the convolution. The zeros in it are never read as tokens, because readers
-        look back no further than a token's position.
+        """Returns the cache before the first token. The cache has space for the last tokens and for
+        the last inputs of the convolution. The zeros in the cache are never read as tokens, because
+        an n-gram and the convolution look back no further than the start of the document.
         """
         ple = config.ple
         reach, width = (ple.conv_kernel_size - 1) * ple.ngram_size, stream_count(config)
@@ -187,7 +190,7 @@ def stream_count(config: ModelConfig) -> int:
     )
 
 
-def _last_entries(
+def _last_entries_for_cache(
     before_BKx: jax.Array, new_BTx: jax.Array, segment_ids_BT: jax.Array | None, each: bool
 ) -> jax.Array:
     """Appends the new entries to `before`, drops the padding at the right (segment id 0), and
@@ -272,8 +275,8 @@ def _multiply_32_bits(a: jax.Array, b: int) -> Words:
 def _remainder(words: Words, size_H: np.ndarray) -> jax.Array:
     """Returns [..., H] uint32, the remainder of each 64-bit number divided by each size.
 
-    It is a long division. Each step appends as many further bits of the number to the remainder as
-    fit into 32 bits.
+    The function computes a long division. Each step of the division appends as many further bits of
+    the number to the remainder as fit into 32 bits.
 
     Args:
       words: the numbers [...].

@@ -29,8 +29,8 @@ EXAMPLES = {
 
 
 class NoPEAttention(GatedAttention):
-    """`GatedAttention` whose queries and keys are not rotated. Some models have such layers among
-    layers with positions (SmolLM3, Llama 4; 2501.18795).
+    """`GatedAttention` whose queries and keys are not rotated. Some models have layers without
+    rotary positions among layers with rotary positions (SmolLM3, Llama 4; 2501.18795).
     """
 
     switches_read = ("attention_output_gate", "qk_norm")
@@ -68,7 +68,7 @@ class MaskedAttention(PairAttention):
 
     settings_free_after_training = ("mask", "prefix_tokens")
 
-    def seen(self, t_BC1, s_B1S):
+    def attention_mask(self, t_BC1, s_B1S):
         s = self.settings(self.config)
         is_before = s_B1S <= t_BC1
         if s.mask == "prefix":
@@ -105,7 +105,7 @@ class MaskedAttention(PairAttention):
         )
 
     @classmethod
-    def pairs(cls, config, length):
+    def visible_pair_count(cls, config, length):
         s = cls.settings(config)
         if s.mask == "bidirectional":
             return length**2
@@ -131,13 +131,13 @@ class ALiBi(MaskedAttention):
             kind="rate",
         )
 
-    def queries(self, q_BTNK, t_BT):
+    def queries_for_score(self, q_BTNK, t_BT):
         return q_BTNK
 
-    def keys(self, k_BSMK, s_BS):
+    def keys_for_score(self, k_BSMK, s_BS):
         return k_BSMK
 
-    def arrays_per_head(self):
+    def score_arrays_per_head(self):
         return (jax.lax.stop_gradient(self.slopes[...]),)
 
     def score(self, q, k, t_BC1, s_B1S, slopes_N):
@@ -155,13 +155,13 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes + [2 ** (-8 * (n + 1) / (2 * power)) for n in range(0, 2 * (heads - power), 2)]
 
 
-class T5Bias(MaskedAttention):
+class T5BiasAttention(MaskedAttention):
     """T5's relative position bias (1910.10683, section 2.1). A bucket is a range of distances; each
     head adds a learned number for the bucket of the distance to the score. If the mask is causal,
     all buckets are for earlier keys; otherwise half of them are for earlier keys and half for later
     keys. The first half of the buckets of one direction hold one distance each. The ranges of the
     second half grow geometrically up to `max_distance`. In contrast to T5, each layer has its own
-    numbers, and the scores are scaled by K^-1/2.
+    learned numbers, and the scores are scaled by K^-1/2.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -194,13 +194,13 @@ class T5Bias(MaskedAttention):
             kind="rate",
         )
 
-    def queries(self, q_BTNK, t_BT):
+    def queries_for_score(self, q_BTNK, t_BT):
         return q_BTNK
 
-    def keys(self, k_BSMK, s_BS):
+    def keys_for_score(self, k_BSMK, s_BS):
         return k_BSMK
 
-    def arrays_per_head(self):
+    def score_arrays_per_head(self):
         return (self.bias[...],)
 
     def score(self, q, k, t_BC1, s_B1S, bias_NR):

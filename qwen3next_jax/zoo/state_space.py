@@ -21,7 +21,7 @@ from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.ops import causal_conv1d
 from qwen3next_jax.sharding.rules import activation_spec, per_shard
-from qwen3next_jax.zoo.ops import expanded_scan
+from qwen3next_jax.zoo.ops import low_memory_linear_scan
 from qwen3next_jax.zoo.projections import project_to_float32
 from qwen3next_jax.zoo.references import (
     causal_convolution,
@@ -38,7 +38,7 @@ EXAMPLES = {
 }
 
 
-class ChannelStates(Mixer):
+class ChannelStateMixer(Mixer):
     """The base class of mixers with a small state for each of linear_num_value_heads ×
     linear_value_head_dim channels.
     """
@@ -60,7 +60,7 @@ class ChannelStates(Mixer):
         return {"linear_num_value_heads": config.linear_num_value_heads}
 
 
-class Mamba(ChannelStates):
+class Mamba(ChannelStateMixer):
     """Mamba (S6, 2312.00752, algorithm 2). Every channel has a state h [N], whose decay and update
     depend on the token.
 
@@ -123,8 +123,8 @@ class Mamba(ChannelStates):
 
     def _convolve(self, x_BTHV, context: Context, state):
         """Applies the convolution and the SiLU to x. Returns the outputs [B, T, H, V] and the
-        inputs that the convolution of the next tokens needs. `state` holds these inputs before the
-        row; None means zeros.
+        inputs that the convolution of the next tokens needs. `state` holds the inputs of the
+        convolution before the row; None means zeros.
         """
         rows = activation_spec("batch", context.logical_time_axis, "heads")
         first = activation_spec("batch", None, "heads")
@@ -178,7 +178,7 @@ class Mamba(ChannelStates):
             inputs = [y.astype(jnp.float32) for y in (x, step, b, c)]
             if state is None:
                 state = jnp.zeros((x.shape[0], *a_log.shape), jnp.float32)
-            return expanded_scan(
+            return low_memory_linear_scan(
                 expand,
                 read,
                 inputs,
@@ -210,7 +210,7 @@ class Mamba(ChannelStates):
         return config.linear_conv_kernel_dim - 1
 
 
-class S4D(ChannelStates):
+class S4D(ChannelStateMixer):
     """S4D (2206.11893, equations 3–5). Every channel has a complex state h [N], whose complex decay
     is learned and does not depend on the token.
 
@@ -284,7 +284,7 @@ class S4D(ChannelStates):
 
             if state is None:
                 state = jnp.zeros((x.shape[0], *a.shape), a.dtype)
-            return expanded_scan(
+            return low_memory_linear_scan(
                 lambda x: (rate, write * x[..., None]),
                 read,
                 x,

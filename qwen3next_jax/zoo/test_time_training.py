@@ -1,8 +1,8 @@
 """Mixers that change their recurrent state by one step of gradient descent per token: TTT-Linear
 and Titans.
 
-Both divide a document into blocks of `mixer.block` tokens. The gradients of all tokens of a block
-are computed at the state before the block.
+Both mixers divide a document into blocks of `mixer.block` tokens. The gradients of all tokens of a
+block are computed at the state before the block.
 
 Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
 """
@@ -30,8 +30,8 @@ EXAMPLES = {
 }
 
 
-class TrainedState(Recurrent):
-    """The base class of both mixers. The cache has three parts: "state", the current state;
+class GradientStepMixer(Recurrent):
+    """The base class of `TTT` and `Titans`. The cache has three parts: "state", the current state;
     "start", the state before the current block, at which the gradients are computed; and "count",
     the number of tokens of the current block so far.
     """
@@ -74,7 +74,8 @@ class TrainedState(Recurrent):
 
     def states_after_token(self, states, new_BHKV):
         """Returns the parts of the cache after a token, where `new_BHKV` is the new "state". After
-        the last token of a block, "start" gets this value too, for the gradients of the next block.
+        the last token of a block, `new_BHKV` also becomes "start", the state at which the gradients
+        of the next block are computed.
         """
         count_BH = states["count"] + 1
         is_last = count_BH == self.settings(self.config).block
@@ -96,7 +97,7 @@ class TrainedState(Recurrent):
         return cache | cls.empty_states(cache["state"])
 
 
-class TTT(TrainedState):
+class TTT(GradientStepMixer):
     """TTT-Linear (2407.04620): the state of a head is a matrix W [K, V], the weights of a linear
     model f(y; W) = y + LN(Wᵀy) that learns to map keys to values.
 
@@ -169,16 +170,16 @@ class TTT(TrainedState):
         )
 
 
-class Titans(TrainedState):
+class Titans(GradientStepMixer):
     """The long-term memory of Titans (2501.00663, equations 9–14). The state of a head is a linear
     memory M [K, V], which gradient descent with momentum changes, and which decays.
 
     P ← η P − θ ∇½‖Mᵀk − v‖², M ← (1 − α) M + P, o = Mᵀq, with the gradient at the M before the
     block. q and k are normalised to length 1. The token's input x gives the share 1 − α of the
-    memory that is kept, the momentum η, and the learning rate θ: 1 − α and η are σ(W x + b), and
-    θ = σ(w x + b) / mixer.block. The divisor keeps a block of equal keys from overshooting. With
-    blocks of one token and without momentum, this resembles Gated DeltaNet. There is no output
-    gate. The diagnostic beta is the mean of η and θ.
+    memory that is kept, the momentum η, and the learning rate θ: 1 − α and η are σ(W x + b), and θ
+    = σ(w x + b) / mixer.block. The divisor keeps the memory from overshooting if all keys of a
+    block are equal. With blocks of one token and without momentum, the mixer resembles Gated
+    DeltaNet. There is no output gate. The diagnostic beta is the mean of η and θ.
     """
 
     switches_read = ("short_convolution", "linear_conv_kernel_dim")

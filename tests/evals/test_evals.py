@@ -30,7 +30,7 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.config.registry import EVALUATIONS
 from qwen3next_jax.data.pipeline import open_data
-from qwen3next_jax.data.synthetic import TaskTokens
+from qwen3next_jax.data.synthetic import TaskTokenizer
 from qwen3next_jax.data.tokens import ByteTokenizer
 from qwen3next_jax.evals import continuation, evaluation, heldout, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
@@ -48,7 +48,7 @@ from tests.in_process import resolved
 from tests.models import HYBRID
 from tests.refusals import refused
 
-BYTES, IDS = ByteTokenizer(), TaskTokens(257)
+BYTES, IDS = ByteTokenizer(), TaskTokenizer(257)
 TEXT = np.frombuffer(
     b"the quick brown fox jumps over the lazy dog and runs away. " * 40, np.uint8
 ).astype(np.int32)

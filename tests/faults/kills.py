@@ -349,13 +349,13 @@ def export(out: str, config: dict, workdir: str, pace: float) -> None:
     from qwen3next_jax.commands import export
     from qwen3next_jax.interop import writing
 
-    write = writing.PartialExport.write
+    write = writing.LocalExport.write
 
     def slow(self, name, blocks):
         time.sleep(pace)
         write(self, name, blocks)
 
-    writing.MAX_SHARD_BYTES, writing.PartialExport.write = 20_000, slow
+    writing.MAX_SHARD_BYTES, writing.LocalExport.write = 20_000, slow
     flags.FLAGS(["export", f"--workdir={workdir}", f"--out={out}"])
     raise SystemExit(export.main())
 

@@ -571,10 +571,10 @@ def test_chat_templates(template, names, tmp_path, monkeypatch):
     )
     messages = [{"role": "user", "content": "hello"}]
     if names is None:
-        assert ChatTemplate.of_folder(tmp_path, "").prompt(messages) == "hello<E>"
+        assert ChatTemplate.of_folder(tmp_path, "").render_prompt(messages) == "hello<E>"
         return
     with refused(*names):
-        ChatTemplate.of_folder(tmp_path, "").prompt(messages)
+        ChatTemplate.of_folder(tmp_path, "").render_prompt(messages)
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])

@@ -84,8 +84,8 @@ def errors(implementation, monkeypatch, dtype, mesh=None, **sizes):
         own = jax.tree.map(lambda x: x, params)
         for name, value in zip(NAMES[2:], p):
             own[name] = own[name].replace(value)
-        x, a, h = nnx.merge(graph, own).mix(h, Context(None, mesh=mesh))
-        return x, residual_streams.write(h, y, a, mesh)
+        x, a, h = nnx.merge(graph, own).block_input_and_factors(h, Context(None, mesh=mesh))
+        return x, residual_streams.add_to_streams(h, y, a, mesh)
 
     got = results_and_gradients(block)(values, gradients)
     names = ("x", "after", *(f"d{name}" for name in NAMES))

@@ -366,7 +366,7 @@ def test_rows_in_a_bucket_are_the_local_rows_and_damage_is_named(bucket, tmp_pat
     assert remote.fingerprint == local.fingerprint
     for ours, theirs in (
         (remote.batches(2), local.batches(2)),
-        (remote.heldout(), local.heldout()),
+        (remote.heldout_batches(), local.heldout_batches()),
     ):
         for found, expected, _ in zip(ours, theirs, range(3)):
             for name, values in expected.items():

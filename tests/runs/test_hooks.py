@@ -84,14 +84,14 @@ def test_a_chat_run_samples_the_first_turn_of_its_data():
     rows = [{"tokens": row, "loss_weights": weights} for weights in (row > 0, is_answer)]
     data = SimpleNamespace(
         heldout_rows=2,
-        kinds=("tokens", "loss_weights"),
+        array_dtypes=("tokens", "loss_weights"),
         heldout_row=rows.__getitem__,
         tokenizer=tokenizer,
     )
     assert sample_prompt(EvalConfig(), data, 99)[0] == "user: Lima? bot: "
     assert tokenizer.decode(sample_prompt(EvalConfig(), data, 5)[1]) == "bot: "
     assert sample_prompt(EvalConfig(sample_prompt="mine"), data, 99)[0] == "mine"
-    data.kinds = ("tokens",)
+    data.array_dtypes = ("tokens",)
     assert sample_prompt(EvalConfig(), data, 99)[0] == EvalConfig.sample_prompt
 
 

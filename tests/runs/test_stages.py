@@ -220,7 +220,11 @@ def mixed(texts):
     for stage, read, cursor in zip(stages, rows, cursors, strict=True):
         first = cursor.batch_index(stage.steps_before + 1, 0)
         drawn.append(
-            [name[0] for step in range(first, first + 6) for name in read.document_names(step)]
+            [
+                name[0]
+                for step in range(first, first + 6)
+                for name in read.document_names_of_batch(step)
+            ]
         )
     return config, rows, cursors, drawn
 
@@ -228,7 +232,7 @@ def mixed(texts):
 def test_epochs_count_the_rows_that_stages_read(mixed):
     _, rows, cursors, drawn = mixed
     epochs = epoch_by_stream(rows)
-    lengths = [{epoch.source: epoch.rows for epoch in read.epochs.values()} for read in rows]
+    lengths = [{epoch.source: epoch.rows for epoch in read.stream_epochs.values()} for read in rows]
     for number, cursor in enumerate(cursors):
         read = reading_by_source(cursor.rows_read_by_stream(6 * number + 6), epochs)
         for name in "abc":
@@ -249,8 +253,8 @@ def test_a_dry_run_counts_the_epochs_of_a_branch_as_its_training_does(mixed):
     (rows,), stages = opened(branch), resolve_stages(branch)
     begun = DataCursor(rows.fingerprint, 4).for_next_stage(0, rows).for_next_stage(9, rows)
     (cursor,) = place_cursors(stages, [rows], begun)
-    exact = reading_by_source(cursor.rows_read_by_stream(18), rows.epochs)
-    sizes = {epoch.source: epoch.rows for epoch in rows.epochs.values()}
+    exact = reading_by_source(cursor.rows_read_by_stream(18), rows.stream_epochs)
+    sizes = {epoch.source: epoch.rows for epoch in rows.stream_epochs.values()}
     estimates = [Estimate(sizes.get(name, 1) * 16, 1) for name in "abc"]
 
     def estimated(parent, data, record):
@@ -281,13 +285,14 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(mixed, texts):
     for stage, read, cursor in zip(stages, rows, cursors, strict=True):
         first = cursor.batch_index(stage.steps_before + 1, 0)
         np.testing.assert_array_equal(
-            next(read.batches(first))["tokens"][0], read.row(read._first_row_of(first))["tokens"]
+            next(read.batches(first))["tokens"][0],
+            read.row(read._first_row_of_batch(first))["tokens"],
         )
     whole = dataclasses.replace(config, train=dataclasses.replace(train, stages=(), steps=18))
     (plain,) = opened(whole)
     assert sum(drawn[:3], []) == [
-        name[0] for step in range(12) for name in plain.document_names(step)
-    ] + [plain.names(i)[0] for i in range(48, 66)]
+        name[0] for step in range(12) for name in plain.document_names_of_batch(step)
+    ] + [plain.document_names_of_row(i)[0] for i in range(48, 66)]
     for i, name in enumerate("abc"):
         (alone,) = opened(
             dataclasses.replace(
@@ -299,7 +304,7 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(mixed, texts):
         )
         found = [one for stage in (0, 1, 2, 3, 5) for one in drawn[stage] if one.startswith(name)]
         assert found, name
-        assert found == [alone.names(n)[0] for n in range(len(found))], name
+        assert found == [alone.document_names_of_row(n)[0] for n in range(len(found))], name
 
 
 def test_what_rewinds_passed_over_stays_passed_over():

@@ -231,7 +231,7 @@ def test_gradients_of_experts_biases_sum_many_rows():
         x_, up_, up_bias, down_, down_bias = (
             a.astype(jnp.bfloat16) for a in (x, up, biases[0], down, biases[1])
         )
-        y = experts._clipped_swiglu_mlp(1, x_, up_, up_bias, down_, down_bias, sizes)
+        y = experts._clipped_swiglu_experts(1, x_, up_, up_bias, down_, down_bias, sizes)
         return jnp.sum(y.astype(jnp.float32))
 
     _, down_bias = jax.jit(jax.grad(loss))(biases)
@@ -530,5 +530,5 @@ def test_pairs_are_counted_as_they_are_seen():
         config, kind = dataclasses.replace(BASE, full_mixer=name, mixer=mixer), mixer_class(name)
         layer = types.SimpleNamespace(config=config, settings=kind.settings)
         for length in (5, 10, 14, 23):
-            seen = kind.seen(layer, t[:length], s[:, :length])
-            assert kind.pairs(config, length) == np.sum(seen), (name, mixer, length)
+            seen = kind.attention_mask(layer, t[:length], s[:, :length])
+            assert kind.visible_pair_count(config, length) == np.sum(seen), (name, mixer, length)

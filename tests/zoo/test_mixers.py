@@ -101,12 +101,12 @@ READING = (
     "attend",
     "init_cache",
     "inputs",
-    "finish",
+    "norm_and_gate",
     "_scan",
     "cell",
-    "queries",
-    "keys",
-    "seen",
+    "queries_for_score",
+    "keys_for_score",
+    "attention_mask",
     "score",
 )
 

@@ -81,9 +81,9 @@ MAPS = [lambda x: 2 * x, lambda x: -x[::-1], lambda x: x**2, jnp.sin, lambda x: 
 def oracle(config, params, last, x_D):
     """What the head reads, by the reference of each form."""
     if config.block.placement == "attention_residual":
-        return attention_residual.depth_reference(config, params, last, x_D, MAPS)
+        return attention_residual.attention_residual_reference(config, params, last, x_D, MAPS)
     h_SD = jnp.tile(x_D, (config.streams.hc_count, 1))
-    sum_D = hyper_connections.streams_reference(config, params, h_SD, MAPS).sum(axis=0)
+    sum_D = hyper_connections.streams_after_blocks_reference(config, params, h_SD, MAPS).sum(axis=0)
     return sum_D / jnp.sqrt(jnp.mean(sum_D**2) + config.rms_norm_eps) * (1 + last)
 
 
