@@ -30,7 +30,7 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS
 from qwen3next_jax.data.pipeline import open_data
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
@@ -60,7 +60,7 @@ def test_a_new_optimizer_gets_schedule_and_decay():
         ),
     )
     schedule = learning_rate_schedule(config.optimizer, config.train.steps)
-    optimizer = make_optimizer(config.optimizer, declared(config.model), schedule)
+    optimizer = make_optimizer(config.optimizer, parameter_declarations(config.model), schedule)
     params = {"layers": {0: {"mixer": {"a_log": jnp.ones(3), "out_proj": jnp.ones(3)}}}}
     grads = {
         "layers": {

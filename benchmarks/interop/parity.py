@@ -372,7 +372,7 @@ def _choices(model: Qwen3Next, cases: dict[str, np.ndarray], hidden_states) -> d
             if block.embedding is not None:
                 h = h + block.embedding(h, context)[0]
             found["selected.first_attention_layer"] = block.mixer.attention_mask(
-                block.around(h, "mixer", context)[0], context
+                block.input_and_add_output(h, "mixer", context)[0], context
             )
         return found
 

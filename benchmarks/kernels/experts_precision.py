@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks import harness
 from qwen3next_jax.kernels.tpu import routed_experts as kernels
 from qwen3next_jax.kernels.tpu import sum_by_token
-from qwen3next_jax.model.expert_forms import sorted_moe
+from qwen3next_jax.model.expert_implementations import sorted_moe
 from qwen3next_jax.ops.routed_experts import layout as routed_experts
 
 NAMES = ("y", "dx", "dweight", "dgate_up", "ddown")

@@ -30,7 +30,7 @@ from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.model.layers import Context, ForwardOptions
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.remat import keeps_hidden, rematerialized
+from qwen3next_jax.model.remat import keeps_expert_hidden, rematerialized
 from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import kernels_of_unknown_cost
 from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
@@ -201,7 +201,7 @@ def compile_layer(
             jnp.ones_like(positions),
             stats_mask=positions >= 0,
             mesh=spread,
-            options=ForwardOptions(keep_hidden=keeps_hidden(remat)),
+            options=ForwardOptions(keep_expert_hidden=keeps_expert_hidden(remat)),
         )
 
     def step(params, x, dy, daux):
@@ -226,7 +226,8 @@ def compile_layer(
         config.hidden_size,
     )
     shape = jax.eval_shape(
-        lambda x: placement.enter(x, config), jax.ShapeDtypeStruct(shape, config.dtype)
+        lambda x: placement.residual_from_embeddings(x, config),
+        jax.ShapeDtypeStruct(shape, config.dtype),
     ).shape
     x = jax.ShapeDtypeStruct(shape, config.dtype, sharding=spread_rows)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -68,7 +68,7 @@ def main() -> int:
     topology, console = describe_topology(_topology.value, _slices.value), make_console()
     if out:
         _check_json_writable(out)
-    if not topology.chip.torus:
+    if not topology.chip.torus_dimensions:
         _check_gpu_flags(topology.name)
     if _search.value:
         fixed = {axis: size for axis, size in mesh.items() if size != -1}
@@ -76,7 +76,7 @@ def main() -> int:
             config, topology, level, console, fixed, _batch_sizes_of_flag(), cost_model, _skew.value
         )
     else:
-        if topology.chip.torus and _mesh.value is None:
+        if topology.chip.torus_dimensions and _mesh.value is None:
             console.print(_no_mesh_sentence(config, topology), markup=False)
         with show_while_waiting(_compiling_text(config, topology)):
             plan = make_plan_in_subprocess(config, topology, level, _skew.value)

@@ -113,24 +113,27 @@ def print_model(
     for name in ("parameters of a layer", "that a token uses"):
         table.add_column(name, justify="right")
     for kind in kinds:
-        mixer = f"{kind.mixer} + n-gram embedding" if kind.embedding else kind.mixer
+        mixer = f"{kind.mixer} + n-gram embedding" if kind.has_ngram_embedding else kind.mixer
         table.add_row(
-            layers_text(kind.layers),
+            layers_text(kind.layer_indices),
             mixer,
             _mlp_text(model, kind.mlp),
-            f"{kind.size:,}",
-            f"{kind.used:,}",
+            f"{kind.parameter_count:,}",
+            f"{kind.parameters_per_token:,}",
         )
     console.print(table)
     shown: list[Any] = []
     for kind in kinds:
-        same = [other for other in shown if other.parameters == kind.parameters]
+        same = [other for other in shown if other.declarations == kind.declarations]
         if not same:
-            console.print(f"One layer of {layers_text(kind.layers)}:", _parameters_table(kind))
+            console.print(
+                f"One layer of {layers_text(kind.layer_indices)}:", _parameters_table(kind)
+            )
             shown.append(kind)
         else:
             console.print(
-                f"One layer of {layers_text(kind.layers)}: as of {layers_text(same[0].layers)}"
+                f"One layer of {layers_text(kind.layer_indices)}: as of "
+                f"{layers_text(same[0].layer_indices)}"
             )
     console.print(_flops_table(config))
     console.print(_decoding_table(model, lengths))
@@ -174,7 +177,7 @@ def _mlp_text(model: ModelConfig, kind: str) -> str:
 def _parameters_table(kind: Any) -> Table:
     table = Table("parameter", "shape", "matrices side by side", "kind", box=SIMPLE)
     table.add_column("numbers", justify="right")
-    for path, parameter in kind.parameters.items():
+    for path, parameter in kind.declarations.items():
         shape = " × ".join(
             f"{size:,}" + (f" {axis}" if axis else "")
             for size, axis in zip(parameter.shape, parameter.axes, strict=True)
@@ -209,12 +212,12 @@ def _decoding_table(model: ModelConfig, lengths: Sequence[int]) -> Table:
     for name in ("recurrent state", "cache of the context", "together"):
         table.add_column(name, justify="right")
     for length in lengths:
-        slots = length * memory.per_token
+        slots = length * memory.bytes_per_token
         table.add_row(
             f"{length:,} tokens",
-            _bytes_text(memory.state),
+            _bytes_text(memory.state_bytes),
             _bytes_text(slots),
-            _bytes_text(memory.state + slots),
+            _bytes_text(memory.state_bytes + slots),
         )
     return table
 
@@ -304,13 +307,14 @@ def draw_model_of_config(config: Config) -> str:
     boxes = [
         LayerKindPanel(
             kind.mixer,
-            kind.layers,
+            kind.layer_indices,
             _mlp_text(model, kind.mlp),
             [
                 (name, " × ".join(f"{size:,}" for size in parameter.shape))
-                for name, parameter in kind.parameters.items()
+                for name, parameter in kind.declarations.items()
             ],
-            f"{_millions_text(kind.size)} parameters, {_millions_text(kind.used)} for a token",
+            f"{_millions_text(kind.parameter_count)} parameters, "
+            f"{_millions_text(kind.parameters_per_token)} for a token",
         )
         for kind in layer_kinds(model)
     ]

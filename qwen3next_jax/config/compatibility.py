@@ -9,18 +9,18 @@ from qwen3next_jax.config.registry import MIXERS, resolve
 
 # Settings that determine the length of the longest text. Weights can be used with other values of
 # these settings, unless the class of a mixer or of the position embedding lists them in its
-# attribute `meaning`.
+# attribute `settings_fixed_by_weights`.
 CONTEXT_LENGTH_SETTINGS = frozenset(("max_position_embeddings", "yarn_factor"))
 
 
 def settings_incompatible_with_weights(model: Any, trained: Any) -> tuple[str, ...]:
     """Returns the settings that prevent `model` from using weights that were trained in `trained`.
 
-    The classes of mixers declare which differences are harmless: `Mixer.weights_of` is another
-    mixer with the same weights, and `Mixer.read_time` lists settings that change how a model uses
-    its weights but not what the weights mean. This function imports mixers, and with them JAX, only
-    if the models differ in their mixers, in settings of mixers, or in the length of the longest
-    text.
+    The classes of mixers declare which differences are harmless: `Mixer.loads_weights_of` is
+    another mixer with the same weights, and `Mixer.settings_free_after_training` lists settings
+    that change how a model uses its weights but not what the weights mean. This function imports
+    mixers, and with them JAX, only if the models differ in their mixers, in settings of mixers, or
+    in the length of the longest text.
 
     Args:
       model: the ModelConfig of the model that will use the weights.
@@ -56,7 +56,7 @@ def _same_weights_per_layer(model: Any, trained: Any) -> bool:
     def weights(config):
         names = (*config.mixers, config.full_mixer) if config.mtp_depth else config.mixers
         classes = [resolve(MIXERS, name, "mixer") for name in names]
-        return [cls.weights_of or cls for cls in classes], config.layer_stacks
+        return [cls.loads_weights_of or cls for cls in classes], config.layer_stacks
 
     return weights(model) == weights(trained)
 
@@ -69,15 +69,19 @@ def _mixer_settings_of_weights(config: Any) -> set[tuple[str, Any]]:
     for name in {name for name, _ in config.mixers_and_sparsity}:
         mixer = resolve(MIXERS, name, "mixer")
         settings = config.mixer.settings_for(mixer.Settings)
-        items |= {item for item in vars(settings).items() if item[0] not in mixer.read_time}
+        items |= {
+            item
+            for item in vars(settings).items()
+            if item[0] not in mixer.settings_free_after_training
+        }
     return items
 
 
 def _settings_weights_depend_on(model: Any) -> frozenset[str]:
-    """Returns the settings that the model's mixers and its position embedding list in their
-    attribute `meaning`. If the value of such a setting changes, the weights of the model are no
+    """Returns the settings that the model's mixers and its position embedding list in
+    `settings_fixed_by_weights`. If the value of such a setting changes, the weights of the model are no
     longer valid.
     """
     modules = [resolve(MIXERS, name, "mixer") for name, _ in model.mixers_and_sparsity]
     modules.append(model.block.import_part("positions"))
-    return frozenset(name for module in modules for name in module.meaning)
+    return frozenset(name for module in modules for name in module.settings_fixed_by_weights)

@@ -119,7 +119,7 @@ POSITIONS = {
 # Ways to stretch rotary positions to texts `yarn_factor` times as long, for
 # model.block.rope_scaling.
 ROPE_SCALINGS = {
-    "yarn": "qwen3next_jax.model.layers:yarn",
+    "yarn": "qwen3next_jax.model.layers:yarn_frequency_scale",
     "linear": "qwen3next_jax.zoo.block_parts:linear_rope_scaling",
     "ntk": "qwen3next_jax.zoo.block_parts:ntk_rope_scaling",
     "truncated": "qwen3next_jax.zoo.block_parts:truncated_rope_scaling",

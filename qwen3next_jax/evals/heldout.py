@@ -20,9 +20,9 @@ from qwen3next_jax.evals.evaluation import EvalContext, Evaluation
 from qwen3next_jax.evals.scoring import place_on_mesh, replicated_sharding
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.targets import (
-    later_tokens,
+    has_target,
     mask_ignored_targets,
-    target_positions,
+    target_tokens,
 )
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 
@@ -105,18 +105,18 @@ def make_heldout_step(
               The sum of the losses of each row in nats, [B]; is_target [B, T] bool, whether the
               loss counts the token at t + `offset`; guess [B, T], the most likely token.
             """
-            is_target_BT = target_positions(batch, offset)
+            is_target_BT = has_target(batch, offset)
             found = model.cross_entropy(
                 hidden_BTD,
-                later_tokens(batch, offset),
+                target_tokens(batch, offset),
                 is_target_BT.astype(jnp.float32),
                 mesh,
             )
             nll_B = jnp.sum(jnp.where(is_target_BT, found.nll, 0), axis=1)
-            return nll_B, is_target_BT, found.best
+            return nll_B, is_target_BT, found.best_token
 
         nll_B, is_target_BT, trunk_guess_BT = predict(features.hidden, 1)
-        next_token_BT = later_tokens(batch, 1)
+        next_token_BT = target_tokens(batch, 1)
         bytes_BT = jnp.where(is_target_BT, token_bytes[next_token_BT], 0)
         correct_BT = is_target_BT & (trunk_guess_BT == next_token_BT)
         sums = {

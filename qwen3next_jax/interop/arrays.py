@@ -228,7 +228,7 @@ def _extend_to_piece(
     """
     if array.nbytes <= MAX_PIECE_BYTES:
         return shard_slices.full_slice(array.shape)
-    dim = len(parameter.declaration.stack) + parameter.entry.transpose_axes[0]
+    dim = len(parameter.declaration.stack_shape) + parameter.entry.transpose_axes[0]
     start, stop = needed[dim].start, needed[dim].stop
     bytes_per_index = shard_slices.num_elements(needed) * array.dtype.itemsize // (stop - start)
     last_stop = start + MAX_PIECE_BYTES // bytes_per_index

@@ -44,7 +44,7 @@ from qwen3next_jax.interop.shard_slices import ShardSlice
 from qwen3next_jax.interop.source import read_export_source
 from qwen3next_jax.interop.weights import Weights, count_and_names
 from qwen3next_jax.interop.writing import LocalExport, Tensor, tensors_by_file, write_json
-from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.model import Qwen3Next, parameter_declarations
 from qwen3next_jax.model.parameters import Declared
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0, run_on_all
 from qwen3next_jax.sharding.rules import storage_spec
@@ -148,7 +148,7 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
         raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
     config = dataclasses.replace(read_hf_config(path), dtype=dtype)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
-    declarations = declared(config)
+    declarations = parameter_declarations(config)
 
     def abstract(leaf_path, leaf):
         parameter = declarations[path_string(leaf_path)]

@@ -24,7 +24,7 @@ from qwen3next_jax.interop.entries import (
 )
 from qwen3next_jax.interop.families import FORMS
 from qwen3next_jax.interop.families.form import NOT_IN_FILES, Form
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.parameters import Declared
 
@@ -48,7 +48,7 @@ class StoredParameter(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The parameter's shape, including the axis of the stacked layers."""
-        return self.declaration.stack + self.declaration.shape
+        return self.declaration.stack_shape + self.declaration.shape
 
 
 def stored_parameters(config: ModelConfig) -> list[StoredParameter]:
@@ -59,7 +59,7 @@ def stored_parameters(config: ModelConfig) -> list[StoredParameter]:
       UserError: the entries of a mixer name a parameter that the mixer does not have, or do not
         name one that it has.
     """
-    declarations = declared(config)
+    declarations = parameter_declarations(config)
     found = list(_parameters_with_entries(config, declarations))
     stored, existing = {parameter.path for parameter in found}, declarations.keys()
     require(

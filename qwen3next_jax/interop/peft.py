@@ -29,8 +29,8 @@ from qwen3next_jax.interop.families import FORMS
 from qwen3next_jax.interop.layout import StoredParameter, check_hf_form, stored_parameters
 from qwen3next_jax.interop.tensor_rows import layer_row_indices
 from qwen3next_jax.interop.writing import require_empty_folder
-from qwen3next_jax.model import declared
-from qwen3next_jax.model.adapter_names import SUFFIX, is_adapter, without_adapters
+from qwen3next_jax.model import parameter_declarations
+from qwen3next_jax.model.adapter_names import SUFFIX, config_without_adapters, is_adapter
 
 # The forms whose models transformers builds of modules that PEFT can adapt.
 FORMS_WITH_MODULES = ("qwen3_next", "qwen3_5_text", "qwen3_5", "olmo_hybrid")
@@ -95,7 +95,7 @@ def require_peft_modules(config: ModelConfig) -> None:
       UserError: some adapters have no module; the message names these adapters, or the form of the
         model if transformers has no modules for the whole form.
     """
-    plain = without_adapters(config)
+    plain = config_without_adapters(config)
     require(
         config.lora.rank > 0,
         "this model has no adapters (model.lora.rank = 0): leave --adapter out",
@@ -128,17 +128,21 @@ def require_peft_modules(config: ModelConfig) -> None:
 
 def _adapted_paths(config: ModelConfig) -> set[str]:
     """Returns the paths of the parameters that have adapters."""
-    return {path.partition(SUFFIX + "/")[0] for path in declared(config) if is_adapter(path)}
+    return {
+        path.partition(SUFFIX + "/")[0]
+        for path in parameter_declarations(config)
+        if is_adapter(path)
+    }
 
 
 def _lora_pairs(config: ModelConfig, adapters: Mapping[str, np.ndarray]) -> dict[str, LoraPair]:
     """Returns name of a module → (lora_A, lora_B)."""
     pairs = {}
-    for parameter in stored_parameters(without_adapters(config)):
+    for parameter in stored_parameters(config_without_adapters(config)):
         parts = _adapted_parts(parameter, adapters)
         for layer, prefix in enumerate(parameter.layer_prefixes if parts else ()):
             of_layer = {
-                own: tuple(x[layer] if parameter.declaration.stack else x for x in pair)
+                own: tuple(x[layer] if parameter.declaration.stack_shape else x for x in pair)
                 for own, pair in parts.items()
             }
             for tensor in parameter.entry.slices:
@@ -169,7 +173,7 @@ def _lora_pair_of_tensor(
     """Returns lora_A and lora_B of the module with the weight `tensor`, for one layer; None if the
     tensor holds no adapted part.
     """
-    shape, letters = parameter.declaration.shape, parameter.declaration.letters
+    shape, letters = parameter.declaration.shape, parameter.declaration.dim_roles
     axes, rows = parameter.entry.transpose_axes, layer_row_indices(parameter, tensor)
     inputs = [axis for axis in axes if letters[axis] == "i"]
     of_rows = [axis for axis in axes if letters[axis] != "i"]
@@ -198,7 +202,7 @@ def _lora_a_of_tensor(parameter: StoredParameter, tensor: TensorSlice, a: np.nda
     the parameter stacks several matrices with the same input (gate and up), the tensor holds one of
     them.
     """
-    letters, axes = parameter.declaration.letters, parameter.entry.transpose_axes
+    letters, axes = parameter.declaration.dim_roles, parameter.entry.transpose_axes
     names = [axis for letter in "ip" for axis in range(len(letters)) if letters[axis] == letter]
     for position, axis in enumerate(axes):
         if letters[axis] == "p":

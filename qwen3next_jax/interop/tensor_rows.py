@@ -45,7 +45,7 @@ def split_along_rows(
     least one element). Each of these slices needs few rows of few tensors, because the slice is
     split first by layer, and then along the first dimensions of the transposed layer.
     """
-    num_stack_dims = len(parameter.declaration.stack)
+    num_stack_dims = len(parameter.declaration.stack_shape)
     layer_dims = (num_stack_dims + axis for axis in parameter.entry.transpose_axes)
     return shard_slices.split_slice(part, (*range(num_stack_dims), *layer_dims), max_elements)
 
@@ -60,7 +60,7 @@ def transposed_layers(
       layer_part is the slice of the layer's parameter that `array` holds. layer is a view of the
       values of this slice, transposed as the entry says.
     """
-    if not parameter.declaration.stack:
+    if not parameter.declaration.stack_shape:
         yield parameter.layer_prefixes[0], part, array.transpose(parameter.entry.transpose_axes)
         return
     for prefix, layer in zip(parameter.layer_prefixes[part[0]], array, strict=True):
@@ -151,7 +151,7 @@ def slice_around_rows(
         rows_per_index = math.prod(row_shape[1:])
         first, last = int(min(numbers)) // rows_per_index, int(max(numbers)) // rows_per_index
         layer_part[parameter.entry.transpose_axes[0]] = slice(first, last + 1)
-    return (*(slice(layer, layer + 1) for _ in parameter.declaration.stack), *layer_part)
+    return (*(slice(layer, layer + 1) for _ in parameter.declaration.stack_shape), *layer_part)
 
 
 def column_ranges(parameter: StoredParameter, tensor: TensorSlice, part: ShardSlice) -> list[slice]:

@@ -61,13 +61,13 @@ def seconds_between_slices(sent: float, chip: Chip) -> float:
     Raises:
       UserError: the bandwidth between slices of this chip is not known.
     """
-    if not chip.slice_bandwidth:
-        known = ", ".join(name for name, c in CHIPS.items() if c.slice_bandwidth)
+    if not chip.inter_slice_bandwidth:
+        known = ", ".join(name for name, c in CHIPS.items() if c.inter_slice_bandwidth)
         raise UserError(
             f"--slices: the bandwidth between slices of {chip.name} is not published: expected one "
             f"of {known}"
         )
-    return sent * chip.devices_per_chip / chip.slice_bandwidth
+    return sent * chip.devices_per_chip / chip.inter_slice_bandwidth
 
 
 def predict_slice_traffic(

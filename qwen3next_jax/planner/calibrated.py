@@ -375,7 +375,7 @@ class CalibratedSimulation(Simulation):
         measured = dataclasses.replace(
             chip,
             link_bandwidth=chip.link_bandwidth * self.rates.reached_link_share,
-            die_bandwidth=chip.die_bandwidth * self.rates.reached_link_share,
+            die_to_die_bandwidth=chip.die_to_die_bandwidth * self.rates.reached_link_share,
         )
         network = copy.copy(network)
         network.chip = measured
@@ -532,21 +532,24 @@ class CalibratedSimulation(Simulation):
             seconds += blocks * max(0.0, self._long_transfer_seconds(fetched) - step)
         schedule = self.schedules.get(instruction.name)
         if schedule and product.schedule_is_one_step:
-            seconds = max(seconds, steps * schedule.cycles / self.chip.clock)
+            seconds = max(seconds, steps * schedule.cycles / self.chip.clock_hz)
         return seconds
 
     def _cores_sharing_work(self, instruction: Instruction) -> int:
         """Returns the number of cores that share the work of an instruction."""
         schedule = self.schedules.get(instruction.name)
-        return schedule.cores if schedule else self.chip.cores
+        return schedule.cores if schedule else self.chip.cores_per_device
 
     def _grid_step_seconds(self, flops: float) -> float:
         """Returns the seconds of a step of a kernel's grid that has so many FLOPs of products."""
-        return flops * self.chip.cores / self.chip.device_flops + self.rates.grid_step_start_seconds
+        return (
+            flops * self.chip.cores_per_device / self.chip.device_flops
+            + self.rates.grid_step_start_seconds
+        )
 
     def _vector_seconds(self, elements: int) -> float:
         """Returns the seconds that the vector unit takes to compute with so many elements."""
-        return elements / (_VECTOR_WIDTH * self.chip.clock)
+        return elements / (_VECTOR_WIDTH * self.chip.clock_hz)
 
     def _run_synchronously(
         self,

@@ -35,7 +35,7 @@ import jax
 from qwen3next_jax.config import ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS
 from qwen3next_jax.model.flops import BACKWARD_OVER_FORWARD, forward_flops_per_token
-from qwen3next_jax.model.language_model import declared
+from qwen3next_jax.model.language_model import parameter_declarations
 from qwen3next_jax.planner.between_slices import bytes_between_slices, seconds_between_slices
 from qwen3next_jax.planner.calibrated import busiest_link_seconds, rates_of_chip
 from qwen3next_jax.planner.compiled import Collective
@@ -100,8 +100,8 @@ def ideal_time(
     # `stored` is the number of parameters in one device's shards; `used` is the number that the
     # device has after gathering them.
     used = stored = 0.0
-    for parameter in declared(m).values():
-        shape = parameter.stack + parameter.shape
+    for parameter in parameter_declarations(m).values():
+        shape = parameter.stack_shape + parameter.shape
         storage, use = storage_spec(parameter, shape, mesh), compute_spec(parameter, shape, mesh)
         size = math.prod(jax.sharding.NamedSharding(mesh, storage).shard_shape(shape))
         stored += size

@@ -346,7 +346,7 @@ def make_plan(
     lowered_at, cpu_before = time.perf_counter(), used_cpu_seconds()
     compiled, failure = compile_step(lowered, topology, optimization_level)
     refusal = failure
-    if compiled is None and topology.chip.torus and _nearly_fits(failure):
+    if compiled is None and topology.chip.torus_dimensions and _nearly_fits(failure):
         compiled, failure = compile_step(lowered, topology, optimization_level, COMPILE_ANYWAY)
     plan = functools.partial(
         Plan,
@@ -383,7 +383,7 @@ def make_plan(
     state = run.abstract_state
     beside_params = {name: state[name] for name in state.keys() - {"params", "step", "guards"}}
     memory = memory_use(compiled, program, state["params"], beside_params)
-    needs, usable = memory.peak, topology.chip.usable_hbm
+    needs, usable = memory.peak, topology.chip.usable_hbm_per_device
     fits = needs <= usable  # at O1 the compiler accepts programs that do not fit
     if fits and refusal:  # by the compiler, which knows of less memory than the table of chips
         fits, (needs, usable) = False, needed_and_usable_bytes(refusal)
@@ -397,7 +397,7 @@ def make_plan(
         collectives=tuple(program_collectives(program, mesh)),
         loops_of_unknown_length=tuple(program.loops_of_unknown_length()),
     )
-    if not topology.chip.torus:
+    if not topology.chip.torus_dimensions:
         return plan(executed_gpu_flops=gpu_program_flops(program))
     return _plan_with_estimates(
         plan(slice_traffic=_slice_traffic(config, topology, mesh, memory)),
@@ -467,7 +467,9 @@ def lower_step(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
         step = make_train_step(run, stage)
         traced = step.trace(run.abstract_state, abstract_batch(run, stage))
-        return traced.lower(lowering_platforms=None if topology.chip.torus else ("cuda",))
+        return traced.lower(
+            lowering_platforms=None if topology.chip.torus_dimensions else ("cuda",)
+        )
 
 
 def compile_step(
@@ -480,7 +482,7 @@ def compile_step(
     options = dict(more_options)
     if optimization_level:
         options["optimization_level"] = optimization_level
-    if not topology.chip.torus:
+    if not topology.chip.torus_dimensions:
         options |= FAST_GPU_COMPILE
     try:
         return lowered.compile(options or None), ""
@@ -531,5 +533,5 @@ def _compiler_version(chip: Chip) -> dict[str, str]:
     """Returns {package with which JAX compiles for the chip: its installed version}."""
     import importlib.metadata
 
-    name = "libtpu" if chip.torus else "jax-cuda13-plugin"
+    name = "libtpu" if chip.torus_dimensions else "jax-cuda13-plugin"
     return {name: importlib.metadata.version(name)}

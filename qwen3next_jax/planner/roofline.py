@@ -323,7 +323,7 @@ class Simulation:
             cycles = (
                 schedule.cycles
                 * visited_grid_step_share(computation, instruction)
-                / self.chip.clock
+                / self.chip.clock_hz
             )
             moved = max(moved, kernel_hbm_bytes(computation, instruction) or schedule.copied_bytes)
         elif kernel:
@@ -387,7 +387,7 @@ def _delta_rule_seconds(computation: Computation, instruction: Instruction, chip
         * call.heads
         * (call.key_width * call.value_width / 128**2)
         * cycles
-        / chip.clock
+        / chip.clock_hz
     )
 
 
@@ -412,7 +412,7 @@ class Network:
         # On the other chips, all dimensions close to rings if the slice consists of whole cubes of
         # 4 × 4 × 4 chips.
         cubes = all(n % 4 == 0 for n in shape)
-        self.closes = tuple(n == 16 if chip.torus == 2 else cubes for n in shape)
+        self.closes = tuple(n == 16 if chip.torus_dimensions == 2 else cubes for n in shape)
         devices = mesh.devices.flatten()
         self.coordinates = np.array([d.coords[: len(shape)] for d in devices]).reshape(
             *mesh.devices.shape, len(shape)
@@ -438,7 +438,7 @@ class Network:
             # All slices do the same, so the links of one slice are enough.
             transfers = self._busiest_link_transfers(pairs[source == self.slices.min()])
             if not transfers:
-                return collective.sent_bytes / self.chip.die_bandwidth
+                return collective.sent_bytes / self.chip.die_to_die_bandwidth
             return collective.sent_bytes * (transfers / self.chip.link_bandwidth)
         spans, sharing = self._torus_spans_and_sharing(collective.axes)
         if (slices := self._slices_spanned(collective.axes)) > 1:
@@ -465,7 +465,7 @@ class Network:
         if not collective.sent_bytes:
             return 0.0
         if not spans:
-            return collective.sent_bytes / self.chip.die_bandwidth
+            return collective.sent_bytes / self.chip.die_to_die_bandwidth
         sent = collective.sent_bytes * sharing
         if collective.kind in ("all-to-all", "ragged-all-to-all"):
             # The busiest link sets the time. In a ring of m chips, a byte travels over m/4 links on

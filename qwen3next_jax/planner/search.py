@@ -24,15 +24,15 @@ from qwen3next_jax.config import (
     ParallelConfig,
     TrainConfig,
 )
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.expert_parallelism import (
     CAPACITY_FACTOR,
     GATHERED_SHARDS,
-    overlap_chunks,
+    overlap_chunk_count,
 )
 from qwen3next_jax.model.flops import forward_flops_per_token, parameter_counts
-from qwen3next_jax.model.layer_properties import split_sizes
-from qwen3next_jax.model.remat import keeps_hidden
+from qwen3next_jax.model.layer_properties import mesh_requirements
+from qwen3next_jax.model.remat import keeps_expert_hidden
 from qwen3next_jax.planner.between_slices import (
     DENSE_EFFICIENCY,
     GROUPED_EFFICIENCY,
@@ -45,7 +45,7 @@ from qwen3next_jax.planner.ideal import intermediate_bytes_per_token
 from qwen3next_jax.planner.planning import check_expert_exchange_supported
 from qwen3next_jax.planner.roofline import Network
 from qwen3next_jax.planner.topology import Topology
-from qwen3next_jax.sharding.mesh import check_divides, make_mesh, mesh_text
+from qwen3next_jax.sharding.mesh import check_mesh_divides, make_mesh, mesh_text
 
 MICRO_BATCHES = (1, 2, 4, 8)
 # The collectives of one layer in a pass over one micro-batch: the released model's step of 48
@@ -228,12 +228,12 @@ def _estimate_candidate(
     """Returns (bytes, seconds, reason) of a `Candidate`."""
     sizes = dataclasses.asdict(mesh)
     try:
-        check_divides(
+        check_mesh_divides(
             model,
             train.batch_size // train.gradient_accumulation,
             train.sequence_length,
             AbstractMesh(tuple(sizes.values()), tuple(sizes)),
-            *split_sizes(model),
+            *mesh_requirements(model),
         )
         check_expert_exchange_supported(sizes, topology)
     except UserError as error:
@@ -244,7 +244,7 @@ def _estimate_candidate(
         # The estimate assumes that nothing overlaps with this.
         sent = bytes_between_slices(_stored_parameters(model, mesh), mesh.slice, parallel)
         seconds += seconds_between_slices(sent, topology.chip)
-    usable = topology.chip.usable_hbm
+    usable = topology.chip.usable_hbm_per_device
     reason = f"about {size / 2**30:.0f} GiB of {usable / 2**30:.0f} GiB" if size > usable else ""
     return size, seconds, reason
 
@@ -292,7 +292,7 @@ def _optimizer_bytes_per_parameter(
     mean = 2.0 if optimizer.mean_dtype == "bfloat16" else 4.0
     if optimizer.name != "muon":
         return 4.0 + mean, 0.0
-    matrices = sum(p.size for p in declared(m).values() if p.kind == "matrix")
+    matrices = sum(p.size for p in parameter_declarations(m).values() if p.kind == "matrix")
     share = matrices / _counts(m).total
     return mean + 4.0 * (1 - share), 4.0 * MUON_COPIES * share
 
@@ -336,7 +336,7 @@ def _gathers_all_rows_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConf
     return (
         m.has_experts
         and 1 < n <= GATHERED_SHARDS
-        and overlap_chunks(tokens, m.num_experts_per_tok, m.num_experts // n) == 1
+        and overlap_chunk_count(tokens, m.num_experts_per_tok, m.num_experts // n) == 1
     )
 
 
@@ -362,7 +362,7 @@ def estimated_step_seconds(
     passes = 4 if micro_batches > 1 else 3
     recomputed = RECOMPUTED[train.remat] * (dense - heads)
     products = (dense * passes + recomputed) / DENSE_EFFICIENCY
-    of_experts = passes + (0 if keeps_hidden(train.remat) else EXPERTS_RECOMPUTED)
+    of_experts = passes + (0 if keeps_expert_hidden(train.remat) else EXPERTS_RECOMPUTED)
     products += grouped * of_experts / GROUPED_EFFICIENCY
     compute = products * tokens * micro_batches / mesh.tensor / chip.device_flops
     saved = micro_batches * _saved_activation_bytes(m, train, mesh)
@@ -437,4 +437,4 @@ def _gathered_parameters(m: ModelConfig, mesh: MeshConfig) -> float:
 @functools.cache
 def _expert_parameters(m: ModelConfig) -> int:
     """Returns the number of parameters of all routed experts."""
-    return sum(p.size for p in declared(m).values() if p.experts > 1)
+    return sum(p.size for p in parameter_declarations(m).values() if p.num_experts > 1)

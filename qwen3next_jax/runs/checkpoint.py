@@ -32,7 +32,7 @@ from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.common.trees import join_trees, map_leaves
 from qwen3next_jax.config import Config, ModelConfig
-from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.model import Qwen3Next, parameter_declarations
 from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs import manifest
@@ -247,7 +247,7 @@ def load_adapters(
     _, params = abstract_model(config)
     adapters = map_leaves(lambda path, leaf: leaf if is_adapter(path) else None, params)
     wanted = _entries_to_read(workdir, run_config, adapters, ema)
-    shardings = tree_shardings(wanted, declared(config), single_device_mesh())
+    shardings = tree_shardings(wanted, parameter_declarations(config), single_device_mesh())
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         wanted,
@@ -334,7 +334,9 @@ def load_trained(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             wanted,
             tree_shardings(
-                wanted, declared(config.model), single_device_mesh() if mesh is None else mesh
+                wanted,
+                parameter_declarations(config.model),
+                single_device_mesh() if mesh is None else mesh,
             ),
         )
         state = checkpoints.restore(step, abstract, partial=True, digest=digest)

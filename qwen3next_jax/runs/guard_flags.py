@@ -27,7 +27,7 @@ from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, GuardConfig, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.data.pipeline import Data
-from qwen3next_jax.model.layer_properties import versions
+from qwen3next_jax.model.layer_properties import part_versions
 from qwen3next_jax.model.visible_targets import why_no_targets
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
@@ -201,7 +201,7 @@ def write_dump(
             "reason": halt.reason,
             "documents": documents,
             "code": code_version(),
-            "versions": versions(config.model),
+            "versions": part_versions(config.model),
             "config": to_dict(config),
         }
         (folder / "dump.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")

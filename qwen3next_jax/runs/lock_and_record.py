@@ -11,7 +11,7 @@ import jax
 from qwen3next_jax.common.errors import require, warn
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.data.pipeline import Data
-from qwen3next_jax.model.layer_properties import versions
+from qwen3next_jax.model.layer_properties import part_versions
 from qwen3next_jax.processes.distributed import (
     broadcast_from_process_0,
     check_shared_folder,
@@ -133,7 +133,7 @@ def make_record(
         config=settings_as_json(run.config),
         data=tuple(cursors),
         tokenizer=tokenizer,
-        versions=versions(run.model),
+        versions=part_versions(run.model),
         source=base_model_record(start.facts.initial_model),
         id=uuid.uuid4().hex,
         parent=start.parent,

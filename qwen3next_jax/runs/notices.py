@@ -1,7 +1,7 @@
 """Warns of settings that are allowed, but may do something else than the user meant."""
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layer_properties import partial_ablations
+from qwen3next_jax.model.layer_properties import partial_ablation_lines
 from qwen3next_jax.runs.start import Start
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage
@@ -11,7 +11,7 @@ def surprising_settings(run: ResolvedRun, start: Start) -> list[str]:
     """Returns one line for each setting that may surprise the user. `train.py` and `--dry-run`
     print these lines before the run computes anything.
     """
-    lines = [*partial_ablations(run.model), *run.groups.summary_lines]
+    lines = [*partial_ablation_lines(run.model), *run.groups.summary_lines]
     lines += filter(None, [_warm_up_warning(run.stages[0])])
     model, released = run.model, ModelConfig()
     if (

@@ -29,10 +29,10 @@ def check_module_versions(
     Raises:
       UserError: a version differs.
     """
-    from qwen3next_jax.model.layer_properties import versions
+    from qwen3next_jax.model.layer_properties import part_versions
 
     advice = "use the run with that code, or train anew in another --workdir"
-    for name, version in versions(model).items():
+    for name, version in part_versions(model).items():
         theirs = recorded.get(name, 1)
         require(
             theirs == version,

@@ -20,12 +20,12 @@ from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.interop.weights import modification_digest
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.layer_properties import split_sizes
+from qwen3next_jax.model.layer_properties import mesh_requirements
 from qwen3next_jax.processes import distributed
 from qwen3next_jax.processes.launch import Launch
 from qwen3next_jax.runs.checkpoint import StepChoice, load_trained
 from qwen3next_jax.runs.record import RunRecord, read_config, read_record
-from qwen3next_jax.sharding.mesh import check_divides, compute_mesh, make_mesh
+from qwen3next_jax.sharding.mesh import check_mesh_divides, make_mesh, mesh_unless_single_device
 from qwen3next_jax.sharding.rules import ROWS, num_shards
 
 
@@ -193,7 +193,9 @@ def mesh_of_params(
         # Callers pad rows and tokens to multiples of the axes' sizes, so the numbers given here are
         # such multiples. Heads and widths are not padded, so their numbers are checked.
         rows = num_shards(mesh, *ROWS)
-        check_divides(model, rows, 1024 * mesh.shape["context"], mesh, *split_sizes(model))
+        check_mesh_divides(
+            model, rows, 1024 * mesh.shape["context"], mesh, *mesh_requirements(model)
+        )
     except UserError as error:
         raise UserError(
             f"--mesh: {error}"
@@ -201,4 +203,4 @@ def mesh_of_params(
             else f"{where} ({error}); choose another with --mesh, such as --mesh=data=-1 for all "
             "devices"
         ) from error
-    return compute_mesh(mesh)
+    return mesh_unless_single_device(mesh)

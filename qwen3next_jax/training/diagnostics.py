@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layers import SINK_HEAD, ForwardOptions
 
 
@@ -66,7 +66,7 @@ def largest_norm_weight_by_layer(model: ModelConfig, params: dict) -> jax.Array:
             [
                 jnp.max(jnp.abs(leaf), axis=tuple(range(num_kept_axes, leaf.ndim)))
                 for name, leaf in leaves.items()
-                if declared(model)[name].kind == "norm"
+                if parameter_declarations(model)[name].kind == "norm"
             ]
         ).max(axis=0)
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.config import ModelConfig, OptimizerConfig
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layers import document_positions
 from qwen3next_jax.sharding import row_tables
 
@@ -169,4 +169,4 @@ def with_leaf_at(tree: dict, path: tuple[str | int, ...], leaf: jax.Array) -> di
 
 
 def _declaration_at(model: ModelConfig, path: tuple[str | int, ...]):
-    return declared(model)["/".join(map(str, path))]
+    return parameter_declarations(model)["/".join(map(str, path))]

@@ -136,9 +136,9 @@ def find_unused_by_mixers_and_evals(config: Config) -> dict[str, str]:
     """Returns setting → reason, for settings of mixers and evaluations that have no effect on a run
     of `config`. This function imports JAX.
     """
-    from qwen3next_jax.model.layer_properties import has_indexer, unused_by_mixers
+    from qwen3next_jax.model.layer_properties import has_indexer, settings_unused_by_mixers
 
-    unused = {f"model.{name}": why for name, why in unused_by_mixers(config.model).items()}
+    unused = {f"model.{name}": why for name, why in settings_unused_by_mixers(config.model).items()}
     if not has_indexer(config.model):
         why = "no mixer of the model has an indexer"
         stages = [f"train.stages[{i}]" for i, _ in enumerate(config.train.stages)]
@@ -241,10 +241,10 @@ def check_tokens_to_train_on(config: Config, resumed: Config | None = None) -> N
     if not mixer or (resumed and resumed.model.mixer == mixer):
         return
     # This import loads JAX, so it happens only if mixers have settings.
-    from qwen3next_jax.model.visible_targets import check_prefix
+    from qwen3next_jax.model.visible_targets import check_rows_exceed_prefix
 
     for stage in resolve_stages(config):
-        check_prefix(config.model, stage.sequence_length)
+        check_rows_exceed_prefix(config.model, stage.sequence_length)
 
 
 def settings_by_name(config: Config) -> dict[str, Any]:

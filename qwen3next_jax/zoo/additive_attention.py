@@ -11,7 +11,7 @@ heads, R = N/M, K head width.
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.model.gated_attention import attend, gated_projection, write
+from qwen3next_jax.model.gated_attention import attend, gated_projection, write_tokens_to_cache
 from qwen3next_jax.model.layers import token_mean
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.ops import blocks
@@ -53,8 +53,8 @@ class Bahdanau(Mixer):
         k_BSMK = self.project_to_heads(x_BTD, self.k_proj, context)
         v_BSMK = self.project_to_heads(x_BTD, self.v_proj, context)
         if cache is not None:
-            k_BSMK = write(cache["k"], k_BSMK, context.positions)
-            v_BSMK = write(cache["v"], v_BSMK, context.positions)
+            k_BSMK = write_tokens_to_cache(cache["k"], k_BSMK, context.positions)
+            v_BSMK = write_tokens_to_cache(cache["v"], v_BSMK, context.positions)
             cache = {"k": k_BSMK, "v": v_BSMK}
         o_BTNK = self.attend(q_BTNK, k_BSMK, v_BSMK, context, cache is not None)
         diagnostics = {}
@@ -72,7 +72,7 @@ class Bahdanau(Mixer):
         """
         split = None if weight.shape[-2] % num_shards(context.mesh, TENSOR) else "heads"
         y_BTNK = jnp.einsum("btd,dnk->btnk", x_BTD, weight[...].astype(x_BTD.dtype))
-        return constrain(y_BTNK, context.mesh, "batch", context.time, split, None)
+        return constrain(y_BTNK, context.mesh, "batch", context.logical_time_axis, split, None)
 
     def attend(self, q_BTNK, k_BSMK, v_BSMK, context, cached: bool):
         """Returns the output of the heads, o [B, T, N, K]. If `cached` is true, keys and values are
@@ -84,7 +84,7 @@ class Bahdanau(Mixer):
             )
 
         def run(q, k, v, score, positions, ids):
-            axis = context.time_axis
+            axis = context.mesh_time_axis
             ids = jnp.ones_like(positions) if ids is None or cached else ids
             key_ids = jnp.ones(k.shape[:2], ids.dtype) if cached else ids
             at = positions
@@ -97,8 +97,8 @@ class Bahdanau(Mixer):
                 )
             return additive_attention(q, k, v, score, at, ids, key_ids)
 
-        heads = activation_spec("batch", context.time, "heads")
-        tokens = activation_spec("batch", context.time)
+        heads = activation_spec("batch", context.logical_time_axis, "heads")
+        tokens = activation_spec("batch", context.logical_time_axis)
         in_specs = (heads, heads, heads, activation_spec("heads"), tokens, tokens)
         return per_shard(run, context.mesh, in_specs, heads)(
             q_BTNK,
@@ -123,7 +123,7 @@ class Bahdanau(Mixer):
         return 2 * (length + 1) * config.num_attention_heads * config.head_dim
 
     @classmethod
-    def splits(cls, config):
+    def sizes_split_by_tensor(cls, config):
         return {"num_attention_heads": config.num_attention_heads}
 
 

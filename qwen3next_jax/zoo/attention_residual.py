@@ -27,7 +27,7 @@ from flax import nnx
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import Block
-from qwen3next_jax.model.layers import keeping_inputs, rms_norm
+from qwen3next_jax.model.layers import call_saving_only_inputs, rms_norm
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import accumulation_dtype
@@ -49,7 +49,7 @@ class DepthAttention(nnx.Module):
     def __init__(self, config: ModelConfig, make: Make):
         self.config = config
         d = config.hidden_size
-        self.query = make.parameter(jnp.zeros, (d,), ".", kind="vector", operand=False)
+        self.query = make.parameter(jnp.zeros, (d,), ".", kind="vector", uses_model_dtype=False)
         self.key_norm = make.norm(d, plain=True)
         self.norm = make.norm(d)
 
@@ -80,7 +80,7 @@ class DepthAttention(nnx.Module):
                 v_BTE.dtype
             )
 
-        return rms_norm(keeping_inputs(mean, v_BTE, weight_D), self.norm[...], self.config)
+        return rms_norm(call_saving_only_inputs(mean, v_BTE, weight_D), self.norm[...], self.config)
 
 
 class DepthMultiTokenPrediction(MultiTokenPrediction):
@@ -92,8 +92,10 @@ class DepthMultiTokenPrediction(MultiTokenPrediction):
         super().__init__(config, make)
         self.block.layers = (0,)
 
-    def input(self, hidden_BTD, embedded_BTD, context):
-        return super().input(hidden_BTD, embedded_BTD, context)[..., : 2 * self.config.hidden_size]
+    def join_state_and_embedding(self, hidden_BTD, embedded_BTD, context):
+        return super().join_state_and_embedding(hidden_BTD, embedded_BTD, context)[
+            ..., : 2 * self.config.hidden_size
+        ]
 
 
 class AttentionResidual(Block):
@@ -121,9 +123,9 @@ class AttentionResidual(Block):
     def make_norm(self, make):
         return DepthAttention(self.config, make)
 
-    def around(self, v_BTE, part, context):
+    def input_and_add_output(self, v_BTE, part, context):
         size, d = self.config.streams.block_layers, self.config.hidden_size
-        layer = jnp.array(self.layers)[context.layer]
+        layer = jnp.array(self.layers)[context.layer_in_stack]
         own = layer // size + 1  # the number of the layer's block
         visible = own + 1
         if part == "mixer":
@@ -136,20 +138,20 @@ class AttentionResidual(Block):
         return getattr(self, f"{part}_norm")(v_BTE, visible), add
 
     @staticmethod
-    def enter(x_BTD, config):
+    def residual_from_embeddings(x_BTD, config):
         blocks = -(-config.num_hidden_layers // config.streams.block_layers)
         return jnp.pad(x_BTD, ((0, 0), (0, 0), (0, blocks * config.hidden_size)))
 
     @staticmethod
-    def make_last(config, make):
+    def make_final_norm(config, make):
         return DepthAttention(config, make)
 
     @staticmethod
-    def leave(v_BTE, last, config):
+    def head_input(v_BTE, last, config):
         return last(v_BTE, v_BTE.shape[-1] // config.hidden_size)
 
     @staticmethod
-    def observed(v_BTE, config):
+    def residual_for_diagnostics(v_BTE, config):
         """Returns the sum of all sources. With the placement "pre", this sum is the residual
         stream.
         """

@@ -38,7 +38,7 @@ class SinkAttention(BiasedProjections, PairAttention):
     The kernels of `ops.attention` do not support the term, so XLA computes all T × T scores.
     """
 
-    weights_of = None
+    loads_weights_of = None
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)

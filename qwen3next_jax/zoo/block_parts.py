@@ -17,7 +17,7 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.gated_attention import GatedAttention
-from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm
+from qwen3next_jax.model.layers import Context, call_saving_only_inputs, rms_norm
 from qwen3next_jax.model.moe import DenseMLP
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.positions import NoPositions
@@ -80,7 +80,7 @@ class LayerNorm:
             scale = 1 + scale if config.zero_centered_norm else scale
             return (x32 * scale + bias).astype(x.dtype)
 
-        return keeping_inputs(normalise, x, weight)
+        return call_saving_only_inputs(normalise, x, weight)
 
 
 # ---- placements of norms (in the formulas N is a norm, f is the mixer or the MLP)
@@ -92,11 +92,11 @@ class PostNorm(Block):
     and f is the mixer or the MLP.
     """
 
-    def before(self, x_BTD, part):
+    def sublayer_input(self, x_BTD, part):
         return x_BTD
 
-    def after(self, x_BTD, y_BTD, part):
-        return super().before(x_BTD + y_BTD, part)
+    def add_output(self, x_BTD, y_BTD, part):
+        return super().sublayer_input(x_BTD + y_BTD, part)
 
 
 class Olmo2Norm(Block):
@@ -104,11 +104,11 @@ class Olmo2Norm(Block):
     and f is the mixer or the MLP.
     """
 
-    def before(self, x_BTD, part):
+    def sublayer_input(self, x_BTD, part):
         return x_BTD
 
-    def after(self, x_BTD, y_BTD, part):
-        return x_BTD + super().before(y_BTD, part)
+    def add_output(self, x_BTD, y_BTD, part):
+        return x_BTD + super().sublayer_input(y_BTD, part)
 
 
 class OlmoHybridNorm(Block):
@@ -123,11 +123,11 @@ class OlmoHybridNorm(Block):
             isinstance(self.mixer, GatedAttention) or self.mixer.cache_kind == "slots"
         )
 
-    def before(self, x_BTD, part):
-        return x_BTD if self.norms_outputs else super().before(x_BTD, part)
+    def sublayer_input(self, x_BTD, part):
+        return x_BTD if self.norms_outputs else super().sublayer_input(x_BTD, part)
 
-    def after(self, x_BTD, y_BTD, part):
-        return x_BTD + (super().before(y_BTD, part) if self.norms_outputs else y_BTD)
+    def add_output(self, x_BTD, y_BTD, part):
+        return x_BTD + (super().sublayer_input(y_BTD, part) if self.norms_outputs else y_BTD)
 
 
 class SandwichNorm(Block):
@@ -140,7 +140,7 @@ class SandwichNorm(Block):
         self.after_mixer_norm = make.norm(config.hidden_size)
         self.after_mlp_norm = make.norm(config.hidden_size)
 
-    def after(self, x_BTD, y_BTD, part):
+    def add_output(self, x_BTD, y_BTD, part):
         return x_BTD + rms_norm(y_BTD, getattr(self, f"after_{part}_norm")[...], self.config)
 
 
@@ -163,8 +163,8 @@ class DeepNorm(PostNorm):
             if getattr(getattr(parameter, "declared", None), "kind", None) == "matrix":
                 setattr(owner, name, parameter.replace(parameter[...] * beta))
 
-    def after(self, x_BTD, y_BTD, part):
-        return super().after(self.alpha * x_BTD, y_BTD, part)
+    def add_output(self, x_BTD, y_BTD, part):
+        return super().add_output(self.alpha * x_BTD, y_BTD, part)
 
 
 # ---- dense MLPs
@@ -178,7 +178,7 @@ class GeGLU(DenseMLP):
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
         gate_up = jnp.einsum("btd,dci->btci", x_BTD, self.gate_up[...].astype(x_BTD.dtype))
-        hidden_BTI = keeping_inputs(
+        hidden_BTI = call_saving_only_inputs(
             lambda gate_up: gelu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up
         )
         return hidden_BTI @ self.down[...].astype(x_BTD.dtype), {}
@@ -195,7 +195,9 @@ class GELUMLP(nnx.Module):
         self.down = make.matrix((i, d), "mlp -> embed")
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
-        hidden_BTI = keeping_inputs(self.activation, x_BTD @ self.up[...].astype(x_BTD.dtype))
+        hidden_BTI = call_saving_only_inputs(
+            self.activation, x_BTD @ self.up[...].astype(x_BTD.dtype)
+        )
         return hidden_BTI @ self.down[...].astype(x_BTD.dtype), {}
 
 
@@ -247,7 +249,7 @@ class LearnedPositions(NoPositions):
       UserError: a row has more tokens than the table has positions.
     """
 
-    meaning = ("max_position_embeddings", "yarn_factor")
+    settings_fixed_by_weights = ("max_position_embeddings", "yarn_factor")
 
     def __init__(self, config: ModelConfig, make: Make):
         super().__init__(config, make)
@@ -268,9 +270,9 @@ class LearnedPositions(NoPositions):
 # ---- scaled rotary positions for texts `factor` times as long as the trained length `context`
 # --------------------------------------------------------------------------------------------------
 # `factor` is model.yarn_factor, and `context` is model.max_position_embeddings. There are `half`
-# pairs of rotated dimensions. Like `layers.yarn`, each function returns two values: an array [half]
-# by which the frequencies of the base `theta` are multiplied, and a number by which cos and sin are
-# multiplied.
+# pairs of rotated dimensions. Like `layers.yarn_frequency_scale`, each function returns two values:
+# an array [half] by which the frequencies of the base `theta` are multiplied, and a number by which
+# cos and sin are multiplied.
 
 
 def linear_rope_scaling(

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.parameters import Part
-from qwen3next_jax.model.recurrent import Inputs
+from qwen3next_jax.model.parameters import ParameterPart
+from qwen3next_jax.model.recurrent import ProjectedInputs
 from qwen3next_jax.zoo.references import (
     causal_convolution,
     project_out,
@@ -50,26 +50,26 @@ class GatedDeltaProduct(GatedDeltaNet):
         # number of writes to the state for each token (n_h of the paper); 1: Gated DeltaNet
         num_householder: Annotated[int, "at least 1"] = 2
 
-    names_kept = True
+    marks_saved_results = True
 
     @classmethod
-    def channels(cls, config: ModelConfig) -> tuple[int, int, int]:
-        query, key, values = super().channels(config)
+    def qkv_channel_counts(cls, config: ModelConfig) -> tuple[int, int, int]:
+        query, key, values = super().qkv_channel_counts(config)
         return query, _writes_per_token(config) * key, _writes_per_token(config) * values
 
     @classmethod
-    def gate_parts(cls, config: ModelConfig) -> tuple[Part, ...]:
+    def beta_and_decay_parts(cls, config: ModelConfig) -> tuple[ParameterPart, ...]:
         n = _writes_per_token(config)  # there are n β per head
         return tuple(
-            Part("b", n * part.width, n * part.width) if part.name == "b" else part
-            for part in super().gate_parts(config)
+            ParameterPart("b", n * part.width, n * part.width) if part.name == "b" else part
+            for part in super().beta_and_decay_parts(config)
         )
 
     def uses_fused_layout(self) -> bool:
         return _writes_per_token(self.config) == 1 and super().uses_fused_layout()
 
-    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
-        inputs = super().inputs(x_BTD, context)
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
+        inputs = super().project_inputs(x_BTD, context)
         if _writes_per_token(self.config) == 1 or inputs.beta is None:
             return inputs
         heads = self.config.linear_num_value_heads
@@ -87,7 +87,7 @@ class GatedDeltaProduct(GatedDeltaNet):
             q=_zeros_at_other_writes(heads.q, n - 1, n),
             k=_writes_to_time_axis(heads.k, n),
             v=_writes_to_time_axis(heads.v, n),
-            g=_zeros_at_other_writes(heads.g, 0, n),
+            log_decay=_zeros_at_other_writes(heads.log_decay, 0, n),
             beta=_writes_to_time_axis(beta_BTHn, n)[..., 0],
             segment_ids=None if ids is None else jnp.repeat(ids, n, axis=1),
         )

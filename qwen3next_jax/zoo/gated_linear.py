@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.zoo.ops import channel_delta_rule
 from qwen3next_jax.zoo.projections import make_low_rank_projection, project_to_float32
 from qwen3next_jax.zoo.references import (
@@ -35,15 +35,15 @@ class ChannelDecayMixer(Recurrent):
     convolution.
     """
 
-    switches = ()
-    convolved = False
+    switches_read = ()
+    has_convolution_and_silu = False
 
     def recurrence(self, heads, state):
         o_BTHV, final_state = channel_delta_rule(
             heads.q,
             heads.k,
             heads.v,
-            g=heads.g,
+            g=heads.log_decay,
             beta=heads.beta,
             delta_term=False,
             initial_state=state and state["state"],
@@ -77,12 +77,14 @@ class GLA(ChannelDecayMixer):
         )
         self.make_output(make)
 
-    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         logit_BTHK = (
             project_to_float32(x_BTD, self.decay_down, self.decay_up) + self.decay_bias[...]
         )
-        qkv, gate = self.project(x_BTD, context)
-        return Inputs(qkv, gate, g=jax.nn.log_sigmoid(logit_BTHK) / GLA_TEMPERATURE)
+        qkv, gate = self.project_qkv_and_gate(x_BTD, context)
+        return ProjectedInputs(
+            qkv, gate, log_decay=jax.nn.log_sigmoid(logit_BTHK) / GLA_TEMPERATURE
+        )
 
     def recurrence(self, heads, state):
         return super().recurrence(heads._replace(q=heads.q * heads.q.shape[-1] ** -0.5), state)
@@ -103,7 +105,7 @@ class HGRN2(ChannelDecayMixer):
         self.config = c = config
         shape = (c.linear_num_key_heads, c.linear_key_head_dim)
         bound = jnp.maximum(jnp.asarray(layers) / c.num_hidden_layers, 0.01).reshape(
-            *make.stack, 1, 1
+            *make.stack_shape, 1, 1
         )
         self.make_projection(make, gate=False)
         logit = jnp.log(bound) - jnp.log1p(-bound)
@@ -112,17 +114,17 @@ class HGRN2(ChannelDecayMixer):
         )
         self.make_output(make)
 
-    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
-        qkv, _ = self.project(x_BTD, context)
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
         k = self.config.linear_key_head_dim
         q, key, v = jnp.split(qkv, (k, 2 * k), axis=-1)
         # g is computed from k = 1 − f: if f were rounded to 1, ln f would be 0.
         key = jax.nn.sigmoid(-self.bound[...]) * jax.nn.sigmoid(-key.astype(jnp.float32))
         g_BTGK = jnp.log1p(-key)
         repeats = self.config.linear_num_value_heads // self.config.linear_num_key_heads
-        return Inputs(
+        return ProjectedInputs(
             jnp.concatenate([jax.nn.silu(q), key.astype(q.dtype), v], axis=-1),
-            g=jnp.repeat(g_BTGK, repeats, axis=2),
+            log_decay=jnp.repeat(g_BTGK, repeats, axis=2),
         )
 
 
@@ -142,12 +144,14 @@ class DecayingFastWeights(ChannelDecayMixer):
         )
         self.make_output(make)
 
-    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
-        qkv, _ = self.project(x_BTD, context)
-        return Inputs(qkv, g=jax.nn.log_sigmoid(project_to_float32(x_BTD, self.decay_proj)))
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
+        return ProjectedInputs(
+            qkv, log_decay=jax.nn.log_sigmoid(project_to_float32(x_BTD, self.decay_proj))
+        )
 
     def recurrence(self, heads, state):
-        key_decay, value_log_decay = jnp.split(heads.g, (heads.q.shape[-1],), axis=-1)
+        key_decay, value_log_decay = jnp.split(heads.log_decay, (heads.q.shape[-1],), axis=-1)
         o_BTHV, final_state = channel_delta_rule(
             heads.q,
             heads.k,

@@ -84,7 +84,7 @@ class StreamMix(nnx.Module):
         if context is None:
             where = {"implementation": "xla"}
         else:
-            where = {"mesh": context.mesh, "time": context.time}
+            where = {"mesh": context.mesh, "time": context.logical_time_axis}
         x_BTD, inner_BTX, h_BTE = residual_streams.mix_streams(
             h_BTE,
             scale_SD,
@@ -107,14 +107,16 @@ class GatedMultiTokenPrediction(MultiTokenPrediction):
     belong to the module follow. vLLM serves this module; transformers does not have it.
     """
 
-    def make_input(self, make: Make) -> None:
+    def make_input_projection(self, make: Make) -> None:
         d, s = self.config.hidden_size, self.config.streams.hc_count
         self.embedding_norm = make.norm(d)
         self.hidden_norm = make.norm(s * d)
         self.fc_embedding = make.matrix((d, d), "embed -> embed_out")
         self.fc_hidden = make.matrix((d, d), "embed -> embed_out")
 
-    def input(self, state_BTE: jax.Array, embedded_BTD: jax.Array, context: Context) -> jax.Array:
+    def join_state_and_embedding(
+        self, state_BTE: jax.Array, embedded_BTD: jax.Array, context: Context
+    ) -> jax.Array:
         dtype = state_BTE.dtype
         n_BTE = rms_norm(state_BTE, self.hidden_norm[...], self.config)
         n_BTSD = n_BTE.reshape(*n_BTE.shape[:-1], -1, self.config.hidden_size)
@@ -123,11 +125,13 @@ class GatedMultiTokenPrediction(MultiTokenPrediction):
             n_BTSD @ self.fc_hidden[...].astype(dtype)
         )
         return save_for_backward(
-            constrain(x_BTSD.reshape(n_BTE.shape), context.mesh, "batch", context.time, None)
+            constrain(
+                x_BTSD.reshape(n_BTE.shape), context.mesh, "batch", context.logical_time_axis, None
+            )
         )
 
     @staticmethod
-    def state(x_BTE: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
+    def next_depth_state(x_BTE: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
         return x_BTE
 
 
@@ -139,23 +143,23 @@ class GatedResidual(Block):
     def make_norm(self, make):
         return StreamMix(self.config, make)
 
-    def around(self, h_BTE, part, context):
+    def input_and_add_output(self, h_BTE, part, context):
         norm = getattr(self, f"{part}_norm")
         x_BTD, a_BTS, h_BTE = norm.block_input_and_factors(h_BTE, context)
         return x_BTD, lambda y_BTD: residual_streams.add_to_streams(
-            h_BTE, y_BTD, a_BTS, context.mesh, context.time
+            h_BTE, y_BTD, a_BTS, context.mesh, context.logical_time_axis
         )
 
     @staticmethod
-    def enter(x_BTD, config):
+    def residual_from_embeddings(x_BTD, config):
         return jnp.tile(x_BTD, config.streams.hc_count)
 
     @staticmethod
-    def make_last(config, make):
+    def make_final_norm(config, make):
         return StreamMix(config, make, injects=False)
 
     @staticmethod
-    def leave(h_BTE, last, config):
+    def head_input(h_BTE, last, config):
         return last.block_input_and_factors(h_BTE)[0]
 
 

@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.model.gated_attention import write
+from qwen3next_jax.model.gated_attention import write_tokens_to_cache
 from qwen3next_jax.model.layers import token_mean
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.ops import causal_conv1d, checks
@@ -49,8 +49,8 @@ class Hyena(Mixer):
     Diagnostics: gate_size [H], the mean of |x₁ x₂| for each head.
     """
 
-    switches = ("linear_conv_kernel_dim",)
-    meaning = ("max_position_embeddings",)
+    switches_read = ("linear_conv_kernel_dim",)
+    settings_fixed_by_weights = ("max_position_embeddings",)
     cache_kind = "slots"
 
     def __init__(self, config, make, layers):
@@ -61,7 +61,7 @@ class Hyena(Mixer):
 
         def scaled(shape):
             start = jax.random.uniform(make.rngs.params(), shape, minval=-1, maxval=1)
-            return start * shape[len(make.stack)] ** -0.5
+            return start * shape[len(make.stack_shape)] ** -0.5
 
         def windows(shape):
             rates = jnp.linspace(1 / FASTEST_WINDOW, 1 / SLOWEST_WINDOW, h * v).reshape(
@@ -69,7 +69,7 @@ class Hyena(Mixer):
             ) * jnp.log(100)
             return jnp.broadcast_to(rates, shape)
 
-        vector = functools.partial(make.parameter, scaled, kind="vector", operand=False)
+        vector = functools.partial(make.parameter, scaled, kind="vector", uses_model_dtype=False)
         self.in_proj = make.matrix((d, h, width), "embed -> value_heads .", parts=parts)
         self.conv_kernel = make.matrix(
             (c.linear_conv_kernel_dim, h, width),
@@ -86,7 +86,7 @@ class Hyena(Mixer):
 
     def __call__(self, x_BTD, context, cache=None):
         u_BTHC = jnp.einsum("btd,dhc->bthc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
-        axis = context.time_axis
+        axis = context.mesh_time_axis
 
         def run(u, kernel, network, bias, window, positions, ids, cache):
             if cache is None:
@@ -97,20 +97,20 @@ class Hyena(Mixer):
             if cache is None:
                 u, _ = causal_conv1d(u, kernel, activation=None, segment_ids=ids, axis_name=axis)
             else:
-                cache = dict(cache, input=write(cache["input"], u, positions))
+                cache = dict(cache, input=write_tokens_to_cache(cache["input"], u, positions))
                 u = short_convolution_over_cache(cache["input"], kernel, positions)
             z, *gates = jnp.split(u, ORDER + 1, axis=-1)
             for n, gate in enumerate(gates):
                 if cache is None:
                     y = fft_convolution(z, filters_OLHV[n], segment_ids=ids, axis_name=axis)
                 else:
-                    cache[f"z_{n}"] = write(cache[f"z_{n}"], z, positions)
+                    cache[f"z_{n}"] = write_tokens_to_cache(cache[f"z_{n}"], z, positions)
                     y = long_convolution_over_cache(cache[f"z_{n}"], filters_OLHV[n], positions)
                 z = (gate * (y.astype(jnp.float32) + bias[n] * z)).astype(u.dtype)
             return z, jnp.abs(gates[0] * gates[1]).mean(axis=-1), cache
 
-        rows = activation_spec("batch", context.time, "heads")
-        tokens = activation_spec("batch", context.time)
+        rows = activation_spec("batch", context.logical_time_axis, "heads")
+        tokens = activation_spec("batch", context.logical_time_axis)
         slots = activation_spec("batch", None, "heads")
         narrow = activation_spec(None, "heads")
         network = (activation_spec(), activation_spec(), activation_spec(None, None, "heads"))
@@ -168,7 +168,7 @@ class Hyena(Mixer):
         return ORDER * channels * (transforms + 3 * doubled) / length
 
     @classmethod
-    def splits(cls, config):
+    def sizes_split_by_tensor(cls, config):
         return {"linear_num_value_heads": config.linear_num_value_heads}
 
     @classmethod

@@ -34,7 +34,7 @@ from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import Block
-from qwen3next_jax.model.layers import keeping_inputs, rms_norm
+from qwen3next_jax.model.layers import call_saving_only_inputs, rms_norm
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import accumulation_dtype, save_for_backward
 
@@ -152,20 +152,22 @@ class MHC(Block):
     def make_norm(self, make):
         return HyperConnection(self.config, make)
 
-    def around(self, h_BTE, part, context):
+    def input_and_add_output(self, h_BTE, part, context):
         connection = getattr(self, f"{part}_norm")
         pre_SBT, post_SBT, res_SSBT = connection.pre_post_and_res_maps(h_BTE)
-        x_BTD = keeping_inputs(_block_input, h_BTE, pre_SBT)
-        return rms_norm(x_BTD, connection.norm[...], self.config), lambda y_BTD: keeping_inputs(
+        x_BTD = call_saving_only_inputs(_block_input, h_BTE, pre_SBT)
+        return rms_norm(
+            x_BTD, connection.norm[...], self.config
+        ), lambda y_BTD: call_saving_only_inputs(
             _streams_after_block, h_BTE, y_BTD, post_SBT, res_SSBT
         )
 
     @staticmethod
-    def enter(x_BTD, config):
+    def residual_from_embeddings(x_BTD, config):
         return jnp.tile(x_BTD, config.streams.hc_count)
 
     @staticmethod
-    def leave(h_BTE, last, config):
+    def head_input(h_BTE, last, config):
         slices = jnp.split(h_BTE, config.streams.hc_count, axis=-1)
         x_BTD = sum(h_BTD.astype(accumulation_dtype(h_BTE)) for h_BTD in slices).astype(h_BTE.dtype)
         return rms_norm(x_BTD, last[...], config)

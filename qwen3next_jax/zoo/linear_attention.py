@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.model.recurrent import Heads, Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, RecurrenceInputs, Recurrent
 from qwen3next_jax.zoo.ops import attention_weight_sums
 from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
 from qwen3next_jax.zoo.references import (
@@ -52,8 +52,8 @@ class ScalarDecayMixer(Recurrent):
     subclass divides o by the sum of the weights, zᵀq.
     """
 
-    switches = ("delta_rule",)
-    convolved = False
+    switches_read = ("delta_rule",)
+    has_convolution_and_silu = False
     normalize_qk = False
 
     @classmethod
@@ -65,11 +65,11 @@ class ScalarDecayMixer(Recurrent):
     def uses_delta_term(cls, config):
         return False
 
-    def recurrence(self, heads: Heads, state):
+    def recurrence(self, heads: RecurrenceInputs, state):
         # `gated_delta_rule` divides by √K
         return super().recurrence(heads._replace(q=heads.q * heads.q.shape[-1] ** 0.5), state)
 
-    def recurrence_and_weight_sum(self, heads: Heads, state):
+    def recurrence_and_weight_sum(self, heads: RecurrenceInputs, state):
         """Computes the recurrence of S and of z.
 
         Returns:
@@ -80,7 +80,7 @@ class ScalarDecayMixer(Recurrent):
         weight_BTH, z_BHK = attention_weight_sums(
             heads.q,
             heads.k,
-            g=heads.g,
+            g=heads.log_decay,
             beta=heads.beta,
             initial_state=state and state["normaliser"],
             segment_ids=heads.segment_ids,
@@ -132,9 +132,9 @@ class LinearAttention(ScalarDecayMixer):
         self.make_projection(make, gate=False)
         self.make_output(make)
 
-    def inputs(self, x_BTD, context) -> Inputs:
-        qkv, _ = self.project(x_BTD, context)
-        return Inputs(qkv)
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
+        return ProjectedInputs(qkv)
 
     def recurrence(self, heads, state):
         if self.settings(self.config).feature_map == "elu":
@@ -164,14 +164,14 @@ class Retention(ScalarDecayMixer):
         """Returns the log decay ln γ of every token and head, [B, T, H]."""
         raise NotImplementedError
 
-    def inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         k = self.config.linear_key_head_dim
-        qkv, gate = self.project(x_BTD, context)
+        qkv, gate = self.project_qkv_and_gate(x_BTD, context)
         q_BTGK, k_BTGK, v_BTGV = jnp.split(qkv, (k, 2 * k), axis=-1)
         q_BTGK = _rotate(q_BTGK, context.positions)
         k_BTGK = _rotate(k_BTGK, context.positions)
         qkv = jnp.concatenate([q_BTGK, k_BTGK, v_BTGV], axis=-1)
-        return Inputs(qkv, gate, g=self.log_decay(x_BTD))
+        return ProjectedInputs(qkv, gate, log_decay=self.log_decay(x_BTD))
 
     def recurrence(self, heads, state):
         # The operator divides by √K, as the paper does.
@@ -237,33 +237,33 @@ class LightningAttention(ScalarDecayMixer):
     sigmoid gate follow. The layer of the multi-token prediction module has the number l = L − 1.
     """
 
-    activation = staticmethod(jax.nn.sigmoid)
+    gate_activation = staticmethod(jax.nn.sigmoid)
 
     def __init__(self, config, make, layers):
         self.config = c = config
         h = c.linear_num_value_heads
         self.make_projection(make)
         depth = 1 - jnp.asarray(layers) / (c.num_hidden_layers - 1 + 1e-5) + 1e-5
-        slopes = depth.reshape(*make.stack, 1) * 2.0 ** (-8 * (jnp.arange(h) + 1) / h)
+        slopes = depth.reshape(*make.stack_shape, 1) * 2.0 ** (-8 * (jnp.arange(h) + 1) / h)
         self.log_decay = make.parameter(
             lambda shape: jnp.broadcast_to(-slopes, shape), (h,), "value_heads", kind="rate"
         )
         self.make_output(make, per_head=True)
 
-    def inputs(self, x_BTD, context) -> Inputs:
-        qkv, gate = self.project(x_BTD, context)
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
+        qkv, gate = self.project_qkv_and_gate(x_BTD, context)
         log_decay_H = jax.lax.stop_gradient(self.log_decay[...])
-        return Inputs(
+        return ProjectedInputs(
             jax.nn.silu(qkv),
             gate,
-            g=jnp.broadcast_to(log_decay_H, (*x_BTD.shape[:2], *log_decay_H.shape)),
+            log_decay=jnp.broadcast_to(log_decay_H, (*x_BTD.shape[:2], *log_decay_H.shape)),
         )
 
     def norm_and_gate(self, o_BTHV, norm_HV, gate_BTGRV):
         o = o_BTHV.astype(jnp.float32)
         mean_square = jnp.mean(o * o, axis=(-2, -1), keepdims=True)
         o = o * jax.lax.rsqrt(mean_square + self.config.rms_norm_eps) * norm_HV
-        gate = self.activation(gate_BTGRV.reshape(o.shape).astype(jnp.float32))
+        gate = self.gate_activation(gate_BTGRV.reshape(o.shape).astype(jnp.float32))
         return (o * gate).astype(o_BTHV.dtype)
 
 
@@ -290,16 +290,18 @@ class GatedRFA(ScalarDecayMixer):
         )
         self.make_output(make)
 
-    def inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         logit_BTH = project_to_float32(x_BTD, self.decay_proj)
-        qkv, _ = self.project(x_BTD, context)
-        return Inputs(qkv, g=jax.nn.log_sigmoid(logit_BTH), beta=jax.nn.sigmoid(-logit_BTH))
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
+        return ProjectedInputs(
+            qkv, log_decay=jax.nn.log_sigmoid(logit_BTH), beta=jax.nn.sigmoid(-logit_BTH)
+        )
 
-    def head_weights(self):
+    def recurrence_parameters(self):
         return (jax.lax.stop_gradient(self.frequencies[...]),)
 
     def recurrence(self, heads, state):
-        (frequencies_GFK,) = heads.weights
+        (frequencies_GFK,) = heads.recurrence_parameters
 
         def features(x_BTGK):
             angle = jnp.einsum(

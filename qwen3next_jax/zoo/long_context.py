@@ -54,7 +54,7 @@ class ReRoPE(PairAttention):
         # including its own
         window: Annotated[int, "at least 1"] = 1024
 
-    read_time = ("window",)
+    settings_free_after_training = ("window",)
 
     def queries_for_score(self, q_BTNK, t_BT):
         far_BT = self.far_rotary_positions(t_BT, self.settings(self.config).window)
@@ -87,7 +87,7 @@ class LeakyReRoPE(ReRoPE):
         # factor by which distances beyond the window grow more slowly than the true distances
         stretch: Annotated[float, "at least 1"] = 16.0
 
-    read_time = ("window", "stretch")
+    settings_free_after_training = ("window", "stretch")
 
     def far_rotary_positions(self, positions, window):
         stretch = self.settings(self.config).stretch
@@ -105,7 +105,7 @@ class LambdaWindowAttention(ReRoPE):
         # number of keys at the start of a document that stay visible beyond the window
         first_tokens: Annotated[int, "0 or more"] = 0
 
-    read_time = ("window", "first_tokens")
+    settings_free_after_training = ("window", "first_tokens")
 
     def attention_mask(self, t_BC1, s_B1S):
         return _lambda_window_mask(self.settings(self.config), t_BC1, s_B1S)
@@ -146,7 +146,7 @@ class SelectedTokensAttention(ReRoPE):
         # number of selected keys beyond the window, for each query and head
         selected: Annotated[int, "at least 1"] = 64
 
-    read_time = ("window", "first_tokens", "selected")
+    settings_free_after_training = ("window", "first_tokens", "selected")
 
     @property
     def num_selected_keys(self):
@@ -184,7 +184,7 @@ class ParallelWindowsAttention(PairAttention):
         # number of tokens of each window
         window: Annotated[int, "at least 1"] = 1024
 
-    read_time = ("contexts", "window")
+    settings_free_after_training = ("contexts", "window")
 
     def rotary_positions(self, positions):
         """Returns the positions for the rotation (RoPE). `positions` are the positions of the
@@ -226,7 +226,7 @@ class DynamicNTKAttention(PairAttention):
     with other bases.
     """
 
-    switches = ("attention_output_gate", "qk_norm", "yarn_factor")
+    switches_read = ("attention_output_gate", "qk_norm", "yarn_factor")
     chunk = 8  # each query rotates all keys anew, so memory must hold chunk × T rotated keys
 
     def queries_for_score(self, q_BTNK, t_BT):

@@ -61,9 +61,9 @@ class MLA(Mixer):
         # epsilon of the norms of latent vectors; 0: rms_norm_eps
         latent_norm_eps: Annotated[float, "0 or more"] = 0.0
 
-    switches = ("attention_output_gate", "yarn_factor", "block.rope_scaling")
+    switches_read = ("attention_output_gate", "yarn_factor", "block.rope_scaling")
     cache_kind = "slots"
-    in_place = True
+    writes_cache_in_place = True
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -141,7 +141,7 @@ class MLA(Mixer):
         if self.settings(c).query_rank:
             y = self.norm_latent(x_BTD @ self.parameter_like("q_down", x_BTD), self.q_norm)
         q_BTNK = jnp.einsum("btd,dnk->btnk", y, self.parameter_like("q_proj", x_BTD))
-        q_BTNK = constrain(q_BTNK, context.mesh, "batch", context.time, "heads", None)
+        q_BTNK = constrain(q_BTNK, context.mesh, "batch", context.logical_time_axis, "heads", None)
         return q_BTNK[..., :plain], rotate(q_BTNK[..., plain:], context.positions, c)
 
     def latents_and_shared_keys(self, x_BTD, context):
@@ -194,7 +194,7 @@ class MLA(Mixer):
         )
 
     @classmethod
-    def splits(cls, config):
+    def sizes_split_by_tensor(cls, config):
         return {"num_attention_heads": config.num_attention_heads}
 
     @classmethod

@@ -28,7 +28,7 @@ import numpy as np
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm
+from qwen3next_jax.model.layers import Context, call_saving_only_inputs, rms_norm
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.sharding import row_tables
@@ -49,7 +49,7 @@ class NgramEmbedding(nnx.Module):
         `model.mixer.Mixer`).
     """
 
-    whole_rows = True
+    needs_whole_rows = True
 
     def __init__(self, config: ModelConfig, make: Make, number: int):
         self.config, self.number = config, number
@@ -59,7 +59,7 @@ class NgramEmbedding(nnx.Module):
             (ple.table_rows(number), ple.head_width),
             "table_rows table_width",
             kind="embedding",
-            gathered="operator",
+            gathered_by="operator",
         )
         self.key_proj = make.matrix((ple.embed_dim, s, d), ". -> . embed")
         self.value_proj = make.matrix((ple.embed_dim, d), ". -> embed")
@@ -83,13 +83,18 @@ class NgramEmbedding(nnx.Module):
         c, (before_BK, before_BCE) = self.config, (None, None)
         if cache is not None:
             before_BK, before_BCE = cache["tokens"], cache["conv"]
-        if context.layer_rows is None:
+        if context.embedding_rows is None:
             ids_BTH = ngram_ids(c, self.number, context.tokens, context.positions, before_BK)
             e_BTP = row_tables.look_up_rows(
-                self.table[...], ids_BTH, self.table.declared, context.mesh, context.time, c.dtype
+                self.table[...],
+                ids_BTH,
+                self.table.declared,
+                context.mesh,
+                context.logical_time_axis,
+                c.dtype,
             )
         else:
-            e_BTP = context.layer_rows[self.number].astype(h_BTE.dtype)
+            e_BTP = context.embedding_rows[self.number].astype(h_BTE.dtype)
         e_BTP = save_for_backward(e_BTP)
         v_BTE = self._gated_value(e_BTP, h_BTE)
         n_BTE = self._norm_each_stream(v_BTE, self.conv_norm[...]).reshape(v_BTE.shape)
@@ -129,7 +134,7 @@ class NgramEmbedding(nnx.Module):
             open_BTS = jax.nn.sigmoid(s_BTS).astype(dtype)
             return (open_BTS[..., None] * value_BTD[:, :, None]).reshape(h_BTE.shape)
 
-        return keeping_inputs(gate, h_BTE, key_BTSD, value_BTD)
+        return call_saving_only_inputs(gate, h_BTE, key_BTSD, value_BTD)
 
     def _convolve(
         self, n_BTE: jax.Array, positions_BT: jax.Array, before_BCE: jax.Array | None
@@ -178,7 +183,7 @@ def stream_count(config: ModelConfig) -> int:
     """Returns the number of residual streams of the model."""
     return (
         jax.eval_shape(
-            lambda x: config.block.import_part("placement").enter(x, config),
+            lambda x: config.block.import_part("placement").residual_from_embeddings(x, config),
             jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.float32),
         ).shape[-1]
         // config.hidden_size

@@ -8,7 +8,7 @@ key/value heads, K head width.
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.model.gated_attention import GatedAttention, write
+from qwen3next_jax.model.gated_attention import GatedAttention, write_tokens_to_cache
 from qwen3next_jax.model.layers import rotate, token_mean
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, num_shards, per_shard
 from qwen3next_jax.zoo.ops.pair_attention import QUERIES_PER_CHUNK, pair_attention, scaled_dot
@@ -22,8 +22,8 @@ class PairAttention(GatedAttention):
     allows. The cache holds keys that are not rotated.
     """
 
-    weights_of = GatedAttention
-    in_place = False
+    loads_weights_of = GatedAttention
+    writes_cache_in_place = False
     chunk = QUERIES_PER_CHUNK  # number of queries computed at once
 
     def with_positions(self, x_BTNK, positions_BT):
@@ -93,7 +93,10 @@ class PairAttention(GatedAttention):
         mesh, t_BT = context.mesh, context.positions
         k, v, s_BS, ids = k_BTMK, v_BTMK, t_BT, context.segment_ids
         if cache is not None:
-            cache = {"k": write(cache["k"], k_BTMK, t_BT), "v": write(cache["v"], v_BTMK, t_BT)}
+            cache = {
+                "k": write_tokens_to_cache(cache["k"], k_BTMK, t_BT),
+                "v": write_tokens_to_cache(cache["v"], v_BTMK, t_BT),
+            }
             k, v, ids = cache["k"], cache["v"], None
             s_BS = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32), k.shape[:2])
         if k.shape[2] % num_shards(mesh, TENSOR):
@@ -112,12 +115,12 @@ class PairAttention(GatedAttention):
                 kv_segment_ids=ids,
                 num_selected_keys=self.num_selected_keys,
                 sink=sink,
-                axis_name=context.time_axis,
+                axis_name=context.mesh_time_axis,
                 chunk=self.chunk,
             )
 
-        heads = activation_spec("batch", context.time, "heads")
-        tokens = activation_spec("batch", context.time)
+        heads = activation_spec("batch", context.logical_time_axis, "heads")
+        tokens = activation_spec("batch", context.logical_time_axis)
         by_head = activation_spec("heads")
         in_specs = (heads, heads, heads, tokens, tokens, tokens, by_head, by_head)
         o_BTNK = per_shard(run, mesh, in_specs, heads)(

@@ -33,8 +33,8 @@ class NoPEAttention(GatedAttention):
     rotary positions among layers with rotary positions (SmolLM3, Llama 4; 2501.18795).
     """
 
-    switches = ("attention_output_gate", "qk_norm")
-    weights_of = GatedAttention
+    switches_read = ("attention_output_gate", "qk_norm")
+    loads_weights_of = GatedAttention
 
     def with_positions(self, x_BTNK, positions_BT):
         return x_BTNK
@@ -66,7 +66,7 @@ class MaskedAttention(PairAttention):
                 "and 0",
             )
 
-    read_time = ("mask", "prefix_tokens")
+    settings_free_after_training = ("mask", "prefix_tokens")
 
     def attention_mask(self, t_BC1, s_B1S):
         s = self.settings(self.config)
@@ -85,7 +85,7 @@ class MaskedAttention(PairAttention):
         return super().attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
 
     @classmethod
-    def tokens_seen_ahead(cls, config):
+    def noncausal_prefix_tokens(cls, config):
         s = cls.settings(config)
         return math.inf if s.mask == "bidirectional" else s.prefix_tokens
 
@@ -118,8 +118,8 @@ class ALiBi(MaskedAttention):
     slope. `alibi_slopes` returns the slopes.
     """
 
-    switches = ("attention_output_gate", "qk_norm")
-    weights_of = None
+    switches_read = ("attention_output_gate", "qk_norm")
+    loads_weights_of = None
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
@@ -180,10 +180,10 @@ class T5BiasAttention(MaskedAttention):
                 f"model.mixer.buckets = {self.buckets}, which are exact",
             )
 
-    switches = ("attention_output_gate", "qk_norm")
-    weights_of = None
+    switches_read = ("attention_output_gate", "qk_norm")
+    loads_weights_of = None
     # `mask` is not listed, because the mask determines the distances that the buckets hold.
-    read_time = ("prefix_tokens",)
+    settings_free_after_training = ("prefix_tokens",)
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)

@@ -48,7 +48,7 @@ from qwen3next_jax.model.gated_attention import (
     attend,
     attention_diagnostics,
     gated_projection,
-    write,
+    write_tokens_to_cache,
 )
 from qwen3next_jax.model.layers import Context, rms_norm, rotate, token_mean
 from qwen3next_jax.ops import blocks
@@ -169,10 +169,10 @@ class QSA(GatedAttention):
                 "are selected",
             )
 
-    read_time = ("indexer_budget",)
-    in_place = False
-    has_loss = True
-    whole_rows = True
+    settings_free_after_training = ("indexer_budget",)
+    writes_cache_in_place = False
+    has_indexer_loss = True
+    needs_whole_rows = True
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
@@ -182,7 +182,7 @@ class QSA(GatedAttention):
             (config.hidden_size, s.indexer_n_heads + 1, s.indexer_head_dim),
             "embed -> . .",
             kind="indexer",
-            operand=True,
+            uses_model_dtype=True,
         )
         start = jnp.zeros if config.zero_centered_norm else jnp.ones
         self.index_q_norm, self.index_k_norm = (
@@ -198,9 +198,15 @@ class QSA(GatedAttention):
             )
             return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), {}, cache
 
-        is_sparse = context.options.indexer != "dense" and self.is_sparse_at_length(x_BTD.shape[1])
+        is_sparse = context.options.indexer_training != "dense" and self.is_sparse_at_length(
+            x_BTD.shape[1]
+        )
         row_blocks = None
-        if is_sparse or context.options.indexer != "frozen" or context.options.collect_stats:
+        if (
+            is_sparse
+            or context.options.indexer_training != "frozen"
+            or context.options.collect_stats
+        ):
             row_blocks = self.complete_blocks_of_rows(index_k_BTI, context)
         if is_sparse:
             o_BTNK = self._sparse_attention_on_each_device(
@@ -222,7 +228,7 @@ class QSA(GatedAttention):
             diagnostics["indexer_overlap"] = self._indexer_overlap(
                 q_BTNK, k_BTMK, index_q_BTHI, row_blocks, context
             )
-        if context.options.indexer != "frozen":
+        if context.options.indexer_training != "frozen":
             diagnostics["mixer_loss"] = self._indexer_loss(
                 q_BTNK, k_BTMK, index_q_BTHI, row_blocks, context
             )
@@ -295,9 +301,9 @@ class QSA(GatedAttention):
         """Returns the attention output o [B, T, N, K], and the cache with these tokens written."""
         ratio, t_BT = self.settings(self.config).indexer_compress_ratio, context.positions
         cache = {
-            "k": write(cache["k"], k_BTMK, t_BT),
-            "v": write(cache["v"], v_BTMK, t_BT),
-            "index_k": write(cache["index_k"], index_k_BTI, t_BT),
+            "k": write_tokens_to_cache(cache["k"], k_BTMK, t_BT),
+            "v": write_tokens_to_cache(cache["v"], v_BTMK, t_BT),
+            "index_k": write_tokens_to_cache(cache["index_k"], index_k_BTI, t_BT),
             "block_k": cache["block_k"],
         }
         batch, slots = cache["k"].shape[:2]
@@ -310,7 +316,7 @@ class QSA(GatedAttention):
         mean_BGI = jnp.mean(raw_BGRI.astype(jnp.float32), axis=2).astype(raw_BGRI.dtype)
         pooled_BGI = self.pooled_block_keys(mean_BGI, touched_BG * ratio)
         place_BG = jnp.where(complete_BG, touched_BG, count)
-        cache["block_k"] = write(cache["block_k"], pooled_BGI, place_BG)
+        cache["block_k"] = write_tokens_to_cache(cache["block_k"], pooled_BGI, place_BG)
 
         start_BG = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32) * ratio, (batch, count))
         s_BS = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, slots))
@@ -358,13 +364,13 @@ class QSA(GatedAttention):
         self, q_BTNK, k_BTMK, index_q_BTHI, row_blocks: CompleteBlocks, context: Context
     ):
         """Returns a scalar: the sum of the KL divergence of the indexer's loss over the tokens that
-        `loss_tokens` marks and `Context.stats_mask` does not leave out.
+        `loss_token_mask` marks and `Context.stats_mask` does not leave out.
         """
         if not row_blocks.pooled_key.shape[1]:  # rows shorter than a block
             return jnp.zeros(())
 
         settings, axis = self.settings(self.config), self._mesh_axis_of_heads(context)
-        dense = context.options.indexer == "dense"
+        dense = context.options.indexer_training == "dense"
         gathers = _should_gather(k_BTMK.shape[1], settings) and not dense
 
         def run(q, k, *rest):
@@ -376,7 +382,7 @@ class QSA(GatedAttention):
         kl_BT = self._per_device_function(run, heads, activation_spec("batch"), context)(
             index_q_BTHI, row_blocks, query_and_key_tokens(context)
         )
-        counted_BT = self.loss_tokens(
+        counted_BT = self.loss_token_mask(
             self.config, context.positions, jnp.ones_like(context.positions, bool)
         )
         if context.stats_mask is not None:
@@ -414,7 +420,7 @@ class QSA(GatedAttention):
         """
         mesh = context.mesh
         require(
-            context.time_axis is None,
+            context.mesh_time_axis is None,
             "parallel.mesh.context splits rows, and the mixer 'qsa' selects among the blocks of "
             "whole rows: expected parallel.mesh.context = 1 (docs/qwen3_8_flash_next.md says what "
             "it would take)",
@@ -431,7 +437,7 @@ class QSA(GatedAttention):
         return TENSOR if num_shards(context.mesh, TENSOR) > 1 else None
 
     @classmethod
-    def loss_tokens(cls, config, positions_BT, counted_BT):
+    def loss_token_mask(cls, config, positions_BT, counted_BT):
         """Returns [B, T] bool: the tokens of `counted_BT` that see a complete block."""
         return counted_BT & (positions_BT + 1 >= cls.settings(config).indexer_compress_ratio)
 

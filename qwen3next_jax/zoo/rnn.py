@@ -61,16 +61,16 @@ class RecurrentNetwork(Mixer):
             (h, v, width),
             "value_heads . .",
             kind="vector",
-            operand=False,
+            uses_model_dtype=False,
         )
         self.bias = make.parameter(self.initial_bias, (h, width), "value_heads .", kind="rate")
         self.out_proj = make.matrix((h, v, d), "value_heads . -> embed")
 
     def __call__(self, x_BTD, context, cache=None):
-        rows = activation_spec("batch", context.time, "heads")
+        rows = activation_spec("batch", context.logical_time_axis, "heads")
         first = activation_spec("batch", "heads")
         heads = activation_spec("heads")
-        tokens = activation_spec("batch", context.time)
+        tokens = activation_spec("batch", context.logical_time_axis)
 
         def run(x_BTHC, u_HVC, bias_HC, segment_ids, state):
             def step(state, x_BHC):
@@ -85,7 +85,7 @@ class RecurrentNetwork(Mixer):
                 x_BTHC.astype(jnp.float32) + bias_HC,
                 state,
                 segment_ids=segment_ids,
-                axis_name=context.time_axis,
+                axis_name=context.mesh_time_axis,
             )
 
         x_BTHC = jnp.einsum("btd,dhc->bthc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
@@ -123,7 +123,7 @@ class RecurrentNetwork(Mixer):
         )
 
     @staticmethod
-    def splits(config):
+    def sizes_split_by_tensor(config):
         return {"linear_num_value_heads": config.linear_num_value_heads}
 
 

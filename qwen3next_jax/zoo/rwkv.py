@@ -11,7 +11,7 @@ import numpy as np
 
 from qwen3next_jax.model.layers import Context, token_mean
 from qwen3next_jax.model.mixer import Mixer
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.ops import causal_conv1d
 from qwen3next_jax.sharding.rules import activation_spec, per_shard
 from qwen3next_jax.zoo.ops import channel_delta_rule, linear_scan, max_plus_scan
@@ -52,10 +52,10 @@ def token_shift(
             activation=None,
             initial_state=before,
             segment_ids=segment_ids,
-            axis_name=context.time_axis,
+            axis_name=context.mesh_time_axis,
         )
 
-    rows = activation_spec("batch", context.time)
+    rows = activation_spec("batch", context.logical_time_axis)
     first = activation_spec("batch")
     return per_shard(run, context.mesh, (rows, rows, first), (rows, first))(
         x_BTD, context.segment_ids, before_B1D
@@ -101,13 +101,13 @@ class RWKV4(Mixer):
         r = mixed[0] @ self.receptance_proj[...].astype(dtype)
         k = mixed[1] @ self.key_proj[...].astype(dtype)
         v = mixed[2] @ self.value_proj[...].astype(dtype)
-        rows = activation_spec("batch", context.time)
+        rows = activation_spec("batch", context.logical_time_axis)
         first = activation_spec("batch")
         whole = activation_spec()
         state = cache and tuple(cache[name] for name in RWKV4_STATE_NAMES)
 
         def run(k, v, w, bonus, segment_ids, state):
-            return self._weighted_mean(k, v, w, bonus, segment_ids, context.time_axis, state)
+            return self._weighted_mean(k, v, w, bonus, segment_ids, context.mesh_time_axis, state)
 
         o, state = per_shard(
             run, context.mesh, (rows, rows, whole, whole, rows, first), (rows, first)
@@ -186,8 +186,8 @@ class RWKV6(Recurrent):
     LayerNorm of each head and a SiLU gate follow. There is no convolution.
     """
 
-    switches = ()
-    convolved = False
+    switches_read = ()
+    has_convolution_and_silu = False
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -239,7 +239,7 @@ class RWKV6(Recurrent):
         )
         return x + change * delta
 
-    def inputs(self, x_and_before_BTE: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_and_before_BTE: jax.Array, context: Context) -> ProjectedInputs:
         dtype = x_and_before_BTE.dtype
         mixed = dict(zip(RWKV6_INPUT_NAMES, self.mix_inputs(x_and_before_BTE)))
 
@@ -250,18 +250,18 @@ class RWKV6(Recurrent):
         low = jnp.tanh(project_to_float32(mixed["decay"], self.decay_down)).astype(dtype)
         w_BTHK = self.decay[...] + project_to_float32(low, self.decay_up)
         qkv = jnp.concatenate([project("receptance"), project("key"), project("value")], axis=-1)
-        return Inputs(qkv, project("gate"), g=-jnp.exp(w_BTHK))
+        return ProjectedInputs(qkv, project("gate"), log_decay=-jnp.exp(w_BTHK))
 
-    def head_weights(self):
+    def recurrence_parameters(self):
         return (self.bonus[...],)
 
     def recurrence(self, heads, state):
-        (bonus_HK,) = heads.weights
+        (bonus_HK,) = heads.recurrence_parameters
         o_BTHV, final_state = channel_delta_rule(
             heads.q,
             heads.k,
             heads.v,
-            g=heads.g,
+            g=heads.log_decay,
             beta=heads.beta,
             delta_term=False,
             read="before",

@@ -47,9 +47,9 @@ class SlidingWindowAttention(BiasedProjections):
         # whether each head has a learned sink logit s, which adds e^s to the softmax's denominator
         sink_logit: bool = False
 
-    read_time = ("window", "first_tokens")
+    settings_free_after_training = ("window", "first_tokens")
     cache_kind = "state"
-    in_place = False
+    writes_cache_in_place = False
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
@@ -90,11 +90,11 @@ class SlidingWindowAttention(BiasedProjections):
                 sink=sink,
                 first=first and FirstTokens(*first, positions, s.first_tokens),
                 window=s.window,
-                axis_name=context.time_axis,
+                axis_name=context.mesh_time_axis,
             )
 
-        heads = activation_spec("batch", context.time, "heads")
-        tokens = activation_spec("batch", context.time)
+        heads = activation_spec("batch", context.logical_time_axis, "heads")
+        tokens = activation_spec("batch", context.logical_time_axis)
         firsts = first and (heads, heads, tokens)
         in_specs = (heads, heads, heads, tokens, tokens, firsts, tokens, activation_spec("heads"))
         sink = self.sink[...] if s.sink_logit else None

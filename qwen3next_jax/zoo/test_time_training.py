@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.zoo.ops import token_scan
 from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
 from qwen3next_jax.zoo.references import (
@@ -107,8 +107,8 @@ class TTT(GradientStepMixer):
     diagnostic beta is the mean of η.
     """
 
-    switches = ()
-    convolved = False
+    switches_read = ()
+    has_convolution_and_silu = False
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -120,25 +120,25 @@ class TTT(GradientStepMixer):
             (h, k, k),
             "value_heads . .",
             kind="vector",
-            operand=False,
+            uses_model_dtype=False,
         )
         self.scale = make.parameter(jnp.ones, (h, k), "value_heads .", kind="norm")
         self.shift = make.parameter(jnp.zeros, (h, k), "value_heads .", kind="rate")
         self.make_output(make)
 
-    def inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         rate_BTH = (
             jax.nn.sigmoid(project_to_float32(x_BTD, self.rate_proj))
             / self.config.linear_key_head_dim
         )
-        qkv, _ = self.project(x_BTD, context)
-        return Inputs(qkv, beta=rate_BTH)
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
+        return ProjectedInputs(qkv, beta=rate_BTH)
 
-    def head_weights(self):
+    def recurrence_parameters(self):
         return self.start[...], self.scale[...], self.shift[...]
 
     def recurrence(self, heads, state):
-        start_HKV, scale_HV, shift_HV = (x.astype(jnp.float32) for x in heads.weights)
+        start_HKV, scale_HV, shift_HV = (x.astype(jnp.float32) for x in heads.recurrence_parameters)
         eps = self.config.rms_norm_eps
 
         def f(x_BHK, w_BHKV):  # w is W − W₀
@@ -182,7 +182,7 @@ class Titans(GradientStepMixer):
     DeltaNet. There is no output gate. The diagnostic beta is the mean of η and θ.
     """
 
-    switches = ("short_convolution", "linear_conv_kernel_dim")
+    switches_read = ("short_convolution", "linear_conv_kernel_dim")
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -202,13 +202,15 @@ class Titans(GradientStepMixer):
         )
         self.make_output(make)
 
-    def inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         logits_BTH3 = project_to_float32(x_BTD, self.gates_proj) + self.gates_bias[...]
         momentum_rate_BTH2 = jax.nn.sigmoid(logits_BTH3[..., 1:]) / jnp.array(
             [1, self.settings(self.config).block]
         )
-        qkv, _ = self.project(x_BTD, context)
-        return Inputs(qkv, g=jax.nn.log_sigmoid(logits_BTH3[..., 0]), beta=momentum_rate_BTH2)
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
+        return ProjectedInputs(
+            qkv, log_decay=jax.nn.log_sigmoid(logits_BTH3[..., 0]), beta=momentum_rate_BTH2
+        )
 
     def recurrence(self, heads, state):
         def step(states, token):
@@ -222,7 +224,7 @@ class Titans(GradientStepMixer):
             states = self.states_after_token(states | {"momentum": p}, m)
             return states, jnp.einsum("bhkv,bhk->bhv", m, q)
 
-        gates_BTH3 = jnp.concatenate([jnp.exp(heads.g)[..., None], heads.beta], axis=-1)
+        gates_BTH3 = jnp.concatenate([jnp.exp(heads.log_decay)[..., None], heads.beta], axis=-1)
         heads = heads._replace(q=l2_normalize(heads.q), k=l2_normalize(heads.k))
         return self.scan_tokens(step, heads, gates_BTH3, state)
 

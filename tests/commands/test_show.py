@@ -17,7 +17,7 @@ from qwen3next_jax.config.files import load_config_file
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.description import context_memory, layer_kinds
 from qwen3next_jax.model.flops import parameter_counts
-from qwen3next_jax.model.language_model import declared
+from qwen3next_jax.model.language_model import parameter_declarations
 from qwen3next_jax.reporting.architecture import LayerKindPanel, draw_model
 from qwen3next_jax.runs.record import run_json_text
 from tests.records import record
@@ -34,22 +34,24 @@ def test_kinds_of_layers_add_up_to_the_model(name):
     kinds, counts = layer_kinds(model), parameter_counts(model)
     shapes = nnx.eval_shape(lambda: Qwen3Next(model, rngs=nnx.Rngs(0)))
     layers = jax.tree.leaves(nnx.state(shapes, nnx.Param)["layers"])
-    assert sum(kind.size * len(kind.layers) for kind in kinds) == sum(
+    assert sum(kind.parameter_count * len(kind.layer_indices) for kind in kinds) == sum(
         math.prod(leaf.shape) for leaf in layers
     )
-    used = sum(kind.used * len(kind.layers) for kind in kinds)
+    used = sum(kind.parameters_per_token * len(kind.layer_indices) for kind in kinds)
     others = sum(
         parameter.size
-        for path, parameter in declared(model).items()
+        for path, parameter in parameter_declarations(model).items()
         if not path.startswith(("layers/", "mtp/")) and parameter.kind not in ("embedding", "head")
     )
     assert used + others == counts.active
-    assert sorted(i for kind in kinds for i in kind.layers) == [*range(model.num_hidden_layers)]
+    assert sorted(i for kind in kinds for i in kind.layer_indices) == [
+        *range(model.num_hidden_layers)
+    ]
 
 
 def test_the_released_model_s_context_memory():
     """12 attention layers with 2 heads of 256 keys and values each, in bfloat16."""
-    assert context_memory(ModelConfig()).per_token == 12 * 2 * 2 * 256 * 2
+    assert context_memory(ModelConfig()).bytes_per_token == 12 * 2 * 2 * 256 * 2
 
 
 @pytest.mark.parametrize(

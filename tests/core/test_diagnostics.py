@@ -156,7 +156,9 @@ def test_activations_are_those_of_the_hidden_states(measured):
     states = jax.jit(
         lambda rows: (
             model.features(
-                rows["tokens"], rows["segment_ids"], options=ForwardOptions(capture=True)
+                rows["tokens"],
+                rows["segment_ids"],
+                options=ForwardOptions(capture_layer_outputs=True),
             ).hidden_states
         )
     )(rows)

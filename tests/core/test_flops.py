@@ -95,5 +95,5 @@ def test_half_a_chip_has_half_its_flops():
 
 
 def test_no_kind_has_two_chips():
-    kinds = [kind for chip in CHIPS.values() for kind in chip.kinds]
+    kinds = [kind for chip in CHIPS.values() for kind in chip.device_kinds]
     assert len(set(kinds)) == len(kinds)

@@ -40,7 +40,7 @@ from qwen3next_jax.inference.decode import generate_to_end
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.runs.checks import check_without_devices
-from qwen3next_jax.sharding.mesh import compute_mesh, make_mesh
+from qwen3next_jax.sharding.mesh import make_mesh, mesh_unless_single_device
 from qwen3next_jax.sweeps.points import Point
 from qwen3next_jax.sweeps.results import main_metrics, read_result
 from qwen3next_jax.training.state import abstract_model
@@ -500,7 +500,12 @@ def test_a_mesh_evaluates_as_one_device():
         # three rows, which two devices cannot divide evenly
         options = evaluation.EvalOptions(rows=3, pair_counts=(3,))
         eval_context = evaluation.EvalContext(
-            NANO.model, graphdef, data.tokenizer, lambda: data, options, compute_mesh(mesh)
+            NANO.model,
+            graphdef,
+            data.tokenizer,
+            lambda: data,
+            options,
+            mesh_unless_single_device(mesh),
         )
         params = resolved(NANO, mesh).init_state()["params"]
         evaluations = evaluation.make_evaluations(("heldout", "mqar"), eval_context)
@@ -518,7 +523,7 @@ def test_a_mesh_evaluates_as_one_device():
                 max_new_tokens=8,
                 seed=3,
                 temperature=1.0,
-                mesh=compute_mesh(mesh),
+                mesh=mesh_unless_single_device(mesh),
             )
         )
     assert found[1] == pytest.approx(found[0], rel=1e-4)

@@ -82,7 +82,7 @@ def test_replayed_logits_are_the_recorded_ones(model):
 
     @jax.jit
     def run(model, expert_ids):
-        features = model.features(tokens, expert_ids=expert_ids, options=RECORD)
+        features = model.features(tokens, replayed_expert_ids=expert_ids, options=RECORD)
         return features.hidden, features.expert_ids
 
     hidden, chosen = run(model, jnp.full(other.shape, -1, jnp.int16))

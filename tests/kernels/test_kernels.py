@@ -19,7 +19,7 @@ from qwen3next_jax import kernels as plugin
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, ForwardOptions
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.remat import keeps_hidden, rematerialized
+from qwen3next_jax.model.remat import keeps_expert_hidden, rematerialized
 from qwen3next_jax.ops import attention, gated_delta_rule, implementations
 from qwen3next_jax.ops.compile_target import CompileTarget, compile_target, compiling_for
 from qwen3next_jax.ops.implementations import XlaImplementation, choose_implementation
@@ -234,7 +234,7 @@ def test_what_a_policy_saves_is_not_computed_again(policy, runs):
         context = Context(
             positions_BT,
             jnp.ones_like(positions_BT),
-            options=ForwardOptions(keep_hidden=keeps_hidden(policy)),
+            options=ForwardOptions(keep_expert_hidden=keeps_expert_hidden(policy)),
         )
         return nnx.merge(graphdef, params)(x_BTD, context, None)[0]
 

@@ -313,7 +313,7 @@ def test_a_grouped_product_takes_all_touched_tiles(operands, width, out):
         steps, blocks = visits * tiles[0] * columns, 5 * tiles[0] * columns
         of_step = 2 * 256 * 512 * 256 / (v5p.bf16_flops / 2) + rates.grid_step_start_seconds
         added = blocks * 512 * 256 if of_matrices else steps * 256 * 256 / 2
-        return steps * of_step + added / 1024 / v5p.clock
+        return steps * of_step + added / 1024 / v5p.clock_hz
 
     given = dict(operands=operands, width=width, out=out)
     by_xla = GROUPED.format(tiling='frontend_attributes={ragged_dot_tiling="256,512,256"}', **given)
@@ -329,7 +329,7 @@ def test_a_grouped_product_takes_all_touched_tiles(operands, width, out):
     assert found.seconds == pytest.approx(seconds(tiles[1]))
     # The schedule of XLA's kernel is that of one step.
     slow = {"k.1": Schedule(1e5, 0.0, states_all_trips=False, cores=2)}
-    in_steps = visits * tiles[0] * -(-tiles[1] // 2) * 1e5 / v5p.clock
+    in_steps = visits * tiles[0] * -(-tiles[1] // 2) * 1e5 / v5p.clock_hz
     found = estimate("v5p:2x2x1", dict(data=4), by_xla, schedules=slow)
     assert found.seconds == pytest.approx(in_steps)
 
@@ -371,7 +371,7 @@ def test_a_search_compiles_every_expert_size():
 
 def test_parts_have_names_for_readers_and_lose_nothing():
     sources = {
-        "expert_forms split_experts": "experts",
+        "expert_implementations split_experts": "experts",
         "moe choose": "router",
         "gated_deltanet GatedDeltaNet.inputs.<genexpr>": "recurrent layers: projections, gates",
         "splash_mha_fwd_segmented_residuals": "attention: scores",

@@ -462,7 +462,7 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
     plan = planning.make_plan(config(data=4), topology.describe_topology("v6e:2x2"))
     assert not plan.fits
     assert plan.needed_hbm_bytes > plan.usable_hbm
-    assert plan.usable_hbm == pytest.approx(CHIPS["v6e"].usable_hbm, rel=1e-3)
+    assert plan.usable_hbm == pytest.approx(CHIPS["v6e"].usable_hbm_per_device, rel=1e-3)
     assert plan.failure_reason.startswith(
         f"needs {plan.needed_hbm_bytes / 2**30:.2f} GiB of 31.24 GiB"
     )
@@ -484,7 +484,9 @@ def test_what_nearly_fits_has_a_time(table_s_share, monkeypatch):
 
     monkeypatch.setattr(planning, "make_train_step", slightly_too_large)
     slice_ = topology.describe_topology("v6e:2x2")
-    chip = dataclasses.replace(slice_.chip, usable_hbm=table_s_share * slice_.chip.usable_hbm)
+    chip = dataclasses.replace(
+        slice_.chip, usable_hbm_per_device=table_s_share * slice_.chip.usable_hbm_per_device
+    )
     plan = planning.make_plan(config(data=4), slice_._replace(chip=chip))
     over = plan.needed_hbm_bytes - plan.usable_hbm
     assert plan.verdict == "does not fit"
@@ -503,7 +505,7 @@ def test_the_compiler_s_share_of_memory_counts(monkeypatch):
         lambda config, mesh: jax.jit(lambda state, batch: jnp.sum(batch["tokens"])),
     )
     slice_ = topology.describe_topology("v6e:2x2")
-    small = slice_._replace(chip=dataclasses.replace(slice_.chip, usable_hbm=1000.0))
+    small = slice_._replace(chip=dataclasses.replace(slice_.chip, usable_hbm_per_device=1000.0))
     assert planning.make_plan(config(data=4), slice_, "O1").fits
     plan = planning.make_plan(config(data=4), small, "O1")
     assert plan.verdict == "does not fit"

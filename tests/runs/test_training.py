@@ -38,7 +38,7 @@ from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.interop import huggingface
 from qwen3next_jax.interop.huggingface import load_params, save_hf
 from qwen3next_jax.interop.weights import modification_digest
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.first_state import make_first_state
 from qwen3next_jax.runs.record import BaseModel, read_record
@@ -291,7 +291,7 @@ def test_the_last_step_of_every_schedule_is_at_its_final_fraction(schedule):
 
 
 def test_decay_rates_never_decay_and_norms_only_if_asked():
-    for path, parameter in declared(dataclasses.replace(MODEL, mtp_depth=1)).items():
+    for path, parameter in parameter_declarations(dataclasses.replace(MODEL, mtp_depth=1)).items():
         for decay_norms in (True, False):
             name = path.rpartition("/")[2]
             assert parameter.decays(decay_norms) == (

@@ -9,7 +9,7 @@ import pytest
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.files import UserInput, apply_overrides, load_config_file
-from qwen3next_jax.model.layer_properties import partial_ablations
+from qwen3next_jax.model.layer_properties import partial_ablation_lines
 from qwen3next_jax.runs.record import read_config_if_readable
 from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sweeps import points, runner
@@ -206,7 +206,7 @@ def test_an_ablation_of_some_layers_says_which():
         beta_gate=False,
         zero_centered_norm=False,
     )
-    (line,) = partial_ablations(small)
+    (line,) = partial_ablation_lines(small)
     assert "beta_gate" in line
     assert "0-1, 3 (gated_deltanet)" in line
     assert "2, 4-5 (kda, mla)" in line

@@ -22,7 +22,7 @@ from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.config.registry import EXPERTS, MLPS, NORMS, PLACEMENTS, STREAM_SETTINGS
 from qwen3next_jax.inference.decode import checked_prompts
 from qwen3next_jax.interop.layout import check_hf_form
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context, rotate
 from qwen3next_jax.model.parameters import Make
@@ -462,7 +462,7 @@ def test_positions_that_are_added():
 )
 def test_settings_that_do_not_fit(settings, names):
     with refused(*names):
-        declared(dataclasses.replace(BASE, **settings))
+        parameter_declarations(dataclasses.replace(BASE, **settings))
 
 
 @pytest.mark.parametrize(

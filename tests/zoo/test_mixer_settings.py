@@ -88,11 +88,13 @@ def test_a_bound_that_is_not_known_is_refused():
 def test_what_a_mixer_says_of_its_settings_is_so(name):
     mixer = mixer_class(name)
     names = {field.name for field in dataclasses.fields(mixer.Settings)}
-    assert set(mixer.read_time) <= names
-    if mixer.weights_of is not None:  # it then reads all that gives those weights their meaning
-        others = {field.name for field in dataclasses.fields(mixer.weights_of.Settings)}
-        assert mixer.weights_of is GatedAttention
-        assert names - set(mixer.read_time) == others
+    assert set(mixer.settings_free_after_training) <= names
+    if (
+        mixer.loads_weights_of is not None
+    ):  # it then reads all that gives those weights their meaning
+        others = {field.name for field in dataclasses.fields(mixer.loads_weights_of.Settings)}
+        assert mixer.loads_weights_of is GatedAttention
+        assert names - set(mixer.settings_free_after_training) == others
 
 
 # ---- the page

@@ -46,13 +46,13 @@ from qwen3next_jax.config.streams import StreamsConfig
 from qwen3next_jax.inference import generate_to_end
 from qwen3next_jax.interop import arrays, huggingface
 from qwen3next_jax.interop.layout import check_hf_form
-from qwen3next_jax.model import declared
-from qwen3next_jax.model.layer_properties import split_sizes
+from qwen3next_jax.model import parameter_declarations
+from qwen3next_jax.model.layer_properties import mesh_requirements
 from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import row_tables
-from qwen3next_jax.sharding.mesh import check_divides, make_mesh
+from qwen3next_jax.sharding.mesh import check_mesh_divides, make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
 from qwen3next_jax.training import lazy_adamw, loop
 from qwen3next_jax.training.loss import count_tokens_and_targets, total_loss
@@ -446,7 +446,7 @@ def test_the_indexer_learns_by_its_formula(mode, ratio, budget):
             document_positions(segments),
             segments,
             segments > 0,
-            options=ForwardOptions(indexer=mode),
+            options=ForwardOptions(indexer_training=mode),
         )
         _, found, _ = nnx.merge(graph, params)(x[None], context)
         return found["mixer_loss"]
@@ -471,7 +471,7 @@ def test_the_indexer_learns_by_its_formula(mode, ratio, budget):
         want, d_want = of_indexer(indexer)
     assert want > 0.1
     assert float(got) == pytest.approx(float(want), rel=1e-5)
-    counted = qsa.QSA.loss_tokens(config, document_positions(segments), segments > 0)
+    counted = qsa.QSA.loss_token_mask(config, document_positions(segments), segments > 0)
     assert int(counted.sum()) == sum(max(n - ratio + 1, 0) for n in np.diff(cuts))
     for name, d in d_want.items():
         np.testing.assert_allclose(d_params.pop(name), d, rtol=1e-3, atol=1e-5 * np.abs(d).max())
@@ -507,7 +507,7 @@ def test_lazy_adamw_is_adamw_for_used_rows():
     (path,) = tables
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    table = draw(*declared(config)["/".join(map(str, path))].shape)
+    table = draw(*parameter_declarations(config)["/".join(map(str, path))].shape)
     own = lazy_adamw.with_leaf_at({}, path, table[None])
     state = lazy_adamw.init(tables, own)
     adamw = optax.adamw(0.1, settings.beta1, settings.beta2, settings.eps, weight_decay=0.3)
@@ -666,7 +666,7 @@ def test_context_is_refused():
     sizes = {"slice": 1, "data": 1, "expert": 1, "context": 2, "tensor": 1}
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     with refused("context = 2", "'qsa'", "'ngram'"):
-        check_divides(config_of(), 2, 64, mesh, *split_sizes(config_of()))
+        check_mesh_divides(config_of(), 2, 64, mesh, *mesh_requirements(config_of()))
 
 
 TABLE = "layers/1/embedding/table"

@@ -75,7 +75,7 @@ class Form:
       layer_norm_entries: function (config, mixer) that yields the entries of the norms
         (`Block.make_norm`) of a layer with the mixer that has this name.
       final_norm_entries: function that yields the entries of the norm after the last layer
-        (`Block.make_last`).
+        (`Block.make_final_norm`).
       layer_embedding_entries: function (config, number) that yields the entries of a layer's own
         embedding (`model.ple`). `number` counts the layers that have one. None: the form has no
         such embeddings.
