@@ -79,8 +79,8 @@ def _mixer_settings_of_weights(config: Any) -> set[tuple[str, Any]]:
 
 def _settings_weights_depend_on(model: Any) -> frozenset[str]:
     """Returns the settings that the model's mixers and its position embedding list in
-    `settings_fixed_by_weights`. If the value of such a setting changes, the weights of the model are no
-    longer valid.
+    `settings_fixed_by_weights`. If the value of such a setting changes, the weights of the
+    model are no longer valid.
     """
     modules = [resolve(MIXERS, name, "mixer") for name, _ in model.mixers_and_sparsity]
     modules.append(model.block.import_part("positions"))

@@ -1,10 +1,10 @@
 """Runs the decoder layers one after another. Layers that repeat with a period are traced once.
 
-`ModelConfig.layer_stacks` lists groups of layers. Each group is one block (`model.block.Block`), which is
-traced once. The first groups have a single layer each. The groups of several layers form one period
-of the pattern (3 recurrent layers and 1 attention layer in the released model). Each group of the
-period holds the layers at one place of the period, with their parameters stacked. The period is the
-body of one `lax.scan`.
+`ModelConfig.layer_stacks` lists groups of layers. Each group is one block (`model.block.Block`),
+which is traced once. The first groups have a single layer each. The groups of several layers form
+one period of the pattern (3 recurrent layers and 1 attention layer in the released model). Each
+group of the period holds the layers at one place of the period, with their parameters stacked. The
+period is the body of one `lax.scan`.
 
 There are two ways to pass caches to mixers. A mixer with `Mixer.writes_cache_in_place` gets the
 caches of all layers of its group and writes to the cache of its own layer; such caches are part of
