@@ -67,6 +67,14 @@ from qwen3next_jax.planner.roofline import (
 from qwen3next_jax.planner.schedule import Schedule
 from qwen3next_jax.sharding.chips import CHIPS, Chip
 
+# The loops of the experts whose length depends on the router: {the function that makes the loop:
+# the field of `ExpertLoad` with its mean number of iterations}.
+TRIPS_BY_FUNCTION = {
+    "_loop_over_overflowing_experts": "experts_beyond",
+    "_loop_over_overflow_choices": "steps_beyond",
+    "_AllToAllExperts._run_all_rounds": "rounds",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class SecondsCurve:
@@ -467,12 +475,8 @@ class CalibratedSimulation(Simulation):
         load = self.load
         if load is None or self.program.loop_trips(computation, loop) is not None:
             return super()._loop_trips(computation, loop)
-        loops = {
-            "_loop_over_overflowing_experts": load.experts_beyond,
-            "_loop_over_overflow_choices": load.steps_beyond,
-            "_AllToAllExperts._rounds": load.rounds,
-        }
-        return loops.get(self.program.source_function(loop).split(" ")[-1], 1)
+        trips = TRIPS_BY_FUNCTION.get(self.program.source_function(loop).split(" ")[-1])
+        return getattr(load, trips) if trips else 1
 
     def _seconds_by_resource(
         self, computation: Computation, instruction: Instruction

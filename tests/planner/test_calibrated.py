@@ -2,17 +2,21 @@
 that compete for HBM.
 """
 
+import dataclasses
 import importlib.util
+import inspect
 import statistics
 
 import pytest
 
 from benchmarks.planner.kernel_validation import predict, read_kernels
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.model import expert_parallelism
+from qwen3next_jax.ops.routed_experts import layout
 from qwen3next_jax.planner import hlo, topology
-from qwen3next_jax.planner.calibrated import RATES, rates_of_chip
+from qwen3next_jax.planner.calibrated import RATES, TRIPS_BY_FUNCTION, rates_of_chip
 from qwen3next_jax.planner.estimate import estimate_time
-from qwen3next_jax.planner.expert_load import ExpertLayout, mean_expert_load
+from qwen3next_jax.planner.expert_load import ExpertLayout, ExpertLoad, mean_expert_load
 from qwen3next_jax.planner.ideal import SHARED_LINKS, ideal_time
 from qwen3next_jax.planner.parts import cost_by_part, part_of_function
 from qwen3next_jax.planner.roofline import FunctionCost
@@ -384,6 +388,19 @@ def test_parts_have_names_for_readers_and_lose_nothing():
     assert next(iter(parts)) == "router"
     assert all(part_of_function(name) == part for name, part in sources.items())
     assert sum(part.seconds for part in parts.values()) == 163.0
+
+
+def test_loops_are_known_by_their_functions():
+    functions = {
+        member.__qualname__
+        for owner in (layout, expert_parallelism._AllToAllExperts)
+        for member in vars(owner).values()
+        if inspect.isfunction(member)
+    }
+    assert set(TRIPS_BY_FUNCTION) <= functions
+    assert set(TRIPS_BY_FUNCTION.values()) <= {
+        field.name for field in dataclasses.fields(ExpertLoad)
+    }
 
 
 def test_only_such_loops_have_choices_beyond():
