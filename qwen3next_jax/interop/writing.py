@@ -15,7 +15,6 @@ progress.json back.
 
 import concurrent.futures
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -32,6 +31,7 @@ import numpy as np
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, as_user_error, require, warn
+from qwen3next_jax.common.locks import lock_file
 from qwen3next_jax.common.storage import BucketPath, check_bucket_access
 
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
@@ -181,12 +181,11 @@ class LocalExport:
         with _write_errors_as_user_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY)
-        with as_user_error(
+        require(
+            lock_file(self._lock, self.folder),
             f"{self.out}: another export is writing there, in {self.folder}: wait for it, or give "
             "another folder",
-            OSError,
-        ):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        )
         require_empty_folder(self.out)  # another export may have ended meanwhile
         with _write_errors_as_user_errors(self.folder):
             self._restore_moved_progress_file()

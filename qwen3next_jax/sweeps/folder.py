@@ -5,13 +5,13 @@ WORKDIR/points/NAME/log.txt     what the processes of a point print
 """
 
 import contextlib
-import fcntl
 import pathlib
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.common.locks import lock_file
 from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.runs.store.lease import Lease
 
@@ -32,13 +32,11 @@ class LocalFolder:
           UserError: another runner holds the lock.
         """
         with (self._workdir / "lock").open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(
-                    f"{self._workdir}: another runner, or a point it left, is at work there: wait "
-                    "for it or stop it"
-                ) from error
+            require(
+                lock_file(lock, self._workdir),
+                f"{self._workdir}: another runner, or a point it left, is at work there: wait for "
+                "it or stop it",
+            )
             yield (lock.fileno(),)
 
     def log_path(self, point: str) -> pathlib.Path:

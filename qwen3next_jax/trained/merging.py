@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, require, require_path
+from qwen3next_jax.common.locks import lock_file
 from qwen3next_jax.common.storage import BucketPath, is_bucket
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import Config
@@ -38,7 +39,7 @@ from qwen3next_jax.runs.facts import (
 )
 from qwen3next_jax.runs.init_from import NON_STRUCTURAL_SETTINGS, describe_optimizer_scaling
 from qwen3next_jax.runs.record import MergedCheckpoint, RunRecord, read_record
-from qwen3next_jax.runs.store.local import LocalStore, lock_file
+from qwen3next_jax.runs.store.local import LocalStore
 from qwen3next_jax.runs.store.store import not_writable_error
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.runs.versions import check_module_versions

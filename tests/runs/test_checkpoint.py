@@ -3,9 +3,7 @@ on resume.
 """
 
 import dataclasses
-import errno
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -339,18 +337,6 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path):
         other.run_locked(lambda: 1 / 0)
     with open_store(tmp_path) as lock:
         assert lock.run_locked(lambda: 4) == 4
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_missing_lock_is_said_once(tmp_path, monkeypatch, capfd, number):
-    def fail(file, operation):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("fcntl.flock", fail)
-    with open_store(tmp_path) as store:
-        assert store.run_locked(lambda: 3) == 3
-    (line,) = capfd.readouterr().err.splitlines()
-    assert str(tmp_path) in line and os.strerror(number) in line and "overwrites" in line
 
 
 def test_the_documents_tables_are_those_of_the_code():

@@ -8,7 +8,6 @@ WORKDIR/hang-TIME-PROCESS.txt  the stacks of all threads of a process that hung
 
 import contextlib
 import faulthandler
-import fcntl
 import itertools
 import json
 import os
@@ -16,10 +15,11 @@ import pathlib
 import re
 import time
 from collections.abc import Callable, Container
-from typing import IO, Any
+from typing import Any
 
 from qwen3next_jax.common.durable import fsync
-from qwen3next_jax.common.errors import require, warn
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.common.locks import lock_file
 from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.runs.store.events import EventLog
 from qwen3next_jax.runs.store.store import RunStore, not_writable_error
@@ -47,24 +47,6 @@ _BUCKET_LIKE_FOLDERS = (
     ("az",),
     ("hf",),
 )  # folders of / that etils takes for buckets
-
-
-def lock_file(file: IO, folder: pathlib.Path) -> bool:
-    """Locks an open file until it is closed or the process ends. Returns False if another process
-    has locked the file. If the file system has no locks, warns that no lock protects `folder`, and
-    returns True.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        warn(
-            f"{folder}: its file system has no locks ({error.strerror}): if another process writes "
-            "to this folder at the same time, nothing stops it, and each overwrites the files of "
-            "the other: start only one"
-        )
-    return True
 
 
 class LocalStore(RunStore):
