@@ -545,7 +545,7 @@ def test_any_routing_file_is_refused_or_right(tmp_path_factory, shapes, dtypes, 
     record = result_or_refusal(lambda: recorded.read_recorded_text(path))
     if record is not None:
         assert record.routed_experts.shape == (len(record.tokens), *shapes[1][1:])
-        assert 1 <= record.prompt_tokens <= len(record.tokens)
+        assert 1 <= record.prompt_length <= len(record.tokens)
         result_or_refusal(lambda: recorded.check_recorded_text(path, record, SETTINGS.model))
 
 
@@ -640,7 +640,7 @@ class _Lock:
     def with_patience(self, seconds):
         return self
 
-    def entry(self):
+    def file_info(self):
         return object_stores.FileInfo("run/lock", len(self._content), "1", "", 0.0)
 
     def read_bytes(self):

@@ -50,7 +50,7 @@ from qwen3next_jax.data.store import Store
 path, tokenizer, prepared, workers, length, engine = sys.argv[1:]
 tokenizer = tokens.load_tokenizer(tokenizer)
 if engine == "tokenizers":
-    tokenizer = tokenizer.slower_fallback or tokenizer
+    tokenizer = tokenizer.slower_tokenizer or tokenizer
 source, store, workers = sources.find_source_of_glob(path, "text"), Store(prepared), int(workers)
 used = lambda: sum(sum(resource.getrusage(who)[:2])
                    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -20,7 +20,7 @@ from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import Config, DataConfig, MeshConfig, ModelConfig
 from qwen3next_jax.config.compatibility import settings_incompatible_with_weights
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
-from qwen3next_jax.data.pipeline import Data, open_data
+from qwen3next_jax.data.pipeline import DataSource, open_data
 from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.tokens import Tokenizer, same_token_ids
 from qwen3next_jax.evals import evaluation
@@ -168,7 +168,7 @@ def run_evaluations(
     vocab_size = model.config.vocab_size
 
     @functools.cache
-    def open_once() -> Data:
+    def open_once() -> DataSource:
         return process_0_first(
             lambda: _open_data(data, length, batch_size, path, tokenizer, vocab_size)
         )
@@ -219,7 +219,7 @@ def _open_data(
     path: pathlib.Path,
     tokenizer: Tokenizer,
     vocab_size: int,
-) -> Data:
+) -> DataSource:
     """Opens the data, and checks that they were tokenized with `tokenizer`, the tokenizer of the
     model in `path`.
 

@@ -114,7 +114,7 @@ def find_contamination(
     try:
         documents = tokenizer.encode_documents(texts)
     except fast_bpe.DifferentIds:
-        documents = tokenizer.slower_fallback.encode_documents(texts)
+        documents = tokenizer.slower_tokenizer.encode_documents(texts)
     index = NgramIndex([ids[:-1] for ids in documents])  # without the end token
     found = np.zeros(len(index.ngrams), bool)
     read = [0] * len(parts)

@@ -54,7 +54,7 @@ class Epoch(NamedTuple):
     documents: int
 
 
-class Data(Protocol):
+class DataSource(Protocol):
     """The rows of a run. Every data source that `config.registry` names is a subclass, which
     defines row i.
 
@@ -290,7 +290,7 @@ class Data(Protocol):
         return batch
 
 
-def data_source_class(config: DataConfig) -> type[Data]:
+def data_source_class(config: DataConfig) -> type[DataSource]:
     """Returns the class that `data.source` names."""
     return resolve(DATA_SOURCES, config.source, "data.source")
 
@@ -301,12 +301,12 @@ def open_data(
     batch_size: int,
     vocab_size: int | None = None,
     progress: Progress | None = None,
-) -> Data:
-    """Opens the rows that a `DataConfig` describes. The arguments are those of `Data`."""
+) -> DataSource:
+    """Opens the rows that a `DataConfig` describes. The arguments are those of `DataSource`."""
     return data_source_class(config)(config, sequence_length, batch_size, vocab_size, progress)
 
 
-class TextData(Data):
+class TextData(DataSource):
     """Rows of text: the sources of a `DataConfig`, mixed. Every epoch (`rows` rows) shuffles the
     sources anew. The constructor prepares the sources that are not prepared yet. Several processes
     that share `prepared_dir` may prepare at once; if one of them prepares first, the others have
@@ -345,7 +345,7 @@ class TextData(Data):
         if is_bucket(config.prepared_dir):
             self._pool = concurrent.futures.ThreadPoolExecutor(_ROWS_AT_ONCE, "rows")
         if any(p.rows[TRAIN].table.has_loss_weights for p in self._prepared):
-            self.array_dtypes = Data.array_dtypes | {"loss_weights": np.float32}
+            self.array_dtypes = DataSource.array_dtypes | {"loss_weights": np.float32}
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.source_weights or tuple(

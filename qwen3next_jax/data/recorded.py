@@ -32,7 +32,7 @@ from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, as_user_error, error_message, require, short_repr
 from qwen3next_jax.config import DataConfig, ModelConfig
 from qwen3next_jax.data import sources
-from qwen3next_jax.data.pipeline import Batch, Data, Epoch
+from qwen3next_jax.data.pipeline import Batch, DataSource, Epoch
 from qwen3next_jax.data.preparation import Progress
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 
@@ -211,7 +211,7 @@ def check_recorded_text(path: os.PathLike, text: RecordedText, model: ModelConfi
     )
 
 
-class RecordedData(Data):
+class RecordedData(DataSource):
     """The rows of recorded texts, one text in a row. The new tokens are the targets. Every epoch
     shuffles the texts anew. A share of `data.heldout_fraction` of the texts, at least one, is held
     out. In evaluations, the routers choose the experts.
@@ -220,7 +220,7 @@ class RecordedData(Data):
       UserError: there are fewer than two texts, or one is longer than a row.
     """
 
-    array_dtypes = Data.array_dtypes | {"target_mask": bool}
+    array_dtypes = DataSource.array_dtypes | {"target_mask": bool}
 
     def __init__(
         self,

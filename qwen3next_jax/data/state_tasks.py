@@ -36,7 +36,7 @@ import numpy as np
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import DataConfig, ModelConfig, SyntheticConfig
-from qwen3next_jax.data.pipeline import Batch, Data
+from qwen3next_jax.data.pipeline import Batch, DataSource
 from qwen3next_jax.data.synthetic import HELDOUT_SPLIT, SyntheticData
 
 # Id 0 is no input and no label. The ids of a group's elements, and of numbers, begin after it.
@@ -203,7 +203,7 @@ class StateData(SyntheticData):
       UserError: the rows or the vocabulary are too small for the task.
     """
 
-    array_dtypes = Data.array_dtypes | {"labels": np.int32, "target_mask": bool}
+    array_dtypes = DataSource.array_dtypes | {"labels": np.int32, "target_mask": bool}
 
     @classmethod
     def settings_read(cls, config: DataConfig) -> tuple[str, ...] | None:

@@ -29,7 +29,7 @@ from etils import epath
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig, SyntheticConfig
-from qwen3next_jax.data.pipeline import Batch, Data
+from qwen3next_jax.data.pipeline import Batch, DataSource
 from qwen3next_jax.data.preparation import Progress
 from qwen3next_jax.data.tokens import Tokenizer
 
@@ -211,14 +211,14 @@ class TaskTokenizer:
         """Writes nothing, so the Hugging Face directory has no tokenizer.json."""
 
 
-class SyntheticData(Data):
+class SyntheticData(DataSource):
     """The rows of a task. Each row is made when it is read.
 
     Raises:
       UserError: the rows or the vocabulary are too small for the task.
     """
 
-    array_dtypes = Data.array_dtypes | {"target_mask": bool}
+    array_dtypes = DataSource.array_dtypes | {"target_mask": bool}
     heldout_rows = 1024  # the default number; a task can make any number of rows
 
     def __init__(

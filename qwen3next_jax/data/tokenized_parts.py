@@ -178,8 +178,8 @@ def find_part_of_job(store: Store, job: TokenizeJob, tokenizer: Tokenizer) -> To
     known.
     """
     part = find_part_by_key(store, part_key(job, tokenizer))
-    if part is None and tokenizer.slower_fallback:
-        part = find_part_by_key(store, part_key(job, tokenizer.slower_fallback))
+    if part is None and tokenizer.slower_tokenizer:
+        part = find_part_by_key(store, part_key(job, tokenizer.slower_tokenizer))
     return part
 
 
@@ -212,8 +212,8 @@ def tokenize_part(
     try:
         return job.digest, _write_tokenized_part(job, tokenizer, store, progress)
     except fast_bpe.DifferentIds:
-        assert tokenizer.slower_fallback
-        return job.digest, _write_tokenized_part(job, tokenizer.slower_fallback, store, progress)
+        assert tokenizer.slower_tokenizer
+        return job.digest, _write_tokenized_part(job, tokenizer.slower_tokenizer, store, progress)
 
 
 def _write_tokenized_part(

@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
       library_versions: name of each library that determines the ids of a text → its version.
       parse_tokens: the special tokens that get their own ids where a document spells them out.
         Other special tokens that a document spells out are encoded as ordinary text.
-      slower_fallback: the same tokenizer with the slower of two libraries, for texts to which the
+      slower_tokenizer: the same tokenizer with the slower of two libraries, for texts to which the
         faster one gives other ids (`fast_bpe.DifferentIds`); None if there is one library alone.
       misses_tiktoken: whether tiktoken is not installed, and would encode documents if it were.
       special_tokens: the texts of all special tokens, such as the token that ends a document.
@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
     library_versions: Mapping[str, str]
     parse_tokens: tuple[str, ...]
     special_tokens: tuple[str, ...]
-    slower_fallback: "Tokenizer | None"
+    slower_tokenizer: "Tokenizer | None"
     misses_tiktoken: bool
     vocab_size: int
     eos_id: int
@@ -83,7 +83,7 @@ class Tokenizer(Protocol):
 
         Raises:
           fast_bpe.DifferentIds: the faster library gives other ids; the caller has to use
-          `slower_fallback`.
+          `slower_tokenizer`.
         """
 
     def encode_long_text(self, text: bytes) -> Iterator[np.ndarray]:
@@ -185,7 +185,7 @@ class ByteTokenizer:
     library_versions: Mapping[str, str] = {}
     parse_tokens: tuple[str, ...] = ()
     special_tokens = (END_OF_TEXT,)
-    slower_fallback = None
+    slower_tokenizer = None
     misses_tiktoken = False
     vocab_size = 257
     eos_id = 256
@@ -348,7 +348,7 @@ class HuggingFaceTokenizer:
         return {"tiktoken": fast_bpe.tiktoken_version()}
 
     @property
-    def slower_fallback(self) -> "HuggingFaceTokenizer | None":
+    def slower_tokenizer(self) -> "HuggingFaceTokenizer | None":
         if self._tiktoken_table is None:
             return None
         slow = copy.copy(self)

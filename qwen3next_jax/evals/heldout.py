@@ -203,7 +203,7 @@ def metrics_from_sums(total: dict[str, float]) -> dict[str, float]:
       perplexity: per token.
       accuracy: the share of targets that are the trunk's most likely token.
       bits_per_byte: the loss in bits per UTF-8 byte of the predicted tokens; absent if the bytes of
-        tokens are not known (`Data.token_byte_counts`), as in synthetic tasks.
+        tokens are not known (`DataSource.token_byte_counts`), as in synthetic tasks.
       targets, bytes: the number of predicted tokens, and the number of their UTF-8 bytes; the other
         metrics are absent if no token was predicted.
       mtp_loss/d: nats per token, for each MTP depth d from 0.

@@ -50,7 +50,7 @@ def loss_by_position(
     Returns:
       loss/FIRST-LAST: nats per token, for every bucket that has tokens.
       bits_per_byte/FIRST-LAST: the loss in bits per UTF-8 byte; absent if the bytes of tokens are
-        not known (`Data.token_byte_counts`), as in synthetic tasks.
+        not known (`DataSource.token_byte_counts`), as in synthetic tasks.
       targets/FIRST-LAST: the number of tokens in the bucket.
       loss, bits_per_byte, targets: the values over all buckets together.
     """

@@ -116,7 +116,7 @@ def require_peft_modules(config: ModelConfig) -> None:
         parameter.path
         for parameter in stored_parameters(plain)
         if parameter.path in _adapted_paths(config)
-        and (parameter.path.startswith("mtp/") or parameter.declaration.experts > 1)
+        and (parameter.path.startswith("mtp/") or parameter.declaration.num_experts > 1)
     ]
     require(
         not refused,

@@ -88,7 +88,7 @@ class GatedAttention(Mixer):
         """Returns (the output [B, T, D], diagnostics, the cache with these tokens' keys and values
         written, or None without a cache).
         """
-        if cache is None and self.uses_fused_layout(x_BTD, context):
+        if cache is None and self.uses_head_kernels(x_BTD, context):
             return *self._fused_forward(x_BTD, context), None
         q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.queries_gate_keys_values(x_BTD, context)
         o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
@@ -137,7 +137,7 @@ class GatedAttention(Mixer):
         )
         return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
 
-    def uses_fused_layout(self, x_BTD: jax.Array, context: Context) -> bool:
+    def uses_head_kernels(self, x_BTD: jax.Array, context: Context) -> bool:
         """Returns whether a call without a cache uses the two kernels of `ops.attention_heads`. One
         kernel normalises and rotates queries and keys; the other kernel gates the outputs of the
         heads. Between these kernels and the projections, arrays have all heads side by side in

@@ -101,12 +101,12 @@ class GatedDeltaNet(Recurrent):
 
     def _project_qkvz(self, x_BTD: jax.Array, context: Context):
         """Returns the fields `qkv` and `output_gate` of `ProjectedInputs`. Both fields are in the
-        fused layout if the mixer uses this layout and there is no cache.
+        concatenated layout if the mixer uses this layout and there is no cache.
         """
         q, k, v = self.qkv_channel_counts(self.config)
         weight_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)
         if (
-            context.logical_time_axis and self.uses_fused_layout()
+            context.logical_time_axis and self.concatenates_heads()
         ):  # with a cache, context.logical_time_axis is None
             # Each of q, k, v and z is computed by a product of its own, so that the kernels read
             # the results as they are. Slices of a single product's result would be copied first.

@@ -110,8 +110,8 @@ def _ranges_text(numbers: list[int]) -> str:
 
 def part_versions(config: ModelConfig) -> dict[str, int]:
     """Returns {name: version of the mathematics (`Mixer.version`)} for the model's mixers, the
-    parts that `config.block` names, and the experts. Names are such as "gdn2" and "block.norm =
-    rms". The version is 1 if a part declares no version.
+    parts that `config.block` names, and the experts. Examples of names: "gdn2" (a mixer)
+    and "block.norm = rms" (a part of `config.block`). The version is 1 if a part declares none.
     """
     parts = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
     unread = {"mlp": not config.has_dense_mlps, "rope_scaling": config.yarn_factor == 1}

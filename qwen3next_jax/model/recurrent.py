@@ -3,8 +3,8 @@ the norm and gate of the output, and the cache. Subclasses add the input project
 
 Letters: B batch, T time, D model, G key heads, H value heads, R = H/G value heads of one key head,
 K/V widths of a key and of a value, C channels of one key head that pass through the convolution
-(2K + RV in most mixers), W convolution width. In the fused layout, all heads lie side by side in
-the last axis: [B, T, GK] in place of [B, T, G, K].
+(2K + RV in most mixers), W convolution width. In the concatenated layout, all heads lie side by
+side in the last axis: [B, T, GK] in place of [B, T, G, K].
 """
 
 import functools
@@ -33,9 +33,9 @@ class ProjectedInputs(NamedTuple):
     """The results of a mixer's input projections, before convolution and recurrence.
 
     qkv: [B, T, G, C], query, key and values of each key head (`Recurrent.qkv_channel_counts`). In
-      the fused layout, qkv is a list [q [B, T, GK], k [B, T, GK], v [B, T, HV]].
+      the concatenated layout, qkv is a list [q [B, T, GK], k [B, T, GK], v [B, T, HV]].
     output_gate: the gate of the output before its activation, [B, T, G, RV] ([B, T, HV] in the
-      fused layout); None: there is no gate.
+      concatenated layout); None: there is no gate.
     log_decay: g, the logarithm of the decay, ≤ 0, float32 [B, T, H], or [B, T, H, K] if every key
       channel has its own decay. None: no decay.
     beta: the write strength β, float32 [B, T, H]. The array may have one more axis if the mixer
@@ -415,10 +415,10 @@ class Recurrent(Mixer):
 
     # ---- the same with the heads side by side in the last axis
 
-    def uses_fused_layout(self) -> bool:
-        """Whether the layer uses the fused layout between its kernels. The fused layout is used on
-        a GPU, and on a TPU if the width of each head is a multiple of 128 lanes. A layer without a
-        short convolution or without an output gate does not use the fused layout.
+    def concatenates_heads(self) -> bool:
+        """Whether arrays between the layer's kernels have all heads side by side in their last
+        axis. They do on a GPU, and on a TPU if the width of each head is a multiple of 128 lanes.
+        A layer without a short convolution or without an output gate keeps an axis for the heads.
         """
         c = self.config
         return (
@@ -430,10 +430,10 @@ class Recurrent(Mixer):
     def fused_recurrence(
         self, inputs: ProjectedInputs, context: Context
     ) -> tuple[jax.Array, jax.Array]:
-        """Applies the convolution, the delta rule, the norm and the gate in the fused layout.
+        """Applies convolution, delta rule, norm and gate in the concatenated layout.
 
         Args:
-          inputs: inputs in the fused layout; `log_decay` and `beta` are not None.
+          inputs: inputs in the concatenated layout; `log_decay` and `beta` are not None.
           context: the inputs that all layers of the forward pass share.
 
         Returns:

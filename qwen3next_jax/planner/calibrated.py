@@ -42,7 +42,7 @@ from qwen3next_jax.planner.compiled import (
     collective_kind,
     fused_collective,
     hbm_bytes,
-    host_copy_bytes,
+    host_transfer_bytes,
     instruction_flops,
     permuted_pairs,
     read_collective,
@@ -457,7 +457,7 @@ class CalibratedSimulation(Simulation):
         moved: float,
         source: str,
     ) -> None:
-        if of_host := host_copy_bytes(computation, instruction):
+        if of_host := host_transfer_bytes(computation, instruction):
             copied_to_host = (
                 instruction.opcode == "copy-start" and instruction.shapes[0].in_host_memory
             )

@@ -605,7 +605,7 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
     return sum(_bytes_in_hbm(o.shapes) for o in operands) + _bytes_in_hbm(instruction.shapes)
 
 
-def host_copy_bytes(computation: Computation, instruction: Instruction) -> float:
+def host_transfer_bytes(computation: Computation, instruction: Instruction) -> float:
     """Returns the bytes that an asynchronous copy moves between the device and the memory of its
     host; 0 for a copy within the device.
     """

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import Config
-from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.data.pipeline import DataSource
 from qwen3next_jax.model.adapter_names import base_params
 from qwen3next_jax.processes.distributed import run_on_all
 from qwen3next_jax.runs.checkpoint import Checkpoints
@@ -37,7 +37,7 @@ from qwen3next_jax.training.vocabulary import grow_vocabulary, resize_abstract_v
 
 
 def make_first_state(
-    run: ResolvedRun, data: Sequence[Data], start: Start
+    run: ResolvedRun, data: Sequence[DataSource], start: Start
 ) -> tuple[State, DataCursor]:
     """Makes the train state with which a new run begins.
 
@@ -85,7 +85,7 @@ def _state_from_pretrained(run: ResolvedRun, pretrained: PretrainedModel) -> Sta
 
 
 def _state_from_parent(
-    run: ResolvedRun, data: Sequence[Data], parent: ParentRun, checkpoint: ParentCheckpoint
+    run: ResolvedRun, data: Sequence[DataSource], parent: ParentRun, checkpoint: ParentCheckpoint
 ) -> tuple[State, DataCursor]:
     """Loads the first state of a run from a checkpoint of its parent.
 
@@ -149,7 +149,7 @@ def _inherited_update_rules(run: ResolvedRun, parent_config: Config) -> list[Upd
     return [rule for rule in run.rules if rule in their_rules]
 
 
-def describe_first_state(run: ResolvedRun, data: Sequence[Data], start: Start) -> str:
+def describe_first_state(run: ResolvedRun, data: Sequence[DataSource], start: Start) -> str:
     """Returns a sentence, for the terminal, about the state with which a new run begins."""
     config, initial_model, parent = run.config, start.facts.initial_model, start.parent
     if initial_model is None:
@@ -184,7 +184,7 @@ def describe_first_state(run: ResolvedRun, data: Sequence[Data], start: Start) -
 
 def _parent_and_own_cursors(
     stages: Sequence[ResolvedStage],
-    data: Sequence[Data],
+    data: Sequence[DataSource],
     step: int,
     parent_cursors: DataCursors,
     data_offset: int = 0,

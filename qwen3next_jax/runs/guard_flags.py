@@ -26,7 +26,7 @@ from qwen3next_jax.common.storage import remove_tree
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, GuardConfig, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
-from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.data.pipeline import DataSource
 from qwen3next_jax.model.layer_properties import part_versions
 from qwen3next_jax.model.visible_targets import why_no_targets
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
@@ -167,7 +167,7 @@ class Dump:
 
 
 def write_dump(
-    store: RunStore, config: Config, data: Data, index: int, halt: Halted
+    store: RunStore, config: Config, data: DataSource, index: int, halt: Halted
 ) -> tuple[pathlib.Path, list[list[str]]]:
     """Writes the inputs of the halted step to WORKDIR/dumps/STEP. All processes must call this
     function: they write the train state together, and process 0 writes the other files.

@@ -16,7 +16,7 @@ from flax import nnx
 from qwen3next_jax.common.errors import ExitCode, UserError, warn
 from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config import EvalConfig, TrainConfig
-from qwen3next_jax.data.pipeline import Data, Epoch
+from qwen3next_jax.data.pipeline import DataSource, Epoch
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import (
     StopVote,
@@ -274,7 +274,7 @@ class MetricsHook(Hook):
         self._metrics.write("train", info.step, **record)
 
 
-def _source_shares(data: Data) -> dict[str, dict[str, float]]:
+def _source_shares(data: DataSource) -> dict[str, dict[str, float]]:
     """Returns {"mix": {source: its share of the rows}}; {} if the data have only one source."""
     if len(data.stream_weights) < 2:
         return {}
@@ -419,7 +419,9 @@ class EvaluationHook:
             self._metrics.write("suite", info.step, suite=name, **measured)
 
 
-def choose_sample_prompt(config: EvalConfig, data: Data, longest: int) -> tuple[str, np.ndarray]:
+def choose_sample_prompt(
+    config: EvalConfig, data: DataSource, longest: int
+) -> tuple[str, np.ndarray]:
     """Returns (the prompt of samples as text, the prompt as tokens [n]). The prompt is
     `eval.sample_prompt`. But if this setting has its default and the data are conversations, the
     prompt is taken from a held-out row: the tokens before the first answer, at most the last
@@ -446,7 +448,7 @@ class SampleHook:
         run: ResolvedRun,
         metrics: MetricsFile,
         config: EvalConfig,
-        data: Data,
+        data: DataSource,
         show_activity: ShowActivity,
     ):
         self._show_activity = show_activity

@@ -10,7 +10,7 @@ import jax
 
 from qwen3next_jax.common.errors import require, warn
 from qwen3next_jax.common.version import code_version
-from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.data.pipeline import DataSource
 from qwen3next_jax.model.layer_properties import part_versions
 from qwen3next_jax.processes.distributed import (
     broadcast_from_process_0,
@@ -35,7 +35,7 @@ from qwen3next_jax.training.stages import DataCursors
 
 
 @contextlib.contextmanager
-def lock_folder(start: Start, data: Sequence[Data], store: RunStore) -> Iterator[Start]:
+def lock_folder(start: Start, data: Sequence[DataSource], store: RunStore) -> Iterator[Start]:
     """Locks the folder of a run until the end of the `with` block. With `--restart`, or if an
     earlier `--restart` did not finish, moves the files of the old run to WORKDIR/before-TIME.
     Compares the data, the code and the devices with run.json.
@@ -60,7 +60,7 @@ def lock_folder(start: Start, data: Sequence[Data], store: RunStore) -> Iterator
         yield _lock_and_decide_again(start, data, store)
 
 
-def _lock_and_decide_again(start: Start, data: Sequence[Data], store: RunStore) -> Start:
+def _lock_and_decide_again(start: Start, data: Sequence[DataSource], store: RunStore) -> Start:
     decided = start
 
     def decide_and_compare() -> dict[str, Any]:

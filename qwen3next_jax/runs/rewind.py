@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.data.pipeline import DataSource
 from qwen3next_jax.runs.first_state import make_first_state
 from qwen3next_jax.runs.guard_flags import Halted
 from qwen3next_jax.runs.start import Start
@@ -26,7 +26,7 @@ class Rewinder:
     def __init__(
         self,
         run: ResolvedRun,
-        data: Sequence[Data],
+        data: Sequence[DataSource],
         cursors: DataCursors,
         start: Start,
         checkpoints: CheckpointWriter,

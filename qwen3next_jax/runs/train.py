@@ -20,7 +20,7 @@ from qwen3next_jax.common.installation import unused_gpu_message
 from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
-from qwen3next_jax.data.pipeline import Data, TextData
+from qwen3next_jax.data.pipeline import DataSource, TextData
 from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.readers import describe_bad_records
 from qwen3next_jax.processes.distributed import (
@@ -188,7 +188,7 @@ def train(
 # ---- Data and folder
 
 
-def _open_data(run: ResolvedRun) -> list[Data]:
+def _open_data(run: ResolvedRun) -> list[DataSource]:
     """Opens the data of every stage, and checks that all processes have the same data.
 
     Raises:
@@ -283,7 +283,7 @@ class _LoadedState(NamedTuple):
 
 def _load_or_make_state(
     run: ResolvedRun,
-    data: Sequence[Data],
+    data: Sequence[DataSource],
     start: Start,
     checkpoints: CheckpointWriter,
     saved_step: int,
@@ -327,7 +327,7 @@ class _Observers(NamedTuple):
 def _open_observers(
     run: ResolvedRun,
     store: RunStore,
-    data: Sequence[Data],
+    data: Sequence[DataSource],
     start: Start,
     loaded: _LoadedState,
     missed: Sequence[str],
@@ -357,7 +357,7 @@ def _open_observers(
         yield _Observers(display, metrics, signals, watchdog, profiler)
 
 
-def _bad_records_by_glob(data: Sequence[Data]) -> list[list]:
+def _bad_records_by_glob(data: Sequence[DataSource]) -> list[list]:
     """Returns [glob, number of bad records, description] for each glob of data files that has bad
     records, over all stages.
     """
@@ -372,7 +372,7 @@ def _bad_records_by_glob(data: Sequence[Data]) -> list[list]:
 
 def _write_run_json_and_changes(
     run: ResolvedRun,
-    data: Sequence[Data],
+    data: Sequence[DataSource],
     start: Start,
     loaded: _LoadedState,
     store: RunStore,
@@ -437,7 +437,7 @@ def _train_with_rewinds(
 
 def _add_hooks(
     trainer: Trainer,
-    data: Sequence[Data],
+    data: Sequence[DataSource],
     loaded: _LoadedState,
     store: RunStore,
     observers: _Observers,

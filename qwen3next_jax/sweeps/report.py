@@ -32,7 +32,7 @@ from qwen3next_jax.sweeps.results import (
     to_csv,
     to_json,
 )
-from qwen3next_jax.sweeps.speedups import compare_arms, group_arms, speed_up_metric
+from qwen3next_jax.sweeps.speedups import comparable_arms, compare_arms, speed_up_metric
 
 # field of `Costs` → its name in the report
 COSTS = {
@@ -211,7 +211,7 @@ def _speed_up_section(sweep: Sweep, results: Sequence[PointResult]) -> dict[str,
     if not comparisons or metric is None:
         return {}
     name = metric_title(metric, main_metrics(results)[metric])
-    charts = [law_chart(name, arms) for arms in group_arms(sweep, results, metric)]
+    charts = [law_chart(name, arms) for arms in comparable_arms(sweep, results, metric)]
     return {
         title: comparisons_html(comparisons) + f'<div class="charts">{"".join(charts)}</div>',
     }

@@ -50,7 +50,7 @@ def speed_up_metric(results: Sequence[PointResult]) -> str | None:
     return None
 
 
-def group_arms(sweep: Sweep, results: Sequence[PointResult], metric: str) -> list[list[Arm]]:
+def comparable_arms(sweep: Sweep, results: Sequence[PointResult], metric: str) -> list[list[Arm]]:
     """Groups the points of a sweep into arms.
 
     Args:
@@ -125,6 +125,6 @@ def compare_arms(sweep: Sweep, results: Sequence[PointResult]) -> list[Compariso
     )
     return [
         compare_in_every_unit(baseline, arm)
-        for baseline, *others in group_arms(sweep, results, metric)
+        for baseline, *others in comparable_arms(sweep, results, metric)
         for arm in others
     ]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, DataConfig, OptimizerConfig, Stage, TrainConfig
-from qwen3next_jax.data.pipeline import Data, Epoch, open_data, row_counts_of_streams
+from qwen3next_jax.data.pipeline import DataSource, Epoch, open_data, row_counts_of_streams
 from qwen3next_jax.data.preparation import Progress
 
 # Name of a group of settings → the settings in this group that a stage can set.
@@ -177,7 +177,7 @@ def tokens_seen(stages: Sequence[ResolvedStage], step: int) -> int:
 
 def open_data_of_stages(
     stages: Sequence[ResolvedStage], vocab_size: int, progress: Progress | None = None
-) -> list[Data]:
+) -> list[DataSource]:
     """Opens the data of every stage, in order. If no earlier run has tokenised and packed the data,
     this function does.
 
@@ -225,7 +225,7 @@ class DataCursor(NamedTuple):
         """
         return step - 1 - self.step + data_offset
 
-    def for_next_stage(self, step: int, data: Data, data_offset: int = 0) -> "DataCursor":
+    def for_next_stage(self, step: int, data: DataSource, data_offset: int = 0) -> "DataCursor":
         """Returns the cursor of the next stage, given the cursor of the stage that contains step
         number `step` of the run.
 
@@ -297,9 +297,9 @@ def reading_by_source(
     Args:
       rows: name of a stream → the number of its rows that were read (the result of
         `DataCursor.rows_read_by_stream`).
-      epochs: name of a stream → one epoch of the stream (`Data.stream_epochs`), for the streams of
-        all stages. Streams that never repeat have no epochs, so their sources are missing in the
-        result.
+      epochs: name of a stream → one epoch of the stream (`DataSource.stream_epochs`), for the
+        streams of all stages. Streams that never repeat have no epochs, so the result does not
+        have their sources.
     """
     found: dict[str, SourceReading] = {}
     for stream, epoch in epochs.items():
@@ -311,7 +311,7 @@ def reading_by_source(
     return found
 
 
-def epoch_by_stream(data: Sequence[Data]) -> dict[str, Epoch]:
+def epoch_by_stream(data: Sequence[DataSource]) -> dict[str, Epoch]:
     """Returns name of a stream → the sizes of one epoch of the stream, for the streams of all
     stages.
     """
@@ -382,7 +382,7 @@ def rows_taken_by_stream(streams: Mapping[str, float], rows: int) -> dict[str, i
 
 
 def place_cursors(
-    stages: Sequence[ResolvedStage], data: Sequence[Data], first: DataCursor
+    stages: Sequence[ResolvedStage], data: Sequence[DataSource], first: DataCursor
 ) -> DataCursors:
     """Computes the cursor of every stage, and makes the data of each stage begin at its cursor.
 

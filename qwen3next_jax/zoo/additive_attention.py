@@ -190,7 +190,7 @@ def additive_attention(q_BTNK, k_BSMK, v_BSMK, score_NK, at_BT, ids_BT, key_ids_
 # --------------------------------------------------------------------------------------------------
 
 
-def _attention_reference(config, params, x, scores):
+def _attention_with_scores(config, params, x, scores):
     """Returns causal attention [T, D] with the scores that the function `scores` computes: it maps
     q and k [T, N, K] to [N, T, T].
     """
@@ -209,14 +209,14 @@ def bahdanau_reference(config, params, x):
     def scores(q, k):
         return jnp.einsum("ijnk,nk->nij", jnp.tanh(q[:, None] + k[None]), params["score"])
 
-    return _attention_reference(config, params, x, scores)
+    return _attention_with_scores(config, params, x, scores)
 
 
 def luong_reference(config, params, x):
     def scores(q, k):
         return jnp.einsum("ina,nab,jnb->nij", q, params["score"], k)
 
-    return _attention_reference(config, params, x, scores)
+    return _attention_with_scores(config, params, x, scores)
 
 
 REFERENCES = {"bahdanau": bahdanau_reference, "luong": luong_reference}

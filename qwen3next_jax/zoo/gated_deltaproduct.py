@@ -65,8 +65,8 @@ class GatedDeltaProduct(GatedDeltaNet):
             for part in super().beta_and_decay_parts(config)
         )
 
-    def uses_fused_layout(self) -> bool:
-        return _writes_per_token(self.config) == 1 and super().uses_fused_layout()
+    def concatenates_heads(self) -> bool:
+        return _writes_per_token(self.config) == 1 and super().concatenates_heads()
 
     def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         inputs = super().project_inputs(x_BTD, context)

@@ -116,7 +116,7 @@ class CompleteBlocks(NamedTuple):
     block_index_of_token: jax.Array
 
 
-class QueryAndKeyTokens(NamedTuple):
+class QueryAndKeyPositions(NamedTuple):
     """The positions and documents of the queries and of the keys of a call.
 
     Attributes:
@@ -290,10 +290,10 @@ class QSA(GatedAttention):
         """Returns [B, T, T] bool: whether each query (second axis) sees each token (third axis)."""
         index_q_BTHI, index_k_BTI = self.index_queries_and_keys(x_BTD, context)
         row_blocks = self.complete_blocks_of_rows(index_k_BTI, context)
-        tokens, settings = query_and_key_tokens(context), self.settings(self.config)
-        of_queries = tokens.query_position, tokens.query_segment
+        positions, settings = query_and_key_positions(context), self.settings(self.config)
+        of_queries = positions.query_position, positions.query_segment
         selected_BTG, *_ = select_blocks(index_q_BTHI, row_blocks, *of_queries, settings)
-        return seen_tokens_mask(selected_BTG, row_blocks, *of_queries, tokens, settings)
+        return seen_tokens_mask(selected_BTG, row_blocks, *of_queries, positions, settings)
 
     def _attend_cached(
         self, q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, index_k_BTI, context: Context, cache: dict
@@ -357,7 +357,7 @@ class QSA(GatedAttention):
 
         heads = activation_spec("batch", None, "heads")
         return self._per_device_function(run, (q_BTNK, k_BSMK, v_BSMK), heads, context)(
-            index_q_BTHI, row_blocks, query_and_key_tokens(context, s_BS)
+            index_q_BTHI, row_blocks, query_and_key_positions(context, s_BS)
         )
 
     def _indexer_loss(
@@ -380,7 +380,7 @@ class QSA(GatedAttention):
 
         heads = (jax.lax.stop_gradient(q_BTNK), jax.lax.stop_gradient(k_BTMK))
         kl_BT = self._per_device_function(run, heads, activation_spec("batch"), context)(
-            index_q_BTHI, row_blocks, query_and_key_tokens(context)
+            index_q_BTHI, row_blocks, query_and_key_positions(context)
         )
         counted_BT = self.loss_token_mask(
             self.config, context.positions, jnp.ones_like(context.positions, bool)
@@ -401,7 +401,7 @@ class QSA(GatedAttention):
 
         row = activation_spec("batch")
         share_BT = self._per_device_function(run, (q_BTNK, k_BTMK), row, context)(
-            index_q_BTHI, row_blocks, query_and_key_tokens(context)
+            index_q_BTHI, row_blocks, query_and_key_positions(context)
         )
         ratio = settings.indexer_compress_ratio
         has_choice_BT = context.positions + 1 >= settings.indexer_budget + ratio
@@ -482,7 +482,9 @@ def _segment_ids_of_tokens(context: Context) -> jax.Array:
     return context.segment_ids
 
 
-def query_and_key_tokens(context: Context, s_BS: jax.Array | None = None) -> QueryAndKeyTokens:
+def query_and_key_positions(
+    context: Context, s_BS: jax.Array | None = None
+) -> QueryAndKeyPositions:
     """Returns the positions and documents of the queries and of the keys.
 
     Args:
@@ -492,9 +494,9 @@ def query_and_key_tokens(context: Context, s_BS: jax.Array | None = None) -> Que
     t_BT, segment_BT = context.positions, _segment_ids_of_tokens(context)
     if s_BS is None:
         index_BT = jnp.broadcast_to(jnp.arange(t_BT.shape[1], dtype=jnp.int32), t_BT.shape)
-        return QueryAndKeyTokens(t_BT, t_BT, segment_BT, segment_BT, index_BT)
+        return QueryAndKeyPositions(t_BT, t_BT, segment_BT, segment_BT, index_BT)
     # In a cache, the position of a token is its slot.
-    return QueryAndKeyTokens(t_BT, s_BS, segment_BT, jnp.ones_like(s_BS), t_BT)
+    return QueryAndKeyPositions(t_BT, s_BS, segment_BT, jnp.ones_like(s_BS), t_BT)
 
 
 def score_blocks(
@@ -578,7 +580,7 @@ def seen_tokens_mask(
     row_blocks: CompleteBlocks,
     t_BC: jax.Array,
     segment_BC: jax.Array,
-    tokens: QueryAndKeyTokens,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
 ) -> jax.Array:
     """Returns [B, C, S] bool: whether the query sees the token. A query sees the tokens of the
@@ -588,14 +590,14 @@ def seen_tokens_mask(
       selected_BCG: bool, whether the query selected the block.
       row_blocks: the blocks of every row.
       t_BC, segment_BC: the position of each query, and the segment id of its document.
-      tokens: the positions and documents of the keys.
+      positions: the positions and documents of the keys.
       settings: the settings of the mixer.
     """
     ratio = settings.indexer_compress_ratio
     incomplete_BC1 = ((t_BC + 1) // ratio * ratio)[..., None]
-    s_B1S = tokens.key_position[:, None]
+    s_B1S = positions.key_position[:, None]
     tail_BCS = (s_B1S >= incomplete_BC1) & (s_B1S <= t_BC[..., None])
-    same_document_BCS = tokens.key_segment[:, None] == segment_BC[..., None]
+    same_document_BCS = positions.key_segment[:, None] == segment_BC[..., None]
     tail_BCS &= same_document_BCS
     if not selected_BCG.shape[-1]:
         return tail_BCS
@@ -621,7 +623,7 @@ def key_ranges_to_read(
 
     Args:
       number_BCJ, is_selected_BCJ: as `list_selected_blocks` returns them.
-      t_BC, index_BC: `query_position` and `own_key_index` of `QueryAndKeyTokens`, for these
+      t_BC, index_BC: `query_position` and `own_key_index` of `QueryAndKeyPositions`, for these
         queries.
     """
     ratio = settings.indexer_compress_ratio
@@ -646,7 +648,7 @@ def block_sparse_attention(
     v_BSMK: jax.Array,
     index_q_BTHI: jax.Array,
     row_blocks: CompleteBlocks,
-    tokens: QueryAndKeyTokens,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
     cached: bool = False,
     implementation: str | None = None,
@@ -676,8 +678,8 @@ def block_sparse_attention(
     )
     if chosen.is_kernel:
         rows = TokensAndBlocks(
-            position=tokens.query_position,
-            segment=tokens.query_segment,
+            position=positions.query_position,
+            segment=positions.query_segment,
             complete_blocks_before=row_blocks.block_index_of_token,
             block_key=row_blocks.pooled_key,
             block_end_position=row_blocks.first_token_position + ratio - 1,
@@ -692,7 +694,7 @@ def block_sparse_attention(
         and _should_gather(k_BSMK.shape[1], settings)
     ):
         attend = gathered_block_attention
-    return attend(q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, row_blocks, tokens, settings)
+    return attend(q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, row_blocks, positions, settings)
 
 
 def masked_block_attention(
@@ -701,7 +703,7 @@ def masked_block_attention(
     v_BSMK: jax.Array,
     index_q_BTHI: jax.Array,
     row_blocks: CompleteBlocks,
-    tokens: QueryAndKeyTokens,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
 ) -> jax.Array:
     """Returns o [B, T, N, K], in v's dtype: attention of each query to the keys that it sees, with
@@ -715,13 +717,13 @@ def masked_block_attention(
       q_BTNK, k_BSMK, v_BSMK: attention's queries, keys and values.
       index_q_BTHI: the indexer's queries.
       row_blocks: the blocks of every row.
-      tokens: the positions and documents of the queries and keys.
+      positions: the positions and documents of the queries and keys.
       settings: the settings of the mixer.
     """
 
     def attend_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
         selected_BCG, *_ = select_blocks(index_q_BCHI, row_blocks, t_BC, segment_BC, settings)
-        seen_BCS = seen_tokens_mask(selected_BCG, row_blocks, t_BC, segment_BC, tokens, settings)
+        seen_BCS = seen_tokens_mask(selected_BCG, row_blocks, t_BC, segment_BC, positions, settings)
         p_BNCS = attention_probabilities(q_BCNK, k_BSMK, seen_BCS)
         b, n, c, keys = p_BNCS.shape
         p_BMHCS = p_BNCS.astype(v_BSMK.dtype).reshape(b, v_BSMK.shape[2], -1, c, keys)
@@ -729,7 +731,7 @@ def masked_block_attention(
         return o.reshape(b, c, n, v_BSMK.shape[3]).astype(v_BSMK.dtype)
 
     return _map_chunks_of_queries(
-        attend_chunk, q_BTNK, index_q_BTHI, tokens.query_position, tokens.query_segment
+        attend_chunk, q_BTNK, index_q_BTHI, positions.query_position, positions.query_segment
     )
 
 
@@ -739,7 +741,7 @@ def gathered_block_attention(
     v_BSMK: jax.Array,
     index_q_BTHI: jax.Array,
     row_blocks: CompleteBlocks,
-    tokens: QueryAndKeyTokens,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
 ) -> jax.Array:
     """Computes the result of `masked_block_attention` from the selected blocks alone: it gathers
@@ -759,9 +761,9 @@ def gathered_block_attention(
         _map_chunks_of_queries(
             list_chunk,
             index_q_BTHI,
-            tokens.query_position,
-            tokens.query_segment,
-            tokens.own_key_index,
+            positions.query_position,
+            positions.query_segment,
+            positions.own_key_index,
         )
     )
     ratio = settings.indexer_compress_ratio
@@ -780,7 +782,7 @@ def indexer_divergence(
     k_BTMK: jax.Array,
     index_q_BTHI: jax.Array,
     row_blocks: CompleteBlocks,
-    tokens: QueryAndKeyTokens,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
     dense: bool,
     head_axis: str | None = None,
@@ -800,12 +802,12 @@ def indexer_divergence(
         )
         kept_BCG = visible_BCG if dense else selected_BCG
         teacher_BCG = indexer_teacher_probabilities(
-            q_BCNK, k_BTMK, kept_BCG, row_blocks, t_BC, segment_BC, tokens, settings, head_axis
+            q_BCNK, k_BTMK, kept_BCG, row_blocks, t_BC, segment_BC, positions, settings, head_axis
         )
         return _kl_divergence(teacher_BCG, jnp.where(kept_BCG, score_BCG, _HIDDEN))
 
     return _map_chunks_of_queries(
-        of_chunk, q_BTNK, index_q_BTHI, tokens.query_position, tokens.query_segment
+        of_chunk, q_BTNK, index_q_BTHI, positions.query_position, positions.query_segment
     )
 
 
@@ -814,7 +816,7 @@ def gathered_indexer_divergence(
     k_BTMK: jax.Array,
     index_q_BTHI: jax.Array,
     row_blocks: CompleteBlocks,
-    tokens: QueryAndKeyTokens,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
     head_axis: str | None = None,
 ) -> jax.Array:
@@ -848,9 +850,9 @@ def gathered_indexer_divergence(
     of_queries = (
         q_BTNK,
         index_q_BTHI,
-        tokens.query_position,
-        tokens.query_segment,
-        tokens.own_key_index,
+        positions.query_position,
+        positions.query_segment,
+        positions.own_key_index,
     )
     size = queries_per_chunk(*q_BTNK.shape[:2])
     return _map_chunks_of_queries(of_chunk, *of_queries, size=size)
@@ -869,7 +871,7 @@ def indexer_overlap(
     k_BTMK: jax.Array,
     index_q_BTHI: jax.Array,
     row_blocks: CompleteBlocks,
-    tokens: QueryAndKeyTokens,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
     head_axis: str | None = None,
 ) -> jax.Array:
@@ -885,13 +887,21 @@ def indexer_overlap(
             index_q_BCHI, row_blocks, t_BC, segment_BC, settings
         )
         teacher_BCG = indexer_teacher_probabilities(
-            q_BCNK, k_BTMK, visible_BCG, row_blocks, t_BC, segment_BC, tokens, settings, head_axis
+            q_BCNK,
+            k_BTMK,
+            visible_BCG,
+            row_blocks,
+            t_BC,
+            segment_BC,
+            positions,
+            settings,
+            head_axis,
         )
         best_BCG = best_blocks_mask(teacher_BCG, visible_BCG, count)
         return jnp.sum(best_BCG & selected_BCG, axis=-1) / count
 
     return _map_chunks_of_queries(
-        of_chunk, q_BTNK, index_q_BTHI, tokens.query_position, tokens.query_segment
+        of_chunk, q_BTNK, index_q_BTHI, positions.query_position, positions.query_segment
     )
 
 
@@ -902,7 +912,7 @@ def indexer_teacher_probabilities(
     row_blocks: CompleteBlocks,
     t_BC: jax.Array,
     segment_BC: jax.Array,
-    tokens: QueryAndKeyTokens,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
     head_axis: str | None,
 ) -> jax.Array:
@@ -916,11 +926,11 @@ def indexer_teacher_probabilities(
         to the tokens up to its own after the last complete block. All other blocks get 0.
       row_blocks: the blocks of every row.
       t_BC, segment_BC: the position of each query, and the segment id of its document.
-      tokens: the positions and documents of the keys.
+      positions: the positions and documents of the keys.
       settings: the settings of the mixer.
       head_axis: as in `indexer_divergence`.
     """
-    seen_BCS = seen_tokens_mask(kept_BCG, row_blocks, t_BC, segment_BC, tokens, settings)
+    seen_BCS = seen_tokens_mask(kept_BCG, row_blocks, t_BC, segment_BC, positions, settings)
     p_BCS = jnp.sum(attention_probabilities(q_BCNK, k_BTMK, seen_BCS), axis=1)
     if head_axis is not None:
         p_BCS = jax.lax.psum(p_BCS, head_axis)

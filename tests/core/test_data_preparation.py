@@ -970,7 +970,7 @@ def test_parts_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeyp
     assert "tiktoken" in tokenizer.library_versions
     source, recipe = find_source_of_glob(texts, "text"), RowRecipe(64, 0.1, 0)
     (fast,) = prepare([source], tokenizer, recipe, tmp_path / "p")
-    (slow,) = prepare([source], tokenizer.slower_fallback, recipe, tmp_path / "q")
+    (slow,) = prepare([source], tokenizer.slower_tokenizer, recipe, tmp_path / "q")
     assert fast.fingerprint == slow.fingerprint
     compare, calls = type(tokenizer)._check_same_ids, []
 
@@ -990,7 +990,7 @@ def test_parts_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeyp
     assert len(keys[0] & keys[1]) == 3
     assert len(keys[1]) == 4
     monkeypatch.setattr(preparation, "_WORTH_TIKTOKEN", 1)
-    prepare([source], tokenizer.slower_fallback, recipe, tmp_path / "s")
+    prepare([source], tokenizer.slower_tokenizer, recipe, tmp_path / "s")
     assert "tiktoken" not in capsys.readouterr().err
     monkeypatch.setattr(fast_bpe, "tiktoken_version", lambda: None)
     prepare([source], load_tokenizer(str(tmp_path)), recipe, tmp_path / "t")

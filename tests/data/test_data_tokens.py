@@ -257,10 +257,10 @@ def test_text_has_only_named_special_tokens(byte_level, byte_fallback):
 def test_tiktoken_gives_the_same_ids_or_is_not_used(byte_level, byte_fallback, tmp_path):
     pytest.importorskip("tiktoken")
     fast = load_tokenizer(byte_level, None, ["<|im_end|>"])
-    slow = fast.slower_fallback
+    slow = fast.slower_tokenizer
     assert "tiktoken" in fast.library_versions
     assert "tokenizers" in slow.library_versions
-    assert load_tokenizer(byte_fallback).slower_fallback is None  # no byte-level BPE
+    assert load_tokenizer(byte_fallback).slower_tokenizer is None  # no byte-level BPE
     texts = [TEXT, "", TEXT * 9000, "e\u0301 <think><|im_end|> " * 50, *TRAINING]
     assert len(TEXT * 9000) > 1 << 18  # in parts
     for one, other in zip(fast.encode_documents(texts), slow.encode_documents(texts), strict=True):
@@ -297,7 +297,7 @@ def _with_added(path, folder, special=(), others=()):
 def test_added_runs_of_spaces_are_one_token_in_documents(byte_level, tmp_path):
     tokenizer = load_tokenizer(_with_added(byte_level, tmp_path, others=["    "]))
     text = "def f():\n    return 1\n        x\n"
-    for one in filter(None, (tokenizer, tokenizer.slower_fallback)):  # with tiktoken and without
+    for one in filter(None, (tokenizer, tokenizer.slower_tokenizer)):  # with tiktoken and without
         (ids,) = one.encode_documents([text])
         np.testing.assert_array_equal(ids[:-1], tokenizer.encode(text))
         assert ids.tolist().count(tokenizer.vocab_size - 1) == 3

@@ -76,7 +76,7 @@ def make_tokenizer(family: Family, folder: pathlib.Path):
 def describe_tokenizer(family: Family, ours, library) -> list[str]:
     def documents(text):
         """The ids by both ways in which documents are encoded, which have to be equal."""
-        (one,), *others = (t.encode_documents([text]) for t in (ours, ours.slower_fallback) if t)
+        (one,), *others = (t.encode_documents([text]) for t in (ours, ours.slower_tokenizer) if t)
         assert all(np.array_equal(one, other) for (other,) in others)
         assert one[-1] == ours.eos_id
         return one[:-1]

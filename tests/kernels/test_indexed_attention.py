@@ -66,7 +66,7 @@ def problem(lengths, ratio, budget, dtype, ties=True):
         v,
         index_q,
         jax.tree.map(jnp.asarray, row_blocks),
-        qsa.query_and_key_tokens(context),
+        qsa.query_and_key_positions(context),
         settings,
     )
     return given, jnp.asarray(do, dtype)

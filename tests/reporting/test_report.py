@@ -456,7 +456,7 @@ def test_the_page_shows_bad_records(tmp_path):
         bad_records_limit=1.0,
     )
     stages = [TextData(config, length, 1) for length in (8, 16)]
-    bad_records = train._bad_records(stages)
+    bad_records = train._bad_records_by_glob(stages)
     event = {"event": "start", "step": 0, "time": 0.0, "bad_records": bad_records}
     (tmp_path / "run.json").write_text('{"config": {}}')
     (tmp_path / "metrics.jsonl").write_text(json.dumps(event))

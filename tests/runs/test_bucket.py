@@ -381,7 +381,7 @@ def test_rows_in_a_bucket_are_the_local_rows_and_damage_is_named(bucket, tmp_pat
     content = bytearray(bucket.objects[name]["data"])
     content[200] ^= 1
     to_path(f"gs://bucket/{name}").write_bytes(bytes(content))
-    remote_shard._cache = remote_shard._Cache(0)
+    remote_shard._cache = remote_shard._ChunkCache(0)
     with pytest.raises(UserError, match="damaged"):
         damaged = opened("gs://bucket/prepared")  # it samples rows for its fingerprint
         for i in range(damaged.rows):

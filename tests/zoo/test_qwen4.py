@@ -253,7 +253,7 @@ def test_gathered_blocks_are_attention_under_a_mask(ratio, budget):
     # relu and rounding make equal scores
     index_q, index_k = jnp.round(draw(2, 77, 2, 8)), jnp.round(draw(2, 77, 8))
     row_blocks = mixer.complete_blocks_of_rows(index_k, context)
-    tokens = qsa.query_and_key_tokens(context)
+    tokens = qsa.query_and_key_positions(context)
     weight = draw(2, 77, 4, 16) * (segments > 0)[..., None, None]
 
     def attention(attend, *qkv):
