@@ -2,7 +2,7 @@
 
 import sys
 
-from qwen3next_jax.__main__ import run
+from qwen3next_jax.__main__ import run_verb
 
 if __name__ == "__main__":
-    run("train", sys.argv[1:])
+    run_verb("train", sys.argv[1:])

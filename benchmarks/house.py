@@ -39,9 +39,9 @@ def on_call(code, offset):
 sys.monitoring.use_tool_id(3, "house")
 sys.monitoring.register_callback(3, sys.monitoring.events.PY_START, on_call)
 sys.monitoring.set_events(3, sys.monitoring.events.PY_START)
-from {package}.__main__ import run
+from {package}.__main__ import run_verb
 try:
-    run("train", ["--config=configs/tiny.py", "--workdir={out}/run", "--config.train.steps=3",
+    run_verb("train", ["--config=configs/tiny.py", "--workdir={out}/run", "--config.train.steps=3",
                   "--config.eval.sample_tokens=0", "--config.data.prepared_dir={out}/prepared"])
 finally:
     sys.monitoring.set_events(3, 0)

@@ -1,6 +1,6 @@
-"""Writes what configs/chat_tiny.py trains on: conversations about capitals in
-runs/chat_data/conversations.jsonl, and in runs/chat_data/tokenizer the tokenizer of bytes with two
-tokens of a chat format and a chat template.
+"""Writes the training data of configs/chat_tiny.py: conversations about capitals
+(runs/chat_data/conversations.jsonl), and a tokenizer of bytes with two tokens of a chat format and
+a chat template (runs/chat_data/tokenizer).
 
     python examples/chat_data.py
 """
@@ -20,7 +20,7 @@ CAPITALS = dict(
     "Hungary:Budapest India:Delhi Ireland:Dublin Italy:Rome Japan:Tokyo Kenya:Nairobi Peru:Lima "
     "Poland:Warsaw Spain:Madrid".split()
 )
-# What stands between {% generation %} and {% endgeneration %} is what the loss counts.
+# The loss counts the tokens between {% generation %} and {% endgeneration %}.
 TEMPLATE = """\
 {% for message in messages %}
 <|im_start|>{{ message.role }}

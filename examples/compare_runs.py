@@ -1,4 +1,4 @@
-"""Trains the recall task with two learning rates, and writes one page with the charts of both runs.
+"""Trains the recall task with two learning rates, and writes a page with the charts of both runs.
 
 uv run python examples/compare_runs.py [FOLDER]
 """

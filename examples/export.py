@@ -1,5 +1,5 @@
-"""Writes a model as a Hugging Face directory and reads it back to the same bits. With transformers
-installed, it also compares the logits of both implementations.
+"""Writes a model as a Hugging Face directory, reads it back, and compares the logits of both. If
+transformers is installed, it also compares them with the logits of transformers.
 
 uv run python examples/export.py
 """

@@ -1,6 +1,6 @@
-"""Looks into the recurrent layers of a model: how long each head remembers. A Gated DeltaNet head
-multiplies its state by e^g at every token, with g = -e^a_log · softplus(a + dt_bias); here for
-a = 0, the value before training moves the projection of a.
+"""Prints how long each head of a model's recurrent layers remembers, as a half-life in tokens. A
+Gated DeltaNet head multiplies its state by e^g at every token, with
+g = -e^a_log · softplus(a + dt_bias), where a is a projection of the token. Here a is 0.
 
 uv run python examples/gates_and_states.py [RUN_OR_HUGGING_FACE_DIRECTORY]
 """
@@ -20,7 +20,7 @@ if len(sys.argv) > 1:
 else:
     model = Qwen3Next(qwen3next.load_config("tiny").model, rngs=nnx.Rngs(0))
 print(model)
-for block, layers in zip(model.layers, model.config.stacks):
+for block, layers in zip(model.layers, model.config.layer_stacks):
     if not hasattr(block.mixer, "a_log"):
         continue
     a_log, dt_bias = block.mixer.a_log[...], block.mixer.dt_bias[...]  # [layers, heads]

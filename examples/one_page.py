@@ -3,10 +3,10 @@
     python examples/one_page.py [STEPS]
 
 It trains 2.7 million parameters on the source code of Python's standard library, as
-configs/tiny.py does, and then writes some code. The names and shapes of the parameters are the
-package's, and a test compares logits, losses, gradients and updates with the package's, which adds
-speed (kernels, experts that compute only their own tokens, many devices) and runs that resume after
-an interruption. Numbers such as 2412.06464 are papers on arXiv.
+configs/tiny.py does, and then generates some code. The parameters have the names and shapes of the
+package's, and a test compares logits, losses, gradients and updates with the package's. The package
+adds speed (kernels, experts that compute only their own tokens, many devices) and runs that resume
+after an interruption. Numbers such as 2412.06464 are papers on arXiv.
 
 Letters: B rows, T tokens of a row, D width of the model, V vocabulary; N query heads, M key/value
 heads, K width of a head; G key heads and H value heads of a recurrent layer; E experts, A experts
@@ -33,7 +33,7 @@ class Config:
     num_heads: int = 4
     num_key_value_heads: int = 2
     head_dim: int = 32
-    rotary_dim: int = 8  # so many first dimensions of a head are rotated by the position
+    rotary_dim: int = 8  # the number of a head's dimensions that are rotated by the position
     rope_theta: float = 1e7
     linear_key_heads: int = 2
     linear_value_heads: int = 4
@@ -42,7 +42,7 @@ class Config:
     num_experts: int = 8
     experts_per_token: int = 2
     expert_width: int = 128
-    shared_width: int = 128
+    shared_expert_width: int = 128
     mtp_depth: int = 1  # how many tokens after the next one are predicted as well
     norm_eps: float = 1e-6
     mtp_loss_weight: float = 0.1
@@ -53,7 +53,7 @@ END = 256  # the token that ends a document
 
 
 def init_params(config: Config, key: jax.Array) -> dict:
-    """Draws matrices from N(0, 0.02²). Norms are zero-centred, one apart: their 0 stands for 1."""
+    """Draws matrices from N(0, 0.02²). Weights w of norms are 0; norms multiply by 1 + w."""
     c, keys = config, iter(jax.random.split(key, 1000))
     matrix = lambda *shape: 0.02 * jax.random.normal(next(keys), shape)
     uniform = lambda low, high, n: jax.random.uniform(next(keys), (n,), minval=low, maxval=high)
@@ -68,8 +68,8 @@ def init_params(config: Config, key: jax.Array) -> dict:
             "in_proj_ba": matrix(d, g, 2 * r),  # of r write strengths and r decays
             "conv_kernel": matrix(c.conv_width, g, 2 * k + r * k),
             "a_log": jnp.log(uniform(1e-4, 16.0, h)),
-            "dt_bias": step + jnp.log(-jnp.expm1(-step)),  # softplus of it is `step`
-            "norm": jnp.ones(k),  # the one that is not zero-centred
+            "dt_bias": step + jnp.log(-jnp.expm1(-step)),  # softplus(dt_bias) is `step`
+            "norm": jnp.ones(k),  # the only norm that multiplies by its weight itself
             "out_proj": matrix(h, k, d),
         }
 
@@ -85,7 +85,7 @@ def init_params(config: Config, key: jax.Array) -> dict:
         }
 
     def layer(mixer):
-        e, i, s = c.num_experts, c.expert_width, c.shared_width
+        e, i, s = c.num_experts, c.expert_width, c.shared_expert_width
         return {
             "mixer_norm": jnp.zeros(d),
             "mixer": mixer(),
@@ -127,8 +127,8 @@ def swiglu(gate_up):
 
 def delta_rule(q, k, v, log_decay, beta, starts):
     """The gated delta rule (2412.06464), token by token. The state S [B, H, K, K] maps keys to
-    values. It decays; then the value that it holds for the key k moves towards v by the share β. A
-    document begins with an empty state. This form is for reading; the model uses the next one.
+    values. S decays; then the value that S holds for the key k moves towards v by the share β. A
+    document begins with S = 0. This form is for reading; the model uses `delta_rule_in_chunks`.
 
     q, k, v: [B, T, H, K]; log_decay, beta: [B, T, H]; starts: [B, T] bool. Returns o [B, T, H, K].
     """
@@ -148,8 +148,8 @@ def delta_rule(q, k, v, log_decay, beta, starts):
 
 
 def delta_rule_in_chunks(q, k, v, log_decay, beta, starts, chunk=64):
-    """The same for C tokens at a time. What the tokens of a chunk write (β times the error) depends
-    on each other, and solves a triangular system. T is a multiple of C, or less than C.
+    """`delta_rule` for C tokens at a time. A token's write, β times the error, depends on earlier
+    writes of the chunk: they solve a triangular system. T is a multiple of C, or less than C.
     """
     b, t, h, width = q.shape
     chunk = min(chunk, t)
@@ -209,7 +209,7 @@ def gated_deltanet(p, x, segments, config):
 
 
 def gated_attention(p, x, segments, config):
-    """Grouped-query attention inside each document, whose output a sigmoid gates (2505.06708)."""
+    """Grouped-query attention inside each document; a sigmoid gates its output (2505.06708)."""
     c, t = config, x.shape[1]
     q, gate = jnp.split(jnp.einsum("btd,dnk->btnk", x, p["q_proj"]), 2, axis=-1)
     k, v = (jnp.einsum("btd,dmk->btmk", x, p[name]) for name in ("k_proj", "v_proj"))
@@ -236,9 +236,9 @@ def rotate(x, segments, config):
 
 
 def mixture_of_experts(p, x, counted, config):
-    """Each token goes through its A likeliest experts and a shared one. Here every expert computes
-    every token, with the weight 0 if not chosen. Also returns the router's statistics, sums over
-    the `counted` tokens [B, T]: how often each expert was chosen, its probability, the tokens.
+    """Each token goes through its A likeliest experts and a shared expert. Here every expert
+    computes every token, and the experts that the token did not choose get weight 0. Also returns
+    sums over the `counted` tokens [B, T]: each expert's choices and probability, and the tokens.
     """
     probability = jax.nn.softmax(x @ p["router"], axis=-1)  # [B, T, E]
     best, chosen = jax.lax.top_k(probability, config.experts_per_token)
@@ -253,7 +253,7 @@ def mixture_of_experts(p, x, counted, config):
 
 
 def balance_loss(statistics, config):
-    """The sum over a router's experts of load (1 if even) · mean probability (2101.03961)."""
+    """Returns Σ load · mean probability over a router's experts; even load is 1 (2101.03961)."""
     chosen_often, probability, tokens = statistics
     tokens = jnp.maximum(tokens, 1)
     load = chosen_often * config.num_experts / (tokens * config.experts_per_token)
@@ -269,8 +269,8 @@ def decoder_layer(p, x, segments, counted, config):
 
 
 def forward(params, tokens, segments, config):
-    """Runs the model on packed rows, tokens and segments [B, T]: the documents of a row are the
-    segments 1, 2, …, and padding at its end is 0. Returns logits [B, T, V] for the token t + 1,
+    """Runs the model on packed rows, tokens and segments [B, T]: a row has the segments 1, 2, … for
+    its documents, and 0 for padding at its end. Returns logits [B, T, V] for the token t + 1,
     then, for each depth of multi-token prediction, for t + 2, …; and the mean balance loss.
     """
     c, embedded = config, params["embedding"][tokens]
@@ -282,7 +282,7 @@ def forward(params, tokens, segments, config):
     logits = [hidden @ params["head"]]
     # Multi-token prediction (2412.19437): one more layer joins the normed output with the embedding
     # of the next token, and predicts the token after it. Deeper, it reads its own output.
-    # At a document's end the next token is foreign; nothing counts such places or looks at them.
+    # At a document's end the next token is of another document: no loss counts such positions.
     p, of_depths = params["mtp"], []
     for depth in range(c.mtp_depth):
         following = rms_norm(jnp.roll(embedded, -(1 + depth), axis=1), 1 + p["embedding_norm"], c)
@@ -304,8 +304,8 @@ def has_target(segments, offset):
     return (segments > 0) & (later == segments)
 
 
-def loss_of(params, tokens, segments, config):
-    """Returns the training loss, and its part for the next token, the cross-entropy in nats."""
+def training_loss(params, tokens, segments, config):
+    """Returns the training loss, and the cross-entropy of the next token in nats."""
     logits, balance = forward(params, tokens, segments, config)
     losses = []
     for offset, predicted in enumerate(logits, start=1):
@@ -320,7 +320,7 @@ def loss_of(params, tokens, segments, config):
 
 
 def learning_rate(step, steps, peak=3e-3, warmup=50):
-    """Rises linearly, then falls along a cosine to a tenth."""
+    """The rate rises linearly to the peak, then falls along a cosine to a tenth of the peak."""
     cosine = (1 + jnp.cos(jnp.pi * (step - warmup) / jnp.maximum(steps - 1 - warmup, 1))) / 2
     return peak * jnp.where(step < warmup, (step + 1) / warmup, 0.1 + 0.9 * cosine)
 
@@ -356,17 +356,17 @@ def pack(documents, length, seed=0):
 
 
 def sample(params, prompt, config, length=256, seed=0, temperature=0.8):
-    """Continues a prompt to `length` bytes, a multiple of 64. Each takes a pass over the row."""
+    """Continues a prompt to `length` bytes, a multiple of 64, with a forward pass for each byte."""
 
     @jax.jit
-    def following(params, tokens, end, key):
+    def next_byte(params, tokens, end, key):
         logits = forward(params, tokens[None], (jnp.arange(length) < end)[None] * 1, config)[0][0]
         return jax.random.categorical(key, logits[0, end - 1] / temperature)
 
     ids = list(prompt.encode())
     for key in jax.random.split(jax.random.key(seed), length - len(ids)):
         row = np.array(ids + [0] * (length - len(ids)))
-        ids.append(int(following(params, row, len(ids), key)))
+        ids.append(int(next_byte(params, row, len(ids), key)))
         if ids[-1] == END:
             break
     return bytes(i for i in ids if i != END).decode(errors="replace")
@@ -381,7 +381,7 @@ def main(steps):
 
     @jax.jit
     def train_step(params, means, squares, step, tokens, segments):
-        gradients, loss = jax.grad(loss_of, has_aux=True)(params, tokens, segments, config)
+        gradients, loss = jax.grad(training_loss, has_aux=True)(params, tokens, segments, config)
         rate = learning_rate(step, steps)
         return *adamw(params, gradients, means, squares, step, rate), loss
 

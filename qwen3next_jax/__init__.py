@@ -1,5 +1,5 @@
-"""Pretrain and study Qwen3-Next in JAX. The public names are imported on first use, so that
-commands start quickly.
+"""Pretrain and study Qwen3-Next in JAX. A public name of this package is imported when it is first
+used, so that commands start quickly.
 """
 
 import importlib

@@ -5,7 +5,7 @@ import os
 import sys
 
 from qwen3next_jax import __version__
-from qwen3next_jax.common.installation import skip_absent_tpu
+from qwen3next_jax.common.installation import exclude_absent_tpu_from_jax
 
 VERBS = {
     "train": "train a model, or continue a run",
@@ -29,7 +29,7 @@ VERBS = {
 def main() -> None:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help())
+        print(_usage_text())
         sys.exit(0 if arguments else 2)
     verb = arguments[0]
     if verb == "--version":
@@ -45,20 +45,20 @@ def main() -> None:
         sys.exit(2)
     # A config may name a user's own modules, which are in the folder where the command starts.
     sys.path.append(os.getcwd())
-    run(verb, arguments[1:])
+    run_verb(verb, arguments[1:])
 
 
-def run(verb: str, arguments: list[str]) -> None:
-    """Runs a verb with these arguments, and exits with its exit code."""
-    skip_absent_tpu(os.environ)
+def run_verb(verb: str, arguments: list[str]) -> None:
+    """Runs the command `verb` with these arguments, and exits with the command's exit code."""
+    exclude_absent_tpu_from_jax(os.environ)
     from qwen3next_jax.commands import cli
 
     command = importlib.import_module(f"qwen3next_jax.commands.{verb}")
     sys.argv[1:] = arguments
-    cli.run(command, getattr(command, "ARGUMENTS", ""))
+    cli.run_command(command, getattr(command, "ARGUMENTS", ""))
 
 
-def _help() -> str:
+def _usage_text() -> str:
     verbs = "\n".join(f"  {verb:10} {meaning}" for verb, meaning in VERBS.items())
     return (
         f"usage: qwen3next VERB [FLAGS]\n\n{verbs}\n\n"

@@ -24,7 +24,12 @@ from absl import flags
 
 import qwen3next_jax
 from qwen3next_jax.__main__ import VERBS
-from qwen3next_jax.config.files import apply_overrides, default_of, find_file, load_config_file
+from qwen3next_jax.config.files import (
+    apply_overrides,
+    default_of_setting,
+    find_user_or_shipped_file,
+    load_config_file,
+)
 from qwen3next_jax.training import unused_settings
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -231,7 +236,7 @@ def _module_of_verb(verb: str) -> Iterator[tuple[Any, Any]]:
 
 def _check_verb(module, config_flags, words: list[str]) -> None:
     words = ["--config=configs/tiny.py" if word == "--config=…" else word for word in words]
-    others = flags.FLAGS(config_flags.take_overrides(["", *words]))[1:]
+    others = flags.FLAGS(config_flags.split_off_overrides(["", *words]))[1:]
     others = [word for word in others if word != "…"]
     if others and not hasattr(module, "ARGUMENTS"):
         raise ValueError(f"{others[0]}: expected flags alone")
@@ -239,23 +244,23 @@ def _check_verb(module, config_flags, words: list[str]) -> None:
         if path.startswith("configs/") and not (ROOT / path).is_file():
             raise ValueError(f"{path}: no such file")
     if module.__name__.endswith(".sweep"):
-        for setting in module._changes(flags.FLAGS["set"].value or []):
-            default_of(setting)
+        for setting in module._parse_set_flags(flags.FLAGS["set"].value or []):
+            default_of_setting(setting)
     file = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
     if file is None and config_flags._overrides:
         raise ValueError("settings without a config")
     if file is not None:
         config_flags._file_values.clear()
-        config_flags._file_values.update(load_config_file(find_file(file)))
-        values = load_config_file(find_file(file))
+        config_flags._file_values.update(load_config_file(find_user_or_shipped_file(file)))
+        values = load_config_file(find_user_or_shipped_file(file))
         apply_overrides(values, config_flags._overrides)
         for given in (values, config_flags._file_values):
             if not given["model"]["vocab_size"]:  # a tokenizer of the reader's
                 given["model"]["vocab_size"] = 1000
-        config = config_flags.validate_settings(values)
+        config = config_flags.config_from_settings(values)
         # A run that begins with another one has settings that only that other one explains.
         if module.__name__.endswith(".train") and not config.train.init_from:
-            unused_settings.check_effect_and_targets(config, config_flags.given_settings())
+            unused_settings.check_effect_and_targets(config, config_flags.settings_given_by_user())
 
 
 def check(paths: list[pathlib.Path]) -> tuple[int, list[str]]:

@@ -126,7 +126,7 @@ def errors(name, config, dtype, length, seed=0, added=None, of_reference=False):
     # by NumPy, which does not compile a program for each shape
     rounded = lambda x: np.asarray(x).astype(jnp.dtype(dtype)).astype(np.float32)
     params = jax.tree.map(
-        lambda p: p.replace(rounded(p[...]) if p.declared.operand else p[...]),
+        lambda p: p.replace(rounded(p[...]) if p.declared.uses_model_dtype else p[...]),
         params,
         is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
     )

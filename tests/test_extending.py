@@ -30,7 +30,7 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS
 from qwen3next_jax.data.pipeline import open_data
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
@@ -60,7 +60,7 @@ def test_a_new_optimizer_gets_schedule_and_decay():
         ),
     )
     schedule = learning_rate_schedule(config.optimizer, config.train.steps)
-    optimizer = make_optimizer(config.optimizer, declared(config.model), schedule)
+    optimizer = make_optimizer(config.optimizer, parameter_declarations(config.model), schedule)
     params = {"layers": {0: {"mixer": {"a_log": jnp.ones(3), "out_proj": jnp.ones(3)}}}}
     grads = {
         "layers": {
@@ -89,13 +89,13 @@ def test_a_new_source_is_read_by_index(counting):
 
 
 def test_a_new_source_has_held_out_rows(counting):
-    heldout, batch = next(counting.heldout(3)), next(counting.batches(7))
+    heldout, batch = next(counting.heldout_batches(3)), next(counting.batches(7))
     assert heldout["segment_ids"].sum(axis=1).tolist() == [16, 16, 16, 0]
     assert (heldout["tokens"] != batch["tokens"]).any()
 
 
 def test_a_new_source_says_what_it_is(counting):
-    assert counting.document_names(3)[0] == ["counting:12"]
+    assert counting.document_names_of_batch(3)[0] == ["counting:12"]
     assert counting.describe()["bits_per_nat"] is None
     assert not counting.tokenizer.reads_text
     assert counting.fingerprint != open_data(DataConfig(source="copy"), 16, 4, 32).fingerprint
@@ -149,7 +149,7 @@ def test_a_new_mixer_with_one_setting(tmp_path):
             )
 
 
-@pytest.mark.parametrize("name", ["queries", "keys", "score"])
+@pytest.mark.parametrize("name", ["queries_for_score", "keys_for_score", "score"])
 def test_the_page_has_the_methods_of_pair_attention(name):
     signature = inspect.signature(getattr(PairAttention, name))
     assert f"`{name}{signature}`" in PAGE.read_text()

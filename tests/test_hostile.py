@@ -29,12 +29,12 @@ from qwen3next_jax.data import conversations, pipeline, recorded, sources, token
 from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.progress import PreparationProgress
-from qwen3next_jax.data.store import write_json
+from qwen3next_jax.data.store import write_json_with_digest
 from qwen3next_jax.data.tokens import ByteTokenizer, load_tokenizer
 from qwen3next_jax.inference.end_tokens import read_end_token_ids
 from qwen3next_jax.inference.sampling import Sampling, log_probabilities
-from qwen3next_jax.interop.checksums import verify_hf
-from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
+from qwen3next_jax.interop.checksums import compare_with_checksums
+from qwen3next_jax.interop.hf_config import hf_config_fields, parse_hf_config
 from qwen3next_jax.interop.huggingface import check_hf
 from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.model.targets import target_weights
@@ -158,7 +158,7 @@ def test_any_config_is_refused_or_exported_right(checkpoints, place, value):
     config = result_or_refusal(lambda: check_hf(folder))
     result_or_refusal(lambda: read_end_token_ids(folder, 300))
     if config is not None:
-        exported = format_hf_config(config, "float32", fields)
+        exported = hf_config_fields(config, "float32", fields)
         again = parse_hf_config(exported, Weights(folder).names, "")
         assert plain(again) == plain(config)
     (folder / "config.json").write_text(json.dumps(CONFIGS[family]))
@@ -202,7 +202,7 @@ def test_damaged_checkpoint_files_are_refused_or_harmless(checkpoints, name, key
         assert ends is None or all(0 <= end < 300 for end in ends)
         tokenizer = result_or_refusal(lambda: load_tokenizer(str(folder)))
         assert tokenizer is None or tokenizer.decode(tokenizer.encode("né")) == "né"
-        damages = result_or_refusal(lambda: list(verify_hf(folder)))
+        damages = result_or_refusal(lambda: list(compare_with_checksums(folder)))
         assert name != "SHA256SUMS" or damages is None or any(damage for _, damage in damages)
     finally:
         (folder / name).unlink() if kept is None else (folder / name).write_bytes(kept)
@@ -288,7 +288,7 @@ def test_a_chat_template_gives_text_or_one_line(tmp_path_factory, template, spec
     fields = {"chat_template": several if listed else template, "eos_token": special}
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
     messages = [{"role": "user", "content": "hello"}]
-    text = result_or_refusal(lambda: ChatTemplate.of_folder(folder, "").prompt(messages))
+    text = result_or_refusal(lambda: ChatTemplate.of_folder(folder, "").render_prompt(messages))
     assert text is None or 0 < len(text) <= 1 << 20
 
 
@@ -447,7 +447,7 @@ def test_any_record_is_read_or_left_out(tmp_path_factory, changes):
         else:
             record["messages"][place] = value
         records.append(record)
-        assert conversations.find_fault(record["messages"]).isprintable()
+        assert conversations.conversation_fault(record["messages"]).isprintable()
     template = "{% for m in messages %}" + "{{ m.role }}{{ m.content }}{{ m.tool_calls }}" * 2
     template += "{{ m.thinking }}{% endfor %}"
     counts = open_conversations(folder, records, template, 4096, bad_records="skip").describe()
@@ -508,7 +508,7 @@ def test_damaged_files_of_tokens_are_refused_or_give_tokens(
         at %= len(content)
         path.write_bytes(content[:at] + bytes_ + (b"" if cut else content[at + len(bytes_) :]))
     pattern = f"{folder}/{'shard_*' if (folder / 'input_ids').exists() else '*'}"
-    source = sources.find_files_of_glob(pattern, "text")
+    source = sources.find_source_of_glob(pattern, "text")
 
     def read() -> int:
         found = [
@@ -542,11 +542,11 @@ def test_any_routing_file_is_refused_or_right(tmp_path_factory, shapes, dtypes, 
     text = value.encode(errors="replace").decode()
     named = dict(zip(("tokens", "routed_experts"), arrays))
     safetensors.numpy.save_file(named, path, {key: text})
-    record = result_or_refusal(lambda: recorded.read_recorded(path))
+    record = result_or_refusal(lambda: recorded.read_recorded_text(path))
     if record is not None:
         assert record.routed_experts.shape == (len(record.tokens), *shapes[1][1:])
-        assert 1 <= record.prompt_tokens <= len(record.tokens)
-        result_or_refusal(lambda: recorded.check_recorded(path, record, SETTINGS.model))
+        assert 1 <= record.prompt_length <= len(record.tokens)
+        result_or_refusal(lambda: recorded.check_recorded_text(path, record, SETTINGS.model))
 
 
 @pytest.fixture(scope="module")
@@ -573,7 +573,7 @@ def test_verify_reports_any_damaged_record(prepared, pattern, place, value):
     fields = json.loads(content)
     del fields["digest"]
     paths = list(each_path(fields))
-    write_json(path, replaced(fields, paths[place % len(paths)], value))
+    write_json_with_digest(path, replaced(fields, paths[place % len(paths)], value))
     try:
         for name, damage in verify(prepared[1]):
             assert damage is None or 0 < len(damage) < 1500 and "\n" not in damage, name
@@ -618,11 +618,11 @@ def test_any_manifest_of_a_checkpoint_is_damage_or_true(tmp_path_factory, name, 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "d").write_text("abc")
     manifest.write_manifest(folder, 10)
-    path = folder / manifest.NAME
+    path = folder / manifest.FILE_NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     damage = manifest.find_damage(folder)
     assert damage is None or 0 < len(damage) < 1500
-    assert damage is not None or name not in ("piece", "files") or value == manifest.PIECE
+    assert damage is not None or name not in ("piece", "files") or value == manifest.PIECE_BYTES
 
 
 class _Lock:
@@ -640,8 +640,8 @@ class _Lock:
     def with_patience(self, seconds):
         return self
 
-    def entry(self):
-        return object_stores.Entry("run/lock", len(self._content), "1", "", 0.0)
+    def file_info(self):
+        return object_stores.FileInfo("run/lock", len(self._content), "1", "", 0.0)
 
     def read_bytes(self):
         return self._content
@@ -657,11 +657,11 @@ def test_any_lock_is_refused_or_ends_soon(field, value, content):
     fields = {"owner": "x", "host": "h", "process": 1, "seconds": 30.0, "released": False}
     text = json.dumps(fields | {field: value} if content is None else content)
     lease = Lease(_Lock(text.encode(errors="replace")), 1.0)
-    found = result_or_refusal(lease._read)
+    found = result_or_refusal(lease._read_lock)
     if found is not None:
         assert 0 < found[1]["seconds"] <= 30
-        assert str(lease._taken(found[1])).isprintable()
-        assert len(str(lease._taken(found[1]))) < 500
+        assert str(lease._taken_error(found[1])).isprintable()
+        assert len(str(lease._taken_error(found[1]))) < 500
 
 
 def test_names_reach_the_terminal_without_control_characters(capsys):

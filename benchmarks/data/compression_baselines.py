@@ -17,7 +17,7 @@ from benchmarks import harness
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.readers import read_documents
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN
-from qwen3next_jax.data.sources import find_files_of_glob
+from qwen3next_jax.data.sources import find_source_of_glob
 from qwen3next_jax.data.tokenized_parts import text_hash
 
 _XZ = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--heldout_fraction", type=float, default=DataConfig.heldout_fraction)
     args = parser.parse_args()
 
-    source = find_files_of_glob(args.path, args.text_field)
+    source = find_source_of_glob(args.path, args.text_field)
     texts: dict[str, list[bytes]] = {TRAIN: [], HELDOUT: []}
     for document in read_documents(source):
         is_heldout = text_hash(document.text) / 2**64 < args.heldout_fraction

@@ -33,9 +33,9 @@ import pyarrow.parquet
 
 from benchmarks import harness
 from qwen3next_jax.common import digests
-from qwen3next_jax.data.prepared import Prepared, write_index
+from qwen3next_jax.data.prepared import PreparedSource, write_index
 from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, Statistics
-from qwen3next_jax.data.rows import RowReader, RowTable
+from qwen3next_jax.data.rows import RowReader, ShardTable
 from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.store import Store
 
@@ -50,21 +50,22 @@ from qwen3next_jax.data.store import Store
 path, tokenizer, prepared, workers, length, engine = sys.argv[1:]
 tokenizer = tokens.load_tokenizer(tokenizer)
 if engine == "tokenizers":
-    tokenizer = tokenizer.fallback or tokenizer
-source, store, workers = sources.find_files_of_glob(path, "text"), Store(prepared), int(workers)
+    tokenizer = tokenizer.slower_tokenizer or tokenizer
+source, store, workers = sources.find_source_of_glob(path, "text"), Store(prepared), int(workers)
 used = lambda: sum(sum(resource.getrusage(who)[:2])
                    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 start, begin = used(), time.perf_counter()
 corpus = preparation.tokenize_source(source, tokenizer, store, workers=workers)
 found = {"tokens": sum(part.tokens for part in corpus.tokenized), "digest": corpus.digest,
-         "library": str(dict(tokenizer.libraries)), "parts": len(corpus.tokenized),
+         "library": str(dict(tokenizer.library_versions)), "parts": len(corpus.tokenized),
          "wall": time.perf_counter() - begin, "cpu": used() - start}
 if int(length):
     start, begin = used(), time.perf_counter()
-    recipe = preparation.Recipe(int(length), 0.02, 0)
+    recipe = preparation.RowRecipe(int(length), 0.02, 0)
     divided = preparation._choose_divided_documents({0: corpus}, tokenizer, recipe, store)
     rows = preparation.pack_source(corpus, divided.get(0), tokenizer, recipe, store,
-    workers=workers) found |= {"rows": rows.fingerprint, "pack_wall": time.perf_counter() - begin,
+                                   workers=workers)
+    found |= {"rows": rows.fingerprint, "pack_wall": time.perf_counter() - begin,
               "pack_cpu": used() - start}
 found["peak_bytes"] = 1024 * max(resource.getrusage(who).ru_maxrss
                                  for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -73,13 +74,14 @@ print(json.dumps(found))
 
 _OPEN = """
 import json, sys, time
-from qwen3next_jax.data.prepared import read_index
-from qwen3next_jax.data.row_groups import Recipe
+from qwen3next_jax.data.prepared import open_indexed_rows
+from qwen3next_jax.data.row_groups import RowRecipe
 from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.store import Store
 resident = lambda: 4096 * int(open("/proc/self/statm").read().split()[1])
 before, start = resident(), time.perf_counter()
-found = read_index(Store(sys.argv[1]), "index.npz", [Source("all", (), "text")], Recipe(4096, 0, 0))
+sources, recipe = [Source("all", (), "text")], RowRecipe(4096, 0, 0)
+found = open_indexed_rows(Store(sys.argv[1]), "index.npz", sources, recipe)
 print(json.dumps({"seconds": time.perf_counter() - start, "rows": len(found[0].rows["train"]),
                   "bytes": resident() - before}))
 """
@@ -246,29 +248,31 @@ def make_index(folder: pathlib.Path) -> None:
     groups = np.arange(1, 1 + _INDEX_SHARDS // _GROUP_SHARDS)
     shards = _GROUP_SHARDS * len(groups)
     tables = {
-        side: RowTable(
+        side: ShardTable(
             root=folder / "rows",
             split=side,
             dtype="uint32",
             folders=np.array([f"{group:020x}".encode() for group in groups]),
             rows_per_chunk=np.ones(len(groups), np.int64),
-            shard_ends=count * groups,
-            rows=np.full(count * len(groups), (1 << 26) // 4096),
-            sizes=np.zeros(count * len(groups), np.int64),
-            part_ends=8 * groups,
-            origins=np.stack([np.arange(8 * len(groups)), np.zeros(8 * len(groups), np.int64)], 1),
+            folder_shard_ends=count * groups,
+            rows_per_shard=np.full(count * len(groups), (1 << 26) // 4096),
+            shard_bytes=np.zeros(count * len(groups), np.int64),
+            folder_part_ends=8 * groups,
+            part_origins=np.stack(
+                [np.arange(8 * len(groups)), np.zeros(8 * len(groups), np.int64)], 1
+            ),
         )
         for side, count in ((TRAIN, _GROUP_SHARDS), (HELDOUT, 0))
     }
     for i in range(len(groups)):
-        tables[TRAIN].directory(i).mkdir(parents=True)
-        (tables[TRAIN].directory(i) / METADATA).touch()
-    for path in tables[TRAIN].paths():
+        tables[TRAIN].folder_path(i).mkdir(parents=True)
+        (tables[TRAIN].folder_path(i) / METADATA).touch()
+    for path in tables[TRAIN].shard_paths():
         os.close(os.open(path, os.O_CREAT))
-    assert len(list(tables[TRAIN].paths())) == shards
+    assert len(list(tables[TRAIN].shard_paths())) == shards
     rows = {side: RowReader(table, 4096) for side, table in tables.items()}
     statistics = {side: Statistics() for side in tables}
-    one = Prepared(Source("all", (), "text"), "", statistics, rows)
+    one = PreparedSource(Source("all", (), "text"), "", statistics, rows)
     write_index(Store(folder), "index.npz", [one])
 
 

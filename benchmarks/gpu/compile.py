@@ -210,7 +210,7 @@ def show(name: str, lowered, options: argparse.Namespace) -> None:
         f"{name}: compiled in {seconds:.0f} s, arguments "
         f"{memory.argument_size_in_bytes / 2**30:.2f} GiB, "
         f"temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB, products "
-        f"{programs.gpu_flops(program) / 1e12:.2f} TFLOP, "
+        f"{programs.gpu_program_flops(program) / 1e12:.2f} TFLOP, "
         f"largest array {max(sizes) / 2**30:.2f} GiB",
         flush=True,
     )

@@ -135,7 +135,7 @@ def count(options):
     jax.config.update("jax_platforms", "cpu")
     import numpy as np
 
-    from qwen3next_jax.model.expert_forms import expert_form
+    from qwen3next_jax.model.expert_implementations import choose_expert_implementation
     from qwen3next_jax.ops.compile_target import compiling_for
     from qwen3next_jax.planner import hlo, planning
     from qwen3next_jax.planner.topology import describe_topology
@@ -156,7 +156,7 @@ def count(options):
     experts = shaped(n, a, dtype=jnp.int32)
 
     def form(x, weight, gate_up, down, expert):
-        run = expert_form(
+        run = choose_expert_implementation(
             None,
             dtype,
             in_tiles=False,

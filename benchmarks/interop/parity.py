@@ -360,19 +360,19 @@ def _choices(model: Qwen3Next, cases: dict[str, np.ndarray], hidden_states) -> d
         model, found = nnx.merge(graph, state), {}
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         if config.ple.layer_ids:
-            ids = config.ple.module().ids(config, 0, tokens, positions)
+            ids = config.ple.embedding_class().ngram_ids(config, 0, tokens, positions)
             found["ngram_ids.first_ple_layer"] = ids
         if "qsa" in config.mixers:
             layer = config.mixers.index("qsa")
-            stack = next(i for i, layers in enumerate(config.stacks) if layer in layers)
+            stack = next(i for i, layers in enumerate(config.layer_stacks) if layer in layers)
             block_graph, params = nnx.split(model.layers[stack])
-            which = config.stacks[stack].index(layer)
+            which = config.layer_stacks[stack].index(layer)
             block = nnx.merge(block_graph, jax.tree.map(lambda leaf: leaf[which], params))
             context, h = Context(positions, tokens=tokens), hidden_states[layer]
             if block.embedding is not None:
                 h = h + block.embedding(h, context)[0]
-            found["selected.first_attention_layer"] = block.mixer.seen(
-                block.around(h, "mixer", context)[0], context
+            found["selected.first_attention_layer"] = block.mixer.attention_mask(
+                block.input_and_add_output(h, "mixer", context)[0], context
             )
         return found
 

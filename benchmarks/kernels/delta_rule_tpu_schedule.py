@@ -220,8 +220,8 @@ def show_schedule(name: str, files: list[str], arguments: argparse.Namespace) ->
         )
         print(
             f"  {program}: {count_cycles(loops, total) / 1e6:.3f} M cycles, "
-            f"{inner.bundles} bundles x {inner.trips} trips, "
-            f"{inner.matrix_instructions / inner.bundles:.2f} matrix-unit issues a bundle, "
+            f"{inner.bundle_count} bundles x {inner.trips} trips, "
+            f"{inner.matrix_instructions / inner.bundle_count:.2f} matrix-unit issues a bundle, "
             f"{spills} spill stores{unstated}"
         )
     print(

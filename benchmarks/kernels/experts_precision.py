@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks import harness
 from qwen3next_jax.kernels.tpu import routed_experts as kernels
 from qwen3next_jax.kernels.tpu import sum_by_token
-from qwen3next_jax.model.expert_forms import sorted_moe
+from qwen3next_jax.model.expert_implementations import sorted_moe
 from qwen3next_jax.ops.routed_experts import layout as routed_experts
 
 NAMES = ("y", "dx", "dweight", "dgate_up", "ddown")
@@ -127,11 +127,17 @@ def interpreted():
         routed_experts,
         sum_by_token=sums,
         _values_by_choice=functools.partial(sum_by_token.values_by_choice, interpret=True),
-        _mlp=lambda p, *a: kernels.mlp(
-            a[0], p.weight_P, *a[1:3], p.expert_T, p.used, keep_hidden=a[3], interpret=True
+        _run_weighted_mlp=lambda p, *a: kernels.mlp(
+            a[0],
+            p.weight_P,
+            *a[1:3],
+            p.expert_T,
+            p.used_tile_count,
+            keep_hidden=a[3],
+            interpret=True,
         ),
-        _mlp_gradients=lambda p, *a: kernels.mlp_gradients(
-            a[0], p.weight_P, *a[1:3], p.expert_T, p.used, *a[3:], interpret=True
+        _run_weighted_mlp_gradients=lambda p, *a: kernels.mlp_gradients(
+            a[0], p.weight_P, *a[1:3], p.expert_T, p.used_tile_count, *a[3:], interpret=True
         ),
     )
 

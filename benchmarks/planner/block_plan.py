@@ -30,9 +30,9 @@ from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.model.layers import Context, ForwardOptions
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.remat import keeps_hidden, rematerialized
+from qwen3next_jax.model.remat import keeps_expert_hidden, rematerialized
 from qwen3next_jax.planner import hlo, schedule
-from qwen3next_jax.planner.compiled import unknown_kernels
+from qwen3next_jax.planner.compiled import kernels_of_unknown_cost
 from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
@@ -112,7 +112,7 @@ def main():
             arguments.by == "instruction"
         )
 
-    figures, unknown = {}, unknown_kernels(program, schedules)
+    figures, unknown = {}, kernels_of_unknown_cost(program, schedules)
     for cost_model in COST_MODELS:
         e = estimate_time(program, mesh, topology.chip, topology.shape, schedules, cost_model, part)
         print(
@@ -120,14 +120,16 @@ def main():
             f"{arguments.rows} × {arguments.tokens} tokens a chip, {PERIODS} × {arguments.layers} "
             f"layers, cost model {cost_model}: "
             f"{e.seconds * 1e3:.2f} ms, {e.hbm_bytes / 1e9:.2f} GB, {e.flops / 1e12:.2f} TFLOP; "
-            + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in e.bound.items())
+            + ", ".join(
+                f"{name} {1e3 * seconds:.2f}" for name, seconds in e.seconds_by_resource.items()
+            )
         )
         figures[cost_model] = {
             "seconds": e.seconds,
             "hbm_bytes": e.hbm_bytes,
             "flops": e.flops,
-            "bound_seconds": e.bound,
-            "parts": {name: cost._asdict() for name, cost in e.by_source.items()},
+            "bound_seconds": e.seconds_by_resource,
+            "parts": {name: cost._asdict() for name, cost in e.cost_by_function.items()},
         }
     if arguments.json:
         record = {
@@ -146,7 +148,7 @@ def main():
         program, mesh, topology.chip, topology.shape, schedules, arguments.cost_model, part
     )
     harness.print_header("ms", "GB", "TFLOP", "")
-    for name, p in e.by_source.items():
+    for name, p in e.cost_by_function.items():
         if p.seconds >= 5e-6 or p.hbm_bytes >= 5e6:
             harness.print_row(
                 f"{p.seconds * 1e3:.2f}", f"{p.hbm_bytes / 1e9:.2f}", f"{p.flops / 1e12:.2f}", name
@@ -163,7 +165,7 @@ def compile_layer(
     remat: str,
     options: dict[str, str],
 ):
-    placement = config.block.resolve("placement")
+    placement = config.block.import_part("placement")
 
     def block():
         return placement(
@@ -199,7 +201,7 @@ def compile_layer(
             jnp.ones_like(positions),
             stats_mask=positions >= 0,
             mesh=spread,
-            options=ForwardOptions(keep_hidden=keeps_hidden(remat)),
+            options=ForwardOptions(keep_expert_hidden=keeps_expert_hidden(remat)),
         )
 
     def step(params, x, dy, daux):
@@ -224,7 +226,8 @@ def compile_layer(
         config.hidden_size,
     )
     shape = jax.eval_shape(
-        lambda x: placement.enter(x, config), jax.ShapeDtypeStruct(shape, config.dtype)
+        lambda x: placement.residual_from_embeddings(x, config),
+        jax.ShapeDtypeStruct(shape, config.dtype),
     ).shape
     x = jax.ShapeDtypeStruct(shape, config.dtype, sharding=spread_rows)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -152,7 +152,7 @@ def qsa_kernels(m: ModelConfig, d: Device) -> float:
     of all causal pairs are computed by each of the three attention kernels, and of the blocks once
     for the choice, by every shard of `tensor`. The counts of the choice are no products.
     """
-    s = m.settings_of("qsa")
+    s = m.settings_of_mixer("qsa")
     index = d.length**2 * s.indexer_n_heads * s.indexer_head_dim
     flops = (2 + 3 + 4) * _pairs(m, d) + (3 + 1 / s.indexer_compress_ratio) * index
     return _attention_layers(m, "qsa") * d.seconds(flops)
@@ -164,7 +164,7 @@ def qsa_gathered(m: ModelConfig, d: Device) -> float:
     pass float32 gradients, written, read, and added to the keys' (read and written). With more
     shards of `tensor` than key/value heads, each query head has its own copy.
     """
-    s = m.settings_of("qsa")
+    s = m.settings_of_mixer("qsa")
     heads = max(m.num_key_value_heads / d.tensor, 1)
     if m.num_key_value_heads % d.tensor:
         heads = m.num_attention_heads / d.tensor
@@ -178,7 +178,7 @@ def qsa_scores(m: ModelConfig, d: Device) -> float:
     """The indexer's products with the blocks of all earlier tokens, forward and recomputed. Every
     shard of `tensor` computes all of them. The selection itself is not counted.
     """
-    s = m.settings_of("qsa")
+    s = m.settings_of_mixer("qsa")
     pairs = d.length**2 / 2 / s.indexer_compress_ratio
     flops = 2 * 2 * pairs * s.indexer_n_heads * s.indexer_head_dim
     return _attention_layers(m, "qsa") * d.seconds(flops)
@@ -201,13 +201,15 @@ def table_lazy(m: ModelConfig, d: Device) -> float:
 
 def table_dense(m: ModelConfig, d: Device) -> float:
     """AdamW of the whole table, split over all devices; and its gradient, written as zeros."""
-    rows = sum(m.ple.rows(number) for number in range(len(m.ple.layer_ids)))
+    rows = sum(m.ple.table_rows(number) for number in range(len(m.ple.layer_ids)))
     return d.seconds(0, rows * m.ple.head_width / d.devices * 8 * 4)
 
 
 def optimizer(m: ModelConfig, d: Device) -> float:
     """AdamW of everything but the table."""
-    table = sum(m.ple.rows(number) for number in range(len(m.ple.layer_ids))) * m.ple.head_width
+    table = (
+        sum(m.ple.table_rows(number) for number in range(len(m.ple.layer_ids))) * m.ple.head_width
+    )
     return d.seconds(0, (parameter_counts(m).total - table) / d.devices * 7 * 4)
 
 

@@ -23,8 +23,8 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from qwen3next_jax import kernels
 from qwen3next_jax.kernels.tpu import splash_attention
-from qwen3next_jax.model.expert_forms import sorted_moe
-from qwen3next_jax.model.layers import keeping_inputs
+from qwen3next_jax.model.expert_implementations import sorted_moe
+from qwen3next_jax.model.layers import call_saving_only_inputs
 from qwen3next_jax.model.moe import SparseMoE
 from qwen3next_jax.ops.grouped_matmul import grouped_matmul
 from qwen3next_jax.planner.grouped_products import TILING
@@ -80,16 +80,18 @@ class MaxTextExperts(SparseMoE):
     expert is this project's.
     """
 
-    expert_parameters = ("expert_gate", "expert_up", "expert_down")
+    expert_parameter_names = ("expert_gate", "expert_up", "expert_down")
 
     def make_experts(self, make, d, e, i):
         of_hidden = "experts | embed -> mlp"
-        self.expert_gate = make.matrix((e, d, i), of_hidden, gathered="operator")
-        self.expert_up = make.matrix((e, d, i), of_hidden, gathered="operator")
-        self.expert_down = make.matrix((e, i, d), "experts | mlp_in -> embed", gathered="operator")
+        self.expert_gate = make.matrix((e, d, i), of_hidden, gathered_by="operator")
+        self.expert_up = make.matrix((e, d, i), of_hidden, gathered_by="operator")
+        self.expert_down = make.matrix(
+            (e, i, d), "experts | mlp_in -> embed", gathered_by="operator"
+        )
 
     @staticmethod
-    def expert_form(mesh, *_, layer, **__):
+    def choose_expert_implementation(mesh, *_, layer, **__):
         if num_shards(mesh, EXPERT) > 1 or layer is not None:
             raise ValueError("MaxTextExperts: expected all experts on each device, and no decoding")
         return experts_of_maxtext
@@ -106,7 +108,7 @@ def experts_of_maxtext(x_RD, weight_RA, expert_RA, *experts):
 
 def _three_products(x_QD, gate_EDI, up_EDI, down_EID, sizes_E):
     gate_QI, up_QI = (grouped_matmul(x_QD, w_EDI, sizes_E) for w_EDI in (gate_EDI, up_EDI))
-    return grouped_matmul(keeping_inputs(_silu_times, gate_QI, up_QI), down_EID, sizes_E)
+    return grouped_matmul(call_saving_only_inputs(_silu_times, gate_QI, up_QI), down_EID, sizes_E)
 
 
 def _silu_times(gate_QI, up_QI):

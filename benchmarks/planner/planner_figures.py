@@ -22,10 +22,10 @@ import jax
 from benchmarks import harness
 from qwen3next_jax.commands import run_flags
 from qwen3next_jax.commands.python import load_config
-from qwen3next_jax.common.version import code_version, git
+from qwen3next_jax.common.version import code_version, git_output
 from qwen3next_jax.config import MeshConfig
 from qwen3next_jax.planner import schedule
-from qwen3next_jax.planner.planning import estimate_again, make_plan
+from qwen3next_jax.planner.planning import make_plan, reestimate_plan
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.mesh import mesh_text
 
@@ -151,7 +151,7 @@ def make(name: str, path: pathlib.Path, programs: pathlib.Path | None):
     """
     topology_name, axes, config_file, settings = POINTS[name]
     config = load_config(config_file, settings)
-    mesh = MeshConfig(**run_flags.read_mesh(axes))
+    mesh = MeshConfig(**run_flags.parse_mesh_flag(axes))
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=mesh))
     jax.config.update("jax_platforms", "cpu")
     # JAX can write programs for described devices to its compilation cache, but cannot read them.
@@ -166,7 +166,7 @@ def make(name: str, path: pathlib.Path, programs: pathlib.Path | None):
             pickle.loads(kept.read_bytes()) if kept.exists() else (None, None, "")
         )
         if compiled_for == config:
-            plan = estimate_again(plan, config, topology, folder)
+            plan = reestimate_plan(plan, config, topology, folder)
         else:
             plan, code = make_plan(config, topology, "", folder), code_version()
             without = dataclasses.replace(plan, topology=None)
@@ -174,7 +174,12 @@ def make(name: str, path: pathlib.Path, programs: pathlib.Path | None):
     record = plan.as_dict()
     record["versions"]["code"] = code
     path.write_text(json.dumps(record, indent=1) + "\n")
-    print(name, plan.verdict, plan.reason, {n: e.seconds for n, e in plan.estimates.items()})
+    print(
+        name,
+        plan.verdict,
+        plan.failure_reason,
+        {n: e.seconds for n, e in plan.estimate_by_cost_model.items()},
+    )
 
 
 def row(p):
@@ -213,7 +218,7 @@ def code(p):
     """
     commit = p["versions"].get("code", "unknown")
     folders = [f"qwen3next_jax/{name}" for name in PROGRAM]
-    since = git("rev-list", "--count", f"{commit.rstrip('+')}..HEAD", "--", *folders)
+    since = git_output("rev-list", "--count", f"{commit.rstrip('+')}..HEAD", "--", *folders)
     if since is None:
         return f"{commit}, not in this history"
     return commit + (f", {since} commits of the program since" if since != "0" else "")

@@ -76,8 +76,8 @@ def _count(blocks: int, backward: bool, implementation: str, args, mesh, topolog
     def chain(params, matrices, h):
         for own, matrix in zip(params, matrices):
             mix = nnx.merge(graph, own)
-            x, a, h = mix.mix(h, Context(None, mesh=mesh))
-            h = residual_streams.write(h, x @ matrix, a, mesh)
+            x, a, h = mix.block_input_and_factors(h, Context(None, mesh=mesh))
+            h = residual_streams.add_to_streams(h, x @ matrix, a, mesh)
         return h
 
     def both(params, matrices, h, dh):
@@ -92,10 +92,10 @@ def _count(blocks: int, backward: bool, implementation: str, args, mesh, topolog
     h = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=rows)
     params = [jax.tree.map(whole, params)] * blocks
     matrices = [whole(jax.ShapeDtypeStruct((d, d), jnp.bfloat16))] * blocks
-    choose = residual_streams.choose
+    choose = residual_streams.choose_implementation
     named = lambda operator, _, forms, **call: choose(operator, implementation, forms, **call)
     with (
-        mock.patch.object(residual_streams, "choose", named),
+        mock.patch.object(residual_streams, "choose_implementation", named),
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
         if backward:
@@ -104,7 +104,7 @@ def _count(blocks: int, backward: bool, implementation: str, args, mesh, topolog
             lowered = jax.jit(chain).lower(params, matrices, h)
     program = hlo.parse_program(lowered.compile({"optimization_level": "O1"}).as_text())
     bytes_of_streams = args.tokens * s * d * 2
-    entry, large = program.computations[program.entry], {}
+    entry, large = program.computations[program.entry_computation], {}
 
     def source(instruction):
         shapes = [f"{x.dtype}{list(x.dims)}" for x in instruction.shapes]
@@ -121,9 +121,9 @@ def _count(blocks: int, backward: bool, implementation: str, args, mesh, topolog
             ("schedule", schedule.read_schedules(args.schedules, program)),
         )
     ]
-    moved = {name: cost.hbm_bytes for name, cost in estimates[0].by_source.items()}
+    moved = {name: cost.hbm_bytes for name, cost in estimates[0].cost_by_function.items()}
     if args.by_instruction and blocks == 3:
-        for name, cost in estimates[1].by_source.items():
+        for name, cost in estimates[1].cost_by_function.items():
             if moved[name] > 1e7:
                 print(f"{moved[name] / 1e6:7.0f} MB {cost.seconds * 1e3:6.2f} ms  {name}")
     return (

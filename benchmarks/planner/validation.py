@@ -451,11 +451,11 @@ def make(name: str, programs: pathlib.Path | None, level: str):
         }
     else:
         plan = make_plan(config, topology, level, folder)
-        found, estimates = plan.as_dict(), plan.estimates
-        print(plan.verdict, plan.reason, round(plan.compile_seconds), "s")
+        found, estimates = plan.as_dict(), plan.estimate_by_cost_model
+        print(plan.verdict, plan.failure_reason, round(plan.compile_seconds), "s")
     found["fingerprint"] = fingerprint(row)
     found["estimates"] = {
-        model: {"step_seconds": estimate.seconds, "bound_seconds": estimate.bound}
+        model: {"step_seconds": estimate.seconds, "bound_seconds": estimate.seconds_by_resource}
         for model, estimate in estimates.items()
     }
     out.parent.mkdir(parents=True, exist_ok=True)

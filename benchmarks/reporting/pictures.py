@@ -38,11 +38,11 @@ from rich.console import Console
 
 from benchmarks import harness
 from benchmarks.reporting.part_figures import draw_parts
-from qwen3next_jax.commands.show import draw_config
+from qwen3next_jax.commands.show import draw_model_of_config
 from qwen3next_jax.config import Config, from_dict
-from qwen3next_jax.config.files import find_file, load_config_file
+from qwen3next_jax.config.files import find_user_or_shipped_file, load_config_file
 from qwen3next_jax.planner.parts import cost_by_part
-from qwen3next_jax.planner.roofline import SourceCost
+from qwen3next_jax.planner.roofline import FunctionCost
 from qwen3next_jax.reporting.charts import Line, line_chart, series_colour, short_number
 from qwen3next_jax.reporting.page import render_report
 from qwen3next_jax.reporting.runs import Run, load_run
@@ -98,13 +98,13 @@ ACCURACIES = {
 def draw_pictures() -> dict[str, str]:
     """Returns name of the file → SVG, of every picture."""
     run = load_run(RECORD)
-    config = from_dict(Config, load_config_file(find_file("qwen3_next_80b_a3b")))
+    config = from_dict(Config, load_config_file(find_user_or_shipped_file("qwen3_next_80b_a3b")))
     state, permutations, ratio = (
         json.loads((DOCS / "sweeps" / f"{name}.json").read_text())["points"]
         for name in ("state", "permutations", "state_ratio")
     )
     return {
-        "qwen3_next_80b_a3b.svg": draw_config(config),
+        "qwen3_next_80b_a3b.svg": draw_model_of_config(config),
         **draw_parts(config.model),
         "page.svg": draw_page(run),
         "terminal.svg": draw_terminal(run),
@@ -181,7 +181,7 @@ def draw_page(run: Run) -> str:
 def draw_terminal(run: Run) -> str:
     """Draws the live panel as it was after the last event of a run."""
     config = from_dict(Config, run.config)
-    start = run.events["start"][-1]
+    start = run.events_by_kind["start"][-1]
     console = Console(
         record=True, file=io.StringIO(), force_terminal=True, width=104, legacy_windows=False
     )
@@ -191,9 +191,9 @@ def draw_terminal(run: Run) -> str:
         0,
         console=console,
     )
-    steps = [event for event in run.log if event["event"] == "train"]
+    steps = [event for event in run.all_events if event["event"] == "train"]
     shown = steps[2 * len(steps) // 3]  # the panel in the middle of a run
-    for event in run.log:
+    for event in run.all_events:
         if event["time"] <= shown["time"]:
             display(event)
     display.set_elapsed(shown["time"] - start["time"])
@@ -228,7 +228,9 @@ def draw_sweep(sweep: dict) -> str:
             ]
             mean = [math.fsum(v) / len(v) for v in values]
             ends = [list(map(end, values)) for end in (min, max)]
-            drawn.append(Line(label, range(len(ratios)), mean, *ends, colour=colour, dots=True))
+            drawn.append(
+                Line(label, range(len(ratios)), mean, *ends, colour_index=colour, dots=True)
+            )
         return drawn
 
     recall = {f"mqar accuracy/{pairs} pairs": f"{pairs} pairs" for pairs in (4, 8, 16)}
@@ -275,7 +277,7 @@ def draw_state(title: str, *charts: StateChart) -> str:
             values = [[point[metric] for point in of_model] for metric in metrics]
             mean = [math.fsum(v) / len(v) for v in values]
             ends = [list(map(end, values)) for end in (min, max)]
-            lines.append(Line(label, range(len(mean)), mean, *ends, colour=colour, dots=True))
+            lines.append(Line(label, range(len(mean)), mean, *ends, colour_index=colour, dots=True))
         figures.append(
             line_chart(
                 f"{caption}, accuracy",
@@ -283,7 +285,7 @@ def draw_state(title: str, *charts: StateChart) -> str:
                 x_label="positions of a row; the trained rows end at the vertical line",
                 x_names=[name.partition("/")[2].replace("-", "–") for name in metrics],
                 from_zero=True,
-                references=ACCURACIES[task],
+                reference_lines=ACCURACIES[task],
                 marks=[(0.5, "the trained rows end", "stage")],
             )
         )
@@ -293,7 +295,7 @@ def draw_state(title: str, *charts: StateChart) -> str:
 
 def draw_plan(plan: dict) -> str:
     """Draws the time of a planned step by part of the model, as one bar."""
-    costs = {name: SourceCost(**cost) for name, cost in plan["parts"].items()}
+    costs = {name: FunctionCost(**cost) for name, cost in plan["parts"].items()}
     parts = cost_by_part(costs)
     total = math.fsum(cost.seconds for cost in parts.values())
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan["mesh"].items() if size > 1)
@@ -348,12 +350,14 @@ def draw_decoding(results: dict) -> str:
                 name.partition(" 3:1")[0],
                 [_number(context) for context in contexts],
                 [_number(row[i]) for row in rows if row[1] == name],
-                colour=n,
+                colour_index=n,
                 dots=True,
             )
             for n, name in enumerate(names)
         ]
-        figures.append(line_chart(title, lines, x_label="tokens of context", log=True, log_x=True))
+        figures.append(
+            line_chart(title, lines, x_label="tokens of context", log_y=True, log_x=True)
+        )
     charts, height = _grid(figures, 20)
     return _svg(charts, height, "decoding by context")
 

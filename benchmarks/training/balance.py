@@ -24,7 +24,7 @@ from flax import nnx
 from benchmarks import harness
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.moe import MoEConfig
-from qwen3next_jax.data.pipeline import Data, open_data
+from qwen3next_jax.data.pipeline import DataSource, open_data
 from qwen3next_jax.evals.heldout import make_heldout_step, measure_and_sum_rows, metrics_from_sums
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.sharding.mesh import single_device_mesh
@@ -68,7 +68,9 @@ def configure(base: Config, method: str, steps: int) -> Config:
     )
 
 
-def train(run: ResolvedRun, step: Callable, evaluate: Callable, data: Data, state: State) -> dict:
+def train(
+    run: ResolvedRun, step: Callable, evaluate: Callable, data: DataSource, state: State
+) -> dict:
     """Trains the model from `state`, and returns its figures."""
     busiest, idle = [], []
     for number, batch in zip(range(run.steps), data.batches(0)):
@@ -77,9 +79,9 @@ def train(run: ResolvedRun, step: Callable, evaluate: Callable, data: Data, stat
             load_LE = np.asarray(metrics["expert_load"])
             busiest.append(load_LE.max())
             idle.append(np.sum(load_LE == 0))
-    batches = (jax.device_put(b, run.batch_sharding) for b in data.heldout(HELDOUT_ROWS))
+    batches = (jax.device_put(b, run.batch_sharding) for b in data.heldout_batches(HELDOUT_ROWS))
     heldout = metrics_from_sums(
-        measure_and_sum_rows(evaluate, state["params"], batches, data.token_bytes)
+        measure_and_sum_rows(evaluate, state["params"], batches, data.token_byte_counts)
     )
     return {
         "busiest": float(np.mean(busiest)),

@@ -26,7 +26,7 @@ from flax import nnx
 
 from benchmarks import harness
 from qwen3next_jax.config import ModelConfig, OptimizerConfig
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.language_model import Qwen3Next
 from qwen3next_jax.sweeps.learning_rates import best_rate
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
@@ -96,7 +96,7 @@ def losses(config: ModelConfig, optimizer: OptimizerConfig, rates: list[float], 
     def run(rate, params, batches, unseen):
         updater = make_optimizer(
             optimizer,
-            declared(config),
+            parameter_declarations(config),
             lambda count: rate * shape(count),
             None,
             groups.learning_rate_factors,

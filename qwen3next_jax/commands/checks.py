@@ -1,19 +1,19 @@
-"""Checks of the values of flags, made before anything is loaded or computed."""
+"""Checks the values of flags before anything is loaded or computed."""
 
 import pathlib
 from collections.abc import Sequence
 
-from qwen3next_jax.common.errors import UserError, require_path, similar_folder
-from qwen3next_jax.common.storage import check_bucket, is_bucket, to_path
+from qwen3next_jax.common.errors import UserError, require_path, similar_folder_hint
+from qwen3next_jax.common.storage import check_bucket_access, is_bucket, to_path
 from qwen3next_jax.config import ModelConfig
 
 
-def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
-    """Reads the model's settings from the run or the Hugging Face directory at `path`.
+def check_and_read_model_config(flag: str, path: str | pathlib.Path) -> ModelConfig:
+    """Checks that `path`, the value of the flag `flag`, is the folder of a run or a Hugging Face
+    directory, and returns the settings of its model. Loads no parameters.
 
     Raises:
-      UserError: `path` is neither a run nor a Hugging Face directory. This error is raised before
-        anything is loaded.
+      UserError: `path` is neither a run nor a Hugging Face directory.
     """
     require_path(f"--{flag}={path}", path)
     folder = to_path(path, f"--{flag}=")
@@ -21,7 +21,7 @@ def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
         reason = "it has neither run.json nor config.json" if folder.exists() else "no such folder"
         raise UserError(
             f"--{flag}={path}: not the folder of a run, nor a Hugging Face directory ({reason})"
-            f"{similar_folder(folder)}"
+            f"{similar_folder_hint(folder)}"
         )
     if (folder / "run.json").exists():
         from qwen3next_jax.runs.record import read_config
@@ -32,15 +32,15 @@ def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
     return read_hf_config(path)
 
 
-def check_writable(flag: str, path: str) -> None:
-    """Checks the path of a file for results before the results are computed.
+def check_result_file(flag: str, path: str) -> None:
+    """Checks the path of the file into which the command will write its results.
 
     Raises:
-      UserError: the path is a folder, or its folder does not exist.
+      UserError: the path is a folder, or the folder of the file does not exist.
     """
     require_path(f"--{flag}={path}", path)
     if is_bucket(path):
-        check_bucket(f"--{flag}={path}", to_path(path, f"--{flag}="))
+        check_bucket_access(f"--{flag}={path}", to_path(path, f"--{flag}="))
         return
     if path and (pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir()):
         reason = (
@@ -51,8 +51,8 @@ def check_writable(flag: str, path: str) -> None:
         raise UserError(f"--{flag}={path}: {reason}")
 
 
-def positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
-    """Reads the numbers of a comma-separated flag.
+def parse_positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
+    """Returns the numbers in the texts `values`, the value of the comma-separated flag `flag`.
 
     Raises:
       UserError: a value is not a positive number.

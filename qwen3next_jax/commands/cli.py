@@ -12,33 +12,34 @@ from collections.abc import Sequence
 
 from absl import app, flags, logging
 
-from qwen3next_jax.commands.config_flags import reads_settings, take_overrides
-from qwen3next_jax.commands.help import help_on, help_text, own_flags
-from qwen3next_jax.commands.interrupts import Interrupts
+from qwen3next_jax.commands.config_flags import command_accepts_setting_flags, split_off_overrides
+from qwen3next_jax.commands.help import flags_of_this_package, help_on_word, help_text
+from qwen3next_jax.commands.interrupts import InterruptThread
 from qwen3next_jax.commands.process_setup import keep_freed_memory
 from qwen3next_jax.common.errors import (
     ExitCode,
     UserError,
     did_you_mean,
-    escape_lines,
-    out_of_memory,
+    escape_control_in_lines,
+    out_of_memory_message,
     require_path,
 )
 from qwen3next_jax.config import registry
-from qwen3next_jax.config.files import flags_hint, settings_called
+from qwen3next_jax.config.files import setting_flags_hint, settings_ending_in
 
 _STDOUT = 1
 _HELP = ("-h", "-?", "--help", "-help", "--helpshort", "--helpfull")  # flags that ask for help
 
 
-def run(command: types.ModuleType, arguments: str = "") -> None:
-    """Parses the flags, runs `command.main()` and exits with its code. A `UserError` becomes one
-    line on standard error and an exit code. `--help` shows the command's docstring.
+def run_command(command: types.ModuleType, arguments: str = "") -> None:
+    """Parses the flags, runs `command.main()`, and exits with the code that `main` returns. A
+    `UserError` becomes one line on standard error and an exit code. `--help` shows the command's
+    docstring.
 
     Args:
       command: the module of the command.
-      arguments: the name of the command's positional arguments, which are paths, such as "WORKDIR";
-        `main` gets them as a list. "" if the command takes none.
+      arguments: the name of the command's positional arguments, such as "WORKDIR"; "" if the
+        command takes none. These arguments are paths, and `main` gets them as a list.
     """
     main = command.main
     flags.DEFINE_list(
@@ -72,7 +73,7 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
             _report_error("interrupted")
             return ExitCode.INTERRUPTED
         except RuntimeError as error:
-            if not (requested := out_of_memory(error)):
+            if not (requested := out_of_memory_message(error)):
                 raise
             return _report_error(
                 f"out of memory ({requested}): give fewer rows or tokens at a time, or more "
@@ -80,7 +81,7 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
             )
 
     keep_freed_memory()
-    Interrupts().start()
+    InterruptThread().start()
     # At INFO, JAX logs the accelerators that this machine does not have.
     logging.set_verbosity(logging.WARNING)
     try:
@@ -104,26 +105,32 @@ def _reader_has_gone() -> bool:
 
 
 def _report_error(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
-    print(f"error: {escape_lines(message)}", file=sys.stderr)
+    print(f"error: {escape_control_in_lines(message)}", file=sys.stderr)
     return code
 
 
 def _parse_flags(doc: str, argv: Sequence[str]) -> list[str]:
-    """Parses the flags and returns the other arguments. Prints the help and exits if the user asks
-    for it; exits with one line on standard error if a flag is wrong.
+    """Parses the flags and returns the other arguments. If the user asks for help, prints the help
+    and exits. If a flag is wrong, prints one line on standard error and exits.
     """
     try:
         if asked := [argument for argument in argv[1:] if argument in _HELP]:
             word = "".join(argv[argv.index(asked[0]) + 1 :][:1])
-            print(help_on(word) if word and not word.startswith("-") else help_text(doc))
+            print(help_on_word(word) if word and not word.startswith("-") else help_text(doc))
             sys.exit(ExitCode.DONE)
-        return flags.FLAGS(take_overrides(argv))
+        return flags.FLAGS(split_off_overrides(argv))
     except UserError as error:
         sys.exit(_report_error(str(error)))
     except flags.UnrecognizedFlagError as error:
         hint = (
-            (flags_hint(settings_called(error.flagname)) if reads_settings() else "")
-            or did_you_mean(error.flagname, own_flags()).replace("'", "--", 1).replace("'", "")
+            (
+                setting_flags_hint(settings_ending_in(error.flagname))
+                if command_accepts_setting_flags()
+                else ""
+            )
+            or did_you_mean(error.flagname, flags_of_this_package())
+            .replace("'", "--", 1)
+            .replace("'", "")
             or "; --help shows them"
         )
         sys.exit(_report_error(f"--{error.flagname}: no such flag{hint}"))

@@ -1,5 +1,5 @@
-"""The flag `--config` and its overrides `--config.group.name=value`, for commands that read
-configs.
+"""The flag `--config=FILE` and the flags `--config.group.name=value`, which override settings of
+the file.
 """
 
 import collections
@@ -9,34 +9,36 @@ from typing import Any
 
 from absl import flags
 
-from qwen3next_jax.commands.run_flags import workdir_of
+from qwen3next_jax.commands.run_flags import workdir_flag_or_default
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, from_dict, registry, to_dict
 from qwen3next_jax.config.files import (
     UserInput,
     apply_overrides,
-    default_of,
-    find_file,
+    default_of_setting,
+    find_user_or_shipped_file,
     load_config_file,
 )
-from qwen3next_jax.config.reading import FlagText
+from qwen3next_jax.config.reading import UnparsedFlagText
 from qwen3next_jax.runs.record import read_config
-from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
+from qwen3next_jax.runs.vocabulary import fill_vocabulary_from_tokenizer
 
-_reads_settings = False  # whether the command accepts `--config.group.name=value`
+_accepts_setting_flags = False  # whether the command accepts `--config.group.name=value`
 _overrides: list[tuple[str, str]] = []
 _file_values: dict[str, Any] = {}  # the settings of the file --config, without the overrides
 
 
 def define_config_flag() -> Callable[..., Config | None]:
-    """Defines the flag `--config=FILE.py` and its overrides `--config.group.name=value`.
+    """Defines the flag `--config=FILE.py`, and makes the command accept overrides of the form
+    `--config.group.name=value`.
 
     Returns:
-      A function (required, may_resume) that returns the validated Config. With `required=False` it
-      returns None if the flag is not given. With `may_resume=True`, if `--workdir` has a run that
-      has taken steps and `model.vocab_size` is 0, the Config gets the vocabulary size of that run.
+      A function (required, may_resume) that returns the validated Config. If the flag is not given
+      and `required` is false, the function returns None. If `model.vocab_size` is 0, `may_resume`
+      is true, and `--workdir` has a run that has taken steps, the Config gets the vocabulary size
+      of that run.
     """
-    accept_settings()
+    accept_setting_flags()
     holder = flags.DEFINE_string(
         "config",
         None,
@@ -52,30 +54,30 @@ def define_config_flag() -> Callable[..., Config | None]:
             )
         if holder.value is None:
             return None
-        values = load_config_file(find_file(holder.value))
+        values = load_config_file(find_user_or_shipped_file(holder.value))
         _file_values.update(copy.deepcopy(values))
         apply_overrides(values, _overrides)
-        return _read_config(values, may_resume)
+        return _config_of_user_settings(values, may_resume)
 
     return get
 
 
-def accept_settings() -> None:
-    """Makes the command accept flags of the form `--config.group.name=value`, and makes its
-    `--help` list the settings.
+def accept_setting_flags() -> None:
+    """Makes the command accept flags of the form `--config.group.name=value`. The `--help` of the
+    command then lists the settings.
     """
-    global _reads_settings
-    _reads_settings = True
+    global _accepts_setting_flags
+    _accepts_setting_flags = True
 
 
-def reads_settings() -> bool:
+def command_accepts_setting_flags() -> bool:
     """Whether the command accepts flags of the form `--config.group.name=value`."""
-    return _reads_settings
+    return _accepts_setting_flags
 
 
-def take_overrides(argv: Sequence[str]) -> list[str]:
-    """Appends arguments of the form `--config.a.b=value` or `--config.a.b value` to `_overrides`,
-    if the command reads config files. Returns the other arguments.
+def split_off_overrides(argv: Sequence[str]) -> list[str]:
+    """Returns the arguments that are not overrides of settings. If the command accepts overrides,
+    appends each override (`--config.a.b=value` or `--config.a.b value`) to `_overrides`.
 
     Raises:
       UserError: a setting does not exist, or its value is missing.
@@ -84,15 +86,19 @@ def take_overrides(argv: Sequence[str]) -> list[str]:
     while arguments:
         argument = arguments.popleft()
         name, equals, text = argument.lstrip("-").partition("=")
-        if not argument.startswith("-") or not name.startswith("config.") or not _reads_settings:
+        if (
+            not argument.startswith("-")
+            or not name.startswith("config.")
+            or not _accepts_setting_flags
+        ):
             rest.append(argument)
             continue
         name = name.removeprefix("config.")
-        default = default_of(name)
+        default = default_of_setting(name)
         if not equals:
             # The type of a mixer's setting is not known yet; without a value it is a boolean.
             has_value = bool(arguments) and not arguments[0].startswith("--")
-            if isinstance(default, bool) or isinstance(default, FlagText) and not has_value:
+            if isinstance(default, bool) or isinstance(default, UnparsedFlagText) and not has_value:
                 text = "True"
             elif arguments:
                 text = arguments.popleft()
@@ -102,9 +108,9 @@ def take_overrides(argv: Sequence[str]) -> list[str]:
     return rest
 
 
-def load_settings(path: str) -> dict[str, Any]:
+def load_settings_of_file_or_run(path: str) -> dict[str, Any]:
     """Reads a config file, or the configuration of a run, and applies the overrides of the command
-    line. Returns the settings as a nested dict, which is not validated yet.
+    line. Returns the settings as a nested dict, without checking them.
 
     Args:
       path: the path of the file, the name of a config that comes with this project, or the folder
@@ -113,7 +119,7 @@ def load_settings(path: str) -> dict[str, Any]:
     Raises:
       UserError: the file cannot be read, or the text of an override is not a value of its type.
     """
-    found = find_file(path)
+    found = find_user_or_shipped_file(path)
     if found.is_dir():
         values = to_dict(read_config(found))
     else:
@@ -122,34 +128,37 @@ def load_settings(path: str) -> dict[str, Any]:
     return values
 
 
-def validate_settings(values: dict[str, Any]) -> Config:
+def config_from_settings(values: dict[str, Any]) -> Config:
     """Returns the configuration that the nested dict `values` describes.
 
     Raises:
       UserError: a setting does not exist or is not valid.
     """
-    return _read_config(values, may_resume=False)
+    return _config_of_user_settings(values, may_resume=False)
 
 
-def given_settings(may_resume: bool = False) -> UserInput | None:
-    """Returns the settings that the user gave by `--config` and its overrides; None without
-    `--config`. `define_config_flag` explains `may_resume`.
+def settings_given_by_user(may_resume: bool = False) -> UserInput | None:
+    """Returns the settings that the user gave by `--config` and overrides on the command line; None
+    if `--config` is not given. `define_config_flag` explains `may_resume`.
     """
     file = flags.FLAGS["config"].value
     if file is None:
         return None
     try:
-        file_config = _read_config(copy.deepcopy(_file_values), may_resume)
+        file_config = _config_of_user_settings(copy.deepcopy(_file_values), may_resume)
     except UserError:  # the file is valid only with the overrides
         file_config = None
-    return UserInput(frozenset(name for name, _ in _overrides), find_file(file), file_config)
+    return UserInput(
+        frozenset(name for name, _ in _overrides), find_user_or_shipped_file(file), file_config
+    )
 
 
-def _read_config(values: dict[str, Any], may_resume: bool) -> Config:
-    """Makes the Config of the settings in the nested dict `values`, which the user wrote. It fills
-    in the vocabulary size and trusts the packages that the settings name.
+def _config_of_user_settings(values: dict[str, Any], may_resume: bool) -> Config:
+    """Returns the Config of the settings in the nested dict `values`, which the user wrote. If
+    `model.vocab_size` is 0, the Config gets the size of the tokenizer's vocabulary. The packages
+    that the settings name are trusted from now on.
     """
     name = str(values.get("name", Config().name))
-    fill_from_tokenizer(values, workdir_of(name) if may_resume else None)
+    fill_vocabulary_from_tokenizer(values, workdir_flag_or_default(name) if may_resume else None)
     registry.trust_user_settings(values)
     return from_dict(Config, values)

@@ -8,8 +8,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 def make_console() -> Console:
-    """Makes the console on which a command prints its tables. In a pipe or a file lines have any
-    length, because a program may read them: nothing is wrapped or cut.
+    """Makes the console on which a command prints its tables. If standard output is a pipe or a
+    file, lines are neither wrapped nor cut, because a program may read them.
     """
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -18,12 +18,13 @@ def make_console() -> Console:
 
 
 @contextlib.contextmanager
-def waiting(text: str, console: Console | None = None) -> Iterator[None]:
-    """Shows `text` while the block runs. On a terminal it stands in a line that counts the seconds
-    and vanishes with the end of the block; elsewhere it is printed once, when the block begins.
+def show_while_waiting(text: str, console: Console | None = None) -> Iterator[None]:
+    """Shows `text` while a `with` block runs. On a terminal, the line with the text also counts the
+    seconds, and vanishes when the block ends. In a pipe or a file, the text is printed once, when
+    the block begins.
 
     Args:
-      console: where the text is shown; None: standard error.
+      console: the console that shows the text; None: standard error.
     """
     console = console or Console(stderr=True, highlight=False)
     if not console.is_terminal:

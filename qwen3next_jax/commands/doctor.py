@@ -1,11 +1,12 @@
-"""Checks this machine in about a minute: the chip, its driver, the versions of the libraries, and
-for each operator of the model what runs it, whether it passed its test, and its time on a standard
-shape as a share of what the chip's data sheet allows. It writes no file but outcomes of tests.
+"""Checks this machine in about a minute: the chip, its driver, and the versions of the libraries.
+For each operator of the model, the command shows which implementation runs it, whether the
+implementation passed its test, and its speed on a standard shape, relative to the peak rates in the
+chip's data sheet. The command writes no files except the results of the tests.
 
     qwen3next doctor
 
-It exits with 0 if kernels run every operator, or if there is only a CPU; with 1 if something runs
-without kernels and is slow; with 2 if something is broken.
+The exit code is 0 if kernels run every operator, or if there is only a CPU; 1 if an operator is
+slow because it runs without kernels; 2 if something is broken.
 """
 
 import concurrent.futures
@@ -23,8 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax.commands import process_setup
-from qwen3next_jax.common.errors import ExitCode, one_line, out_of_memory
-from qwen3next_jax.common.installation import CUDA_PLUGINS, nvidia_driver, unused_gpu
+from qwen3next_jax.common.errors import ExitCode, one_line, out_of_memory_message
+from qwen3next_jax.common.installation import (
+    CUDA_PLUGINS,
+    nvidia_driver_release,
+    unused_gpu_message,
+)
 
 SLOW, BROKEN = 1, 2  # exit codes
 PACKAGES = (
@@ -44,30 +49,32 @@ def main() -> int:
     say = functools.partial(console.print, markup=False)
     say(f"python     {sys.version.split()[0]}")
     say(f"libraries  {', '.join(_versions())}")
-    if driver := nvidia_driver():
+    if driver := nvidia_driver_release():
         say(f"driver     {driver} (NVIDIA)")
     process_setup.enable_compilation_cache()
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter if JAX_PLATFORMS names none it has
-        reason = unused_gpu(os.environ, "cpu") or one_line(str(error)) or "see JAX_PLATFORMS"
+        reason = (
+            unused_gpu_message(os.environ, "cpu") or one_line(str(error)) or "see JAX_PLATFORMS"
+        )
         say(f"broken: JAX finds no device: {reason}")
         return BROKEN
     say(f"devices    {_describe_devices(devices)}")
-    if line := unused_gpu(os.environ, jax.default_backend()):
+    if line := unused_gpu_message(os.environ, jax.default_backend()):
         say(f"broken: {line}")
         return BROKEN
     if jax.default_backend() == "cpu":
-        _print_plan(console)
+        _print_untimed_operators(console)
         return ExitCode.DONE
     with console.status("compiling, testing and timing each operator"):
-        results = check_parts(tested_parts(ROWS, LENGTH), jax.local_devices()[0])
+        results = check_operators(tested_operators(ROWS, LENGTH), jax.local_devices()[0])
     _print_results(results, console)
-    return _verdict(results)
+    return _print_verdict(results)
 
 
 def _versions() -> list[str]:
-    """Returns the installed ones of PACKAGES, each with its release."""
+    """Returns the name and version of each package in PACKAGES that is installed."""
     found = []
     for package in PACKAGES:
         try:
@@ -89,55 +96,57 @@ def _describe_devices(devices: Sequence[Any]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class TestedPart:
-    """One operator, as a layer of the released model calls it in a training step.
+class TestedOperator:
+    """One operator, with the shapes that it has in a training step of the released model.
 
     Attributes:
-      name: the name in the table.
-      operators: the names under which it asks for an implementation.
-      function: the forward and the backward pass.
-      shapes: the shapes and dtypes of its arguments.
-      flops: the floating-point operations that the two passes need.
-      bytes: the bytes that they have to read from and write to the memory.
+      table_name: the name of the operator in the printed table.
+      operator_names: the names under which the operator is looked up in `ops.implementations`.
+      forward_and_backward: the function that is timed; it computes the forward and backward pass.
+      argument_shapes: the shapes and dtypes of the arguments of `forward_and_backward`.
+      flops: the floating-point operations that the forward and backward pass need.
+      memory_bytes: the bytes that the two passes must read from and write to the device's memory.
     """
 
-    name: str
-    operators: tuple[str, ...]
-    function: Callable[..., Any]
-    shapes: tuple[Any, ...]
+    table_name: str
+    operator_names: tuple[str, ...]
+    forward_and_backward: Callable[..., Any]
+    argument_shapes: tuple[Any, ...]
     flops: float
-    bytes: float
+    memory_bytes: float
 
 
-def tested_parts(rows: int, length: int) -> list[TestedPart]:
-    """Returns the operators, with the released model's widths, 64 of its 512 experts, and `rows`
-    rows of `length` tokens in bfloat16.
+def tested_operators(rows: int, length: int) -> list[TestedOperator]:
+    """Returns the operators for `rows` rows of `length` tokens in bfloat16. The operators have the
+    widths of the released model, but 64 instead of 512 experts.
     """
     return [
-        _experts_part(rows * length),
-        _attention_part(rows, length),
-        _delta_rule_part(rows, length),
-        _convolution_part(rows, length),
-        _norm_and_gate_part(rows, length),
+        _experts_operator(rows * length),
+        _attention_operator(rows, length),
+        _delta_rule_operator(rows, length),
+        _convolution_operator(rows, length),
+        _norm_and_gate_operator(rows, length),
     ]
 
 
-def _bfloat16_shape(*shape: int) -> Any:
+def _bfloat16_array_spec(*shape: int) -> Any:
     import jax
     import jax.numpy as jnp
 
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
-def _float32_shape(*shape: int) -> Any:
+def _float32_array_spec(*shape: int) -> Any:
     import jax
     import jax.numpy as jnp
 
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that returns the gradients of the sum of the outputs' squares."""
+def _gradient_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that computes the gradients of the sum of squares of the output of
+    `function` with respect to all arguments.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -147,16 +156,20 @@ def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: jax.grad(loss, tuple(range(len(arguments))))(*arguments)
 
 
-def _attention_part(rows: int, length: int) -> TestedPart:
-    """Grouped heads of 256, in rows of several documents, as in training. A causal query reads half
-    of the keys of its document; the backward pass has five products, the forward pass two.
+def _attention_operator(rows: int, length: int) -> TestedOperator:
+    """Returns grouped-query attention with heads of width 256, over rows of several documents. For
+    the count of FLOPs, a causal query reads half of the keys of its document on average. The
+    forward pass has two products, the backward pass five.
     """
     import jax.numpy as jnp
 
     from qwen3next_jax import ops
 
     queries, keys, head = 16, 2, 256
-    q, kv = _bfloat16_shape(rows, length, queries, head), _bfloat16_shape(rows, length, keys, head)
+    q, kv = (
+        _bfloat16_array_spec(rows, length, queries, head),
+        _bfloat16_array_spec(rows, length, keys, head),
+    )
     ends = length // 2, 3 * length // 4, 7 * length // 8, length
     pairs = sum((end - begin) ** 2 for begin, end in zip((0, *ends[:-1]), ends, strict=True))
 
@@ -165,10 +178,10 @@ def _attention_part(rows: int, length: int) -> TestedPart:
         ids = jnp.broadcast_to(documents.astype(jnp.int32), (rows, length))
         return ops.attention(q, k, v, segment_ids=ids)
 
-    return TestedPart(
+    return TestedOperator(
         "attention",
         ("attention",),
-        _with_gradients(attention_of_documents),
+        _gradient_function(attention_of_documents),
         (q, kv, kv),
         7 * rows * pairs * queries * head,
         2 * rows * length * head * (6 * queries + 8 * keys),
@@ -179,9 +192,9 @@ def _attention_part(rows: int, length: int) -> TestedPart:
 _KEYS, _VALUES, _HEAD = 16, 32, 128
 
 
-def _delta_rule_part(rows: int, length: int) -> TestedPart:
-    """Per token and value head the recurrence decays a state of 128 x 128, reads it twice and
-    writes it once.
+def _delta_rule_operator(rows: int, length: int) -> TestedOperator:
+    """Returns the gated delta rule. For each token and value head, the recurrence decays a state of
+    128 x 128, reads the state twice and writes it once.
     """
     import jax
 
@@ -192,53 +205,59 @@ def _delta_rule_part(rows: int, length: int) -> TestedPart:
         return o
 
     q, v = (
-        _bfloat16_shape(rows, length, _KEYS, _HEAD),
-        _bfloat16_shape(rows, length, _VALUES, _HEAD),
+        _bfloat16_array_spec(rows, length, _KEYS, _HEAD),
+        _bfloat16_array_spec(rows, length, _VALUES, _HEAD),
     )
-    gate = _float32_shape(rows, length, _VALUES)
-    return TestedPart(
+    gate = _float32_array_spec(rows, length, _VALUES)
+    return TestedOperator(
         "gated delta rule",
         ("gated_delta_rule",),
-        _with_gradients(rule),
+        _gradient_function(rule),
         (q, q, v, gate, gate),
         21 * rows * length * _VALUES * _HEAD**2,
         2 * rows * length * _HEAD * (6 * _KEYS + 5 * _VALUES),
     )
 
 
-def _convolution_part(rows: int, length: int) -> TestedPart:
-    """The convolution before the delta rule, with its activation. It only passes over memory."""
+def _convolution_operator(rows: int, length: int) -> TestedOperator:
+    """Returns the short convolution before the delta rule, with its activation. Its time is limited
+    by memory bandwidth, so no FLOPs are counted.
+    """
     from qwen3next_jax import ops
 
     channels = (2 * _KEYS + _VALUES) * _HEAD
-    return TestedPart(
+    return TestedOperator(
         "convolution",
         ("causal_conv1d",),
-        _with_gradients(lambda x, kernel: ops.causal_conv1d(x, kernel, activation="silu")[0]),
-        (_bfloat16_shape(rows, length, channels), _bfloat16_shape(4, channels)),
+        _gradient_function(lambda x, kernel: ops.causal_conv1d(x, kernel, activation="silu")[0]),
+        (_bfloat16_array_spec(rows, length, channels), _bfloat16_array_spec(4, channels)),
         0,
         2 * 5 * rows * length * channels,
     )
 
 
-def _norm_and_gate_part(rows: int, length: int) -> TestedPart:
-    """The norm and gate after the delta rule. They only pass over memory."""
+def _norm_and_gate_operator(rows: int, length: int) -> TestedOperator:
+    """Returns the norm and gate after the delta rule. Their time is limited by memory bandwidth, so
+    no FLOPs are counted.
+    """
     from qwen3next_jax.ops.gated_norm import gated_norm
 
     width = _VALUES * _HEAD
-    o = _bfloat16_shape(rows, length, width)
-    return TestedPart(
+    o = _bfloat16_array_spec(rows, length, width)
+    return TestedOperator(
         "norm and gate",
         ("gated_norm",),
-        _with_gradients(lambda o, z, w: gated_norm(o, z, w, eps=1e-6)),
-        (o, o, _float32_shape(_HEAD)),
+        _gradient_function(lambda o, z, w: gated_norm(o, z, w, eps=1e-6)),
+        (o, o, _float32_array_spec(_HEAD)),
         0,
         2 * 8 * rows * length * width,
     )
 
 
-def _experts_part(tokens: int) -> TestedPart:
-    """Routed experts: three products forward, six backward."""
+def _experts_operator(tokens: int) -> TestedOperator:
+    """Returns the routed experts, with three matrix products in the forward pass and six in the
+    backward pass.
+    """
     import jax.numpy as jnp
 
     from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients
@@ -251,15 +270,15 @@ def _experts_part(tokens: int) -> TestedPart:
         y, kept = routed_experts(*inputs, capacity=tokens * chosen, keep_hidden=True)
         return routed_experts_gradients(*inputs, y, capacity=tokens * chosen, kept=kept)
 
-    return TestedPart(
+    return TestedOperator(
         "experts",
         ("routed_experts", "grouped_matmul"),
         step,
         (
-            _bfloat16_shape(tokens, d),
-            _float32_shape(tokens, chosen),
-            _bfloat16_shape(experts, d, 2, inner),
-            _bfloat16_shape(experts, inner, d),
+            _bfloat16_array_spec(tokens, d),
+            _float32_array_spec(tokens, chosen),
+            _bfloat16_array_spec(experts, d, 2, inner),
+            _bfloat16_array_spec(experts, inner, d),
         ),
         18 * tokens * chosen * d * inner,
         2 * (9 * experts * d * inner + 4 * tokens * d),
@@ -267,30 +286,31 @@ def _experts_part(tokens: int) -> TestedPart:
 
 
 @dataclasses.dataclass(frozen=True)
-class PartResult:
-    """What the check of one operator found.
+class OperatorResult:
+    """The result of the check of one operator.
 
     Attributes:
-      part: the operator.
-      runs_as: names of the implementations that ran it.
-      why: why they ran it, or the error.
-      seconds: the shortest time of its two passes; None if they were not timed.
-      share: the time that the chip's data sheet allows, divided by `seconds`; None if it is not
-        known.
-      code: 0, SLOW or BROKEN.
+      operator: the operator that was checked.
+      implementation_names: names of the implementations that ran the operator.
+      reason_or_error: why these implementations were chosen, or the error that was raised.
+      shortest_seconds: the shortest time of the forward and backward pass together; None if they
+        were not timed.
+      share_of_peak: the time that the peak rates in the chip's data sheet allow, divided by
+        `shortest_seconds`; None if one of the two is not known.
+      exit_code: 0, SLOW or BROKEN.
     """
 
-    part: TestedPart
-    runs_as: str
-    why: str
-    seconds: float | None
-    share: float | None
-    code: int
+    operator: TestedOperator
+    implementation_names: str
+    reason_or_error: str
+    shortest_seconds: float | None
+    share_of_peak: float | None
+    exit_code: int
 
 
-def check_parts(parts: Sequence[TestedPart], device: Any) -> list[PartResult]:
-    """Traces all parts, runs the tests of their kernels, compiles the parts side by side, and times
-    one after the other on `device`.
+def check_operators(parts: Sequence[TestedOperator], device: Any) -> list[OperatorResult]:
+    """Traces all operators, runs the tests of their kernels, compiles the operators in parallel,
+    and times one operator after the other. `device`: the device that runs them.
     """
     import jax
 
@@ -304,9 +324,11 @@ def check_parts(parts: Sequence[TestedPart], device: Any) -> list[PartResult]:
         errors.clear()  # of an earlier trace, with kernels that then failed their test
         for part in parts:
             try:
-                traced[part.name] = jax.jit(part.function).trace(*part.shapes)
+                traced[part.table_name] = jax.jit(part.forward_and_backward).trace(
+                    *part.argument_shapes
+                )
             except Exception as error:
-                errors[part.name] = error
+                errors[part.table_name] = error
 
     def compile_part(name: str) -> Any:
         try:
@@ -319,32 +341,36 @@ def check_parts(parts: Sequence[TestedPart], device: Any) -> list[PartResult]:
         compiled = dict(zip(traced, pool.map(compile_part, traced), strict=True))
     seconds: dict[str, float] = {}
     for part in parts:
-        if part.name in errors:
+        if part.table_name in errors:
             continue
         try:
-            seconds[part.name] = _shortest_seconds(compiled[part.name], part.shapes)
+            seconds[part.table_name] = _shortest_seconds(
+                compiled[part.table_name], part.argument_shapes
+            )
         except Exception as error:
-            errors[part.name] = error
+            errors[part.table_name] = error
     return [
-        _result(
+        _operator_result(
             part,
-            [decision for decision in decisions if decision.operator in part.operators],
-            errors.get(part.name),
-            seconds.get(part.name),
+            [decision for decision in decisions if decision.operator in part.operator_names],
+            errors.get(part.table_name),
+            seconds.get(part.table_name),
             device,
         )
         for part in parts
     ]
 
 
-def _result(part: TestedPart, decisions, error: Exception | None, seconds, device) -> PartResult:
-    """Returns the result of a part.
+def _operator_result(
+    part: TestedOperator, decisions, error: Exception | None, seconds, device
+) -> OperatorResult:
+    """Returns the result of an operator.
 
     Args:
-      decisions: the decisions on its operators (`implementations.Decision`).
-      error: what its trace, compilation or run raised; None if nothing.
-      seconds: its time; None if it was not timed.
-      device: the device that was timed.
+      decisions: which implementations were chosen for the operator (`implementations.Decision`).
+      error: the exception that tracing, compiling or running the operator raised; None for none.
+      seconds: the measured time; None if the operator was not timed.
+      device: the device on which the operator ran.
     """
     from qwen3next_jax.ops.implementations import NO_MEMORY, WHERE_TRIED
 
@@ -353,28 +379,33 @@ def _result(part: TestedPart, decisions, error: Exception | None, seconds, devic
         # Of the experts' operators, one has the kernels and the other calls it.
         decisions = [decision for decision in decisions if decision.is_kernel]
     code = ExitCode.DONE
-    if any(decision.refusal for decision in decisions):
+    if any(decision.why_no_kernels for decision in decisions):
         code = SLOW
-    failed = [decision.refusal for decision in decisions if WHERE_TRIED in decision.refusal]
+    failed = [
+        decision.why_no_kernels for decision in decisions if WHERE_TRIED in decision.why_no_kernels
+    ]
     if any(NO_MEMORY not in refusal for refusal in failed):
         code = BROKEN
     reasons = dict.fromkeys(
-        f"{decision.consequence or 'it runs without kernels'}: the call {decision.refusal}"
-        if decision.refusal
-        else decision.reason
+        f"{decision.slowness_warning or 'it runs without kernels'}: "
+        f"the call {decision.why_no_kernels}"
+        if decision.why_no_kernels
+        else decision.why_chosen
         for decision in decisions
     )
     why = "; ".join(reasons)
-    if error is not None and out_of_memory(error):
-        return PartResult(part, names, f"not timed, for lack of memory; {why}", None, None, code)
+    if error is not None and out_of_memory_message(error):
+        return OperatorResult(
+            part, names, f"not timed, for lack of memory; {why}", None, None, code
+        )
     if error is not None:
         text = f"{type(error).__name__}: {one_line(str(error))}"
-        return PartResult(part, names, text, None, None, BROKEN)
-    return PartResult(part, names, why, seconds, _share_of_peak(part, seconds, device), code)
+        return OperatorResult(part, names, text, None, None, BROKEN)
+    return OperatorResult(part, names, why, seconds, _share_of_peak(part, seconds, device), code)
 
 
 def _shortest_seconds(compiled, shapes) -> float:
-    """Returns the shortest time of some calls of a compiled function with random arguments."""
+    """Returns the shortest time of several calls of a compiled function with random arguments."""
     import jax
 
     keys = jax.random.split(jax.random.key(0), len(shapes))
@@ -390,40 +421,42 @@ def _shortest_seconds(compiled, shapes) -> float:
     return min(times)
 
 
-def _share_of_peak(part: TestedPart, seconds: float, device) -> float | None:
+def _share_of_peak(part: TestedOperator, seconds: float, device) -> float | None:
     from qwen3next_jax.sharding.chips import find_chip
 
     chip = find_chip(device.device_kind)
     if chip is None:
         return None
     bandwidth = chip.hbm_bandwidth / chip.devices_per_chip
-    return max(part.flops / chip.device_flops, part.bytes / bandwidth) / seconds
+    return max(part.flops / chip.device_flops, part.memory_bytes / bandwidth) / seconds
 
 
-def _print_results(results: Sequence[PartResult], console: Console) -> None:
-    """Prints a table of the times, and below it why each implementation runs."""
+def _print_results(results: Sequence[OperatorResult], console: Console) -> None:
+    """Prints a table of the times, and below the table why each implementation was chosen."""
     table = Table("operator", "runs as", box=SIMPLE)
     table.add_column("forward and backward", justify="right")
     table.add_column("of the data sheet", justify="right")
     for result in results:
         table.add_row(
-            result.part.name,
-            result.runs_as or "–",
-            "–" if result.seconds is None else f"{1e3 * result.seconds:.2f} ms",
-            "–" if result.share is None else f"{result.share:.0%}",
+            result.operator.table_name,
+            result.implementation_names or "–",
+            "–" if result.shortest_seconds is None else f"{1e3 * result.shortest_seconds:.2f} ms",
+            "–" if result.share_of_peak is None else f"{result.share_of_peak:.0%}",
         )
     console.print(table)
     names: dict[str, list[str]] = {}
     for result in results:
-        names.setdefault(result.why, []).append(result.part.name)
+        names.setdefault(result.reason_or_error, []).append(result.operator.table_name)
     for why, same in names.items():
         console.print(f"{', '.join(same)}: {why}", markup=False)
 
 
-def _verdict(results: Sequence[PartResult]) -> int:
-    """Prints the verdict, and returns the exit code."""
-    code = max(result.code for result in results)
-    names = ", ".join(result.part.name for result in results if result.code == code)
+def _print_verdict(results: Sequence[OperatorResult]) -> int:
+    """Prints whether all kernels run, or which operators are slow or broken. Returns the
+    exit code.
+    """
+    code = max(result.exit_code for result in results)
+    names = ", ".join(result.operator.table_name for result in results if result.exit_code == code)
     print(
         {
             ExitCode.DONE: "all kernels run",
@@ -434,8 +467,8 @@ def _verdict(results: Sequence[PartResult]) -> int:
     return code
 
 
-def _print_plan(console: Console) -> None:
-    """Prints what the command compares on a machine with a GPU or TPUs."""
+def _print_untimed_operators(console: Console) -> None:
+    """Prints a table of the operators that the command times on a machine with a GPU or TPUs."""
     console.print(
         "JAX computes on a CPU here, which runs every operator without kernels. On a GPU or a TPU "
         "this command compares"
@@ -443,12 +476,12 @@ def _print_plan(console: Console) -> None:
     table = Table("operator", "forward and backward on", box=SIMPLE)
     table.add_column("TFLOP", justify="right")
     table.add_column("GB", justify="right")
-    for part in tested_parts(ROWS, LENGTH):
+    for part in tested_operators(ROWS, LENGTH):
         table.add_row(
-            part.name,
-            ", ".join(f"{x.dtype} {list(x.shape)}" for x in part.shapes[:2]),
+            part.table_name,
+            ", ".join(f"{x.dtype} {list(x.shape)}" for x in part.argument_shapes[:2]),
             f"{part.flops / 1e12:.2f}",
-            f"{part.bytes / 1e9:.2f}",
+            f"{part.memory_bytes / 1e9:.2f}",
         )
     console.print(table)
     console.print("with the time that the chip's data sheet allows for these operations and bytes.")

@@ -1,8 +1,8 @@
 """Evaluates a run or a Hugging Face directory: `python eval.py --workdir=runs/tiny
 [--suite=heldout,mqar,niah --lengths=256,1024]`.
 
-Without `--config` the evaluation uses the run's own configuration. A `--config` may name other
-data.
+Without `--config`, the evaluation uses the configuration of the run. A `--config` file may name
+other data.
 """
 
 import sys
@@ -11,7 +11,7 @@ from absl import flags
 
 from qwen3next_jax.commands import checks, config_flags, process_setup, run_flags
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
-from qwen3next_jax.runs.record import recorded_config
+from qwen3next_jax.runs.record import read_config_if_readable
 from qwen3next_jax.training import unused_settings
 
 get_config = config_flags.define_config_flag()
@@ -38,20 +38,20 @@ def main() -> int:
     workdir = get_workdir(config.name if config else None)
     for name in _suite.value:
         check_name(EVALUATIONS, name, "--suite")
-    checks.check_writable("json", _json.value)
-    checks.check_model("workdir", workdir)
-    given = config_flags.given_settings(may_resume=True)
+    checks.check_result_file("json", _json.value)
+    checks.check_and_read_model_config("workdir", workdir)
+    given = config_flags.settings_given_by_user(may_resume=True)
     if config:
-        resumed = recorded_config(workdir)
+        resumed = read_config_if_readable(workdir)
         unused_settings.check_effect_and_targets(config, given, resumed)
     loading = get_loading()
     lengths, pairs = (
-        checks.positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs)
+        checks.parse_positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs)
     )
     print(f"{workdir}: loading and compiling", file=sys.stderr, flush=True)
     process_setup.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
-    from qwen3next_jax.commands.evaluate import evaluate
+    from qwen3next_jax.commands.evaluate import evaluate_and_print
     from qwen3next_jax.evals.evaluation import EvalOptions
     from qwen3next_jax.trained.load import distributed_command
 
@@ -60,7 +60,7 @@ def main() -> int:
             unused_settings.check_effect_and_targets(
                 config, given, resumed, unused_settings.find_unused_by_mixers_and_evals
             )
-        return evaluate(
+        return evaluate_and_print(
             config,
             workdir,
             tuple(_suite.value),

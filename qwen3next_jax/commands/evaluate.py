@@ -13,20 +13,20 @@ from typing import NamedTuple
 from flax import nnx
 from rich.table import Table
 
-from qwen3next_jax.commands.console import make_console, waiting
-from qwen3next_jax.common.errors import UserError, escape_lines
-from qwen3next_jax.common.metrics import Metric, MetricValue, to_metric_values
+from qwen3next_jax.commands.console import make_console, show_while_waiting
+from qwen3next_jax.common.errors import UserError, escape_control_in_lines
+from qwen3next_jax.common.metrics import Metric, MetricValue, pair_with_declarations
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import Config, DataConfig, MeshConfig, ModelConfig
-from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.config.compatibility import settings_incompatible_with_weights
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
-from qwen3next_jax.data.pipeline import Data, open_data
+from qwen3next_jax.data.pipeline import DataSource, open_data
 from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.tokens import Tokenizer, same_token_ids
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.processes.distributed import is_process_0, process_0_first
-from qwen3next_jax.runs.checkpoint import Step
-from qwen3next_jax.runs.facts import tokenizer_of_model
+from qwen3next_jax.runs.checkpoint import StepChoice
+from qwen3next_jax.runs.facts import tokenizer_of_init_from
 from qwen3next_jax.runs.record import read_config
 from qwen3next_jax.trained.load import describe_ema_choice, load_model
 from qwen3next_jax.training.stages import resolve_stages, stage_at
@@ -38,29 +38,29 @@ class EvaluationResult(NamedTuple):
 
     Attributes:
       name: the name of the evaluation, such as "heldout".
-      title: the name, the model and the step, for people.
+      title: a line for readers with the name, the model and the step.
       step: the step of the checkpoint; None for a Hugging Face directory.
-      values: {name of a value: number}.
-      metrics: the declarations of the metrics.
-      belongs_to_run: whether the model is that of the run, with all its settings, so that the
-        results belong into the run's folder.
+      values: name of a value → the value.
+      metric_declarations: name of a metric → its declaration.
+      belongs_in_run_folder: whether the model is that of the run, with all its settings, so that
+        the results belong into the run's folder.
     """
 
     name: str
     title: str
     step: int | None
     values: dict[str, float]
-    metrics: Mapping[str, Metric]
-    belongs_to_run: bool
+    metric_declarations: Mapping[str, Metric]
+    belongs_in_run_folder: bool
 
 
-def evaluate(
+def evaluate_and_print(
     config: Config | None,
     path: pathlib.Path,
     names: tuple[str, ...] = ("heldout",),
     options: evaluation.EvalOptions = evaluation.EvalOptions(),
     json_path: str = "",
-    step: Step = None,
+    step: StepChoice = None,
     mesh: MeshConfig | None = None,
     dtype: str = "float32",
     ema: bool = False,
@@ -68,23 +68,25 @@ def evaluate(
     """Runs evaluations, and prints the results of each evaluation as a table. Returns the exit
     code.
 
-    If there are several processes, all must call this function; process 0 prints and writes.
+    If there are several processes, each must call this function; process 0 prints and writes.
 
     Args:
-      config, path, names, options, step, mesh, dtype, ema: as for `run_evaluations`.
+      config, path, names, options, step, mesh, dtype, ema: arguments of `run_evaluations`.
       json_path: path of a file to which the results are written; "" for none. The results of a run
         are also written to RUN/eval/NAME.json, or NAME_average.json with `ema`, unless `config`
         changes settings of the model.
 
     Raises:
-      UserError: as `run_evaluations` does, or a file cannot be written.
+      UserError: `run_evaluations` raises a UserError, or a file cannot be written.
     """
     results, wrote = {}, False
-    during = waiting if is_process_0() else nullcontext
+    during = show_while_waiting if is_process_0() else nullcontext
     for result in run_evaluations(config, path, names, options, step, mesh, dtype, ema, during):
-        _print_values(result.title, to_metric_values(result.values, result.metrics))
+        _print_values(
+            result.title, pair_with_declarations(result.values, result.metric_declarations)
+        )
         results[result.name] = {"step": result.step} | result.values
-        if result.belongs_to_run:
+        if result.belongs_in_run_folder:
             name = f"{result.name}_average" if ema else result.name
             _write_values(path / "eval" / f"{name}.json", results[result.name])
             wrote = True
@@ -100,33 +102,30 @@ def run_evaluations(
     path: pathlib.Path,
     names: tuple[str, ...] = ("heldout",),
     options: evaluation.EvalOptions = evaluation.EvalOptions(),
-    step: Step = None,
+    step: StepChoice = None,
     mesh: MeshConfig | None = None,
     dtype: str = "float32",
     ema: bool = False,
     during: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[EvaluationResult]:
-    """Yields the results of each evaluation when it ends.
+    """Runs evaluations, and yields the results of each evaluation as soon as it ends.
 
-    If there are several processes, all must call this function.
+    If there are several processes, each must call this function.
 
     Args:
       config: the configuration of the evaluation, which names the data. None: the configuration of
-        the run, or for a Hugging Face directory the default data. For a run, the weights of the
-        run's model must fit the model of `config`: `config` may change the data, the row length,
-        and settings of the model that do not change the meaning of its weights
-        (`config.compatibility`).
+        the run, or for a Hugging Face directory the default data. If `path` is a run, `config` may
+        change the data, the row length, and settings of the model that do not change the meaning of
+        its weights (`config.compatibility`).
       path: the folder of a run, or a Hugging Face directory.
       names: names of evaluations.
       options: the options of all evaluations.
-      step: as for `load_model`.
-      mesh: as for `load_model`.
-      dtype: as for `load_model`.
-      ema: as for `load_model`.
-      during: shows a text while its block runs.
+      step, mesh, dtype, ema: arguments of `load_model`.
+      during: function that maps a text to a context manager, which shows the text while an
+        evaluation runs.
 
     Raises:
-      UserError: an evaluation does not exist or cannot run on this model. This error is raised
+      UserError: an evaluation does not exist or cannot run on this model; the error is raised
         before anything is computed.
     """
     for name in names:
@@ -135,7 +134,7 @@ def run_evaluations(
     if is_run:
         trained = read_config(path)
         if config is not None:
-            _check_same_weights(config.model, trained.model, path)
+            _check_weights_fit_config(config.model, trained.model, path)
         else:
             # "" means the copy of the tokenizer in the run's folder; the original file may be gone.
             data = dataclasses.replace(trained.data, tokenizer="")
@@ -146,7 +145,7 @@ def run_evaluations(
             f"{path}: no tokenizer.json there: put the model's own beside its config.json"
         )
     if config is not None and not config.data.tokenizer:
-        data = dataclasses.replace(config.data, tokenizer=tokenizer_of_model(str(path)))
+        data = dataclasses.replace(config.data, tokenizer=tokenizer_of_init_from(str(path)))
         config = dataclasses.replace(config, data=data)
     if is_run:
         # Evaluates with the row length and batch size of the stage that was trained last.
@@ -154,7 +153,7 @@ def run_evaluations(
     graphdef, params = nnx.split(model, nnx.Param)
     described = config.model if is_run else model.config
     # `other` names the settings of the model that --config changes.
-    if other := described.differs(model.config):
+    if other := described.differing_settings(model.config):
         graphdef, _ = abstract_model(described)
     if config is not None:
         data, length, batch_size = (
@@ -169,7 +168,7 @@ def run_evaluations(
     vocab_size = model.config.vocab_size
 
     @functools.cache
-    def open_once() -> Data:
+    def open_once() -> DataSource:
         return process_0_first(
             lambda: _open_data(data, length, batch_size, path, tokenizer, vocab_size)
         )
@@ -194,14 +193,16 @@ def run_evaluations(
         )
 
 
-def _check_same_weights(model: ModelConfig, trained: ModelConfig, workdir: pathlib.Path) -> None:
+def _check_weights_fit_config(
+    model: ModelConfig, trained: ModelConfig, workdir: pathlib.Path
+) -> None:
     """Checks that `model`, the model of --config, can use the weights of `trained`, the model of
     the run in `workdir`.
 
     Raises:
-      UserError: a setting of `model` requires weights of another shape or meaning.
+      UserError: a setting of `model` requires weights with another shape or meaning.
     """
-    for name in sorted(weights_differ(model, trained))[:1]:
+    for name in sorted(settings_incompatible_with_weights(model, trained))[:1]:
         theirs, ours = (
             c.mixers if name == "layer_types" else getattr(c, name) for c in (trained, model)
         )
@@ -218,7 +219,7 @@ def _open_data(
     path: pathlib.Path,
     tokenizer: Tokenizer,
     vocab_size: int,
-) -> Data:
+) -> DataSource:
     """Opens the data, and checks that they were tokenized with `tokenizer`, the tokenizer of the
     model in `path`.
 
@@ -237,13 +238,13 @@ def _open_data(
 
 
 def _print_values(title: str, values: list[MetricValue]) -> None:
-    """Prints the values as a table. If there are several metrics, all measured under the same
-    conditions (loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition
-    and a column per metric; otherwise it has a row per value.
+    """Prints the values as a table. If several metrics were measured under the same conditions
+    (such as loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition and
+    a column per metric. Otherwise the table has a row per value.
     """
-    cells = {(value.kind, value.condition): str(value) for value in values}
-    titles = {value.kind: value.metric.title for value in values}
-    conditions = {value.condition: value.condition_text for value in values}
+    cells = {(value.metric_name, value.condition_in_key): str(value) for value in values}
+    titles = {value.metric_name: value.metric.title for value in values}
+    conditions = {value.condition_in_key: value.displayed_condition for value in values}
     if len(cells) == len(titles) * len(conditions) > len(titles):
         table = Table("", *titles.values())
         for condition, text in conditions.items():
@@ -251,9 +252,9 @@ def _print_values(title: str, values: list[MetricValue]) -> None:
     else:
         table = Table("", "", show_header=False)
         for value in values:
-            table.add_row(value.label, str(value))
+            table.add_row(value.title_and_condition, str(value))
     console = make_console()
-    console.print(escape_lines(title), markup=False)
+    console.print(escape_control_in_lines(title), markup=False)
     console.print(table)
 
 

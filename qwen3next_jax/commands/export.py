@@ -7,12 +7,12 @@
 
 The weights are read onto the run's mesh and written tensor by tensor. If the command is killed, the
 same command continues and keeps the complete files. If the run began with a Hugging Face directory,
-the export has the form of that directory, and its other parts are copied (docs/families.md). --form
-chooses another form, --source says where that directory is now, and --novision leaves out its
-vision tower.
+the export has the same format as this directory; a vision tower and the other fields of config.json
+are copied from it (docs/families.md). --form chooses another format. --source names the directory
+if it has moved. --novision leaves out the vision tower.
 
-Adapters (model.lora) are merged into their matrices. With --adapter they are written alone, as
-PEFT's adapter_model.safetensors and adapter_config.json (docs/adapting.md).
+Adapters (model.lora) are merged into their matrices. With --adapter, only the adapters are written,
+as PEFT's adapter_model.safetensors and adapter_config.json (docs/adapting.md).
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ import typing
 from absl import flags
 
 from qwen3next_jax.commands import checks, interrupts, process_setup, run_flags
-from qwen3next_jax.commands.console import waiting
+from qwen3next_jax.commands.console import show_while_waiting
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.installation import shell_command
+from qwen3next_jax.common.installation import command_line_start
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.writing import require_empty_folder
@@ -36,7 +36,7 @@ def main() -> int:
     if not _out.value:
         raise UserError("--out is missing: expected the folder to write, such as --out=exported")
     out = to_path(_out.value, "--out=")
-    checks.check_model("workdir", workdir)
+    checks.check_and_read_model_config("workdir", workdir)
     loading = get_loading()
     require_empty_folder(out)
     # SIGTERM acts like Ctrl-C: the folder --out does not appear, and complete files are kept in a
@@ -51,8 +51,8 @@ def main() -> int:
     if _adapter.value:
         return _export_adapter(workdir, out, loading.step, loading.ema)
     with distributed_command(loading.launch, workdir):
-        source, form = _base_model(workdir)
-        with waiting(f"reading {workdir}"):
+        source, form = _base_folder_and_format(workdir)
+        with show_while_waiting(f"reading {workdir}"):
             model, tokenizer, step, _, identity = load_model(
                 workdir, loading.step, loading.mesh, loading.dtype, ema=loading.ema
             )
@@ -62,8 +62,8 @@ def main() -> int:
             model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
         model.config = config_for_export(model.config, _form.value, source, form)
         which = "the model" if step is None else f"the model after step {step}"
-        which += "" if step is None else _parameters_note(workdir, loading.ema)
-        with waiting(f"writing {which} to {out}, as {model.config.hf_form}"):
+        which += "" if step is None else _exported_parameters_note(workdir, loading.ema)
+        with show_while_waiting(f"writing {which} to {out}, as {model.config.hf_form}"):
             save_hf(
                 model,
                 out,
@@ -77,13 +77,16 @@ def main() -> int:
         size = sum(f.stat().st_size for f in files)
         print(
             f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB, {which}; "
-            f"next: {shell_command('generate')} --model={shlex.quote(_out.value)} --prompt='def '"
+            f"next: {command_line_start('generate')} --model={shlex.quote(_out.value)} "
+            "--prompt='def '"
         )
     return 0
 
 
-def _parameters_note(workdir: str, ema: bool) -> str:
-    """Says for a run with `train.ema` which parameters are exported; "" for others."""
+def _exported_parameters_note(workdir: str, ema: bool) -> str:
+    """Returns a text that says whether the newest or the averaged parameters are exported; "" if
+    the run has no average (`train.ema` is 0).
+    """
     from qwen3next_jax.runs.record import read_config
     from qwen3next_jax.trained.load import describe_ema_choice
 
@@ -91,8 +94,8 @@ def _parameters_note(workdir: str, ema: bool) -> str:
 
 
 def _export_adapter(workdir: str, out: pathlib.Path, step, ema: bool) -> int:
-    """Writes the adapters of the run in `workdir`, or with `ema` their average, as PEFT's files.
-    `step`: the value of --step.
+    """Writes the adapters of the run in `workdir` as PEFT's files. With `ema`, the moving average
+    of the adapters is written. `step`: the value of --step.
     """
     from qwen3next_jax.interop.peft import save_adapter
     from qwen3next_jax.runs.checkpoint import load_adapters
@@ -100,19 +103,21 @@ def _export_adapter(workdir: str, out: pathlib.Path, step, ema: bool) -> int:
 
     base = to_path(_source.value, "--source=") if _source.value else find_adapter_base(workdir)
     found = load_adapters(to_path(workdir), step, ema)
-    _, form = _base_model(workdir)
-    config = dataclasses.replace(found.config, hf_form=_form.value or form or found.config.hf_form)
-    modules = save_adapter(config, found.adapters, out, str(base or ""), found.base_digest)
+    _, form = _base_folder_and_format(workdir)
+    config = found.model_config
+    config = dataclasses.replace(config, hf_form=_form.value or form or config.hf_form)
+    digest = found.frozen_manifest_digest
+    modules = save_adapter(config, found.adapters, out, str(base or ""), digest)
     described = base or "an export of the model with which the run began"
     print(
         f"{_out.value}: adapters of {modules} modules after step {found.step}"
-        f"{_parameters_note(workdir, ema)}; load them with "
+        f"{_exported_parameters_note(workdir, ema)}; load them with "
         f"PeftModel.from_pretrained(base, {_out.value!r}), where base is {described}"
     )
     return 0
 
 
-def _base_model(workdir: str) -> tuple[pathlib.Path | None, str]:
+def _base_folder_and_format(workdir: str) -> tuple[pathlib.Path | None, str]:
     """Returns the Hugging Face directory with which the run began, and the format of that
     directory, a value of `model.hf_form`. The directory is None if the run began with random
     weights. The format is "" if --source names the directory.

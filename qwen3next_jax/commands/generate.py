@@ -4,8 +4,8 @@
     qwen3next generate --model=HF_DIR --chat  # a template that writes the date gets today's
     qwen3next generate --model=WORKDIR --prompt="def " --samples=8 --record_routing=FOLDER
 
-The command writes the prompt and its continuation, or the answers of a chat, to standard output. It
-writes times, tokens per second and the memory of the cache to standard error.
+The command writes the prompt and its continuation, or the answers of a chat, to standard output.
+Times, tokens per second and the memory of the cache go to standard error.
 """
 
 import datetime
@@ -20,7 +20,7 @@ from absl import flags
 
 from qwen3next_jax.commands import checks, process_setup, run_flags
 from qwen3next_jax.common.errors import UserError, require_path
-from qwen3next_jax.common.metrics import mtp_target
+from qwen3next_jax.common.metrics import displayed_mtp_depth
 from qwen3next_jax.common.storage import to_path
 
 
@@ -31,7 +31,7 @@ def main() -> int:
             "--model is missing: expected the folder of a run or a Hugging Face directory"
         )
     _check_flags()
-    config = checks.check_model("model", _model.value)
+    config = checks.check_and_read_model_config("model", _model.value)
     if _max_new_tokens.value >= (context := config.context_length):
         raise UserError(
             f"--max_new_tokens={_max_new_tokens.value}: expected less than the model's context, "
@@ -64,10 +64,12 @@ def main() -> int:
     from qwen3next_jax.trained.load import distributed_command
 
     with distributed_command(loading.launch, _model.value):
-        return _continue(text, loading, template, ends)
+        return _load_model_and_generate(text, loading, template, ends)
 
 
-def _continue(text: str, loading: run_flags.Loading, template, ends: set[int]) -> int:
+def _load_model_and_generate(
+    text: str, loading: run_flags.LoadingFlags, template, ends: set[int]
+) -> int:
     from qwen3next_jax.trained.load import load_model
 
     model, tokenizer, _, places, _ = load_model(
@@ -94,12 +96,14 @@ def _continue(text: str, loading: run_flags.Loading, template, ends: set[int]) -
 
             def answer(text: str) -> str:
                 needed = len(tokenizer.encode(text)) + _max_new_tokens.value
-                capacity = _cache_capacity(needed, model.config.context_length)
-                return _answer(model, tokenizer, text, request | {"min_cache_length": capacity})
+                capacity = _chat_cache_capacity(needed, model.config.context_length)
+                return _stream_continuation(
+                    model, tokenizer, text, request | {"min_cache_length": capacity}
+                )
 
-            _chat_loop(template.prompt, answer)
+            _chat_loop(template.render_prompt, answer)
         elif _samples.value == 1:
-            _answer(model, tokenizer, text, request, echo=text)
+            _stream_continuation(model, tokenizer, text, request, echo=text)
         else:
             _print_samples(model, tokenizer, text, request)
     except BrokenPipeError:
@@ -108,17 +112,17 @@ def _continue(text: str, loading: run_flags.Loading, template, ends: set[int]) -
     return 0
 
 
-def _cache_capacity(needed: int, context_length: int) -> int:
-    """Returns the number of tokens for which the cache of a chat must have room: the smallest of a
-    few capacities that is at least `needed`. The decoder is compiled anew for each capacity, so the
-    capacities are powers of 4 and the model's context length.
+def _chat_cache_capacity(needed: int, context_length: int) -> int:
+    """Returns the number of tokens for which the cache of a chat must have room: the smallest
+    allowed capacity that is at least `needed`. The decoder is compiled anew for each capacity, so
+    only powers of 4 and the model's context length are allowed.
     """
     capacities = [4**i for i in range(6, 12) if 4**i < context_length] + [context_length]
     return next((capacity for capacity in capacities if capacity >= needed), needed)
 
 
 def _prompt_text() -> str:
-    """Returns the prompt from the flags, a file or standard input; "" for a chat.
+    """Returns the prompt, which a flag, a file or standard input gives; "" for a chat.
 
     Raises:
       UserError: not exactly one of --prompt, --prompt_file and --chat is given, or the prompt is
@@ -164,8 +168,8 @@ def _prompt_text() -> str:
 
 
 def _check_flags() -> None:
-    """Raises UserError, before the model is loaded, if flags contradict each other, or if one has a
-    value that is wrong for every model.
+    """Raises UserError if flags contradict each other, or if a flag has a value that is wrong for
+    every model. The model is not loaded for these checks.
     """
     for flag in (_temperature, _top_p, _min_p):
         if not math.isfinite(flag.value):
@@ -206,8 +210,10 @@ def _check_flags() -> None:
             )
 
 
-class _Timer:
-    """Measures the times of compiling and decoding, and prints them with other figures."""
+class _DecodingTimer:
+    """Measures the times of compiling and decoding, and prints these times, the tokens per second
+    and the memory of the cache.
+    """
 
     def __init__(self):
         self._began = time.perf_counter()
@@ -215,17 +221,17 @@ class _Timer:
         self._compile_seconds = 0.0
         self._pieces: list[tuple[float, int]] = []  # (time of arrival in seconds, number of tokens)
 
-    def on_compile(self) -> None:
+    def announce_compilation(self) -> None:
         if not self._compiles:
             print("compiling, or loading a compiled program …", file=sys.stderr, flush=True)
         self._compiles = True
 
-    def start(self) -> None:
-        """Records that compilation has ended and decoding begins."""
+    def mark_decoding_start(self) -> None:
+        """Records the current time as the end of compilation and the start of decoding."""
         now = time.perf_counter()
         self._compile_seconds, self._began = now - self._began, now
 
-    def add_piece(self, tokens: int) -> None:
+    def add_tokens(self, tokens: int) -> None:
         self._pieces.append((time.perf_counter(), tokens))
 
     def print_figures(self, model, prompts: list, stream, min_cache_length: int = 0) -> None:
@@ -258,30 +264,32 @@ class _Timer:
                 parts.append(f"then {later} tokens at {later / (last - first):,.0f} tokens/s")
         if _speculative.value and any(stream.drafted):
             shares = stream.accepted / stream.drafted
-            accepted = ", ".join(f"{mtp_target(d)} {share:.1%}" for d, share in enumerate(shares))
+            accepted = ", ".join(
+                f"{displayed_mtp_depth(d)} {share:.1%}" for d, share in enumerate(shares)
+            )
             parts.append(
                 f"{stream.tokens / stream.passes:.2f} tokens per pass of the model, drafts "
                 f"accepted {accepted}"
             )
         parts.append(
-            f"cache {_format_bytes(sum(size.values()))} (states {_format_bytes(size['state'])}, "
-            f"slots {_format_bytes(size['slots'])})"
+            f"cache {_megabytes_text(sum(size.values()))} "
+            f"(states {_megabytes_text(size['state'])}, slots {_megabytes_text(size['slots'])})"
         )
         print(" · ".join(parts), file=sys.stderr)
 
 
-def _begin(model, prompts: list, request: dict):
-    """Starts to decode. Returns a running timer and the stream of new tokens."""
+def _start_decoding(model, prompts: list, request: dict):
+    """Starts to decode. Returns a timer that has started, and the stream of new tokens."""
     from qwen3next_jax.inference import decode
 
-    timer = _Timer()
-    stream = decode.generate(model, prompts, on_compile=timer.on_compile, **request)
-    timer.start()
+    timer = _DecodingTimer()
+    stream = decode.generate(model, prompts, on_compile=timer.announce_compilation, **request)
+    timer.mark_decoding_start()
     return timer, stream
 
 
-def _answer(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
-    """Writes `echo` and then the continuation of `text` to standard output, as its tokens are
+def _stream_continuation(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
+    """Writes `echo` to standard output, and then the continuation of `text`, while its tokens are
     generated. Ctrl-C ends the continuation. Returns the continuation.
     """
     from qwen3next_jax.inference.streaming import DecodeStream
@@ -296,11 +304,11 @@ def _answer(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
 
     for token in prompt[-16:]:
         texts.add(token)
-    timer, stream = _begin(model, [prompt], request)
+    timer, stream = _start_decoding(model, [prompt], request)
     print(echo, end="", flush=True)
     try:
         for (tokens,) in stream:
-            timer.add_piece(len(tokens))
+            timer.add_tokens(len(tokens))
             new.extend(tokens)
             write("".join(map(texts.add, tokens)))
     except KeyboardInterrupt:
@@ -308,18 +316,18 @@ def _answer(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
     write(texts.end())
     print(flush=True)
     timer.print_figures(model, [prompt], stream, request.get("min_cache_length", 0))
-    _write_routing(model, prompt, [new], stream)
+    _write_recorded_routing(model, prompt, [new], stream)
     return "".join(written)
 
 
 def _print_samples(model, tokenizer, text: str, request: dict) -> None:
     """Generates `--samples` continuations of `text`, and prints them when all have ended."""
     prompts = [tokenizer.encode(text)] * _samples.value
-    timer, stream = _begin(model, prompts, request)
+    timer, stream = _start_decoding(model, prompts, request)
     new: list[list[int]] = [[] for _ in prompts]
     try:
         for piece in stream:
-            timer.add_piece(sum(map(len, piece)))
+            timer.add_tokens(sum(map(len, piece)))
             for row, tokens in zip(new, piece):
                 row.extend(tokens)
     except KeyboardInterrupt:
@@ -327,20 +335,22 @@ def _print_samples(model, tokenizer, text: str, request: dict) -> None:
     for i, row in enumerate(new):
         print(f"--- sample {i + 1} of {len(new)} ---\n{text}{tokenizer.decode(row)}", flush=True)
     timer.print_figures(model, prompts, stream)
-    _write_routing(model, prompts[0], new, stream)
+    _write_recorded_routing(model, prompts[0], new, stream)
 
 
-def _write_routing(model, prompt, new: list[list[int]], stream) -> None:
-    """With --record_routing, writes a file for each continuation of `prompt`."""
+def _write_recorded_routing(model, prompt, new: list[list[int]], stream) -> None:
+    """If --record_routing is given, writes for each continuation of `prompt` a file with the tokens
+    and the experts that the router chose.
+    """
     if _record_routing.value is None:
         return
-    from qwen3next_jax.data.recorded import write_recorded
+    from qwen3next_jax.data.recorded import write_recorded_text
 
     folder = pathlib.Path(_record_routing.value)
     # The experts are there only if the stream has ended. Texts without new tokens teach nothing.
     texts = [(row, experts) for row, experts in zip(new, stream.routed_experts) if row]
     for row, experts in texts:
-        write_recorded(folder, model.config, [*prompt, *row], experts, len(prompt))
+        write_recorded_text(folder, model.config, [*prompt, *row], experts, len(prompt))
     print(f"{folder}: wrote the experts of {len(texts)} of {len(new)} texts", file=sys.stderr)
 
 
@@ -348,8 +358,8 @@ def _chat_loop(
     template: Callable[[list[dict[str, str]]], str], answer: Callable[[str], str]
 ) -> None:
     """Reads lines from standard input and answers each line, until the input ends. If the model
-    cannot answer a message and the input is a terminal, prints an error line and continues the chat
-    without the message.
+    cannot answer a message and the input is a terminal, prints an error and continues the chat
+    without this message.
 
     Args:
       template: maps the messages so far to the prompt.
@@ -379,7 +389,7 @@ def _chat_loop(
             print(f"error: {error}", file=sys.stderr, flush=True)
 
 
-def _format_bytes(count: int) -> str:
+def _megabytes_text(count: int) -> str:
     return f"{count / 1e6:,.2f} MB"
 
 

@@ -23,8 +23,8 @@ def main() -> int:
         raise UserError(
             "--model and --tasks are needed: a run or a Hugging Face directory, and names of tasks"
         )
-    checks.check_model("model", _model.value)
-    checks.check_writable("json", _json.value)
+    checks.check_and_read_model_config("model", _model.value)
+    checks.check_result_file("json", _json.value)
     loading = get_loading()
     try:
         import lm_eval
@@ -35,7 +35,7 @@ def main() -> int:
             f"lm-evaluation-harness is not installed ({error}): {how_to_install('evals')}"
         ) from error
     process_setup.enable_compilation_cache()
-    from qwen3next_jax.data.contamination import find_parts
+    from qwen3next_jax.data.contamination import find_tokenized_parts
     from qwen3next_jax.data.store import Store
     from qwen3next_jax.evals.contamination import contamination_of_tasks
     from qwen3next_jax.evals.harness import HarnessModel
@@ -62,7 +62,7 @@ def main() -> int:
         )
         if _prepared_dir.value:
             # A mistake in --prepared_dir is reported before the tasks run.
-            find_parts(Store(_prepared_dir.value), tokenizer)
+            find_tokenized_parts(Store(_prepared_dir.value), tokenizer)
         results = lm_eval.simple_evaluate(
             subject,
             tasks=_tasks.value,
@@ -77,7 +77,7 @@ def main() -> int:
             found = contamination_of_tasks(results["samples"], tokenizer, _prepared_dir.value)
             for task, of_task in found.items():
                 print(f"{task}: {of_task.summary()}")
-                contamination[task] = of_task.counts()
+                contamination[task] = of_task.counts_by_verdict()
         if _json.value and is_process_0():
             kept = {name: results[name] for name in ("results", "versions", "n-samples", "n-shot")}
             kept |= {"contamination": contamination} if _prepared_dir.value else {}

@@ -1,4 +1,6 @@
-"""The text of `--help`: a command's docstring, its flags and, if it reads configs, the settings."""
+"""Makes the text of `--help`: a command's docstring, its flags, and the settings if the command
+reads configs.
+"""
 
 import itertools
 import re
@@ -8,10 +10,10 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from qwen3next_jax.commands.config_flags import reads_settings
+from qwen3next_jax.commands.config_flags import command_accepts_setting_flags
 from qwen3next_jax.common.errors import UserError, did_you_mean
 from qwen3next_jax.config import Config, MixerConfig
-from qwen3next_jax.config.describe import list_settings, mixer_settings
+from qwen3next_jax.config.describe import list_settings, settings_by_mixer
 
 
 def help_text(doc: str) -> str:
@@ -20,7 +22,7 @@ def help_text(doc: str) -> str:
     lines = [doc.strip(), "", "flags:"]
     for name, text in _flag_entries():
         lines += _format_entry(name, text, width)
-    if reads_settings():
+    if command_accepts_setting_flags():
         lines += ["", "settings, with their defaults (--help WORD shows those with this word):"]
         for _, entries in itertools.groupby(_setting_entries(), lambda entry: entry[0]):
             lines.append("")
@@ -29,15 +31,15 @@ def help_text(doc: str) -> str:
     return "\n".join(lines)
 
 
-def help_on(word: str) -> str:
-    """Returns the text of `--help WORD`: the flags and settings that have the word in their name or
-    meaning.
+def help_on_word(word: str) -> str:
+    """Returns the text of `--help WORD`: the flags and settings whose name or meaning contains the
+    word.
 
     Raises:
-      UserError: none has it.
+      UserError: no flag and no setting contains the word.
     """
     entries = _flag_entries()
-    if reads_settings():
+    if command_accepts_setting_flags():
         entries += [(name, text) for _, name, text in _setting_entries()]
     found = [entry for entry in entries if word.lower() in " ".join(entry).lower()]
     if not found:
@@ -49,8 +51,8 @@ def help_on(word: str) -> str:
     return "\n".join(line for entry in found for line in _format_entry(*entry, _help_width()))
 
 
-def own_flags() -> list[str]:
-    """Returns the names of the flags that this package defines. Other flags are from libraries."""
+def flags_of_this_package() -> list[str]:
+    """Returns the names of the flags that this package defines. Libraries define other flags."""
     modules = {name: flags.FLAGS.find_module_defining_flag(name) for name in flags.FLAGS}
     return sorted(name for name, module in modules.items() if module.startswith("qwen3next_jax."))
 
@@ -60,9 +62,9 @@ def _help_width() -> int:
 
 
 def _flag_entries() -> list[tuple[str, str]]:
-    """Returns (flag, meaning) of the command's own flags."""
+    """Returns (flag, meaning) for each flag that this package defines."""
     entries = []
-    for flag in map(flags.FLAGS.__getitem__, own_flags()):
+    for flag in map(flags.FLAGS.__getitem__, flags_of_this_package()):
         default = (
             ""
             if flag.default in (None, "", False, []) or "(default" in flag.help
@@ -74,16 +76,14 @@ def _flag_entries() -> list[tuple[str, str]]:
 
 
 def _setting_entries() -> Iterator[tuple[str, str, str]]:
-    """Yields (group, flag with its default, meaning) of every setting, in the order of the
-    groups.
-    """
+    """Yields (group, flag with the default value, meaning) of every setting, group by group."""
     for name, default, allowed, meaning in list_settings(Config):
         group = name.rpartition(".")[0]
         if isinstance(default, tuple):
             default = ",".join(map(str, default))
         if isinstance(default, MixerConfig):
             yield group, f"--config.{name}.SETTING=…", meaning
-            for mixer, own in mixer_settings().items():
+            for mixer, own in settings_by_mixer().items():
                 text = ", ".join(f"{setting.name}={setting.default}" for setting in own)
                 yield group, f"  {mixer}:", text
             continue
@@ -92,8 +92,8 @@ def _setting_entries() -> Iterator[tuple[str, str, str]]:
 
 
 def _format_entry(name: str, text: str, width: int) -> list[str]:
-    """Returns the lines of `--help` for one name. The text begins on the line of the name, or below
-    it if the name is long.
+    """Returns the lines of `--help` for one flag or setting. The text begins on the line of the
+    name, or on the next line if the name is long.
     """
     if len(name) > 22:
         return [

@@ -9,10 +9,11 @@ import time
 from qwen3next_jax.common.errors import ExitCode
 
 
-class Interrupts(threading.Thread):
-    """Reacts to Ctrl-C while XLA compiles. Python raises KeyboardInterrupt only after the compile,
-    which can take minutes; this thread prints a line at the first Ctrl-C and ends the process at
-    the second. It does nothing while a command has its own handler of SIGINT.
+class InterruptThread(threading.Thread):
+    """A thread that reacts to Ctrl-C while XLA compiles. Python raises KeyboardInterrupt only after
+    the compilation, which can take minutes. This thread prints a line at the first Ctrl-C, and ends
+    the process at the second. While a command has its own handler of SIGINT, the thread does
+    nothing.
     """
 
     def __init__(self):
@@ -37,8 +38,8 @@ class Interrupts(threading.Thread):
 
 
 def interrupt_at_sigterm() -> None:
-    """Makes SIGTERM act like Ctrl-C. Without it the process ends without a line, for example where
-    a scheduler's time is over. It is for commands that do not stay in compiled code for long.
+    """Makes SIGTERM act like Ctrl-C. Otherwise a process that a scheduler ends by SIGTERM would
+    print no line. Only commands that do not stay in compiled code for long call this.
     """
 
     def interrupt(number: int, frame: object) -> None:

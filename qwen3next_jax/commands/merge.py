@@ -5,14 +5,15 @@
 
     qwen3next merge runs/a@200 runs/b@200 --out=exported --export [--dtype=bfloat16]
 
-RUN alone is the newest checkpoint of a run. The new run has the configuration, the optimizer state,
-the step and the data of the last checkpoint: `train --config=… --workdir=runs/merged` continues it,
-and --config.train.init_from=runs/merged begins a run with its parameters. With --export the mean is
-written as a Hugging Face directory instead.
+RUN without @STEP means the newest checkpoint of a run. The new run has the configuration, the
+optimizer state, the step and the position in the data of the last checkpoint. The command
+`train --config=… --workdir=runs/merged` continues the new run, and
+--config.train.init_from=runs/merged begins another run with its parameters. With --export the mean
+is written as a Hugging Face directory instead.
 
-The decays linear, cosine and 1-sqrt weigh the checkpoints of a run of constant learning rate so
-that they stand in for a decay of the rate from the first checkpoint to the last (WSM, 2507.17634;
-docs/adapting.md).
+--weights=linear, cosine or 1-sqrt weighs the checkpoints of a run with a constant learning rate so
+that their mean approximates the result of a decay of the learning rate from the first checkpoint to
+the last (WSM, 2507.17634; docs/adapting.md).
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from absl import flags
 from qwen3next_jax.commands import process_setup, run_flags
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, escape_control
-from qwen3next_jax.common.installation import shell_command
+from qwen3next_jax.common.installation import command_line_start
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MeshConfig
 from qwen3next_jax.interop.writing import require_empty_folder
@@ -38,7 +39,7 @@ def main(names: list[str]) -> int:
         raise UserError("--out is missing: expected the folder to write, such as --out=runs/merged")
     if _dtype.value and not _export.value:
         raise UserError("--dtype: the parameters of a run stay float32: add --export, or omit it")
-    out, sizes = to_path(_out.value, "--out="), run_flags.read_mesh(_mesh.value)
+    out, sizes = to_path(_out.value, "--out="), run_flags.parse_mesh_flag(_mesh.value)
     launch = get_launch()
     if _export.value:
         require_empty_folder(out)
@@ -66,19 +67,19 @@ def main(names: list[str]) -> int:
             print(escape_control(f"{weight:8.4f} × {source.folder} after step {source.step}"))
         quoted = shlex.quote(_out.value)
         if _export.value:
-            _write_export(sources, weights, mesh, out)
-            next_command = f"{shell_command('generate')} --model={quoted} --prompt='def '"
+            _export_merged_model(sources, weights, mesh, out)
+            next_command = f"{command_line_start('generate')} --model={quoted} --prompt='def '"
         else:
             merging.write_merged_run(sources, weights, mesh, out)
-            next_command = f"{shell_command('eval')} --workdir={quoted}"
+            next_command = f"{command_line_start('eval')} --workdir={quoted}"
         print(f"{_out.value}: merged {len(sources)} checkpoints; next: {next_command}")
     return 0
 
 
-def _write_export(sources, weights, mesh, out) -> None:
-    """Writes the mean as a Hugging Face directory. If the last run began with a Hugging Face
-    directory, both directories have the same form. `merging.write_merged_run` explains the
-    arguments.
+def _export_merged_model(sources, weights, mesh, out) -> None:
+    """Writes the weighted mean of the checkpoints as a Hugging Face directory. If the run of the
+    last checkpoint began with a Hugging Face directory, the new directory has the same format.
+    `merging.write_merged_run` explains the arguments.
     """
     from flax import nnx
 

@@ -8,13 +8,14 @@ compiles the real train step for the slice, on a machine that needs no TPU.
     uv run --extra plan-gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
     --mesh=data=8
 
-`--search` ranks meshes, batch sizes (`--rows`), remat policies and micro-batches by estimated time
-for a token. Of those that should fit into memory it compiles up to five: the best one for each of
-the sizes 1, 2, 4 and 8 of the axis `expert` without `tensor`, then the best of the others. If none
-should fit, it compiles the one that needs the least memory. Every candidate has the axis sizes that
-`--mesh` names; -1 leaves an axis free. `--json` also draws the memory of each plan into a .png of
-the same name. docs/planner.md explains the figures. For GPUs
-(hosts x GPUs per host) the command predicts memory, FLOPs and network traffic, but no times.
+`--search` ranks candidates by their estimated time for a token. A candidate is a combination of a
+mesh, a batch size (from `--rows`), a remat policy and a number of micro-batches, and has the axis
+sizes that `--mesh` names; -1 leaves an axis free. The search compiles up to five of the candidates
+that should fit into memory: the best one for each of expert=1, 2, 4 and 8 (with tensor=1), and then
+the best of the others. If no candidate should fit, it compiles the one that needs the least memory.
+`--json` also draws the memory of each plan into a .png of the same name. docs/planner.md explains
+the figures. For GPUs (hosts x GPUs per host) the command predicts memory, FLOPs and network
+traffic, but no times.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax.commands import config_flags, interrupts, run_flags
-from qwen3next_jax.commands.console import make_console, waiting
+from qwen3next_jax.commands.console import make_console, show_while_waiting
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.config import Config, MeshConfig, ParallelConfig
@@ -41,17 +42,17 @@ DOES_NOT_FIT = 1  # the exit code if no plan fits
 
 
 def main() -> int:
-    mesh = run_flags.read_mesh(_mesh.value)
-    whole, given = _config(), config_flags.given_settings()
+    mesh = run_flags.parse_mesh_flag(_mesh.value)
+    whole, given = _config(), config_flags.settings_given_by_user()
     unused_settings.check_effect_and_targets(whole, given)
-    config = _largest_stage(resolve_stages(whole)).as_single_stage(whole)
+    config = _stage_with_longest_rows(resolve_stages(whole)).as_single_stage(whole)
     if _mesh.value is not None:
         config = dataclasses.replace(config, parallel=with_mesh(config.parallel, mesh))
     _check_flags(config)
     interrupts.interrupt_at_sigterm()  # the compiler runs in another process
     out = pathlib.Path(_json.value) if _json.value else None
     if out:
-        _check_out(out)
+        _check_plan_files_absent(out)
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # plans use no accelerator of this machine
@@ -66,36 +67,36 @@ def main() -> int:
     cost_model = _cost_model.value or ("calibrated" if _skew.value else "schedule")
     topology, console = describe_topology(_topology.value, _slices.value), make_console()
     if out:
-        _check_writable(out)
-    if not topology.chip.torus:
+        _check_json_writable(out)
+    if not topology.chip.torus_dimensions:
         _check_gpu_flags(topology.name)
     if _search.value:
         fixed = {axis: size for axis, size in mesh.items() if size != -1}
-        plans = search(
-            config, topology, level, console, fixed, _read_rows(), cost_model, _skew.value
+        plans = search_and_compile(
+            config, topology, level, console, fixed, _batch_sizes_of_flag(), cost_model, _skew.value
         )
     else:
-        if topology.chip.torus and _mesh.value is None:
-            console.print(_mesh_of_the_search(config, topology), markup=False)
-        with waiting(_compiling(config, topology)):
+        if topology.chip.torus_dimensions and _mesh.value is None:
+            console.print(_no_mesh_sentence(config, topology), markup=False)
+        with show_while_waiting(_compiling_text(config, topology)):
             plan = make_plan_in_subprocess(config, topology, level, _skew.value)
         plans = [dataclasses.replace(plan, cost_model=cost_model)]
-        show(plans[0], console)
+        print_plan(plans[0], console)
     if out:
         records = [plan.as_dict() for plan in plans]
         out.write_text(json.dumps(records if _search.value else records[0], indent=1) + "\n")
-        draw_plans(plans, out.with_suffix(".png"))
+        draw_memory_bars(plans, out.with_suffix(".png"))
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
 
 
-def _mesh_of_the_search(config: Config, topology) -> str:
-    """Returns a sentence for a plan without `--mesh`: the configuration's mesh, and what a search
-    would take.
+def _no_mesh_sentence(config: Config, topology) -> str:
+    """Returns the sentence that a command without `--mesh` prints. The sentence names the mesh of
+    the configuration, which is planned, and the candidate that a search would rank first.
     """
     from qwen3next_jax.planner.search import rank_candidates
     from qwen3next_jax.sharding.mesh import mesh_text
 
-    mesh = mesh_text(config.parallel.mesh.sizes(len(topology.devices), topology.slices))
+    mesh = mesh_text(config.parallel.mesh.axis_sizes(len(topology.devices), topology.slices))
     ranked = rank_candidates(
         config.model,
         config.train,
@@ -103,26 +104,28 @@ def _mesh_of_the_search(config: Config, topology) -> str:
         parallel=config.parallel,
         optimizer=config.optimizer,
     )
-    fitting = [candidate for candidate in ranked if not candidate.reason]
+    fitting = [candidate for candidate in ranked if not candidate.unusable_reason]
     found = "finds none that fits"
     if fitting:
-        found = f"would take {fitting[0].label} (by arithmetic {fitting[0].seconds:.3g} s)"
+        found = (
+            f"would take {fitting[0].description} (by arithmetic {fitting[0].step_seconds:.3g} s)"
+        )
     return f"no --mesh: planning {mesh}, the configuration's; --search {found}"
 
 
-def _compiling(config: Config, topology) -> str:
+def _compiling_text(config: Config, topology) -> str:
     """Returns the text that the command shows while it compiles."""
     from qwen3next_jax.sharding.mesh import mesh_text
 
-    mesh = mesh_text(config.parallel.mesh.sizes(len(topology.devices), topology.slices))
+    mesh = mesh_text(config.parallel.mesh.axis_sizes(len(topology.devices), topology.slices))
     return (
         f"compiling a step of {config.name} for {topology.title}, {mesh}: minutes for a large model"
     )
 
 
-def _largest_stage(stages: Sequence[ResolvedStage]) -> ResolvedStage:
-    """Returns the stage with the longest rows. If several stages have rows of this length, returns
-    the stage with the largest batch.
+def _stage_with_longest_rows(stages: Sequence[ResolvedStage]) -> ResolvedStage:
+    """Returns the stage with the longest rows; of several such stages, the one with the largest
+    batch. Prints the name of the stage.
     """
     stage = max(stages, key=lambda stage: (stage.sequence_length, stage.batch_size))
     if stage.name:
@@ -167,7 +170,7 @@ def _check_gpu_flags(topology: str) -> None:
         )
 
 
-def _check_out(out: pathlib.Path) -> None:
+def _check_plan_files_absent(out: pathlib.Path) -> None:
     """Raises UserError if a file that `--json` would write exists, or matplotlib is missing."""
     for path in (out, out.with_suffix(".png")):
         if path.exists():
@@ -179,8 +182,10 @@ def _check_out(out: pathlib.Path) -> None:
         )
 
 
-def _check_writable(out: pathlib.Path) -> None:
-    """Raises UserError, before minutes of compiling, if the file of `--json` cannot be written."""
+def _check_json_writable(out: pathlib.Path) -> None:
+    """Raises UserError if the file of `--json` cannot be written. The command calls this before it
+    compiles the step, which takes minutes.
+    """
     if out.suffix == ".png":
         raise UserError(
             f"--json={out}: the plot of memory would replace it: give another ending, such as .json"
@@ -194,14 +199,15 @@ def _check_writable(out: pathlib.Path) -> None:
 
 
 def with_mesh(parallel: ParallelConfig, sizes: dict[str, int]) -> ParallelConfig:
-    """Returns `parallel` with a mesh of these sizes. Axes that are not named have size 1, except
-    `data`, which takes the remaining devices.
+    """Returns `parallel` with a mesh of these axis sizes. The other axes have their default sizes:
+    `data` takes the remaining devices, `slice` has one group for each TPU slice, and the rest have
+    size 1.
     """
     return dataclasses.replace(parallel, mesh=MeshConfig(**sizes))
 
 
-def _read_rows() -> tuple[int, ...]:
-    """Returns the value of `--rows`. Raises UserError unless it is a list of positive numbers."""
+def _batch_sizes_of_flag() -> tuple[int, ...]:
+    """Returns the batch sizes in `--rows`. Raises UserError if one is not a positive number."""
     try:
         rows = tuple(int(n) for n in _rows.value)
     except ValueError:
@@ -214,7 +220,7 @@ def _read_rows() -> tuple[int, ...]:
     return rows
 
 
-def search(
+def search_and_compile(
     config: Config,
     topology,
     level: str,
@@ -224,38 +230,39 @@ def search(
     cost_model: str = "schedule",
     skew: float = 0.0,
 ) -> list:
-    """Ranks candidate meshes, batch sizes, remat policies and micro-batches by estimated time, and
-    compiles the best. Prints a table of the compiled plans and one of candidates that do not fit.
+    """Ranks candidates for the mesh, batch size, remat policy and micro-batches by estimated time,
+    and compiles the best. Prints a table of the compiled plans, and a table of candidates that do
+    not fit.
 
     Args:
       config: the configuration to plan for.
       topology: the slice, as `planner.topology.describe_topology` returns it.
       level: the compiler's optimization level; "" for its default.
       console: the console that shows the tables.
-      fixed: sizes of mesh axes that all candidates have.
-      rows: batch sizes to choose from; () means the batch size of `config`.
+      fixed: axis of the mesh → its size in all candidates.
+      rows: the batch sizes of the candidates; () means the batch size of `config`.
       cost_model: the value of --cost_model, the cost model whose times the tables show.
       skew: the value of --skew.
 
     Returns:
-      The compiled plans. Those that fit into memory come first, ordered by their seconds per token
-      according to the cost model "calibrated".
+      The compiled plans. Plans that fit into memory come first, in the order of their seconds per
+      token by the cost model "calibrated".
 
     Raises:
       UserError: no mesh divides the dimensions of the model and the batch.
     """
-    from qwen3next_jax.planner.search import choose_to_compile, rank_candidates
+    from qwen3next_jax.planner.search import candidates_to_compile, rank_candidates
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 
     ranked = rank_candidates(
         config.model, config.train, topology, fixed, rows, config.parallel, config.optimizer
     )
-    chosen = choose_to_compile([c for c in ranked if not c.reason], COMPILED)
+    chosen = candidates_to_compile([c for c in ranked if not c.unusable_reason], COMPILED)
     if not chosen:  # the estimate is rough, so the smallest candidate may fit anyway
-        chosen = [c for c in ranked if c.bytes < float("inf")][:1]
+        chosen = [c for c in ranked if c.hbm_bytes < float("inf")][:1]
     if not chosen:
         wanted = " with " + ", ".join(f"{axis}={n}" for axis, n in fixed.items()) if fixed else ""
-        reason = f"; the first: {ranked[0].reason}" if ranked else ""
+        reason = f"; the first: {ranked[0].unusable_reason}" if ranked else ""
         raise UserError(
             f"no mesh of {len(topology.devices)} devices{wanted} divides this model and "
             f"batch{reason}"
@@ -263,27 +270,29 @@ def search(
     plans = []
     for number, candidate in enumerate(chosen, 1):
         text = (
-            f"compiling {number} of {len(chosen)}: {candidate.label} (by arithmetic "
-            f"{candidate.seconds:.3g} s)"
+            f"compiling {number} of {len(chosen)}: {candidate.description} (by arithmetic "
+            f"{candidate.step_seconds:.3g} s)"
         )
         parallel = dataclasses.replace(config.parallel, mesh=candidate.mesh)
         candidate_config = dataclasses.replace(config, train=candidate.train, parallel=parallel)
-        with waiting(text):
+        with show_while_waiting(text):
             plan = make_plan_in_subprocess(candidate_config, topology, level, skew)
         plans.append(dataclasses.replace(plan, cost_model=cost_model))
     plans.sort(
         key=lambda p: (
             not p.fits,
             p.failed,
-            p.estimates["calibrated"].seconds / p.tokens if p.fits else p.needs,
+            p.estimate_by_cost_model["calibrated"].seconds / p.tokens_per_step
+            if p.fits
+            else p.needed_hbm_bytes,
         )
     )
-    _show_search(plans, ranked, console)
+    _print_search_tables(plans, ranked, console)
     return plans
 
 
-def _show_search(plans: list, ranked: list, console: Console) -> None:
-    """Prints the tables of a search: the plans, and the candidates that do not fit."""
+def _print_search_tables(plans: list, ranked: list, console: Console) -> None:
+    """Prints the tables of a search: the compiled plans, and the candidates that do not fit."""
     from qwen3next_jax.sharding.mesh import mesh_text
 
     head = ("mesh", "rows", "remat", "micro-batches", "peak GiB", "step s by calibrated")
@@ -291,15 +300,15 @@ def _show_search(plans: list, ranked: list, console: Console) -> None:
     table = Table(*head, title=_plan_title(plans[0]))
     for p in plans:
         train = p.train
-        figures = [p.reason, "", "", "", "", p.verdict]
-        if p.estimates:
+        figures = [p.failure_reason, "", "", "", "", p.verdict]
+        if p.estimate_by_cost_model:
             figures = [
-                f"{p.needs / 2**30:.1f}" if p.fits else p.reason,
-                f"{p.estimates['calibrated'].seconds:.4g}",
+                f"{p.needed_hbm_bytes / 2**30:.1f}" if p.fits else p.failure_reason,
+                f"{p.estimate_by_cost_model['calibrated'].seconds:.4g}",
                 f"{p.estimate.seconds:.4g}",
                 f"{p.tokens_per_second:,.0f}",
-                percent(p.mfu),
-                p.binding,
+                percent_text(p.mfu),
+                p.slowest_resource,
             ]
         table.add_row(
             mesh_text(p.mesh),
@@ -309,51 +318,51 @@ def _show_search(plans: list, ranked: list, console: Console) -> None:
             *figures,
         )
     console.print(table)
-    excluded = [c for c in ranked if c.reason]
+    excluded = [c for c in ranked if c.unusable_reason]
     if excluded:
         title = f"{len(excluded)} of {len(ranked)} candidates do not fit, the nearest first"
         table = Table("not compiled", "why (by arithmetic)", title=title)
         for c in excluded[:10]:
-            table.add_row(c.label, c.reason)
+            table.add_row(c.description, c.unusable_reason)
         console.print(table)
 
 
-def percent(share: float | None) -> str:
+def percent_text(share: float | None) -> str:
     """Formats a share as a percentage; "unknown" for None."""
     return "unknown" if share is None else f"{share:.1%}"
 
 
-def show(plan, console: Console) -> None:
+def print_plan(plan, console: Console) -> None:
     """Prints the tables and sentences of one plan."""
     from qwen3next_jax.sharding.mesh import mesh_text
 
     if not plan.memory:
         console.print(
-            f"{mesh_text(plan.mesh)} {plan.verdict}: {plan.reason} (compile "
+            f"{mesh_text(plan.mesh)} {plan.verdict}: {plan.failure_reason} (compile "
             f"{plan.compile_seconds:.0f} s)",
             markup=False,
         )
         console.print(_plan_title(plan), markup=False)
         return
-    if plan.estimates:
-        console.print(_verdict(plan), markup=False)
+    if plan.estimate_by_cost_model:
+        console.print(_fit_time_and_mfu_text(plan), markup=False)
     console.print(_plan_title(plan), markup=False)
     device = "device" if plan.topology.chip.devices_per_chip > 1 else "chip"
     console.print(_memory_table(plan, device))
     if plan.collectives:
-        console.print(_network_table(plan, device))
-    if not plan.estimates:
+        console.print(_network_traffic_table(plan, device))
+    if not plan.estimate_by_cost_model:
         console.print(_gpu_summary(plan, device), markup=False)
         return
-    console.print(_waits_table(plan))
-    console.print(_sources_table(plan))
-    for line in _summary(plan, device):
+    console.print(_waiting_times_table(plan))
+    console.print(_model_parts_table(plan))
+    for line in _time_estimate_sentences(plan, device):
         console.print(line, markup=False)
 
 
 def _memory_table(plan, device: str) -> Table:
-    """Returns a table of the memory that one device needs, by part. `device`: the word for a
-    device, "chip" or "device".
+    """Returns a table of the memory that one device needs for parameters, activations and so on.
+    `device`: the word for a device, "chip" or "device".
     """
     usable = plan.usable_hbm
     table = Table(f"HBM per {device}", "GiB")
@@ -365,7 +374,7 @@ def _memory_table(plan, device: str) -> Table:
     return table
 
 
-def _network_table(plan, device: str) -> Table:
+def _network_traffic_table(plan, device: str) -> Table:
     from qwen3next_jax.planner.planning import traffic_by_axes
 
     table = Table("mesh axes", "collective", "times", f"GB sent per {device}")
@@ -374,24 +383,24 @@ def _network_table(plan, device: str) -> Table:
     return table
 
 
-def _waits_table(plan) -> Table:
-    """Returns a table of the resources for which the step waits, with the seconds and the share of
-    the step's time that each takes.
+def _waiting_times_table(plan) -> Table:
+    """Returns a table of the resources for which the step waits, such as HBM, with the seconds that
+    the step waits for each, and their share of the time of the step.
     """
     estimate = plan.estimate
     table = Table("waiting for", "s", "share")
-    for name, seconds in estimate.bound.items():
+    for name, seconds in estimate.seconds_by_resource.items():
         table.add_row(name, f"{seconds:.4g}", f"{seconds / estimate.seconds:.0%}")
     return table
 
 
-def _sources_table(plan) -> Table:
+def _model_parts_table(plan) -> Table:
     """Returns a table of the parts of the model that take at least 1 % of the step."""
     from qwen3next_jax.planner.parts import cost_by_part
 
     estimate = plan.estimate
     table = Table("part", "ms", "GB through HBM", "TFLOP")
-    for name, cost in cost_by_part(estimate.by_source).items():
+    for name, cost in cost_by_part(estimate.cost_by_function).items():
         if cost.seconds >= 0.01 * estimate.seconds:
             table.add_row(
                 name,
@@ -402,11 +411,11 @@ def _sources_table(plan) -> Table:
     return table
 
 
-def _fit_text(plan) -> str:
+def _memory_fit_text(plan) -> str:
     from qwen3next_jax.sharding.mesh import mesh_text
 
     if not plan.fits:
-        return f"{mesh_text(plan.mesh)}: does not fit, {plan.reason}. As if it did:"
+        return f"{mesh_text(plan.mesh)}: does not fit, {plan.failure_reason}. As if it did:"
     return (
         f"{mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of "
         f"{plan.usable_hbm / 2**30:.1f} GiB."
@@ -415,38 +424,43 @@ def _fit_text(plan) -> str:
 
 def _gpu_summary(plan, device: str) -> str:
     return (
-        f"{_fit_text(plan)} Products: {plan.model_flops / 1e12:.4g} TFLOP of the model per "
-        f"{device}, {plan.gpu_flops / 1e12:.4g} executed. The program contains XLA's forms alone, "
-        "because kernels are tested on the GPU itself. There is no prediction of time. Lowered in "
+        f"{_memory_fit_text(plan)} Products: {plan.model_flops / 1e12:.4g} TFLOP of the model per "
+        f"{device}, {plan.executed_gpu_flops / 1e12:.4g} executed. The program contains XLA's "
+        "implementations alone, because kernels are tested on the GPU itself. There is no "
+        "prediction of time. Lowered in "
         f"{plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s"
     )
 
 
-def _verdict(plan) -> str:
-    """Returns whether a plan fits, and the range of the step's time and MFU over the cost models,
-    with the values of each.
+def _fit_time_and_mfu_text(plan) -> str:
+    """Returns a text that says whether a plan fits, and gives the time of the step and the MFU: the
+    range over all cost models, and the values of each cost model.
     """
-    estimates = plan.estimates.items()
+    estimates = plan.estimate_by_cost_model.items()
     times = sorted(estimate.seconds for _, estimate in estimates)
-    slowest, fastest = plan.mfu_at(times[-1]), plan.mfu_at(times[0])
+    slowest, fastest = plan.mfu_of_step_time(times[-1]), plan.mfu_of_step_time(times[0])
     each = "; ".join(
-        f"{name} {estimate.seconds:.4g} s, {percent(plan.mfu_at(estimate.seconds))}"
+        f"{name} {estimate.seconds:.4g} s, {percent_text(plan.mfu_of_step_time(estimate.seconds))}"
         for name, estimate in estimates
     )
-    mfu = percent(slowest) if slowest == fastest else f"{percent(slowest)}–{percent(fastest)}"
+    mfu = (
+        percent_text(slowest)
+        if slowest == fastest
+        else f"{percent_text(slowest)}–{percent_text(fastest)}"
+    )
     return (
-        f"{_fit_text(plan)} Step {times[0]:.3g}–{times[-1]:.3g} s, MFU {mfu} ({each}). By "
-        f"--cost_model={plan.cost_model}: bound by {plan.binding}, "
+        f"{_memory_fit_text(plan)} Step {times[0]:.3g}–{times[-1]:.3g} s, MFU {mfu} ({each}). By "
+        f"--cost_model={plan.cost_model}: bound by {plan.slowest_resource}, "
         f"{plan.tokens_per_second:,.0f} tokens/s"
     )
 
 
-def _summary(plan, device: str) -> Iterator[str]:
+def _time_estimate_sentences(plan, device: str) -> Iterator[str]:
     """Yields the sentences about a plan that has estimates of time."""
-    from qwen3next_jax.planner.calibrated import rates_of
+    from qwen3next_jax.planner.calibrated import rates_of_chip
     from qwen3next_jax.sharding.compiler_options import options_text
 
-    estimate, ideal, chip = plan.estimate, plan.ideal, plan.topology.chip
+    estimate, ideal, chip = plan.estimate, plan.ideal_time, plan.topology.chip
     yield options_text(plan.compiler_options)
     if plan.optimization_level != "default":
         yield (
@@ -455,21 +469,22 @@ def _summary(plan, device: str) -> Iterator[str]:
         )
     needs = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in ideal.bound.items())
     yield (
-        f"ideal: max({needs}) = {ideal.seconds:.3g} s, MFU {percent(plan.mfu_at(ideal.seconds))}; "
+        f"ideal: max({needs}) = {ideal.seconds:.3g} s, "
+        f"MFU {percent_text(plan.mfu_of_step_time(ideal.seconds))}; "
         f"at rates that chips were measured to reach {ideal.realistic:.3g} s, "
-        f"{percent(plan.mfu_at(ideal.realistic))}. This step takes "
+        f"{percent_text(plan.mfu_of_step_time(ideal.realistic))}. This step takes "
         f"{estimate.seconds / ideal.realistic:.2f} times the second"
     )
-    if taken := rates_of(chip).taken_from_others:
+    if taken := rates_of_chip(chip).rates_taken_from_nearest_chip:
         yield f"rates of {chip.name} by calibrated: {'; '.join(taken)}"
     yield (
         f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {device}, "
         f"{estimate.flops / 1e12:.4g} executed, {estimate.hbm_bytes / 1e9:.4g} GB through HBM; "
         f"lowered in {plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s "
-        f"({plan.compile_cpu_seconds:.0f} s of CPU), {plan.compile_bytes / 2**30:.1f} GiB of "
-        "memory used"
+        f"({plan.compile_cpu_seconds:.0f} s of CPU), {plan.compile_memory_bytes / 2**30:.1f} GiB "
+        "of memory used"
     )
-    if crossing := plan.between_slices:
+    if crossing := plan.slice_traffic:
         train = plan.train
         yield (
             f"between slices: {crossing.bytes / 1e9:.4g} GB leave each {device} in a step, "
@@ -479,25 +494,28 @@ def _summary(plan, device: str) -> Iterator[str]:
         )
     if load := plan.expert_load:
         yield (
-            f"experts by calibrated: --skew={plan.skew:g}; the fullest device gets "
+            f"experts by calibrated: --skew={plan.expert_skew:g}; the fullest device gets "
             f"{load.fullest:.2f} times the mean, its choices fill {load.used:.0%} of the tiles of "
-            f"its buffers, and {load.beyond:.1%} of them do not fit{_loops_text(load)}"
+            f"its buffers, and {load.beyond:.1%} of them do not fit{_expert_overflow_text(load)}"
         )
-    if plan.unstated_loops:
+    if plan.loops_of_unknown_length:
         yield (
             "counted once, as the program does not say how often they run (by calibrated, loops of "
-            f"the experts as --skew asks for): {len(plan.unstated_loops)} loops, such as "
-            f"{plan.unstated_loops[0]}"
+            f"the experts as --skew asks for): {len(plan.loops_of_unknown_length)} loops, such as "
+            f"{plan.loops_of_unknown_length[0]}"
         )
-    if plan.unknown_kernels:
+    if plan.kernels_of_unknown_cost:
         yield (
-            f"no MFU, as the cost of {len(plan.unknown_kernels)} kernels is unknown, such as "
-            f"{plan.unknown_kernels[0]}: the step takes longer than this"
+            f"no MFU, as the cost of {len(plan.kernels_of_unknown_cost)} kernels is unknown, "
+            "such as "
+            f"{plan.kernels_of_unknown_cost[0]}: the step takes longer than this"
         )
 
 
-def _loops_text(load) -> str:
-    """Returns what loops do with the choices that do not fit in the buffers of the experts."""
+def _expert_overflow_text(load) -> str:
+    """Returns a text that says how loops compute the choices of experts that do not fit into the
+    buffers of the experts; "" if there are none.
+    """
     if load.rounds:
         return f": {load.rounds:.1f} further rounds exchange and compute them"
     if load.experts_beyond:
@@ -506,9 +524,9 @@ def _loops_text(load) -> str:
     return ""
 
 
-def draw_plans(plans: list, path: pathlib.Path) -> None:
-    """Draws a bar of memory by part for every plan that was compiled, and a line at the usable
-    memory.
+def draw_memory_bars(plans: list, path: pathlib.Path) -> None:
+    """Draws the memory of every compiled plan as a bar, divided into the parts of the memory, and a
+    line at the usable memory. Writes the picture to `path`.
     """
     plans = [plan for plan in plans if plan.memory]
     if not plans:
@@ -541,7 +559,7 @@ def _plan_title(plan) -> str:
     if len(topology.devices) != topology.chips:
         devices += f", {len(topology.devices)} devices"
     return (
-        f"{plan.name} on {topology.title} ({devices}), {train.batch_size} × "
+        f"{plan.config_name} on {topology.title} ({devices}), {train.batch_size} × "
         f"{train.sequence_length} tokens"
     )
 

@@ -1,12 +1,13 @@
 """Prepares the data of a run before it starts: tokenizes the files of data.path and packs their
-tokens into rows. It needs no accelerator and does not load JAX.
+tokens into rows. The command needs no accelerator and does not load JAX.
 
     qwen3next prepare --config=configs/tiny.py [--workers=N] [--rank=I --of=N]
 
 Finished rows are kept in data.prepared_dir, from which `train.py` reads them. If the command is
-killed, the same command continues. Several hosts that share that folder can prepare together: each
-runs this command with its own --rank (from 0) and the same --of. If a host dies, the files on which
-it worked are missing; then run the command again, with any number of hosts.
+killed, the same command continues. Several hosts that share data.prepared_dir can prepare the data
+together: each host runs this command with its own --rank (from 0) and the same --of. If a host
+dies, the files on which it worked are missing; then run the command again, with any number of
+hosts.
 """
 
 import dataclasses
@@ -25,9 +26,9 @@ _of = flags.DEFINE_integer("of", 1, "number of hosts that prepare together", low
 
 
 def main() -> int:
-    from qwen3next_jax.data.pipeline import TextData, find_sources, source_of
+    from qwen3next_jax.data.pipeline import TextData, data_source_class, find_sources
     from qwen3next_jax.data.preparation import (
-        Recipe,
+        RowRecipe,
         Share,
         Unfinished,
         prepare,
@@ -48,14 +49,14 @@ def main() -> int:
     stages = {(stage.data, stage.sequence_length) for stage in resolve_stages(config)}
     stages = sorted(stages, key=lambda stage: stage[1])
     for data, length in stages:
-        kind = source_of(data)
+        kind = data_source_class(data)
         if not issubclass(kind, TextData):
             raise UserError(
                 f"data.source = {data.source!r}: its rows are made while they are read: there is "
                 "nothing to prepare"
             )
         tokenizer = kind.tokenizer_of(data, config.model.vocab_size)
-        recipe = Recipe(length, data.heldout_fraction, data.seed)
+        recipe = RowRecipe(length, data.heldout_fraction, data.seed)
         try:
             with PreparationProgress() as progress:
                 prepared = prepare(
@@ -75,10 +76,10 @@ def main() -> int:
             )
             continue
         for one in prepared:
-            total = one.counts
+            total = one.total_statistics
             in_loss = f" ({total.tokens - total.ignored:,} in the loss)" if total.ignored else ""
-            blank = f", {one.empty:,} blank texts left out" if one.empty else ""
-            fit = f"; {one.fit}" if one.fit else ""
+            blank = f", {one.empty_documents:,} blank texts left out" if one.empty_documents else ""
+            fit = f"; {one.long_conversations_note}" if one.long_conversations_note else ""
             line = (
                 f"{one.source.name}: {total.documents:,} documents, {total.tokens:,} tokens"
                 f"{in_loss}{blank}, {total.rows:,} rows of {length}{fit}; "

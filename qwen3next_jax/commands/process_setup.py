@@ -1,5 +1,5 @@
-"""Settings of this process that make commands fast: the cache of compiled programs, and freed
-memory that is used again.
+"""Makes commands faster by settings of this process: compiled programs are cached on disk, and
+freed memory is used again.
 """
 
 import ctypes
@@ -9,8 +9,8 @@ import sys
 
 def enable_compilation_cache() -> None:
     """Stores compiled programs in the user's cache folder, so a command compiles them only once. On
-    a GPU, JAX stores there as well what XLA measured to choose the form of each operation. Another
-    release of jaxlib may choose among other forms, so each release has its own folder.
+    a GPU, JAX also stores XLA's autotuning results in this folder. Autotuning results are not valid
+    for another release of jaxlib, so each release has its own folder.
     """
     import jax
     import jaxlib
@@ -22,8 +22,8 @@ def enable_compilation_cache() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse freed memory instead of returning it to the system. Must be called before
-    JAX starts its threads.
+    """Makes glibc reuse freed memory instead of returning it to the system. This function must be
+    called before JAX starts its threads.
 
     On CPU each step allocates its buffers with malloc. By default malloc maps large buffers anew,
     so the kernel zeroes hundreds of megabytes per step. With reuse, a step of configs/tiny.py took

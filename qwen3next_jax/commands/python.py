@@ -21,12 +21,16 @@ from typing import Any, Literal
 import numpy as np
 
 from qwen3next_jax.common.errors import ExitCode, UserError, did_you_mean, require, short_repr
-from qwen3next_jax.common.installation import skip_absent_tpu
+from qwen3next_jax.common.installation import exclude_absent_tpu_from_jax
 from qwen3next_jax.common.storage import to_path, with_patience
 from qwen3next_jax.config import Config, MeshConfig, from_dict, registry
-from qwen3next_jax.config.files import default_of, find_file, load_config_file
+from qwen3next_jax.config.files import (
+    default_of_setting,
+    find_user_or_shipped_file,
+    load_config_file,
+)
 
-skip_absent_tpu(os.environ)  # before the functions below import JAX
+exclude_absent_tpu_from_jax(os.environ)  # before the functions below import JAX
 
 
 def load_config(path: str | pathlib.Path, settings: Mapping[str, Any] | None = None) -> Config:
@@ -40,7 +44,7 @@ def load_config(path: str | pathlib.Path, settings: Mapping[str, Any] | None = N
     Raises:
       UserError: the file cannot be read, or a setting does not exist or is not valid.
     """
-    from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
+    from qwen3next_jax.runs.vocabulary import fill_vocabulary_from_tokenizer
 
     require(
         isinstance(path, (str, os.PathLike)) and os.fspath(path) != "",
@@ -50,19 +54,19 @@ def load_config(path: str | pathlib.Path, settings: Mapping[str, Any] | None = N
         settings is None or isinstance(settings, Mapping),
         f"settings = {short_repr(settings)}: expected a dict such as {{'train.steps': 100}}",
     )
-    values = load_config_file(find_file(path), flag="")
+    values = load_config_file(find_user_or_shipped_file(path), flag="")
     for name, value in (settings or {}).items():
         require(
             isinstance(name, str),
             f"settings: {short_repr(name)}: expected the name of a setting, such as 'train.steps'",
         )
-        default_of(name)  # raises if there is no such setting
+        default_of_setting(name)  # raises if there is no such setting
         *groups, key = name.split(".")
         group = values
         for part in groups:
             group = group.setdefault(part, {})
         group[key] = value
-    fill_from_tokenizer(values)
+    fill_vocabulary_from_tokenizer(values)
     registry.trust_user_settings(values)
     return from_dict(Config, values)
 
@@ -72,7 +76,8 @@ def train(config: Config, workdir: str | pathlib.Path, restart: bool = False) ->
 
     Args:
       workdir: the folder of the run.
-      restart: begin a new run; what is in `workdir` moves into a folder before-TIME in it.
+      restart: begin a new run. The files of an old run in `workdir` are moved into the folder
+        before-TIME in `workdir`.
 
     Raises:
       UserError: the run cannot start, or it ended before its last step; metrics.jsonl says why.
@@ -100,16 +105,15 @@ def evaluate(
     rows: int | None = None,
     ema: bool = False,
 ) -> dict[str, dict[str, float]]:
-    """Evaluates a run or a Hugging Face directory, as `qwen3next eval` does, without writing
-    anything.
+    """Evaluates a run or a Hugging Face directory, as `qwen3next eval` does, but writes no files.
 
     Args:
       path: the folder of a run, or a Hugging Face directory.
       names: names of evaluations, such as "heldout" and "position".
-      config: the configuration that names the data; None: that of the run.
+      config: the configuration that names the data; None: the configuration of the run.
       step: the number of steps after which the checkpoint was saved; "best": the checkpoint with
         the lowest held-out loss; None: the newest.
-      rows: the number of rows of each evaluation; None: as the evaluation has it.
+      rows: the number of rows of each evaluation; None: the default number of the evaluation.
       ema: for a run, whether to evaluate the moving average of its parameters (`train.ema`).
 
     Returns:
@@ -166,7 +170,7 @@ def generate(
         isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts),
         f"prompts = {short_repr(prompts)}: expected a text or a list of texts",
     )
-    _check_options(options)
+    _check_generate_options(options)
     path = to_path(path, "path = ")
     model, tokenizer, _, mesh, _ = load_model(path, step)
     if tokenizer is None:
@@ -191,7 +195,7 @@ def plan(
     Args:
       config: a configuration of one stage.
       topology: the slice, such as "v5p:8x8x8".
-      mesh: {axis: number of devices}; None: as `config` says.
+      mesh: {axis: number of devices}; None: the mesh of `config`.
       slices: number of slices of this shape.
 
     Returns:
@@ -224,8 +228,8 @@ def plan(
 
 
 class Run:
-    """A run, as its folder records it. It is read anew by each call, so a run that goes on shows
-    its newest numbers.
+    """The settings, metrics and checkpoints in the folder of a run. Each call reads the folder
+    anew, so the numbers of a run that is still training are the newest ones.
 
     Attributes:
       path: the folder.
@@ -236,12 +240,12 @@ class Run:
 
     def __init__(self, path: str | pathlib.Path):
         self.path = to_path(path, "path = ")
-        self._read()
+        self._load_recorded_run()
 
     @property
     def config(self) -> dict[str, Any]:
         """The settings, as nested dicts."""
-        return self._read().config
+        return self._load_recorded_run().config
 
     @property
     def checkpoints(self) -> list[int]:
@@ -251,7 +255,8 @@ class Run:
         return saved_steps(self.path)
 
     def series(self, name: str, event: str = "train") -> tuple[np.ndarray, np.ndarray]:
-        """Returns the steps [N] and the values [N] of one metric; null is NaN.
+        """Returns the steps [N] and the values [N] of one metric. A value that is null in
+        metrics.jsonl is NaN.
 
         Args:
           name: a field of the events, such as "loss".
@@ -260,18 +265,20 @@ class Run:
         Raises:
           UserError: no event of this kind has the field `name`.
         """
-        found = [(e["step"], _nan_if_null(e[name])) for e in self._events(event) if name in e]
+        found = [
+            (e["step"], _nan_if_null(e[name])) for e in self._events_of_kind(event) if name in e
+        ]
         if not found:
-            known = ", ".join(sorted({name for e in self._events(event) for name in e}))
+            known = ", ".join(sorted({name for e in self._events_of_kind(event) for name in e}))
             raise UserError(f"{self.path}: no {event!r} event has {name!r}; they have {known}")
         steps, values = zip(*found, strict=True)
         return np.array(steps), np.array(values)
 
     def table(self, event: str = "train") -> dict[str, np.ndarray]:
-        """Returns the numbers of all events of one kind as columns, which pandas.DataFrame takes.
-        A number that an event does not have, or has as null, is NaN.
+        """Returns field → column of numbers, for all events of one kind; pandas.DataFrame accepts
+        the result. If an event has no such field, or null in it, the number is NaN.
         """
-        events = list(self._events(event))
+        events = list(self._events_of_kind(event))
         names = dict.fromkeys(
             name
             for one in events
@@ -280,29 +287,29 @@ class Run:
         )
         return {name: np.array([_nan_if_null(one.get(name)) for one in events]) for name in names}
 
-    def _events(self, event: str) -> Iterator[dict[str, Any]]:
-        return iter(self._read().events.get(event, ()))
+    def _events_of_kind(self, event: str) -> Iterator[dict[str, Any]]:
+        return iter(self._load_recorded_run().events_by_kind.get(event, ()))
 
-    def _read(self):
+    def _load_recorded_run(self):
         from qwen3next_jax.reporting.runs import load_run
 
         return load_run(self.path)
 
     def __repr__(self) -> str:
-        last = self._read().log[-1].get("step", 0)
+        last = self._load_recorded_run().all_events[-1].get("step", 0)
         return f"Run({str(self.path)!r}): step {last}, checkpoints {self.checkpoints}"
 
     def _repr_html_(self) -> str:
-        """The page of the run, in a notebook."""
+        """Returns the report of the run as HTML, which a notebook shows."""
         from qwen3next_jax.reporting.page import render_report
 
-        page = html.escape(render_report([self._read()]), quote=True)
+        page = html.escape(render_report([self._load_recorded_run()]), quote=True)
         return f'<iframe srcdoc="{page}" width="100%" height="640" frameborder="0"></iframe>'
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises UserError for an option that `inference.decode.generate` does not have, or a number of
-    another type than it takes.
+def _check_generate_options(options: Mapping[str, Any]) -> None:
+    """Raises UserError if an option is not an argument of `inference.decode.generate`, or is not a
+    number of the argument's type.
     """
     from qwen3next_jax.inference.decode import generate
 

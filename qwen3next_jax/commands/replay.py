@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     dump = read_dump(folder)
     reason = escape_control(f"step {dump.step}, halted because of {dump.reason}")
     print(f"{arguments[0]}: {reason}")
-    for row, names in enumerate(dump.documents):
+    for row, names in enumerate(dump.document_names):
         print(escape_control(f"row {row}: {', '.join(names)}"))
 
     stage = stage_at(dump.run.stages, dump.step)
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 
 def norms_table(params: Any, gradients: Any) -> Table:
-    """Returns the table of the norms of parameters and gradients.
+    """Returns a table with the norms of every parameter and its gradient.
 
     Args:
       params: tree of NumPy arrays.
@@ -82,15 +82,17 @@ def norms_table(params: Any, gradients: Any) -> Table:
     ):
         table.add_row(
             path_string(path, "."),
-            *_summary_cells(np.asarray(value)),
-            *_summary_cells(np.asarray(gradient)),
+            *_norm_and_nonfinite_cells(np.asarray(value)),
+            *_norm_and_nonfinite_cells(np.asarray(gradient)),
             f"{np.max(np.abs(gradient)):.3g}",
         )
     return table
 
 
-def _summary_cells(values) -> tuple[str, str]:
-    """Returns the L2 norm, and the number of values that are not finite ("" for 0), as text."""
+def _norm_and_nonfinite_cells(values) -> tuple[str, str]:
+    """Returns two texts: the L2 norm of `values`, and the number of values that are not finite (""
+    if all are finite).
+    """
     import numpy as np
 
     bad = int(np.sum(~np.isfinite(values)))

@@ -1,11 +1,11 @@
 """Writes a page with the charts of runs: `qwen3next report WORKDIR [WORKDIR …] [--out=FILE.html]`.
 
-For one run the command writes WORKDIR/report.html, as training does at every checkpoint. For
-several runs it writes report.html in the current folder, with the curves of all runs on the same
-axes and the settings in which the runs differ. Runs that are not at the same step are compared at
-the last step that they have in common. For two runs at a constant learning rate the page and the
-command give the effective speed-up of the second over the first. docs/report.md explains every
-chart.
+For one run, the command writes WORKDIR/report.html, as training does at every checkpoint. For
+several runs, the command writes report.html in the current folder, with the curves of all runs on
+the same axes and the settings in which the runs differ. If the newest steps of the runs differ, the
+page compares the runs at the last step that all of them recorded. For two runs with a constant
+learning rate, the page and the command give the effective speed-up of the second run over the
+first. docs/report.md explains every chart.
 """
 
 import pathlib

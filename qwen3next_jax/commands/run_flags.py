@@ -1,5 +1,5 @@
-"""Flags that say which run or model a command works on, and on which processes and devices:
-`--workdir`, `--step`, `--ema`, `--dtype`, `--mesh`, `--coordinator`, `--processes`, `--process`.
+"""Defines and parses the flags that select a run, a checkpoint, processes and devices: `--workdir`,
+`--step`, `--ema`, `--dtype`, `--mesh`, `--coordinator`, `--processes`, `--process`.
 """
 
 import functools
@@ -22,8 +22,8 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
     """Defines `--workdir`.
 
     Returns:
-      A function (name) that returns the path. Its argument is the name of the configuration, from
-      which the default path is made.
+      A function (name) that returns the path. If the flag is not given, the path is runs/NAME,
+      where `name` is the name of the configuration.
     """
     flags.DEFINE_string(
         "workdir",
@@ -31,10 +31,10 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
         "folder of the run"
         + (" (default: runs/<name of the config>)" if default_from_config else ""),
     )
-    return workdir_of
+    return workdir_flag_or_default
 
 
-def workdir_of(name: str | None = None) -> pathlib.Path | BucketPath:
+def workdir_flag_or_default(name: str | None = None) -> pathlib.Path | BucketPath:
     """Returns the value of `--workdir`, or runs/`name` if the flag is not given."""
     if (path := flags.FLAGS["workdir"].value) is not None:
         require_path(f"--workdir={path}", path)
@@ -52,7 +52,7 @@ def define_launch_flags() -> Callable[[], Launch | None]:
 
     Returns:
       A function that returns this process's `Launch`, from the flags or from the environment
-      variables of SLURM, Open MPI or a TPU slice; it returns None if the run has one process.
+      variables of SLURM, Open MPI or a TPU slice; None if the run has a single process.
     """
     coordinator = flags.DEFINE_string(
         "coordinator",
@@ -73,9 +73,9 @@ def define_launch_flags() -> Callable[[], Launch | None]:
     return get
 
 
-class Loading(NamedTuple):
-    """The values of the flags of `define_loading_flags`, for `trained.load`; a field is None if its
-    flag is not given.
+class LoadingFlags(NamedTuple):
+    """The values of the flags that `define_loading_flags` defines, with which `trained.load` loads
+    a model. A field other than `ema` is None if its flag is not given.
     """
 
     step: int | Literal["best"] | None
@@ -86,7 +86,7 @@ class Loading(NamedTuple):
 
 
 @functools.cache  # several commands in one process may define these flags
-def define_loading_flags() -> Callable[[], Loading]:
+def define_loading_flags() -> Callable[[], LoadingFlags]:
     """Defines `--step`, `--ema`, `--mesh`, `--dtype` and the flags of `define_launch_flags`.
     Returns a function that returns the values of these flags.
     """
@@ -109,10 +109,10 @@ def define_loading_flags() -> Callable[[], Loading]:
     )
     get_launch = define_launch_flags()
 
-    def get() -> Loading:
-        sizes = read_mesh(mesh.value)
-        return Loading(
-            read_step(step.value),
+    def get() -> LoadingFlags:
+        sizes = parse_mesh_flag(mesh.value)
+        return LoadingFlags(
+            parse_step_flag(step.value),
             MeshConfig(**sizes) if sizes else None,
             dtype.value,
             get_launch(),
@@ -122,11 +122,11 @@ def define_loading_flags() -> Callable[[], Loading]:
     return get
 
 
-def read_step(text: str | None) -> int | Literal["best"] | None:
-    """Returns the value of `--step`.
+def parse_step_flag(text: str | None) -> int | Literal["best"] | None:
+    """Returns the value of `--step`: a number of steps, "best", or None if the flag is not given.
 
     Raises:
-      UserError: it is neither a number of steps nor "best".
+      UserError: `text` is neither a number of steps nor "best".
     """
     if text is None or text == "best":
         return text
@@ -137,7 +137,7 @@ def read_step(text: str | None) -> int | Literal["best"] | None:
 
 @functools.cache
 def define_mesh_flag() -> flags.FlagHolder:
-    """Defines `--mesh`, whose text `read_mesh` reads."""
+    """Defines `--mesh`, whose text `parse_mesh_flag` reads."""
     return flags.DEFINE_string(
         "mesh",
         None,
@@ -146,8 +146,8 @@ def define_mesh_flag() -> flags.FlagHolder:
     )
 
 
-def read_mesh(text: str | None) -> dict[str, int]:
-    """Returns axis → size, from a text such as "data=64,expert=8"; {} for None.
+def parse_mesh_flag(text: str | None) -> dict[str, int]:
+    """Returns axis → size, from the text of `--mesh`, such as "data=64,expert=8"; {} for None.
 
     Raises:
       UserError: an axis does not exist or is given twice, or a size is not a number.

@@ -1,13 +1,13 @@
-"""Fits loss against model size and training tokens, over the runs of sweeps, and predicts from it.
+"""Fits the loss as a function of model size and training tokens, over the runs of sweeps.
 
     qwen3next scaling runs/sweeps/ladder [SWEEP …] [--size=flops] [--metric="heldout loss"]
 
-Prints the constants of L = E + A / N^α + B / D^β (2203.15556) with intervals, the compute-optimal
-size and number of tokens, and how well the largest run, and the highest budget, are predicted from
-the other runs. Writes scaling.html with charts, and scaling.json, into the folder of the sweep, or
-into the current folder if there are several. Every SWEEP is the folder of a sweep or its
-results.json. Sweeps of several sizes with an axis "flops" also give isoFLOP parabolas, such as
-configs/sweeps/ladder.py.
+The command prints the constants of L = E + A / N^α + B / D^β (2203.15556) with intervals, the
+compute-optimal size and number of tokens, and how well a fit of the other runs predicts the largest
+run and the runs with the highest budget. The command writes scaling.html with charts, and
+scaling.json, into the folder of the sweep; for several sweeps, into the current folder. Every SWEEP
+is the folder of a sweep or its results.json. A sweep of several model sizes with an axis "flops",
+such as configs/sweeps/ladder.py, also gives isoFLOP parabolas.
 """
 
 import pathlib
@@ -15,8 +15,8 @@ import sys
 
 from absl import flags
 
-from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, escape_lines
-from qwen3next_jax.common.storage import to_path, write_whole
+from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, escape_control_in_lines
+from qwen3next_jax.common.storage import to_path, write_text_atomically
 
 ARGUMENTS = "SWEEP …"  # the positional arguments, for --help
 
@@ -45,24 +45,24 @@ def main(arguments: list[str]) -> int:
             "runs/sweeps/ladder"
         )
     # scipy takes a moment to load.
-    from qwen3next_jax.sweeps.scaling import analyse, missing_points, read_runs
+    from qwen3next_jax.sweeps.scaling import analyse_scaling, missing_point_sentences, read_runs
     from qwen3next_jax.sweeps.scaling_report import as_json, as_text, render_page
 
     paths = [to_path(argument) for argument in arguments]
     runs = read_runs(paths, _METRIC.value, _SIZE.value)
-    for sentence in missing_points(paths):
+    for sentence in missing_point_sentences(paths):
         print(escape_control(sentence), file=sys.stderr)
-    scaling = analyse(runs, _RESAMPLES.value, _SEED.value)
-    print(escape_lines(as_text(scaling, _RESAMPLES.value)))
+    scaling = analyse_scaling(runs, _RESAMPLES.value, _SEED.value)
+    print(escape_control_in_lines(as_text(scaling, _RESAMPLES.value)))
     alone = paths[0] if paths[0].is_dir() else paths[0].parent
     folder = alone if len(paths) == 1 else pathlib.Path()
     folder = to_path(_OUT.value, "--out=") if _OUT.value else folder
     title = "Scaling: " + " · ".join(path.name for path in paths)
     try:
-        write_whole(
+        write_text_atomically(
             folder / "scaling.html", render_page(scaling, title, _METRIC.value, _RESAMPLES.value)
         )
-        write_whole(folder / "scaling.json", as_json(scaling))
+        write_text_atomically(folder / "scaling.json", as_json(scaling))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to ({error.strerror}): give --out") from error
     print(f"\n{folder / 'scaling.html'}")

@@ -1,6 +1,6 @@
 """Describes the model of a config file or of a run: its layers and their parameters, the FLOPs per
-token, and the memory that decoding and training need. With two of them, the command also lists the
-settings in which they differ. It trains nothing, and writes no file but the figure of `--svg`.
+token, and the memory that decoding and training need. If two configs are given, the command also
+lists the settings in which they differ. The command writes no file except the figure of `--svg`.
 
     qwen3next show configs/small.py [--config.model.num_hidden_layers=24] [--devices=1,8,64]
         [--context=4096,262144] [--svg=small.svg]
@@ -39,40 +39,40 @@ def main(paths: list[str]) -> int:
         raise UserError(
             f"expected one or two config files, not {len(paths)}: qwen3next show configs/tiny.py"
         )
-    devices = checks.positive_integers("devices", _devices.value)
-    lengths = checks.positive_integers("context", _context.value)
-    checks.check_writable("svg", _svg.value)
+    devices = checks.parse_positive_integers("devices", _devices.value)
+    lengths = checks.parse_positive_integers("context", _context.value)
+    checks.check_result_file("svg", _svg.value)
     if _svg.value and pathlib.Path(_svg.value).exists():
         raise UserError(f"--svg={_svg.value}: the file exists: choose another name, or remove it")
     console = make_console()
-    configs = [_load(path, console) for path in paths]
+    configs = [_load_config(path, console) for path in paths]
     for config in configs:
         print_model(config, devices, lengths, console)
     if len(configs) == 2:
         _print_differences(paths, configs, console)
     if _svg.value:
         with as_user_error(f"--svg={_svg.value}: cannot be written", OSError):
-            pathlib.Path(_svg.value).write_text(draw_config(configs[0]))
+            pathlib.Path(_svg.value).write_text(draw_model_of_config(configs[0]))
         print(f"wrote {_svg.value}")
     return ExitCode.DONE
 
 
-def _load(path: str, console: Console) -> Config:
-    """Reads a config file. If its settings are not valid, prints the settings that differ from
-    their defaults.
+def _load_config(path: str, console: Console) -> Config:
+    """Returns the configuration in a config file, or of a run. If its settings are not valid,
+    prints the settings that differ from their defaults.
 
     Raises:
       UserError: the file cannot be read, or a setting is not valid.
     """
-    values = config_flags.load_settings(path)
+    values = config_flags.load_settings_of_file_or_run(path)
     try:
-        return config_flags.validate_settings(values)
+        return config_flags.config_from_settings(values)
     except UserError:
         from qwen3next_jax.config import default_config
 
         table = Table("setting", "default", "in the file", box=SIMPLE)
-        default = dict(_leaves(default_config()))
-        for name, value in _leaves(values):
+        default = dict(_flat_settings(default_config()))
+        for name, value in _flat_settings(values):
             if name not in default or default[name] != value:
                 table.add_row(
                     *map(escape, (name, short_repr(default.get(name)), short_repr(value)))
@@ -97,13 +97,13 @@ def print_model(
 
     model = config.model
     counts, kinds = parameter_counts(model), layer_kinds(model)
-    console.print(f"[bold]{escape(config.name)}[/]: {_millions(counts.total)} parameters")
+    console.print(f"[bold]{escape(config.name)}[/]: {_millions_text(counts.total)} parameters")
     parts = [
-        f"{_millions(counts.active)} that a token uses in the layers",
-        f"{_millions(counts.embeddings)} in embedding and head",
+        f"{_millions_text(counts.active)} that a token uses in the layers",
+        f"{_millions_text(counts.embeddings)} in embedding and head",
     ]
     if counts.mtp:
-        parts.append(f"{_millions(counts.mtp)} in multi-token prediction")
+        parts.append(f"{_millions_text(counts.mtp)} in multi-token prediction")
     console.print(f"  {', '.join(parts)}")
     console.print(
         f"  {model.num_hidden_layers} layers of width {model.hidden_size:,}, vocabulary "
@@ -113,24 +113,27 @@ def print_model(
     for name in ("parameters of a layer", "that a token uses"):
         table.add_column(name, justify="right")
     for kind in kinds:
-        mixer = f"{kind.mixer} + n-gram embedding" if kind.embedding else kind.mixer
+        mixer = f"{kind.mixer} + n-gram embedding" if kind.has_ngram_embedding else kind.mixer
         table.add_row(
-            layers_text(kind.layers),
+            layers_text(kind.layer_indices),
             mixer,
-            _mlp(model, kind.mlp),
-            f"{kind.size:,}",
-            f"{kind.used:,}",
+            _mlp_text(model, kind.mlp),
+            f"{kind.parameter_count:,}",
+            f"{kind.parameters_per_token:,}",
         )
     console.print(table)
     shown: list[Any] = []
     for kind in kinds:
-        same = [other for other in shown if other.parameters == kind.parameters]
+        same = [other for other in shown if other.declarations == kind.declarations]
         if not same:
-            console.print(f"One layer of {layers_text(kind.layers)}:", _parameters_table(kind))
+            console.print(
+                f"One layer of {layers_text(kind.layer_indices)}:", _parameters_table(kind)
+            )
             shown.append(kind)
         else:
             console.print(
-                f"One layer of {layers_text(kind.layers)}: as of {layers_text(same[0].layers)}"
+                f"One layer of {layers_text(kind.layer_indices)}: as of "
+                f"{layers_text(same[0].layer_indices)}"
             )
     console.print(_flops_table(config))
     console.print(_decoding_table(model, lengths))
@@ -142,9 +145,10 @@ def print_model(
 
 
 def layers_text(layers: Sequence[int]) -> str:
-    """Returns a short text for increasing indices of layers, such as "0–2, 4–6". If it would have
-    more than four parts, the text is like "3, 7, 11, … 47". An empty sequence stands for the layer
-    of the multi-token prediction module.
+    """Returns a short text for increasing indices of layers, such as "0–2, 4–6". If this text would
+    have more than four parts, the middle is left out: "3, 7, 11, … 47". For an empty sequence,
+    which stands for the layer of the multi-token prediction module, returns "multi-token
+    prediction".
     """
     if not layers:
         return "multi-token prediction"
@@ -158,7 +162,7 @@ def layers_text(layers: Sequence[int]) -> str:
     return ", ".join(texts if len(texts) <= 4 else [*texts[:3], f"… {texts[-1]}"])
 
 
-def _mlp(model: ModelConfig, kind: str) -> str:
+def _mlp_text(model: ModelConfig, kind: str) -> str:
     if kind == "dense":
         return f"dense, width {model.intermediate_size:,}"
     text = (
@@ -173,7 +177,7 @@ def _mlp(model: ModelConfig, kind: str) -> str:
 def _parameters_table(kind: Any) -> Table:
     table = Table("parameter", "shape", "matrices side by side", "kind", box=SIMPLE)
     table.add_column("numbers", justify="right")
-    for path, parameter in kind.parameters.items():
+    for path, parameter in kind.declarations.items():
         shape = " × ".join(
             f"{size:,}" + (f" {axis}" if axis else "")
             for size, axis in zip(parameter.shape, parameter.axes, strict=True)
@@ -208,16 +212,19 @@ def _decoding_table(model: ModelConfig, lengths: Sequence[int]) -> Table:
     for name in ("recurrent state", "cache of the context", "together"):
         table.add_column(name, justify="right")
     for length in lengths:
-        slots = length * memory.per_token
+        slots = length * memory.bytes_per_token
         table.add_row(
-            f"{length:,} tokens", _bytes(memory.state), _bytes(slots), _bytes(memory.state + slots)
+            f"{length:,} tokens",
+            _bytes_text(memory.state_bytes),
+            _bytes_text(slots),
+            _bytes_text(memory.state_bytes + slots),
         )
     return table
 
 
 def _training_table(config: Config, devices: Sequence[int]) -> Table:
-    """Returns a table of the memory of parameters, gradients and optimizer state per device, if
-    they are split evenly over the devices.
+    """Returns a table of the memory per device that parameters, gradients and optimizer state need,
+    if they are split evenly over the devices.
     """
     from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.parameter_groups import make_parameter_groups
@@ -233,8 +240,8 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
         config.guards,
         single_device_mesh(),
     )
-    parameters, optimizer = _size(state["params"]), _size(state["opt_state"])
-    frozen = _size(groups.select_frozen(state["params"]))
+    parameters, optimizer = _tree_bytes(state["params"]), _tree_bytes(state["opt_state"])
+    frozen = _tree_bytes(groups.select_frozen(state["params"]))
     table = Table("training on", box=SIMPLE)
     of_state = {
         "parameters": parameters,
@@ -242,27 +249,27 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
         f"{config.optimizer.name}'s state": optimizer,
     }
     if "ema" in state:
-        of_state["average (train.ema)"] = _size(state["ema"])
+        of_state["average (train.ema)"] = _tree_bytes(state["ema"])
     for name in (*of_state, "together"):
         table.add_column(name, justify="right")
     for number in devices:
         sizes = [size / number for size in of_state.values()]
         name = "1 device" if number == 1 else f"{number:,} devices, each"
-        table.add_row(name, *map(_bytes, sizes), _bytes(sum(sizes)))
+        table.add_row(name, *map(_bytes_text, sizes), _bytes_text(sum(sizes)))
     return table
 
 
-def _size(tree: Any) -> int:
+def _tree_bytes(tree: Any) -> int:
     import jax
 
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _millions(number: int) -> str:
+def _millions_text(number: int) -> str:
     return f"{number / 1e9:,.2f} billion" if number >= 1e9 else f"{number / 1e6:,.2f} million"
 
 
-def _bytes(size: float) -> str:
+def _bytes_text(size: float) -> str:
     for unit, name in ((1e9, "GB"), (1e6, "MB")):
         if size >= unit:
             return f"{size / unit:,.2f} {name}"
@@ -271,7 +278,7 @@ def _bytes(size: float) -> str:
 
 def _print_differences(paths: Sequence[str], configs: Sequence[Config], console: Console) -> None:
     """Prints the settings whose values differ between the two configurations."""
-    first, second = (dict(_leaves(dataclasses.asdict(config))) for config in configs)
+    first, second = (dict(_flat_settings(dataclasses.asdict(config))) for config in configs)
     table = Table("setting", *paths, box=SIMPLE)
     for name in sorted(first.keys() | second.keys(), key=[*first, *second].index):
         if first.get(name) != second.get(name):
@@ -281,44 +288,45 @@ def _print_differences(paths: Sequence[str], configs: Sequence[Config], console:
         console.print(table)
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (dotted name, value) of every setting in a nested dict."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from _flat_settings(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 
 
-def draw_config(config: Config) -> str:
-    """Returns the figure of the model as the text of an SVG file."""
+def draw_model_of_config(config: Config) -> str:
+    """Returns a figure of the architecture of the model of `config`, as the text of an SVG file."""
     from qwen3next_jax.model.description import layer_kinds
     from qwen3next_jax.model.flops import parameter_counts
-    from qwen3next_jax.reporting.architecture import LayerBox, draw_model
+    from qwen3next_jax.reporting.architecture import LayerKindPanel, draw_model
 
     model = config.model
     boxes = [
-        LayerBox(
+        LayerKindPanel(
             kind.mixer,
-            kind.layers,
-            _mlp(model, kind.mlp),
+            kind.layer_indices,
+            _mlp_text(model, kind.mlp),
             [
                 (name, " × ".join(f"{size:,}" for size in parameter.shape))
-                for name, parameter in kind.parameters.items()
+                for name, parameter in kind.declarations.items()
             ],
-            f"{_millions(kind.size)} parameters, {_millions(kind.used)} for a token",
+            f"{_millions_text(kind.parameter_count)} parameters, "
+            f"{_millions_text(kind.parameters_per_token)} for a token",
         )
         for kind in layer_kinds(model)
     ]
     counts = parameter_counts(model)
     subtitle = (
-        f"{_millions(counts.total)} parameters, {_millions(counts.active)} for a token; width "
-        f"{model.hidden_size:,}, vocabulary {model.vocab_size:,}"
+        f"{_millions_text(counts.total)} parameters, {_millions_text(counts.active)} for a token; "
+        f"width {model.hidden_size:,}, vocabulary {model.vocab_size:,}"
     )
     return draw_model(config.name, subtitle, boxes)
 
 
-config_flags.accept_settings()
+config_flags.accept_setting_flags()
 _devices = flags.DEFINE_list(
     "devices", ["1", "8", "64"], "numbers of devices for the memory of training"
 )

@@ -4,12 +4,12 @@
         [--emit] [--set optimizer.learning_rate=1e-3]
 
 A sweep runs one training run, called a point, for every combination of the values in the sweep
-file. After an interruption the same command continues the sweep; it does not repeat points that are
-done. Whenever a point ends, the command rewrites report.html and results.csv in the workdir. At the
-end of a sweep over several budgets of compute, it prints the effective speed-ups (docs/sweeps.md).
-With --emit, the command runs nothing and prints one shell command per point, which another machine
-can run; when all points have run, the command without --emit writes their report. A sweep file is
-Python code and is executed.
+file. After an interruption the same command continues the sweep and does not repeat points that are
+done. Whenever a point ends, the command rewrites report.html, results.csv and results.json in the
+workdir. At the end of a sweep over several budgets of compute, it prints the effective speed-ups
+(docs/sweeps.md). With --emit, the command runs nothing and prints one shell command per point,
+which another machine can run. When all points have run, the command without --emit writes the
+report. A sweep file is Python code, which this command executes.
 """
 
 import ast
@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import flags
 
-from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, escape_lines
+from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, escape_control_in_lines
 from qwen3next_jax.common.storage import to_path
 
 ARGUMENTS = "SWEEP_FILE"  # the positional arguments, for --help
@@ -33,38 +33,38 @@ def main(arguments: Sequence[str]) -> int:
             "qwen3next sweep configs/sweeps/ratio.py"
         )
     path = arguments[0]
-    changes = _changes(_set.value)
+    changes = _parse_set_flags(_set.value)
     # Imported here, so that the user learns of a wrong flag, or of a mistake in the file, before
     # JAX loads.
     from qwen3next_jax.sweeps.points import load_sweep
 
     sweep = load_sweep(path, changes)
-    for sentence in sweep.overridden:
+    for sentence in sweep.override_sentences:
         print(escape_control(sentence), file=sys.stderr, flush=True)
     from rich.console import Console
 
-    from qwen3next_jax.reporting.speedup import comparison_sentence
+    from qwen3next_jax.reporting.speedup import speed_up_sentence
     from qwen3next_jax.sweeps import runner
-    from qwen3next_jax.sweeps.check import check_points, check_settings
+    from qwen3next_jax.sweeps.check import check_points_can_run, check_settings_have_effect
     from qwen3next_jax.sweeps.report import write_report
-    from qwen3next_jax.sweeps.results import Result, read_result
+    from qwen3next_jax.sweeps.results import PointResult, read_result
     from qwen3next_jax.sweeps.speedups import budget_axis, compare_arms
 
-    check_points(sweep)
+    check_points_can_run(sweep)
     workdir = to_path(_workdir.value or f"runs/sweeps/{pathlib.Path(path).stem}", "--workdir=")
     if not (workdir / "sweep.json").exists():  # a sweep that has begun keeps its settings
-        check_settings(sweep)
-    runner.open_sweep(sweep, workdir)
+        check_settings_have_effect(sweep)
+    runner.create_or_check_sweep_folder(sweep, workdir)
     if _emit.value:
-        sys.stdout.writelines(line + "\n" for line in runner.shell_lines(sweep, workdir))
+        sys.stdout.writelines(line + "\n" for line in runner.one_line_commands(sweep, workdir))
         return ExitCode.DONE
     commands = {point.name: runner.shell_command(sweep, point, workdir) for point in sweep.points}
     console = Console(highlight=False)
 
     def log(line: str) -> None:
-        console.print(escape_lines(line), markup=False, soft_wrap=True)
+        console.print(escape_control_in_lines(line), markup=False, soft_wrap=True)
 
-    def read_results(failed: dict[str, str]) -> list[Result]:
+    def read_results(failed: dict[str, str]) -> list[PointResult]:
         return [
             read_result(point, runner.point_folder(workdir, point), failed.get(point.name, ""))
             for point in sweep.points
@@ -85,13 +85,13 @@ def main(arguments: Sequence[str]) -> int:
     ).run()
     if budget_axis(sweep):
         for comparison in compare_arms(sweep, read_results({})):
-            log(comparison_sentence(comparison))
+            log(speed_up_sentence(comparison))
     log(f"Report: {workdir / 'report.html'} · figures: {workdir / 'results.csv'}")
     return code
 
 
-def _changes(assignments: Sequence[str]) -> dict[str, Any]:
-    """Returns setting → value for the texts SETTING=VALUE of `--set`.
+def _parse_set_flags(assignments: Sequence[str]) -> dict[str, Any]:
+    """Returns setting → value, from the texts SETTING=VALUE that `--set` gives.
 
     Raises:
       UserError: a text has no "=".
@@ -103,11 +103,11 @@ def _changes(assignments: Sequence[str]) -> dict[str, Any]:
             raise UserError(
                 f"--set {assignment}: expected SETTING=VALUE, such as --set train.seed=1"
             )
-        changes[name] = _literal(text)
+        changes[name] = _parse_literal(text)
     return changes
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

@@ -38,13 +38,13 @@ def main() -> int:
 
         find_run = None
         if _restart.value:
-            find_run = open_store(workdir).run_files
+            find_run = open_store(workdir).run_file_identities
         return supervisor.supervise(workdir, get_max_restarts(), find_run=find_run)
-    from qwen3next_jax.runs.record import recorded_config
+    from qwen3next_jax.runs.record import read_config_if_readable
     from qwen3next_jax.training import unused_settings
 
-    given = None if _allow_unused.value else config_flags.given_settings(may_resume)
-    resumed = None if _restart.value else recorded_config(workdir)
+    given = None if _allow_unused.value else config_flags.settings_given_by_user(may_resume)
+    resumed = None if _restart.value else read_config_if_readable(workdir)
     unused_settings.check_effect_and_targets(config, given, resumed)
     from qwen3next_jax.runs.start import prepare_start
 

@@ -1,12 +1,12 @@
-"""Compares runs, exports and prepared data with their recorded digests, and prints a table. The
-exit code is 1 if anything is damaged.
+"""Compares the files of runs, exports and prepared data with their recorded checksums, and prints a
+table. The exit code is 1 if anything is damaged.
 
     qwen3next verify PATH [PATH …]
 
-A PATH is the folder of a run, whose run.json, tokenizer, checkpoints, frozen parameters and dumps
-are checked; a Hugging Face directory with SHA256SUMS; a folder of prepared rows; or
-`data.prepared_dir`, which holds several such folders and the tokens from which their rows were
-packed. Every row of prepared data is read, but not the padding between rows.
+A PATH is one of these folders: a run, whose run.json, tokenizer, checkpoints, frozen parameters and
+dumps are checked; a Hugging Face directory with SHA256SUMS; a folder of prepared rows; or
+`data.prepared_dir`, which holds folders of rows and the tokens from which the rows were packed.
+Every row of prepared data is read, but not the padding between rows.
 
     qwen3next verify PREPARED_DIR --evaluation=GLOB --tokenizer=FILE [--text_field=NAME]
 
@@ -25,12 +25,12 @@ from rich.table import Table
 from qwen3next_jax.commands.console import make_console
 from qwen3next_jax.common.errors import (
     ExitCode,
-    OlderVersion,
     UserError,
+    WrittenByOlderVersion,
     error_message,
     escape_control,
     require,
-    similar_folder,
+    similar_folder_hint,
 )
 from qwen3next_jax.common.storage import StoreError, to_path
 
@@ -78,13 +78,13 @@ def main(arguments: list[str]) -> int:
 def print_contamination(
     prepared_dir: str, evaluation: str, text_field: str, tokenizer: str | None
 ) -> None:
-    """Prints which texts of an evaluation prepared data contain.
+    """Prints which texts of an evaluation occur in prepared data.
 
     Args:
       prepared_dir: the folder of prepared data.
       evaluation: a glob of files with texts.
-      text_field: the field of the texts.
-      tokenizer: the tokenizer of the prepared data, as `load_tokenizer` reads it.
+      text_field: the field of a record that holds the text.
+      tokenizer: "bytes" or the path of the tokenizer of the prepared data; None raises an error.
 
     Raises:
       UserError: no tokenizer is given; the texts cannot be read; or the folder holds no tokens of
@@ -97,7 +97,7 @@ def print_contamination(
 
     if tokenizer is None:
         raise UserError("--evaluation needs --tokenizer: data.tokenizer of the prepared data")
-    source = sources.find_files_of_glob(evaluation, text_field)
+    source = sources.find_source_of_glob(evaluation, text_field)
     texts = list(readers.read_documents(source))
     with PreparationProgress("reading") as progress:
         found = find_contamination(
@@ -107,14 +107,14 @@ def print_contamination(
             progress=progress,
         )
     print(escape_control(f"{evaluation} in {prepared_dir}: {found.summary()}"))
-    for i, share in found.worst():
-        place = readers.describe_place(source, texts[i].file, texts[i].record)
+    for i, share in found.worst_texts():
+        place = readers.document_name(source, texts[i].file_index, texts[i].index_in_file)
         print(f"  {share:4.0%}  {escape_control(place)}")
 
 
 def verify(path: pathlib.Path) -> Iterator[Finding]:
-    """Checks all files of the run, export or prepared data in `path`, and yields a finding for each
-    part.
+    """Checks all files of the run, export or prepared data in `path`. Yields for each file or
+    folder that was checked its name and a description of its damage, which is None if it is whole.
 
     Raises:
       UserError: `path` is neither the folder of a run, nor a Hugging Face directory with
@@ -128,7 +128,7 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
         return _verify_rows(path)
     folders = _row_folders(path)
     if folders or any(path.glob("tokens/*/*")) or any(path.glob("corpora/*.json")):
-        return _verify_prepared(path, folders)
+        return _verify_prepared_dir(path, folders)
     reason = (
         "no such folder"
         if not path.exists()
@@ -136,7 +136,7 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
     )
     raise UserError(
         f"{path}: neither the folder of a run, nor a Hugging Face directory, nor prepared data "
-        f"({reason}){similar_folder(path)}"
+        f"({reason}){similar_folder_hint(path)}"
     )
 
 
@@ -163,7 +163,7 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
         folders = [p for p in (workdir / kind).glob("*") if is_step_name(p.name)]
         for folder in sorted(folders, key=lambda p: int(p.name)):
             damage = manifest.find_damage(folder, run=run)
-            if damage is None and (folder / manifest.FROZEN).is_file():
+            if damage is None and (folder / manifest.FROZEN_FILE_NAME).is_file():
                 try:
                     expected.add(manifest.read_frozen_record(folder)["manifest"])
                 except UserError as error:
@@ -173,15 +173,15 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
         damage = manifest.find_damage(frozen, run=record and record.id)
         if not frozen.is_dir():
             damage = "it is missing: without the frozen parameters no checkpoint can be read"
-        elif damage is None and expected - {manifest.digest(frozen)}:
+        elif damage is None and expected - {manifest.digest_of_manifest(frozen)}:
             damage = "its digest is not the one in the checkpoints: it is of another run"
         yield "frozen", damage
 
 
 def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
-    from qwen3next_jax.interop.checksums import verify_hf
+    from qwen3next_jax.interop.checksums import compare_with_checksums
 
-    findings = list(verify_hf(directory))
+    findings = list(compare_with_checksums(directory))
     if not findings:
         raise UserError(
             f"{directory}: it has no SHA256SUMS, and safetensors files carry no digests: there is "
@@ -191,7 +191,7 @@ def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
 
 
 def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the folders of rows in `data.prepared_dir`, sorted."""
+    """Returns the folders that hold rows in `path`, a `data.prepared_dir`, in sorted order."""
     folders = {file.parent for file in path.glob("rows/*/*.array_record")}
     folders |= {
         file.parent
@@ -201,15 +201,15 @@ def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder for folder in folders if not folder.name.startswith("."))
 
 
-def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
+def _verify_prepared_dir(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
     from qwen3next_jax.data.preparation import read_corpus_parts
-    from qwen3next_jax.data.prepared import open_index
+    from qwen3next_jax.data.prepared import read_index_arrays
     from qwen3next_jax.data.row_groups import METADATA
     from qwen3next_jax.data.store import Store
     from qwen3next_jax.data.tokenized_parts import (
-        find_part,
-        open_part,
-        open_weights,
+        find_part_by_key,
+        open_part_tokens,
+        open_part_weights,
         stored_part_keys,
     )
 
@@ -220,19 +220,19 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
             read()
         except StoreError:  # an outage is no damage
             raise
-        except OlderVersion:
+        except WrittenByOlderVersion:
             return f"{name} ({older})", None
         except (UserError, ValueError, OSError) as error:
             return name, error_message(error)
         return name, None
 
     def check_unit(key: str) -> None:
-        part = find_part(store, key)
-        open_part(store, part)
-        open_weights(store, part)
+        part = find_part_by_key(store, key)
+        open_part_tokens(store, part)
+        open_part_weights(store, part)
 
     def check_index(name: str) -> None:
-        _, arrays = open_index(store, name)
+        _, arrays = read_index_arrays(store, name)
         for key, names in arrays.items():
             for folder in names.tolist() if key.endswith(".folders") else ():
                 rows = f"rows/{folder.decode()}/{METADATA}"
@@ -245,9 +245,9 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
     for key in unfinished:
         what = "its manifest is missing: it is being prepared, or prepare it again"
         yield f"tokens/{key[:2]}/{key}.tokens", what
-    for name in store.names("corpora/*.json"):
+    for name in store.names_matching("corpora/*.json"):
         yield check(name, lambda: read_corpus_parts(store, name))
-    for name in store.names("indexes/*"):
+    for name in store.names_matching("indexes/*"):
         if name.endswith(".npz"):
             yield f"{name} ({older})", None
         else:
@@ -257,19 +257,19 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
 
 
 def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
-    from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, read_metadata
-    from qwen3next_jax.data.rows import RowReader, RowTable
+    from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, read_group_metadata
+    from qwen3next_jax.data.rows import RowReader, ShardTable
 
     try:
-        content = read_metadata(directory)
+        content = read_group_metadata(directory)
         yield f"{directory.name}/{METADATA}", None
     except UserError as error:
         yield f"{directory.name}/{METADATA}", str(error)
         return
     for split in (TRAIN, HELDOUT):
-        table = RowTable.of(split, [directory], [content], [0], [])
+        table = ShardTable.from_metadata(split, [directory], [content], [0], [])
         rows, first = RowReader(table, content["row_length"]), 0
-        for number, count in enumerate(table.rows.tolist()):
+        for number, count in enumerate(table.rows_per_shard.tolist()):
             damage = None
             try:
                 for i in range(first, first + count):
@@ -277,4 +277,4 @@ def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
             except UserError as error:
                 damage = str(error)
             first += count
-            yield f"{directory.name}/{table.shard(number)[1].file}", damage
+            yield f"{directory.name}/{table.path_and_shard(number)[1].file}", damage

@@ -65,7 +65,7 @@ class UserError(ValueError):
         self.exit_code = exit_code
 
 
-class OlderVersion(UserError):
+class WrittenByOlderVersion(UserError):
     """An older version wrote the file `path` of prepared data, which this version does not use."""
 
     def __init__(self, path: os.PathLike):
@@ -93,9 +93,9 @@ def as_user_error(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def error_message(error: Exception) -> str:
-    """Returns the message of an error in one line. For an error of the operating system this is its
-    `strerror`, which does not contain the path; for any other error the first 200 characters of its
-    text.
+    """Returns the message of an error in one line. For an error of the operating system, the
+    message is its `strerror`, which does not contain the path; for any other error the first 200
+    characters of its text.
     """
     return getattr(error, "strerror", None) or one_line(str(error))
 
@@ -143,12 +143,12 @@ def escape_control(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def escape_lines(text: str) -> str:
+def escape_control_in_lines(text: str) -> str:
     """Applies `escape_control` to every line of a text, and keeps the line ends."""
     return "\n".join(escape_control(line) for line in text.split("\n"))
 
 
-def out_of_memory(error: RuntimeError) -> str:
+def out_of_memory_message(error: RuntimeError) -> str:
     """Returns, in one line, XLA's message about the memory that it could not allocate; "" if
     `error` has another cause.
     """
@@ -182,8 +182,8 @@ def join_first(texts: Iterable[str], most: int, separator: str = ", ") -> str:
     return separator.join([*texts[:most], "…"] if len(texts) > most else texts)
 
 
-def similar_folder(path: os.PathLike) -> str:
-    """Returns a hint as `did_you_mean` does, with the folder beside `path` whose name is closest;
+def similar_folder_hint(path: os.PathLike) -> str:
+    """Returns " (did you mean 'x'?)" with the folder beside `path` whose name is closest;
     "" if `path` exists.
     """
     with contextlib.suppress(OSError):
@@ -208,8 +208,9 @@ class Mistakes:
 
     @contextlib.contextmanager
     def collect(self, place: str) -> Iterator[None]:
-        """Keeps a `UserError` of the `with` block, unless another place has the same mistake.
-        `place`: the beginning of the message; an error that has it already does not get it again.
+        """Keeps a `UserError` of the `with` block, unless another place has the same mistake. The
+        collected message begins with `place`, which is not added to a message that begins with it
+        already.
         """
         try:
             yield
@@ -218,7 +219,7 @@ class Mistakes:
             self._found.setdefault(mistake, place)
 
     def raise_any(self) -> None:
-        """Raises a UserError that names all that was found; does nothing if nothing was."""
+        """Raises a UserError that names all collected mistakes; does nothing if there are none."""
         found = [f"{place}: {mistake}" for mistake, place in self._found.items()]
         if len(found) == 1:
             raise UserError(found[0])
@@ -233,7 +234,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def check_format(path: object, found: object, expected: int) -> None:
+def check_format_number(path: object, found: object, expected: int) -> None:
     """Checks the number of the format of a file that this program wrote.
 
     Args:

@@ -32,7 +32,7 @@ def iterate_events(path: pathlib.Path | BucketPath) -> Iterator[tuple[str, dict[
     Raises:
       OSError: `path` is not a regular file, or cannot be read.
     """
-    for line in _lines(path):
+    for line in _lines_of_all_pieces(path):
         try:
             event = json_files.parse(line)
         except ValueError:
@@ -41,34 +41,35 @@ def iterate_events(path: pathlib.Path | BucketPath) -> Iterator[tuple[str, dict[
             yield line, event
 
 
-def _lines(path: pathlib.Path | BucketPath) -> Iterator[str]:
-    """Yields the lines of all pieces. Several threads open them ahead: to open an object of a
-    bucket is to read it.
+def _lines_of_all_pieces(path: pathlib.Path | BucketPath) -> Iterator[str]:
+    """Yields the lines of all pieces. Several threads open the next pieces ahead, because opening
+    an object of a bucket reads it.
     """
-    paths = piece_paths(path)
+    paths = events_file_pieces(path)
     with (
         concurrent.futures.ThreadPoolExecutor(_PIECES_AT_ONCE) as pool,
         contextlib.ExitStack() as s,
     ):
         s.callback(pool.shutdown, wait=False, cancel_futures=True)
-        waiting = [pool.submit(_open, piece) for piece in paths[:_PIECES_AT_ONCE]]
+        waiting = [pool.submit(_open_events_file, piece) for piece in paths[:_PIECES_AT_ONCE]]
         for i in range(len(paths)):
             piece = waiting.pop(0).result()
             if i + _PIECES_AT_ONCE < len(paths):
-                waiting.append(pool.submit(_open, paths[i + _PIECES_AT_ONCE]))
+                waiting.append(pool.submit(_open_events_file, paths[i + _PIECES_AT_ONCE]))
             with piece:
                 yield from piece
 
 
-def _open(path: pathlib.Path | BucketPath) -> IO[str]:
-    json_files.check_regular(path)
+def _open_events_file(path: pathlib.Path | BucketPath) -> IO[str]:
+    json_files.check_regular_file(path)
     return path.open(errors="replace")
 
 
-def piece_paths(path: pathlib.Path | BucketPath) -> list[Any]:
-    """Returns the files with the lines of `path`, WORKDIR/metrics.jsonl, in their order. On a file
-    system that is `path` itself, if it exists. In a bucket these are the numbered pieces; if the
-    object `path` exists, because the run was copied from a file system, it comes first.
+def events_file_pieces(path: pathlib.Path | BucketPath) -> list[Any]:
+    """Returns the files that hold the lines of `path` (WORKDIR/metrics.jsonl), in order. On a file
+    system, the only such file is `path` itself, if it exists. In a bucket, the files are the
+    numbered pieces. If a run was copied from a file system to the bucket, the object `path` also
+    exists and comes first.
     """
     if not isinstance(path, BucketPath):
         return [path] if path.exists() else []
@@ -80,8 +81,8 @@ def piece_paths(path: pathlib.Path | BucketPath) -> list[Any]:
 
 
 def has_events_file(path: pathlib.Path | BucketPath) -> bool:
-    """Whether there is a record of a run."""
-    return bool(piece_paths(path))
+    """Whether the file of events, or a numbered piece of it, exists."""
+    return bool(events_file_pieces(path))
 
 
 def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -89,8 +90,10 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
     return [event for _, event in iterate_events(path)]
 
 
-def devices_of(events: Iterable[dict[str, Any]]) -> frozenset[str]:
-    """Returns the devices that trained a run, such as {"8 × TPU v5"}, of its "start" events."""
+def training_devices(events: Iterable[dict[str, Any]]) -> frozenset[str]:
+    """Returns the devices that trained a run, such as {"8 × TPU v5"}, according to its "start"
+    events.
+    """
     return frozenset(
         f"{event['devices']} × {event.get('device_kind')}"
         for event in events
@@ -101,7 +104,7 @@ def devices_of(events: Iterable[dict[str, Any]]) -> frozenset[str]:
 def divergence_reason(events: Iterable[dict[str, Any]], step: int) -> str:
     """Returns the reason why a run ended as diverged after its last step, `step`; "" if it did not.
 
-    A run can take its last step and still have diverged. It then writes a "stop" event with the
+    A run can take its last step and still have diverged. Such a run writes a "stop" event with the
     exit code DIVERGED after the last evaluation of that step.
     """
     reason = ""
@@ -137,7 +140,7 @@ def is_valid_event(event: dict[str, Any]) -> bool:
         return False
     if event["event"] == "suite" and "suite" not in event:
         return False
-    return all(_FIELD_CHECKS.get(name, _is_drawable)(value) for name, value in event.items())
+    return all(_FIELD_CHECKS.get(name, _is_reportable)(value) for name, value in event.items())
 
 
 def _is_number(value: Any) -> bool:
@@ -152,14 +155,14 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_drawable(value: Any) -> bool:
+def _is_reportable(value: Any) -> bool:
     """Whether the report can handle `value`: a number, text, a truth value, null, or a list or
     object of these. The magnitude of an integer must be less than _LARGEST.
     """
     if isinstance(value, dict):
-        return all(map(_is_drawable, value.values()))
+        return all(map(_is_reportable, value.values()))
     if isinstance(value, list):
-        return all(map(_is_drawable, value))
+        return all(map(_is_reportable, value))
     return value is None or isinstance(value, (str, bool, float)) or _is_number(value)
 
 
@@ -174,7 +177,7 @@ def _is_matrix(value: Any) -> bool:
     )
 
 
-def _is_changes(value: Any) -> bool:
+def _is_setting_changes(value: Any) -> bool:
     """Whether `value` is a list of [setting, old value, new value]."""
     return isinstance(value, list) and all(
         isinstance(change, list) and len(change) == 3 and _is_text(change[0]) for change in value
@@ -193,8 +196,10 @@ def _is_bad_records(value: Any) -> bool:
     )
 
 
-def _is_operators(value: Any) -> bool:
-    """Whether the value is a list of what runs each operator, as an "operators" event has it."""
+def _is_operator_decisions(value: Any) -> bool:
+    """Whether `value` is the list in an "operators" event, which says which implementation runs
+    each operator.
+    """
     names = ("operator", "implementation", "why", "consequence", "call")
     return isinstance(value, list) and all(
         isinstance(entry, dict) and all(isinstance(entry.get(name), str) for name in names)
@@ -205,12 +210,12 @@ def _is_operators(value: Any) -> bool:
 def _is_parameter_groups(value: Any) -> bool:
     """Whether `value` maps names of parameter groups to {statistic: number}."""
     return isinstance(value, dict) and all(
-        isinstance(group, dict) and all(map(_is_drawable, group.values()))
+        isinstance(group, dict) and all(map(_is_reportable, group.values()))
         for group in value.values()
     )
 
 
-def _is_metrics(value: Any) -> bool:
+def _is_metric_declarations(value: Any) -> bool:
     """Whether `value` maps kinds of numbers to the fields of a `metrics.Metric`."""
     return isinstance(value, dict) and all(
         isinstance(metric, dict)
@@ -220,17 +225,17 @@ def _is_metrics(value: Any) -> bool:
     )
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and _is_drawable(value)
+def _is_reportable_list(value: Any) -> bool:
+    return isinstance(value, list) and _is_reportable(value)
 
 
-def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _check_accepting_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Returns a check that also accepts None."""
     return lambda value: value is None or check(value)
 
 
 # `_REQUIRED` has the fields that every event must have. `_FIELD_CHECKS` has a check for each field
-# whose type readers rely on; the values of all other fields must pass `_is_drawable`.
+# whose type readers rely on; the values of all other fields must pass `_is_reportable`.
 _REQUIRED = {"event", "step", "time"}
 _FIELD_CHECKS = {
     "event": _is_text,
@@ -239,15 +244,15 @@ _FIELD_CHECKS = {
     "seconds": _is_number,
     "first_step": _is_count,
     "lost_steps": _is_count,
-    "previous_end": _or_none(_is_number),
+    "previous_end": _check_accepting_none(_is_number),
     "hosts": _is_count,
-    "commit": _or_none(_is_text),
+    "commit": _check_accepting_none(_is_text),
     "suite": _is_text,
-    "changes": _is_changes,
+    "changes": _is_setting_changes,
     "bad_records": _is_bad_records,
-    "operators": _is_operators,
+    "operators": _is_operator_decisions,
     "groups": _is_parameter_groups,
-    "figures": _is_metrics,
-    "router_entropy": _or_none(_is_list),
+    "figures": _is_metric_declarations,
+    "router_entropy": _check_accepting_none(_is_reportable_list),
     "expert_load": _is_matrix,
 }

@@ -1,6 +1,6 @@
-"""How this project was installed, for advice that names commands: in a checkout `uv run` makes the
-environment, and an installed package has its command on the PATH. This module also tells whether
-JAX finds TPU chips on this machine, or only their compiler.
+"""Tells how this project was installed, so that messages name commands that work. In a checkout,
+`uv run` makes the environment; an installed package has its command on the PATH. This module also
+tells whether JAX finds TPU chips on this machine, or only their compiler.
 """
 
 import ctypes
@@ -9,8 +9,8 @@ import pathlib
 import re
 from collections.abc import Mapping, MutableMapping
 
-# The environment variable that holds what `skip_absent_tpu` has put into JAX_PLATFORMS, for this
-# process and those that it starts.
+# The environment variable that holds what `exclude_absent_tpu_from_jax` has put into JAX_PLATFORMS,
+# for this process and those that it starts.
 _OWN_CHOICE = "QWEN3NEXT_JAX_PLATFORMS"
 _IN_CHECKOUT = (pathlib.Path(__file__).parents[2] / "pyproject.toml").exists()
 # The device files of NVIDIA's GPUs, of the same in WSL, and of AMD's.
@@ -20,7 +20,7 @@ NVIDIA_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
-def shell_command(verb: str) -> str:
+def command_line_start(verb: str) -> str:
     """Returns the beginning of a command line, such as "uv run qwen3next eval"."""
     return f"uv run qwen3next {verb}" if _IN_CHECKOUT else f"qwen3next {verb}"
 
@@ -39,12 +39,12 @@ def has_tpu_chips() -> bool:
     )
 
 
-def skip_absent_tpu(environment: MutableMapping[str, str]) -> None:
+def exclude_absent_tpu_from_jax(environment: MutableMapping[str, str]) -> None:
     """Makes JAX leave out TPUs on a machine that has libtpu, the TPU's compiler, but no TPU.
     Otherwise libtpu prints lines about errors on standard error, although nothing is wrong.
 
-    Call it before JAX is imported. It changes nothing if the user has chosen platforms. Processes
-    that this one starts inherit the choice.
+    Call it before JAX is imported. The function changes nothing if the user has chosen platforms.
+    Processes that this one starts inherit the choice.
 
     Args:
       environment: the environment variables of the process, `os.environ`.
@@ -53,7 +53,7 @@ def skip_absent_tpu(environment: MutableMapping[str, str]) -> None:
     if is_chosen or has_tpu_chips() or importlib.util.find_spec("libtpu") is None:
         return
     if not any(map(pathlib.Path.exists, GPU_DEVICES)):
-        if nvidia_driver():  # `unused_gpu` says what is missing
+        if nvidia_driver_release():  # `unused_gpu_message` says what is missing
             return
         platforms = "cpu"
     elif importlib.util.find_spec("jax_cuda13_plugin"):
@@ -63,8 +63,9 @@ def skip_absent_tpu(environment: MutableMapping[str, str]) -> None:
     environment["JAX_PLATFORMS"] = environment[_OWN_CHOICE] = platforms
 
 
-def chosen_by_user(platforms: str, environment: Mapping[str, str]) -> bool:
-    """Whether the user has chosen `platforms`, a value of JAX_PLATFORMS; not `skip_absent_tpu`.
+def user_chose_jax_platforms(platforms: str, environment: Mapping[str, str]) -> bool:
+    """Whether the user, and not the function `exclude_absent_tpu_from_jax`, has chosen `platforms`,
+    a value of JAX_PLATFORMS.
 
     Args:
       environment: the environment variables of the process, `os.environ`.
@@ -72,7 +73,7 @@ def chosen_by_user(platforms: str, environment: Mapping[str, str]) -> bool:
     return platforms != environment.get(_OWN_CHOICE)
 
 
-def nvidia_driver() -> str:
+def nvidia_driver_release() -> str:
     """Returns the release of the NVIDIA driver of this machine; "" if it has none."""
     try:
         text = NVIDIA_DRIVER.read_text()
@@ -82,7 +83,7 @@ def nvidia_driver() -> str:
     return found[1] if found else "of an unknown release"
 
 
-def has_cuda_library() -> bool:
+def has_cuda_driver_library() -> bool:
     """Whether the loader finds the library of the NVIDIA driver, which CUDA's plugin opens."""
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -91,22 +92,23 @@ def has_cuda_library() -> bool:
     return True
 
 
-def unused_gpu(environment: Mapping[str, str], platform: str) -> str:
+def unused_gpu_message(environment: Mapping[str, str], platform: str) -> str:
     """Returns one line if JAX computes on the CPU although the machine has an NVIDIA GPU or
-    JAX_PLATFORMS names CUDA first; otherwise "". Who names another platform first wants it.
+    JAX_PLATFORMS names CUDA first; otherwise "". If JAX_PLATFORMS names another platform first, the
+    user does not want the GPU, and the result is "".
 
     Args:
       environment: the environment variables of the process, `os.environ`.
       platform: JAX's default backend.
     """
     chosen = environment.get("JAX_PLATFORMS", "")
-    if not chosen_by_user(chosen, environment):
+    if not user_chose_jax_platforms(chosen, environment):
         chosen = ""
     chosen = chosen or environment.get("JAX_PLATFORM_NAME", "")
     wants_other = chosen.split(",")[0] not in ("", "cuda", "gpu")
     if platform != "cpu" or wants_other:
         return ""
-    driver = nvidia_driver()
+    driver = nvidia_driver_release()
     if not driver:
         if not chosen:
             return ""
@@ -118,7 +120,7 @@ def unused_gpu(environment: Mapping[str, str], platform: str) -> str:
         return f"{found}: there is no device file /dev/nvidia0; a container needs --gpus=all"
     if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return f"{found}: CUDA_VISIBLE_DEVICES hides the GPU; unset it"
-    if not has_cuda_library():
+    if not has_cuda_driver_library():
         return (
             f"{found}: the loader finds no libcuda.so.1; add its folder to LD_LIBRARY_PATH "
             "(on GKE /usr/local/nvidia/lib64)"

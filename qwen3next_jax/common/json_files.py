@@ -68,24 +68,24 @@ def read(path: str | os.PathLike, kind: type = dict) -> Any:
       OSError: the file cannot be read or is not a regular file. The attribute `strerror` says why.
       ValueError: as `parse` raises it, or the file is larger than MAX_BYTES.
     """
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise ValueError(f"more than {MAX_BYTES >> 20} MiB")
     return parse(content, kind)
 
 
-def open_regular(path: str | os.PathLike) -> Any:
+def open_regular_file(path: str | os.PathLike) -> Any:
     """Opens a regular file for reading bytes.
 
     Raises:
       OSError: the file is missing, a folder, a FIFO, a socket or a device.
     """
-    check_regular(path)
+    check_regular_file(path)
     return (to_path(path) if is_bucket(path) else epath.Path(path)).open("rb")
 
 
-def check_regular(path: str | os.PathLike) -> None:
+def check_regular_file(path: str | os.PathLike) -> None:
     """Raises OSError if a local `path` is missing or is not a regular file, because reading from a
     FIFO or a device might never end.
     """

@@ -22,17 +22,17 @@ _FORMATS = {"share": ".1%", "count": ",.0f", "nats": ".4f", "bits": ".4f"}
 class Metric:
     """The declaration of one metric, such as accuracy, that an evaluation measures.
 
-    An evaluation may measure the same metric under several conditions. It then returns one value
-    for each of them, under "kind/condition": "accuracy/8 pairs" is the metric "accuracy" measured
-    with 8 pairs.
+    An evaluation may measure the same metric under several conditions. The evaluation then returns
+    one value for each condition, under "metric/condition": "accuracy/8 pairs" is the metric
+    "accuracy" measured with 8 pairs.
 
     Attributes:
       title: what a chart or table calls the metric.
       unit: "share" is printed in percent; "nats" and "bits" are printed with four decimals;
         "count" is printed as a whole number and has no chart.
       better: whether higher or lower values are better; "" if neither direction is better.
-      main: whether the evaluation is judged by this metric. Sweeps compare the main metrics.
-        While a run trains, its display shows only them, or, if an evaluation has none, all of its
+      main: whether the evaluation is judged by this metric. Sweeps compare the main metrics. While
+        a run trains, its display shows only main metrics, or, if an evaluation has none, all of its
         values that are not counts.
     """
 
@@ -46,28 +46,28 @@ class MetricValue(NamedTuple):
     """One number that an evaluation measured.
 
     Attributes:
-      name: the key under which the evaluation returned it: "accuracy/8 pairs".
-      kind: the part of the name that says which metric it is: "accuracy".
-      condition: the rest of the name, such as "8 pairs"; "" for a value over all conditions.
+      key: the key under which the evaluation returned it: "accuracy/8 pairs".
+      metric_name: the part of the name that says which metric it is: "accuracy".
+      condition_in_key: the rest of the name, such as "8 pairs"; "" for a value over all conditions.
       metric: the declaration of the metric.
       value: the measured number.
     """
 
-    name: str
-    kind: str
-    condition: str
+    key: str
+    metric_name: str
+    condition_in_key: str
     metric: Metric
     value: float
 
     @property
-    def condition_text(self) -> str:
-        """The condition as readers see it (`condition_text`)."""
-        return condition_text(self.kind, self.condition)
+    def displayed_condition(self) -> str:
+        """The condition as readers see it (`displayed_condition`)."""
+        return displayed_condition(self.metric_name, self.condition_in_key)
 
     @property
-    def label(self) -> str:
+    def title_and_condition(self) -> str:
         """The metric's title followed by the condition."""
-        return f"{self.metric.title} {self.condition_text}".strip()
+        return f"{self.metric.title} {self.displayed_condition}".strip()
 
     def __str__(self) -> str:
         """Returns the number in the format of its unit."""
@@ -76,23 +76,25 @@ class MetricValue(NamedTuple):
         return format(self.value, _FORMATS.get(self.metric.unit, ".4g"))
 
 
-def condition_text(kind: str, condition: str) -> str:
+def displayed_condition(kind: str, condition: str) -> str:
     """Returns the condition under which a metric was measured, for readers: "t+2" in place of the
     depth 0 of multi-token prediction, any other condition as it is.
     """
     if kind.startswith("mtp_") and condition.isdecimal():
-        return mtp_target(int(condition))
+        return displayed_mtp_depth(int(condition))
     return condition
 
 
-def mtp_target(depth: int) -> str:
+def displayed_mtp_depth(depth: int) -> str:
     """Returns what displays call a depth of multi-token prediction, by the token that it predicts:
     "t+2" for depth 0. t+1 is the next token. Fields of events have the depth: "mtp_loss/0".
     """
     return f"t+{depth + 2}"
 
 
-def to_metric_values(values: Mapping[str, Any], metrics: Mapping[str, Metric]) -> list[MetricValue]:
+def pair_with_declarations(
+    values: Mapping[str, Any], metrics: Mapping[str, Metric]
+) -> list[MetricValue]:
     """Pairs every number of `values` with the declaration of its metric.
 
     Texts and booleans are left out; NaN and infinity are kept. A number whose metric is not
@@ -108,26 +110,28 @@ def to_metric_values(values: Mapping[str, Any], metrics: Mapping[str, Metric]) -
     return found
 
 
-def main_values(values: Iterable[MetricValue]) -> list[MetricValue]:
+def values_of_main_metrics(values: Iterable[MetricValue]) -> list[MetricValue]:
     """Selects the values of main metrics.
 
     If a metric has a value over all conditions, only that value is selected. For any other metric,
     the value under each condition is selected.
     """
     values = list(values)
-    names = {value.name for value in values}
+    names = {value.key for value in values}
     return [
         value
         for value in values
-        if value.metric.main and (not value.condition or value.kind not in names)
+        if value.metric.main and (not value.condition_in_key or value.metric_name not in names)
     ]
 
 
-def event_fields(values: Mapping[str, float], metrics: Mapping[str, Metric]) -> dict[str, Any]:
+def evaluation_event_fields(
+    values: Mapping[str, float], metrics: Mapping[str, Metric]
+) -> dict[str, Any]:
     """Returns the fields of the event that records `values`: the numbers, and under "figures"
     the declarations of their metrics.
     """
-    kinds = {value.kind for value in to_metric_values(values, metrics)}
+    kinds = {value.metric_name for value in pair_with_declarations(values, metrics)}
     declarations = {kind: dataclasses.asdict(metrics[kind]) for kind in metrics if kind in kinds}
     return {**values, "figures": declarations}
 
@@ -140,10 +144,10 @@ def metric_values_of_event(event: Mapping[str, Any]) -> list[MetricValue]:
         for kind, declaration in event.get("figures", {}).items()
     }
     values = {name: value for name, value in event.items() if name not in _EVENT_HEADER}
-    return to_metric_values(values, metrics)
+    return pair_with_declarations(values, metrics)
 
 
-def evaluation_of_event(event: Mapping[str, Any]) -> str:
+def evaluation_name_of_event(event: Mapping[str, Any]) -> str:
     """Returns the name of the evaluation that wrote the event; "" if no evaluation did."""
     if event["event"] == "suite":
         return str(event.get("suite", ""))

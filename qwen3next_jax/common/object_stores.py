@@ -29,7 +29,7 @@ _CONNECTIONS = 64  # of this process to one store
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 10.0  # seconds between two attempts
 
 
-class Entry(NamedTuple):
+class FileInfo(NamedTuple):
     """An object as a listing describes it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
     modified: float
 
 
-class Conflict(OSError):
+class VersionConflict(OSError):
     """The object has another version than the write demanded: someone else has written it."""
 
 
@@ -64,12 +64,12 @@ class StoreError(OSError, UserError):
         return f"{self.filename}: {self.strerror}"
 
 
-class Forbidden(StoreError, PermissionError):
-    """The account may not do this (401, 403), or there are no credentials."""
+class AccessForbidden(StoreError, PermissionError):
+    """The account may not make this request (HTTP 401, 403), or there are no credentials."""
 
 
-class Unavailable(StoreError):
-    """The store did not answer, or asked to try again later (408, 429, 5xx)."""
+class StoreUnavailable(StoreError):
+    """The store did not answer, or asked to try again later (HTTP 408, 429, 5xx)."""
 
     def __init__(self, number: int, reason: str, url: str):
         super().__init__(number, reason, url)
@@ -79,8 +79,8 @@ class Unavailable(StoreError):
 class ObjectStore(Protocol):
     """One bucket.
 
-    All methods may raise Forbidden, Unavailable, and FileNotFoundError, for a missing object or
-    bucket.
+    All methods may raise AccessForbidden and StoreUnavailable, and, for a missing object or bucket,
+    FileNotFoundError.
     """
 
     def read(self, key: str, start: int, stop: int | None) -> bytes:
@@ -88,10 +88,10 @@ class ObjectStore(Protocol):
         including, number `stop`; to the end if `stop` is None.
         """
 
-    def stat(self, key: str) -> Entry:
+    def stat(self, key: str) -> FileInfo:
         """Returns the entry of one object."""
 
-    def list(self, prefix: str, deep: bool, limit: int | None) -> tuple[list[Entry], list[str]]:
+    def list(self, prefix: str, deep: bool, limit: int | None) -> tuple[list[FileInfo], list[str]]:
         """Returns the objects whose keys begin with `prefix`, in the order of their keys. Unless
         `deep`, the objects with a "/" in the rest of their key are left out; the second result then
         holds the beginnings of these keys, up to this "/". `limit` is the largest number of objects
@@ -103,7 +103,7 @@ class ObjectStore(Protocol):
         have, ABSENT if it may not exist; None: any.
 
         Raises:
-          Conflict: the object has another version.
+          VersionConflict: the object has another version.
         """
 
     def upload(self, key: str, file: str) -> None:
@@ -126,8 +126,9 @@ def open_store(scheme: str, bucket: str) -> ObjectStore:
 def with_retries(
     attempt: Callable[[int], Any], patience: float, on_retry: Callable[[], None] = lambda: None
 ) -> Any:
-    """Returns `attempt(i)`, i = 0, 1, …. Repeats it while it raises Unavailable, with pauses that
-    double and are drawn at random ("full jitter", so that many hosts do not come back at once).
+    """Returns `attempt(i)`, i = 0, 1, …. Repeats the attempt while it raises StoreUnavailable, with
+    pauses that double and are drawn at random ("full jitter", so that many hosts do not come back
+    at once).
 
     Args:
       attempt: makes a request.
@@ -135,13 +136,13 @@ def with_retries(
       on_retry: called before each pause; it may raise an error, which ends the attempts.
 
     Raises:
-      Unavailable: no attempt succeeded.
+      StoreUnavailable: no attempt succeeded.
     """
     end, number, wait = time.monotonic() + patience, 0, _FIRST_WAIT
     while True:
         try:
             return attempt(number)
-        except Unavailable:
+        except StoreUnavailable:
             if time.monotonic() >= end:
                 raise
         on_retry()
@@ -179,7 +180,7 @@ class _GoogleStorage:
     def read(self, key: str, start: int, stop: int | None) -> bytes:
         if stop is not None and stop <= start:
             return b""
-        with self._errors(key):
+        with self._translated_errors(key):
             end = None if stop is None else stop - 1
             return self._bucket.blob(key).download_as_bytes(
                 start=start or None,
@@ -189,14 +190,14 @@ class _GoogleStorage:
                 **self._options,
             )
 
-    def stat(self, key: str) -> Entry:
-        with self._errors(key):
+    def stat(self, key: str) -> FileInfo:
+        with self._translated_errors(key):
             blob = self._bucket.blob(key)
             blob.reload(**self._options)
-            return _entry_of_blob(blob)
+            return _file_info_of_blob(blob)
 
-    def list(self, prefix: str, deep: bool, limit: int | None) -> tuple[list[Entry], list[str]]:
-        with self._errors(prefix):
+    def list(self, prefix: str, deep: bool, limit: int | None) -> tuple[list[FileInfo], list[str]]:
+        with self._translated_errors(prefix):
             pages = self._client.list_blobs(
                 self._bucket,
                 prefix=prefix,
@@ -204,11 +205,11 @@ class _GoogleStorage:
                 max_results=limit,
                 **self._options,
             )
-            entries = [_entry_of_blob(blob) for blob in pages]
+            entries = [_file_info_of_blob(blob) for blob in pages]
             return entries, sorted(pages.prefixes)
 
     def write(self, key: str, data: bytes, replaces: str | None) -> str:
-        with self._errors(key):
+        with self._translated_errors(key):
             blob = self._bucket.blob(key)
             match = None if replaces is None else int(replaces or 0)
             blob.upload_from_string(
@@ -217,17 +218,17 @@ class _GoogleStorage:
             return str(blob.generation)
 
     def upload(self, key: str, file: str) -> None:
-        with self._errors(key):
+        with self._translated_errors(key):
             self._bucket.blob(key).upload_from_filename(file, checksum="md5", **self._options)
 
     def delete(self, key: str) -> None:
-        with self._errors(key):
+        with self._translated_errors(key):
             self._bucket.blob(key).delete(**self._options)
 
     @contextlib.contextmanager
-    def _errors(self, key: str) -> Iterator[None]:
-        """Turns errors of Google's libraries into those that `ObjectStore` names, or else into an
-        OSError.
+    def _translated_errors(self, key: str) -> Iterator[None]:
+        """Turns errors of Google's libraries into the errors that `ObjectStore` names, or else into
+        an OSError.
         """
         import google.api_core.exceptions as api
         import google.auth.exceptions as auth
@@ -239,28 +240,28 @@ class _GoogleStorage:
         except api.NotFound as error:
             raise FileNotFoundError(errno.ENOENT, _server_message(error), url) from error
         except api.PreconditionFailed as error:
-            raise Conflict(errno.EEXIST, "written by another process", url) from error
+            raise VersionConflict(errno.EEXIST, "written by another process", url) from error
         except (api.Forbidden, api.Unauthorized) as error:
-            raise Forbidden(errno.EACCES, _server_message(error), url) from error
+            raise AccessForbidden(errno.EACCES, _server_message(error), url) from error
         except (api.TooManyRequests, api.ServerError) as error:
-            raise Unavailable(errno.EAGAIN, _server_message(error), url) from error
+            raise StoreUnavailable(errno.EAGAIN, _server_message(error), url) from error
         except api.GoogleAPICallError as error:
-            kind = Unavailable if error.code == 408 else OSError
+            kind = StoreUnavailable if error.code == 408 else OSError
             raise kind(errno.EIO, _server_message(error), url) from error
         except auth.TransportError as error:
-            raise Unavailable(errno.EAGAIN, one_line(str(error)), url) from error
+            raise StoreUnavailable(errno.EAGAIN, one_line(str(error)), url) from error
         except auth.GoogleAuthError as error:
-            kind = Unavailable if error.retryable else Forbidden
+            kind = StoreUnavailable if error.retryable else AccessForbidden
             raise kind(errno.EACCES, one_line(str(error)), url) from error
         except (requests.ConnectionError, requests.Timeout) as error:
-            raise Unavailable(errno.EAGAIN, type(error).__name__, url) from error
+            raise StoreUnavailable(errno.EAGAIN, type(error).__name__, url) from error
         except requests.RequestException as error:  # such as an answer that was cut short
-            raise Unavailable(errno.EAGAIN, type(error).__name__, url) from error
-        except _checksum_errors() as error:
-            raise Unavailable(errno.EIO, "the content arrived damaged", url) from error
+            raise StoreUnavailable(errno.EAGAIN, type(error).__name__, url) from error
+        except _checksum_error_types() as error:
+            raise StoreUnavailable(errno.EIO, "the content arrived damaged", url) from error
 
 
-def _checksum_errors() -> tuple[type[Exception], ...]:
+def _checksum_error_types() -> tuple[type[Exception], ...]:
     from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 
     return (DataCorruption, InvalidResponse)
@@ -274,9 +275,9 @@ def _server_message(error: Any) -> str:
     return one_line(f"HTTP {error.code.value}: {message or type(error).__name__}")
 
 
-def _entry_of_blob(blob: Any) -> Entry:
+def _file_info_of_blob(blob: Any) -> FileInfo:
     md5 = base64.b64decode(blob.md5_hash).hex() if blob.md5_hash else ""
-    return Entry(blob.name, blob.size, str(blob.generation), md5, blob.updated.timestamp())
+    return FileInfo(blob.name, blob.size, str(blob.generation), md5, blob.updated.timestamp())
 
 
 class _S3:
@@ -307,24 +308,24 @@ class _S3:
         asked = {}
         if start or stop is not None:
             asked = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
-        with self._errors(key):
+        with self._translated_errors(key):
             return self._client.get_object(Bucket=self._bucket, Key=key, **asked)["Body"].read()
 
-    def stat(self, key: str) -> Entry:
-        with self._errors(key):
+    def stat(self, key: str) -> FileInfo:
+        with self._translated_errors(key):
             head = self._client.head_object(Bucket=self._bucket, Key=key)
-        return _entry_of_s3({"Key": key, "Size": head["ContentLength"]} | head)
+        return _file_info_of_s3({"Key": key, "Size": head["ContentLength"]} | head)
 
-    def list(self, prefix: str, deep: bool, limit: int | None) -> tuple[list[Entry], list[str]]:
+    def list(self, prefix: str, deep: bool, limit: int | None) -> tuple[list[FileInfo], list[str]]:
         entries, folders, token = [], [], {}
         delimiter = {} if deep else {"Delimiter": "/"}
         limits = {} if limit is None else {"MaxKeys": limit}
         while True:
-            with self._errors(prefix):
+            with self._translated_errors(prefix):
                 page = self._client.list_objects_v2(
                     Bucket=self._bucket, Prefix=prefix, **delimiter, **limits, **token
                 )
-            entries += map(_entry_of_s3, page.get("Contents", ()))
+            entries += map(_file_info_of_s3, page.get("Contents", ()))
             folders += [folder["Prefix"] for folder in page.get("CommonPrefixes", ())]
             if not page.get("IsTruncated") or limit is not None:
                 return entries, sorted(folders)
@@ -334,20 +335,20 @@ class _S3:
         condition = {}
         if replaces is not None:
             condition = {"IfMatch": replaces} if replaces else {"IfNoneMatch": "*"}
-        with self._errors(key):
+        with self._translated_errors(key):
             answer = self._client.put_object(Bucket=self._bucket, Key=key, Body=data, **condition)
         return answer["ETag"]
 
     def upload(self, key: str, file: str) -> None:
-        with self._errors(key), open(file, "rb") as body:
+        with self._translated_errors(key), open(file, "rb") as body:
             self._client.put_object(Bucket=self._bucket, Key=key, Body=body)
 
     def delete(self, key: str) -> None:
-        with self._errors(key):
+        with self._translated_errors(key):
             self._client.delete_object(Bucket=self._bucket, Key=key)
 
     @contextlib.contextmanager
-    def _errors(self, key: str) -> Iterator[None]:
+    def _translated_errors(self, key: str) -> Iterator[None]:
         """Converts the errors of botocore to the errors that `ObjectStore` names."""
         import botocore.exceptions as boto
 
@@ -361,35 +362,37 @@ class _S3:
             if status == 404:
                 raise FileNotFoundError(errno.ENOENT, said, url) from error
             if status in (409, 412) and code != "BucketAlreadyExists":
-                raise Conflict(errno.EEXIST, "written by another process", url) from error
+                raise VersionConflict(errno.EEXIST, "written by another process", url) from error
             if status in (401, 403):
-                raise Forbidden(errno.EACCES, said, url) from error
-            kind = Unavailable if status in (408, 429) or status >= 500 else OSError
+                raise AccessForbidden(errno.EACCES, said, url) from error
+            kind = StoreUnavailable if status in (408, 429) or status >= 500 else OSError
             raise kind(errno.EIO, said, url) from error
         except (boto.NoCredentialsError, boto.PartialCredentialsError) as error:
-            raise Forbidden(errno.EACCES, one_line(str(error)), url) from error
+            raise AccessForbidden(errno.EACCES, one_line(str(error)), url) from error
         except (
             boto.HTTPClientError,
             boto.ConnectionError,
             boto.IncompleteReadError,
             boto.ResponseStreamingError,
         ) as error:
-            raise Unavailable(errno.EAGAIN, type(error).__name__, url) from error
+            raise StoreUnavailable(errno.EAGAIN, type(error).__name__, url) from error
         except boto.BotoCoreError as error:
             raise OSError(errno.EIO, one_line(str(error)), url) from error
 
 
-def _entry_of_s3(entry: dict[str, Any]) -> Entry:
+def _file_info_of_s3(entry: dict[str, Any]) -> FileInfo:
     # The ETag is no MD5 if the object is encrypted by a key of KMS or was uploaded in parts, and
     # its form does not tell.
-    return Entry(entry["Key"], entry["Size"], entry["ETag"], "", entry["LastModified"].timestamp())
+    return FileInfo(
+        entry["Key"], entry["Size"], entry["ETag"], "", entry["LastModified"].timestamp()
+    )
 
 
 _patience_lock = threading.Lock()
 _patience_of_fsspec = 0.0
 
 
-def set_fsspec_patience(seconds: float) -> None:
+def set_gcsfs_patience(seconds: float) -> None:
     """Lets gcsfs, with which Orbax makes its small requests through etils, repeat a request for
     `seconds`, as `with_retries` does. By itself gcsfs gives up after half a minute.
     """

@@ -28,12 +28,12 @@ from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import ExitCode, UserError, require, require_path, short_repr
 from qwen3next_jax.common.object_stores import (
     ABSENT,
-    Conflict,
-    Entry,
-    Forbidden,
+    AccessForbidden,
+    FileInfo,
     ObjectStore,
     StoreError,
-    Unavailable,
+    StoreUnavailable,
+    VersionConflict,
     open_store,
     with_retries,
 )
@@ -89,15 +89,16 @@ def to_path(path: str | os.PathLike, where: str = "") -> "pathlib.Path | BucketP
 class BucketPath:
     """An object in a bucket, or the folder of all objects whose keys begin with `key` and "/".
 
-    Its methods are those of `pathlib.Path` with the same names, except where their docstrings say
-    something else. A request that the store refuses for the moment (429, 5xx), or does not answer,
-    is repeated for `patience` seconds; then the method raises `Unavailable`, an OSError.
+    Its methods do what the methods of `pathlib.Path` with the same names do, unless their
+    docstrings say otherwise. A request that the store refuses for the moment (429, 5xx), or does
+    not answer, is repeated for `patience_seconds`; then the method raises `StoreUnavailable`, an
+    OSError.
     """
 
     scheme: str
     bucket: str
     key: str
-    patience: float = dataclasses.field(default=PATIENCE, compare=False)
+    patience_seconds: float = dataclasses.field(default=PATIENCE, compare=False)
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}" + (f"/{self.key}" if self.key else "")
@@ -152,8 +153,8 @@ class BucketPath:
         return self
 
     def with_patience(self, seconds: float) -> "BucketPath":
-        """Returns this path with `seconds` as its `patience`."""
-        return dataclasses.replace(self, patience=seconds)
+        """Returns this path with `seconds` as its `patience_seconds`."""
+        return dataclasses.replace(self, patience_seconds=seconds)
 
     # ---- what there is
 
@@ -161,44 +162,44 @@ class BucketPath:
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
-        return self.entry() is not None
+        return self.file_info() is not None
 
     def is_dir(self) -> bool:
         """Whether any object is in this folder."""
-        return bool(self._list(deep=True, limit=1)[0])
+        return bool(self._list_folder(deep=True, limit=1)[0])
 
-    def entry(self) -> Entry | None:
+    def file_info(self) -> FileInfo | None:
         """Returns the size and the version of the object, as the store reports them; None if there
         is no such object.
         """
         if not self.key:
             return None
         try:
-            return self._request(lambda store: store.stat(self.key))
+            return self._request_with_retries(lambda store: store.stat(self.key))
         except FileNotFoundError:
             return None
 
     def stat(self) -> Any:
         """Returns st_size, st_mtime, st_mtime_ns and, as st_ino, the version of the object."""
-        entry = self.entry()
+        entry = self.file_info()
         if entry is None:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
-        return stat_of(entry)
+        return stat_result_of(entry)
 
     def iterdir(self) -> Iterator["BucketPath"]:
         """Yields the objects and folders directly in this folder; nothing if it does not exist."""
-        entries, folders = self._list(deep=False)
+        entries, folders = self._list_folder(deep=False)
         for key in sorted([entry.key for entry in entries] + [f.rstrip("/") for f in folders]):
             yield dataclasses.replace(self, key=key)
 
-    def entries(self) -> dict["BucketPath", Entry]:
+    def file_infos(self) -> dict["BucketPath", FileInfo]:
         """Returns every object in this folder and in the folders in it."""
-        found, _ = self._list(deep=True)
+        found, _ = self._list_folder(deep=True)
         return {dataclasses.replace(self, key=entry.key): entry for entry in found}
 
     def rglob(self, pattern: str) -> Iterator["BucketPath"]:
         """Yields the objects whose names match; never a folder."""
-        yield from (path for path in self.entries() if fnmatch.fnmatchcase(path.name, pattern))
+        yield from (path for path in self.file_infos() if fnmatch.fnmatchcase(path.name, pattern))
 
     def glob(self, pattern: str) -> Iterator["BucketPath"]:
         """Yields the objects and folders in this folder whose names match. A pattern with "/" finds
@@ -212,7 +213,7 @@ class BucketPath:
         while fixed and any(set(part) & set("*?[") for part in fixed):
             fixed.pop()
         base, rest = self / "/".join(fixed), parts[len(fixed) :]
-        for path in base.entries():
+        for path in base.file_infos():
             names = path.relative_to(base).parts
             if len(names) == len(rest) and all(map(fnmatch.fnmatchcase, names, rest)):
                 yield path
@@ -223,7 +224,7 @@ class BucketPath:
         """Returns the bytes of the object from number `start` up to, but not including, number
         `stop`; to the end if `stop` is None.
         """
-        return self._request(lambda store: store.read(self.key, start, stop))
+        return self._request_with_retries(lambda store: store.read(self.key, start, stop))
 
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         return self.read_bytes().decode(encoding, errors)
@@ -249,34 +250,34 @@ class BucketPath:
           replaces: the version that the object must have; ABSENT if it may not exist; None: any.
 
         Raises:
-          Conflict: another process has written the object.
+          VersionConflict: another process has written the object.
         """
 
         def attempt(store: ObjectStore, number: int) -> str:
             try:
                 return store.write(self.key, data, replaces)
-            except Conflict:
+            except VersionConflict:
                 # The answer to an attempt before may have been lost after it had succeeded.
-                entry = self.entry() if number else None
+                entry = self.file_info() if number else None
                 if entry is None or entry.size != len(data) or self.read_bytes() != data:
                     raise
                 return entry.version
 
         store = open_store(self.scheme, self.bucket)
-        return with_retries(lambda number: attempt(store, number), self.patience)
+        return with_retries(lambda number: attempt(store, number), self.patience_seconds)
 
     def upload(self, file: pathlib.Path) -> None:
         """Writes the object with the content of a local file, whole or not at all."""
-        self._request(lambda store: store.upload(self.key, str(file)))
+        self._request_with_retries(lambda store: store.upload(self.key, str(file)))
 
-    def blocks(self, size: int) -> Iterator[bytes]:
+    def read_blocks(self, size: int) -> Iterator[bytes]:
         """Yields the content in blocks of `size` bytes."""
         for start in range(0, self.stat().st_size, size):
             yield self.read_bytes(start, start + size)
 
     def unlink(self, missing_ok: bool = False) -> None:
         try:
-            self._request(lambda store: store.delete(self.key))
+            self._request_with_retries(lambda store: store.delete(self.key))
         except FileNotFoundError:
             if not missing_ok:
                 raise
@@ -286,22 +287,24 @@ class BucketPath:
 
     def remove_tree(self) -> None:
         """Deletes every object in this folder."""
-        for path in self.entries():
+        for path in self.file_infos():
             path.unlink(missing_ok=True)
 
-    def _list(self, deep: bool, limit: int | None = None) -> tuple[list[Entry], list[str]]:
+    def _list_folder(
+        self, deep: bool, limit: int | None = None
+    ) -> tuple[list[FileInfo], list[str]]:
         prefix = self.key + "/" if self.key else ""
         try:
-            return self._request(lambda store: store.list(prefix, deep, limit))
+            return self._request_with_retries(lambda store: store.list(prefix, deep, limit))
         except FileNotFoundError:  # the bucket
             return [], []
 
-    def _request(self, function: Any) -> Any:
+    def _request_with_retries(self, function: Any) -> Any:
         store = open_store(self.scheme, self.bucket)
-        return with_retries(lambda _: function(store), self.patience)
+        return with_retries(lambda _: function(store), self.patience_seconds)
 
 
-def stat_of(entry: Entry) -> Any:
+def stat_result_of(entry: FileInfo) -> Any:
     """Returns the size, the modification time and, as st_ino, the version of an object, in fields
     named as in the result of `os.stat`.
     """
@@ -313,7 +316,7 @@ def stat_of(entry: Entry) -> Any:
     )
 
 
-def check_bucket(where: str, path: pathlib.Path | BucketPath) -> None:
+def check_bucket_access(where: str, path: pathlib.Path | BucketPath) -> None:
     """Checks, by one request, that the bucket of `path` exists and that this process may list it.
     Does nothing for a path of a file system.
 
@@ -325,24 +328,26 @@ def check_bucket(where: str, path: pathlib.Path | BucketPath) -> None:
     name = f"{path.scheme}://{path.bucket}"
     prefix = path.key + "/" if path.key else ""
     try:
-        path._request(lambda store: store.list(prefix, True, 1))
+        path._request_with_retries(lambda store: store.list(prefix, True, 1))
     except FileNotFoundError as error:
         raise UserError(
             f"{where}: there is no bucket {name}: create it, or name another"
         ) from error
-    except Forbidden as error:
+    except AccessForbidden as error:
         raise UserError(
             f"{where}: this process may not read {name} ({error.strerror}): give its account the "
             "right to read and write objects there, or other credentials"
         ) from error
-    except Unavailable as error:
+    except StoreUnavailable as error:
         raise UserError(
-            f"{where}: {name} did not answer within {path.patience:g} s ({error.strerror})",
+            f"{where}: {name} did not answer within {path.patience_seconds:g} s ({error.strerror})",
             ExitCode.STORAGE,
         ) from error
 
 
-def write_whole(path: pathlib.Path | BucketPath, text: str, errors: str = "strict") -> None:
+def write_text_atomically(
+    path: pathlib.Path | BucketPath, text: str, errors: str = "strict"
+) -> None:
     """Writes a text file that appears whole or not at all, as UTF-8."""
     if isinstance(path, BucketPath):
         path.write_text(text, errors=errors)
@@ -361,20 +366,20 @@ def remove_tree(folder: pathlib.Path | BucketPath) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def files_in(folder: pathlib.Path | BucketPath) -> dict[str, Entry]:
+def files_in(folder: pathlib.Path | BucketPath) -> dict[str, FileInfo]:
     """Returns the files in a folder and in the folders in it, sorted: path relative to `folder` →
-    `Entry`. In a bucket one listing gives them. The version of a local file is its inode and its
-    modification time.
+    `FileInfo`. In a bucket, one listing request finds all files. The version of a local file is its
+    inode and its modification time.
     """
     if isinstance(folder, BucketPath):
-        entries = sorted(folder.entries().items())
+        entries = sorted(folder.file_infos().items())
     else:
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        entries = [(path, _entry_of_file(path)) for path in paths]
+        entries = [(path, _file_info_of_local_file(path)) for path in paths]
     return {str(path.relative_to(folder)): entry for path, entry in entries}
 
 
-def folders_with(folder: pathlib.Path | BucketPath, name: str) -> list[Any]:
+def folders_with_file(folder: pathlib.Path | BucketPath, name: str) -> list[Any]:
     """Returns the folders in `folder` that hold a file `name`; in a bucket, by one listing."""
     if isinstance(folder, BucketPath):
         return [path.parent for path in folder.glob(f"*/{name}")]
@@ -383,10 +388,10 @@ def folders_with(folder: pathlib.Path | BucketPath, name: str) -> list[Any]:
     return [path for path in folders if (path / name).exists()]
 
 
-def _entry_of_file(path: pathlib.Path) -> Entry:
+def _file_info_of_local_file(path: pathlib.Path) -> FileInfo:
     stat = path.stat()
     version = f"{stat.st_ino}-{stat.st_mtime_ns}"
-    return Entry(str(path), stat.st_size, version, "", stat.st_mtime)
+    return FileInfo(str(path), stat.st_size, version, "", stat.st_mtime)
 
 
 def sha256_of(path: pathlib.Path | BucketPath, start: int = 0, stop: int | None = None) -> str:
@@ -407,7 +412,7 @@ def md5_of(path: pathlib.Path | BucketPath) -> str:
 
 @contextlib.contextmanager
 def local_copy(path: pathlib.Path | BucketPath) -> Iterator[pathlib.Path]:
-    """Yields the path of a local file with the content of `path`: itself if it is local."""
+    """Yields the path of a local file with the content of `path`: `path` itself if it is local."""
     if not isinstance(path, BucketPath):
         yield path
         return
@@ -422,21 +427,21 @@ def local_copy(path: pathlib.Path | BucketPath) -> Iterator[pathlib.Path]:
 __all__ = [
     "ABSENT",
     "BucketPath",
-    "Conflict",
-    "Entry",
+    "VersionConflict",
+    "FileInfo",
     "PATIENCE",
     "StoreError",
-    "Unavailable",
-    "check_bucket",
+    "StoreUnavailable",
+    "check_bucket_access",
     "files_in",
-    "folders_with",
+    "folders_with_file",
     "is_bucket",
     "local_copy",
     "md5_of",
     "remove_tree",
     "sha256_of",
-    "stat_of",
+    "stat_result_of",
     "to_path",
     "with_patience",
-    "write_whole",
+    "write_text_atomically",
 ]

@@ -15,7 +15,7 @@ def has_subpackage(name: str) -> bool:
 
 
 @functools.cache
-def warn_without(name: str, lost: str) -> bool:
+def has_subpackage_or_warn(name: str, lost: str) -> bool:
     """Whether the folder `qwen3next_jax/<name>` is there. If it is not, prints one warning, in
     which `lost` says what the run will not do.
     """

@@ -32,8 +32,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def map_leaves(f: Callable[[str, Any], Any], tree: Mapping[Any, Any], prefix: str = "") -> dict:
-    """Returns a nested dict with f(path, leaf) in place of every leaf, such as that of the path
-    "layers/0/mixer/q_proj"; without the leaves for which that is None, and without dicts that are
+    """Returns a nested dict with f(path, leaf) in place of every leaf. A path is a text such as
+    "layers/0/mixer/q_proj". Leaves for which f returns None are left out, and so are dicts that are
     then empty.
     """
     result = {}

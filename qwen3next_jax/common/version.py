@@ -7,7 +7,7 @@ import subprocess
 
 def code_commit() -> str | None:
     """Returns the commit of the checkout from which this package runs; None without a checkout."""
-    return git("rev-parse", "HEAD")
+    return git_output("rev-parse", "HEAD")
 
 
 def code_version() -> str:
@@ -15,7 +15,7 @@ def code_version() -> str:
     uncommitted changes. Without a checkout, returns the version of the installed package.
     """
     if commit := code_commit():
-        status = git("status", "--porcelain", "--untracked-files=no", "--", "qwen3next_jax")
+        status = git_output("status", "--porcelain", "--untracked-files=no", "--", "qwen3next_jax")
         return commit[:12] + ("" if status == "" else "+")
     try:
         return importlib.metadata.version("qwen3next-jax")
@@ -23,7 +23,7 @@ def code_version() -> str:
         return "unknown"
 
 
-def git(*command: str) -> str | None:
+def git_output(*command: str) -> str | None:
     """Returns the output of a git command about the checkout from which this package runs. Returns
     None if the command fails, or there is no checkout or no git.
     """

@@ -14,8 +14,8 @@ from qwen3next_jax.config.registry import SETTINGS, check_name
 class BlockConfig:
     """The parts of a block other than its mixer; docs/block.md lists them. The value of each
     setting is a name in a table of config/registry.py. A model with values other than the defaults
-    cannot be exported to a Hugging Face format, except that the format `qwen4_exp` has the
-    placement "gated_residual".
+    cannot be exported to a Hugging Face format, except that a model with the placement
+    "gated_residual" can be exported in the format `qwen4_exp`.
     """
 
     # where a block applies its norms: a name of PLACEMENTS in config/registry.py
@@ -29,15 +29,15 @@ class BlockConfig:
     # how model.yarn_factor stretches rotary positions: a name of ROPE_SCALINGS
     rope_scaling: str = "yarn"
 
-    def resolve(self, setting: str) -> Any:
-        """Imports and returns the class or function that the setting `model.block.<setting>`
-        names.
+    def import_part(self, setting: str) -> Any:
+        """Returns the class or function that the setting `model.block.<setting>` names, after
+        importing its module.
         """
         return registry.resolve(
             SETTINGS[f"model.block.{setting}"], getattr(self, setting), f"model.block.{setting}"
         )
 
-    def check(self, model: Any) -> None:
+    def check_fits_model(self, model: Any) -> None:
         """Checks these settings against `model`, the ModelConfig to which they belong.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Checks that numbers are within bounds. A bound has a name such as "at least 1", which error
+"""Checks that settings are within bounds. Every bound has a name such as "at least 1", which error
 messages show.
 """
 
@@ -25,7 +25,7 @@ BOUNDS = {
 
 
 def check_bounds(group: Any, where: str, bounds: Mapping[str, str]) -> None:
-    """Checks the settings of one group.
+    """Checks that settings of one group are within the given bounds.
 
     Args:
       group: a config dataclass, such as a TrainConfig.

@@ -1,7 +1,7 @@
 """Lists the settings for `--help`: names, defaults and meanings.
 
-The meaning of a setting is the comment above or after its field in the config dataclass. It is
-written there only, so this file reads it from the source code.
+The meaning of a setting is the comment above or after its field in the config dataclass. This file
+reads the comments from the source code.
 """
 
 import dataclasses
@@ -23,25 +23,25 @@ class Setting(NamedTuple):
     Attributes:
       name: the dotted name, such as "train.steps".
       default: the default value.
-      allowed: the choices or the bound that the field declares; "" if it declares none.
+      allowed_values: the choices or the bound that the field declares, as text; "" if it declares
+        none.
       meaning: what the setting does; "" if its field has no comment.
     """
 
     name: str
     default: Any
-    allowed: str
+    allowed_values: str
     meaning: str
 
 
 def list_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
-    """Yields the settings of the config dataclass `cls`, in the order of the fields, and then those
-    of each group in it, so that the settings of a group are not interrupted. Their names begin with
-    `prefix`.
+    """Yields the settings of the config dataclass `cls` in the order of its fields, and after them
+    the settings of each group in `cls`. The names of the settings begin with `prefix`.
     """
     comments = {}
     for parent in reversed(cls.__mro__):
         if dataclasses.is_dataclass(parent):
-            comments |= _comments(parent)
+            comments |= _field_comments(parent)
     bounds = declared_bounds(cls)
     hints = typing.get_type_hints(cls)
     groups = {}
@@ -51,15 +51,15 @@ def list_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
         if dataclasses.is_dataclass(hint):
             groups[name] = hint
             continue
-        allowed = ", ".join(_choices(hint)) or bounds.get(field.name, "")
+        allowed = ", ".join(_literal_choices(hint)) or bounds.get(field.name, "")
         yield Setting(name, field.default, allowed, comments.get(field.name, ""))
     for name, group in groups.items():
         yield from list_settings(group, f"{name}.")
 
 
-def mixer_settings() -> dict[str, list[Setting]]:
+def settings_by_mixer() -> dict[str, list[Setting]]:
     """Returns mixer → its settings in the group `model.mixer`, for every mixer of the registry that
-    can be imported and has such settings. The names do not contain the prefix "model.mixer.".
+    can be imported and has such settings. The settings are named without the prefix "model.mixer.".
     """
     found = {}
     for mixer in MIXERS:
@@ -72,13 +72,13 @@ def mixer_settings() -> dict[str, list[Setting]]:
     return found
 
 
-def _choices(hint: Any) -> tuple[str, ...]:
+def _literal_choices(hint: Any) -> tuple[str, ...]:
     """Returns the values of a `Literal`; () for other types."""
     return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
-def _comments(cls: type) -> dict[str, str]:
-    """Returns field of `cls` → the comment above or after it, as one line."""
+def _field_comments(cls: type) -> dict[str, str]:
+    """Returns field of `cls` → the comment above or after the field, as one line."""
     try:
         source = inspect.getsource(cls)
     except OSError:  # the installation has no source code

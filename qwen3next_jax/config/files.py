@@ -1,7 +1,7 @@
 """Reads config files, which are Python code, and applies the overrides of the command line.
 
-If the code of a config file raises an error, this module raises a UserError instead. Its message is
-one line, which names the file and the number of the line.
+If the code of a config file raises an error, this module raises a UserError instead. The message of
+the UserError is one line, which names the file and the number of the line.
 """
 
 import ast
@@ -18,22 +18,22 @@ from qwen3next_jax.common.errors import UserError, did_you_mean, require_path, s
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, default_config
 from qwen3next_jax.config.mixer import is_mixer_setting
-from qwen3next_jax.config.reading import FlagText, parse_flag
+from qwen3next_jax.config.reading import UnparsedFlagText, parse_flag_text
 
 
 class UserInput(NamedTuple):
-    """The settings that a user gave, before defaults complete them.
+    """What a user set for a run, without the defaults of the other settings.
 
     Attributes:
-      overrides: the dotted names of the settings that the command line overrides.
-      file: the path of the config file.
-      file_config: the configuration in the file without the overrides; None if the file is not
-        valid without them.
+      overridden_settings: the dotted names of the settings that the command line overrides.
+      config_file: the path of the config file.
+      config_without_overrides: the configuration in the file alone; None if the file is valid only
+        together with the overrides.
     """
 
-    overrides: frozenset[str]
-    file: pathlib.Path
-    file_config: Config | None
+    overridden_settings: frozenset[str]
+    config_file: pathlib.Path
+    config_without_overrides: Config | None
 
 
 # The folder that contains the folder configs/. In an installed wheel it is inside this package; in
@@ -45,10 +45,10 @@ _SHIPPED = next(
 )
 
 
-def find_file(name: str | pathlib.Path) -> pathlib.Path:
-    """Returns the path of the file that a user names. If there is no such file, it may name a
-    config that comes with this project, such as "configs/tiny.py" or "tiny". If there is no such
-    config either, the path `name` is returned.
+def find_user_or_shipped_file(name: str | pathlib.Path) -> pathlib.Path:
+    """Returns the path of the file that a user names. If there is no file `name`, returns the
+    config of this name that comes with this project; for example "configs/tiny.py" or "tiny". If
+    there is no such config either, returns the path `name`.
 
     Raises:
       UserError: no file can have the path `name`.
@@ -67,13 +67,13 @@ def find_file(name: str | pathlib.Path) -> pathlib.Path:
     return shipped
 
 
-def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
+def call_function_of_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
     """Calls a function of a Python file without arguments and returns its result.
 
     Args:
       path: the path of the file.
       function: the function's name.
-      flag: what the user wrote before the path, such as "--config=", for messages.
+      flag: the text before the path in error messages, such as "--config=".
 
     Raises:
       UserError: there is no such file or function, or the file's code raises an error.
@@ -109,8 +109,9 @@ def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
 
 
 def _describe_error(error: BaseException, path: pathlib.Path) -> str:
-    """Returns the end of a message, such as ", line 3: ValueError: …". The line is the last one of
-    the file `path` in the error's traceback; it is left out if the traceback has none.
+    """Returns the end of an error message, such as ", line 3: ValueError: …". The number is that of
+    the last line of the file `path` in the error's traceback. If the traceback has no line of this
+    file, the message has no number.
     """
     lines = [
         frame.lineno
@@ -132,12 +133,13 @@ def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, A
 
     Args:
       path: the path of the file.
-      flag: what the user wrote before the path, for messages.
+      flag: the text before the path in error messages.
 
     Raises:
-      UserError: for the reasons that `call_file` lists, or `get_config()` returns no ConfigDict.
+      UserError: the file or `get_config()` in it does not exist, its code raises an error, or
+        `get_config()` does not return a ConfigDict.
     """
-    config = call_file(path, "get_config", flag)
+    config = call_function_of_file(path, "get_config", flag)
     if not hasattr(config, "to_dict"):
         found = "nothing (is a `return config` missing?)" if config is None else short_repr(config)
         raise UserError(
@@ -147,10 +149,10 @@ def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, A
     return config.to_dict()
 
 
-def names_in_code(path: pathlib.Path) -> frozenset[str]:
-    """Returns the names of attributes and keyword arguments in the code of a Python file, and the
-    strings in it. Only the last part of a dotted string is returned. If the code of a config file
-    does not name a setting, the setting's value comes from another file or from the defaults.
+def setting_names_in_code(path: pathlib.Path) -> frozenset[str]:
+    """Returns all names that could be settings in the code of a Python file: attributes, keyword
+    arguments, and strings (of a dotted string, the last part). If a config file does not name a
+    setting, the value of the setting comes from another file or from the defaults.
     """
     names = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
@@ -174,20 +176,21 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[tuple[str, str]]
       UserError: there is no such setting, or the text is not a value of its type.
     """
     for name, text in overrides:
-        default, group = default_of(name), values
+        default, group = default_of_setting(name), values
         *groups, key = name.split(".")
         for part in groups:
             group = group.setdefault(part, {})
-        group[key] = parse_flag(text, default, f"--config.{name}={text}")
+        group[key] = parse_flag_text(text, default, f"--config.{name}={text}")
 
 
-def settings_called(name: str, guess: bool = False) -> list[str]:
-    """Returns at most three settings whose dotted names are `name` or end in it, as "train.steps"
-    does in "steps".
+def settings_ending_in(name: str, guess: bool = False) -> list[str]:
+    """Returns at most three settings whose dotted names are `name` or end in `name`. For "steps",
+    "train.steps" is such a setting.
 
     Args:
       name: the last parts of a dotted name.
-      guess: if there is no such setting, whether to return those whose last part is similar.
+      guess: whether to return settings whose last part is similar to `name`, if no name ends in
+        `name`.
     """
     last_parts = {path: path.rpartition(".")[2] for path in flatten(default_config())}
     found = [path for path in last_parts if f".{path}".endswith(f".{name}")]
@@ -197,15 +200,16 @@ def settings_called(name: str, guess: bool = False) -> list[str]:
     return found[:3]
 
 
-def flags_hint(settings: Sequence[str]) -> str:
-    """Returns a hint with the flags of these settings; "" if there are none."""
+def setting_flags_hint(settings: Sequence[str]) -> str:
+    """Returns " (did you mean --config.…=…?)" for these settings; "" for no settings."""
     flags = " or ".join(f"--config.{path}=…" for path in settings)
     return f" (did you mean {flags}?)" if settings else ""
 
 
-def default_of(name: str) -> Any:
-    """Returns the default of the setting with the dotted name `name`. For a mixer's setting this is
-    FlagText(""), because only the mixers of the model know its type.
+def default_of_setting(name: str) -> Any:
+    """Returns the default of the setting with the dotted name `name`. For a setting in
+    `model.mixer` it returns UnparsedFlagText(""), because the type of such a setting is declared in
+    a mixer, which is not imported yet.
 
     Raises:
       UserError: there is no such setting, or the name is that of a group of settings.
@@ -213,16 +217,16 @@ def default_of(name: str) -> Any:
     settings: Any = default_config()
     path = name.split(".")
     if is_mixer_setting(name):
-        return FlagText("")
+        return UnparsedFlagText("")
     for depth, key in enumerate(path):
         if not isinstance(settings, Mapping) or key not in settings:
             where = "--" + ".".join(("config", *path[: depth + 1]))
             known = settings if isinstance(settings, Mapping) else ()
             elsewhere = ".".join(path[depth:])  # this name, in another group
             hint = (
-                flags_hint(settings_called(elsewhere))
+                setting_flags_hint(settings_ending_in(elsewhere))
                 or did_you_mean(key, known)
-                or flags_hint(settings_called(elsewhere, guess=True))
+                or setting_flags_hint(settings_ending_in(elsewhere, guess=True))
             )
             if known and not hint:
                 hint = f"; known here: {', '.join(known)}"

@@ -8,9 +8,9 @@ from qwen3next_jax.config.bounds import check_bounds
 
 @dataclasses.dataclass(frozen=True)
 class LoRAConfig:
-    """LoRA (2106.09685): a matrix W becomes W + (alpha / rank) · A · B, and training changes A and
-    B alone. Each part of a fused projection, each expert, and each of gate and up have an A and a B
-    of their own.
+    """LoRA (2106.09685): a matrix W becomes W + (alpha / rank) · A · B, and training changes only A
+    and B. Each part of a fused projection has its own A and B; so have each expert, and the gate
+    and up matrices of an MLP.
     """
 
     # number of columns of A and of rows of B; 0: no adapters

@@ -1,8 +1,8 @@
 """The settings `model.mixer`: settings that only some mixers have.
 
-Each mixer declares the settings that it reads as a dataclass (`Mixer.Settings` in
-`model/mixer.py`). `MixerConfig` holds the values that a user gave and checks them against these
-declarations. If the user gave no value, no mixer is imported.
+Each mixer declares its settings as a dataclass (`Mixer.Settings` in `model/mixer.py`).
+`MixerConfig` holds the values that a user gave, and checks them against these dataclasses. If the
+user gave no value, no mixer is imported.
 """
 
 import dataclasses
@@ -12,13 +12,13 @@ from typing import Any
 
 from qwen3next_jax.common.errors import UserError, did_you_mean
 from qwen3next_jax.config.bounds import check_declared_bounds
-from qwen3next_jax.config.reading import FlagText, from_dict, parse_flag
+from qwen3next_jax.config.reading import UnparsedFlagText, from_dict, parse_flag_text
 from qwen3next_jax.config.registry import MIXERS, resolve
 
 
 def is_mixer_setting(name: str) -> bool:
-    """Whether a dotted name has the form of a mixer's setting. This does not check whether a mixer
-    of the model reads the setting, because the model may not be known yet.
+    """Whether a dotted name has the form "model.mixer.NAME". Whether a mixer of the model has such
+    a setting is not checked, because the model may not be known yet.
     """
     return name.startswith("model.mixer.") and name.removeprefix("model.mixer.").isidentifier()
 
@@ -26,8 +26,8 @@ def is_mixer_setting(name: str) -> bool:
 class MixerConfig(Mapping[str, Any]):
     """Values of mixers' settings, such as `MixerConfig(window=512)`; immutable and hashable.
 
-    The MixerConfig in a ModelConfig holds only values that differ from the defaults, so that a
-    ModelConfig with an explicit default equals one without it.
+    The MixerConfig in a ModelConfig holds only values that differ from the defaults. So a
+    ModelConfig in which a default is set explicitly equals a ModelConfig in which it is not set.
     """
 
     def __init__(self, **values: Any):
@@ -51,9 +51,9 @@ class MixerConfig(Mapping[str, Any]):
     def __or__(self, values: Mapping[str, Any]) -> "MixerConfig":
         return MixerConfig(**self._values | dict(values))
 
-    def read(self, settings: type) -> Any:
-        """Returns the settings of one mixer, with the values that this object holds, and defaults
-        for all other settings.
+    def settings_for(self, settings: type) -> Any:
+        """Returns all settings of one mixer: the values that this object holds, and defaults for
+        the other settings.
 
         Args:
           settings: the mixer's dataclass, `Mixer.Settings`.
@@ -62,59 +62,61 @@ class MixerConfig(Mapping[str, Any]):
           An instance of `settings`.
 
         Raises:
-          UserError: a value has the wrong type, or `settings` refuses it.
+          UserError: a value has the wrong type, or `settings` refuses the value.
         """
-        return _read_settings(self, settings)
+        return _cached_mixer_settings(self, settings)
 
-    def checked(self, mixers: Iterable[str]) -> "MixerConfig":
+    def checked_for_mixers(self, mixers: Iterable[str]) -> "MixerConfig":
         """Checks the values for a model whose layers have the mixers named in `mixers`.
 
         Returns:
           The values that differ from their defaults, converted to the types of their settings.
 
         Raises:
-          UserError: a value has the wrong type, the mixer refuses it, or none of `mixers` has the
-            setting and the value is not its default.
+          UserError: a value has the wrong type; a mixer refuses a value; or a value is not the
+            default and none of `mixers` has the setting.
         """
         given = dict(self)
         if not given:
             return MixerConfig()
         declared = {name: resolve(MIXERS, name, "mixer").Settings for name in dict.fromkeys(mixers)}
-        of_mixers = [_checked_settings(settings, given) for settings in declared.values()]
+        of_mixers = [_build_checked_settings(settings, given) for settings in declared.values()]
         changed = {}
         for name, value in given.items():
-            readers = [settings for settings in of_mixers if name in _defaults(type(settings))]
+            readers = [
+                settings for settings in of_mixers if name in _field_defaults(type(settings))
+            ]
             if not readers:
-                _check_unread(name, value, tuple(declared))
+                _check_setting_no_mixer_reads(name, value, tuple(declared))
                 continue
             values = [getattr(settings, name) for settings in readers]
-            if values != [_defaults(type(settings))[name] for settings in readers]:
+            if values != [_field_defaults(type(settings))[name] for settings in readers]:
                 changed[name] = values[0]
         return MixerConfig(**changed)
 
 
 @functools.lru_cache(maxsize=256)
-def _read_settings(values: MixerConfig, settings: type) -> Any:
-    return _checked_settings(settings, values)
+def _cached_mixer_settings(values: MixerConfig, settings: type) -> Any:
+    return _build_checked_settings(settings, values)
 
 
-def _checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
-    """Returns an instance of the dataclass `settings`. Each field has its value in `values`, or its
-    default; names in `values` that are no fields of `settings` are ignored.
+def _build_checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
+    """Returns an instance of the dataclass `settings`. Each field has the value that `values` gives
+    it, or its default. Names in `values` that are not fields of `settings` are ignored.
 
     Raises:
       UserError: a value is of the wrong type or out of its bound.
     """
-    built = from_dict(settings, _parse_values(settings, values), "model.mixer")
+    built = from_dict(settings, _values_of_fields(settings, values), "model.mixer")
     check_declared_bounds(built, "model.mixer")
     return built
 
 
-def _parse_values(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of `values` whose names are fields of the dataclass `settings`. A value that
-    is the text of a flag is parsed.
+def _values_of_fields(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the `values` whose names are fields of the dataclass `settings`. If a value
+    is the text of a flag, the text is parsed.
     """
-    defaults = _defaults(settings)
+    defaults = _field_defaults(settings)
     return {
         name: _parse_if_flag(name, values[name], defaults[name])
         for name in values
@@ -123,30 +125,30 @@ def _parse_values(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_if_flag(name: str, value: Any, default: Any) -> Any:
-    """Returns `value`. If it is the text of a flag, returns the text parsed as a value of the type
-    of `default`.
+    """Returns `value`. If `value` is the unparsed text of a flag, parses it as a value of the type
+    of `default` first.
     """
-    if not isinstance(value, FlagText):
+    if not isinstance(value, UnparsedFlagText):
         return value
-    return parse_flag(value, default, f"--config.model.mixer.{name}={value}")
+    return parse_flag_text(value, default, f"--config.model.mixer.{name}={value}")
 
 
-def _defaults(settings: type) -> dict[str, Any]:
-    """Returns name → default, for the settings of a mixer's dataclass."""
+def _field_defaults(settings: type) -> dict[str, Any]:
+    """Returns name → default, for the fields of a mixer's dataclass `settings`."""
     return {field.name: field.default for field in dataclasses.fields(settings)}
 
 
-def _check_unread(name: str, value: Any, model_mixers: tuple[str, ...]) -> None:
-    """Checks the value of a setting that none of the model's mixers has. `model_mixers` names these
-    mixers.
+def _check_setting_no_mixer_reads(name: str, value: Any, model_mixers: tuple[str, ...]) -> None:
+    """Checks the value of a setting that none of the model's mixers (`model_mixers`) has. The value
+    is accepted if it is the default of the setting in another mixer.
 
     Raises:
-      UserError: no mixer of the registry has the setting, or the value is not its default.
+      UserError: no mixer of the registry has the setting, or the value is not the default.
     """
     known = {}
     for mixer in MIXERS:
         try:
-            known[mixer] = _defaults(resolve(MIXERS, mixer, "mixer").Settings)
+            known[mixer] = _field_defaults(resolve(MIXERS, mixer, "mixer").Settings)
         except UserError:  # the mixer's folder was deleted
             continue
     readers = {mixer: defaults[name] for mixer, defaults in known.items() if name in defaults}

@@ -1,6 +1,6 @@
-"""The settings of the architecture. Settings have the names and meanings of Hugging Face's
-`config.json` for `qwen3_next`, if they exist there. The comment above a field says what the setting
-means, and what a special value such as 0, () or -1 means.
+"""The settings of the architecture. A setting that Hugging Face's `config.json` for `qwen3_next`
+also has, has the same name and meaning here. The comment above a field says what the setting means,
+and what a special value such as 0, () or -1 means.
 """
 
 import dataclasses
@@ -212,9 +212,11 @@ class ModelConfig:
         self._check_layers()
         self._check_heads()
         self._check_mlps()
-        self.block.check(self)
-        self.ple.check(self)
-        given = MixerConfig(**self.mixer).checked(name for name, _ in self.layer_kinds)
+        self.block.check_fits_model(self)
+        self.ple.check_fits_model(self)
+        given = MixerConfig(**self.mixer).checked_for_mixers(
+            name for name, _ in self.mixers_and_sparsity
+        )
         object.__setattr__(self, "mixer", given)
 
     def _check_layers(self):
@@ -262,10 +264,10 @@ class ModelConfig:
             check_bounds(self, "model", {"a positive number": "moe_intermediate_size"})
         if self.has_dense_mlps:
             check_bounds(self, "model", {"a positive number": "intermediate_size"})
-        self.moe.check(self)
+        self.moe.check_fits_model(self)
 
-    def settings_of(self, mixer: str) -> Any:
-        """Returns the settings `model.mixer.*` that one mixer reads.
+    def settings_of_mixer(self, mixer: str) -> Any:
+        """Returns the settings in the group `model.mixer` that one mixer has.
 
         Args:
           mixer: the name of the mixer, or an import string.
@@ -274,9 +276,9 @@ class ModelConfig:
           An instance of the mixer's dataclass `Settings`.
 
         Raises:
-          UserError: there is no such mixer, or a value has the wrong type or is out of its bound.
+          UserError: there is no such mixer, or a value has the wrong type or is out of bounds.
         """
-        return self.mixer.read(resolve(MIXERS, mixer, "mixer").Settings)
+        return self.mixer.settings_for(resolve(MIXERS, mixer, "mixer").Settings)
 
     @property
     def ablated(self) -> tuple[str, ...]:
@@ -294,13 +296,16 @@ class ModelConfig:
         return int(self.max_position_embeddings * self.yarn_factor)
 
     @property
-    def named_delta_rule(self) -> str | None:
-        """The implementation that `delta_rule` names; None for "auto"."""
+    def delta_rule_implementation(self) -> str | None:
+        """The name of the implementation of the delta rule; None if `delta_rule` is "auto"."""
         return None if self.delta_rule == "auto" else self.delta_rule
 
     @property
-    def pattern(self) -> tuple[str, ...]:
-        """The kind of every layer: LINEAR, FULL, or the name of a mixer, as in `layer_types`."""
+    def resolved_layer_types(self) -> tuple[str, ...]:
+        """The kind of every layer: LINEAR, FULL, or the name of a mixer. These are the
+        `layer_types`, or the kinds that `full_attention_interval` and `full_attention_placement`
+        give.
+        """
         interval = self.full_attention_interval
         place = {"last": interval - 1, "middle": interval // 2, "first": 0}[
             self.full_attention_placement
@@ -317,7 +322,7 @@ class ModelConfig:
         """
         return tuple(
             {LINEAR: self.linear_mixer, FULL: self.full_mixer}.get(kind, kind)
-            for kind in self.pattern
+            for kind in self.resolved_layer_types
         )
 
     def is_sparse(self, layer: int) -> bool:
@@ -329,7 +334,7 @@ class ModelConfig:
         )
 
     @property
-    def layer_kinds(self) -> tuple[tuple[str, bool], ...]:
+    def mixers_and_sparsity(self) -> tuple[tuple[str, bool], ...]:
         """For every layer, the pair (name of its mixer, whether the layer has experts). The layer
         of the multi-token prediction module, if there is one, is last.
         """
@@ -343,33 +348,33 @@ class ModelConfig:
         """Whether any layer has experts, including the layer of the multi-token prediction
         module.
         """
-        return any(sparse for _, sparse in self.layer_kinds)
+        return any(sparse for _, sparse in self.mixers_and_sparsity)
 
     @property
     def has_dense_mlps(self) -> bool:
         """Whether any layer has a dense MLP, including the layer of the multi-token prediction
         module.
         """
-        return not all(sparse for _, sparse in self.layer_kinds)
+        return not all(sparse for _, sparse in self.mixers_and_sparsity)
 
     @property
-    def stacks(self) -> tuple[tuple[int, ...], ...]:
-        """The indices of the layers, grouped by the traced block that computes them. The parameters
-        of the layers of one group are stacked, so that a scan can compute these layers.
+    def layer_stacks(self) -> tuple[tuple[int, ...], ...]:
+        """The indices of the layers, in groups. The layers of a group have the same structure, and
+        their parameters are stacked, so that a scan can compute these layers.
 
         The list of layers is divided into a prefix and a period that repeats up to the last layer.
         The released model has no prefix; its period is 3 recurrent layers and 1 attention layer,
-        with 12 repeats. Each layer of the prefix is a group of its own. Each layer of the period
-        forms a group with the layers at the same place of all repeats. A list of layers that does
-        not repeat has one group per layer. A layer with an n-gram embedding (`ple`) is always a
-        group of its own.
+        with 12 repeats. Each layer of the prefix is a group of its own. The layers at the same
+        place in all repeats of the period form a group. A list of layers that does not repeat has
+        one group per layer. A layer with an n-gram embedding (`ple`) is always a group of its own.
         """
-        embeddings = map(self.ple.number, range(self.num_hidden_layers))
-        return _stacks(tuple(zip(self.layer_kinds, embeddings)))
+        embeddings = map(self.ple.embedding_index, range(self.num_hidden_layers))
+        return _group_repeating_layers(tuple(zip(self.mixers_and_sparsity, embeddings)))
 
-    def differs(self, other: "ModelConfig") -> tuple[str, ...]:
+    def differing_settings(self, other: "ModelConfig") -> tuple[str, ...]:
         """Returns the names of the settings in which the two models differ. If the mixers of the
-        layers differ, the result contains "layer_types", whichever settings give the mixers.
+        layers differ, the result contains "layer_types" in place of the settings from which the
+        mixers follow, such as "full_attention_interval".
         """
         spelled = {
             "layer_types",
@@ -388,9 +393,10 @@ class ModelConfig:
 
 
 @functools.lru_cache(maxsize=64)
-def _stacks(kinds: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
-    """Groups the indices of layers of these kinds as `ModelConfig.stacks` says. Of all possible
-    splits, it takes the one with the shortest prefix and period together.
+def _group_repeating_layers(kinds: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+    """Groups the indices of layers of these kinds as `ModelConfig.layer_stacks` says. Of all
+    possible divisions into prefix and repeats, it takes the one whose prefix and period are
+    shortest together.
     """
     n = len(kinds)
     first, period = min(

@@ -12,11 +12,10 @@ from qwen3next_jax.config.registry import EXPERTS, check_name, resolve
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """The kind of the experts, and the parts of DeepSeek-V3's router (2412.19437, section 2.1.2),
-    with one setting per part. A setting that DeepSeek-V3's `config.json` also has, has the same
-    name here.
-    Several shared experts are equivalent to one shared expert with the sum of their widths, which
-    is `model.shared_expert_intermediate_size`.
+    """The kind of the experts, and the features of DeepSeek-V3's router (2412.19437, section
+    2.1.2), with one setting per feature. A setting that DeepSeek-V3's `config.json` also has, has
+    the same name here. Several shared experts are equivalent to one shared expert with the sum of
+    their widths, so `model.shared_expert_intermediate_size` is this sum.
     """
 
     # what each routed expert computes: a name of EXPERTS in config/registry.py. The shared expert
@@ -46,10 +45,10 @@ class MoEConfig:
         )
 
     def mixture_class(self) -> Any:
-        """Returns the class that the setting `experts` names."""
+        """Returns the class of the mixture of experts that the setting `experts` names."""
         return resolve(EXPERTS, self.experts, "model.moe.experts")
 
-    def check(self, model: Any) -> None:
+    def check_fits_model(self, model: Any) -> None:
         """Checks these settings against `model`, the ModelConfig to which they belong.
 
         Raises:

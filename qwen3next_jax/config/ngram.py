@@ -1,9 +1,9 @@
 """The settings `model.ple`: an embedding of n-grams that some layers add to the residual stream
 (PLE, the per-layer embedding of Qwen3.8-Flash-Next), and the constants of its hash functions.
 
-The constants follow from the settings alone, by the formulas of transformers' `qwen4_exp`. A
-Hugging Face checkpoint stores the constants, too. `zoo/ngram_embedding.py` has the formulas of the
-embedding.
+The constants of the hash functions follow from the settings alone, by the formulas of transformers'
+`qwen4_exp`. A Hugging Face checkpoint also stores these constants. `zoo/ngram_embedding.py` has the
+formulas of the embedding.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _MOST_ROWS = 2**31 - 1  # of a table: the number of a row is an int32
 
 @dataclasses.dataclass(frozen=True)
 class PLEConfig:
-    """Settings of the n-gram embedding. They have the names of the fields of transformers'
+    """Settings of the n-gram embedding. The settings are named after the fields of transformers'
     `config.json` for `qwen4_exp`, without the prefix `ple_`.
     """
 
@@ -63,64 +63,65 @@ class PLEConfig:
         )
 
     @property
-    def heads(self) -> int:
+    def total_heads(self) -> int:
         """The number of heads of an embedding, over all lengths of n-grams."""
         return self.heads_per_ngram * (self.ngram_size - 1)
 
     @property
     def head_width(self) -> int:
         """The width of a row of the table."""
-        return self.embed_dim // self.heads
+        return self.embed_dim // self.total_heads
 
-    def module(self) -> Any:
-        """Returns the class that `embedding` names."""
+    def embedding_class(self) -> Any:
+        """Returns the class of the embedding that the setting `embedding` names."""
         return resolve(LAYER_EMBEDDINGS, self.embedding, "model.ple.embedding")
 
-    def number(self, layer: int) -> int | None:
-        """Returns which of the model's n-gram embeddings `layer` has: its index among them, from 0;
-        None if the layer has none.
+    def embedding_index(self, layer: int) -> int | None:
+        """Returns the index of the layer's embedding among all n-gram embeddings of the model,
+        counted from 0; None if the layer has no n-gram embedding.
 
         Args:
-          layer: the number of a layer; the first layer is 0.
+          layer: the index of a layer; the first layer has the index 0.
         """
         ids = self.layer_ids
         return ids.index(layer + 1) if layer + 1 in ids else None
 
-    def table_sizes(self, number: int) -> tuple[int, ...]:
-        """Returns, for each head of embedding `number`, its number of rows in the table. No two
+    def table_rows_per_head(self, number: int) -> tuple[int, ...]:
+        """Returns for each head of embedding `number` how many rows of the table it has. No two
         heads of the model have the same number of rows.
         """
-        count = len(self.layer_ids) * self.heads
-        return _primes(self.ngram_vocab_size_base, count)[
-            number * self.heads : (number + 1) * self.heads
+        count = len(self.layer_ids) * self.total_heads
+        return _primes_from(self.ngram_vocab_size_base, count)[
+            number * self.total_heads : (number + 1) * self.total_heads
         ]
 
-    def rows(self, number: int) -> int:
+    def table_rows(self, number: int) -> int:
         """Returns the number of rows of the table of embedding `number`, with the unused rows at
         its end.
         """
-        return _round_up(sum(self.table_sizes(number)), self.make_ngram_vocab_size_divisible_by)
+        return _round_up(
+            sum(self.table_rows_per_head(number)), self.make_ngram_vocab_size_divisible_by
+        )
 
-    def parts(self, number: int) -> tuple[slice, ...]:
-        """Returns the rows of each tensor that holds a part of the table of embedding `number` in a
-        Hugging Face directory. They have equally many rows, except that the last may have fewer,
-        and are fewer than `split_ngram_parts` if fewer hold all rows (as `torch.chunk` divides).
+    def table_row_slices(self, number: int) -> tuple[slice, ...]:
+        """Returns how a Hugging Face directory divides the table of embedding `number`: for each
+        tensor, the slice of rows that the tensor holds. As with `torch.chunk`, all tensors have
+        equally many rows, except that the last may have fewer; and there can be fewer than
+        `split_ngram_parts` tensors.
         """
-        rows = self.rows(number)
+        rows = self.table_rows(number)
         of_part = -(-rows // self.split_ngram_parts)
         return tuple(slice(start, min(start + of_part, rows)) for start in range(0, rows, of_part))
 
-    def offsets(self, number: int) -> tuple[int, ...]:
-        """Returns, for each head of embedding `number`, the number of its first row in the
-        table.
-        """
-        sizes = self.table_sizes(number)
+    def head_row_offsets(self, number: int) -> tuple[int, ...]:
+        """Returns for each head of embedding `number` the index of its first row in the table."""
+        sizes = self.table_rows_per_head(number)
         return tuple(sum(sizes[:head]) for head in range(len(sizes)))
 
-    def multipliers(self, number: int, vocab_size: int) -> tuple[int, ...]:
-        """Returns the odd factors of the hash functions of embedding `number`: one for the last
-        token of an n-gram, one for the token before it, and so on. The product of a token and its
-        factor is less than 2^63.
+    def hash_multipliers(self, number: int, vocab_size: int) -> tuple[int, ...]:
+        """Returns the odd factors of the hash functions of embedding `number`: the first factor is
+        for the last token of an n-gram, the second factor for the token before it, and so on. The
+        product of a token id and a factor is less than 2^63.
         """
         half = max(1, _LARGEST_INT64 // vocab_size // 2)
         seed = self.seed + _LAYER_STRIDE * number
@@ -128,7 +129,7 @@ class PLEConfig:
             2 * (_splitmix64(seed + _GOLDEN * (k + 1)) % half) + 1 for k in range(self.ngram_size)
         )
 
-    def check(self, model: Any) -> None:
+    def check_fits_model(self, model: Any) -> None:
         """Raises UserError if `model`, the ModelConfig, cannot have these embeddings."""
         if not self.layer_ids:
             return
@@ -147,19 +148,19 @@ class PLEConfig:
             f"end at an end token: expected the number of a token, 0 … {model.vocab_size - 1}",
         )
         require(
-            self.embed_dim % self.heads == 0,
-            f"model.ple.embed_dim = {self.embed_dim}: expected a multiple of the {self.heads} "
-            "heads, model.ple.heads_per_ngram × (model.ple.ngram_size - 1)",
+            self.embed_dim % self.total_heads == 0,
+            f"model.ple.embed_dim = {self.embed_dim}: expected a multiple of the "
+            f"{self.total_heads} heads, model.ple.heads_per_ngram × (model.ple.ngram_size - 1)",
         )
-        smallest = self.ngram_vocab_size_base * self.heads
+        smallest = self.ngram_vocab_size_base * self.total_heads
         require(
             smallest <= _MOST_ROWS,
-            f"model.ple.ngram_vocab_size_base = {self.ngram_vocab_size_base}: {self.heads} heads "
-            f"of as many n-gram ids are {smallest} rows: expected at most {_MOST_ROWS}, as rows "
-            "have int32 numbers here (transformers has int64: at most 2^63 - 1)",
+            f"model.ple.ngram_vocab_size_base = {self.ngram_vocab_size_base}: {self.total_heads} "
+            f"heads of as many n-gram ids are {smallest} rows: expected at most {_MOST_ROWS}, as "
+            "rows have int32 numbers here (transformers has int64: at most 2^63 - 1)",
         )
         for number in range(len(ids)):
-            rows = self.rows(number)
+            rows = self.table_rows(number)
             require(
                 rows <= _MOST_ROWS,
                 f"model.ple.ngram_vocab_size_base = {self.ngram_vocab_size_base}: the table of "
@@ -172,8 +173,8 @@ def _round_up(rows: int, multiple: int) -> int:
 
 
 def _splitmix64(state: int) -> int:
-    """Returns the next output of the generator splitmix64 (Steele, Lea and Flood 2014) in this
-    state.
+    """Returns the next output of the random number generator splitmix64 (Steele, Lea and Flood
+    2014) whose state is `state`.
     """
     z = (state + _GOLDEN) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
@@ -182,7 +183,7 @@ def _splitmix64(state: int) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def _primes(first: int, count: int) -> tuple[int, ...]:
+def _primes_from(first: int, count: int) -> tuple[int, ...]:
     """Returns the smallest `count` primes that are at least `first`."""
     found, candidate = [], first
     while len(found) < count:
@@ -193,8 +194,8 @@ def _primes(first: int, count: int) -> tuple[int, ...]:
 
 
 def _is_prime(n: int) -> bool:
-    """Returns whether n is a prime, by the test of Miller and Rabin. Its four bases decide every
-    n < 2^31 (they fail first at 3,215,031,751).
+    """Returns whether n is a prime, by the test of Miller and Rabin with the bases 2, 3, 5 and 7.
+    The test is exact for n < 3,215,031,751, so for every n < 2^31.
     """
     if n < 2 or any(n % p == 0 for p in (2, 3, 5, 7)):
         return n in (2, 3, 5, 7)

@@ -12,9 +12,10 @@ from qwen3next_jax.common.errors import UserError, did_you_mean, require, short_
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
-class FlagText(str):
-    """The text of a flag for a mixer's setting. The mixer's class declares the type of the setting,
-    and the class is not imported while flags are read, so `config.mixer` parses the text later.
+class UnparsedFlagText(str):
+    """The text of a flag for a setting in `model.mixer`. The class of a mixer declares the type of
+    the setting. This class is not imported while flags are read, so `config.mixer` parses the text
+    later.
     """
 
 
@@ -36,7 +37,8 @@ def _to_plain(value: Any) -> Any:
 
 
 def from_dict(cls: type, values: dict[str, Any], path: str = "config") -> Any:
-    """Builds the config dataclass `cls` from a nested dict, and checks names and types.
+    """Returns an instance of the config dataclass `cls`, made from a nested dict. Names and types
+    are checked.
 
     Args:
       cls: the dataclass.
@@ -54,11 +56,11 @@ def from_dict(cls: type, values: dict[str, Any], path: str = "config") -> Any:
         if key not in hints:
             hint = did_you_mean(key, hints) or f"; known here: {', '.join(hints)}"
             raise UserError(f"{where}: no such setting{hint}")
-        arguments[key] = _check_value(value, hints[key], where)
+        arguments[key] = _convert_value(value, hints[key], where)
     return cls(**arguments)
 
 
-def _check_value(value: Any, hint: Any, where: str) -> Any:
+def _convert_value(value: Any, hint: Any, where: str) -> Any:
     """Converts a value to the type `hint` of its field, or raises UserError."""
     if dataclasses.is_dataclass(hint):
         require(
@@ -73,7 +75,7 @@ def _check_value(value: Any, hint: Any, where: str) -> Any:
         return hint(**value)
     origin = typing.get_origin(hint)
     if type(None) in typing.get_args(hint):
-        return None if value is None else _check_value(value, typing.get_args(hint)[0], where)
+        return None if value is None else _convert_value(value, typing.get_args(hint)[0], where)
     if origin is Literal:
         choices = typing.get_args(hint)
         if not isinstance(value, str) or value not in choices:
@@ -85,13 +87,16 @@ def _check_value(value: Any, hint: Any, where: str) -> Any:
     if origin is tuple:
         require(isinstance(value, (tuple, list)), f"{where} = {short_repr(value)}: expected a list")
         return tuple(
-            _check_value(v, typing.get_args(hint)[0], f"{where}[{i}]") for i, v in enumerate(value)
+            _convert_value(v, typing.get_args(hint)[0], f"{where}[{i}]")
+            for i, v in enumerate(value)
         )
-    return _check_scalar(value, hint, where)
+    return _convert_scalar(value, hint, where)
 
 
-def _check_scalar(value: Any, hint: type, where: str) -> Any:
-    """Does the work of `_check_value` for a bool, int, float or str."""
+def _convert_scalar(value: Any, hint: type, where: str) -> Any:
+    """Converts a value to bool, int, float or str, the type `hint` of its field, or raises
+    UserError.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         require(
             -(2**64) < value < 2**64, f"{where} = {short_repr(value)}: expected at most 64 bits"
@@ -104,7 +109,7 @@ def _check_scalar(value: Any, hint: type, where: str) -> Any:
         f"expected {hint.__name__}",
     )
     require(
-        hint is not str or _is_unicode(value),
+        hint is not str or _is_utf8_encodable(value),
         f"{where} = {short_repr(value)}: expected text that UTF-8 can encode",
     )
     require(
@@ -113,9 +118,9 @@ def _check_scalar(value: Any, hint: type, where: str) -> Any:
     return value
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether UTF-8 can encode `text`. UTF-8 cannot encode surrogates, by which Python represents
-    bytes of a file name that are not UTF-8.
+def _is_utf8_encodable(text: str) -> bool:
+    """Whether UTF-8 can encode `text`. If a file name contains bytes that are not UTF-8, Python
+    represents these bytes by surrogates, which UTF-8 cannot encode.
     """
     try:
         text.encode()
@@ -124,20 +129,20 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def parse_flag(text: str, default: Any, where: str) -> Any:
-    """Parses the text of a flag as a value of the type of `default`. If `default` is a FlagText,
-    the result is the text as a FlagText, to be parsed later.
+def parse_flag_text(text: str, default: Any, where: str) -> Any:
+    """Parses the text of a flag as a value of the type of `default`. If `default` is an
+    UnparsedFlagText, returns the text as an UnparsedFlagText, which is parsed later.
 
     Args:
       text: the text after the flag's "=".
       default: the setting's default.
-      where: the flag as the user wrote it, for messages.
+      where: the flag as the user wrote it, for error messages.
 
     Raises:
       UserError: the text is not a value of the type of `default`.
     """
-    if isinstance(default, FlagText):
-        return FlagText(text)
+    if isinstance(default, UnparsedFlagText):
+        return UnparsedFlagText(text)
     if isinstance(default, bool):
         if text.lower() not in _TRUTH:
             raise UserError(f"{where}: expected True or False")

@@ -1,14 +1,15 @@
 """The registry: tables from names in settings to the classes and functions that they stand for.
 
-There is one table for each kind of part (mixers, norms, optimizers, …). It maps a name to an import
-string, "package.module:Name". Because the values are strings, checking a config imports no parts,
-and a run imports only the parts that it uses. No other file contains these import strings.
+There is one table for each kind of part (mixers, norms, optimizers, …). A table maps names to
+import strings of the form "package.module:Name". Because import strings are only text, checking a
+config imports no parts, and a run imports only the parts that it uses. No other file contains these
+import strings.
 
 A setting whose values are the names of a table also accepts an import string of the user's own
-code, "my_package.module:Name" (docs/extending.md). Importing it runs that code. Therefore only the
-user may give an import string: in a config file, in a flag, or in Python. Other files that this
-package reads (a run.json, a Hugging Face directory) may contain an import string only if its
-package is trusted (by the function `trust` or the flag --trust).
+code, "my_package.module:Name" (docs/extending.md). Importing such a part runs the user's code.
+Therefore only the user may give an import string: in a config file, in a flag, or in Python. Other
+files that this package reads (a run.json, a Hugging Face directory) may contain an import string
+only if its package is trusted (by the function `trust` or the flag --trust).
 """
 
 import importlib
@@ -25,20 +26,20 @@ MIXERS = {
     "gated_attention": "qwen3next_jax.model.gated_attention:GatedAttention",
     "kda": "qwen3next_jax.zoo.kda:KDA",
     "mamba2": "qwen3next_jax.zoo.state_space:Mamba2",
-    "sliding_window": "qwen3next_jax.zoo.sliding_window:SlidingWindow",
+    "sliding_window": "qwen3next_jax.zoo.sliding_window:SlidingWindowAttention",
     "gla": "qwen3next_jax.zoo.gated_linear:GLA",
     "hgrn2": "qwen3next_jax.zoo.gated_linear:HGRN2",
     "rwkv6": "qwen3next_jax.zoo.rwkv:RWKV6",
     "mla": "qwen3next_jax.zoo.mla:MLA",
     "linear": "qwen3next_jax.zoo.linear_attention:LinearAttention",
     "retnet": "qwen3next_jax.zoo.linear_attention:RetNet",
-    "lightning": "qwen3next_jax.zoo.linear_attention:Lightning",
+    "lightning": "qwen3next_jax.zoo.linear_attention:LightningAttention",
     "gated_retention": "qwen3next_jax.zoo.linear_attention:GatedRetention",
     "gated_rfa": "qwen3next_jax.zoo.linear_attention:GatedRFA",
     "mlstm": "qwen3next_jax.zoo.mlstm:MLSTM",
     "gsa": "qwen3next_jax.zoo.gated_slots:GSA",
     "abc": "qwen3next_jax.zoo.gated_slots:ABC",
-    "dfw": "qwen3next_jax.zoo.gated_linear:DFW",
+    "dfw": "qwen3next_jax.zoo.gated_linear:DecayingFastWeights",
     "mamba": "qwen3next_jax.zoo.state_space:Mamba",
     "rwkv4": "qwen3next_jax.zoo.rwkv:RWKV4",
     "gdn2": "qwen3next_jax.zoo.kda:GDN2",
@@ -56,22 +57,22 @@ MIXERS = {
     "nope_attention": "qwen3next_jax.zoo.pairwise:NoPEAttention",
     "masked_attention": "qwen3next_jax.zoo.pairwise:MaskedAttention",
     "alibi": "qwen3next_jax.zoo.pairwise:ALiBi",
-    "t5_bias": "qwen3next_jax.zoo.pairwise:T5Bias",
+    "t5_bias": "qwen3next_jax.zoo.pairwise:T5BiasAttention",
     "rerope": "qwen3next_jax.zoo.long_context:ReRoPE",
     "leaky_rerope": "qwen3next_jax.zoo.long_context:LeakyReRoPE",
-    "dynamic_ntk": "qwen3next_jax.zoo.long_context:DynamicNTK",
-    "lambda_window": "qwen3next_jax.zoo.long_context:LambdaWindow",
-    "parallel_windows": "qwen3next_jax.zoo.long_context:ParallelWindows",
-    "selected_tokens": "qwen3next_jax.zoo.long_context:SelectedTokens",
+    "dynamic_ntk": "qwen3next_jax.zoo.long_context:DynamicNTKAttention",
+    "lambda_window": "qwen3next_jax.zoo.long_context:LambdaWindowAttention",
+    "parallel_windows": "qwen3next_jax.zoo.long_context:ParallelWindowsAttention",
+    "selected_tokens": "qwen3next_jax.zoo.long_context:SelectedTokensAttention",
     "qsa": "qwen3next_jax.zoo.qsa:QSA",
 }
 # Placements of a block's norms, for model.block.placement; N is a norm, f the mixer or the MLP.
 PLACEMENTS = {
     "pre": "qwen3next_jax.model.block:Block",  # x + f(N(x))
     "post": "qwen3next_jax.zoo.block_parts:PostNorm",  # N(x + f(x))
-    "olmo2": "qwen3next_jax.zoo.block_parts:Olmo2",  # x + N(f(x))
+    "olmo2": "qwen3next_jax.zoo.block_parts:Olmo2Norm",  # x + N(f(x))
     # recurrent layers x + f(N(x)), layers with attention x + N(f(x))
-    "olmo_hybrid": "qwen3next_jax.zoo.block_parts:OlmoHybrid",
+    "olmo_hybrid": "qwen3next_jax.zoo.block_parts:OlmoHybridNorm",
     "sandwich": "qwen3next_jax.zoo.block_parts:SandwichNorm",  # x + N'(f(N(x)))
     "deep": "qwen3next_jax.zoo.block_parts:DeepNorm",  # N(α x + f(x))
     # several streams: f reads a mixture of them, and gates add its output to each (model.streams)
@@ -92,9 +93,9 @@ STREAM_SETTINGS = {
 MLPS = {
     "swiglu": "qwen3next_jax.model.moe:DenseMLP",
     "geglu": "qwen3next_jax.zoo.block_parts:GeGLU",
-    "gelu": "qwen3next_jax.zoo.block_parts:GELU",
-    "relu": "qwen3next_jax.zoo.block_parts:ReLU",
-    "relu2": "qwen3next_jax.zoo.block_parts:SquaredReLU",
+    "gelu": "qwen3next_jax.zoo.block_parts:GELUMLP",
+    "relu": "qwen3next_jax.zoo.block_parts:ReLUMLP",
+    "relu2": "qwen3next_jax.zoo.block_parts:SquaredReLUMLP",
     "none": "qwen3next_jax.zoo.block_parts:NoMLP",
 }
 # Mixtures of experts, for model.moe.experts. The names say what an expert computes.
@@ -118,10 +119,10 @@ POSITIONS = {
 # Ways to stretch rotary positions to texts `yarn_factor` times as long, for
 # model.block.rope_scaling.
 ROPE_SCALINGS = {
-    "yarn": "qwen3next_jax.model.layers:yarn",
-    "linear": "qwen3next_jax.zoo.block_parts:linear_scaling",
-    "ntk": "qwen3next_jax.zoo.block_parts:ntk_scaling",
-    "truncated": "qwen3next_jax.zoo.block_parts:truncated_scaling",
+    "yarn": "qwen3next_jax.model.layers:yarn_frequency_scale",
+    "linear": "qwen3next_jax.zoo.block_parts:linear_rope_scaling",
+    "ntk": "qwen3next_jax.zoo.block_parts:ntk_rope_scaling",
+    "truncated": "qwen3next_jax.zoo.block_parts:truncated_rope_scaling",
 }
 # Embeddings that a layer adds to the residual stream before its mixer, for model.ple.embedding.
 LAYER_EMBEDDINGS = {
@@ -189,12 +190,12 @@ def is_import_string(name: Any) -> bool:
 
 
 def check_name(table: Table, name: str, setting: str) -> None:
-    """Checks a name in a setting, without importing the part that has this name.
+    """Checks that `name` is a valid value of a setting, without importing the part with this name.
 
     Args:
       table: the table of the setting.
-      name: the name.
-      setting: the setting's dotted name, such as "data.source", for messages.
+      name: the value of the setting.
+      setting: the setting's dotted name, such as "data.source", for error messages.
 
     Raises:
       UserError: the table does not have `name`, and `name` is not an import string.
@@ -209,15 +210,16 @@ def check_name(table: Table, name: str, setting: str) -> None:
 
 
 def resolve(table: Table, name: str, setting: str) -> Any:
-    """Imports and returns the class or function that a name in a setting stands for.
+    """Returns the class or function that `name`, the value of a setting, stands for, after
+    importing its module.
 
     Args:
       table: the table of the setting.
       name: a name in the table, or an import string.
-      setting: the setting's dotted name, for messages.
+      setting: the setting's dotted name, for error messages.
 
     Raises:
-      UserError: `check_name` refuses the name, or the import fails.
+      UserError: `name` is neither in the table nor an import string, or the import fails.
     """
     check_name(table, name, setting)
     import_string = table.get(name, name)
@@ -248,8 +250,8 @@ def resolve(table: Table, name: str, setting: str) -> Any:
 
 
 def _error_place(error: Exception) -> str:
-    """Returns "; FILE, line N", the place in a user's module that raised an error while it was
-    imported; "" if the import itself failed, and for modules of this package.
+    """Returns "; FILE, line N", the place that raised an error while a module was imported. Returns
+    "" if the module was not found, or if this file raised the error.
     """
     frame = traceback.extract_tb(error.__traceback__)[-1]
     if frame.filename.startswith("<frozen") or frame.filename == __file__:
@@ -258,7 +260,9 @@ def _error_place(error: Exception) -> str:
 
 
 def _is_missing_folder(missing: str | None, module: str) -> bool:
-    """Whether importing `module` failed because a folder of this package, `missing`, is missing."""
+    """Whether `missing`, the module that could not be found, is a folder of this package that
+    contains `module`.
+    """
     return bool(missing) and missing.startswith("qwen3next_jax.") and module.startswith(missing)
 
 
@@ -273,20 +277,20 @@ def trust(package: str) -> None:
 
 def trust_user_settings(settings: Mapping[str, Any]) -> None:
     """Trusts the packages of all import strings in nested settings that a user wrote."""
-    for _, name in _import_strings(settings):
+    for _, name in _find_import_strings(settings):
         trust(_package_of(name))
 
 
-def trust_flags(settings: Mapping[str, Any]) -> str:
-    """Returns the flags, each with a space before it, that a command needs to read nested settings
-    with import strings; "" if there are none.
+def trust_flags_text(settings: Mapping[str, Any]) -> str:
+    """Returns the flags --trust=PACKAGE, each with a space before it, that a command needs in order
+    to read these nested settings; "" if the settings contain no import strings.
     """
-    packages = {_package_of(name): None for _, name in _import_strings(settings)}
+    packages = {_package_of(name): None for _, name in _find_import_strings(settings)}
     return "".join(f" --trust={package}" for package in packages)
 
 
 def check_trusted(settings: Mapping[str, Any], where: str) -> None:
-    """Checks nested settings that were read from a file.
+    """Checks that nested settings, which were read from a file, name only trusted packages.
 
     Args:
       settings: the settings, as a nested dict.
@@ -295,7 +299,7 @@ def check_trusted(settings: Mapping[str, Any], where: str) -> None:
     Raises:
       UserError: the value of a setting is an import string whose package is not trusted.
     """
-    for setting, name in _import_strings(settings):
+    for setting, name in _find_import_strings(settings):
         package = _package_of(name)
         require(
             package in _trusted,
@@ -310,14 +314,14 @@ def _package_of(import_string: str) -> str:
     return re.split(r"[.:]", import_string)[0]
 
 
-def _import_strings(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+def _find_import_strings(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
     """Yields (dotted name of a setting, import string) for all import strings in nested
     settings.
     """
     for key, value in settings.items():
         setting = f"{path}{key}"
         if isinstance(value, Mapping):
-            yield from _import_strings(value, f"{setting}.")
+            yield from _find_import_strings(value, f"{setting}.")
         elif setting in SETTINGS:
             for name in value if isinstance(value, (list, tuple)) else [value]:
                 if is_import_string(name):

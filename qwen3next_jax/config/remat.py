@@ -1,4 +1,6 @@
-"""The setting `train.remat`: which results of the forward pass the backward pass finds saved."""
+"""The setting `train.remat`: which results of the forward pass are saved for the backward pass. The
+backward pass computes the other results again.
+"""
 
 from typing import NamedTuple
 
@@ -26,29 +28,30 @@ PARTS = {
 }
 
 
-class Saved(NamedTuple):
-    """What "POLICY keep=… offload=…" asks for.
+class SavedActivations(NamedTuple):
+    """The value of `train.remat`, parsed from a text such as "dots keep=… offload=…".
 
     Attributes:
-      policy: the name of a policy; "full" if the setting names none.
-      keep: the parts that are saved in the device's memory.
-      offload: the parts that are saved in the host's memory.
+      policy: the name of a policy; "full" if the text names none.
+      kept_on_device: the parts of a block that are saved in the device's memory.
+      offloaded_to_host: the parts of a block that are saved in the host's memory.
     """
 
     policy: str
-    keep: frozenset[str] = frozenset()
-    offload: frozenset[str] = frozenset()
+    kept_on_device: frozenset[str] = frozenset()
+    offloaded_to_host: frozenset[str] = frozenset()
 
 
-def parse_remat(text: str) -> Saved:
-    """Reads the name of a policy, or "keep=PART,PART offload=PART,PART", of which either half may
-    be missing and before which one of EXTENDED may stand.
+def parse_remat(text: str) -> SavedActivations:
+    """Parses the value of `train.remat`: the name of a policy, or a text such as "keep=PART,PART
+    offload=PART,PART". In such a text, either half may be missing, and a policy in EXTENDED may
+    stand before "keep" and "offload".
 
     Raises:
-      UserError: the text is neither, or names a part that does not exist, or names one twice.
+      UserError: the text has neither form, names a part that does not exist, or names a part twice.
     """
     if text in POLICIES:
-        return Saved(text)
+        return SavedActivations(text)
     found = {"keep": [], "offload": []}
     words = text.split()
     policy = words.pop(0) if words and words[0] in EXTENDED else "full"
@@ -75,4 +78,4 @@ def parse_remat(text: str) -> Saved:
         f"train.remat = {text!r}: the router's choices are small: expected keep=router",
     )
     require(bool(named), f"train.remat = {text!r}: expected one of {', '.join(POLICIES)}")
-    return Saved(policy, frozenset(found["keep"]), frozenset(found["offload"]))
+    return SavedActivations(policy, frozenset(found["keep"]), frozenset(found["offload"]))

@@ -1,7 +1,7 @@
 """The settings of a run, group by group, and `Config`, which holds all groups.
 
-The architecture is in `config/model.py`. The comment beside a field is the setting's meaning;
-`qwen3next train --help` prints it.
+The settings of the architecture are in `config/model.py`. The comment above a field gives the
+meaning of the setting; `qwen3next train --help` prints these comments.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any, Literal
 
-from qwen3next_jax.common.errors import escape_lines, require, require_path, short_repr
+from qwen3next_jax.common.errors import escape_control_in_lines, require, require_path, short_repr
 from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
@@ -153,12 +153,12 @@ class DataConfig:
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The sources that `path` lists; none if it has commas alone."""
+        """The sources that `path` lists; () if `path` consists of commas."""
         return parse_sources(self.path, self.text_field, self.messages_field)
 
     @property
     def source_weights(self) -> tuple[float, ...]:
-        """The weight of each source; () if their sizes decide."""
+        """The weight of each source; () if the setting `weights` is empty."""
         return parse_weights(self.weights, self.path)
 
 
@@ -172,8 +172,8 @@ def _is_day(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage of a run: a number of steps, and values for settings of the groups train, data and
-    optimizer during these steps. A setting that is None has the run's value.
+    """One stage of a run: a number of steps, and settings of the groups train, data and optimizer
+    that apply during these steps. If a setting is None, the stage has the run's value.
     """
 
     # number of optimizer steps of the stage
@@ -197,7 +197,7 @@ class Stage:
     def __post_init__(self):
         require(
             len(self.name) <= 100
-            and escape_lines(self.name) == self.name
+            and escape_control_in_lines(self.name) == self.name
             and "\n" not in self.name,
             f"train.stages: name = {short_repr(self.name)}: expected at most 100 characters that a "
             "terminal can show",
@@ -323,7 +323,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MuonConfig:
-    """Settings that only Muon has. Muon updates the matrices inside layers; AdamW updates all other
+    """Settings that only Muon has. Muon updates the matrices inside layers. AdamW updates all other
     parameters, with the settings of the group `optimizer`.
     """
 
@@ -593,7 +593,7 @@ class MeshConfig:
             "parallel.mesh: expected -1 for one axis at most",
         )
 
-    def sizes(self, devices: int, slices: int = 1) -> dict[str, int]:
+    def axis_sizes(self, devices: int, slices: int = 1) -> dict[str, int]:
         """Returns name of an axis → number of devices along it, for a mesh of `devices` devices.
 
         Args:
@@ -640,8 +640,8 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TelemetryConfig:
-    """What the run records besides metrics.jsonl, the live display and report.html, which every run
-    has (docs/report.md).
+    """What a run records in addition to metrics.jsonl, the live display and report.html, which
+    every run has (docs/report.md).
     """
 
     # number of steps between two measurements of all layers; each measurement costs a forward pass;
@@ -679,8 +679,8 @@ class ProfileConfig:
             )
 
     @property
-    def range(self) -> range:
-        """The steps to trace; empty if there are none."""
+    def traced_steps(self) -> range:
+        """The steps that the profiler traces; an empty range if no steps are traced."""
         first, _, end = (self.steps or "0:0").partition(":")
         return range(int(first), int(end))
 
@@ -705,7 +705,7 @@ class Config:
     def __post_init__(self):
         require(
             bool(re.fullmatch(r"[^/\n]{1,100}", self.name))
-            and escape_lines(self.name) == self.name
+            and escape_control_in_lines(self.name) == self.name
             and self.name not in (".", ".."),
             f"name = {self.name[:120]!r}: expected the name of a folder, without '/' and control "
             "characters: the workdir defaults to runs/<name>",
@@ -727,7 +727,7 @@ class Config:
             f"model reads it: expected {TrainConfig.router_bias_rate}, or model.moe.router_bias = "
             "True",
         )
-        self._check_best()
+        self._check_keep_best()
         if update == "sign":
             return
         where = f"train.router_bias_update = {update!r}"
@@ -753,7 +753,7 @@ class Config:
             "fewer experts per token",
         )
 
-    def _check_best(self) -> None:
+    def _check_keep_best(self) -> None:
         every, evaluated = self.checkpoint.every, self.eval.every
         require(
             not self.checkpoint.keep_best or max(every, evaluated) % min(every, evaluated) == 0,
@@ -764,7 +764,7 @@ class Config:
 
 
 def default_config() -> dict[str, Any]:
-    """Returns the defaults of all settings as a nested dict. The files in `configs/` begin with
-    it.
+    """Returns the defaults of all settings as a nested dict. The files in `configs/` start from
+    these defaults.
     """
     return to_dict(Config())

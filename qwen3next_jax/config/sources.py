@@ -1,4 +1,4 @@
-"""The sources of the training data, as the settings of the group `data` write them.
+"""Parses the settings of the group `data` that list the sources of the training data.
 
 `data.path` lists sources, separated by commas: globs, each with or without a name, such as
 `web=data/web/*.jsonl`. `data.weights`, `data.text_field` and `data.messages_field` give a value to
@@ -19,8 +19,8 @@ class SourceConfig(NamedTuple):
     """One source of the training data.
 
     Attributes:
-      name: the name of the source in reports: the name that the user gave, or else the glob.
-      glob: the files; "" for the source code of Python's standard library.
+      name: the name of the source in reports: the name that the user gave, or the glob.
+      glob: the glob of the files; "" for the source code of Python's standard library.
       text_field: the field that holds the text.
       messages_field: the field that holds the messages of a conversation; "" for texts.
     """
@@ -33,10 +33,11 @@ class SourceConfig(NamedTuple):
 
 def parse_sources(path: str, text_field: str, messages_field: str) -> tuple[SourceConfig, ...]:
     """Returns the sources that the settings `data.path`, `data.text_field` and
-    `data.messages_field` describe; none if `path` has commas alone.
+    `data.messages_field` describe; () if `path` consists of commas.
 
     Raises:
-      UserError: two sources have one name, a name has no files, or a field is for no source.
+      UserError: two sources have the same name, a name has no glob, or a field is given to a source
+        that does not exist.
     """
     names, globs = _names_and_globs(path)
     texts = _field_of_each_source("data.text_field", text_field, names, "text")
@@ -52,7 +53,8 @@ def parse_weights(weights: str, path: str) -> tuple[float, ...]:
       path: the setting `data.path`.
 
     Raises:
-      UserError: a weight is not a number or for no source, a source has none, or all are 0.
+      UserError: a weight is not a number, or is given to a source that does not exist; a source has
+        no weight; or all weights are 0.
     """
     require(
         isinstance(weights, str),
@@ -74,10 +76,10 @@ def parse_weights(weights: str, path: str) -> tuple[float, ...]:
 
 
 def _names_and_globs(path: str) -> tuple[list[str], list[str]]:
-    """Returns the names of the sources of `data.path`, and their globs.
+    """Returns the names of the sources of `data.path`, and the globs of the sources.
 
     Raises:
-      UserError: two sources have one name, or a name has no files.
+      UserError: two sources have the same name, or a name has no glob.
     """
     items = [text.strip() for text in path.split(",") if text.strip()]
     given, globs = _split_names(items if path else [""])
@@ -108,13 +110,14 @@ def _parse_weight(weights: str, text: str) -> float:
 
 
 def _field_of_each_source(where: str, text: str, names: Sequence[str], default: str) -> list[str]:
-    """Returns the field of each source.
+    """Returns the name of the field that each source's records have for texts, or for messages.
 
     Args:
       where: the name of the setting.
-      text: the setting: one field for all sources, one for each, or fields by name.
+      text: the value of the setting: one field for all sources, a field for each source in order,
+        or fields by the names of sources ("web=content,code=text").
       names: the names of the sources.
-      default: the field of a source for which `text`, by name, has none.
+      default: the field of a source to which `text` gives none.
     """
     fields = [field.strip() for field in text.split(",")]
     if len(fields) == 1 and not _NAMED.fullmatch(fields[0]):
@@ -124,15 +127,16 @@ def _field_of_each_source(where: str, text: str, names: Sequence[str], default: 
 
 
 def _value_per_source(where: str, text: str, names: Sequence[str]) -> list[str | None]:
-    """Returns the value of each source in the setting `text`; None for a source that has none.
+    """Returns the value that the setting `text` gives to each source; None if it gives none.
 
     Args:
       where: the name of the setting.
-      text: a value for each source, in order, or values by name.
+      text: the value of the setting: a value for each source in order ("3,1"), or values by the
+        names of sources ("web=3,code=1").
       names: the names of the sources.
 
     Raises:
-      UserError: the values are for other sources.
+      UserError: the number of values is not that of the sources, or a name is not that of a source.
     """
     keys, values = _split_names([item.strip() for item in text.split(",")])
     if not any(keys):
@@ -155,8 +159,8 @@ def _value_per_source(where: str, text: str, names: Sequence[str]) -> list[str |
 
 
 def _split_names(items: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits each item at "=". Returns the names before "=" ("" for an item without a name), and
-    the items without these names.
+    """Splits items of the form "NAME=TEXT". Returns the names ("" for an item without a name), and
+    the texts.
     """
     found = [_NAMED.fullmatch(item) for item in items]
     names = [match[1] if match else "" for match in found]

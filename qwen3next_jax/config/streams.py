@@ -1,4 +1,4 @@
-"""The settings `model.streams`: what the residual stream holds, if it is wider than the model
+"""The settings `model.streams`, for models whose residual stream is wider than `model.hidden_size`
 (`model.block.placement` = "gated_residual", "mhc" or "attention_residual").
 """
 
@@ -9,9 +9,9 @@ from qwen3next_jax.config.bounds import check_bounds
 
 @dataclasses.dataclass(frozen=True)
 class StreamsConfig:
-    """Settings of the residual streams. STREAM_SETTINGS in config/registry.py says which placement
-    reads which of them. `hc_count` and `hc_lowrank` have the names of the fields of transformers'
-    `config.json` for `qwen4_exp`, which calls the streams hyper-connections (hc).
+    """Settings of the residual streams. STREAM_SETTINGS in config/registry.py lists the settings
+    that each placement reads. `hc_count` and `hc_lowrank` are named after the fields of
+    transformers' `config.json` for `qwen4_exp`, which calls the streams hyper-connections (hc).
     """
 
     # number of residual streams; each is as wide as the model

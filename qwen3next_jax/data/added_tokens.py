@@ -2,8 +2,9 @@
 of a text before it does anything else.
 
 Special tokens mark things, such as the end of a document or whose turn it is. Other added tokens
-are text, such as runs of spaces. `tokenizer.json` lists both; a tokenizer's folder may name more in
-two other files, which transformers reads.
+stand for text, such as runs of spaces. `tokenizer.json` lists both kinds. tokenizer_config.json or
+added_tokens.json, in the same folder, may name further added tokens, which transformers reads as
+well.
 """
 
 import contextlib
@@ -21,19 +22,19 @@ from qwen3next_jax.common.errors import UserError, as_user_error, require, short
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _NAMED += ("mask_token",)
-# The first character of a hidden token's name. No document contains it (`readers` refuses it).
-_HIDDEN = "\0"
+# The first character of the name of a token that no text matches. No document contains it
+# (`readers` refuses it).
+_UNMATCHABLE_PREFIX = "\0"
 
 
-def add_named_tokens(folder: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:
-    """Adds to `tokenizer` the tokens that its folder names beside tokenizer.json, as transformers
-    does: those in `added_tokens_decoder` of tokenizer_config.json or, without it, in
-    added_tokens.json.
+def add_tokens_from_config_files(folder: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:
+    """Adds to `tokenizer` the tokens in the field `added_tokens_decoder` of tokenizer_config.json;
+    without this field, the tokens in added_tokens.json. transformers does the same.
 
     Raises:
       UserError: a file cannot be read, or a token would not get the id that the file names.
     """
-    path, named = _read_named(folder)
+    path, named = _read_tokens_from_config_files(folder)
     known = tokenizer.get_added_tokens_decoder()
     new = {i: token for i, token in sorted(named.items()) if repr(known.get(i)) != repr(token)}
     for i, token in new.items():
@@ -57,8 +58,10 @@ def add_named_tokens(folder: epath.Path, tokenizer: tokenizers.Tokenizer) -> Non
         )
 
 
-def _read_named(folder: epath.Path) -> tuple[epath.Path, dict[int, tokenizers.AddedToken]]:
-    """Returns (file, id → token that it names)."""
+def _read_tokens_from_config_files(
+    folder: epath.Path,
+) -> tuple[epath.Path, dict[int, tokenizers.AddedToken]]:
+    """Returns (the file that names added tokens, id → token)."""
     path = folder / "tokenizer_config.json"
     config = _read_json_object(path)
     decoder = config.get("added_tokens_decoder")
@@ -73,7 +76,7 @@ def _read_named(folder: epath.Path) -> tuple[epath.Path, dict[int, tokenizers.Ad
                 and key.isdigit()
                 and len(key) < 10
                 and isinstance(token, dict)
-                and _is_text(token.get("content"))
+                and _is_nonempty_utf8(token.get("content"))
                 and all(isinstance(token.get(flag, False), bool) for flag in _FLAGS),
                 f"{where}: {short_repr(key)} names {short_repr(token)}: expected an id and a token "
                 "with its content and flags",
@@ -88,7 +91,7 @@ def _read_named(folder: epath.Path) -> tuple[epath.Path, dict[int, tokenizers.Ad
     found = {}
     for content, i in _read_json_object(path).items():
         require(
-            type(i) is int and 0 <= i < 10**9 and _is_text(content),
+            type(i) is int and 0 <= i < 10**9 and _is_nonempty_utf8(content),
             f"{path}: {short_repr(content)} names {short_repr(i)}: expected token → id",
         )
         special = content in specials
@@ -96,7 +99,7 @@ def _read_named(folder: epath.Path) -> tuple[epath.Path, dict[int, tokenizers.Ad
     return path, found
 
 
-def _is_text(content: Any) -> bool:
+def _is_nonempty_utf8(content: Any) -> bool:
     """Whether `content` is a string that is not empty and has no lone surrogate."""
     return isinstance(content, str) and content.encode(errors="ignore").decode() == content != ""
 
@@ -119,8 +122,8 @@ def _special_token_texts(fields: Mapping[str, Any]) -> set[str]:
 
 @contextlib.contextmanager
 def panic_as_user_error() -> Iterator[None]:
-    """Turns a panic of the tokenizers library into a UserError. The library panics at some texts if
-    an added token matches only in certain surroundings, such as at word boundaries.
+    """Turns a panic of the tokenizers library into a UserError. This library panics at some texts
+    if an added token matches only in certain surroundings, such as at word boundaries.
     """
     try:
         yield
@@ -133,24 +136,25 @@ def panic_as_user_error() -> Iterator[None]:
         ) from None
 
 
-def hide_tokens(tokenizer: Mapping[str, Any], hidden: Set[str]) -> dict[str, Any]:
-    """Returns a tokenizer.json that encodes the names of the `hidden` tokens, where a text contains
-    these names, as ordinary text. All other text gets the same ids as before.
+def make_tokens_unmatchable(tokenizer: Mapping[str, Any], unmatchable: Set[str]) -> dict[str, Any]:
+    """Returns a copy of a tokenizer.json in which no text matches the special tokens `unmatchable`:
+    a text that spells out such a token is encoded as ordinary text. All other text gets the same
+    ids as before.
 
-    The tokens get names that no document contains, and keep their ids. A token may be part of the
-    model's vocabulary, too, from which the model could take it.
+    The tokens keep their ids, and get names that no document contains. Both the list of added
+    tokens and the model's vocabulary, which may hold the tokens as well, get the new names.
 
     Args:
       tokenizer: the content of a tokenizer.json.
-      hidden: the texts of special tokens.
+      unmatchable: the texts of special tokens.
     """
 
     def name(token: Any) -> Any:
-        return _HIDDEN + token if token in hidden else token
+        return _UNMATCHABLE_PREFIX + token if token in unmatchable else token
 
     found = copy.deepcopy({k: v for k, v in tokenizer.items() if k not in ("model", "decoder")})
     for token in found["added_tokens"]:
-        if token["content"] in hidden:
+        if token["content"] in unmatchable:
             token |= {"content": name(token["content"]), "normalized": False}
     found["post_processor"] = None  # it may name an added token, and is not needed here
     model = found["model"] = dict(tokenizer["model"])
@@ -166,20 +170,20 @@ def hide_tokens(tokenizer: Mapping[str, Any], hidden: Set[str]) -> dict[str, Any
         model["merges"] = [
             [left, right]
             for left, right in pairs
-            if hidden.isdisjoint((left, right, left + right[prefix:]))
+            if unmatchable.isdisjoint((left, right, left + right[prefix:]))
         ]
     return found
 
 
-def is_hidden(token: str) -> bool:
-    """Whether `hide_tokens` gave a token of the vocabulary this name."""
-    return token.startswith(_HIDDEN)
+def is_unmatchable(token: str) -> bool:
+    """Whether `token` is a name that `make_tokens_unmatchable` gave to a special token."""
+    return token.startswith(_UNMATCHABLE_PREFIX)
 
 
 class AddedTokenSplitter:
-    """Cuts added tokens out of a text, as the tokenizers library does: first those that are matched
-    in the text itself, then those that are matched in the normalized text. Of several that begin at
-    the same character, the longest is matched.
+    """Cuts added tokens out of a text, as the tokenizers library does: first the tokens that match
+    in the text itself, then the tokens that match in the normalized text. Of several tokens that
+    begin at the same character, the longest is taken.
 
     Args:
       added: id → token.
@@ -202,8 +206,10 @@ class AddedTokenSplitter:
         self._passes = [(_pattern_of_any(tokens), tokens) for tokens in (raw, later)]
 
     @staticmethod
-    def can_split(token: tokenizers.AddedToken) -> bool:
-        """Whether a token matches in any surroundings, and does not swallow spaces beside it."""
+    def supports_token(token: tokenizers.AddedToken) -> bool:
+        """Whether `split` handles a token: it matches in any surroundings, and takes no spaces
+        beside it.
+        """
         return not (token.single_word or token.lstrip or token.rstrip)
 
     def split(self, text: str) -> Iterator[str | int]:

@@ -1,6 +1,6 @@
-"""Chat templates: programs in jinja2's language, beside a tokenizer, that write a conversation as
-text. Generation renders the prompt of an answer with them, and `data.conversations` renders the
-conversations of training data.
+"""Chat templates. A chat template is a jinja2 program in the folder of a tokenizer. It writes a
+conversation as text. Generation uses it for the prompt of an answer, and `data.conversations` for
+the conversations of training data.
 """
 
 import dataclasses
@@ -34,16 +34,16 @@ _TIMEOUT = 60
 
 
 class RenderedConversation(NamedTuple):
-    """A conversation as text, or why there is none.
+    """A conversation as text, or the reason why it has no text.
 
     Attributes:
       text: the text.
-      turns: (index of the first character, end) of each turn of the assistant, in order.
+      assistant_spans: (index of the first character, end) of each turn of the assistant, in order.
       fault: what is wrong with the conversation or the template; "" if nothing is.
     """
 
     text: str
-    turns: tuple[tuple[int, int], ...] = ()
+    assistant_spans: tuple[tuple[int, int], ...] = ()
     fault: str = ""
 
 
@@ -53,20 +53,20 @@ class TemplateFile(NamedTuple):
     Attributes:
       path: the file that holds it.
       text: the template.
-      special: name → text of the tokens that a template may name: bos_token and eos_token.
+      special_tokens: name → text of the tokens that a template may name: bos_token and eos_token.
     """
 
     path: epath.Path
     text: str
-    special: dict[str, str | None]
+    special_tokens: dict[str, str | None]
 
 
 def read_template(folder: epath.PathLike) -> TemplateFile | None:
-    """Reads chat_template.jinja, or `chat_template` of tokenizer_config.json, in `folder`. Returns
-    None if there is neither.
+    """Reads the chat template in `folder`: the file chat_template.jinja or, without it, the field
+    `chat_template` of tokenizer_config.json. Returns None if the folder has neither.
 
     Raises:
-      UserError: it cannot be read, or is too long.
+      UserError: the template cannot be read, or is too long.
     """
     folder = to_path(folder)
     path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
@@ -77,7 +77,7 @@ def read_template(folder: epath.PathLike) -> TemplateFile | None:
     if path.exists():
         text = _read_template_file(path)
     else:
-        path, text = config, _default_template(fields.get("chat_template"))
+        path, text = config, _template_named_default(fields.get("chat_template"))
     if not isinstance(text, str):
         return None
     if len(text) > _MAX_CHARACTERS:
@@ -96,11 +96,11 @@ def read_template(folder: epath.PathLike) -> TemplateFile | None:
 class ChatTemplate:
     """The chat template of a tokenizer. It can be pickled.
 
-    A separate process with limited time and memory renders it, in jinja2's sandbox and without
-    access to files.
+    A separate process renders the template, with limited time and memory, in jinja2's sandbox and
+    without access to files.
 
-    The reasoning before an answer has two names, "reasoning_content" and "thinking". A message that
-    has one of them is given to the template with both.
+    Templates read the reasoning before an answer from the field "reasoning_content" or "thinking"
+    of a message. A message that has one of these fields is given to the template with both.
     """
 
     _file: TemplateFile
@@ -112,12 +112,13 @@ class ChatTemplate:
 
         Args:
           folder: the folder.
-          remedy: the end of the message if there is none: what to do.
-          date: the day, such as "2026-01-31", that a template gets if it asks for the date; "": a
-            template that asks for it fails.
+          remedy: what to do if the folder has no template: the end of the error message.
+          date: the day, such as "2026-01-31", that a template gets if it asks for the date. With
+            "", a template that asks for the date fails.
 
         Raises:
-          UserError: there is no template, or it cannot be read, is too long, or has a syntax error.
+          UserError: the folder has no template, or the template cannot be read, is too long, or has
+            a syntax error.
         """
         file = read_template(folder)
         if file is None:
@@ -126,7 +127,7 @@ class ChatTemplate:
                 f"tokenizer_config.json): {remedy}"
             )
         template = cls(file, date)
-        template._run({})
+        template._run_renderer({})
         return template
 
     @functools.cached_property
@@ -134,9 +135,9 @@ class ChatTemplate:
         """A digest of everything that determines the rendered text, except jinja2's version."""
         # A template that does not ask for the date writes the same on any day.
         date = self._date if "strftime_now" in self._file.text else ""
-        return digests.sha256_json([self._file.text, self._file.special, date])
+        return digests.sha256_json([self._file.text, self._file.special_tokens, date])
 
-    def prompt(self, messages: Sequence[Message]) -> str:
+    def render_prompt(self, messages: Sequence[Message]) -> str:
         """Returns the text that the model continues with its answer to the messages.
 
         Args:
@@ -146,43 +147,43 @@ class ChatTemplate:
           UserError: the template fails, refuses the messages, does what the sandbox forbids, or
             renders no text or too much.
         """
-        (rendered,) = self._rendered({"prompt": _with_reasoning(messages)})
+        (rendered,) = self._render({"prompt": _with_both_reasoning_names(messages)})
         if rendered.fault:
             raise UserError(f"{self._file.path}: the chat template {rendered.fault}")
         return rendered.text
 
-    def conversations(
+    def render_conversations(
         self, conversations: Iterable[Sequence[Message]]
     ) -> list[RenderedConversation]:
-        """Renders whole conversations, and finds the turns of the assistant: what stands in the
-        template's blocks {% generation %}; or, if it has none, the text that a turn adds to the
-        prompt before it.
+        """Renders whole conversations, and finds the assistant's turns in the text. A turn is the
+        text of a {% generation %} block of the template. If the template has no such block, a turn
+        is the text that a message of the assistant adds to the prompt before it.
 
         Raises:
           UserError: rendering exceeds a limit of its process, or the template asks for the date and
             there is none.
         """
-        return self._rendered({"conversations": list(map(_with_reasoning, conversations))})
+        return self._render({"conversations": list(map(_with_both_reasoning_names, conversations))})
 
-    def _rendered(self, request: dict[str, Any]) -> list[RenderedConversation]:
-        answers = self._run(request)
+    def _render(self, request: dict[str, Any]) -> list[RenderedConversation]:
+        answers = self._run_renderer(request)
         if any("dateless" in answer for answer in answers):
             raise UserError(
                 f"{self._file.path}: the chat template writes the date: name the day to write with "
                 "data.template_date = 'YYYY-MM-DD', so that prepared data are the same every day"
             )
-        return list(map(_parse_answer, answers))
+        return list(map(_parse_rendering, answers))
 
-    def _run(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """Runs `render_template` with this request, and returns the entry `rendered` of its answer.
-        An empty request checks the template's syntax.
+    def _run_renderer(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Runs the program render_template.py with this request, and returns the field `rendered`
+        of its output. An empty request checks the template's syntax.
 
         Raises:
           UserError: the template has an error, or exceeds a limit of its process.
         """
         request = request | {
             "template": self._file.text,
-            "special": self._file.special,
+            "special": self._file.special_tokens,
             "date": self._date,
             "seconds": _MAX_CPU_SECONDS,
             "bytes": _MAX_BYTES,
@@ -218,9 +219,10 @@ class ChatTemplate:
         return answer["rendered"]
 
 
-def _with_reasoning(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages that have the reasoning under both of its names. Where the reasoning is
-    null, the result has neither name, because templates test whether a name exists.
+def _with_both_reasoning_names(messages: Sequence[Message]) -> list[Message]:
+    """Returns the messages with their reasoning in both fields, "reasoning_content" and "thinking".
+    A message whose reasoning is null gets neither field, because templates test whether a field
+    exists.
     """
     found = []
     for message in messages:
@@ -230,8 +232,8 @@ def _with_reasoning(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
-def _parse_answer(answer: Mapping[str, Any]) -> RenderedConversation:
-    """Converts the answer of `render_template` about one conversation."""
+def _parse_rendering(answer: Mapping[str, Any]) -> RenderedConversation:
+    """Converts what the program render_template.py says about one conversation."""
     if "refused" in answer:
         return RenderedConversation(
             "", fault=f"refuses these messages ({_shortened(answer['refused'])})"
@@ -263,7 +265,7 @@ def _shortened(reason: str) -> str:
     return " ".join(reason.split())[:200]
 
 
-def _default_template(template: object) -> object:
+def _template_named_default(template: object) -> object:
     """Returns `template` itself, unless it is a list of named templates. From a list it returns the
     template named "default", or None if there is none.
     """
@@ -278,7 +280,7 @@ def _default_template(template: object) -> object:
 def _read_template_file(file: epath.Path) -> str:
     max_bytes = 4 * _MAX_CHARACTERS  # a UTF-8 character has at most 4 bytes
     with as_user_error(f"{file}: cannot be read", OSError, ValueError):
-        with json_files.open_regular(file) as opened:
+        with json_files.open_regular_file(file) as opened:
             content = opened.read(max_bytes + 1)
         if len(content) > max_bytes:
             raise ValueError(f"more than {max_bytes >> 20} MiB")

@@ -3,12 +3,13 @@
 An n-gram is a run of 13 consecutive tokens. Brown et al., "Language Models are Few-Shot Learners"
 (2020), appendix C, https://arxiv.org/abs/2005.14165, compare n-grams of at most 13 words. Touvron
 et al., "Llama 2" (2023), section A.6, https://arxiv.org/abs/2307.09288, compare n-grams of tokens,
-which needs no decoding of the data. This module takes 13 from the first paper, and from the second
-the tokens, the measure and its limits: the measure is the share of a text's tokens that lie in an
-n-gram that the data contain; a text is contaminated from 80 % on, and clean below 20 %.
+which needs no decoding of the data. This module takes the length 13 from the first paper, and
+n-grams of tokens, the measure and its limits from the second. The measure is the share of a text's
+tokens that lie in an n-gram that the data contain. A text is contaminated if its share is at least
+80 %, and clean if its share is below 20 %.
 
 A tokenizer may split the edges of a text in another way when the text stands inside a document. So
-the first and last tokens of a text that the data contain may count as not found.
+the first and last tokens of a text may count as not found although the data contain the text.
 
 Letters: N tokens, G different n-grams of all texts.
 """
@@ -22,9 +23,14 @@ import numpy as np
 from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.data import fast_bpe
 from qwen3next_jax.data.store import Store
-from qwen3next_jax.data.tokenized_parts import FORMAT, TokenizedPart, find_part, open_part
+from qwen3next_jax.data.tokenized_parts import (
+    FORMAT,
+    TokenizedPart,
+    find_part_by_key,
+    open_part_tokens,
+)
 from qwen3next_jax.data.tokens import Tokenizer, same_token_ids
-from qwen3next_jax.data.workers import run_all, usable_cores
+from qwen3next_jax.data.workers import run_in_workers, usable_cores
 
 NGRAM = 13  # tokens
 CONTAMINATED, CLEAN = 0.8, 0.2  # shares of a text's tokens
@@ -36,44 +42,52 @@ _MOST_BITS = 26
 
 @dataclasses.dataclass(frozen=True)
 class Contamination:
-    """How much of each text of an evaluation prepared data contain.
+    """How much of each text of an evaluation occurs in prepared data.
 
     Attributes:
-      shares: float64 [texts], share of each text's tokens that lie in an n-gram that the data
-        contain; NaN for texts of fewer than `NGRAM` tokens, which have no n-gram.
-      tokens: number of tokens of the data.
+      contained_shares: float64 [texts], share of each text's tokens that lie in an n-gram that the
+        data contain; NaN for texts of fewer than `NGRAM` tokens, which have no n-gram.
+      data_token_count: number of tokens of the data.
     """
 
-    shares: np.ndarray
-    tokens: int
+    contained_shares: np.ndarray
+    data_token_count: int
 
-    def counts(self) -> dict[str, int]:
+    def counts_by_verdict(self) -> dict[str, int]:
         """Returns the number of texts, and how many of them are contaminated, contaminated in part,
         clean, and too short to tell.
         """
         return {
-            "texts": len(self.shares),
-            "contaminated": int((self.shares >= CONTAMINATED).sum()),
-            "in_part": int(((CLEAN <= self.shares) & (self.shares < CONTAMINATED)).sum()),
-            "clean": int((self.shares < CLEAN).sum()),
-            "too_short": int(np.isnan(self.shares).sum()),
+            "texts": len(self.contained_shares),
+            "contaminated": int((self.contained_shares >= CONTAMINATED).sum()),
+            "in_part": int(
+                ((CLEAN <= self.contained_shares) & (self.contained_shares < CONTAMINATED)).sum()
+            ),
+            "clean": int((self.contained_shares < CLEAN).sum()),
+            "too_short": int(np.isnan(self.contained_shares).sum()),
         }
 
     def summary(self) -> str:
         """Returns the counts as a line of text."""
-        counts = self.counts()
+        counts = self.counts_by_verdict()
         return (
-            f"{counts['texts']:,} texts against {self.tokens:,} tokens: "
+            f"{counts['texts']:,} texts against {self.data_token_count:,} tokens: "
             f"{counts['contaminated']:,} contaminated (at least {CONTAMINATED:.0%} of a text's "
             f"tokens lie in {NGRAM}-grams that the data contain), {counts['in_part']:,} in part, "
             f"{counts['clean']:,} clean (less than {CLEAN:.0%}), {counts['too_short']:,} too short "
             f"to tell (fewer than {NGRAM} tokens)"
         )
 
-    def worst(self, count: int = 10) -> list[tuple[int, float]]:
-        """Returns (index, share) of the texts with the largest shares that are not clean."""
-        order = np.argsort(-np.nan_to_num(self.shares), kind="stable")[:count]
-        return [(int(i), float(self.shares[i])) for i in order if self.shares[i] >= CLEAN]
+    def worst_texts(self, count: int = 10) -> list[tuple[int, float]]:
+        """Returns (index, share) of the `count` texts with the largest shares, without the clean
+        ones among them.
+        """
+        order = np.argsort(-np.nan_to_num(self.contained_shares), kind="stable")[:count]
+        return [
+            (int(i), float(self.contained_shares[i]))
+            for i in order
+            if self.contained_shares[i] >= CLEAN
+        ]
 
 
 def find_contamination(
@@ -96,11 +110,11 @@ def find_contamination(
       UserError: the folder holds no tokens of this tokenizer, or damaged ones.
     """
     store = Store(prepared_dir)
-    parts = find_parts(store, tokenizer)
+    parts = find_tokenized_parts(store, tokenizer)
     try:
         documents = tokenizer.encode_documents(texts)
     except fast_bpe.DifferentIds:
-        documents = tokenizer.fallback.encode_documents(texts)
+        documents = tokenizer.slower_tokenizer.encode_documents(texts)
     index = NgramIndex([ids[:-1] for ids in documents])  # without the end token
     found = np.zeros(len(index.ngrams), bool)
     read = [0] * len(parts)
@@ -110,22 +124,23 @@ def find_contamination(
         size = 4 if tokenizer.vocab_size > 1 << 16 else 2
         progress(prepared_dir, size * sum(read), size * sum(part.tokens for part in parts))
 
-    scan = functools.partial(_find_ngrams, index=index, store=store)
-    for item, numbers in run_all(scan, parts, workers or usable_cores(), show):
+    scan = functools.partial(_contained_ngrams, index=index, store=store)
+    for item, numbers in run_in_workers(scan, parts, workers or usable_cores(), show):
         found[numbers] = True
         show(item, parts[item].tokens)
-    return Contamination(index.shares(found), sum(part.tokens for part in parts))
+    return Contamination(index.contained_shares(found), sum(part.tokens for part in parts))
 
 
-def find_parts(store: Store, tokenizer: Tokenizer) -> list[TokenizedPart]:
-    """Returns the parts of all sources that were prepared with this tokenizer, each once.
+def find_tokenized_parts(store: Store, tokenizer: Tokenizer) -> list[TokenizedPart]:
+    """Returns the tokenized parts of all sources that were prepared with this tokenizer, each part
+    once.
 
     Raises:
-      UserError: there are none, or one is missing.
+      UserError: no source was prepared with this tokenizer, or a part is missing.
     """
     keys: dict[str, None] = {}
     older = 0
-    for name in store.names("corpora/*.json"):
+    for name in store.names_matching("corpora/*.json"):
         content = store.read_json(name)
         if content.get("format") != FORMAT:
             older += 1
@@ -137,7 +152,7 @@ def find_parts(store: Store, tokenizer: Tokenizer) -> list[TokenizedPart]:
             "some texts other tokens, and are left out: run qwen3next prepare once more on them"
         )
     require(bool(keys), f"{store.root}: it holds no tokens that this tokenizer made")
-    parts = [find_part(store, key) for key in keys]
+    parts = [find_part_by_key(store, key) for key in keys]
     if None in parts:
         raise UserError(
             f"{store.root}: the part {list(keys)[parts.index(None)]} is missing: run qwen3next "
@@ -146,14 +161,14 @@ def find_parts(store: Store, tokenizer: Tokenizer) -> list[TokenizedPart]:
     return parts
 
 
-def _find_ngrams(
+def _contained_ngrams(
     part: TokenizedPart, progress: Callable[[int], None], index: "NgramIndex", store: Store
 ) -> np.ndarray:
-    """Returns the numbers of the n-grams of `index` that a part contains, int64 [found]."""
-    tokens, _ = open_part(store, part)
+    """Returns the indices in `index.ngrams` of the n-grams that a part contains, int64 [found]."""
+    tokens, _ = open_part_tokens(store, part)
     found = np.zeros(len(index.ngrams), bool)
     for start in range(0, len(tokens), _READ_AT_ONCE):
-        index.mark(tokens[start : start + _READ_AT_ONCE + NGRAM - 1], found)
+        index.mark_contained(tokens[start : start + _READ_AT_ONCE + NGRAM - 1], found)
         progress(min(start + _READ_AT_ONCE, len(tokens)))
     return np.flatnonzero(found)
 
@@ -181,8 +196,8 @@ class NgramIndex:
         self._table = np.zeros(1 << (64 - int(self._shift)), bool)
         self._table[self.ngrams >> self._shift] = True
 
-    def mark(self, tokens: np.ndarray, found: np.ndarray) -> None:
-        """Sets the entries of `found`, bool [G], whose n-grams `tokens`, int [N], contain."""
+    def mark_contained(self, tokens: np.ndarray, found: np.ndarray) -> None:
+        """Sets `found`, bool [G], to true for each n-gram that occurs in `tokens`, int [N]."""
         if not len(self.ngrams):
             return
         for start in range(0, len(tokens), _TOKENS_AT_ONCE):
@@ -191,7 +206,7 @@ class NgramIndex:
             numbers = np.minimum(np.searchsorted(self.ngrams, hashes), len(self.ngrams) - 1)
             found[numbers[self.ngrams[numbers] == hashes]] = True
 
-    def shares(self, found: np.ndarray) -> np.ndarray:
+    def contained_shares(self, found: np.ndarray) -> np.ndarray:
         """Returns the share of each text's tokens that lie in an n-gram of `found`, bool [G]; NaN
         for texts without n-grams. float64 [texts].
         """

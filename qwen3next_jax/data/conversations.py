@@ -12,13 +12,13 @@ by default, which is 0 or within `LEAST_WEIGHT` … `LARGEST_WEIGHT`. The templa
 field of a message. A record with "tools" beside its messages is refused, because the rendered text
 would lack the description of the tools.
 
-The text of a turn is encoded by itself, and so is the text between two turns, as generation encodes
-its prompt. A conversation ends with the tokenizer's end token.
+The text of each turn of the assistant is encoded by itself, and so is the text between two turns.
+Generation, too, encodes its prompt by itself. A conversation ends with the tokenizer's end token.
 
 Generation stops at the end token, so the assistant has to learn to write it. If a turn does not
-contain it, and the token after the turn is the end token, that token belongs to the turn: some
-templates end a turn with the marker of the next role, and some write nothing after the last turn.
-The end token has the loss weight 0 everywhere else.
+contain the end token, but the token after the turn is the end token, this token belongs to the
+turn: some templates end a turn with the marker of the next role, and some write nothing after the
+last turn. Outside of the assistant's turns, the end token has the loss weight 0.
 """
 
 import dataclasses
@@ -55,15 +55,15 @@ _NEXT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Chat:
+class ChatFormat:
     """How the conversations of a source become tokens. It can be pickled.
 
     Attributes:
-      field: the field of a record that holds the messages.
+      messages_field: the field of a record that holds the messages.
       template: the chat template of the tokenizer.
     """
 
-    field: str
+    messages_field: str
     template: ChatTemplate
 
     @functools.cached_property
@@ -71,24 +71,25 @@ class Chat:
         """JSON values that determine, with the tokenizer, the tokens and weights of a record."""
         return {
             "format": "2",  # raise it when the same messages no longer give the same tokens
-            "field": self.field,
+            "field": self.messages_field,
             "template": self.template.digest,
             "jinja2": importlib.metadata.version("jinja2"),
             "tokenizers": importlib.metadata.version("tokenizers"),
         }
 
 
-def open_chat(field: str, spec: str, tokenizer: Tokenizer, date: str = "") -> Chat:
+def load_chat_format(field: str, spec: str, tokenizer: Tokenizer, date: str = "") -> ChatFormat:
     """Returns how the conversations of a source become tokens.
 
     Args:
       field: `data.messages_field` of the source.
       spec: `data.tokenizer`.
-      tokenizer: the tokenizer that it names.
+      tokenizer: the tokenizer that `spec` names.
       date: `data.template_date`.
 
     Raises:
-      UserError: the tokenizer has no chat template, or encodes no piece of a text by itself.
+      UserError: the tokenizer has no chat template, or puts a space before every text, so that a
+        turn cannot be encoded by itself.
     """
     where = f"data.messages_field = {field!r}"
     remedy = "expected a tokenizer with a chat template in data.tokenizer"
@@ -104,17 +105,17 @@ def open_chat(field: str, spec: str, tokenizer: Tokenizer, date: str = "") -> Ch
         f"{where}: the tokenizer {spec} puts a space before a text, so that a turn of a "
         "conversation cannot be encoded by itself: expected a byte-level tokenizer",
     )
-    return Chat(field, template)
+    return ChatFormat(field, template)
 
 
-def find_fault(messages: Any) -> str:
+def conversation_fault(messages: Any) -> str:
     """Returns what is wrong with the messages of a record; "" if they are a conversation."""
     if not isinstance(messages, list) or not messages:
         what = "an empty list" if messages == [] else short_repr(messages)
         return f"is {what}: expected a list of messages"
     before = None
     for i, message in enumerate(messages, start=1):
-        fault = _fault_of_message(message)
+        fault = _message_fault(message)
         if fault:
             return f"message {i} {fault}"
         role = message["role"]
@@ -130,9 +131,9 @@ def find_fault(messages: Any) -> str:
     return ""
 
 
-def find_ignored_fields(record: dict[str, Any]) -> str:
-    """Returns what a record has beside its messages that the assistant's turns depend on and the
-    text would lack; "" if it has nothing such.
+def unrendered_tools_fault(record: dict[str, Any]) -> str:
+    """Returns what is wrong with a record that has "tools" beside its messages; "" if it has none.
+    The assistant's turns depend on these tools, and the rendered text would not describe them.
     """
     if record.get("tools"):
         return (
@@ -142,7 +143,7 @@ def find_ignored_fields(record: dict[str, Any]) -> str:
     return ""
 
 
-def _fault_of_message(message: Any) -> str:
+def _message_fault(message: Any) -> str:
     if not isinstance(message, dict):
         return f"is {short_repr(message)}: expected an object with role and content"
     role, content = message.get("role"), message.get("content")
@@ -153,7 +154,7 @@ def _fault_of_message(message: Any) -> str:
         return f"has the content {short_repr(content)}: expected a string"
     if not (content or "").strip() and not message.get("tool_calls"):
         return "is empty or blank: expected content"
-    if any("\0" in text for text in _all_strings(message)):
+    if any("\0" in text for text in _strings_in_json(message)):
         return "contains NUL, which is no text"
     weight = message.get("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
@@ -175,25 +176,25 @@ def _fault_of_message(message: Any) -> str:
 
 
 class EncodedConversation(NamedTuple):
-    """A conversation as N tokens, or why there are none.
+    """A conversation as N tokens, or the reason why it has no tokens.
 
     Attributes:
       text: the text; "" if there is a fault.
       tokens: int32 [N], with the end token.
-      weights: float32 [N], the loss weight of each token.
+      loss_weights: float32 [N], the loss weight of each token.
       fault: what is wrong with the conversation; "" if nothing is.
     """
 
     text: str
     tokens: np.ndarray
-    weights: np.ndarray
+    loss_weights: np.ndarray
     fault: str = ""
 
 
 def encode_conversations(
     conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer, template: ChatTemplate
 ) -> list[EncodedConversation]:
-    """Encodes conversations in which `find_fault` finds no fault.
+    """Encodes conversations in which `conversation_fault` finds no fault.
 
     Raises:
       UserError: rendering exceeds a limit of its process.
@@ -203,14 +204,14 @@ def encode_conversations(
         for messages in conversations
     ]
     return [
-        _encode_one(messages, rendered, tokenizer)
+        _encode_conversation(messages, rendered, tokenizer)
         for messages, rendered in zip(
-            conversations, template.conversations(without_weights), strict=True
+            conversations, template.render_conversations(without_weights), strict=True
         )
     ]
 
 
-def _encode_one(
+def _encode_conversation(
     messages: Sequence[Message], rendered: RenderedConversation, tokenizer: Tokenizer
 ) -> EncodedConversation:
     def faulty(fault: str) -> EncodedConversation:
@@ -219,7 +220,7 @@ def _encode_one(
     if rendered.fault:
         return faulty(f"the chat template {rendered.fault}")
     weights = [float(m.get("weight", 1)) for m in messages if m["role"] == "assistant"]
-    turns = rendered.turns
+    turns = rendered.assistant_spans
     if len(turns) != len(weights):
         if set(weights) != {1.0}:
             return faulty(
@@ -234,7 +235,7 @@ def _encode_one(
         )
     known = [t for t in tokenizer.special_tokens if t not in tokenizer.parse_tokens]
     for i, message in enumerate(messages, start=1):
-        for text in _all_strings(message):
+        for text in _strings_in_json(message):
             if found := next((token for token in known if token in text), None):
                 return faulty(
                     f"message {i} writes out the special token {found!r}: name it in "
@@ -268,7 +269,7 @@ def _encode_turns(
         if len(tokens) and tokens[0] == tokenizer.eos_id:
             loss_weights[-1][0] = unended
 
-    for weight, (start, stop) in zip(weights, rendered.turns, strict=True):
+    for weight, (start, stop) in zip(weights, rendered.assistant_spans, strict=True):
         add_between(tokenizer.encode(rendered.text[position:start]))
         turn = tokenizer.encode(rendered.text[start:stop])
         add(turn, weight)
@@ -280,24 +281,24 @@ def _encode_turns(
     return np.concatenate(ids).astype(np.int32), weights_N
 
 
-def parse(text: str) -> list[dict[str, Any]]:
-    """Returns the messages in the text that `messages_as_text` returned."""
+def messages_from_text(text: str) -> list[dict[str, Any]]:
+    """Returns the messages in a JSON text that `messages_as_text` made."""
     return json.loads(text)
 
 
 def messages_as_text(messages: Sequence[Message]) -> str:
-    """Returns messages as one text, as a `readers.Record` holds them."""
+    """Returns messages as JSON text, which is how a `readers.Record` holds them."""
     return json.dumps(messages, ensure_ascii=False)
 
 
-def _all_strings(value: Any) -> Iterator[str]:
+def _strings_in_json(value: Any) -> Iterator[str]:
     """Yields all strings in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for key, inner in value.items():
             yield key
-            yield from _all_strings(inner)
+            yield from _strings_in_json(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from _all_strings(inner)
+            yield from _strings_in_json(inner)

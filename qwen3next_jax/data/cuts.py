@@ -1,13 +1,14 @@
-"""Where a long text is cut, so that its parts get the ids that they have in the whole text.
+"""Cuts a long text into parts that get the same token ids as in the whole text.
 
 The tokenizers library encodes a text on one core, and needs about a hundred bytes of memory per
-byte of text. A long document is therefore encoded in parts. It is cut only after line ends or at a
-single space between words, and only if both of these hold:
-  - The model sees the two sides apart: the tokenizer splits texts there, or the model is a BPE
-    without a token that has characters of both sides. Otherwise the document is encoded whole.
-  - The characters around the cut get the same ids with the cut and without it. This fails where a
-    normalizer strips a text, where a token beside the cut takes its space, or where every text gets
-    a space before it. In the last case the space at which the text is cut is left out.
+byte of text. A long document is therefore encoded in parts. A document is cut only after line ends
+or at a single space between words, and only under two conditions:
+  - No token spans the cut: the pre-tokenizer splits texts there, or the model is a BPE whose
+    vocabulary has no token with characters of both sides. Otherwise the document is encoded whole.
+  - The characters around the cut get the same ids with the cut and without it. This fails if a
+    normalizer strips a text, if a token beside the cut takes its space, or if the tokenizer puts a
+    space before every text. A tokenizer of the last kind gets the text without the space at the
+    cut.
 """
 
 import functools
@@ -38,7 +39,7 @@ _PROBE = ("one", "Two", "3", "four", "5x", "é", "中", "ж", "x", "Yy", "77")
 
 
 @functools.cache
-def _note_uncut_text() -> None:
+def _warn_uncut_text() -> None:
     warn(
         f"a document has more than {_SAID >> 20} million characters without a place where a cut is "
         "known to change no token: they are tokenized as a whole, which takes 100 bytes of memory "
@@ -66,48 +67,52 @@ class Cutter:
         for piece in text:
             rest += piece
             while len(rest) > searched + LONGEST + _AROUND:
-                end, start = self._find(rest, searched, searched + LONGEST) or (0, 0)
+                end, start = self._find_cut(rest, searched, searched + LONGEST) or (0, 0)
                 if end:
                     yield rest[:end]
                     rest, searched = rest[start:], 0
                 else:
                     searched += LONGEST
                     if searched >= _SAID:
-                        _note_uncut_text()
+                        _warn_uncut_text()
         yield rest
 
-    def _find(self, text: str, first: int, stop: int) -> tuple[int, int] | None:
+    def _find_cut(self, text: str, first: int, stop: int) -> tuple[int, int] | None:
         """Returns (end of the left part, start of the right part), or None."""
-        for pattern, cuts in self._kinds:
+        for pattern, cuts in self._cut_patterns:
             places = list(pattern.finditer(text, max(first, stop - _SEARCHED), stop))
             for place in places[: -_TRIED - 1 : -1]:
                 for before, after in cuts:
                     end, start = place.end() + before, place.end() + after
-                    if self._agrees(text, end, start):
+                    if self._keeps_ids(text, end, start):
                         return end, start
         return None
 
-    def _agrees(self, text: str, end: int, start: int) -> bool:
+    def _keeps_ids(self, text: str, end: int, start: int) -> bool:
         left, right = text[max(0, end - _AROUND) : end], text[end : end + _AROUND]
-        return self._ids(left + right) == self._ids(left) + self._ids(right[start - end :])
+        return self._token_ids(left + right) == self._token_ids(left) + self._token_ids(
+            right[start - end :]
+        )
 
-    def _ids(self, text: str) -> list[int]:
+    def _token_ids(self, text: str) -> list[int]:
         with panic_as_user_error():
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     @functools.cached_property
-    def _kinds(self) -> list[tuple[re.Pattern[str], list[tuple[int, int]]]]:
-        """The kinds of places at which texts are cut: a pattern, and the ways to cut its match that
-        are tried, as (end of the left part, start of the right part), counted from its end.
+    def _cut_patterns(self) -> list[tuple[re.Pattern[str], list[tuple[int, int]]]]:
+        """Where texts may be cut: for each pattern, the cuts to try at a match, as (end of the left
+        part, start of the right part), counted from the end of the match.
         """
         line_ends = []
-        if self._are_apart("\n", _OVER_LINE_END):
+        if self._no_token_spans("\n", _OVER_LINE_END):
             line_ends = [(_LINE_ENDS, [(0, 0)]), (_INDENTED, [(-1, -1), (0, 0)])]
-        spaces = [(_SPACE, [(-1, -1), (-1, 0)])] if self._are_apart(" ", _OVER_SPACE) else []
+        spaces = [(_SPACE, [(-1, -1), (-1, 0)])] if self._no_token_spans(" ", _OVER_SPACE) else []
         return line_ends + spaces
 
-    def _are_apart(self, between: str, over: re.Pattern[str]) -> bool:
-        """Whether the model never sees characters of both sides of a cut together."""
+    def _no_token_spans(self, between: str, over: re.Pattern[str]) -> bool:
+        """Whether no token holds characters of both sides of a cut at the text `between`. `over`
+        matches a string with characters of both sides.
+        """
         text = between.join(_PROBE)
         normalizer, splitter = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
         if normalizer:

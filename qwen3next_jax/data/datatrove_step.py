@@ -17,15 +17,15 @@ from typing import Any
 
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.pipeline import TextData, find_sources
-from qwen3next_jax.data.preparation import Recipe, Share, Unfinished, prepare
+from qwen3next_jax.data.preparation import RowRecipe, Share, Unfinished, prepare
 
 
 @dataclasses.dataclass(frozen=True)
 class PrepareShare:
     """A datatrove step that prepares the data of `config`.
 
-    Task `rank` of `world_size` tasks makes every world_size-th part, from part `rank` on, with one
-    core. A task that finds all parts finished packs the rows.
+    Task `rank` of `world_size` tasks tokenizes every world_size-th part, from part `rank` on, with
+    one core. A task that finds all parts finished packs the rows.
 
     Attributes:
       config: settings of the data.
@@ -44,7 +44,7 @@ class PrepareShare:
           world_size: number of tasks.
         """
         tokenizer = TextData.tokenizer_of(self.config, None)
-        recipe = Recipe(self.sequence_length, self.config.heldout_fraction, self.config.seed)
+        recipe = RowRecipe(self.sequence_length, self.config.heldout_fraction, self.config.seed)
         try:
             prepare(
                 find_sources(self.config, tokenizer),

@@ -33,7 +33,7 @@ class DigestCache:
         self._known: dict[str, str] = {}
         self._recorded = ""  # what this process recorded in a bucket
         known = []
-        for name in store.names("digests/*.jsonl"):
+        for name in store.names_matching("digests/*.jsonl"):
             for line in store.path(name).read_text(errors="replace").splitlines():
                 with contextlib.suppress(ValueError):  # its process was killed as it wrote
                     known.append(json_files.parse(line, list))
@@ -52,10 +52,10 @@ class DigestCache:
         entry = _cache_key(file, part)
         is_new = self._known.get(entry) != digest
         if self.in_use and is_new and not is_remote(os.fspath(file.path)) and _is_settled(file):
-            self._record(json.dumps([entry, digest]) + "\n")
+            self._append_line(json.dumps([entry, digest]) + "\n")
         self._known[entry] = digest
 
-    def _record(self, line: str) -> None:
+    def _append_line(self, line: str) -> None:
         path = self._store.path(self._own)
         if isinstance(path, BucketPath):  # nothing can be appended there
             self._recorded += line
@@ -66,8 +66,8 @@ class DigestCache:
             lines.write(line)
 
     def forget_all(self) -> None:
-        """Removes all recorded digests. The caller has found one of them to be wrong."""
-        for name in self._store.names("digests/*.jsonl"):
+        """Removes all recorded digests. Called when one of them turns out to be wrong."""
+        for name in self._store.names_matching("digests/*.jsonl"):
             self._store.path(name).unlink(missing_ok=True)
         self._known = {}
 
@@ -82,12 +82,12 @@ def content_identity(source: Source) -> list | None:
     """
     if source.size < _SMALLEST:
         return [
-            [file.label, readers.part_digest(file, Part(0, file.size), source.text_field)]
+            [file.relative_path, readers.part_digest(file, Part(0, file.size), source.text_field)]
             for file in source.files
         ]
     if not all(is_remote(os.fspath(file.path)) or _is_settled(file) for file in source.files):
         return None
-    if not all(file.version for file in source.files):
+    if not all(file.mtime_or_checksum for file in source.files):
         return None
     return [_cache_key(file, Part(0, file.size)) for file in source.files]
 
@@ -99,8 +99,8 @@ def _cache_key(file: SourceFile, part: Part) -> str:
         for other in token_files.companion_files(pathlib.Path(file.path)):
             stat = other.stat()
             beside += f"\0{stat.st_size}\0{stat.st_mtime_ns}"
-    return f"{path}\0{file.size}\0{file.version}\0{part.start}\0{part.stop}{beside}"
+    return f"{path}\0{file.size}\0{file.mtime_or_checksum}\0{part.start}\0{part.stop}{beside}"
 
 
 def _is_settled(file: SourceFile) -> bool:
-    return time.time_ns() - int(file.version) > 2_000_000_000
+    return time.time_ns() - int(file.mtime_or_checksum) > 2_000_000_000

@@ -9,7 +9,11 @@ import numpy as np
 from qwen3next_jax.data import readers
 from qwen3next_jax.data.packing import Documents
 from qwen3next_jax.data.readers import BadRecords
-from qwen3next_jax.data.row_groups import describe_fit, fit_conversations, with_weights
+from qwen3next_jax.data.row_groups import (
+    cut_conversations_to_row,
+    describe_long_conversations,
+    with_loss_weights,
+)
 from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.tokenized_parts import TokenizeJob, encoded_documents
 from qwen3next_jax.data.tokens import Tokenizer
@@ -24,16 +28,18 @@ class Estimate:
     Attributes:
       tokens: the number of tokens.
       documents: the number of documents.
-      long: for each length of a row, how many of the first conversations are longer, as text; ""
-        for none.
+      long_conversation_notes: for each length of a row, a text that says how many of the first
+        conversations are longer; "" for none.
     """
 
     tokens: float
     documents: float
-    long: tuple[str, ...] = ()
+    long_conversation_notes: tuple[str, ...] = ()
 
 
-def estimate(source: Source, tokenizer: Tokenizer, row_lengths: Sequence[int] = ()) -> Estimate:
+def estimate_size(
+    source: Source, tokenizer: Tokenizer, row_lengths: Sequence[int] = ()
+) -> Estimate:
     """Estimates the size of a source. Reads about the first megabyte of its files, or more if the
     first document is longer.
 
@@ -44,15 +50,17 @@ def estimate(source: Source, tokenizer: Tokenizer, row_lengths: Sequence[int] = 
     long: tuple[str, ...] = ()
     counts: collections.Counter[str] = collections.Counter()
     for file, part in ((f, part) for f in source.files for part in readers.file_parts(f)):
-        job = TokenizeJob(file, part, source.text_field, chat=source.chat)
+        job = TokenizeJob(file, part, source.text_field, chat_format=source.chat_format)
         bad = BadRecords(source.on_bad_text, source.bad_records)
         position = 0
         for batch in encoded_documents(job, tokenizer, bad):
-            position = batch.position
-            tokens += sum(len(piece) for one in batch.documents for piece in one.tokens)
+            position = batch.bytes_read
+            tokens += sum(len(piece) for one in batch.documents for piece in one.token_pieces)
             documents += len(batch.documents)
-            if batch.documents and source.chat and not long:
-                long = tuple(_describe_fit(batch.documents, tokenizer, n) for n in row_lengths)
+            if batch.documents and source.chat_format and not long:
+                long = tuple(
+                    _describe_long_conversations(batch.documents, tokenizer, n) for n in row_lengths
+                )
             if documents and size + position >= _SAMPLE_BYTES:
                 break
         counts += bad.counts
@@ -65,11 +73,13 @@ def estimate(source: Source, tokenizer: Tokenizer, row_lengths: Sequence[int] = 
     return Estimate(tokens * factor, documents * factor, long)
 
 
-def _describe_fit(conversations: Sequence, tokenizer: Tokenizer, row_length: int) -> str:
+def _describe_long_conversations(
+    conversations: Sequence, tokenizer: Tokenizer, row_length: int
+) -> str:
     """Returns how many of these conversations are longer than a row, as text; "" for none."""
-    tokens = [with_weights(c.tokens[0], c.weights) for c in conversations]
+    tokens = [with_loss_weights(c.token_pieces[0], c.loss_weights) for c in conversations]
     ends = np.cumsum([len(own) for own in tokens])
     documents = Documents(np.concatenate(tokens), ends, 0, np.zeros_like(ends))
-    _, counts = fit_conversations(documents, row_length, tokenizer)
-    fit = describe_fit(counts, row_length)
+    _, counts = cut_conversations_to_row(documents, row_length, tokenizer)
+    fit = describe_long_conversations(counts, row_length)
     return f"; of the first ones, {fit}" if fit else ""

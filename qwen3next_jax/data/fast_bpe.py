@@ -1,15 +1,15 @@
 """Byte-level BPE by tiktoken, which is several times as fast as the tokenizers library.
 
-The two libraries have different rules: `tokenizers` merges the pairs in its list of merges;
-tiktoken merges any two neighbours whose concatenation is a token. For the usual vocabularies both
-give the same ids, but there is no proof of this, so `HuggingFaceTokenizer` compares the ids of a
-sample of every batch.
+tiktoken and the tokenizers library merge tokens by different rules: `tokenizers` merges the pairs
+in its list of merges; tiktoken merges any two neighbours whose concatenation is a token. For the
+usual vocabularies both libraries give the same ids. Nobody has proved that the ids are always the
+same, so `HuggingFaceTokenizer` compares the ids that both libraries give to a sample of the texts.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from qwen3next_jax.data.added_tokens import is_hidden
+from qwen3next_jax.data.added_tokens import is_unmatchable
 
 # GPT-2's pattern. ByteLevel(use_regex=True) splits texts by it.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -48,11 +48,11 @@ class TiktokenTable(NamedTuple):
     ranks: dict[bytes, int]
 
     def encoding(self) -> Any:
-        """Returns a tiktoken.Encoding without special tokens. For 150,000 tokens this takes a
-        second.
+        """Returns a tiktoken.Encoding without special tokens. tiktoken takes a second to make an
+        Encoding of 150,000 tokens.
 
         Raises:
-          Differs: tiktoken cannot read `pattern`.
+          DifferentIds: tiktoken cannot read `pattern`.
         """
         import tiktoken
 
@@ -70,13 +70,14 @@ class TiktokenTable(NamedTuple):
 def tiktoken_table(
     tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int], added: Collection[str]
 ) -> TiktokenTable | None:
-    """Returns the `TiktokenTable` of a tokenizer. Returns None if the tokenizer is not a byte-level
-    BPE, or if its ids are not in the order of its merges.
+    """Returns the `TiktokenTable` of a tokenizer. Returns None if tiktoken cannot encode as the
+    tokenizer does: if the tokenizer is not a plain byte-level BPE, lacks a token for a byte, or has
+    ids in another order than its merges.
 
     Args:
       tokenizer: the content of a tokenizer.json.
       bytes_of: character in the vocabulary's tokens → the byte that it stands for.
-      added: tokens that are cut out of a text before.
+      added: the added tokens, which are cut out of a text before it is split.
     """
     model = tokenizer["model"]
     pattern = _split_pattern(tokenizer.get("pre_tokenizer") or {})
@@ -88,7 +89,7 @@ def tiktoken_table(
     unmerged = set() if model.get("ignore_merges") else {t for t in added if len(t) > 1} - {*merged}
     ranks = {}
     for token, i in model["vocab"].items():
-        if is_hidden(token) or token in unmerged:
+        if is_unmatchable(token) or token in unmerged:
             continue
         if not set(token) <= bytes_of.keys():
             if token in added:
@@ -103,9 +104,9 @@ def tiktoken_table(
 def _faster_pattern(pattern: str) -> str:
     """Returns a pattern that matches as `pattern` does and that tiktoken matches faster.
 
-    tiktoken tries the alternatives of a pattern with a look-ahead one after the other. It tries a
-    group without a look-ahead at once. The last alternative, `\\s+`, is tried only where a single
-    white-space character stands before another character, so `\\s` matches the same.
+    tiktoken tries the alternatives of a pattern with a look-ahead one after the other. tiktoken
+    tries a group without a look-ahead at once. The last alternative, `\\s+`, is tried only where a
+    single white-space character stands before another character, so `\\s` matches the same.
     """
     if not pattern.endswith(_WHITE_SPACE):
         return pattern

@@ -15,16 +15,16 @@ _MOST_NAMES = 20  # that a message lists
 
 
 class FoundField(NamedTuple):
-    """A field of a record, or why there is none.
+    """A field of a record, or what is missing on the path to it.
 
     Attributes:
       value: the value of the field.
-      objects: the objects on the path to it, from the record on.
+      objects_on_path: the objects on the path to it, from the record on.
       fault: what is missing; "" if the field is there.
     """
 
     value: Any
-    objects: Sequence[Mapping[str, Any]]
+    objects_on_path: Sequence[Mapping[str, Any]]
     fault: str = ""
 
 
@@ -36,22 +36,26 @@ def find_field(record: Mapping[str, Any], path: str) -> FoundField:
     for name in path.split("."):
         if not isinstance(value, dict):
             return FoundField(
-                None, objects, f"{_no_field(path)}: {_quoted(walked)} {_describe_type(value)}"
+                None,
+                objects,
+                f"{_no_field_message(path)}: {_quoted(walked)} {_describe_non_object(value)}",
             )
         objects.append(value)
         if name not in value:
             place = f"{_quoted(walked)} has" if walked else "it has"
             hint = did_you_mean(name, value)
             return FoundField(
-                None, objects, f"{_no_field(path)}{hint}; {place} {_names_in_object(value)}"
+                None, objects, f"{_no_field_message(path)}{hint}; {place} {_names_in_object(value)}"
             )
         value = value[name]
         walked.append(name)
     return FoundField(value, objects)
 
 
-def describe_object(value: Mapping[str, Any], path: str) -> str:
-    """Returns what is wrong with an object where a text is expected, with the paths into it."""
+def describe_object_fault(value: Mapping[str, Any], path: str) -> str:
+    """Returns what is wrong with an object where a string is expected, with the paths of its
+    fields.
+    """
     inner = ", ".join(f"{path}.{name}" for name in list(value)[:_MOST_NAMES]) or "nothing"
     return f"is an object: expected a string; it holds {inner}"
 
@@ -81,8 +85,8 @@ def column_type(schema: pyarrow.Schema, path: str) -> tuple[pyarrow.DataType | N
 
 
 def column_at(batch: pyarrow.RecordBatch, path: str) -> pyarrow.Array:
-    """Returns the column of a batch that a dotted path names. A row is null where a struct on the
-    path is.
+    """Returns the column of a batch that a dotted path names. A row is null if a struct on the path
+    is null.
 
     Raises:
       pyarrow.ArrowInvalid: a struct on the path is damaged.
@@ -101,7 +105,7 @@ def _is_struct(type_: pyarrow.DataType) -> bool:
     return pyarrow.types.is_struct(type_)
 
 
-def _no_field(path: str) -> str:
+def _no_field_message(path: str) -> str:
     return f"no field {path!r}"
 
 
@@ -113,7 +117,7 @@ def _quoted_each(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-def _describe_type(value: Any) -> str:
+def _describe_non_object(value: Any) -> str:
     if value is None:
         return "is null"
     if isinstance(value, list):
@@ -122,7 +126,9 @@ def _describe_type(value: Any) -> str:
 
 
 def _names_in_object(value: Mapping[str, Any]) -> str:
-    """Returns the names of an object's fields, and of the fields inside those that are objects."""
+    """Returns the names of an object's fields; after a field that is an object, also the names in
+    it.
+    """
     found = []
     for name, inner in list(value.items())[:_MOST_NAMES]:
         within = (

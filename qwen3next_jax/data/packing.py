@@ -22,8 +22,8 @@ class Documents(NamedTuple):
     # [N], one document after the other, each with its end token; of any dtype (`rows.token_dtype`)
     tokens: np.ndarray
     ends: np.ndarray  # int64 [D], number of tokens up to the end of each document, inclusive
-    part: int  # index of the part from which they come
-    records: np.ndarray  # int64 [D], number of each document's record in its part
+    part_index: int  # which part of the source they come from
+    record_indices: np.ndarray  # int64 [D], index of each document's record in its part, from 0
 
 
 class Rows(NamedTuple):
@@ -32,21 +32,21 @@ class Rows(NamedTuple):
     """
 
     tokens: np.ndarray  # [N]; each piece is a slice of this array
-    ends: np.ndarray  # int64 [R], number of pieces up to the end of each row, inclusive
-    starts: np.ndarray  # int64 [P], index in `tokens` of each piece's first token
-    lengths: np.ndarray  # int64 [P], number of tokens of each piece, 1 … T
-    parts: np.ndarray  # int64 [P], `Documents.part` of each piece's document
-    records: np.ndarray  # int64 [P], `Documents.records` of each piece's document
+    row_ends_in_pieces: np.ndarray  # int64 [R], number of pieces up to the end of each row
+    piece_starts: np.ndarray  # int64 [P], index in `tokens` of each piece's first token
+    piece_lengths: np.ndarray  # int64 [P], number of tokens of each piece, 1 … T
+    part_indices: np.ndarray  # int64 [P], `Documents.part_index` of each piece's document
+    record_indices: np.ndarray  # int64 [P], `Documents.record_indices` of each piece's document
 
 
 class _Pieces(NamedTuple):
-    """Buffered pieces: the arrays of `Rows`, one entry per piece."""
+    """P pieces in the buffer. The first four arrays are those of `Rows`."""
 
     starts: np.ndarray
     lengths: np.ndarray
-    parts: np.ndarray
-    records: np.ndarray
-    whole: np.ndarray  # bool [P], whether the piece is a whole document
+    part_indices: np.ndarray
+    record_indices: np.ndarray
+    is_whole_document: np.ndarray  # bool [P]
 
 
 class Packer:
@@ -90,24 +90,24 @@ class Packer:
             full = start + self._capacity - self._buffered
             stop = min(int(np.searchsorted(documents.ends, full)) + 1, len(documents.ends))
             end = int(documents.ends[stop - 1])
-            self._add(
+            self._buffer_documents(
                 Documents(
                     documents.tokens[start:end],
                     documents.ends[first:stop] - start,
-                    documents.part,
-                    documents.records[first:stop],
+                    documents.part_index,
+                    documents.record_indices[first:stop],
                 )
             )
             if self._buffered >= self._capacity:
-                yield self._packed(is_last=False)
+                yield self._pack_buffer(is_last=False)
             first = stop
 
     def finish(self) -> Iterator[Rows]:
         """Yields the rows of all documents that are still buffered."""
         if self._buffered:
-            yield self._packed(is_last=True)
+            yield self._pack_buffer(is_last=True)
 
-    def _add(self, documents: Documents) -> None:
+    def _buffer_documents(self, documents: Documents) -> None:
         """Buffers documents, cut into pieces of at most T tokens."""
         sizes = np.diff(documents.ends, prepend=0)
         counts = -(-sizes // self._row_length)  # number of pieces of each document
@@ -119,22 +119,22 @@ class Packer:
             _Pieces(
                 starts=self._buffered + np.repeat(documents.ends - sizes, counts) + before,
                 lengths=np.minimum(np.repeat(sizes, counts) - before, self._row_length),
-                parts=np.full(len(number), documents.part),
-                records=np.repeat(documents.records, counts),
-                whole=np.repeat(whole, counts),
+                part_indices=np.full(len(number), documents.part_index),
+                record_indices=np.repeat(documents.record_indices, counts),
+                is_whole_document=np.repeat(whole, counts),
             )
         )
         self._tokens.append(documents.tokens)
         self._buffered += len(documents.tokens)
 
-    def _packed(self, is_last: bool) -> Rows:
+    def _pack_buffer(self, is_last: bool) -> Rows:
         """Packs all buffered pieces and returns the rows in random order. Unless `is_last`, the
         pieces of the last row stay in the buffer: no pieces were left to fill this row, so it is
         the only one that may have a large gap.
         """
         tokens = np.concatenate(self._tokens)
         pieces = _Pieces(*map(np.concatenate, zip(*self._pieces, strict=True)))
-        pieces, ends = self._pack(pieces)
+        pieces, ends = self._pack_pieces(pieces)
         self._tokens, self._pieces, self._buffered = [], [], 0
         if not is_last:
             first = int(ends[-2]) if len(ends) > 1 else 0
@@ -154,7 +154,7 @@ class Packer:
         at = np.arange(len(pieces.starts)) + np.repeat(shift, sizes[order])
         return Rows(tokens, new_ends, *(column[at] for column in pieces[:4]))
 
-    def _pack(self, pieces: _Pieces) -> tuple[_Pieces, np.ndarray]:
+    def _pack_pieces(self, pieces: _Pieces) -> tuple[_Pieces, np.ndarray]:
         """Packs pieces into rows.
 
         Returns:
@@ -172,9 +172,11 @@ class Packer:
         return _Pieces(*columns), np.concatenate([1 + np.arange(len(full)), len(full) + ends])
 
     def _best_fit(self, pieces: _Pieces) -> tuple[_Pieces, np.ndarray]:
-        """Packs pieces of fewer than T tokens into rows. Returns what `_pack` returns."""
+        """Packs pieces of fewer than T tokens into rows by best fit. The result is that of
+        `_pack_pieces`.
+        """
         starts, lengths, whole = (
-            column.tolist() for column in (pieces.starts, pieces.lengths, pieces.whole)
+            column.tolist() for column in (pieces.starts, pieces.lengths, pieces.is_whole_document)
         )
         # A piece that is cut off another one is appended, and refers to the index in `pieces`.
         parents = list(range(len(lengths)))
@@ -208,9 +210,9 @@ class Packer:
         packed = _Pieces(
             starts=np.array(starts, np.int64)[at],
             lengths=np.array(lengths, np.int64)[at],
-            parts=pieces.parts[parent],
-            records=pieces.records[parent],
-            whole=np.array(whole, bool)[at],
+            part_indices=pieces.part_indices[parent],
+            record_indices=pieces.record_indices[parent],
+            is_whole_document=np.array(whole, bool)[at],
         )
         return packed, np.array(ends, np.int64)
 

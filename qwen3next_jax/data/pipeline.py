@@ -1,8 +1,8 @@
 """Batches of rows for training and evaluation. Only this module imports grain.
 
 Row i of the endless training stream is a pure function of i. Batch n, counted from 0 in each stage
-of a run, holds the B rows from row n·B on; `begin` can shift this start. A run therefore resumes
-from one integer, the step, whatever the number of processes that share a batch.
+of a run, holds the B rows from row n·B on; `set_start` can shift this start. A run therefore
+resumes from one integer, the step, whatever the number of processes that share a batch.
 """
 
 import concurrent.futures
@@ -19,8 +19,8 @@ from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config import DataConfig, ModelConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, resolve
 from qwen3next_jax.data import preparation, readers
-from qwen3next_jax.data.conversations import Chat, open_chat
-from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
+from qwen3next_jax.data.conversations import ChatFormat, load_chat_format
+from qwen3next_jax.data.preparation import HELDOUT, TRAIN, PreparedSource, Progress, RowRecipe
 from qwen3next_jax.data.rows import PackedRow
 from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
@@ -39,7 +39,7 @@ _ROWS_AT_ONCE = 32  # read from a bucket
 
 
 class Epoch(NamedTuple):
-    """One epoch of a stream: what it reads before a document comes again.
+    """One epoch of a stream: the rows that it reads before it repeats a document.
 
     Attributes:
       source: the name of the source that the stream reads.
@@ -54,7 +54,7 @@ class Epoch(NamedTuple):
     documents: int
 
 
-class Data(Protocol):
+class DataSource(Protocol):
     """The rows of a run. Every data source that `config.registry` names is a subclass, which
     defines row i.
 
@@ -65,11 +65,11 @@ class Data(Protocol):
       batch_size: B, number of rows of a batch.
       sequence_length: T, number of tokens of a row.
       heldout_rows: number of held-out rows.
-      kinds: name of each array [T] of a row → its dtype.
-      streams: name of a stream → its weight, for each stream that the training stream mixes. The
-        name holds a digest of everything that determines the stream's rows. Empty if the source
+      array_dtypes: name of each array [T] of a row → its dtype.
+      stream_weights: name of a stream → its weight, for each stream that the training stream mixes.
+        The name holds a digest of everything that determines the stream's rows. Empty if the source
         does not mix streams, as in a synthetic task.
-      epochs: name of a stream → one epoch of it. Empty if the stream never repeats, as in a
+      stream_epochs: name of a stream → one epoch of it. Empty if the stream never repeats, as in a
         synthetic task.
       heldout_sources: the names of the sources of the held-out rows; empty if there is one alone.
     """
@@ -79,15 +79,15 @@ class Data(Protocol):
     batch_size: int
     sequence_length: int
     heldout_rows: int
-    kinds: dict[str, type] = {"tokens": np.int32, "segment_ids": np.int32}
+    array_dtypes: dict[str, type] = {"tokens": np.int32, "segment_ids": np.int32}
     # The streams that the training stream mixes: name → weight. The name holds a digest of
     # everything that determines the rows. A mix may be of one stream; a source that does not mix
     # (a synthetic task) has none.
-    streams: Mapping[str, float] = {}
-    epochs: Mapping[str, Epoch] = {}
+    stream_weights: Mapping[str, float] = {}
+    stream_epochs: Mapping[str, Epoch] = {}
     heldout_sources: Sequence[str] = ()
     _first_row = 0
-    _starts: Mapping[str, int] = {}
+    _stream_starts: Mapping[str, int] = {}
 
     def __init__(
         self,
@@ -109,15 +109,15 @@ class Data(Protocol):
 
     @staticmethod
     def tokenizer_of(config: DataConfig, vocab_size: int | None) -> Tokenizer:
-        """Returns the tokenizer of these rows. It does not open the rows, because a trained model
-        is also used on machines that do not have its data.
+        """Returns the tokenizer of the rows without opening them: a trained model is also used on
+        machines that do not have its data.
 
         Raises:
           UserError: there is no such tokenizer, or it does not fit the model's vocabulary.
         """
 
     @classmethod
-    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+    def settings_read(cls, config: DataConfig) -> tuple[str, ...] | None:
         """Returns the names of the `DataConfig` settings ("path", "synthetic.pairs") that this
         source reads besides the seed; None if it may read any setting. A user who changes a setting
         that the source does not read gets an error.
@@ -126,11 +126,11 @@ class Data(Protocol):
 
     @staticmethod
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
-        """Checks that these rows can be made. The check is fast: it lists files, but does not read
-        all of their content.
+        """Checks that rows can be made with these settings. The check is fast: it lists files, but
+        does not read all of their content.
 
         Raises:
-          UserError: these rows cannot be made.
+          UserError: no rows can be made with these settings.
         """
 
     @staticmethod
@@ -142,13 +142,13 @@ class Data(Protocol):
         """
 
     @property
-    def token_bytes(self) -> np.ndarray:
+    def token_byte_counts(self) -> np.ndarray:
         """The number of UTF-8 bytes that each token stands for, int32 [vocab_size]; all 0 if bytes
         cannot be counted by tokens.
         """
-        return self.tokenizer.token_bytes
+        return self.tokenizer.token_byte_counts
 
-    def begin(self, row: int, starts: Mapping[str, int]) -> None:
+    def set_start(self, row: int, starts: Mapping[str, int]) -> None:
         """Sets where this stage starts to read, so that it skips what earlier stages have read.
 
         Args:
@@ -157,7 +157,7 @@ class Data(Protocol):
             stream is read from row 0. The name of a training stream that is not a mix is
             `fingerprint`.
         """
-        self._first_row, self._starts = row + starts.get(self.fingerprint, 0), starts
+        self._first_row, self._stream_starts = row + starts.get(self.fingerprint, 0), starts
 
     def row(self, index: int) -> Batch:
         """Returns row `index` of the endless training stream."""
@@ -167,21 +167,22 @@ class Data(Protocol):
         rows are a fair sample.
         """
 
-    def names(self, index: int) -> list[str]:
+    def document_names_of_row(self, index: int) -> list[str]:
         """Returns where each document of training row `index` comes from, such as
         "dir/part.jsonl:17", "dir/book.txt" or "mqar:17".
         """
 
     def describe(self) -> dict[str, Any]:
-        """Returns facts about the data as JSON values. There are at least two: `title`, a short
+        """Returns facts about the data as JSON values. Two facts are always there: `title`, a short
         text; and `bits_per_nat`, the factor that turns a loss in nats per token into bits per byte
         of text, or None if the tokens are not text or their bytes cannot be counted.
         """
 
     def batches(self, first_batch: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Yields batches without end, while background threads read ahead. Batch n holds the rows
-        from first_row + n · B on, and what a row holds depends on the seed, the source and the
-        epoch alone. So a resumed run reads on from a number (`stages.DataCursor.batch`).
+        """Yields batches without end, while background threads read ahead. Batch n holds B rows of
+        the training stream, beginning n · B rows after the start that `set_start` sets. A row
+        depends on the seed, the source and the epoch alone. So a resumed run only needs the number
+        of its next batch (`stages.DataCursor.batch_index`).
 
         Args:
           first_batch: number of the first batch.
@@ -195,8 +196,9 @@ class Data(Protocol):
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
         iterator = iter(
             numbers.map(
-                lambda number: self._stack(
-                    self._read_rows([self._first_row_of(number) + b for b in share]), len(share)
+                lambda number: self._stack_rows(
+                    self._read_rows([self._first_row_of_batch(number) + b for b in share]),
+                    len(share),
                 )
             ).to_iter_dataset(options)
         )
@@ -205,7 +207,7 @@ class Data(Protocol):
         finally:
             iterator.close()
 
-    def heldout(
+    def heldout_batches(
         self,
         rows: int | None = None,
         share: Sequence[int] | None = None,
@@ -217,30 +219,32 @@ class Data(Protocol):
         Args:
           rows: number of held-out rows, from the first on; None: all.
           share: ascending indices of the rows of every batch to read; None: all rows.
-          least: number of rows of each source, if it has so many: after the first `rows` rows
-            come those that a source lacks.
+          least: the number of rows that each source has at least. If the first `rows` rows hold
+            fewer of a source, more rows of this source follow them, as long as it has any.
         """
         share = range(self.batch_size) if share is None else share
-        indices = self._heldout_with_least(rows or self.heldout_rows, least)
+        indices = self._heldout_indices_of_all_sources(rows or self.heldout_rows, least)
         for start in range(0, len(indices), self.batch_size):
             batch = indices[start : start + self.batch_size]
             rows_of_share = [self.heldout_row(batch[b]) for b in share if b < len(batch)]
-            yield self._stack(rows_of_share, len(share))
+            yield self._stack_rows(rows_of_share, len(share))
 
-    def heldout_places(self, rows: int | None, least: int) -> dict[str, list[int]]:
-        """Returns which rows of `heldout(rows, least=least)` belong to each source: name of the
-        source → the places of its rows, from 0.
+    def heldout_places_by_source(self, rows: int | None, least: int) -> dict[str, list[int]]:
+        """Returns which rows of `heldout_batches(rows, least=least)` belong to each source: name of
+        the source → the places of its rows among all of these rows, from 0.
         """
         rows = rows or self.heldout_rows
-        place = {index: at for at, index in enumerate(self._heldout_with_least(rows, least))}
+        place = {
+            index: at for at, index in enumerate(self._heldout_indices_of_all_sources(rows, least))
+        }
         return {
             source: [place[index] for index in self._heldout_indices(rows, source, least)]
             for source in self.heldout_sources
         }
 
-    def _heldout_with_least(self, rows: int, least: int) -> list[int]:
-        """Returns the indices of the first `rows` held-out rows, then of the rows that a source
-        lacks to have `least`.
+    def _heldout_indices_of_all_sources(self, rows: int, least: int) -> list[int]:
+        """Returns the indices of the first `rows` held-out rows, then of more rows of each source
+        that has fewer than `least` among the first ones.
         """
         first = self._heldout_indices(rows, None)
         lacking = (
@@ -252,26 +256,33 @@ class Data(Protocol):
         return [*first, *lacking]
 
     def _heldout_indices(self, rows: int, source: str | None, least: int = 0) -> Sequence[int]:
-        """Returns which of the first `rows` held-out rows belong to `source`, and the first ones
-        after them up to `least`; None: all of the first `rows` rows.
+        """Returns the indices of the rows of `source` among the first `rows` held-out rows. If they
+        are fewer than `least`, the source's next rows follow. For the source None, returns the
+        indices of all of the first `rows` rows.
         """
         return range(rows)
 
     def _read_rows(self, indices: Sequence[int]) -> list[Batch]:
-        """Returns rows of the training stream. A source of slow rows may read them at once."""
+        """Returns rows of the training stream. A data source whose rows are slow to read may read
+        several at once.
+        """
         return [self.row(index) for index in indices]
 
-    def document_names(self, number: int) -> list[list[str]]:
-        """Returns `names` of each of the B rows of batch `number`."""
-        return [self.names(self._first_row_of(number) + b) for b in range(self.batch_size)]
+    def document_names_of_batch(self, number: int) -> list[list[str]]:
+        """Returns `document_names_of_row` of each of the B rows of batch `number`."""
+        return [
+            self.document_names_of_row(self._first_row_of_batch(number) + b)
+            for b in range(self.batch_size)
+        ]
 
-    def _first_row_of(self, number: int) -> int:
+    def _first_row_of_batch(self, number: int) -> int:
         return self._first_row + number * self.batch_size
 
-    def _stack(self, rows: Sequence[Batch], count: int) -> Batch:
+    def _stack_rows(self, rows: Sequence[Batch], count: int) -> Batch:
         """Returns a batch of `count` rows: `rows`, then empty rows."""
         batch = {
-            name: np.zeros((count, self.sequence_length), kind) for name, kind in self.kinds.items()
+            name: np.zeros((count, self.sequence_length), kind)
+            for name, kind in self.array_dtypes.items()
         }
         for b, row in enumerate(rows):
             for name, values in row.items():
@@ -279,7 +290,7 @@ class Data(Protocol):
         return batch
 
 
-def source_of(config: DataConfig) -> type[Data]:
+def data_source_class(config: DataConfig) -> type[DataSource]:
     """Returns the class that `data.source` names."""
     return resolve(DATA_SOURCES, config.source, "data.source")
 
@@ -290,15 +301,16 @@ def open_data(
     batch_size: int,
     vocab_size: int | None = None,
     progress: Progress | None = None,
-) -> Data:
-    """Opens the rows that a `DataConfig` describes. The arguments are those of `Data`."""
-    return source_of(config)(config, sequence_length, batch_size, vocab_size, progress)
+) -> DataSource:
+    """Opens the rows that a `DataConfig` describes. The arguments are those of `DataSource`."""
+    return data_source_class(config)(config, sequence_length, batch_size, vocab_size, progress)
 
 
-class TextData(Data):
+class TextData(DataSource):
     """Rows of text: the sources of a `DataConfig`, mixed. Every epoch (`rows` rows) shuffles the
-    sources anew. The constructor prepares the sources that are not prepared yet. Several
-    processes that share `prepared_dir` may prepare at once; letting one go first saves work.
+    sources anew. The constructor prepares the sources that are not prepared yet. Several processes
+    that share `prepared_dir` may prepare at once; if one of them prepares first, the others have
+    less to do.
 
     Raises:
       UserError: the files, the tokenizer, the prepared rows or the package grain are missing or
@@ -320,7 +332,7 @@ class TextData(Data):
 
         self.tokenizer = self.tokenizer_of(config, vocab_size)
         self.batch_size, self.sequence_length = batch_size, sequence_length
-        recipe = Recipe(sequence_length, config.heldout_fraction, config.seed)
+        recipe = RowRecipe(sequence_length, config.heldout_fraction, config.seed)
         self._prepared = preparation.prepare(
             find_sources(config, self.tokenizer),
             self.tokenizer,
@@ -332,8 +344,8 @@ class TextData(Data):
         self._pool = None
         if is_bucket(config.prepared_dir):
             self._pool = concurrent.futures.ThreadPoolExecutor(_ROWS_AT_ONCE, "rows")
-        if any(p.rows[TRAIN].table.weighted for p in self._prepared):
-            self.kinds = Data.kinds | {"loss_weights": np.float32}
+        if any(p.rows[TRAIN].table.has_loss_weights for p in self._prepared):
+            self.array_dtypes = DataSource.array_dtypes | {"loss_weights": np.float32}
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.source_weights or tuple(
@@ -349,9 +361,9 @@ class TextData(Data):
             .repeat()
             for i, p in enumerate(self._prepared)
         ]  # each source is shuffled anew every time that it is repeated
-        self.streams = dict(zip(names, self._weights, strict=True))
+        self.stream_weights = dict(zip(names, self._weights, strict=True))
         self._names = [one.name or p.source.name for one, p in zip(config.sources, self._prepared)]
-        self.epochs = {
+        self.stream_epochs = {
             name: Epoch(source, len(p.rows[TRAIN]), statistics.tokens, statistics.documents)
             for name, source, p in zip(names, self._names, self._prepared, strict=True)
             for statistics in [p.statistics[TRAIN]]
@@ -361,14 +373,14 @@ class TextData(Data):
                 name for name, p in zip(self._names, self._prepared) if len(p.rows[HELDOUT])
             ]
         self._stream = mix_streams(self._weights).map(
-            lambda at: (at[0], rows[at[0]][at[1] + self._starts.get(names[at[0]], 0)])
+            lambda at: (at[0], rows[at[0]][at[1] + self._stream_starts.get(names[at[0]], 0)])
         )
         fingerprints = [p.fingerprint for p in self._prepared]
         identity = [fingerprints, self._weights, config.seed, self._sample_digest()]
         self.fingerprint = digests.sha256(json.dumps(identity))[:20]
 
     def _sample_digest(self) -> str:
-        """Returns a digest of some training rows and some held-out rows. It is part of the
+        """Returns a digest of some training rows and some held-out rows. The digest is part of the
         fingerprint, so that hosts and resumed runs notice when another version of a library gives
         other rows: numpy draws the packing's random numbers, grain shuffles and mixes rows, and
         array_record stores them.
@@ -378,7 +390,7 @@ class TextData(Data):
         sampled += [self.heldout_row(i) for i in range(min(_SAMPLED_ROWS, self.heldout_rows))]
         arrays = [row[name] for row in sampled for name in ("tokens", "segment_ids")]
         data = b"".join(a.astype("<i4").tobytes() for a in arrays)
-        if "loss_weights" in self.kinds:
+        if "loss_weights" in self.array_dtypes:
             data += b"".join(row["loss_weights"].astype("<f4").tobytes() for row in sampled)
         return digests.sha256(data)
 
@@ -387,7 +399,7 @@ class TextData(Data):
         return load_tokenizer(config.tokenizer, vocab_size, config.parse_tokens)
 
     @classmethod
-    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+    def settings_read(cls, config: DataConfig) -> tuple[str, ...] | None:
         if cls is not TextData:  # a source that extends it may read more
             return None
         return (
@@ -410,16 +422,16 @@ class TextData(Data):
         find_sources(config, load_tokenizer(config.tokenizer, vocab_size, config.parse_tokens))
 
     @property
-    def token_bytes(self) -> np.ndarray:
-        sizes = self.tokenizer.token_bytes
-        return sizes if self._is_counted else np.zeros_like(sizes)
+    def token_byte_counts(self) -> np.ndarray:
+        sizes = self.tokenizer.token_byte_counts
+        return sizes if self._token_bytes_match_text else np.zeros_like(sizes)
 
     @property
-    def _is_counted(self) -> bool:
-        return all(one.is_counted for one in self._prepared)
+    def _token_bytes_match_text(self) -> bool:
+        return all(one.token_bytes_match_text for one in self._prepared)
 
     def row(self, index: int) -> Batch:
-        return self._text_row(self._stream[index][1])
+        return self._arrays_of_row(self._stream[index][1])
 
     def _read_rows(self, indices: Sequence[int]) -> list[Batch]:
         return (
@@ -428,11 +440,11 @@ class TextData(Data):
 
     def heldout_row(self, index: int) -> Batch:
         source, row = self._heldout_order[index].tolist()
-        return self._text_row(self._prepared[source].rows[HELDOUT][row])
+        return self._arrays_of_row(self._prepared[source].rows[HELDOUT][row])
 
-    def _text_row(self, row: PackedRow) -> Batch:
+    def _arrays_of_row(self, row: PackedRow) -> Batch:
         found = {"tokens": row.tokens, "segment_ids": row.segment_ids}
-        if "loss_weights" in self.kinds:
+        if "loss_weights" in self.array_dtypes:
             is_text = row.loss_weights is None
             found["loss_weights"] = row.segment_ids > 0 if is_text else row.loss_weights
         return found
@@ -444,37 +456,38 @@ class TextData(Data):
         own = np.flatnonzero(self._heldout_order[:, 0] == self._names.index(source))
         return own[: max(np.searchsorted(own, rows), least)].tolist()
 
-    def names(self, index: int) -> list[str]:
+    def document_names_of_row(self, index: int) -> list[str]:
         source, row = self._stream[index]
         return [
-            readers.describe_place(self._prepared[source].source, *origin) for origin in row.origins
+            readers.document_name(self._prepared[source].source, *origin)
+            for origin in row.document_origins
         ]
 
     def describe(self) -> dict[str, Any]:
         """Returns facts about the data. The entries `documents`, `cut_documents`, `bytes` (of UTF-8
         text), `tokens`, `ignored_tokens` (with the loss weight 0, whose text `bytes` leaves out)
         and `padding_share` count training and held-out rows together. `dropped_tokens` counts the
-        tokens of conversations that are longer than a row, which are in no row, and
-        `left_out_documents` the conversations of which nothing is in a row.
+        tokens of long conversations that are in no row. `left_out_documents` counts the
+        conversations of which no token is in a row.
         """
         parts = [
             {
                 "source": name,
                 "files": len(p.source.files),
-                "directory": str(p.directory),
+                "directory": str(p.common_row_folder),
                 "weight": weight / sum(self._weights),
-                "bad_records": p.bad,
-                "bad_places": list(p.bad_places),
-                "empty_documents": p.empty,
-                **_totals([p]),
+                "bad_records": p.bad_counts,
+                "bad_places": list(p.first_bad_places),
+                "empty_documents": p.empty_documents,
+                **_total_counts([p]),
             }
             for name, p, weight in zip(self._names, self._prepared, self._weights, strict=True)
         ]
-        total = _totals(self._prepared)
-        bad = sum(sum(p.bad.values()) for p in self._prepared)
+        total = _total_counts(self._prepared)
+        bad = sum(sum(p.bad_counts.values()) for p in self._prepared)
         counted = total["tokens"] - total["ignored_tokens"]
         bits = None
-        if total["bytes"] and self._is_counted:
+        if total["bytes"] and self._token_bytes_match_text:
             bits = counted / total["bytes"] / math.log(2)
         share = ""
         if total["ignored_tokens"]:
@@ -482,9 +495,11 @@ class TextData(Data):
         title = f"{total['documents']:,} documents, {total['tokens']:,} tokens{share}"
         if bad:
             title += f", {bad:,} bad records"
-        if blank := sum(p.empty for p in self._prepared):
+        if blank := sum(p.empty_documents for p in self._prepared):
             title += f", {blank:,} blank texts left out"
-        fits = [f"; {p.fit}" for p in self._prepared if p.fit]
+        fits = [
+            f"; {p.long_conversations_note}" for p in self._prepared if p.long_conversations_note
+        ]
         return {
             "title": title + "".join(fits),
             "bits_per_nat": bits,
@@ -500,7 +515,7 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
     before any source is prepared, so that a mistake in the last glob is reported at once.
     """
     return [
-        preparation.find_source(
+        preparation.find_source_files(
             Source(
                 one.glob,
                 (),
@@ -508,7 +523,7 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
                 config.on_bad_text,
                 config.bad_records,
                 config.bad_records_limit,
-                chat=_open_chat(one.messages_field, config, tokenizer),
+                chat_format=_chat_format_of(one.messages_field, config, tokenizer),
             ),
             tokenizer,
             config.prepared_dir,
@@ -517,13 +532,13 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
     ]
 
 
-def _open_chat(field: str, config: DataConfig, tokenizer: Tokenizer) -> Chat | None:
+def _chat_format_of(field: str, config: DataConfig, tokenizer: Tokenizer) -> ChatFormat | None:
     if not field:
         return None
-    return open_chat(field, config.tokenizer, tokenizer, config.template_date)
+    return load_chat_format(field, config.tokenizer, tokenizer, config.template_date)
 
 
-def _totals(prepared: list[Prepared]) -> dict:
+def _total_counts(prepared: list[PreparedSource]) -> dict:
     def total(field: str, *splits: str) -> int:
         return sum(
             getattr(p.statistics[split], field)
@@ -560,7 +575,7 @@ def mix_streams(weights: Sequence[float]) -> Any:
     return grain.MapDataset.mix(streams, [weight for weight in weights if weight])
 
 
-def rows_of_streams(weights: Sequence[float], rows: int) -> list[int]:
+def row_counts_of_streams(weights: Sequence[float], rows: int) -> list[int]:
     """Returns how many of the first `rows` rows of `mix_streams(weights)` belong to each stream."""
     positive = [weight for weight in weights if weight]
     # This is grain's rule: each stream in turn takes its share of the rows that the streams before
@@ -584,7 +599,7 @@ def _shuffle_seed(seed: int, source: int) -> int:
     return int(digests.sha256(f"{seed} {source}")[:8], 16)
 
 
-def _heldout_order(prepared: list[Prepared], seed: int) -> np.ndarray:
+def _heldout_order(prepared: list[PreparedSource], seed: int) -> np.ndarray:
     """Returns the order of the held-out rows, int64 [rows, 2]: (source, row in the source). The
     rows of each source are shuffled, and the sources are interleaved in proportion to their sizes.
     """

@@ -9,9 +9,9 @@
     indexes/           where all rows of a run are, so that a run opens in seconds (`prepared`)
     digests/           digests of large files, so that they are not read at every start
 
-A part or group of parts that exists is used, whichever process made it. So a preparation that was
-killed continues where it stopped, rows of all lengths are packed from the same tokens, and several
-hosts may prepare at once.
+A part or group of parts that exists is used, whichever process made it. So a killed preparation
+continues where it stopped, rows of every length are packed from the same tokens, and several hosts
+may prepare the same data at once.
 """
 
 import collections
@@ -23,19 +23,25 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import OlderVersion, UserError, require, warn
+from qwen3next_jax.common.errors import UserError, WrittenByOlderVersion, require, warn
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.data import readers, row_groups, sources, tokenized_parts
 from qwen3next_jax.data.digest_cache import DigestCache
-from qwen3next_jax.data.prepared import Prepared, index_name, read_index, write_index
+from qwen3next_jax.data.prepared import PreparedSource, index_name, open_indexed_rows, write_index
 from qwen3next_jax.data.readers import Part
-from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, DividedDocument, Recipe, Statistics
-from qwen3next_jax.data.rows import RowReader, RowTable
+from qwen3next_jax.data.row_groups import (
+    HELDOUT,
+    TRAIN,
+    DocumentInBothSplits,
+    RowRecipe,
+    Statistics,
+)
+from qwen3next_jax.data.rows import RowReader, ShardTable
 from qwen3next_jax.data.sources import Source, SourceFile
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokenized_parts import TokenizedPart, TokenizeJob
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.data.workers import run_all, usable_cores
+from qwen3next_jax.data.workers import run_in_workers, usable_cores
 
 # There is one worker for each so many bytes of text (or tokens to pack), because starting a worker
 # takes half a second, in which one core tokenizes some megabytes.
@@ -61,12 +67,12 @@ class Corpus:
         return digests.sha256_json([part.identity for part in self.tokenized])
 
     @property
-    def filled(self) -> list[TokenizedPart]:
+    def nonempty_parts(self) -> list[TokenizedPart]:
         """The parts that hold at least one document."""
         return [part for part in self.tokenized if part.documents]
 
     @property
-    def origins(self) -> list[tuple[int, int]]:
+    def part_origins(self) -> list[tuple[int, int]]:
         """(index of the file, number of the file's records before the part), for each part."""
         found, records, last = [], 0, -1
         for (file, _), part in zip(self.parts, self.tokenized, strict=True):
@@ -76,44 +82,44 @@ class Corpus:
         return found
 
     @property
-    def bad(self) -> dict[str, int]:
+    def bad_counts(self) -> dict[str, int]:
         """Kind of fault → number of records with it, see `readers.BadRecords`."""
         return dict(
             sum((collections.Counter(part.bad) for part in self.tokenized if part.bad), _NONE)
         )
 
     @property
-    def bad_places(self) -> list[str]:
+    def first_bad_places(self) -> list[str]:
         """Where the first five bad records are, such as "part.jsonl:17"."""
         found = (
-            readers.describe_place(self.source, file, records + number)
-            for (file, records), part in zip(self.origins, self.tokenized, strict=True)
+            readers.document_name(self.source, file, records + number)
+            for (file, records), part in zip(self.part_origins, self.tokenized, strict=True)
             for number, _ in part.bad_first
         )
         return list(itertools.islice(found, 5))
 
     @property
     def miscounted_bytes(self) -> int:
-        """By how many bytes the tokens of the documents differ from the texts."""
+        """The total number of bytes by which the documents' tokens differ from their texts."""
         return sum(part.miscounted_bytes for part in self.tokenized)
 
     @property
-    def records(self) -> int:
+    def record_count(self) -> int:
         """The number of records, including empty and bad ones."""
         return sum(part.records for part in self.tokenized)
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The parts that one of several processes tokenizes; the processes may be on several hosts.
+    """Which parts one of several processes tokenizes. The processes may be on several hosts.
 
     Attributes:
       rank: number of the process, from 0.
-      of: number of processes.
+      process_count: number of processes.
     """
 
     rank: int = 0
-    of: int = 1
+    process_count: int = 1
 
 
 class Unfinished(Exception):
@@ -132,13 +138,13 @@ class Unfinished(Exception):
 def prepare(
     all_sources: Sequence[Source],
     tokenizer: Tokenizer,
-    recipe: Recipe,
+    recipe: RowRecipe,
     prepared_dir: str | os.PathLike,
     progress: Progress | None = None,
     workers: int | None = None,
     share: Share = Share(),
-) -> list[Prepared]:
-    """Returns the rows of every source. Prepares those that are not prepared yet.
+) -> list[PreparedSource]:
+    """Returns the rows of every source. Prepares the sources that are not prepared yet.
 
     Args:
       all_sources: the sources, with their files.
@@ -158,20 +164,20 @@ def prepare(
     store = Store(prepared_dir)
     store.remove_leftovers()
     gone = {
-        i: _read_corpus_list(store, _corpus_name(source, tokenizer))["tokens"]
+        i: _read_corpus_list(store, _corpus_list_name(source, tokenizer))["tokens"]
         for i, source in enumerate(all_sources)
         if source.text_is_gone
     }
     index = index_name(all_sources, tokenizer, recipe, gone)
-    if index and (opened := read_index(store, index, all_sources, recipe)):
+    if index and (opened := open_indexed_rows(store, index, all_sources, recipe)):
         for one in opened:
-            _check_bad_records(one.source, one.bad, one.bad_places, one.records)
+            _check_bad_records(one.source, one.bad_counts, one.first_bad_places, one.record_count)
     else:
         opened = _prepare_all(all_sources, tokenizer, recipe, store, progress, workers, share)
         if index:
             with contextlib.suppress(UserError):  # the folder may be read-only
                 write_index(store, index, opened)
-    _check_targets(opened, recipe, tokenizer)
+    _check_conversations(opened, recipe, tokenizer)
     for one in opened:
         if not one.statistics[HELDOUT].documents:
             warn(
@@ -179,7 +185,7 @@ def prepare(
                 "held-out rows are those of the other sources; raise data.heldout_fraction, or add "
                 "documents"
             )
-        if not one.is_counted:
+        if not one.token_bytes_match_text:
             warn(
                 f"{one.source.name}: bits per byte are not reported: data.tokenizer changes or "
                 f"loses parts of a text, so that its tokens are {one.miscounted_bytes:,} bytes off"
@@ -187,20 +193,22 @@ def prepare(
     return opened
 
 
-def _check_targets(opened: Sequence[Prepared], recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Warns of conversations that teach no end token.
+def _check_conversations(
+    opened: Sequence[PreparedSource], recipe: RowRecipe, tokenizer: Tokenizer
+) -> None:
+    """Warns about conversations in which no end token counts in the loss.
 
     Raises:
       UserError: a source of conversations has no row to train on, or no source has a held-out row.
     """
     for one in opened:
-        if not one.source.chat:
+        if not one.source.chat_format:
             continue
-        counts = one.counts
+        counts = one.total_statistics
         require(
             one.statistics[TRAIN].documents > 0,
-            f"{one.source.name}: {one.fit}: none is left to train on: expected shorter prompts, or "
-            "a larger train.sequence_length",
+            f"{one.source.name}: {one.long_conversations_note}: none is left to train on: expected "
+            "shorter prompts, or a larger train.sequence_length",
         )
         if counts.endless:
             warn(
@@ -211,7 +219,7 @@ def _check_targets(opened: Sequence[Prepared], recipe: Recipe, tokenizer: Tokeni
             )
     require(
         any(one.statistics[HELDOUT].documents for one in opened)
-        or not any(one.source.chat for one in opened),
+        or not any(one.source.chat_format for one in opened),
         "no held-out conversation has a token that counts in the loss in its first "
         f"{recipe.row_length} tokens: expected more conversations, a larger data.heldout_fraction, "
         "or a larger train.sequence_length",
@@ -221,12 +229,12 @@ def _check_targets(opened: Sequence[Prepared], recipe: Recipe, tokenizer: Tokeni
 def _prepare_all(
     all_sources: Sequence[Source],
     tokenizer: Tokenizer,
-    recipe: Recipe,
+    recipe: RowRecipe,
     store: Store,
     progress: Progress,
     workers: int | None,
     share: Share,
-) -> list[Prepared]:
+) -> list[PreparedSource]:
     corpora: dict[int, Corpus] = {}
     missing = in_all = 0
     for i, source in enumerate(all_sources):
@@ -276,12 +284,12 @@ def tokenize_source(
             source.text_field,
             source.on_bad_text,
             source.bad_records,
-            chat=source.chat,
+            chat_format=source.chat_format,
         )
         for i, part in parts
     ]
     found = _finished_parts(range(len(jobs)), jobs, cache, tokenizer, store)
-    todo = [n for n in range(len(jobs)) if n not in found and n % share.of == share.rank]
+    todo = [n for n in range(len(jobs)) if n not in found and n % share.process_count == share.rank]
     todo.sort(
         key=lambda n: -jobs[n].size
     )  # the largest first, so that all workers end at about the same time
@@ -294,7 +302,7 @@ def tokenize_source(
             f"fast: {how_to_install('prepare')}"
         )
 
-    unchecked = sum(readers.has_no_checksum(jobs[n].file) for n in todo)
+    unchecked = sum(readers.lacks_zstd_checksum(jobs[n].file) for n in todo)
     if unchecked:
         warn(
             f"{source.name}: {unchecked} .zst files have no checksums, so damage in them may not "
@@ -308,7 +316,7 @@ def tokenize_source(
     make = functools.partial(_tokenize_part, tokenizer=tokenizer, store=store)
     count = min(workers or usable_cores(), -(-total // _BYTES_PER_WORKER))
     try:
-        for item, (digest, part) in run_all(make, [jobs[n] for n in todo], count, show):
+        for item, (digest, part) in run_in_workers(make, [jobs[n] for n in todo], count, show):
             job = jobs[todo[item]]
             cache.add(job.file, job.part, digest)
             found[todo[item]] = part
@@ -325,8 +333,8 @@ def tokenize_source(
     if len(found) < len(jobs):
         raise Unfinished(len(jobs) - len(found), len(jobs))
     corpus = Corpus(source, tuple(parts), tuple(found[n] for n in range(len(jobs))))
-    _check_records(corpus)
-    _write_corpus(corpus, tokenizer, store)
+    _check_corpus(corpus)
+    _write_corpus_list(corpus, tokenizer, store)
     return corpus
 
 
@@ -337,9 +345,9 @@ def _finished_parts(
     tokenizer: Tokenizer,
     store: Store,
 ) -> dict[int, TokenizedPart]:
-    """Returns number of a job → its part, for those of `numbers` whose parts are finished.
+    """Returns index of a job → its tokenized part, for those of `numbers` whose parts are finished.
 
-    A job's digest is filled in where it is known or cheap: a large local file is not read for it.
+    Fills in the digests of these jobs, unless this would take reading a large local file.
     """
     found = {}
     for number in numbers:
@@ -359,16 +367,18 @@ def _tokenize_part(
     return tokenized_parts.tokenize_part(job, tokenizer, store, progress)
 
 
-def _check_records(corpus: Corpus) -> None:
+def _check_corpus(corpus: Corpus) -> None:
     """Warns of bad records.
 
     Raises:
       UserError: the share of bad records is larger than `data.bad_records_limit`, or no part holds
         a document.
     """
-    _check_bad_records(corpus.source, corpus.bad, corpus.bad_places, corpus.records)
+    _check_bad_records(
+        corpus.source, corpus.bad_counts, corpus.first_bad_places, corpus.record_count
+    )
     if not any(part.documents for part in corpus.tokenized):
-        raise readers.no_text_error(corpus.source, corpus.bad)
+        raise readers.no_text_error(corpus.source, corpus.bad_counts)
 
 
 def _check_bad_records(
@@ -387,7 +397,7 @@ def _check_bad_records(
     """
     if not bad:
         return
-    summary = readers.bad_summary(bad, places)
+    summary = readers.describe_bad_records(bad, places)
     require(
         source.bad_records == "stop" or sum(bad.values()) <= source.bad_records_limit * records,
         f"{source.name}: {summary}: more than data.bad_records_limit = "
@@ -400,20 +410,20 @@ def _check_bad_records(
 # ---- the list of a source's parts
 
 
-def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Source:
+def find_source_files(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Source:
     """Returns `source` with its files filled in. If no file matches the glob any more, but the
-    tokens of the source exist, these are the files from which the tokens were made.
+    tokens of the source exist, the result has the files from which the tokens were made.
 
     Raises:
       UserError: there are neither files nor tokens that this code made with these settings.
     """
     try:
-        found = sources.find_files_of_glob(source.name, source.text_field)
+        found = sources.find_source_of_glob(source.name, source.text_field)
         return dataclasses.replace(source, name=found.name, files=found.files)
     except sources.NothingFound:
         store = Store(prepared_dir)
-        if not store.exists(_corpus_name(source, tokenizer)):
-            lists = map(store.read_json, store.names("corpora/*.json"))
+        if not store.exists(_corpus_list_name(source, tokenizer)):
+            lists = map(store.read_json, store.names_matching("corpora/*.json"))
             require(
                 all(content.get("source") != source.name for content in lists),
                 f"data.path {source.name!r}: the text is not there, and what was prepared of it in "
@@ -421,7 +431,7 @@ def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Sour
                 "which gave some texts other tokens: give its files back",
             )
             raise
-    files = _files_of(_read_corpus_list(store, _corpus_name(source, tokenizer)))
+    files = _files_in_corpus_list(_read_corpus_list(store, _corpus_list_name(source, tokenizer)))
     warn(
         f"data.path {source.name!r}: the text is not there; taking the tokens of {len(files)} "
         f"files that were prepared in {store.root}"
@@ -429,13 +439,13 @@ def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Sour
     return dataclasses.replace(source, files=files, text_is_gone=True)
 
 
-def _files_of(content: Mapping) -> tuple[SourceFile, ...]:
+def _files_in_corpus_list(content: Mapping) -> tuple[SourceFile, ...]:
     return tuple(
         SourceFile(sources.epath.Path(label), label, size, "") for label, size in content["files"]
     )
 
 
-def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
+def _corpus_list_name(source: Source, tokenizer: Tokenizer) -> str:
     where = source.name if sources.is_remote(source.name) else os.path.abspath(source.name)
     key = [
         tokenized_parts.FORMAT,
@@ -445,19 +455,19 @@ def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
         source.bad_records,
         tokenizer.fingerprint,
         sorted(tokenizer.parse_tokens),
-        *([source.chat.identity] if source.chat else []),
+        *([source.chat_format.identity] if source.chat_format else []),
     ]
     return f"corpora/{digests.sha256_json(key)[:20]}.json"
 
 
-def _write_corpus(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
-    name = _corpus_name(corpus.source, tokenizer)
+def _write_corpus_list(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
+    name = _corpus_list_name(corpus.source, tokenizer)
     content = {
         "format": tokenized_parts.FORMAT,
         "name": name,
         "source": corpus.source.name,
         "tokenizer": tokenizer.fingerprint,
-        "files": [[file.label, file.size] for file in corpus.source.files],
+        "files": [[file.relative_path, file.size] for file in corpus.source.files],
         "parts": [
             [i, *part, tokenized.key]
             for (i, part), tokenized in zip(corpus.parts, corpus.tokenized, strict=True)
@@ -473,10 +483,10 @@ def _write_corpus(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
 
 
 def _read_corpus_list(store: Store, name: str) -> dict:
-    """Returns the list of parts that `_write_corpus` wrote under `name`.
+    """Returns the list of parts that `_write_corpus_list` wrote under `name`.
 
     Raises:
-      UserError: it is missing or damaged, or is the list of another source.
+      UserError: the list is missing or damaged, or is the list of another source.
     """
     path = store.path(name)
     try:
@@ -484,7 +494,7 @@ def _read_corpus_list(store: Store, name: str) -> dict:
     except FileNotFoundError as error:
         raise UserError(f"{path}: it is missing") from error
     if "name" not in content:
-        raise OlderVersion(path)
+        raise WrittenByOlderVersion(path)
     require(
         content["name"] == name,
         f"{path}: it is the list {content['name']} of {content.get('source')}: it was renamed; "
@@ -492,15 +502,15 @@ def _read_corpus_list(store: Store, name: str) -> dict:
     )
     fields = [content.get(key) for key in ("source", "tokens", "files", "parts")]
     is_valid = [isinstance(field, kind) for field, kind in zip(fields, (str, str, list, list))]
-    is_valid = all(is_valid) and all(_is_row(row, (str, int)) for row in content["files"])
+    is_valid = all(is_valid) and all(_is_list_of_types(row, (str, int)) for row in content["files"])
     require(
-        is_valid and all(_is_row(row, (int, int, int, str)) for row in content["parts"]),
+        is_valid and all(_is_list_of_types(row, (int, int, int, str)) for row in content["parts"]),
         f"{path} is damaged: delete it and prepare its texts again",
     )
     return content
 
 
-def _is_row(row: object, kinds: Sequence[type]) -> bool:
+def _is_list_of_types(row: object, kinds: Sequence[type]) -> bool:
     """Whether `row` is a list of values of these types."""
     is_list = isinstance(row, list) and len(row) == len(kinds)
     return is_list and all(isinstance(value, kind) for value, kind in zip(row, kinds))
@@ -510,13 +520,14 @@ def read_corpus_parts(store: Store, name: str) -> tuple[dict, list[TokenizedPart
     """Returns the content of the list of parts `name`, and the parts that it names.
 
     Raises:
-      UserError: the list is damaged, or a part is missing or another than when it was written.
+      UserError: the list is damaged, or a part is missing or has changed since the list was
+        written.
     """
     path, content = store.path(name), _read_corpus_list(store, name)
     advice = f"give data.path = {content['source']!r} its files back"
     found = []
     for *_, key in content["parts"]:
-        part = tokenized_parts.find_part(store, key)
+        part = tokenized_parts.find_part_by_key(store, key)
         require(
             part is not None,
             f"{path}: its part {key} is missing; it is made anew from the text that it was made "
@@ -531,9 +542,11 @@ def read_corpus_parts(store: Store, name: str) -> tuple[dict, list[TokenizedPart
 
 
 def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
-    content, found = read_corpus_parts(store, _corpus_name(source, tokenizer))
+    content, found = read_corpus_parts(store, _corpus_list_name(source, tokenizer))
     parts = tuple((i, Part(start, stop)) for i, start, stop, _ in content["parts"])
-    return Corpus(dataclasses.replace(source, files=_files_of(content)), parts, tuple(found))
+    return Corpus(
+        dataclasses.replace(source, files=_files_in_corpus_list(content)), parts, tuple(found)
+    )
 
 
 # ---- rows
@@ -541,20 +554,20 @@ def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
 
 def pack_source(
     corpus: Corpus,
-    divided: DividedDocument | None,
+    divided: DocumentInBothSplits | None,
     tokenizer: Tokenizer,
-    recipe: Recipe,
+    recipe: RowRecipe,
     store: Store,
     progress: Progress = lambda *_: None,
     workers: int | None = None,
     share: Share = Share(),
-) -> Prepared:
+) -> PreparedSource:
     """Packs the parts of `corpus` into rows, where this has not been done before, and opens the
     rows.
 
     Every process that calls this function packs all groups that are missing, and begins with the
-    groups of its own share. So processes that call it at the same time seldom pack the same group,
-    and no process waits for another.
+    groups of its own share. So processes that run at the same time seldom pack the same group, and
+    no process waits for another.
 
     Args:
       corpus: the source with its parts.
@@ -571,58 +584,61 @@ def pack_source(
       UserError: prepared data that are damaged.
     """
     found = row_groups.group_parts(
-        corpus.filled, divided, keep_whole=corpus.source.chat is not None
+        corpus.nonempty_parts, divided, truncate_documents=corpus.source.chat_format is not None
     )
     missing = [
         i
         for i, group in enumerate(found)
-        if not store.exists(row_groups.folder_name(row_groups.group_key(group, recipe)))
+        if not store.exists(row_groups.group_folder_name(row_groups.group_key(group, recipe)))
     ]
 
     def turn(i: int) -> tuple[int, int]:
         """Returns a sort key: first come the groups of this process' share, then the groups of the
         other shares, in the reverse of the order in which their own processes pack them.
         """
-        distance = (i - share.rank) % share.of
+        distance = (i - share.rank) % share.process_count
         return distance, -i if distance else i
 
     todo = [found[i] for i in sorted(missing, key=turn)]
-    tokens = sum(group.tokens for group in todo)
+    tokens = sum(group.token_count for group in todo)
     done = {i: 0 for i in range(len(todo))}
 
     def show(item: int, packed: int) -> None:
         done[item] = packed
-        what, size = f"{corpus.source.name}, rows of {recipe.row_length}", todo[item].token_bytes
+        what, size = (
+            f"{corpus.source.name}, rows of {recipe.row_length}",
+            todo[item].token_itemsize,
+        )
         progress(what, sum(done.values()) * size, tokens * size)
 
-    do = functools.partial(_pack_group, recipe=recipe, store=store, tokenizer=tokenizer)
+    do = functools.partial(_write_group_rows, recipe=recipe, store=store, tokenizer=tokenizer)
     count = min(workers or usable_cores(), -(-tokens // _TOKENS_PER_WORKER))
-    for item, _ in run_all(do, todo, count, show):
-        show(item, todo[item].tokens)
+    for item, _ in run_in_workers(do, todo, count, show):
+        show(item, todo[item].token_count)
     return _open_rows(corpus, found, recipe, store)
 
 
-def _pack_group(
+def _write_group_rows(
     group: row_groups.Group,
     progress: Callable[[int], None],
-    recipe: Recipe,
+    recipe: RowRecipe,
     store: Store,
     tokenizer: Tokenizer,
 ) -> None:
-    row_groups.pack_group(group, recipe, store, tokenizer, progress)
+    row_groups.write_group_rows(group, recipe, store, tokenizer, progress)
 
 
 def _choose_divided_documents(
     corpora: Mapping[int, Corpus],
     tokenizer: Tokenizer,
-    recipe: Recipe,
+    recipe: RowRecipe,
     store: Store,
-) -> dict[int, DividedDocument]:
+) -> dict[int, DocumentInBothSplits]:
     """Chooses the documents that are divided between the splits, whatever their hashes say.
 
-    By its hash alone, each document is trained on or held out. A source whose documents would all
-    be held out gets a document to train on. If no source would have a document to hold out, the
-    source with the smallest hash gets one.
+    The hash of every other document decides whether the document is trained on or held out. A
+    source whose documents would all be held out gets a document to train on. If no source would
+    have a document to hold out, the source with the smallest hash gets one.
 
     Returns:
       Index of the source → its divided document.
@@ -631,8 +647,8 @@ def _choose_divided_documents(
     def share_of_hash(hash_: int) -> float:
         return hash_ / 2**64
 
-    smallest = {i: min(part.smallest[0] for part in c.filled) for i, c in corpora.items()}
-    largest = {i: max(part.largest_hash for part in c.filled) for i, c in corpora.items()}
+    smallest = {i: min(part.smallest[0] for part in c.nonempty_parts) for i, c in corpora.items()}
+    largest = {i: max(part.largest_hash for part in c.nonempty_parts) for i, c in corpora.items()}
     without_heldout = [i for i in corpora if share_of_hash(smallest[i]) >= recipe.heldout_fraction]
     without_train = [i for i in corpora if share_of_hash(largest[i]) < recipe.heldout_fraction]
     chosen = {
@@ -645,13 +661,14 @@ def _choose_divided_documents(
 
 
 def _divide_document(
-    corpus: Corpus, all_heldout: bool, tokenizer: Tokenizer, recipe: Recipe, store: Store
-) -> DividedDocument:
+    corpus: Corpus, all_heldout: bool, tokenizer: Tokenizer, recipe: RowRecipe, store: Store
+) -> DocumentInBothSplits:
     """Divides the document of `corpus` with the smallest hash.
 
-    If `all_heldout`, this document is trained on as a whole. Otherwise its end is held out, with
-    `recipe.heldout_fraction` of the corpus' tokens; if the document has no more tokens than that,
-    it is held out as a whole. The only document of a corpus is cut in two in both cases.
+    If `all_heldout`, this document is trained on as a whole. If not `all_heldout`, the end of this
+    document is held out, with `recipe.heldout_fraction` of the corpus' tokens; if the document has
+    no more tokens than that, it is held out as a whole. The only document of a corpus is cut in two
+    in both cases.
 
     Args:
       corpus: a source with its parts.
@@ -660,19 +677,19 @@ def _divide_document(
       recipe: the recipe of the rows.
       store: where the parts are.
     """
-    filled = corpus.filled
+    filled = corpus.nonempty_parts
     documents = sum(part.documents for part in filled)
     number = min(range(len(filled)), key=lambda i: filled[i].smallest[0])
     document = filled[number].smallest[1]
-    tokens, table = tokenized_parts.open_part(store, filled[number])
+    tokens, table = tokenized_parts.open_part_tokens(store, filled[number])
     start = int(table["end"][document - 1]) if document else 0
     own = tokens[start : int(table["end"][document]) - 1]  # without the end token
     if all_heldout and documents > 1:
-        return DividedDocument(number, document, len(own), int(table["bytes"][document]))
+        return DocumentInBothSplits(number, document, len(own), int(table["bytes"][document]))
     in_all = sum(part.tokens for part in filled) - documents
     heldout = max(round(recipe.heldout_fraction * in_all), 1)
     if documents > 1 and heldout >= len(own):
-        return DividedDocument(number, document, 0, 0)
+        return DocumentInBothSplits(number, document, 0, 0)
     require(
         len(own) >= 2,
         f"{corpus.source.name!r} holds a single document of {len(own)} token: too little to train "
@@ -681,37 +698,39 @@ def _divide_document(
     kept = len(own) - min(heldout, len(own) - 1)
     # The bytes of the held-out end are counted, because only a text's first token may stand for a
     # space that the text does not have.
-    of_end = int(tokenizer.token_bytes[own[kept:]].sum())
-    return DividedDocument(number, document, kept, max(int(table["bytes"][document]) - of_end, 0))
+    of_end = int(tokenizer.token_byte_counts[own[kept:]].sum())
+    return DocumentInBothSplits(
+        number, document, kept, max(int(table["bytes"][document]) - of_end, 0)
+    )
 
 
 def _open_rows(
-    corpus: Corpus, found: Sequence[row_groups.Group], recipe: Recipe, store: Store
-) -> Prepared:
+    corpus: Corpus, found: Sequence[row_groups.Group], recipe: RowRecipe, store: Store
+) -> PreparedSource:
     origins = [
         origin
-        for origin, part in zip(corpus.origins, corpus.tokenized, strict=True)
+        for origin, part in zip(corpus.part_origins, corpus.tokenized, strict=True)
         if part.documents
     ]
     keys = [row_groups.group_key(group, recipe) for group in found]
-    directories = [store.path(row_groups.folder_name(key)) for key in keys]
-    metadata = [row_groups.read_metadata(directory) for directory in directories]
-    part_ends = [group.first + len(group.parts) for group in found]
+    directories = [store.path(row_groups.group_folder_name(key)) for key in keys]
+    metadata = [row_groups.read_group_metadata(directory) for directory in directories]
+    part_ends = [group.first_part + len(group.parts) for group in found]
     statistics, rows = {}, {}
     for side in (TRAIN, HELDOUT):
         counts = (Statistics(**content["statistics"][side]) for content in metadata)
         statistics[side] = sum(counts, Statistics())
-        table = RowTable.of(side, directories, metadata, part_ends, origins)
-        table.check()
+        table = ShardTable.from_metadata(side, directories, metadata, part_ends, origins)
+        table.check_shard_files()
         rows[side] = RowReader(table, recipe.row_length)
-    return Prepared(
+    return PreparedSource(
         corpus.source,
         digests.sha256_json({"format": 2, "rows": keys})[:20],
         statistics,
         rows,
-        corpus.bad,
-        corpus.bad_places,
-        corpus.records,
+        corpus.bad_counts,
+        corpus.first_bad_places,
+        corpus.record_count,
         sum(part.empty for part in corpus.tokenized),
         corpus.miscounted_bytes,
     )

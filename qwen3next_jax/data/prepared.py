@@ -2,10 +2,10 @@
 
 To find the rows of a corpus of 15 T tokens without an index, a process would read a manifest for
 each of some 450,000 parts and 56,000 folders of rows. The index is one file of some tens of bytes
-per shard. It holds what these manifests say, and the size and modification time of every file that
-holds rows. An index is used only if it begins with a digest of its name and content, and all of
-these files still have this size and time; otherwise `preparation` reads the manifests, reports what
-is wrong with them, and writes the index anew.
+per shard. The index holds the content of these manifests, and the size and modification time of
+every file that holds rows. An index is used only if it begins with a digest of its name and
+content, and all files with rows still have their size and time. If the index cannot be used,
+`preparation` reads the manifests, reports what is wrong with them, and writes the index anew.
 """
 
 import concurrent.futures
@@ -23,8 +23,8 @@ import numpy as np
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.data import digest_cache, row_groups, tokenized_parts
-from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, Recipe, Statistics
-from qwen3next_jax.data.rows import RowReader, RowTable
+from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, RowRecipe, Statistics
+from qwen3next_jax.data.rows import RowReader, ShardTable
 from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer
@@ -41,7 +41,7 @@ Listing = Mapping[str, Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class PreparedSource:
     """The finished rows of one source.
 
     Attributes:
@@ -49,11 +49,11 @@ class Prepared:
       fingerprint: hexadecimal digest of everything that determines the rows.
       statistics: TRAIN or HELDOUT → counts over the rows of this split.
       rows: TRAIN or HELDOUT → the rows of this split.
-      bad: kind of fault → number of records with it, see `readers.BadRecords`.
-      bad_places: where the first five bad records are, such as "part.jsonl:17".
-      records: number of records, including those without text and bad ones.
-      empty: number of documents that are left out because they have no text: they are empty, or
-        white space alone.
+      bad_counts: kind of fault → number of records with it, see `readers.BadRecords`.
+      first_bad_places: where the first five bad records are, such as "part.jsonl:17".
+      record_count: number of records, including those without text and bad ones.
+      empty_documents: number of documents that are left out because they are empty or white space
+        alone.
       miscounted_bytes: by how many bytes the tokens of the documents differ from their texts.
     """
 
@@ -61,14 +61,14 @@ class Prepared:
     fingerprint: str
     statistics: dict[str, Statistics]
     rows: dict[str, RowReader]
-    bad: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    bad_places: Sequence[str] = ()
-    records: int = 0
-    empty: int = 0
+    bad_counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    first_bad_places: Sequence[str] = ()
+    record_count: int = 0
+    empty_documents: int = 0
     miscounted_bytes: int = 0
 
     @property
-    def is_counted(self) -> bool:
+    def token_bytes_match_text(self) -> bool:
         """Whether the tokens stand for as many bytes as the texts have, so that bits per byte of
         text can be computed from tokens.
         """
@@ -76,32 +76,34 @@ class Prepared:
         return self.miscounted_bytes <= _MISCOUNTED * text_bytes
 
     @property
-    def counts(self) -> Statistics:
+    def total_statistics(self) -> Statistics:
         """Counts over the rows of both splits."""
         return self.statistics[TRAIN] + self.statistics[HELDOUT]
 
     @property
-    def fit(self) -> str:
+    def long_conversations_note(self) -> str:
         """Describes the conversations that are longer than a row; "" if there are none."""
-        return row_groups.describe_fit(self.counts, self.rows[TRAIN].row_length)
+        return row_groups.describe_long_conversations(
+            self.total_statistics, self.rows[TRAIN].row_length
+        )
 
     @property
-    def directories(self) -> list[pathlib.Path]:
+    def row_folders(self) -> list[pathlib.Path]:
         """The folders that hold the rows."""
         table = self.rows[TRAIN].table
-        return [table.directory(i) for i in range(len(table.folders))]
+        return [table.folder_path(i) for i in range(len(table.folders))]
 
     @property
-    def directory(self) -> pathlib.Path:
-        """The folder that holds all rows, directly or in folders of its own."""
+    def common_row_folder(self) -> pathlib.Path:
+        """The folder that holds all rows, directly or in subfolders."""
         table = self.rows[TRAIN].table
-        return table.directory(0) if len(table.folders) == 1 else table.root
+        return table.folder_path(0) if len(table.folders) == 1 else table.root
 
 
 def index_name(
     sources: Sequence[Source],
     tokenizer: Tokenizer,
-    recipe: Recipe,
+    recipe: RowRecipe,
     corpora: Mapping[int, str],
 ) -> str | None:
     """Returns the name, in the store, of the index of all sources of a run.
@@ -128,7 +130,7 @@ def index_name(
                 source.text_field,
                 source.on_bad_text,
                 source.bad_records,
-                *([source.chat.identity] if source.chat else []),
+                *([source.chat_format.identity] if source.chat_format else []),
             ]
         )
     key = {
@@ -137,27 +139,27 @@ def index_name(
         "sources": parts,
         "tokenizer": tokenizer.fingerprint,
         "parse_tokens": sorted(tokenizer.parse_tokens),
-        "libraries": dict(tokenizer.libraries),
+        "libraries": dict(tokenizer.library_versions),
         **dataclasses.asdict(recipe),
     }
     return f"indexes/{digests.sha256_json(key)[:20]}.index"
 
 
-def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
+def write_index(store: Store, name: str, prepared: Sequence[PreparedSource]) -> None:
     """Writes the index of rows that were just opened.
 
     Raises:
       UserError: the folder cannot be written to.
     """
-    headers, arrays, listed = [], {}, _list_rows(store)
+    headers, arrays, listed = [], {}, _list_bucket_rows(store)
     for i, one in enumerate(prepared):
         tables = {side: one.rows[side].table for side in (TRAIN, HELDOUT)}
         for side, table in tables.items():
-            found = _sizes_and_times(table.paths(), listed)
+            found = _sizes_and_times(table.shard_paths(), listed)
             if found is None:
                 return  # another process has removed a file
-            arrays[f"{i}.{side}.shard_ends"] = table.shard_ends
-            arrays[f"{i}.{side}.rows"] = table.rows
+            arrays[f"{i}.{side}.shard_ends"] = table.folder_shard_ends
+            arrays[f"{i}.{side}.rows"] = table.rows_per_shard
             arrays[f"{i}.{side}.files"] = found
         found = _sizes_and_times(_metadata_paths(table), listed)
         if found is None:
@@ -165,17 +167,20 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
         arrays[f"{i}.metadata"] = found
         arrays[f"{i}.folders"] = table.folders
         arrays[f"{i}.rows_per_chunk"] = table.rows_per_chunk
-        arrays[f"{i}.part_ends"], arrays[f"{i}.origins"] = table.part_ends, table.origins
+        arrays[f"{i}.part_ends"], arrays[f"{i}.origins"] = (
+            table.folder_part_ends,
+            table.part_origins,
+        )
         headers.append(
             {
                 "fingerprint": one.fingerprint,
                 "dtype": table.dtype,
-                **({"weighted": True} if table.weighted else {}),
+                **({"weighted": True} if table.has_loss_weights else {}),
                 "statistics": {side: dataclasses.asdict(s) for side, s in one.statistics.items()},
-                "bad": dict(one.bad),
-                "bad_places": list(one.bad_places),
-                "records": one.records,
-                "empty": one.empty,
+                "bad": dict(one.bad_counts),
+                "bad_places": list(one.first_bad_places),
+                "records": one.record_count,
+                "empty": one.empty_documents,
                 "miscounted_bytes": one.miscounted_bytes,
             }
         )
@@ -186,9 +191,9 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
         path.write_bytes(_digest_prefix(name, content.getvalue()) + content.getvalue())
 
 
-def read_index(
-    store: Store, name: str, sources: Sequence[Source], recipe: Recipe
-) -> list[Prepared] | None:
+def open_indexed_rows(
+    store: Store, name: str, sources: Sequence[Source], recipe: RowRecipe
+) -> list[PreparedSource] | None:
     """Opens the rows of all sources from their index.
 
     Returns:
@@ -196,18 +201,20 @@ def read_index(
       rows is missing or was written to after the index.
     """
     try:
-        headers, arrays = open_index(store, name)
+        headers, arrays = read_index_arrays(store, name)
     except (OSError, ValueError):
         return None
-    listed = _list_rows(store)
+    listed = _list_bucket_rows(store)
     found = [
-        _read_source(store, arrays, i, source, recipe, header, listed)
+        _open_indexed_source(store, arrays, i, source, recipe, header, listed)
         for i, (source, header) in enumerate(zip(sources, headers, strict=True))
     ]
     return None if None in found else found
 
 
-def open_index(store: Store, name: str) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+def read_index_arrays(
+    store: Store, name: str
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Returns what `write_index` wrote under `name`: a header of each source, and the arrays.
 
     Raises:
@@ -228,37 +235,40 @@ def _digest_prefix(name: str, content: bytes) -> bytes:
     return digests.sha256(name.encode() + b"\n" + content).encode() + b"\n"
 
 
-def _read_source(
+def _open_indexed_source(
     store: Store,
     arrays: Mapping[str, np.ndarray],
     i: int,
     source: Source,
-    recipe: Recipe,
+    recipe: RowRecipe,
     header: Mapping,
     listed: Listing,
-) -> Prepared | None:
+) -> PreparedSource | None:
     shared = {
-        key: arrays[f"{i}.{key}"] for key in ("folders", "rows_per_chunk", "part_ends", "origins")
+        "folders": arrays[f"{i}.folders"],
+        "rows_per_chunk": arrays[f"{i}.rows_per_chunk"],
+        "folder_part_ends": arrays[f"{i}.part_ends"],
+        "part_origins": arrays[f"{i}.origins"],
     }
     rows = {}
     for side in (TRAIN, HELDOUT):
         files = arrays[f"{i}.{side}.files"]
-        table = RowTable(
+        table = ShardTable(
             root=store.path("rows"),
             split=side,
             dtype=header["dtype"],
-            weighted=header.get("weighted", False),
-            shard_ends=arrays[f"{i}.{side}.shard_ends"],
-            rows=arrays[f"{i}.{side}.rows"],
-            sizes=files[:, 0],
+            has_loss_weights=header.get("weighted", False),
+            folder_shard_ends=arrays[f"{i}.{side}.shard_ends"],
+            rows_per_shard=arrays[f"{i}.{side}.rows"],
+            shard_bytes=files[:, 0],
             **shared,
         )
-        if not _are_unchanged(table.paths(), files, listed):
+        if not _files_are_unchanged(table.shard_paths(), files, listed):
             return None
         rows[side] = RowReader(table, recipe.row_length)
-    if not _are_unchanged(_metadata_paths(table), arrays[f"{i}.metadata"], listed):
+    if not _files_are_unchanged(_metadata_paths(table), arrays[f"{i}.metadata"], listed):
         return None
-    return Prepared(
+    return PreparedSource(
         source,
         header["fingerprint"],
         {side: Statistics(**counts) for side, counts in header["statistics"].items()},
@@ -271,21 +281,23 @@ def _read_source(
     )
 
 
-def _metadata_paths(table: RowTable) -> Iterator[str]:
+def _metadata_paths(table: ShardTable) -> Iterator[str]:
     return (f"{table.root}/{name.decode()}/{METADATA}" for name in table.folders.tolist())
 
 
-def _are_unchanged(paths: Iterable[str], before: np.ndarray, listed: Listing) -> bool:
+def _files_are_unchanged(paths: Iterable[str], before: np.ndarray, listed: Listing) -> bool:
     now = _sizes_and_times(paths, listed)
     return now is not None and np.array_equal(now, before)
 
 
-def _list_rows(store: Store) -> Listing:
-    """Returns a listing of all rows of a store in a bucket; None for a local store."""
+def _list_bucket_rows(store: Store) -> Listing:
+    """Lists the files with rows of a store in a bucket: path → entry. Returns None for a local
+    store.
+    """
     root = store.path("rows")
     if not isinstance(root, BucketPath):
         return None
-    return {str(path): entry for path, entry in root.entries().items()}
+    return {str(path): entry for path, entry in root.file_infos().items()}
 
 
 def _sizes_and_times(paths: Iterable[str], listed: Listing) -> np.ndarray | None:

@@ -1,8 +1,8 @@
 """Reads documents from files of text, JSON, Parquet and Arrow.
 
-`file_parts` cuts a file into parts, which are tokenized one by one (`tokenized_parts`). `read_part`
-streams the records of a part. A record is an entry of a file: a line of JSON, a row of Parquet, or
-a whole file of text; it holds a document or a conversation.
+`file_parts` cuts a file into parts, which are tokenized one by one (`tokenized_parts`).
+`read_records` streams the records of a part. A record is an entry of a file: a line of JSON, a row
+of Parquet, or a whole file of text; it holds a document or a conversation.
 
 Any fault in a file (bytes that are not UTF-8, JSON without the field, …) is reported as a
 `UserError` that names the file and the place in it, unless the settings say to leave out or mend
@@ -54,20 +54,20 @@ class Part(NamedTuple):
 class Record(NamedTuple):
     """A record of a part."""
 
-    # number, from 0, of the line (JSON lines), element (JSON array) or row in the part; 0 in text
-    # files
-    number: int
-    # always encodable as UTF-8; None if the line is blank or the record left out; the messages of a
-    # conversation are JSON
+    # which line (of JSON lines), element (of a JSON array) or row of the part this is, from 0; 0 in
+    # a file of text
+    index_in_part: int
+    # always encodable as UTF-8; None if the line is blank or the record is left out; the messages
+    # of a conversation as JSON
     text: Text | None
-    position: int  # number of bytes of the part read so far
+    bytes_read: int  # number of bytes of the part read so far
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
     text: str  # never blank, always encodable as UTF-8
-    file: int  # index into Source.files
-    record: int  # as `Record.number`, but counted in the whole file
+    file_index: int  # index in `Source.files`
+    index_in_file: int  # as `Record.index_in_part`, but counted in the whole file
 
 
 def read_documents(source: Source) -> Iterator[Document]:
@@ -85,22 +85,22 @@ def read_documents(source: Source) -> Iterator[Document]:
         for part in file_parts(file):
             count = 0
             bad = BadRecords(source.on_bad_text, source.bad_records)
-            for record in read_part(file, part, source.text_field, bad):
-                count = record.number + 1
+            for record in read_records(file, part, source.text_field, bad):
+                count = record.index_in_part + 1
                 if record.text is not None and not is_blank(record.text):
                     any_text = True
                     text = record.text if isinstance(record.text, str) else record.text.decode()
-                    yield Document(text, index, before + record.number)
+                    yield Document(text, index, before + record.index_in_part)
             counts += bad.counts
-            first += [describe_place(source, index, before + number) for number, _ in bad.first]
+            first += [document_name(source, index, before + number) for number, _ in bad.first]
             before += count
     if counts:
-        warn(f"{source.name}: {bad_summary(counts, first[:5])}")
+        warn(f"{source.name}: {describe_bad_records(counts, first[:5])}")
     if not any_text:
         raise no_text_error(source, counts)
 
 
-def bad_summary(counts: Mapping[str, int], first: Sequence[str] = ()) -> str:
+def describe_bad_records(counts: Mapping[str, int], first: Sequence[str] = ()) -> str:
     """Returns a phrase for messages: the number of bad records in all and of each kind, and, if
     `first` is given, where the first of them are.
 
@@ -123,7 +123,7 @@ def no_text_error(source: Source, bad: Mapping[str, int]) -> UserError:
         if len(source.files) == 1
         else f"all {len(source.files)} files of {source.name!r} are"
     )
-    but = f" but for {bad_summary(bad)}" if bad else ""
+    but = f" but for {describe_bad_records(bad)}" if bad else ""
     return UserError(f"{which} empty or blank{but}: expected text")
 
 
@@ -134,7 +134,7 @@ def file_parts(file: SourceFile) -> list[Part]:
     name = file.path.name.lower()
     if file.size <= _PART_BYTES:
         return [Part(0, file.size)]
-    with _read_errors(file.path):
+    with _read_errors_as_user_errors(file.path):
         if name.endswith((".jsonl", ".ndjson")):
             return _parts_at_line_ends(file)
         if name.endswith(".parquet"):
@@ -154,7 +154,7 @@ def _parts_at_line_ends(file: SourceFile) -> list[Part]:
 
 
 def _parts_of_row_groups(file: SourceFile) -> list[Part]:
-    with file.path.open("rb") as stream, _parquet_read_errors(file.path):
+    with file.path.open("rb") as stream, _parquet_errors_as_user_errors(file.path):
         metadata = pyarrow.parquet.ParquetFile(stream).metadata
         sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
     edges, size = [0], 0
@@ -166,38 +166,41 @@ def _parts_of_row_groups(file: SourceFile) -> list[Part]:
     return [Part(*edge) for edge in zip(edges, [*edges[1:], len(sizes)], strict=True)]
 
 
-def reader_name(file: SourceFile) -> str:
-    """Returns the name of the reader for a file, by the ending of the file's name."""
+def file_format(file: SourceFile) -> str:
+    """Returns the format of a file by the ending of its name, such as "jsonl.gz", "parquet" or
+    "megatron"; "text" for any other ending.
+    """
     name = file.path.name.lower()
     tokens = token_files.token_format(name)
     return tokens or next((kind for kind in _READERS if name.endswith(f".{kind}")), "text")
 
 
-def is_whole_file(file: SourceFile, part: Part) -> bool:
+def covers_whole_file(file: SourceFile, part: Part) -> bool:
     return part == (0, file.size)
 
 
 def part_digest(file: SourceFile, part: Part, text_field: str) -> str:
     """Returns a digest of a part's content.
 
-    For a whole file this is the SHA-256 of its bytes; for a part of a file of JSON lines, that of
-    the part's bytes; for a part of a Parquet file, a digest of the column `text_field` alone. The
-    digest of a file of tokens covers the file beside it, too. A remote object is not downloaded:
-    its size and checksum are digested instead.
+    For a whole file this is the SHA-256 of its bytes; for a part of a file of JSON lines, the
+    SHA-256 of the part's bytes; for a part of a Parquet file, a digest of the column `text_field`
+    alone. The digest of a file of tokens covers the files that are read with it, too
+    (`token_files.companion_files`). A remote object is not downloaded: its size and checksum are
+    digested instead.
 
     Raises:
       UserError: the file cannot be read.
     """
-    if is_whole_file(file, part) or is_remote(os.fspath(file.path)):
+    if covers_whole_file(file, part) or is_remote(os.fspath(file.path)):
         whole = content_digest(file)
         for other in token_files.companion_files(pathlib.Path(file.path)):
             whole = digests.sha256(f"{whole} {digests.sha256_file(other)}")
-        return whole if is_whole_file(file, part) else digests.sha256(f"{whole} {list(part)}")
+        return whole if covers_whole_file(file, part) else digests.sha256(f"{whole} {list(part)}")
     with as_user_error(f"{file.path}: cannot be read", OSError):
-        if reader_name(file) != "parquet":
+        if file_format(file) != "parquet":
             return digests.sha256_file(file.path, part.start, part.stop - part.start)
         chunks = []
-        with file.path.open("rb") as stream, _parquet_read_errors(file.path):
+        with file.path.open("rb") as stream, _parquet_errors_as_user_errors(file.path):
             metadata = pyarrow.parquet.ParquetFile(stream).metadata
             for group in range(part.start, part.stop):
                 columns = [
@@ -217,15 +220,17 @@ def part_digest(file: SourceFile, part: Part, text_field: str) -> str:
         )
 
 
-def read_part(file: SourceFile, part: Part, text_field: str, bad: "BadRecords") -> Iterator[Record]:
+def read_records(
+    file: SourceFile, part: Part, text_field: str, bad: "BadRecords"
+) -> Iterator[Record]:
     """Yields the records of a part, including empty ones. `bad` decides about bad records and
     counts them.
 
     Raises:
       UserError: the file or a record cannot be read.
     """
-    read = _READERS.get(reader_name(file), _read_text)
-    with _read_errors(file.path):
+    read = _READERS.get(file_format(file), _read_text_file)
+    with _read_errors_as_user_errors(file.path):
         yield from read(file, part, text_field, bad)
 
 
@@ -233,31 +238,26 @@ def read_conversations(
     file: SourceFile, part: Part, messages_field: str, bad: "BadRecords"
 ) -> Iterator[Record]:
     """Yields the records of a part of a JSON file, each with its messages as
-    `conversations.messages_as_text` writes them. The messages are a conversation
-    (`conversations.find_fault`).
+    `conversations.messages_as_text` writes them. Messages that are no conversation
+    (`conversations.conversation_fault`) make a bad record.
 
     Raises:
       UserError: the file is no JSON file, or the file or a record cannot be read.
     """
-    read = _READERS.get(reader_name(file))
-    if read not in (_read_json, _read_json_lines):
+    read = _READERS.get(file_format(file))
+    if read not in (_read_json_file, _read_json_lines):
         raise UserError(
             f"{file.path}: data.messages_field = {messages_field!r} reads conversations from "
             ".jsonl and .json files: expected such a file"
         )
-    with _read_errors(file.path):
+    with _read_errors_as_user_errors(file.path):
         yield from read(file, part, messages_field, bad, messages=True)
 
 
-def record_place(file: SourceFile, part: Part, record: int) -> "_RecordPlace":
-    """Returns the place of a record of a part, which `str` describes for messages."""
-    return _RecordPlace(file, part, record)
-
-
 @contextlib.contextmanager
-def _read_errors(path: epath.Path) -> Iterator[None]:
-    """Turns an OSError inside the `with` block into a UserError. For a remote path it does so with
-    any error, because the library of every object store raises errors of its own.
+def _read_errors_as_user_errors(path: epath.Path) -> Iterator[None]:
+    """Turns an OSError inside the `with` block into a UserError. For a remote path, any error
+    becomes a UserError, because the library of every object store raises errors of its own.
     """
     try:
         yield
@@ -269,7 +269,7 @@ def _read_errors(path: epath.Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be read ({error_message(error)})") from error
 
 
-def _parquet_read_errors(path: epath.Path) -> contextlib.AbstractContextManager:
+def _parquet_errors_as_user_errors(path: epath.Path) -> contextlib.AbstractContextManager:
     return as_user_error(f"{path}: not a readable Parquet file", *_ARROW_ERRORS)
 
 
@@ -277,7 +277,7 @@ def _parquet_read_errors(path: epath.Path) -> contextlib.AbstractContextManager:
 _ARROW_ERRORS = (pyarrow.ArrowException, MemoryError, UnicodeDecodeError)
 
 
-def describe_place(source: Source, file: int, record: int) -> str:
+def document_name(source: Source, file: int, record: int) -> str:
     """Returns where a document is: "dir/part.jsonl:17" (the line or row, from 1) or
     "dir/book.txt".
 
@@ -286,8 +286,8 @@ def describe_place(source: Source, file: int, record: int) -> str:
       file: index of the file in the source.
       record: number of the record in the file, from 0.
     """
-    label = source.files[file].label
-    return f"{label}:{record + 1}" if reader_name(source.files[file]) != "text" else label
+    label = source.files[file].relative_path
+    return f"{label}:{record + 1}" if file_format(source.files[file]) != "text" else label
 
 
 # ---- one reader for each kind of file
@@ -308,7 +308,7 @@ class BadRecords:
         self.first: list[tuple[int, str]] = []
 
     def leave_out(self, number: int, where: object, kind: str, what: str) -> None:
-        """Counts a record that is left out.
+        """Counts a bad record, which is left out of the data.
 
         Args:
           number: number of the record in the part.
@@ -323,7 +323,9 @@ class BadRecords:
             raise UserError(f"{where}: {what}; data.bad_records = skip leaves such records out")
         self._count(number, f"{kind}: left out")
 
-    def mend(self, number: int, where: object, data: bytes, encoding: str, what: str) -> str | None:
+    def mended_text(
+        self, number: int, where: object, data: bytes, encoding: str, what: str
+    ) -> str | None:
         """Returns the text to use for a record whose text is not valid; None to leave it out.
 
         Args:
@@ -354,30 +356,30 @@ class BadRecords:
 
 
 @dataclasses.dataclass(frozen=True)
-class _RecordPlace:
+class RecordPlace:
     """The place of a record, which `str` describes for messages. Finding the number of the record
     in the file takes time, so `str` is called only if the record is bad.
     """
 
     file: SourceFile
     part: Part
-    number: int
+    index_in_part: int
     field: str = ""
 
     def __str__(self) -> str:
-        if reader_name(self.file) == "text":
+        if file_format(self.file) == "text":
             return str(self.file.path)
-        number = _records_before(self.file, self.part) + self.number + 1
-        if reader_name(self.file) in ("parquet", "arrow"):
+        number = _records_before_part(self.file, self.part) + self.index_in_part + 1
+        if file_format(self.file) in ("parquet", "arrow"):
             return f"{self.file.path}: row {number} of column {self.field!r}"
         where = f"{self.file.path}:{number}"
         return f"{where}: field {self.field!r}" if self.field else where
 
 
-def _records_before(file: SourceFile, part: Part) -> int:
+def _records_before_part(file: SourceFile, part: Part) -> int:
     """Returns the number of lines or rows of the file before the part."""
     with file.path.open("rb") as stream:
-        if reader_name(file) == "parquet":
+        if file_format(file) == "parquet":
             metadata = pyarrow.parquet.ParquetFile(stream).metadata
             return sum(metadata.row_group(i).num_rows for i in range(part.start))
         if not part.start:
@@ -388,9 +390,7 @@ def _records_before(file: SourceFile, part: Part) -> int:
         return count
 
 
-def _decode_or_mend(
-    data: bytes, bad: BadRecords, where: _RecordPlace, start: int = 0
-) -> str | None:
+def _decode_or_mend(data: bytes, bad: BadRecords, where: RecordPlace, start: int = 0) -> str | None:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -399,55 +399,57 @@ def _decode_or_mend(
             f"files that end in {', '.join(f'.{kind}' for kind in _READERS)} are read as such, "
             "every other file as UTF-8 text"
         )
-        return bad.mend(where.number, where, data, "utf-8", what)
+        return bad.mended_text(where.index_in_part, where, data, "utf-8", what)
 
 
-def _text_or_mended(text: object, bad: BadRecords, where: _RecordPlace) -> str | None:
-    """Returns `text`, or its mended form, if it can be tokenized; None if it is left out."""
+def _valid_or_mended_text(text: object, bad: BadRecords, where: RecordPlace) -> str | None:
+    """Returns `text` or its mended form if it can be tokenized, or None to leave the record out."""
     if not isinstance(text, str):
         if isinstance(text, dict):
-            what = fields.describe_object(text, where.field)
+            what = fields.describe_object_fault(text, where.field)
         else:
             kind_of = "null" if text is None else f"of type {type(text).__name__}"
             what = f"is {kind_of}: expected a string"
-        bad.leave_out(where.number, where, "no text", what)
+        bad.leave_out(where.index_in_part, where, "no text", what)
         return None
     if "\0" in text:
         what = f"character {text.index(chr(0))} is NUL, which is no text"
-        bad.leave_out(where.number, where, "NUL", what)
+        bad.leave_out(where.index_in_part, where, "NUL", what)
         return None
     if not text.isascii() and (half := _HALF_PAIR.search(text)):
         what = f"half a surrogate pair at character {half.start()}"
         data = text.encode("utf-16-le", "surrogatepass")
-        return bad.mend(where.number, where, data, "utf-16-le", what)
+        return bad.mended_text(where.index_in_part, where, data, "utf-16-le", what)
     return text
 
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")  # the JSON reader makes one character of a whole pair
 
 
-def _read_text(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
+def _read_text_file(
+    file: SourceFile, part: Part, text_field: str, bad: BadRecords
+) -> Iterator[Record]:
     del text_field
-    where = _RecordPlace(file, part, 0)
+    where = RecordPlace(file, part, 0)
     data = file.path.read_bytes()
     if is_long_text(data):
         yield Record(0, data.removeprefix(codecs.BOM_UTF8), file.size)
         return
     text = _decode_or_mend(data, bad, where)
     if text is not None:
-        text = _text_or_mended(text.removeprefix("\ufeff"), bad, where)
+        text = _valid_or_mended_text(text.removeprefix("\ufeff"), bad, where)
     yield Record(0, text, file.size)
 
 
 def _read_json_lines(
     file: SourceFile, part: Part, field: str, bad: BadRecords, messages: bool = False
 ) -> Iterator[Record]:
-    """Yields the records of JSON lines, with the text in `field`; or, if `messages` is true, with
-    the messages in it.
+    """Yields the records of JSON lines with the text in `field` or, if `messages` is true, with the
+    messages in `field`.
     """
     with file.path.open("rb") as raw:
         raw.seek(part.start)
-        stream, is_compressed = _decompressed(raw, file)
+        stream, is_compressed = _decompressed_stream(raw, file)
         offset = part.start
         number = -1
         try:
@@ -456,8 +458,8 @@ def _read_json_lines(
                 number += 1
                 if not is_compressed and offset >= part.stop:
                     return
-                where = _RecordPlace(file, part, number)
-                text = _text_of_line(line, field, bad, where, offset, messages)
+                where = RecordPlace(file, part, number)
+                text = _text_of_json_line(line, field, bad, where, offset, messages)
                 offset += len(line)
                 del line  # frees memory: a line may be large
                 position = raw.tell() if is_compressed else offset
@@ -465,14 +467,14 @@ def _read_json_lines(
         except _DECOMPRESSION_ERRORS as error:
             if not is_compressed:
                 raise
-            what = f"damaged {_name_ending(file)} file ({error_message(error)})"
+            what = f"damaged {_compression_of(file)} file ({error_message(error)})"
             bad.leave_out(
-                number + 1, _RecordPlace(file, part, number + 1), "damaged compression", what
+                number + 1, RecordPlace(file, part, number + 1), "damaged compression", what
             )
 
 
-def _text_of_line(
-    line: bytes, field: str, bad: BadRecords, where: _RecordPlace, offset: int, messages: bool
+def _text_of_json_line(
+    line: bytes, field: str, bad: BadRecords, where: RecordPlace, offset: int, messages: bool
 ) -> Text | None:
     if len(line) >= LONG and not messages:
         long_text = text_of_long_json(line, field)
@@ -481,15 +483,15 @@ def _text_of_line(
     text = _decode_or_mend(line, bad, where, offset)
     if text is None:
         return None
-    return _json_text(text.removeprefix("\ufeff"), field, bad, where, messages)
+    return _text_of_json_record(text.removeprefix("\ufeff"), field, bad, where, messages)
 
 
 _DECOMPRESSION_ERRORS = (EOFError, OSError, zlib.error)  # gzip and pyarrow raise OSError
 
 
-def _decompressed(raw: Any, file: SourceFile) -> tuple[Any, bool]:
+def _decompressed_stream(raw: Any, file: SourceFile) -> tuple[Any, bool]:
     """Returns (stream of uncompressed lines, whether `raw` is compressed)."""
-    ending = _name_ending(file)
+    ending = _compression_of(file)
     if ending == "gzip":
         return gzip.open(raw), True
     if ending == "zstd":
@@ -497,50 +499,50 @@ def _decompressed(raw: Any, file: SourceFile) -> tuple[Any, bool]:
     return raw, False
 
 
-def has_no_checksum(file: SourceFile) -> bool:
+def lacks_zstd_checksum(file: SourceFile) -> bool:
     """Whether a local file is a frame of zstd without a checksum of its content (RFC 8878, 3.1.1).
-    Such a file may be damaged without an error.
+    Damage in a file without a checksum may cause no error.
     """
-    if _name_ending(file) != "zstd" or is_remote(os.fspath(file.path)):
+    if _compression_of(file) != "zstd" or is_remote(os.fspath(file.path)):
         return False
-    with _read_errors(file.path), file.path.open("rb") as stream:
+    with _read_errors_as_user_errors(file.path), file.path.open("rb") as stream:
         start = stream.read(5)
     return len(start) == 5 and start[:4] == b"\x28\xb5\x2f\xfd" and not start[4] & 4
 
 
-def _name_ending(file: SourceFile) -> str:
+def _compression_of(file: SourceFile) -> str:
     name = file.path.name.lower()
     if name.endswith(".gz"):
         return "gzip"
     return "zstd" if name.endswith(".zst") else ""
 
 
-def _read_json(
+def _read_json_file(
     file: SourceFile, part: Part, field: str, bad: BadRecords, messages: bool = False
 ) -> Iterator[Record]:
     """Reads a .json file, which holds either JSON lines or one array of records, as
     `_read_json_lines` does.
     """
     with file.path.open("rb") as raw:
-        stream, is_compressed = _decompressed(raw, file)
+        stream, is_compressed = _decompressed_stream(raw, file)
         try:
             first = stream.read(1 << 12)
             if first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-                yield from _read_array(file, part, first + stream.read(), field, bad, messages)
+                yield from _read_json_array(file, part, first + stream.read(), field, bad, messages)
                 return
         except _DECOMPRESSION_ERRORS as error:
             if not is_compressed:
                 raise
-            what = f"damaged {_name_ending(file)} file ({error_message(error)})"
-            bad.leave_out(0, _RecordPlace(file, part, 0), "damaged compression", what)
+            what = f"damaged {_compression_of(file)} file ({error_message(error)})"
+            bad.leave_out(0, RecordPlace(file, part, 0), "damaged compression", what)
             return
     yield from _read_json_lines(file, part, field, bad, messages)
 
 
-def _read_array(
+def _read_json_array(
     file: SourceFile, part: Part, data: bytes, field: str, bad: BadRecords, messages: bool
 ) -> Iterator[Record]:
-    where = _RecordPlace(file, part, 0)
+    where = RecordPlace(file, part, 0)
     content = _decode_or_mend(data, bad, where)
     del data
     if content is None:
@@ -548,19 +550,19 @@ def _read_array(
     decode = json.JSONDecoder().raw_decode
     number, position = 0, content.index("[") + 1
     while (found := _NEXT_ELEMENT.match(content, position)) and found[1] != "]":
-        where = _RecordPlace(file, part, number)
+        where = RecordPlace(file, part, number)
         try:
             _, end = decode(content, found.start(1))
         except (ValueError, RecursionError) as error:
             what = f"not JSON from element {number + 1} of the array on ({error})"
             bad.leave_out(number, where, "broken JSON", what)
             return
-        text = _json_text(content[found.start(1) : end], field, bad, where, messages)
+        text = _text_of_json_record(content[found.start(1) : end], field, bad, where, messages)
         number, position = number + 1, end
         yield Record(number - 1, text, file.size * end // len(content))
     if not found:
         what = f"not JSON: the array breaks off after element {number}"
-        bad.leave_out(number, _RecordPlace(file, part, number), "broken JSON", what)
+        bad.leave_out(number, RecordPlace(file, part, number), "broken JSON", what)
 
 
 _NEXT_ELEMENT = re.compile(r"\s*(?:,\s*)?([^\s,])")
@@ -569,8 +571,8 @@ _NEXT_ELEMENT = re.compile(r"\s*(?:,\s*)?([^\s,])")
 _ONE_RECORD_A_LINE = "expected JSON lines, with one record a line, or an array of records"
 
 
-def _json_text(
-    line: str, field: str, bad: BadRecords, where: _RecordPlace, messages: bool
+def _text_of_json_record(
+    line: str, field: str, bad: BadRecords, where: RecordPlace, messages: bool
 ) -> str | None:
     if not line.strip():
         return None
@@ -580,35 +582,39 @@ def _json_text(
         cause = error.__cause__
         breaks_off = isinstance(cause, json.JSONDecodeError) and cause.pos >= len(line.rstrip())
         hint = ": the record breaks off at the end of the line: " + _ONE_RECORD_A_LINE
-        bad.leave_out(where.number, where, "broken JSON", f"{error}{hint if breaks_off else ''}")
+        bad.leave_out(
+            where.index_in_part, where, "broken JSON", f"{error}{hint if breaks_off else ''}"
+        )
         return None
     found = fields.find_field(record, field)
     if found.fault:
         setting = "messages_field" if messages else "text_field"
         what = f"{found.fault}; name the right one with data.{setting}"
-        bad.leave_out(where.number, where, "no such field", what)
+        bad.leave_out(where.index_in_part, where, "no such field", what)
         return None
     value, where = found.value, dataclasses.replace(where, field=field)
     if messages:
-        unread = next(filter(None, map(conversations.find_ignored_fields, found.objects)), "")
-        if fault := conversations.find_fault(value) or unread:
-            bad.leave_out(where.number, where, "no conversation", fault)
+        unread = next(
+            filter(None, map(conversations.unrendered_tools_fault, found.objects_on_path)), ""
+        )
+        if fault := conversations.conversation_fault(value) or unread:
+            bad.leave_out(where.index_in_part, where, "no conversation", fault)
             return None
         value = conversations.messages_as_text(value)
-    return _text_or_mended(value, bad, where)
+    return _valid_or_mended_text(value, bad, where)
 
 
 def _read_parquet(
     file: SourceFile, part: Part, text_field: str, bad: BadRecords
 ) -> Iterator[Record]:
-    with file.path.open("rb") as stream, _parquet_read_errors(file.path):
+    with file.path.open("rb") as stream, _parquet_errors_as_user_errors(file.path):
         table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
-        _check_column(file, table.schema_arrow, text_field)
+        _check_text_column(file, table.schema_arrow, text_field)
         rows = [
             table.metadata.row_group(group).num_rows
             for group in range(table.metadata.num_row_groups)
         ]
-        groups = range(len(rows)) if is_whole_file(file, part) else range(part.start, part.stop)
+        groups = range(len(rows)) if covers_whole_file(file, part) else range(part.start, part.stop)
         count = max(sum(rows[group] for group in groups), 1)
         size = file.size * count // max(sum(rows), 1)
         number = 0
@@ -637,7 +643,7 @@ def _read_arrow(file: SourceFile, part: Part, text_field: str, bad: BadRecords) 
             if batch is None:
                 what = "no end marker after it: the file was cut short, or is still being written"
                 bad.leave_out(
-                    number, _RecordPlace(file, part, number, text_field), "cut short", what
+                    number, RecordPlace(file, part, number, text_field), "cut short", what
                 )
                 return
             for text in _column_texts(
@@ -657,13 +663,13 @@ def _arrow_batches(
     stream.seek(0)
     if has_footer:
         table = pyarrow.ipc.open_file(stream)
-        _check_column(file, table.schema, text_field)
+        _check_text_column(file, table.schema, text_field)
         yield from (table.get_batch(i) for i in range(table.num_record_batches))
         return
     end = 0
     while not end or end < file.size:
         reader = pyarrow.ipc.open_stream(stream)
-        _check_column(file, reader.schema, text_field)
+        _check_text_column(file, reader.schema, text_field)
         last = stream.tell()
         for batch in reader:
             last = stream.tell()
@@ -694,30 +700,30 @@ def _column_texts(
     Raises:
       pyarrow.ArrowInvalid: the column is damaged.
     """
-    _check_offsets(column)
+    _check_text_offsets(column)
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if pyarrow.types.is_string_view(column.type):
         column = column.cast(pyarrow.large_string())
     for i, value in enumerate(column):
-        where = _RecordPlace(file, part, number + i, text_field)
+        where = RecordPlace(file, part, number + i, text_field)
         if not value.is_valid:
-            yield _text_or_mended(None, bad, where)
+            yield _valid_or_mended_text(None, bad, where)
             continue
         data = value.as_buffer().to_pybytes()
         if is_long_text(data):
             yield data
             continue
         text = _decode_or_mend(data, bad, where)
-        yield None if text is None else _text_or_mended(text, bad, where)
+        yield None if text is None else _valid_or_mended_text(text, bad, where)
 
 
-def _check_offsets(column: pyarrow.Array) -> None:
+def _check_text_offsets(column: pyarrow.Array) -> None:
     """Raises pyarrow.ArrowInvalid unless all texts of a column lie in its buffers; without this
-    check, pyarrow would read memory beyond them. Whether they are UTF-8 is not checked.
+    check, pyarrow would read memory beyond them. The texts are not decoded.
     """
     if pyarrow.types.is_dictionary(column.type):
-        _check_offsets(column.dictionary)
+        _check_text_offsets(column.dictionary)
         indices = column.indices
         indices.validate(full=True)
         inside = pyarrow.compute.and_(
@@ -735,7 +741,7 @@ def _check_offsets(column: pyarrow.Array) -> None:
     column.view(binary[column.type]).validate(full=True)
 
 
-def _check_column(file: SourceFile, schema: pyarrow.Schema, text_field: str) -> None:
+def _check_text_column(file: SourceFile, schema: pyarrow.Schema, text_field: str) -> None:
     type_, fault = fields.column_type(schema, text_field)
     if type_ is None:
         raise UserError(f"{file.path}: {fault}; name the right one with data.text_field")
@@ -749,7 +755,7 @@ _Reader = Callable[[SourceFile, Part, str, BadRecords], Iterator[Record]]
 _READERS: dict[str, _Reader] = {
     **{f"jsonl{packed}": _read_json_lines for packed in ("", ".gz", ".zst")},
     **{f"ndjson{packed}": _read_json_lines for packed in ("", ".gz", ".zst")},
-    **{f"json{packed}": _read_json for packed in ("", ".gz", ".zst")},
+    **{f"json{packed}": _read_json_file for packed in ("", ".gz", ".zst")},
     "parquet": _read_parquet,
     "arrow": _read_arrow,
 }

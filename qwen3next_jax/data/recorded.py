@@ -1,5 +1,6 @@
-"""Texts that a model generated, with the experts that their tokens used: the files, and the data
-source "recorded", which trains on them with the same experts (router replay, 2510.11370).
+"""Recorded texts: texts that a model generated, with the experts that their tokens used. This
+module reads and writes files of recorded texts. It also has the data source "recorded", which
+trains on recorded texts with the same experts (router replay, 2510.11370).
 
 A file is a safetensors file of one text, with these arrays:
   tokens          [n], integers: the prompt and the new tokens.
@@ -31,7 +32,7 @@ from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, as_user_error, error_message, require, short_repr
 from qwen3next_jax.config import DataConfig, ModelConfig
 from qwen3next_jax.data import sources
-from qwen3next_jax.data.pipeline import Batch, Data, Epoch
+from qwen3next_jax.data.pipeline import Batch, DataSource, Epoch
 from qwen3next_jax.data.preparation import Progress
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 
@@ -61,17 +62,17 @@ class RecordedText(NamedTuple):
     Attributes:
       tokens: int32 [n].
       routed_experts: int16 [n, L, A]; -1 where the router is to choose.
-      prompt_tokens: the number of tokens at the start that are no targets.
-      model: the settings `_IDENTITY` of the model that generated the text; {} if unknown.
+      prompt_length: the number of tokens at the start that are no targets.
+      model_settings: the settings `_IDENTITY` of the model that generated the text; {} if unknown.
     """
 
     tokens: np.ndarray
     routed_experts: np.ndarray
-    prompt_tokens: int
-    model: dict[str, Any]
+    prompt_length: int
+    model_settings: dict[str, Any]
 
 
-def write_recorded(
+def write_recorded_text(
     folder: pathlib.Path,
     model: ModelConfig,
     tokens: np.ndarray,
@@ -111,11 +112,11 @@ def write_recorded(
     return path
 
 
-def read_recorded(path: os.PathLike) -> RecordedText:
-    """Reads a file.
+def read_recorded_text(path: os.PathLike) -> RecordedText:
+    """Reads a file with a recorded text.
 
     Raises:
-      UserError: it is no such file.
+      UserError: the file cannot be read, or holds something else.
     """
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
@@ -170,9 +171,9 @@ def read_recorded(path: os.PathLike) -> RecordedText:
     return RecordedText(tokens.astype(np.int64), padded, max(prompt_tokens, 1), model)
 
 
-def check_recorded(path: os.PathLike, text: RecordedText, model: ModelConfig) -> None:
-    """Raises UserError if the experts of a text cannot be those of `model`."""
-    for name, value in text.model.items():
+def check_recorded_text(path: os.PathLike, text: RecordedText, model: ModelConfig) -> None:
+    """Raises UserError if the recorded tokens and experts of a text do not fit `model`."""
+    for name, value in text.model_settings.items():
         own = getattr(model, name) if name in _IDENTITY else None
         require(
             value == own,
@@ -188,7 +189,7 @@ def check_recorded(path: os.PathLike, text: RecordedText, model: ModelConfig) ->
         f"{expected[0]} layers (model.num_hidden_layers) and {expected[1]} experts per token "
         "(model.num_experts_per_tok)",
     )
-    kinds = model.layer_kinds[:layers]  # without the layer of multi-token prediction
+    kinds = model.mixers_and_sparsity[:layers]  # without the layer of multi-token prediction
     sparse = [layer for layer, (_, experts) in enumerate(kinds) if experts]
     ids_NLA = np.sort(text.routed_experts[:, sparse], axis=-1)
     left_NL = np.all(ids_NLA == -1, axis=-1)
@@ -210,16 +211,16 @@ def check_recorded(path: os.PathLike, text: RecordedText, model: ModelConfig) ->
     )
 
 
-class RecordedData(Data):
+class RecordedData(DataSource):
     """The rows of recorded texts, one text in a row. The new tokens are the targets. Every epoch
     shuffles the texts anew. A share of `data.heldout_fraction` of the texts, at least one, is held
-    out; evaluations let the routers choose.
+    out. In evaluations, the routers choose the experts.
 
     Raises:
       UserError: there are fewer than two texts, or one is longer than a row.
     """
 
-    kinds = Data.kinds | {"target_mask": bool}
+    array_dtypes = DataSource.array_dtypes | {"target_mask": bool}
 
     def __init__(
         self,
@@ -233,9 +234,9 @@ class RecordedData(Data):
         self.batch_size, self.sequence_length = batch_size, sequence_length
         self._seed = config.seed
         self._labels, self._texts, contents = [], [], []
-        for label, path in _find_files(config):
-            text = read_recorded(path)
-            _check_length(path, text, sequence_length)
+        for label, path in _recorded_files(config):
+            text = read_recorded_text(path)
+            _check_fits_row(path, text, sequence_length)
             self._labels.append(label)
             self._texts.append(text)
             shapes = [r.routed_experts.shape[1:] for r in (text, self._texts[0])]
@@ -259,75 +260,75 @@ class RecordedData(Data):
         self.fingerprint = digests.sha256_json(identity)[:20]
         tokens = sum(len(self._texts[i].tokens) for i in self._train)
         count = len(self._train)
-        self.epochs = {self.fingerprint: Epoch("recorded texts", count, tokens, count)}
+        self.stream_epochs = {self.fingerprint: Epoch("recorded texts", count, tokens, count)}
 
     @staticmethod
     def tokenizer_of(config: DataConfig, vocab_size: int | None) -> Tokenizer:
         return load_tokenizer(config.tokenizer or "bytes", vocab_size, config.parse_tokens)
 
     @classmethod
-    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+    def settings_read(cls, config: DataConfig) -> tuple[str, ...] | None:
         return ("path", "tokenizer", "parse_tokens", "heldout_fraction")
 
     @staticmethod
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
-        for _, path in _find_files(config):
-            _check_length(path, read_recorded(path), sequence_length)
+        for _, path in _recorded_files(config):
+            _check_fits_row(path, read_recorded_text(path), sequence_length)
 
     @staticmethod
     def check_model(config: DataConfig, model: ModelConfig) -> None:
-        for _, path in _find_files(config):
-            check_recorded(path, read_recorded(path), model)
+        for _, path in _recorded_files(config):
+            check_recorded_text(path, read_recorded_text(path), model)
 
     def row(self, index: int) -> Batch:
-        return self._row_of_text(self._texts[self._number(index)])
+        return self._arrays_of_text(self._texts[self._text_index(index)])
 
     def heldout_row(self, index: int) -> Batch:
-        return self._row_of_text(self._texts[self._heldout[index]])
+        return self._arrays_of_text(self._texts[self._heldout[index]])
 
     def _heldout_indices(self, rows: int, source: str | None, least: int = 0) -> Sequence[int]:
         return range(min(rows, self.heldout_rows))
 
-    def names(self, index: int) -> list[str]:
-        return [self._labels[self._number(index)]]
+    def document_names_of_row(self, index: int) -> list[str]:
+        return [self._labels[self._text_index(index)]]
 
     def describe(self) -> dict[str, Any]:
         tokens = sum(len(text.tokens) for text in self._texts)
-        size = sum(int(self.tokenizer.token_bytes[r.tokens].sum()) for r in self._texts)
+        size = sum(int(self.tokenizer.token_byte_counts[r.tokens].sum()) for r in self._texts)
         return {
             "title": f"{len(self._texts):,} recorded texts, {tokens:,} tokens",
             "bits_per_nat": tokens / size / math.log(2) if size else None,
         }
 
-    def _number(self, index: int) -> int:
-        """Returns the number of the text of training row `index`."""
+    def _text_index(self, index: int) -> int:
+        """Returns the index of the text that training row `index` holds."""
         epoch, place = divmod(index, len(self._train))
         return self._train[
             np.random.default_rng([self._seed, epoch]).permutation(self._train.size)[place]
         ]
 
-    def _row_of_text(self, text: RecordedText) -> Batch:
+    def _arrays_of_text(self, text: RecordedText) -> Batch:
         n, rest = len(text.tokens), self.sequence_length - len(text.tokens)
         t = np.arange(self.sequence_length)
         return {
             "tokens": np.pad(text.tokens, (0, rest)).astype(np.int32),
             "segment_ids": (t < n).astype(np.int32),
-            "target_mask": (t >= text.prompt_tokens) & (t < n),
+            "target_mask": (t >= text.prompt_length) & (t < n),
             "expert_ids": np.pad(
                 text.routed_experts, ((0, rest), (0, 0), (0, 0)), constant_values=-1
             ),
         }
 
-    def _stack(self, rows: Sequence[Batch], count: int) -> Batch:
+    def _stack_rows(self, rows: Sequence[Batch], count: int) -> Batch:
         shape = (count, self.sequence_length, *self._texts[0].routed_experts.shape[1:])
         experts = np.full(shape, -1, np.int16)
         for b, row in enumerate(rows):
             experts[b] = row["expert_ids"]
-        plain = [{name: row[name] for name in self.kinds} for row in rows]
-        return super()._stack(plain, count) | {"expert_ids": experts}
+        plain = [{name: row[name] for name in self.array_dtypes} for row in rows]
+        return super()._stack_rows(plain, count) | {"expert_ids": experts}
 
 
-def _check_length(path: os.PathLike, text: RecordedText, sequence_length: int) -> None:
+def _check_fits_row(path: os.PathLike, text: RecordedText, sequence_length: int) -> None:
     require(
         len(text.tokens) <= sequence_length,
         f"{path}: {len(text.tokens)} tokens: expected at most train.sequence_length = "
@@ -335,7 +336,7 @@ def _check_length(path: os.PathLike, text: RecordedText, sequence_length: int) -
     )
 
 
-def _find_files(config: DataConfig) -> list[tuple[str, pathlib.Path]]:
+def _recorded_files(config: DataConfig) -> list[tuple[str, pathlib.Path]]:
     """Returns (label, path) of the files that `data.path` names: globs, or folders whose
     .safetensors files are taken.
     """
@@ -354,7 +355,7 @@ def _find_files(config: DataConfig) -> list[tuple[str, pathlib.Path]]:
         in_folder = f"{local_glob.escape(str(folder))}/*.safetensors"
         pattern = in_folder if folder.is_dir() else glob
         found += [
-            (file.label, pathlib.Path(file.path))
-            for file in sources.find_files_of_glob(pattern, "").files
+            (file.relative_path, pathlib.Path(file.path))
+            for file in sources.find_source_of_glob(pattern, "").files
         ]
     return found

@@ -1,4 +1,4 @@
-"""Reads chunks of rows of a shard that is in a bucket: only their bytes, never the whole shard.
+"""Reads single chunks of rows from a shard in a bucket, without downloading the whole shard.
 
 ArrayRecord's own reader, which verifies the hash of every chunk, needs a local file. So each shard
 gets a local sparse file of the same size, which takes no space on the disk. Before a chunk is read,
@@ -37,7 +37,8 @@ _CACHE_BYTES = 1 << 28  # of chunks in the memory of this process
 
 
 class RemoteShard:
-    """An open shard in a bucket. It has the methods of ArrayRecord's reader that `rows` uses.
+    """An open shard in a bucket. A RemoteShard has the methods of ArrayRecord's reader that `rows`
+    calls.
 
     Raises:
       ValueError: the shard has no index that can be read. StoreError: the bucket does not answer.
@@ -54,10 +55,10 @@ class RemoteShard:
         self._path, self._lock = path, threading.Lock()
         start = max(size - _TAIL, 0)
         tail = path.read_bytes(start, size)
-        index = _place_of_index(tail, size)
+        index = _offset_of_index(tail, size)
         if index < start:
             start, tail = index, path.read_bytes(index, start) + tail
-        self._places = _chunk_places(tail, start, index)
+        self._places = _chunk_offsets(tail, start, index)
         folder = tempfile.TemporaryDirectory(prefix="qwen3next-shard-")
         try:
             local = pathlib.Path(folder.name) / "shard"
@@ -86,9 +87,9 @@ class RemoteShard:
           IndexError, RuntimeError: a chunk is damaged or does not exist.
           StoreError: the bucket does not answer.
         """
-        return [self._read(position) for position in positions]
+        return [self._read_chunk(position) for position in positions]
 
-    def _read(self, position: int) -> bytes:
+    def _read_chunk(self, position: int) -> bytes:
         if (chunk := _cache.get((self._path, position))) is not None:
             return chunk
         start, stop = self._places[position], self._places[position + 1]
@@ -98,12 +99,14 @@ class RemoteShard:
             try:
                 (chunk,) = self._reader.read([position])
             finally:
-                self._cut_out(start, stop)
+                self._free_pages(start, stop)
         _cache.put((self._path, position), chunk)
         return chunk
 
-    def _cut_out(self, start: int, stop: int) -> None:
-        """Frees the pages of these bytes, except those that the index is in."""
+    def _free_pages(self, start: int, stop: int) -> None:
+        """Frees the pages of the local file that hold the bytes `start` … `stop` - 1, except the
+        pages of the file's header and index.
+        """
         start, stop = start // _PAGE * _PAGE, -(-stop // _PAGE) * _PAGE
         stop = min(stop, self._index // _PAGE * _PAGE)
         if start < _PAGE:  # the file's own header is there
@@ -120,7 +123,7 @@ class RemoteShard:
 _libc = ctypes.CDLL(None)
 
 
-class _Cache:
+class _ChunkCache:
     """Chunks that were read last, of all shards of this process: held-out rows, above all, are
     read again at every evaluation.
     """
@@ -145,48 +148,51 @@ class _Cache:
                 self._used -= len(self._kept.popitem(last=False)[1])
 
 
-_cache = _Cache(_CACHE_BYTES)
+_cache = _ChunkCache(_CACHE_BYTES)
 
 
-def _place_of_index(tail: bytes, size: int) -> int:
-    """Returns the place of the index in a shard of `size` bytes; `tail` are its last bytes."""
+def _offset_of_index(tail: bytes, size: int) -> int:
+    """Returns the offset of the index in a shard of `size` bytes, whose last bytes are `tail`."""
     if size % _BLOCK or size < 2 * _BLOCK:
         raise ValueError(f"{size} bytes are no ArrayRecord file")
     records = _chunk_records(tail, size - len(tail), size - _BLOCK)
-    fields = _message_fields(records[0])
+    fields = _protobuf_fields(records[0])
     if fields.get(2) != _MAGIC or not 0 < fields.get(1, 0) < size:
         raise ValueError("it does not end as an ArrayRecord file")
     return fields[1]
 
 
-def _chunk_places(tail: bytes, start: int, index: int) -> list[int]:
-    """Returns the place of every row's chunk, and, last, the end of the last one.
+def _chunk_offsets(tail: bytes, start: int, index: int) -> list[int]:
+    """Returns the offset of each chunk in the shard, and then the offset at which the last chunk
+    ends.
 
     Args:
       tail: the bytes of the shard from `start` on.
-      index: the place of the index.
+      index: the offset of the index in the shard.
     """
     _, *chunks = _chunk_records(tail, start, index)  # the first record describes the file
-    entries = [_message_fields(chunk) for chunk in chunks]
+    entries = [_protobuf_fields(chunk) for chunk in chunks]
     if any(entry.get(3, 0) != 1 for entry in entries):
         raise ValueError("it has chunks of several rows")
     return [entry.get(1, 0) for entry in entries] + [index]
 
 
 def _chunk_records(tail: bytes, start: int, place: int) -> list[bytes]:
-    """Returns the records of the chunk at `place`; `tail` are the bytes from `start` on."""
+    """Returns the records of the chunk at the offset `place`. `tail` are the shard's bytes from
+    `start` on.
+    """
     header, place = _without_block_headers(tail, start, place, _CHUNK_HEADER.size)
     _, size, _, kind, _ = _CHUNK_HEADER.unpack(header)
     if kind & 0xFF != ord("r") or size > len(tail):
         raise ValueError("it has no index where it should be")
     data, _ = _without_block_headers(tail, start, place, size)
     compression, length = data[:1], 0
-    length, at = _varint(data, 1)
+    length, at = _read_varint(data, 1)
     sizes = _decompressed(compression, data[at : at + length])
     values = _decompressed(compression, data[at + length :])
     records, at, begin = [], 0, 0
     while at < len(sizes):
-        count, at = _varint(sizes, at)
+        count, at = _read_varint(sizes, at)
         records.append(values[begin : begin + count])
         begin += count
     return records
@@ -216,12 +222,12 @@ def _decompressed(compression: bytes, data: bytes) -> bytes:
         raise ValueError("its index is compressed by another method than zstd")
     import pyarrow
 
-    size, at = _varint(data, 0)
+    size, at = _read_varint(data, 0)
     return pyarrow.Codec("zstd").decompress(data[at:], size).to_pybytes()
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns a number of Protocol Buffers' variable length, and the place after it."""
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Reads a Protocol Buffers varint at `at`. Returns (its value, the position after it)."""
     value = shift = 0
     while True:
         if at >= len(data) or shift > 63:
@@ -232,12 +238,12 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def _message_fields(message: bytes) -> dict[int, int]:
+def _protobuf_fields(message: bytes) -> dict[int, int]:
     """Returns number of field → value, for a Protocol Buffers message of integers."""
     found, at = {}, 0
     while at < len(message):
-        key, at = _varint(message, at)
+        key, at = _read_varint(message, at)
         if key & 7:
             raise ValueError("its index is damaged")
-        found[key >> 3], at = _varint(message, at)
+        found[key >> 3], at = _read_varint(message, at)
     return found

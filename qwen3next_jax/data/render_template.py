@@ -1,8 +1,8 @@
 """A program that renders a chat template: the prompt of a conversation, or whole conversations with
 the places of the assistant's turns.
 
-It runs in a process of its own because a template may come from an untrusted source, and jinja2's
-sandbox limits neither the time nor the memory that a template takes.
+The program runs in a process of its own because a template may come from an untrusted source, and
+jinja2's sandbox limits neither the time nor the memory that a template takes.
 `chat_template.ChatTemplate` runs this file by its path, so that the process imports jinja2 and
 nothing of this package.
 
@@ -40,21 +40,22 @@ import jinja2.sandbox
 _BEGIN, _END = "\0begin\0", "\0end\0"
 
 
-class Refused(Exception):
+class MessagesRefused(Exception):
     """Raised when the template calls raise_exception, with which templates refuse messages."""
 
 
-class Unclear(Exception):
+class TurnsUnclear(Exception):
     """Raised if the assistant's turns cannot be told from the rest of a conversation."""
 
 
-class Dateless(Exception):
+class MissingDate(Exception):
     """Raised if the template asks for the date and there is none."""
 
 
-class Generation(jinja2.ext.Extension):
-    """The block {% generation %} … {% endgeneration %}, in which templates write what the assistant
-    says. It writes its content between marks if `environment.marks` is true.
+class GenerationBlock(jinja2.ext.Extension):
+    """The block {% generation %} … {% endgeneration %}, in which chat templates write the text of
+    the assistant. If `environment.marks` is true, the block writes a mark before and after this
+    text.
     """
 
     tags = {"generation"}
@@ -81,7 +82,8 @@ class Renderer:
         may read.
       date: the day that the function `strftime_now` formats; "" for none.
       marks: whether the blocks {% generation %} of the template write marks around their content.
-      characters: the most characters that a rendered text may have; `text` cuts a longer one.
+      characters: the most characters that a rendered text may have; `render_text` cuts off the
+        rest.
 
     Attributes:
       has_marks: whether the template marks the assistant's turns.
@@ -91,18 +93,18 @@ class Renderer:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", Generation],
+            extensions=["jinja2.ext.loopcontrols", GenerationBlock],
         )
         environment.marks, environment.has_marks = marks, False
         environment.globals |= {name: value or "" for name, value in special.items()}
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _formatter_of(date)
+        environment.globals["raise_exception"] = _raise_refused
+        environment.globals["strftime_now"] = _strftime_now_for(date)
         environment.filters["tojson"] = _to_json
         self._template = environment.from_string(text)
         self.has_marks = environment.has_marks
         self._characters = characters
 
-    def text(self, messages: list, prompt: bool) -> str:
+    def render_text(self, messages: list, prompt: bool) -> str:
         """Returns the rendered text, cut off one character after the limit.
 
         Args:
@@ -110,7 +112,7 @@ class Renderer:
           prompt: whether the text ends with the beginning of the assistant's next turn.
 
         Raises:
-          Refused: the template refuses the messages.
+          MessagesRefused: the template refuses the messages.
           Exception: any error in the template.
         """
         pieces, available = [], self._characters + 1
@@ -121,44 +123,46 @@ class Renderer:
                 break
         return "".join(pieces)
 
-    def conversation(self, messages: list) -> dict:
+    def render_conversation(self, messages: list) -> dict:
         """Returns {"text", "turns"} of a conversation.
 
         Raises:
-          Unclear: the assistant's turns cannot be told from the rest.
+          TurnsUnclear: the assistant's turns cannot be told from the rest.
         """
-        whole = self.text(messages, prompt=False)
+        whole = self.render_text(messages, prompt=False)
         if len(whole) > self._characters:
             return {"text": whole, "turns": []}
         if self.has_marks:
-            return self._between_marks(whole)
-        return {"text": whole, "turns": self._by_turns(messages, whole)}
+            return self._remove_turn_marks(whole)
+        return {"text": whole, "turns": self._find_turns_by_prompts(messages, whole)}
 
-    def _between_marks(self, whole: str) -> dict:
+    def _remove_turn_marks(self, whole: str) -> dict:
         text, turns = "", []
         for i, piece in enumerate(whole.split(_BEGIN)):
             inside, found, outside = piece.partition(_END)
             if i and not found or not i and found or _END in outside:
-                raise Unclear("its blocks {% generation %} do not stand one after the other")
+                raise TurnsUnclear("its blocks {% generation %} do not stand one after the other")
             if i:
                 turns.append([len(text), len(text) + len(inside)])
             text += inside + outside
         return {"text": text, "turns": turns}
 
-    def _by_turns(self, messages: list, whole: str) -> list:
-        """Finds a turn of the assistant as the text that it adds to the prompt before it."""
+    def _find_turns_by_prompts(self, messages: list, whole: str) -> list:
+        """Returns [first character, end] of each turn of the assistant: of the text that the
+        assistant's message adds to the prompt before it.
+        """
         turns = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.text(messages[:i], prompt=True)
-            after = self.text(messages[: i + 1], prompt=False)
+            before = self.render_text(messages[:i], prompt=True)
+            after = self.render_text(messages[: i + 1], prompt=False)
             for name, begin, text in (
                 ("the prompt before it", before, after),
                 ("the conversation up to it", after, whole),
             ):
                 if not text.startswith(begin):
-                    raise Unclear(
+                    raise TurnsUnclear(
                         f"{name} (message {i + 1}) is not the beginning of what follows, and the "
                         "template has no {% generation %} blocks"
                     )
@@ -167,76 +171,76 @@ class Renderer:
 
 
 def render_request(request: dict) -> list[dict]:
-    """Returns the entry `rendered` of the answer."""
+    """Returns the list `rendered` of the program's output (described at the top of this file)."""
     limit, conversations = request["characters"], request.get("conversations")
     marks = conversations is not None
     renderer = Renderer(request["template"], request["special"], request["date"], marks, limit)
     if conversations is not None:
         found = []
         for messages in conversations:
-            _limit_time(request["seconds"])
-            found.append(_render_or_refuse(renderer.conversation, messages))
+            _limit_cpu_time(request["seconds"])
+            found.append(_render_or_explain(renderer.render_conversation, messages))
         return found
     if request.get("prompt") is None:
         return []
     return [
-        _render_or_refuse(
-            lambda messages: {"text": renderer.text(messages, True)}, request["prompt"]
+        _render_or_explain(
+            lambda messages: {"text": renderer.render_text(messages, True)}, request["prompt"]
         )
     ]
 
 
-def _render_or_refuse(render_one, messages: list) -> dict:
+def _render_or_explain(render_one, messages: list) -> dict:
     try:
         return render_one(messages)
-    except Refused as error:
+    except MessagesRefused as error:
         return {"refused": str(error)}
-    except Unclear as error:
+    except TurnsUnclear as error:
         return {"unclear": str(error)}
-    except Dateless:
+    except MissingDate:
         return {"dateless": True}
     except MemoryError:
         raise
     except Exception as error:
-        return {"error": _describe(error)}
+        return {"error": _describe_error(error)}
 
 
 def main() -> None:
     request = json.load(sys.stdin)
-    _set_limit(resource.RLIMIT_AS, request["bytes"])
-    _limit_time(request["seconds"])
+    _set_resource_limit(resource.RLIMIT_AS, request["bytes"])
+    _limit_cpu_time(request["seconds"])
     try:
         answer = {"rendered": render_request(request)}
     except MemoryError:
         answer = {"error": f"it needs more than {request['bytes'] >> 20} MiB of memory"}
     except Exception as error:
-        answer = {"error": _describe(error)}
+        answer = {"error": _describe_error(error)}
     json.dump(answer, sys.stdout)
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:1000]
 
 
-def _refuse(message: object):
+def _raise_refused(message: object):
     """Implements the function `raise_exception` of templates."""
-    raise Refused(str(message)[:1000])
+    raise MessagesRefused(str(message)[:1000])
 
 
-def _formatter_of(date: str):
+def _strftime_now_for(date: str):
     """Returns the function `strftime_now` of templates, which formats `date` in place of now."""
 
     def strftime_now(form: str) -> str:
         if not date:
-            raise Dateless
+            raise MissingDate
         return datetime.datetime.fromisoformat(date).strftime(form)
 
     return strftime_now
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Implements the filter `tojson` of templates. Unlike jinja2's own, it escapes no HTML, and
-    takes what transformers' filter takes.
+    """Implements the filter `tojson` of templates. Unlike jinja2's own filter, it escapes no HTML,
+    and takes the arguments of transformers' filter.
     """
     return json.dumps(
         value,
@@ -247,13 +251,13 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
     )
 
 
-def _limit_time(seconds: int) -> None:
-    """Ends this process when it has used so many more seconds of processor time."""
+def _limit_cpu_time(seconds: int) -> None:
+    """Makes the system end this process after `seconds` more seconds of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds)
+    _set_resource_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds)
 
 
-def _set_limit(which: int, maximum: int) -> None:
+def _set_resource_limit(which: int, maximum: int) -> None:
     """Sets the limit of one of this process's resources to `maximum`, or to the system's own limit
     if that is lower.
     """

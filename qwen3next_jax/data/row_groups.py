@@ -17,7 +17,7 @@ from qwen3next_jax.data import store as stores
 from qwen3next_jax.data.packing import Documents, Packer, Rows
 from qwen3next_jax.data.rows import RowWriter, shard_name, token_dtype
 from qwen3next_jax.data.store import Store
-from qwen3next_jax.data.tokenized_parts import TokenizedPart, open_part, open_weights
+from qwen3next_jax.data.tokenized_parts import TokenizedPart, open_part_tokens, open_part_weights
 from qwen3next_jax.data.tokens import Tokenizer
 
 _FORMAT = 2  # raise it when the same parts no longer give the same rows
@@ -31,7 +31,7 @@ _TOKENS_AT_ONCE = 1 << 20  # tokens of a part that are handed to the packers at 
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class RowRecipe:
     """Everything besides the tokens that determines the rows.
 
     Attributes:
@@ -70,91 +70,101 @@ class Statistics:
 
 
 @dataclasses.dataclass(frozen=True)
-class DividedDocument:
+class DocumentInBothSplits:
     """The document of a small source that is divided between the two splits, whatever its hash
     says, so that neither split is empty.
 
     Attributes:
-      part: index of the document's part, among the parts of the source that hold documents or, for
-        the attribute of a `Group`, in the group.
-      document: index of the document in its part.
-      train_tokens: number of the document's first tokens, without the end token, that are trained
-        on; the tokens after them are held out. Either part may be empty.
-      train_bytes: number of bytes of UTF-8 text that the first `train_tokens` tokens stand for.
+      part_index: index of the document's part, among the parts of the source that hold documents
+        or, for the attribute of a `Group`, in the group.
+      document_index: index of the document in its part.
+      train_token_count: number of the document's first tokens, without the end token, that are
+        trained on; the tokens after them are held out. Either part may be empty.
+      train_byte_count: number of bytes of UTF-8 text that the first `train_token_count` tokens
+        stand for.
     """
 
-    part: int
-    document: int
-    train_tokens: int
-    train_bytes: int
+    part_index: int
+    document_index: int
+    train_token_count: int
+    train_byte_count: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Consecutive tokenized parts of a source that are packed together."""
 
-    first: int  # index of the first part, among the parts of the source that hold documents
+    first_part: int  # index of the first part, among the parts of the source that hold documents
     parts: tuple[TokenizedPart, ...]
-    divided: DividedDocument | None  # its `part` is the index in the group
-    # whether no document is divided between rows: a long one loses its end
-    keep_whole: bool = False
+    document_in_both_splits: (
+        DocumentInBothSplits | None
+    )  # its `part_index` is the index in the group
+    # whether a document longer than a row loses its end instead of being divided between rows
+    truncate_documents: bool = False
 
     @property
-    def tokens(self) -> int:
+    def token_count(self) -> int:
         return sum(part.tokens for part in self.parts)
 
     @property
-    def token_bytes(self) -> int:
+    def token_itemsize(self) -> int:
         """The number of bytes of one token."""
         return np.dtype(self.parts[0].dtype).itemsize
 
     @property
-    def weighted(self) -> bool:
+    def has_loss_weights(self) -> bool:
         """Whether a part has loss weights."""
         return any(part.weights for part in self.parts)
 
 
 def group_parts(
-    parts: Sequence[TokenizedPart], divided: DividedDocument | None, keep_whole: bool = False
+    parts: Sequence[TokenizedPart],
+    divided: DocumentInBothSplits | None,
+    truncate_documents: bool = False,
 ) -> list[Group]:
     """Returns the groups of a source's parts, in the order of the parts.
 
     Args:
       parts: the parts of the source that hold documents.
       divided: the divided document of the source; None if there is none.
-      keep_whole: as in `Group`.
+      truncate_documents: as in `Group`.
     """
     found, first, tokens = [], 0, 0
     for i, part in enumerate(parts):
         tokens += part.tokens
         if tokens >= _GROUP_TOKENS or i + 1 == len(parts):
-            inside = divided is not None and first <= divided.part <= i
-            own = dataclasses.replace(divided, part=divided.part - first) if inside else None
-            found.append(Group(first, tuple(parts[first : i + 1]), own, keep_whole))
+            inside = divided is not None and first <= divided.part_index <= i
+            own = (
+                dataclasses.replace(divided, part_index=divided.part_index - first)
+                if inside
+                else None
+            )
+            found.append(Group(first, tuple(parts[first : i + 1]), own, truncate_documents))
             first, tokens = i + 1, 0
     return found
 
 
-def group_key(group: Group, recipe: Recipe) -> str:
+def group_key(group: Group, recipe: RowRecipe) -> str:
     """Returns a digest (20 hexadecimal digits) of everything that determines a group's rows."""
     parts = {
         "format": _FORMAT,
         # the parts; another name would give the rows of every run another digest
         "units": [part.identity for part in group.parts],
-        "divided": group.divided and dataclasses.astuple(group.divided),
+        "divided": group.document_in_both_splits
+        and dataclasses.astuple(group.document_in_both_splits),
         **dataclasses.asdict(recipe),
-        **({"keep_whole": _WHOLE_FORMAT} if group.keep_whole else {}),
+        **({"keep_whole": _WHOLE_FORMAT} if group.truncate_documents else {}),
     }
     return digests.sha256_json(parts)[:20]
 
 
-def folder_name(key: str) -> str:
+def group_folder_name(key: str) -> str:
     return f"rows/{key}"
 
 
-def pack_group(
+def write_group_rows(
     group: Group,
-    recipe: Recipe,
+    recipe: RowRecipe,
     store: Store,
     tokenizer: Tokenizer,
     progress: Callable[[int], None] = lambda _: None,
@@ -172,16 +182,16 @@ def pack_group(
       UserError: a part is damaged, or the folder cannot be written to.
     """
     key = group_key(group, recipe)
-    if store.exists(folder_name(key)):
+    if store.exists(group_folder_name(key)):
         return
     store.path("rows").mkdir(parents=True, exist_ok=True)
-    with store.new_folder(folder_name(key)) as directory:
+    with store.new_folder(group_folder_name(key)) as directory:
         length = recipe.row_length
         dtype = np.dtype(group.parts[0].dtype)
-        stored = token_dtype(dtype.name, group.weighted)
+        stored = token_dtype(dtype.name, group.has_loss_weights)
         writers = {side: RowWriter(directory, side, stored, length) for side in (TRAIN, HELDOUT)}
         packers = {
-            side: Packer(length, recipe.seed, keep_whole=group.keep_whole)
+            side: Packer(length, recipe.seed, keep_whole=group.truncate_documents)
             for side in (TRAIN, HELDOUT)
         }
         counts = {side: Statistics() for side in (TRAIN, HELDOUT)}
@@ -189,14 +199,14 @@ def pack_group(
         def write(side: str, packed: Iterable[Rows]) -> None:
             for rows in packed:
                 writers[side].write(rows)
-                padding = length * len(rows.ends) - int(rows.lengths.sum())
-                counts[side] += Statistics(rows=len(rows.ends), padding=padding)
+                padding = length * len(rows.row_ends_in_pieces) - int(rows.piece_lengths.sum())
+                counts[side] += Statistics(rows=len(rows.row_ends_in_pieces), padding=padding)
 
         done = 0
-        for side, documents, text_bytes, is_part in _read_documents(group, recipe, store):
+        for side, documents, text_bytes, is_part in _documents_of_group(group, recipe, store):
             done += len(documents.tokens)
-            if group.keep_whole:
-                documents, found = fit_conversations(documents, length, tokenizer)
+            if group.truncate_documents:
+                documents, found = cut_conversations_to_row(documents, length, tokenizer)
                 # A part of a divided conversation may lack its end, which the other part has.
                 counts[side] += dataclasses.replace(found, endless=0) if is_part else found
             else:
@@ -219,13 +229,13 @@ def pack_group(
             "fingerprint": key,
             "parts": [part.key for part in group.parts],
             "dtype": dtype.name,
-            **({"weighted": True} if group.weighted else {}),
+            **({"weighted": True} if group.has_loss_weights else {}),
             "rows_per_record": writers[TRAIN].rows_per_chunk,
             **dataclasses.asdict(recipe),
             "statistics": {side: dataclasses.asdict(found) for side, found in counts.items()},
             "shards": shards,
         }
-        stores.write_json(directory / METADATA, content)
+        stores.write_json_with_digest(directory / METADATA, content)
 
 
 # (split, documents of this split, number of bytes of their UTF-8 text, whether they are a part of
@@ -233,12 +243,16 @@ def pack_group(
 _Split = tuple[str, Documents, int, bool]
 
 
-def _read_documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Split]:
+def _documents_of_group(group: Group, recipe: RowRecipe, store: Store) -> Iterator[_Split]:
     """Yields the documents of a group, several at a time, in their order within each split."""
     for number, part in enumerate(group.parts):
-        tokens, table = open_part(store, part)
-        weights = open_weights(store, part)
-        divided = group.divided if group.divided and group.divided.part == number else None
+        tokens, table = open_part_tokens(store, part)
+        weights = open_part_weights(store, part)
+        divided = (
+            group.document_in_both_splits
+            if group.document_in_both_splits and group.document_in_both_splits.part_index == number
+            else None
+        )
         ends = table["end"].astype(np.int64)
         edges = [0]
         while edges[-1] < len(table):
@@ -246,25 +260,25 @@ def _read_documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Spl
             stop = int(np.searchsorted(ends, start + _TOKENS_AT_ONCE))
             edges.append(min(max(stop, edges[-1] + 1), len(table)))
         if divided:
-            edges = sorted({*edges, divided.document, divided.document + 1})
+            edges = sorted({*edges, divided.document_index, divided.document_index + 1})
         for first, stop in zip(edges, edges[1:]):
             start = int(ends[first - 1]) if first else 0
             some = table[first:stop]
             end = int(ends[stop - 1])
             own = np.asarray(tokens[start:end])
-            if group.weighted:
-                own = with_weights(own, 1 if weights is None else weights[start:end])
-            if divided and divided.document == first:
-                yield from _pieces_of_divided(own, some[0], number, divided)
+            if group.has_loss_weights:
+                own = with_loss_weights(own, 1 if weights is None else weights[start:end])
+            if divided and divided.document_index == first:
+                yield from _pieces_of_divided_document(own, some[0], number, divided)
             else:
                 yield from _documents_by_split(own, some, start, number, recipe.heldout_fraction)
 
 
-def fit_conversations(
+def cut_conversations_to_row(
     documents: Documents, row_length: int, tokenizer: Tokenizer
 ) -> tuple[Documents, Statistics]:
-    """Fits conversations into rows: each keeps its first `row_length` tokens, and those of which no
-    such token counts in the loss are left out.
+    """Cuts conversations to the length of a row: each keeps its first `row_length` tokens. A
+    conversation in which none of these tokens counts in the loss is left out.
 
     Args:
       documents: the conversations; their tokens have weights.
@@ -291,13 +305,16 @@ def fit_conversations(
     stays = fits & has_target[owner]
     lengths = np.minimum(sizes, row_length)[has_target]
     found = Documents(
-        tokens[stays], np.cumsum(lengths), documents.part, documents.records[has_target]
+        tokens[stays],
+        np.cumsum(lengths),
+        documents.part_index,
+        documents.record_indices[has_target],
     )
     ends = holders(counts & (tokens["token"] == tokenizer.eos_id))
     return found, Statistics(
         documents=len(lengths),
         cut_documents=int(is_cut.sum()),
-        text_bytes=int(tokenizer.token_bytes[tokens["token"][counts & stays]].sum()),
+        text_bytes=int(tokenizer.token_byte_counts[tokens["token"][counts & stays]].sum()),
         tokens=len(found.tokens),
         ignored=int((stays & ~counts).sum()),
         dropped=int((~stays).sum()),
@@ -306,7 +323,7 @@ def fit_conversations(
     )
 
 
-def describe_fit(counts: Statistics, row_length: int) -> str:
+def describe_long_conversations(counts: Statistics, row_length: int) -> str:
     """Returns a phrase about the conversations that are longer than a row of `row_length` tokens;
     "" if there are none.
     """
@@ -322,7 +339,7 @@ def describe_fit(counts: Statistics, row_length: int) -> str:
     )
 
 
-def with_weights(tokens: np.ndarray, weights: np.ndarray | int) -> np.ndarray:
+def with_loss_weights(tokens: np.ndarray, weights: np.ndarray | int) -> np.ndarray:
     """Returns tokens and their loss weights as one array of `rows.token_dtype`."""
     found = np.empty(len(tokens), token_dtype(tokens.dtype.name, True))
     found["token"], found["weight"] = tokens, weights
@@ -332,14 +349,15 @@ def with_weights(tokens: np.ndarray, weights: np.ndarray | int) -> np.ndarray:
 def _documents_by_split(
     tokens: np.ndarray, table: np.ndarray, start: int, part: int, heldout_fraction: float
 ) -> Iterator[_Split]:
-    """Yields consecutive documents of a part, those of each split together.
+    """Yields consecutive documents of a part: first those to train on, then those that are held
+    out.
 
     Args:
-      tokens: their tokens.
-      table: their `tokenized_parts.DOCUMENT` entries.
-      start: number of the part's tokens before them.
-      part: index of the part in its group.
-      heldout_fraction: as in `Recipe`.
+      tokens: the documents' tokens.
+      table: the documents' entries, of the dtype `tokenized_parts.DOCUMENT`.
+      start: number of the part's tokens before these documents.
+      part_index: index of the part in its group.
+      heldout_fraction: as in `RowRecipe`.
     """
     ends = table["end"].astype(np.int64) - start
     sizes = np.diff(ends, prepend=0)
@@ -360,21 +378,21 @@ def _documents_by_split(
             yield split, documents, int(table["bytes"][chosen].sum()), False
 
 
-def _pieces_of_divided(
-    tokens: np.ndarray, entry: np.void, part: int, divided: DividedDocument
+def _pieces_of_divided_document(
+    tokens: np.ndarray, entry: np.void, part: int, divided: DocumentInBothSplits
 ) -> Iterator[_Split]:
     """Yields the two pieces of a divided document.
 
     Args:
-      tokens: its tokens, with the end token.
-      entry: its `tokenized_parts.DOCUMENT` entry.
-      part: index of its part in the group.
-      divided: where it is divided.
+      tokens: the document's tokens, with the end token.
+      entry: the document's entry, of the dtype `tokenized_parts.DOCUMENT`.
+      part_index: index of its part in the group.
+      divided: where the document is divided.
     """
-    train, heldout = np.split(tokens[:-1], [divided.train_tokens])
-    heldout_bytes = int(entry["bytes"]) - divided.train_bytes
+    train, heldout = np.split(tokens[:-1], [divided.train_token_count])
+    heldout_bytes = int(entry["bytes"]) - divided.train_byte_count
     for split, piece, text_bytes in (
-        (TRAIN, train, divided.train_bytes),
+        (TRAIN, train, divided.train_byte_count),
         (HELDOUT, heldout, heldout_bytes),
     ):
         if len(piece):
@@ -384,7 +402,7 @@ def _pieces_of_divided(
             yield split, Documents(with_end, ends, part, records), text_bytes, True
 
 
-def read_metadata(directory: pathlib.Path) -> dict:
+def read_group_metadata(directory: pathlib.Path) -> dict:
     """Returns the content of `directory`/metadata.json, without its digest.
 
     Raises:
@@ -402,7 +420,7 @@ def read_metadata(directory: pathlib.Path) -> dict:
             "the folder was renamed or copied; give it its name back, or delete it to have the "
             "rows prepared again"
         )
-    if fault := _find_fault(content):
+    if fault := _metadata_fault(content):
         raise UserError(
             f"{directory / METADATA} is damaged ({fault}): delete {directory} to have it prepared "
             "again"
@@ -410,9 +428,9 @@ def read_metadata(directory: pathlib.Path) -> dict:
     return content
 
 
-def _find_fault(content: dict) -> str:
-    """Returns what is wrong with the content of a metadata.json; "" if nothing is. Its digest is
-    right, so another program, or a mistake in this one, wrote it.
+def _metadata_fault(content: dict) -> str:
+    """Returns what is wrong with the content of a metadata.json; "" if nothing is. The digest of
+    the metadata is right, so a fault comes from another program, or from a mistake in this one.
     """
     for name in ("row_length", "rows_per_record"):
         value = content.get(name)

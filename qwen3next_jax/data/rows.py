@@ -13,7 +13,7 @@ In folders whose metadata say `weighted`, each token is followed by its loss wei
 (`token_dtype`); in all others every token has the weight 1.
 
 A chunk of a shard, which ArrayRecord calls a record, holds `rows_per_record` rows, one after the
-other; the folder's metadata have this number. The last chunk of a shard may hold fewer.
+other; the folder's metadata have this number. The last chunk of a shard may hold fewer rows.
 
 ArrayRecord stores a hash of every chunk and verifies it at every read, so a damaged byte is an
 error and never a different token.
@@ -70,7 +70,7 @@ class PackedRow(NamedTuple):
 
     tokens: np.ndarray  # int32 [T]
     segment_ids: np.ndarray  # int32 [T]: 1 in the first piece, 2 in the second, …; 0 in padding
-    origins: list[tuple[int, int]]  # (file index, record number) of each piece's document
+    document_origins: list[tuple[int, int]]  # (file index, record number) of each piece's document
     loss_weights: np.ndarray | None = None  # float32 [T], 0 in padding; None: every token has 1
 
 
@@ -118,7 +118,9 @@ class RowWriter:
     def _write_chunk(self) -> None:
         if self._writer is None:
             self._path = self._directory / shard_name(self._split, len(self._shards))
-            self._writer = _array_record().ArrayRecordWriter(str(self._path), "group_size:1,zstd:1")
+            self._writer = _array_record_module().ArrayRecordWriter(
+                str(self._path), "group_size:1,zstd:1"
+            )
         with as_user_error(f"{self._path}: cannot be written", RuntimeError):
             self._writer.write(b"".join(self._waiting))
         self._waiting, self._in_chunk = [], 0
@@ -144,25 +146,29 @@ class RowWriter:
 
 def _encode_rows(rows: Rows, dtype: np.dtype) -> Iterator[list[memoryview]]:
     """Yields the bytes of each row as a shard stores them, in parts."""
-    counts = np.diff(rows.ends, prepend=0)  # pieces of each row
-    headers = np.empty(len(counts) + 3 * len(rows.lengths), _INTEGER)
+    counts = np.diff(rows.row_ends_in_pieces, prepend=0)  # pieces of each row
+    headers = np.empty(len(counts) + 3 * len(rows.piece_lengths), _INTEGER)
     header_ends = np.cumsum(1 + 3 * counts)
     header_starts = header_ends - 1 - 3 * counts
     headers[header_starts] = counts
     # index in `headers` of each piece's length
-    at = 1 + np.arange(len(rows.lengths)) + np.repeat(header_starts - rows.ends + counts, counts)
-    for i, column in enumerate((rows.lengths, rows.parts, rows.records)):
+    at = (
+        1
+        + np.arange(len(rows.piece_lengths))
+        + np.repeat(header_starts - rows.row_ends_in_pieces + counts, counts)
+    )
+    for i, column in enumerate((rows.piece_lengths, rows.part_indices, rows.record_indices)):
         headers[at + i * np.repeat(counts, counts)] = column
     tokens = np.ascontiguousarray(rows.tokens, dtype).view(np.uint8).data
-    starts = (rows.starts * dtype.itemsize).tolist()
-    stops = ((rows.starts + rows.lengths) * dtype.itemsize).tolist()
+    starts = (rows.piece_starts * dtype.itemsize).tolist()
+    stops = ((rows.piece_starts + rows.piece_lengths) * dtype.itemsize).tolist()
     pieces = [tokens[start:stop] for start, stop in zip(starts, stops, strict=True)]
     header_bytes = headers.view(np.uint8).data
     first = 0
     for start, stop, end in zip(
         (_INTEGER.itemsize * header_starts).tolist(),
         (_INTEGER.itemsize * header_ends).tolist(),
-        rows.ends.tolist(),
+        rows.row_ends_in_pieces.tolist(),
         strict=True,
     ):
         yield [header_bytes[start:stop], *pieces[first:end]]
@@ -170,7 +176,7 @@ def _encode_rows(rows: Rows, dtype: np.dtype) -> Iterator[list[memoryview]]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowTable:
+class ShardTable:
     """The shards of one split of a source, which may lie in several folders.
 
     The table consists of arrays, because a source may have several hundred thousand shards: S
@@ -182,13 +188,13 @@ class RowTable:
       dtype: name of the dtype of the tokens' ids.
       folders: bytes [F], names of the folders, in the order of the rows.
       rows_per_chunk: int64 [F], number of rows of each chunk in the folder's shards.
-      shard_ends: int64 [F], number of shards in the folders up to each folder, inclusive.
-      rows: int64 [S], number of rows of each shard.
-      sizes: int64 [S], number of bytes of each shard.
-      part_ends: int64 [F], number of parts in the folders up to each folder, inclusive.
-      origins: int64 [P, 2], for each part: the index of its file, and the number of the file's
+      folder_shard_ends: int64 [F], number of shards in the folders up to each folder, inclusive.
+      rows_per_shard: int64 [S], number of rows of each shard.
+      shard_bytes: int64 [S], number of bytes of each shard.
+      folder_part_ends: int64 [F], number of parts in the folders up to each folder, inclusive.
+      part_origins: int64 [P, 2], for each part: the index of its file, and the number of the file's
         records before the part. Shape [0, 2] if the origin of rows is not needed.
-      weighted: whether each token has a loss weight.
+      has_loss_weights: whether each token has a loss weight.
     """
 
     root: pathlib.Path
@@ -196,23 +202,23 @@ class RowTable:
     dtype: str
     folders: np.ndarray
     rows_per_chunk: np.ndarray
-    shard_ends: np.ndarray
-    rows: np.ndarray
-    sizes: np.ndarray
-    part_ends: np.ndarray
-    origins: np.ndarray
-    weighted: bool = False
+    folder_shard_ends: np.ndarray
+    rows_per_shard: np.ndarray
+    shard_bytes: np.ndarray
+    folder_part_ends: np.ndarray
+    part_origins: np.ndarray
+    has_loss_weights: bool = False
 
     @classmethod
-    def of(
+    def from_metadata(
         cls,
         split: str,
         directories: Sequence[pathlib.Path],
         metadata: Sequence[Mapping[str, Any]],
         part_ends: Sequence[int],
         origins: Sequence[tuple[int, int]],
-    ) -> "RowTable":
-        """Returns the table of folders that have the same parent.
+    ) -> "ShardTable":
+        """Returns the table of the shards in folders that have the same parent.
 
         Args:
           split: the split.
@@ -242,41 +248,41 @@ class RowTable:
             metadata[0].get("weighted", False),
         )
 
-    def directory(self, folder: int) -> pathlib.Path:
+    def folder_path(self, folder: int) -> pathlib.Path:
         return self.root / self.folders[folder].decode()
 
-    def folder_of(self, shard: int) -> int:
+    def folder_of_shard(self, shard: int) -> int:
         """Returns the index of the folder that holds a shard."""
-        return int(np.searchsorted(self.shard_ends, shard, "right"))
+        return int(np.searchsorted(self.folder_shard_ends, shard, "right"))
 
-    def shard(self, number: int) -> tuple[pathlib.Path, Shard]:
+    def path_and_shard(self, number: int) -> tuple[pathlib.Path, Shard]:
         """Returns the path of shard `number`, counted over all folders, and its description."""
-        folder = self.folder_of(number)
-        first = int(self.shard_ends[folder - 1]) if folder else 0
+        folder = self.folder_of_shard(number)
+        first = int(self.folder_shard_ends[folder - 1]) if folder else 0
         name = shard_name(self.split, number - first)
-        shard = Shard(name, int(self.rows[number]), int(self.sizes[number]))
-        return self.directory(folder) / name, shard
+        shard = Shard(name, int(self.rows_per_shard[number]), int(self.shard_bytes[number]))
+        return self.folder_path(folder) / name, shard
 
-    def paths(self) -> Iterator[str]:
+    def shard_paths(self) -> Iterator[str]:
         """Yields the paths of all shards, in their order."""
         first = 0
-        for name, end in zip(self.folders.tolist(), self.shard_ends.tolist(), strict=True):
+        for name, end in zip(self.folders.tolist(), self.folder_shard_ends.tolist(), strict=True):
             for i in range(end - first):
                 yield f"{self.root}/{name.decode()}/{shard_name(self.split, i)}"
             first = end
 
-    def check(self) -> None:
+    def check_shard_files(self) -> None:
         """Raises a UserError if a shard is missing or has the wrong size."""
         sizes: dict[str, int] = {}
         for i in range(len(self.folders)):
-            folder = self.directory(i)
+            folder = self.folder_path(i)
             sizes |= {str(folder / name): entry.size for name, entry in files_in(folder).items()}
-        for number in range(len(self.rows)):
-            path, shard = self.shard(number)
+        for number in range(len(self.rows_per_shard)):
+            path, shard = self.path_and_shard(number)
             if (size := sizes.get(str(path))) is None:
-                raise _damaged_error(path, "it is missing")
+                raise _damaged_shard_error(path, "it is missing")
             if size != shard.size:
-                raise _damaged_error(path, f"it has {size} bytes instead of {shard.size}")
+                raise _damaged_shard_error(path, f"it has {size} bytes instead of {shard.size}")
 
 
 def shard_name(split: str, number: int) -> str:
@@ -287,7 +293,7 @@ def shard_name(split: str, number: int) -> str:
 class RowReader:
     """Gives random access to the rows of one split. Several threads may use a reader at once.
 
-    A shard is opened when a row of it is read. All readers together keep at most `_MOST_OPEN`
+    A shard is opened when one of its rows is read. All readers together keep at most `_MOST_OPEN`
     shards open: those that were read last.
 
     Args:
@@ -299,13 +305,13 @@ class RowReader:
         process open no more files.
     """
 
-    def __init__(self, table: RowTable, row_length: int):
+    def __init__(self, table: ShardTable, row_length: int):
         self.table = table
         self.row_length = row_length
-        self._ends = np.cumsum(table.rows)  # [S]
-        raise_file_limit()
+        self._ends = np.cumsum(table.rows_per_shard)  # [S]
+        raise_open_file_limit()
         self._number = next(_reader_numbers)
-        weakref.finalize(self, _close_shards, self._number)
+        weakref.finalize(self, _close_shards_of_reader, self._number)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -313,26 +319,26 @@ class RowReader:
     def __getitem__(self, index: int) -> PackedRow:
         number = int(np.searchsorted(self._ends, index, "right"))
         position = int(index - (self._ends[number - 1] if number else 0))
-        path, shard = self.table.shard(number)
-        per_chunk = int(self.table.rows_per_chunk[self.table.folder_of(number)])
-        reader = _open_cached((self._number, number), lambda: _open_shard(path, shard, per_chunk))
+        path, shard = self.table.path_and_shard(number)
+        per_chunk = int(self.table.rows_per_chunk[self.table.folder_of_shard(number)])
+        reader = _cached_shard((self._number, number), lambda: _open_shard(path, shard, per_chunk))
         try:
             (chunk,) = reader.read([position // per_chunk])
-            return self._decode(chunk, number, path, position, position % per_chunk)
+            return self._decode_row(chunk, number, path, position, position % per_chunk)
         except StoreError as error:
             raise UserError(
                 f"shard {path}: row {position} cannot be read: {error_message(error)}",
                 error.exit_code,
             ) from error
         except (RuntimeError, IndexError, ValueError) as error:
-            raise _damaged_error(
+            raise _damaged_shard_error(
                 path, f"row {position} cannot be read: {error_message(error)}"
             ) from error
 
-    def _decode(
+    def _decode_row(
         self, chunk: bytes, number: int, path: pathlib.Path, position: int, in_chunk: int
     ) -> PackedRow:
-        dtype = token_dtype(self.table.dtype, self.table.weighted)
+        dtype = token_dtype(self.table.dtype, self.table.has_loss_weights)
         offset = 0
         for _ in range(in_chunk):  # skips the rows that stand before this one
             pieces = int.from_bytes(chunk[offset : offset + 4], "little")
@@ -346,23 +352,23 @@ class RowReader:
         )
         stored = np.frombuffer(chunk, dtype, int(lengths.sum()), offset + 4 + 12 * pieces)
         if len(stored) > self.row_length:
-            raise _damaged_error(
+            raise _damaged_shard_error(
                 path, f"row {position} holds {len(stored)} tokens, more than {self.row_length}"
             )
         tokens_T = np.zeros(self.row_length, np.int32)
         segment_ids_T = np.zeros(self.row_length, np.int32)
         weights_T = None
-        if self.table.weighted:
+        if self.table.has_loss_weights:
             weights_T = np.zeros(self.row_length, np.float32)
             weights_T[: len(stored)] = stored["weight"]
             stored = stored["token"]
         tokens_T[: len(stored)] = stored
         segment_ids_T[: len(stored)] = np.repeat(np.arange(1, pieces + 1, dtype=np.int32), lengths)
         files = parts
-        if len(self.table.origins):
-            folder = self.table.folder_of(number)
-            first_part = int(self.table.part_ends[folder - 1]) if folder else 0
-            files, before = self.table.origins[first_part + parts].T
+        if len(self.table.part_origins):
+            folder = self.table.folder_of_shard(number)
+            first_part = int(self.table.folder_part_ends[folder - 1]) if folder else 0
+            files, before = self.table.part_origins[first_part + parts].T
             records = before + records
         origins = list(zip(files.tolist(), records.tolist(), strict=True))
         return PackedRow(tokens_T, segment_ids_T, origins, weights_T)
@@ -376,10 +382,10 @@ _open_lock = (
 _reader_numbers = itertools.count()
 
 
-def _open_cached(key: tuple[int, int], open_it: Callable[[], Any]) -> Any:
-    """Returns the open shard `key`. If it is not open, it is opened with `open_it`; of more than
-    `_MOST_OPEN` open shards, those that were read longest ago are then dropped. A dropped shard
-    closes when the last thread that reads it has finished.
+def _cached_shard(key: tuple[int, int], open_it: Callable[[], Any]) -> Any:
+    """Returns the open shard `key`. A shard that is not open is opened with `open_it`. If more than
+    `_MOST_OPEN` shards are then open, the shards that were read longest ago are dropped. A dropped
+    shard closes when the last thread that reads it has finished.
     """
     with _open_lock:
         if key in _open:
@@ -393,7 +399,7 @@ def _open_cached(key: tuple[int, int], open_it: Callable[[], Any]) -> Any:
     return shard
 
 
-def _close_shards(reader: int) -> None:
+def _close_shards_of_reader(reader: int) -> None:
     with _open_lock:
         for key in list(_open):
             if key[0] == reader:
@@ -401,7 +407,7 @@ def _close_shards(reader: int) -> None:
 
 
 @functools.cache
-def raise_file_limit() -> None:
+def raise_open_file_limit() -> None:
     """Lets this process open as many files as its hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
@@ -409,22 +415,22 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _array_record() -> Any:
-    """Returns the ArrayRecord library. It is imported late, because a machine that only loads a
-    model may not have it.
+def _array_record_module() -> Any:
+    """Returns the ArrayRecord library. The library is imported late, because a machine that only
+    loads a model may not have it.
     """
     from array_record.python import array_record_module
 
     return array_record_module
 
 
-def _check_size(path: pathlib.Path, shard: Shard) -> None:
+def _check_shard_size(path: pathlib.Path, shard: Shard) -> None:
     try:
         size = os.stat(path).st_size
     except FileNotFoundError:
-        raise _damaged_error(path, "it is missing") from None
+        raise _damaged_shard_error(path, "it is missing") from None
     if size != shard.size:
-        raise _damaged_error(path, f"it has {size} bytes instead of {shard.size}")
+        raise _damaged_shard_error(path, f"it has {size} bytes instead of {shard.size}")
 
 
 def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_chunk: int) -> Any:
@@ -435,11 +441,11 @@ def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_chunk: i
         try:
             reader = RemoteShard(path, shard.size, open_array_record)
         except ValueError as error:
-            raise _damaged_error(path, str(error)) from error
+            raise _damaged_shard_error(path, str(error)) from error
         if (chunks := reader.num_records()) != expected:
-            raise _damaged_error(path, f"it has {chunks} chunks instead of {expected}")
+            raise _damaged_shard_error(path, f"it has {chunks} chunks instead of {expected}")
         return reader
-    _check_size(path, shard)
+    _check_shard_size(path, shard)
     reader = open_array_record(path)
     chunks = reader.num_records()
     if chunks != expected:
@@ -452,18 +458,18 @@ def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_chunk: i
                 f"shard {path} cannot be opened ({error_message(error)}); this process may open "
                 f"{limit} files: raise the limit with ulimit -n"
             ) from error
-        raise _damaged_error(path, f"it has {chunks} readable chunks instead of {expected}")
+        raise _damaged_shard_error(path, f"it has {chunks} readable chunks instead of {expected}")
     return reader
 
 
 def open_array_record(path: pathlib.Path) -> Any:
     """Opens a local ArrayRecord file for random access."""
-    return _array_record().ArrayRecordReader(
+    return _array_record_module().ArrayRecordReader(
         str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15
     )
 
 
-def _damaged_error(path: pathlib.Path, what: str) -> UserError:
+def _damaged_shard_error(path: pathlib.Path, what: str) -> UserError:
     return UserError(
         f"shard {path} is damaged ({what}): delete {path.parent} to have it prepared again"
     )

@@ -26,7 +26,7 @@ from qwen3next_jax.common.errors import (
     warn,
 )
 from qwen3next_jax.common.installation import how_to_install
-from qwen3next_jax.data.conversations import Chat
+from qwen3next_jax.data.conversations import ChatFormat
 
 STANDARD_LIBRARY = "Python standard library"
 _STDLIB_SKIPPED_DIRECTORIES = {
@@ -98,11 +98,11 @@ class SourceFile:
     path: epath.Path
     # path relative to the part of the glob before its first wildcard, with "/" between folders, so
     # that it stays the same when the whole tree is moved
-    label: str
+    relative_path: str
     # number of bytes on disk
     size: int
     # a local file's modification time, a remote object's checksum; "" if unknown
-    version: str
+    mtime_or_checksum: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +116,10 @@ class Source:
     bad_records: str = "stop"  # data.bad_records
     bad_records_limit: float = 1.0  # data.bad_records_limit
     # Whether no file matches the glob any more, but the tokens of the files that did are prepared;
-    # then the `version` of `files` is unknown.
+    # then the `mtime_or_checksum` of `files` is unknown.
     text_is_gone: bool = False
     # of records with messages: how they become tokens; then `text_field` is not read
-    chat: Chat | None = None
+    chat_format: ChatFormat | None = None
 
     @property
     def size(self) -> int:
@@ -131,7 +131,7 @@ class NothingFound(UserError):
     """A glob matches no file."""
 
 
-def find_files_of_glob(
+def find_source_of_glob(
     path: str, text_field: str, on_bad_text: str = "stop", bad_records: str = "stop"
 ) -> Source:
     """Finds the files of one glob.
@@ -151,13 +151,13 @@ def find_files_of_glob(
             STANDARD_LIBRARY, _standard_library_files(), text_field, on_bad_text, bad_records
         )
     found = _remote_files(path) if is_remote(path) else _local_files(path)
-    labels = {file.label for file in found}
+    labels = {file.relative_path for file in found}
     files = sorted(
-        (file for file in found if not _is_companion(file.label, labels)),
-        key=lambda file: file.label,
+        (file for file in found if not _is_companion(file.relative_path, labels)),
+        key=lambda file: file.relative_path,
     )
     if not files:
-        raise NothingFound(f"data.path {path!r} matches no file{_nearest_hint(path)}")
+        raise NothingFound(f"data.path {path!r} matches no file{_missing_path_hint(path)}")
     return Source(path, tuple(files), text_field, on_bad_text, bad_records)
 
 
@@ -166,7 +166,7 @@ def content_digest(file: SourceFile) -> str:
     then the SHA-256 of its size and checksum.
     """
     if is_remote(os.fspath(file.path)):
-        return digests.sha256(f"{file.size} {file.version}")
+        return digests.sha256(f"{file.size} {file.mtime_or_checksum}")
     with as_user_error(f"{file.path}: cannot be read", OSError):
         return digests.sha256_file(file.path)
 
@@ -175,8 +175,9 @@ def content_digest(file: SourceFile) -> str:
 
 
 def _is_companion(name: str, names: set[str]) -> bool:
-    """Whether `name` is no source of its own: the `.bin` of an `.idx` in `names`, or a file that
-    datatrove writes beside a `.ds` (`.ds.index` is read with it, the other two are not read).
+    """Whether the file `name` is not read by itself: it is the `.bin` of an `.idx` in `names`, or a
+    file that datatrove writes beside a `.ds`. `.ds.index` is read with its `.ds`; `.ds.metadata`
+    and `.ds.loss` are not read at all.
     """
     stem = name.removesuffix(".bin")
     datatrove = any(name.endswith(f".ds.{part}") for part in ("index", "metadata", "loss"))
@@ -199,13 +200,15 @@ def _local_files(path: str) -> list[SourceFile]:
         every = _distinct_files(
             _glob(os.path.join(local_glob.escape(expanded), "**", "*")), expanded
         )
-        if not (files := [file for file in every if file.label.lower().endswith(TEXT_SUFFIXES)]):
+        if not (
+            files := [file for file in every if file.relative_path.lower().endswith(TEXT_SUFFIXES)]
+        ):
             raise UserError(
                 f"data.path {path!r}: a folder without text files: expected names that end in "
                 f".txt, .md, .jsonl, .json, .parquet, .arrow, …; a pattern takes any, such as "
                 f"{path.rstrip('/')}/**/*.log"
             )
-        _warn_of_others(path, every, files)
+        _warn_of_unread_files(path, every, files)
         return files
     # A file whose name contains glob characters is still found when it is named exactly.
     found = [expanded] if os.path.exists(expanded) else _glob(expanded)
@@ -214,13 +217,15 @@ def _local_files(path: str) -> list[SourceFile]:
     )
 
 
-def _warn_of_others(path: str, every: Sequence[SourceFile], read: Sequence[SourceFile]) -> None:
+def _warn_of_unread_files(
+    path: str, every: Sequence[SourceFile], read: Sequence[SourceFile]
+) -> None:
     """Warns of the files of a folder that are not read."""
-    labels = {file.label for file in read}
+    labels = {file.relative_path for file in read}
     others = collections.Counter(
-        os.path.splitext(file.label)[1] or "without an ending"
+        os.path.splitext(file.relative_path)[1] or "without an ending"
         for file in every
-        if file.label not in labels
+        if file.relative_path not in labels
     )
     if others:
         kinds = join_first((f"{count} {ending}" for ending, count in others.most_common()), 5)
@@ -300,7 +305,7 @@ def _remote_files(path: str) -> list[SourceFile]:
     ]
 
 
-def _nearest_hint(path: str) -> str:
+def _missing_path_hint(path: str) -> str:
     """Returns a hint for messages: the first part of a local path that does not exist, and the
     existing names closest to it.
     """
@@ -337,6 +342,6 @@ def _standard_library_files() -> tuple[SourceFile, ...]:
     return tuple(
         sorted(
             (_local_file(os.fspath(file), os.fspath(root)) for file in files),
-            key=lambda file: file.label,
+            key=lambda file: file.relative_path,
         )
     )

@@ -1,9 +1,9 @@
 """Rows of tasks that need a state: the answer at a token depends on all tokens before it, and no
 token of the row shows the answer.
 
-A row holds inputs alone. The model is to predict the state after token t. This state is not the
-next token of the row; it is a label beside the tokens. So the model sees no earlier answer, from
-which the next one would follow in one step (a scratchpad).
+A row holds inputs alone. The model is to predict the state after token t. The state is not the next
+token of the row, but a label beside the tokens. So the model never sees its earlier answers. With
+them (a scratchpad), the next answer would follow in one step.
 
     parity            The inputs are bits; the label is the parity of the bits so far. A layer whose
                       state has transitions with positive eigenvalues alone cannot, at a finite
@@ -38,7 +38,7 @@ import numpy as np
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import DataConfig, ModelConfig, SyntheticConfig
-from qwen3next_jax.data.pipeline import Batch, Data
+from qwen3next_jax.data.pipeline import Batch, DataSource
 from qwen3next_jax.data.synthetic import HELDOUT_SPLIT, SyntheticData
 
 # Id 0 is no input and no label. The ids of a group's elements, and of numbers, begin after it.
@@ -54,12 +54,12 @@ class StateRow(NamedTuple):
       tokens: int32 [T], the inputs.
       labels: int32 [T]; labels[t + 1] is the id that the model is to predict after token t, instead
         of tokens[t + 1].
-      targets: bool [T], whether each label counts as a target.
+      target_mask: bool [T], whether each label counts as a target.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
-    targets: np.ndarray
+    target_mask: np.ndarray
 
 
 class StateRows:
@@ -80,95 +80,96 @@ class StateRows:
     ):
         self._length, self._vocab_size = length, vocab_size
         self._task = TASKS[task](options)
-        needed = self._task.vocab_size
+        needed = self._task.min_vocab_size
         require(
             vocab_size >= needed,
-            f"model.vocab_size = {vocab_size}: {task} needs {needed} ids: 0, {self._task.needs}",
+            f"model.vocab_size = {vocab_size}: {task} needs {needed} ids: 0, "
+            f"{self._task.id_meanings}",
         )
         require(
-            length >= self._task.length,
-            f"{task} rows have {length} tokens: expected at least {self._task.length}",
+            length >= self._task.min_row_length,
+            f"{task} rows have {length} tokens: expected at least {self._task.min_row_length}",
         )
         self._key = np.array([seed, split], np.uint64)
 
     def __getitem__(self, index: int) -> StateRow:
         rng = np.random.Generator(np.random.Philox(key=self._key, counter=[0, index, 0, 0]))
-        return self._task.make(rng, self._length, self._vocab_size)
+        return self._task.make_row(rng, self._length, self._vocab_size)
 
 
 class _Task(NamedTuple):
     """A task.
 
     Attributes:
-      make: function (random numbers, row length, size of the vocabulary) → a row.
-      vocab_size: the smallest vocabulary.
-      needs: what its ids stand for, for messages.
-      length: the smallest row length.
+      make_row: function (random numbers, row length, size of the vocabulary) → a row.
+      min_vocab_size: number of ids of the smallest vocabulary.
+      id_meanings: what its ids stand for, for messages.
+      min_row_length: number of tokens of the shortest row.
     """
 
-    make: Callable[[np.random.Generator, int, int], StateRow]
-    vocab_size: int
-    needs: str
-    length: int = 2
+    make_row: Callable[[np.random.Generator, int, int], StateRow]
+    min_vocab_size: int
+    id_meanings: str
+    min_row_length: int = 2
 
 
-def _addition_task(modulus: int) -> _Task:
+def _modular_addition_task(modulus: int) -> _Task:
     def make(rng: np.random.Generator, length: int, vocab_size: int) -> StateRow:
         inputs = rng.integers(0, modulus, length)
-        return _row_of_states(inputs, np.cumsum(inputs) % modulus)
+        return _row_with_state_labels(inputs, np.cumsum(inputs) % modulus)
 
     return _Task(make, FIRST_ID + modulus, f"and one for each number below {modulus}")
 
 
 def _word_problem_task(things: int, even: bool, max_moved: int) -> _Task:
-    elements = _permutations(things, even)
-    inputs = [i for i, element in enumerate(elements) if _moved_things(element) <= max_moved]
+    elements = _group_elements(things, even)
+    inputs = [i for i, element in enumerate(elements) if _count_moved_things(element) <= max_moved]
     require(
         len(inputs) > 1,
         f"data.synthetic.max_moved = {max_moved}: expected at least 3, as every even "
         "permutation but one moves three things or more",
     )
-    product = _product_table(things, even)
+    product = _group_product_table(things, even)
 
     def make(rng: np.random.Generator, length: int, vocab_size: int) -> StateRow:
         numbers = np.array(inputs)[rng.integers(0, len(inputs), length)]
         states = list(itertools.accumulate(numbers, lambda state, x: product[state, x]))
-        return _row_of_states(numbers, np.array(states))
+        return _row_with_state_labels(numbers, np.array(states))
 
     return _Task(make, FIRST_ID + len(product), f"and one for each of the {len(product)} elements")
 
 
-def _permutations(things: int, even: bool) -> list[tuple[int, ...]]:
-    """Returns the elements of a group. Element 0 changes nothing. `even`: whether only the even
-    permutations belong to it.
+def _group_elements(things: int, even: bool) -> list[tuple[int, ...]]:
+    """Returns the elements of a group of permutations; element 0 changes nothing. `even`: whether
+    only the even permutations belong to the group.
     """
     elements = list(itertools.permutations(range(things)))
     if even:
-        elements = [element for element in elements if not _inversions(element) % 2]
+        elements = [element for element in elements if not _inversion_count(element) % 2]
     return elements
 
 
-def _moved_things(permutation: tuple[int, ...]) -> int:
+def _count_moved_things(permutation: tuple[int, ...]) -> int:
     return sum(x != i for i, x in enumerate(permutation))
 
 
 @functools.cache
-def _product_table(things: int, even: bool) -> np.ndarray:
+def _group_product_table(things: int, even: bool) -> np.ndarray:
     """Returns the table of a group of permutations: [a, b] is the number of the element "first a,
     then b".
     """
-    elements = _permutations(things, even)
+    elements = _group_elements(things, even)
     number = {element: i for i, element in enumerate(elements)}
     return np.array(
         [[number[tuple(b[x] for x in a)] for b in elements] for a in elements], np.int64
     )
 
 
-def _inversions(element: tuple[int, ...]) -> int:
+def _inversion_count(element: tuple[int, ...]) -> int:
     return sum(a > b for a, b in itertools.combinations(element, 2))
 
 
-def _row_of_states(inputs: np.ndarray, states: np.ndarray) -> StateRow:
+def _row_with_state_labels(inputs: np.ndarray, states: np.ndarray) -> StateRow:
     """Makes a row whose label after each input is the state there."""
     labels = np.concatenate([[0], FIRST_ID + states[:-1]])
     targets = np.arange(len(inputs)) > 0
@@ -202,8 +203,8 @@ def _state_recall_task(keys: int) -> _Task:
 
 # Name of a task → function (settings) → the task.
 TASKS: dict[str, Callable[[SyntheticConfig], _Task]] = {
-    "parity": lambda options: _addition_task(2),
-    "modular_addition": lambda options: _addition_task(options.modulus),
+    "parity": lambda options: _modular_addition_task(2),
+    "modular_addition": lambda options: _modular_addition_task(options.modulus),
     "s3": lambda options: _word_problem_task(3, even=False, max_moved=options.max_moved),
     "a5": lambda options: _word_problem_task(5, even=True, max_moved=options.max_moved),
     "s5": lambda options: _word_problem_task(5, even=False, max_moved=options.max_moved),
@@ -225,10 +226,10 @@ class StateData(SyntheticData):
       UserError: the rows or the vocabulary are too small for the task.
     """
 
-    kinds = Data.kinds | {"labels": np.int32, "target_mask": bool}
+    array_dtypes = DataSource.array_dtypes | {"labels": np.int32, "target_mask": bool}
 
     @classmethod
-    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+    def settings_read(cls, config: DataConfig) -> tuple[str, ...] | None:
         return _SETTINGS.get(config.source, ())
 
     @staticmethod
@@ -243,22 +244,24 @@ class StateData(SyntheticData):
             "a label is of one position, not of a token that can be predicted earlier",
         )
 
-    def heldout_rows_of(self, length: int, count: int) -> list[StateRow]:
-        """Returns the first `count` held-out rows of another length."""
+    def heldout_rows_of_length(self, length: int, count: int) -> list[StateRow]:
+        """Returns the first `count` held-out rows of `length` tokens, which may differ from the
+        length of the other rows.
+        """
         rows = self.task_rows(self._config, length, self.tokenizer.vocab_size, HELDOUT_SPLIT)
         return [rows[i] for i in range(count)]
 
     def row(self, index: int) -> Batch:
-        return _as_batch(self._rows[index])
+        return _arrays_of_row(self._rows[index])
 
     def heldout_row(self, index: int) -> Batch:
-        return _as_batch(self._heldout[index])
+        return _arrays_of_row(self._heldout[index])
 
 
-def _as_batch(row: StateRow) -> Batch:
+def _arrays_of_row(row: StateRow) -> Batch:
     return {
         "tokens": row.tokens,
         "segment_ids": np.ones_like(row.tokens),
         "labels": row.labels,
-        "target_mask": row.targets,
+        "target_mask": row.target_mask,
     }

@@ -1,11 +1,12 @@
-"""The folder of prepared data. A file or folder appears in it whole or not at all, so any number of
-processes, on any hosts, may prepare into it at once and may be killed at any time.
+"""The folder of prepared data. Files and folders appear in it whole or not at all. So any number of
+processes, on any hosts, may write prepared data at once, and may be killed at any time.
 
 Names are relative to the folder. A file or folder is written in `.partial/`, under a name that no
 other process uses, and then gets its own name in one rename.
 
-In a bucket, files are written on the local disk and then uploaded. An object appears whole by
-itself; a folder is there once its `metadata.json` is, which is uploaded last.
+In a bucket, files are written on the local disk and then uploaded. An object in a bucket appears
+whole by itself. A folder in a bucket counts as present once it has its `metadata.json`, which is
+uploaded last.
 """
 
 import contextlib
@@ -45,11 +46,11 @@ class Store:
             return path.is_file() or (path / _LAST).is_file()
         return path.exists()
 
-    def names(self, pattern: str) -> list[str]:
+    def names_matching(self, pattern: str) -> list[str]:
         """Returns the names that match a glob, sorted."""
         return sorted(p.relative_to(self.root).as_posix() for p in self.root.glob(pattern))
 
-    def local(self, name: str) -> contextlib.AbstractContextManager[pathlib.Path]:
+    def local_copy_of(self, name: str) -> contextlib.AbstractContextManager[pathlib.Path]:
         """Yields a local path of the file `name`, downloaded if the store is in a bucket."""
         return local_copy(self.path(name))
 
@@ -75,9 +76,9 @@ class Store:
         return content
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Writes `content` and a digest of it as a JSON file."""
+        """Writes a JSON file with `content` and a digest of `content`."""
         with self.new_file(name) as path:
-            write_json(path, content)
+            write_json_with_digest(path, content)
 
     @contextlib.contextmanager
     def new_file(self, name: str) -> Iterator[pathlib.Path]:
@@ -92,7 +93,7 @@ class Store:
                 yield (path := pathlib.Path(folder) / "file")
                 self._upload(path, self.root / name)
             return
-        with self._partial() as path:
+        with self._new_partial_path() as path:
             yield path
             durable.fsync(path)
             self.path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,7 @@ class Store:
                 for file in sorted(path.iterdir(), key=lambda file: file.name == _LAST):
                     self._upload(file, self.root / name / file.name)
             return
-        with self._partial() as path:
+        with self._new_partial_path() as path:
             path.mkdir()
             yield path
             for file in path.iterdir():
@@ -136,7 +137,7 @@ class Store:
             ) from error
 
     @contextlib.contextmanager
-    def _partial(self) -> Iterator[pathlib.Path]:
+    def _new_partial_path(self) -> Iterator[pathlib.Path]:
         path = self.root / _PARTIAL / uuid.uuid4().hex
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +148,7 @@ class Store:
                 f"({error_message(error)})"
             ) from error
         finally:
-            _remove(path)
+            _remove_path(path)
 
     def remove_leftovers(self) -> None:
         """Removes the unfinished files and folders of killed processes of all hosts."""
@@ -157,7 +158,7 @@ class Store:
         if not leftovers:
             return
         try:
-            with self._partial() as probe:
+            with self._new_partial_path() as probe:
                 probe.touch()
                 now = (
                     probe.stat().st_mtime
@@ -169,10 +170,10 @@ class Store:
             with contextlib.suppress(OSError):
                 written = [path.stat().st_mtime, *(p.stat().st_mtime for p in path.glob("*"))]
                 if now - max(written) > LEASE_SECONDS:
-                    _remove(path)
+                    _remove_path(path)
 
 
-def _remove(path: pathlib.Path) -> None:
+def _remove_path(path: pathlib.Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -180,6 +181,6 @@ def _remove(path: pathlib.Path) -> None:
             path.unlink()
 
 
-def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes `content` and a digest of it as JSON."""
+def write_json_with_digest(path: pathlib.Path, content: dict[str, Any]) -> None:
+    """Writes a JSON file with `content` and a digest of `content` to `path`."""
     path.write_text(json.dumps(content | {"digest": digests.sha256_json(content)}, indent=1) + "\n")

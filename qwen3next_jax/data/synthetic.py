@@ -29,7 +29,7 @@ from etils import epath
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig, SyntheticConfig
-from qwen3next_jax.data.pipeline import Batch, Data
+from qwen3next_jax.data.pipeline import Batch, DataSource
 from qwen3next_jax.data.preparation import Progress
 from qwen3next_jax.data.tokens import Tokenizer
 
@@ -44,11 +44,11 @@ class TaskRow(NamedTuple):
 
     Attributes:
       tokens: int32 [T].
-      targets: bool [T], whether each token counts as a target.
+      target_mask: bool [T], whether each token counts as a target.
     """
 
     tokens: np.ndarray
-    targets: np.ndarray
+    target_mask: np.ndarray
 
 
 class TaskRows:
@@ -79,7 +79,7 @@ class TaskRows:
             )
         self._arguments = length, vocab_size, options
         self._key = np.array([seed, split], np.uint64)
-        self._chain = _markov_chain(vocab_size, seed) if task == "backcopy" else None
+        self._chain = _backcopy_chain(vocab_size, seed) if task == "backcopy" else None
 
     def __getitem__(self, index: int) -> TaskRow:
         # Philox has a counter of 256 bits, so every row has 2^64 draws of its own.
@@ -150,7 +150,7 @@ def _copy_row(
     return TaskRow(tokens.astype(np.int32), targets)
 
 
-def _markov_chain(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _backcopy_chain(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns (cumulative transition probabilities [V, V], whether each token is a trigger [V]) of
     the backcopy task of this seed.
     """
@@ -180,9 +180,9 @@ def _backcopy_row(
     return TaskRow(tokens.astype(np.int32), targets)
 
 
-class TaskTokens:
-    """The `Tokenizer` of a synthetic task. Its ids do not stand for text; they are written as
-    numbers.
+class TaskTokenizer:
+    """The `Tokenizer` of a synthetic task. The ids of a task do not stand for text, so text is a
+    list of numbers, such as "17 4 230".
     """
 
     reads_text = False
@@ -190,7 +190,7 @@ class TaskTokens:
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
-        self.token_bytes = np.zeros(vocab_size, np.int32)
+        self.token_byte_counts = np.zeros(vocab_size, np.int32)
         self.fingerprint = digests.sha256(f"{vocab_size} ids of a synthetic task")
 
     def encode(self, text: str) -> np.ndarray:
@@ -211,14 +211,14 @@ class TaskTokens:
         """Writes nothing, so the Hugging Face directory has no tokenizer.json."""
 
 
-class SyntheticData(Data):
+class SyntheticData(DataSource):
     """The rows of a task. Each row is made when it is read.
 
     Raises:
       UserError: the rows or the vocabulary are too small for the task.
     """
 
-    kinds = Data.kinds | {"target_mask": bool}
+    array_dtypes = DataSource.array_dtypes | {"target_mask": bool}
     heldout_rows = 1024  # the default number; a task can make any number of rows
 
     def __init__(
@@ -249,10 +249,10 @@ class SyntheticData(Data):
 
     @staticmethod
     def tokenizer_of(config: DataConfig, vocab_size: int) -> Tokenizer:
-        return TaskTokens(vocab_size)
+        return TaskTokenizer(vocab_size)
 
     @classmethod
-    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+    def settings_read(cls, config: DataConfig) -> tuple[str, ...] | None:
         if cls is not SyntheticData:  # a subclass may read any setting
             return None
         return ("synthetic.pairs", "synthetic.gap_power") if config.source == "mqar" else ()
@@ -267,21 +267,21 @@ class SyntheticData(Data):
         return TaskRows(config.source, length, vocab_size, config.synthetic, config.seed, split)
 
     def row(self, index: int) -> Batch:
-        return _task_row(self._rows[index])
+        return _arrays_of_row(self._rows[index])
 
     def heldout_row(self, index: int) -> Batch:
-        return _task_row(self._heldout[index])
+        return _arrays_of_row(self._heldout[index])
 
-    def names(self, index: int) -> list[str]:
+    def document_names_of_row(self, index: int) -> list[str]:
         return [f"{self.task}:{index}"]
 
     def describe(self) -> dict[str, Any]:
         return {"title": f"synthetic task {self.task}", "bits_per_nat": None}
 
 
-def _task_row(row: TaskRow) -> Batch:
+def _arrays_of_row(row: TaskRow) -> Batch:
     return {
         "tokens": row.tokens,
         "segment_ids": np.ones_like(row.tokens),
-        "target_mask": row.targets,
+        "target_mask": row.target_mask,
     }

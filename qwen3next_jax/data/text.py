@@ -1,4 +1,4 @@
-"""The texts of documents, short and long.
+"""Functions for the texts of documents, short and long.
 
 Python holds a text in one, two or four bytes per character: a single emoji makes it four for a text
 that is ASCII otherwise. A long text is therefore held as UTF-8 and decoded in pieces.
@@ -68,15 +68,15 @@ def _is_utf8(data: bytes) -> bool:
 
 def text_of_long_json(line: bytes, field: str) -> Text | None:
     """Returns the text in a field of a long JSON object, if the object has no fault. Returns None
-    if it has one, or if the field holds no text.
+    if the object has a fault, or if the field holds no text.
 
-    The syntax of JSON is ASCII. So the object is decoded as Latin-1, one byte a character, and a
-    string that is found in it is encoded as Latin-1 to give the bytes of its UTF-8 text.
+    The syntax of JSON is ASCII. So the whole object is decoded as Latin-1, one character per byte;
+    the string in the field is then encoded as Latin-1, which gives back its UTF-8 bytes.
     """
     if not _is_utf8(line):
         return None
     try:
-        plain = _without_escapes(line.removeprefix(codecs.BOM_UTF8)).decode("latin-1")
+        plain = _without_unicode_escapes(line.removeprefix(codecs.BOM_UTF8)).decode("latin-1")
         value = fields.find_field(json_files.parse(plain), field.encode().decode("latin-1")).value
     except ValueError:
         return None
@@ -87,7 +87,7 @@ def text_of_long_json(line: bytes, field: str) -> Text | None:
     return utf8 if len(utf8) >= LONG else utf8.decode()
 
 
-def _without_escapes(line: bytes) -> bytes | bytearray:
+def _without_unicode_escapes(line: bytes) -> bytes | bytearray:
     """Returns a line of JSON with UTF-8 in place of the escapes of characters beyond ASCII.
 
     Raises:
@@ -108,8 +108,8 @@ def _without_escapes(line: bytes) -> bytes | bytearray:
 def batches_by_size[T](
     items: Iterable[T], size: Callable[[T], int], limit: int
 ) -> Iterator[list[T]]:
-    """Yields consecutive items in lists. A list ends with the item at which its sizes reach
-    `limit`.
+    """Yields consecutive items in lists. A list ends with the item at which the sum of its items'
+    sizes reaches `limit`.
     """
     batch, total = [], 0
     for item in items:

@@ -43,9 +43,9 @@ def token_format(name: str) -> str:
     return next((kind for ending, kind in endings.items() if name.endswith(ending)), "")
 
 
-def companion(path: pathlib.Path) -> pathlib.Path | None:
-    """Returns the second file or folder that is needed to read a file of tokens; None if there is
-    none.
+def companion_path(path: pathlib.Path) -> pathlib.Path | None:
+    """Returns the second file or folder that is needed to read a file of tokens; None if the file
+    is read alone.
     """
     if path.name.endswith(".idx"):
         return path.with_suffix(".bin")
@@ -55,10 +55,10 @@ def companion(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def companion_files(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the companion of a file of tokens, or all files in it if it is a folder, sorted.
-    Empty if there is none.
+    """Returns the files that are read with a file of tokens: its `companion_path` or, if this is a
+    folder, all files in the folder, sorted.
     """
-    other = companion(path)
+    other = companion_path(path)
     if other is None:
         return []
     if other.is_dir():
@@ -76,7 +76,7 @@ def read_token_file(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np
     """
     path = pathlib.Path(file.path)
     require(not is_remote(str(file.path)), f"{path}: files of tokens are read from a local disk")
-    other = companion(path)
+    other = companion_path(path)
     require(other is None or other.exists(), f"{path}: {other} is missing beside it")
     reader = {
         "megatron": _open_megatron,
@@ -109,7 +109,7 @@ def read_token_file(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np
         yield ids.astype(np.int32), file.size * stop // len(tokens)
 
 
-def _check_ends(path: pathlib.Path, ends: np.ndarray, tokens: int) -> None:
+def _check_document_ends(path: pathlib.Path, ends: np.ndarray, tokens: int) -> None:
     """Raises a UserError unless documents with these ends cover all tokens in order."""
     is_ordered = bool((ends >= 0).all() and (ends[1:] >= ends[:-1]).all())
     require(
@@ -182,7 +182,7 @@ def _open_megatron(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray
     )
     after = np.concatenate([[0], np.cumsum(lengths)])
     ends = after[firsts[firsts > 0]]
-    _check_ends(path, ends, in_all)
+    _check_document_ends(path, ends, in_all)
     return tokens, ends
 
 
@@ -194,7 +194,7 @@ def _open_datatrove(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarra
         f"{path}: {len(tokens)} tokens of {tokens.itemsize} bytes; its index ends at "
         f"{ends[-1] if len(ends) else 'nothing'}: it is cut short, or of another tokenizer",
     )
-    _check_ends(path, ends, len(tokens))
+    _check_document_ends(path, ends, len(tokens))
     return tokens, ends
 
 
@@ -205,7 +205,7 @@ class _LevanterArray:
       folder: the array's folder.
 
     Attributes:
-      length: number of entries, which `check_chunks` sets.
+      length: number of entries, which `set_checked_length` sets.
 
     Raises:
       UserError: the folder holds no such array; or, when a slice is taken, it is damaged.
@@ -234,10 +234,10 @@ class _LevanterArray:
             f"of at most {_READ_AT_ONCE}, and at most as many in a file",
         )
 
-    def check_chunks(self, length: int) -> None:
+    def set_checked_length(self, length: int) -> None:
         """Sets the number of entries, and raises UserError unless there are files for all of them.
-        For a file that is missing, TensorStore would give zeros. (It gives them, too, for a chunk
-        that a file leaves out; that is what its writer did with a chunk of zeros.)
+        For a missing file, TensorStore would return zeros. (TensorStore also returns zeros for a
+        chunk that is missing in a file, and rightly so: its writer leaves out chunks of zeros.)
         """
         require(
             0 < length <= self._array.shape[0],
@@ -274,19 +274,19 @@ def _open_levanter(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[_LevanterA
     require(bool(finished), f"{path}: the cache is not finished, by what it says")
     folder = path.parent / "input_ids"
     offsets, data = _LevanterArray(folder / "offsets"), _LevanterArray(folder / "data")
-    offsets.check_chunks(1)
+    offsets.set_checked_length(1)
     documents = int(offsets[0:1][0])
     require(
         0 < documents < _MOST, f"{folder / 'offsets'}: damaged, or empty: {documents} documents"
     )
-    offsets.check_chunks(documents + 1)
+    offsets.set_checked_length(documents + 1)
     ends = offsets[1 : documents + 1]
     last = int(ends[-1])
     require(
         0 < last < _MOST and bool((ends >= 0).all() and (ends[1:] >= ends[:-1]).all()),
         f"{path}: its {documents} offsets end at {last}: damaged, or empty",
     )
-    data.check_chunks(last)
+    data.set_checked_length(last)
     return data, ends.astype(np.int64)
 
 

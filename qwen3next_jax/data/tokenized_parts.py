@@ -1,10 +1,10 @@
-"""Tokenized parts. One holds the tokens of a part of a file (`readers.file_parts`): it is made
-once, and all preparations that need these tokens share it.
+"""Tokenized parts. A tokenized part holds the tokens of a part of a file (`readers.file_parts`).
+Each tokenized part is made once, and shared by all preparations that need its tokens.
 
 A tokenized part with key "ab…" consists of the file `tokens/ab/<key>.tokens` and of its manifest
 `tokens/ab/<key>.json`, which is written last. The key is a digest of everything that determines the
 tokens: the part's bytes, the settings for reading them, the tokenizer, and the versions of the
-libraries that tokenize. It does not depend on the path of the source file, the row length, the
+libraries that tokenize. The key does not depend on the path of the source file, the row length, the
 seed, the held-out fraction, or the process that makes the part.
 
 The file of tokens holds the tokens of one document after the other, as little-endian uint16 or
@@ -26,9 +26,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import OlderVersion, UserError, require
+from qwen3next_jax.common.errors import UserError, WrittenByOlderVersion, require
 from qwen3next_jax.data import conversations, fast_bpe, readers, token_files
-from qwen3next_jax.data.conversations import Chat
+from qwen3next_jax.data.conversations import ChatFormat
 from qwen3next_jax.data.readers import BadRecords, Part, Record
 from qwen3next_jax.data.sources import SourceFile
 from qwen3next_jax.data.store import Store
@@ -61,7 +61,7 @@ class TokenizeJob:
       on_bad_text: `data.on_bad_text`.
       bad_records: `data.bad_records`.
       digest: `readers.part_digest` of the part; "" if it is not computed yet.
-      chat: how the conversations of the part become tokens; None: it holds texts.
+      chat_format: how the conversations of the part become tokens; None: it holds texts.
     """
 
     file: SourceFile
@@ -70,19 +70,19 @@ class TokenizeJob:
     on_bad_text: str = "stop"
     bad_records: str = "stop"
     digest: str = ""
-    chat: Chat | None = None
+    chat_format: ChatFormat | None = None
 
     @property
     def holds_texts(self) -> bool:
         """Whether the file holds documents of text, neither conversations nor tokens."""
-        return not self.chat and not token_files.token_format(self.file.path.name.lower())
+        return not self.chat_format and not token_files.token_format(self.file.path.name.lower())
 
     @property
     def size(self) -> int:
         """The number of bytes of the part on disk; an estimate for a part of a Parquet file."""
-        if readers.is_whole_file(self.file, self.part):
+        if readers.covers_whole_file(self.file, self.part):
             return self.file.size
-        if readers.reader_name(self.file) == "parquet":  # its parts are counted in row groups
+        if readers.file_format(self.file) == "parquet":  # its parts are counted in row groups
             return readers._PART_BYTES
         return self.part.stop - self.part.start
 
@@ -122,8 +122,8 @@ class FileChanged(UserError):
 
 
 def part_key(job: TokenizeJob, tokenizer: Tokenizer) -> str:
-    """Returns the key of the tokenized part of `job`, whose digest must be known."""
-    kind = readers.reader_name(job.file)
+    """Returns the key of the tokenized part of `job`. `job.digest` must be known."""
+    kind = readers.file_format(job.file)
     parts: dict[str, Any] = {
         "format": FORMAT,
         "content": job.digest,
@@ -133,30 +133,30 @@ def part_key(job: TokenizeJob, tokenizer: Tokenizer) -> str:
         "bad_records": job.bad_records,
         "tokenizer": tokenizer.fingerprint,
         "parse_tokens": sorted(tokenizer.parse_tokens),
-        "libraries": {**tokenizer.libraries, "unicodedata": unicodedata.unidata_version},
+        "libraries": {**tokenizer.library_versions, "unicodedata": unicodedata.unidata_version},
     }
-    if job.chat:
-        parts |= {"text_field": "", "chat": job.chat.identity, "libraries": {}}
+    if job.chat_format:
+        parts |= {"text_field": "", "chat": job.chat_format.identity, "libraries": {}}
     return digests.sha256_json(parts)[:32]
 
 
-def _stored_name(key: str, suffix: str) -> str:
+def _file_name_in_store(key: str, suffix: str) -> str:
     return f"tokens/{key[:2]}/{key}.{suffix}"  # 256 folders keep each folder small
 
 
-def find_part(store: Store, key: str) -> TokenizedPart | None:
+def find_part_by_key(store: Store, key: str) -> TokenizedPart | None:
     """Returns the part with this key; None if it is not finished.
 
     Raises:
       UserError: the part's manifest is damaged.
     """
-    name = _stored_name(key, "json")
+    name = _file_name_in_store(key, "json")
     try:
         content = store.read_json(name)
     except FileNotFoundError:
         return None
     if "miscounted_bytes" not in content:
-        raise OlderVersion(store.path(name))
+        raise WrittenByOlderVersion(store.path(name))
     if content.get("key") != key:
         raise UserError(
             f"{store.path(name)}: it is the manifest of {content.get('key')}: it was renamed; "
@@ -174,10 +174,12 @@ def find_part(store: Store, key: str) -> TokenizedPart | None:
 
 
 def find_part_of_job(store: Store, job: TokenizeJob, tokenizer: Tokenizer) -> TokenizedPart | None:
-    """Returns the part of `job`, whose digest must be known; None if it is not finished."""
-    part = find_part(store, part_key(job, tokenizer))
-    if part is None and tokenizer.fallback:
-        part = find_part(store, part_key(job, tokenizer.fallback))
+    """Returns the tokenized part of `job`, or None if it is not finished. `job.digest` must be
+    known.
+    """
+    part = find_part_by_key(store, part_key(job, tokenizer))
+    if part is None and tokenizer.slower_tokenizer:
+        part = find_part_by_key(store, part_key(job, tokenizer.slower_tokenizer))
     return part
 
 
@@ -200,7 +202,7 @@ def tokenize_part(
 
     Raises:
       UserError: the input cannot be read.
-      Changed: the part changed while it was being read.
+      FileChanged: the part changed while it was being read.
     """
     if not job.digest:
         digest = readers.part_digest(job.file, job.part, job.text_field)
@@ -208,13 +210,13 @@ def tokenize_part(
     if part := find_part_of_job(store, job, tokenizer):
         return job.digest, part
     try:
-        return job.digest, _tokenize_part(job, tokenizer, store, progress)
+        return job.digest, _write_tokenized_part(job, tokenizer, store, progress)
     except fast_bpe.DifferentIds:
-        assert tokenizer.fallback
-        return job.digest, _tokenize_part(job, tokenizer.fallback, store, progress)
+        assert tokenizer.slower_tokenizer
+        return job.digest, _write_tokenized_part(job, tokenizer.slower_tokenizer, store, progress)
 
 
-def _tokenize_part(
+def _write_tokenized_part(
     job: TokenizeJob, tokenizer: Tokenizer, store: Store, progress: Callable[[int], None]
 ) -> TokenizedPart:
     key = part_key(job, tokenizer)
@@ -227,11 +229,11 @@ def _tokenize_part(
     with contextlib.ExitStack() as files:
         # The manifest of a part is written after both files.
         weights = (
-            files.enter_context(_weights_file(store, _stored_name(key, "weights")))
-            if job.chat
+            files.enter_context(_open_weights_writer(store, _file_name_in_store(key, "weights")))
+            if job.chat_format
             else None
         )
-        path = files.enter_context(store.new_file(_stored_name(key, "tokens")))
+        path = files.enter_context(store.new_file(_file_name_in_store(key, "tokens")))
         with path.open("wb") as file:
 
             def write(data: bytes) -> None:
@@ -239,17 +241,17 @@ def _tokenize_part(
                 file.write(data)
 
             for batch in encoded_documents(job, tokenizer, bad):
-                records, empty = batch.records, empty + batch.empty
+                records, empty = batch.records_read, empty + batch.blank_texts
                 for document in batch.documents:
                     of_tokens, conversation = 0, []
-                    for ids in document.tokens:
+                    for ids in document.token_pieces:
                         if weights:
                             conversation.extend(ids.tolist())
                         count += len(ids)
-                        of_tokens += int(tokenizer.token_bytes[ids].sum())
+                        of_tokens += int(tokenizer.token_byte_counts[ids].sum())
                         write(ids.astype(dtype).tobytes())
                     if weights:
-                        weights.write(document.weights)
+                        weights.write(document.loss_weights)
                         # Special tokens have no bytes here, but the template writes them. So the
                         # text that the tokens stand for is compared, without the last end token.
                         said = tokenizer.decode(conversation[:-1])
@@ -259,8 +261,8 @@ def _tokenize_part(
                     ends.append(count)
                     hashes.append(text_hash(document.text))
                     sizes.append(document.counted_bytes)
-                    numbers.append(document.record)
-                progress(batch.position)
+                    numbers.append(document.record_index)
+                progress(batch.bytes_read)
             table = np.zeros(len(ends), DOCUMENT)
             for field, values in zip(DOCUMENT.names, (ends, hashes, sizes, numbers), strict=True):
                 table[field] = values
@@ -290,12 +292,12 @@ def _tokenize_part(
     manifest = dataclasses.asdict(part)
     if not part.weights:  # a part of texts has none
         del manifest["weights"]
-    store.write_json(_stored_name(key, "json"), manifest)
+    store.write_json(_file_name_in_store(key, "json"), manifest)
     return part
 
 
-class _Weights(NamedTuple):
-    """The file of a part's weights, while it is written."""
+class _WeightsWriter(NamedTuple):
+    """Writes the file with a part's loss weights, and computes its digest."""
 
     file: BinaryIO
     digest: Any
@@ -307,34 +309,36 @@ class _Weights(NamedTuple):
 
 
 @contextlib.contextmanager
-def _weights_file(store: Store, name: str) -> Iterator[_Weights]:
+def _open_weights_writer(store: Store, name: str) -> Iterator[_WeightsWriter]:
     with store.new_file(name) as path, path.open("wb") as file:
-        yield _Weights(file, hashlib.sha256())
+        yield _WeightsWriter(file, hashlib.sha256())
         file.flush()
 
 
-class _Document(NamedTuple):
-    record: int  # number of its record in the part
+class _EncodedDocument(NamedTuple):
+    record_index: int  # index of its record in the part, from 0
     text: Text
-    tokens: Iterable[np.ndarray]  # the ids with the end token, integers [n], in pieces
+    token_pieces: Iterable[np.ndarray]  # the ids with the end token, integers [n], in pieces
     counted_bytes: int  # as `DOCUMENT` has them
-    weights: np.ndarray | None = None  # loss weight of each token; None: all are 1
+    loss_weights: np.ndarray | None = None  # loss weight of each token; None: all are 1
 
 
-class _Batch(NamedTuple):
-    documents: list[_Document]
-    records: int  # number of records of the part read so far
-    empty: int  # number of documents without text in this batch, which are left out
-    position: int  # number of bytes of the part read so far
+class _EncodedBatch(NamedTuple):
+    documents: list[_EncodedDocument]
+    records_read: int  # number of records of the part read so far
+    blank_texts: int  # number of records in this batch whose text is blank; they are left out
+    bytes_read: int  # number of bytes of the part read so far
 
 
-def encoded_documents(job: TokenizeJob, tokenizer: Tokenizer, bad: BadRecords) -> Iterator[_Batch]:
-    """Yields the documents of a part, with their texts and tokens, in batches. The text of a
-    document in a file of tokens is the decoded tokens, so that the same document is held out
-    whether it comes from a file of tokens or of text.
+def encoded_documents(
+    job: TokenizeJob, tokenizer: Tokenizer, bad: BadRecords
+) -> Iterator[_EncodedBatch]:
+    """Yields the documents of a part, with their texts and tokens, in batches. A document in a file
+    of tokens gets its decoded tokens as its text, so that the same document is held out whether it
+    comes from a file of tokens or of text.
     """
-    if job.chat:
-        yield from _encoded_conversations(job, job.chat, tokenizer, bad)
+    if job.chat_format:
+        yield from _encoded_conversations(job, job.chat_format, tokenizer, bad)
         return
     if token_files.token_format(job.file.path.name.lower()):
         end = np.array([tokenizer.eos_id], np.int32)
@@ -342,12 +346,12 @@ def encoded_documents(job: TokenizeJob, tokenizer: Tokenizer, bad: BadRecords) -
             text = tokenizer.decode(ids)
             # Special tokens have no text. A document of special tokens alone stays.
             if len(ids) and not (text and is_blank(text)):
-                document = _Document(number, text, (ids, end), byte_count(text))
-                yield _Batch([document], number + 1, empty=0, position=position)
+                document = _EncodedDocument(number, text, (ids, end), byte_count(text))
+                yield _EncodedBatch([document], number + 1, blank_texts=0, bytes_read=position)
             else:
-                yield _Batch([], number + 1, empty=1, position=position)
+                yield _EncodedBatch([], number + 1, blank_texts=1, bytes_read=position)
         return
-    for batch in _batched(readers.read_part(job.file, job.part, job.text_field, bad)):
+    for batch in _batch_records(readers.read_records(job.file, job.part, job.text_field, bad)):
         texts = [record for record in batch if record.text is not None]
         filled = [record for record in texts if not is_blank(record.text)]
         short = [record.text for record in filled if isinstance(record.text, str)]
@@ -355,31 +359,37 @@ def encoded_documents(job: TokenizeJob, tokenizer: Tokenizer, bad: BadRecords) -
         documents = []
         for record in filled:
             is_short = isinstance(record.text, str)
-            tokens = [next(of_short)] if is_short else tokenizer.encode_long(record.text)
-            documents.append(_Document(record.number, record.text, tokens, byte_count(record.text)))
+            tokens = [next(of_short)] if is_short else tokenizer.encode_long_text(record.text)
+            documents.append(
+                _EncodedDocument(record.index_in_part, record.text, tokens, byte_count(record.text))
+            )
         empty = len(texts) - len(filled)
-        yield _Batch(documents, batch[-1].number + 1, empty, batch[-1].position)
+        yield _EncodedBatch(documents, batch[-1].index_in_part + 1, empty, batch[-1].bytes_read)
 
 
 def _encoded_conversations(
-    job: TokenizeJob, chat: Chat, tokenizer: Tokenizer, bad: BadRecords
-) -> Iterator[_Batch]:
+    job: TokenizeJob, chat_format: ChatFormat, tokenizer: Tokenizer, bad: BadRecords
+) -> Iterator[_EncodedBatch]:
     """Yields the conversations of a part in batches, as `encoded_documents` yields documents."""
-    for batch in _batched(readers.read_conversations(job.file, job.part, chat.field, bad)):
+    for batch in _batch_records(
+        readers.read_conversations(job.file, job.part, chat_format.messages_field, bad)
+    ):
         filled = [record for record in batch if record.text]
-        messages = [conversations.parse(record.text) for record in filled]
+        messages = [conversations.messages_from_text(record.text) for record in filled]
         documents = []
-        encoded = conversations.encode_conversations(messages, tokenizer, chat.template)
+        encoded = conversations.encode_conversations(messages, tokenizer, chat_format.template)
         for record, one in zip(filled, encoded, strict=True):
             if one.fault:
-                where = readers.record_place(job.file, job.part, record.number)
-                bad.leave_out(record.number, where, "no conversation", one.fault)
+                where = readers.RecordPlace(job.file, job.part, record.index_in_part)
+                bad.leave_out(record.index_in_part, where, "no conversation", one.fault)
             else:
-                counted = int(tokenizer.token_bytes[one.tokens[one.weights > 0]].sum())
+                counted = int(tokenizer.token_byte_counts[one.tokens[one.loss_weights > 0]].sum())
                 documents.append(
-                    _Document(record.number, one.text, [one.tokens], counted, one.weights)
+                    _EncodedDocument(
+                        record.index_in_part, one.text, [one.tokens], counted, one.loss_weights
+                    )
                 )
-        yield _Batch(documents, batch[-1].number + 1, 0, batch[-1].position)
+        yield _EncodedBatch(documents, batch[-1].index_in_part + 1, 0, batch[-1].bytes_read)
 
 
 def text_hash(text: Text) -> int:
@@ -414,22 +424,25 @@ def _nfc_pieces(text: Text) -> Iterator[str]:
     yield unicodedata.normalize("NFC", "".join(held))
 
 
-def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:
+def _batch_records(records: Iterable[Record]) -> Iterator[list[Record]]:
     return batches_by_size(records, lambda record: len(record.text or ""), _BATCH_CHARACTERS)
 
 
 def stored_part_keys(store: Store) -> tuple[list[str], list[str]]:
-    """Returns the keys of all parts whose manifests are there, and those of the parts of which only
-    the tokens are there; both sorted.
+    """Returns (keys of the parts that have a manifest, keys of the parts that have tokens but no
+    manifest), both sorted.
     """
     manifests, tokens = (
-        [name.rpartition("/")[2].removesuffix(f".{suffix}") for name in store.names(pattern)]
+        [
+            name.rpartition("/")[2].removesuffix(f".{suffix}")
+            for name in store.names_matching(pattern)
+        ]
         for suffix, pattern in ((s, f"tokens/*/*.{s}") for s in ("json", "tokens"))
     )
     return manifests, sorted(set(tokens) - set(manifests))
 
 
-def open_part(store: Store, part: TokenizedPart) -> tuple[np.ndarray, np.ndarray]:
+def open_part_tokens(store: Store, part: TokenizedPart) -> tuple[np.ndarray, np.ndarray]:
     """Opens the file of a part's tokens.
 
     Returns:
@@ -438,8 +451,8 @@ def open_part(store: Store, part: TokenizedPart) -> tuple[np.ndarray, np.ndarray
     Raises:
       UserError: the file is missing, or its bytes do not have the digest in the manifest.
     """
-    path = store.path(_stored_name(part.key, "tokens"))
-    manifest = store.path(_stored_name(part.key, "json"))
+    path = store.path(_file_name_in_store(part.key, "tokens"))
+    manifest = store.path(_file_name_in_store(part.key, "json"))
     remedy = f"delete {manifest} to have it prepared again"
     if not path.exists():
         raise UserError(f"{path} is missing: {remedy}")
@@ -449,7 +462,7 @@ def open_part(store: Store, part: TokenizedPart) -> tuple[np.ndarray, np.ndarray
             f"{remedy}"
         )
     # The memory map of a downloaded file stays valid after its name is gone.
-    with store.local(_stored_name(part.key, "tokens")) as local:
+    with store.local_copy_of(_file_name_in_store(part.key, "tokens")) as local:
         if digests.sha256_file(local) != part.content:
             raise UserError(f"{path} is damaged (its bytes have another digest): {remedy}")
         if not part.documents:
@@ -460,7 +473,7 @@ def open_part(store: Store, part: TokenizedPart) -> tuple[np.ndarray, np.ndarray
         return tokens, table
 
 
-def open_weights(store: Store, part: TokenizedPart) -> np.ndarray | None:
+def open_part_weights(store: Store, part: TokenizedPart) -> np.ndarray | None:
     """Opens the loss weights of a part's tokens, float32 [part.tokens], as a memory map; returns
     None if all are 1.
 
@@ -469,11 +482,11 @@ def open_weights(store: Store, part: TokenizedPart) -> np.ndarray | None:
     """
     if not part.weights:
         return None
-    path = store.path(_stored_name(part.key, "weights"))
-    remedy = f"delete {store.path(_stored_name(part.key, 'json'))} to have it prepared again"
+    path = store.path(_file_name_in_store(part.key, "weights"))
+    remedy = f"delete {store.path(_file_name_in_store(part.key, 'json'))} to have it prepared again"
     if not path.exists():
         raise UserError(f"{path} is missing: {remedy}")
-    with store.local(_stored_name(part.key, "weights")) as local:
+    with store.local_copy_of(_file_name_in_store(part.key, "weights")) as local:
         if digests.sha256_file(local) != part.weights:
             raise UserError(f"{path} is damaged (its bytes have another digest): {remedy}")
         if not part.tokens:

@@ -22,8 +22,8 @@ from qwen3next_jax.common.storage import is_bucket, to_path
 from qwen3next_jax.data import cuts, fast_bpe
 from qwen3next_jax.data.added_tokens import (
     AddedTokenSplitter,
-    add_named_tokens,
-    hide_tokens,
+    add_tokens_from_config_files,
+    make_tokens_unmatchable,
     panic_as_user_error,
 )
 from qwen3next_jax.data.chat_template import TemplateFile, read_template
@@ -46,47 +46,47 @@ class Tokenizer(Protocol):
     Attributes:
       vocab_size: number of ids (the largest id plus one).
       eos_id: the id that ends every document.
-      token_bytes: int32 [vocab_size], number of UTF-8 bytes that each token stands for inside of
-        a text; 0 for special tokens that are not in `parse_tokens`. Some tokenizers change or lose
-        parts of a text, which no token stands for (`miscounted_bytes`).
+      token_byte_counts: int32 [vocab_size], number of UTF-8 bytes that each token stands for inside
+        of a text; 0 for special tokens that are not in `parse_tokens`. Some tokenizers change or
+        lose parts of a text, which no token stands for (`miscounted_bytes`).
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
-      libraries: name of each library that determines the ids of a text → its version.
-      parse_tokens: the special tokens that get their own ids where documents contain them in
-        writing.
-      fallback: the same tokenizer with a slower library, for texts to which the faster library
-        gives other ids (`fast_bpe.DifferentIds`); None if there is only one library.
+      library_versions: name of each library that determines the ids of a text → its version.
+      parse_tokens: the special tokens that get their own ids where a document spells them out.
+        Other special tokens that a document spells out are encoded as ordinary text.
+      slower_tokenizer: the same tokenizer with the slower of two libraries, for texts to which the
+        faster one gives other ids (`fast_bpe.DifferentIds`); None if there is one library alone.
       misses_tiktoken: whether tiktoken is not installed, and would encode documents if it were.
-      special_tokens: the texts of all special tokens, which mark things and are no text.
+      special_tokens: the texts of all special tokens, such as the token that ends a document.
       reads_text: whether the ids stand for text; False for the ids of a synthetic task.
     """
 
     reads_text: bool
-    libraries: Mapping[str, str]
+    library_versions: Mapping[str, str]
     parse_tokens: tuple[str, ...]
     special_tokens: tuple[str, ...]
-    fallback: "Tokenizer | None"
+    slower_tokenizer: "Tokenizer | None"
     misses_tiktoken: bool
     vocab_size: int
     eos_id: int
-    token_bytes: np.ndarray
+    token_byte_counts: np.ndarray
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of `text`, int32 [n]. A special token that `text` contains in writing
-        gets its id; no special token is added.
+        """Returns the ids of `text`, int32 [n]. A special token that `text` spells out gets its id.
+        No special token is added.
         """
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, int32 or uint16 [n], with `eos_id` at the end: those of
-        `encode`, but a special token that a text contains in writing is encoded as ordinary text,
-        unless it is one of `parse_tokens`.
+        """Returns the ids of each text, int32 or uint16 [n], with `eos_id` at the end. A special
+        token that a text spells out is encoded as ordinary text, unless it is one of
+        `parse_tokens`; this is the difference from `encode`.
 
         Raises:
           fast_bpe.DifferentIds: the faster library gives other ids; the caller has to use
-          `fallback`.
+          `slower_tokenizer`.
         """
 
-    def encode_long(self, text: bytes) -> Iterator[np.ndarray]:
+    def encode_long_text(self, text: bytes) -> Iterator[np.ndarray]:
         """Yields the ids that `encode_documents` gives to a text, in pieces: integers [n].
 
         Args:
@@ -114,8 +114,8 @@ def load_tokenizer(
       spec: "bytes" or "", the path of a Hugging Face `tokenizer.json`, or a directory that holds
         one (local or gs://).
       vocab_size: size of the model's vocabulary; None: unknown.
-      parse_tokens: the special tokens that get their own ids where documents contain them in
-        writing (`data.parse_tokens`).
+      parse_tokens: the special tokens that get their own ids where documents spell them out
+        (`data.parse_tokens`).
 
     Raises:
       UserError: there is no such file; or it is not a tokenizer; or the tokenizer has no
@@ -142,15 +142,15 @@ def same_token_ids(one: str, other: str) -> bool:
     their files show. `ByteTokenizer` has two fingerprints: its own, and the fingerprint of the
     tokenizer.json that its `save` writes.
     """
-    return one == other or {one, other} == {ByteTokenizer.fingerprint, _saved_bytes()}
+    return one == other or {one, other} == {ByteTokenizer.fingerprint, _saved_byte_fingerprint()}
 
 
 def extends_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether the tokenizer `one` is `other` with further added tokens, such as those of a chat
-    format: then it gives all other text the same ids.
+    """Whether the tokenizer `one` is `other` with further added tokens, such as the tokens of a
+    chat format. Then both give the same ids to any text that contains none of the further tokens.
     """
     ours, theirs = (
-        json.loads(_byte_level().to_str() if isinstance(t, ByteTokenizer) else t.json)
+        json.loads(_byte_level_tokenizer().to_str() if isinstance(t, ByteTokenizer) else t.json)
         for t in (one, other)
     )
     added, before = ours.pop("added_tokens"), theirs.pop("added_tokens")
@@ -167,11 +167,11 @@ def extends_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
 def miscounted_bytes(token_bytes: int, text_bytes: int) -> int:
     """Returns by how many bytes the tokens of a document differ from its text.
 
-    The first token may stand for a space that the text does not have. This is no error, because no
-    row asks for the first token of a document.
+    A difference of one more byte counts as 0: the first token may stand for a space that the text
+      does not have, and the first token of a document is never a target.
 
     Args:
-      token_bytes: the sum of the tokenizer's `token_bytes` over the document.
+      token_bytes: the sum of the tokenizer's `token_byte_counts` over the document.
       text_bytes: number of bytes of the document as UTF-8.
     """
     more = token_bytes - text_bytes
@@ -182,14 +182,14 @@ class ByteTokenizer:
     """The tokenizer whose ids 0 … 255 are the bytes of UTF-8 text; id 256 ends a document."""
 
     reads_text = True
-    libraries: Mapping[str, str] = {}
+    library_versions: Mapping[str, str] = {}
     parse_tokens: tuple[str, ...] = ()
     special_tokens = (END_OF_TEXT,)
-    fallback = None
+    slower_tokenizer = None
     misses_tiktoken = False
     vocab_size = 257
     eos_id = 256
-    token_bytes = np.array([1] * 256 + [0], np.int32)
+    token_byte_counts = np.array([1] * 256 + [0], np.int32)
     fingerprint = digests.sha256("bytes, 256 = end of document")
 
     def encode(self, text: str) -> np.ndarray:
@@ -206,7 +206,7 @@ class ByteTokenizer:
             documents.append(ids)
         return documents
 
-    def encode_long(self, text: bytes) -> Iterator[np.ndarray]:
+    def encode_long_text(self, text: bytes) -> Iterator[np.ndarray]:
         for start in range(0, len(text), _ENCODED_AT_ONCE):
             yield np.frombuffer(text[start : start + _ENCODED_AT_ONCE], np.uint8)
         yield np.array([self.eos_id], np.uint16)
@@ -225,7 +225,7 @@ class ByteTokenizer:
         """Writes a tokenizer.json with a byte-level BPE without merges. Any program that reads
         Hugging Face tokenizers gets the same ids from it.
         """
-        _save(directory, _byte_level().to_str(pretty=True), END_OF_TEXT)
+        _write_tokenizer_files(directory, _byte_level_tokenizer().to_str(pretty=True), END_OF_TEXT)
 
 
 class HuggingFaceTokenizer:
@@ -233,7 +233,8 @@ class HuggingFaceTokenizer:
     can (see `fast_bpe`).
 
     The end-of-document token is `eos_token` of the `tokenizer_config.json` in the same directory.
-    If that names none, it is the first token of `_COMMON_EOS` that is in the vocabulary.
+    If that file names no such token, it is the first token of `_COMMON_EOS` that is in the
+    vocabulary.
     """
 
     reads_text = True
@@ -250,11 +251,11 @@ class HuggingFaceTokenizer:
             as_user_error(f"tokenizer {path}: cannot be read", OSError),
             as_user_error(f"tokenizer {path}: not a Hugging Face tokenizer.json", ValueError),
         ):
-            with json_files.open_regular(path) as file:
+            with json_files.open_regular_file(path) as file:
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(json_files.MAX_BYTES))
-        add_named_tokens(path.parent, self._tokenizer)
-        _check_not_random(path, self._tokenizer)
-        # `token_bytes` and the library allocate tables with an entry for every id up to the
+        add_tokens_from_config_files(path.parent, self._tokenizer)
+        _check_deterministic(path, self._tokenizer)
+        # `token_byte_counts` and the library allocate tables with an entry for every id up to the
         # largest.
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
@@ -265,11 +266,11 @@ class HuggingFaceTokenizer:
             )
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._eos_token = _eos_token(path, self._tokenizer)
+        self._eos_token = _find_eos_token(path, self._tokenizer)
         self._template = read_template(path.parent)
         self.eos_id = self._tokenizer.token_to_id(self._eos_token)
         self.json = self._tokenizer.to_str()
-        self.fingerprint = _fingerprint(self.json, self.eos_id)
+        self.fingerprint = _tokenizer_fingerprint(self.json, self.eos_id)
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         added = [token.content for token in tokens]
         special = [token.content for token in tokens if token.special]
@@ -281,85 +282,87 @@ class HuggingFaceTokenizer:
                 f"{did_you_mean(token, added)}",
             )
         self.parse_tokens = tuple(parse_tokens)
-        self._may_be_fast = True
+        self._may_use_tiktoken = True
 
     @property
-    def _hidden(self) -> set[str]:
+    def _unmatchable_tokens(self) -> set[str]:
         """The special tokens that are encoded as ordinary text in documents: all but
         `parse_tokens`.
         """
         return set(self.special_tokens) - set(self.parse_tokens)
 
-    def _literal_json(self) -> dict[str, Any]:
-        """Returns the content of a tokenizer.json that encodes `_hidden` tokens as ordinary text
-        where a text contains them in writing.
+    def _document_tokenizer_json(self) -> dict[str, Any]:
+        """Returns the content of the tokenizer.json that encodes documents: where a document spells
+        out one of `_unmatchable_tokens`, it is encoded as ordinary text.
         """
-        return hide_tokens(json.loads(self.json), self._hidden)
+        return make_tokens_unmatchable(json.loads(self.json), self._unmatchable_tokens)
 
     @functools.cached_property
-    def _literal(self) -> tokenizers.Tokenizer:
-        return tokenizers.Tokenizer.from_str(json.dumps(self._literal_json()))
+    def _document_tokenizer(self) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(json.dumps(self._document_tokenizer_json()))
 
     @functools.cached_property
     def _cutter(self) -> Cutter:
-        return Cutter(self._literal)
+        return Cutter(self._document_tokenizer)
 
     @property
-    def _added(self) -> dict[int, tokenizers.AddedToken]:
-        """The added tokens that the tokenizer may give to documents: all but the `_hidden` ones."""
-        added, hidden = self._tokenizer.get_added_tokens_decoder(), self._hidden
+    def _added_tokens_in_documents(self) -> dict[int, tokenizers.AddedToken]:
+        """The added tokens that documents may get: all but `_unmatchable_tokens`."""
+        added, hidden = self._tokenizer.get_added_tokens_decoder(), self._unmatchable_tokens
         return {i: token for i, token in added.items() if token.content not in hidden}
 
     @functools.cached_property
-    def _splitter(self) -> AddedTokenSplitter:
-        return AddedTokenSplitter(self._added, self._tokenizer.normalizer)
+    def _added_token_splitter(self) -> AddedTokenSplitter:
+        return AddedTokenSplitter(self._added_tokens_in_documents, self._tokenizer.normalizer)
 
     @functools.cached_property
-    def _table(self) -> fast_bpe.TiktokenTable | None:
+    def _tiktoken_table(self) -> fast_bpe.TiktokenTable | None:
         """The data for tiktoken; None if the tokenizers library encodes documents."""
-        return None if fast_bpe.tiktoken_version() is None else self._table_if_installed()
+        return None if fast_bpe.tiktoken_version() is None else self._tiktoken_table_if_installed()
 
-    def _table_if_installed(self) -> fast_bpe.TiktokenTable | None:
-        """What `_table` would be if tiktoken were installed."""
-        added = self._added.values()
-        if not self._may_be_fast or not all(map(AddedTokenSplitter.can_split, added)):
+    def _tiktoken_table_if_installed(self) -> fast_bpe.TiktokenTable | None:
+        """What `_tiktoken_table` would be if tiktoken were installed."""
+        added = self._added_tokens_in_documents.values()
+        if not self._may_use_tiktoken or not all(map(AddedTokenSplitter.supports_token, added)):
             return None
         bytes_of = {character: byte for byte, character in enumerate(_byte_characters())}
         return fast_bpe.tiktoken_table(
-            self._literal_json(), bytes_of, [token.content for token in added]
+            self._document_tokenizer_json(), bytes_of, [token.content for token in added]
         )
 
     @property
     def misses_tiktoken(self) -> bool:
-        return fast_bpe.tiktoken_version() is None and self._table_if_installed() is not None
+        return (
+            fast_bpe.tiktoken_version() is None and self._tiktoken_table_if_installed() is not None
+        )
 
     @functools.cached_property
-    def _fast(self) -> Any:
+    def _tiktoken_encoding(self) -> Any:
         """A tiktoken.Encoding; None if the tokenizers library encodes documents."""
-        return self._table and self._table.encoding()
+        return self._tiktoken_table and self._tiktoken_table.encoding()
 
     @property
-    def libraries(self) -> Mapping[str, str]:
-        if self._table is None:
+    def library_versions(self) -> Mapping[str, str]:
+        if self._tiktoken_table is None:
             return {"tokenizers": tokenizers.__version__}
         return {"tiktoken": fast_bpe.tiktoken_version()}
 
     @property
-    def fallback(self) -> "HuggingFaceTokenizer | None":
-        if self._table is None:
+    def slower_tokenizer(self) -> "HuggingFaceTokenizer | None":
+        if self._tiktoken_table is None:
             return None
         slow = copy.copy(self)
-        slow._may_be_fast = False
-        slow.__dict__.pop("_table")
+        slow._may_use_tiktoken = False
+        slow.__dict__.pop("_tiktoken_table")
         return slow
 
     def __getstate__(self) -> dict[str, Any]:  # a copy makes its own Encoding
-        return {key: value for key, value in self.__dict__.items() if key != "_fast"}
+        return {key: value for key, value in self.__dict__.items() if key != "_tiktoken_encoding"}
 
     @functools.cached_property
-    def token_bytes(self) -> np.ndarray:
+    def token_byte_counts(self) -> np.ndarray:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        hidden = self._hidden
+        hidden = self._unmatchable_tokens
         added = {t.content for t in self._tokenizer.get_added_tokens_decoder().values()}
         content = json.loads(self.json)
         # Without a decoder, the pre-tokenizer says what the characters of a token are.
@@ -390,57 +393,63 @@ class HuggingFaceTokenizer:
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         parts = [list(self._cutter.cut(text_pieces(text) if text else [""])) for text in texts]
-        encoded = self._encode(part for parts_of_text in parts for part in parts_of_text)
+        encoded = self._encode_parts(part for parts_of_text in parts for part in parts_of_text)
         end = np.array([self.eos_id], np.int32)
         return [
             np.concatenate([*(next(encoded) for _ in parts_of_text), end])
             for parts_of_text in parts
         ]
 
-    def encode_long(self, text: bytes) -> Iterator[np.ndarray]:
-        yield from self._encode(self._cutter.cut(text_pieces(text)))
+    def encode_long_text(self, text: bytes) -> Iterator[np.ndarray]:
+        yield from self._encode_parts(self._cutter.cut(text_pieces(text)))
         yield np.array([self.eos_id], np.int32)
 
-    def _encode(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+    def _encode_parts(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """Yields the ids of each text.
 
         Raises:
           fast_bpe.DifferentIds: the two libraries give a sample of the texts different ids.
         """
-        if self._fast is None:
-            return self._encode_slowly(texts)
-        return self._encode_fast(self._compared(texts))
+        if self._tiktoken_encoding is None:
+            return self._encode_by_tokenizers(texts)
+        return self._encode_by_tiktoken(self._pass_on_and_check_samples(texts))
 
-    def _compared(self, texts: Iterable[str]) -> Iterator[str]:
+    def _pass_on_and_check_samples(self, texts: Iterable[str]) -> Iterator[str]:
         for i, text in enumerate(texts):
             if i % _COMPARED_EVERY == 0:
-                self._compare(text[:_COMPARED_CHARACTERS])
+                self._check_same_ids(text[:_COMPARED_CHARACTERS])
             yield text
 
-    def _compare(self, text: str) -> None:
+    def _check_same_ids(self, text: str) -> None:
         """Compares the ids that both libraries give to a text.
 
         Raises:
           fast_bpe.DifferentIds: the ids differ.
         """
-        (fast,), (slow,) = self._encode_fast([text]), self._encode_slowly([text])
+        (fast,), (slow,) = self._encode_by_tiktoken([text]), self._encode_by_tokenizers([text])
         if not np.array_equal(fast, slow):
             raise fast_bpe.DifferentIds
 
-    def _encode_fast(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+    def _encode_by_tiktoken(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         for text in texts:
             if len(text) > 2 * cuts.LONGEST:  # tiktoken fails at long runs of spaces
-                yield from self._encode_slowly([text])
+                yield from self._encode_by_tokenizers([text])
                 continue
             ids: list[int] = []
-            for part in self._splitter.split(text):
-                ids += [part] if isinstance(part, int) else self._fast.encode_ordinary(part)
+            for part in self._added_token_splitter.split(text):
+                ids += (
+                    [part]
+                    if isinstance(part, int)
+                    else self._tiktoken_encoding.encode_ordinary(part)
+                )
             yield np.fromiter(ids, np.int32, len(ids))  # faster than np.array
 
-    def _encode_slowly(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+    def _encode_by_tokenizers(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         for batch in batches_by_size(texts, len, _ENCODED_AT_ONCE):
             with panic_as_user_error():
-                encodings = self._literal.encode_batch_fast(batch, add_special_tokens=False)
+                encodings = self._document_tokenizer.encode_batch_fast(
+                    batch, add_special_tokens=False
+                )
             for encoding in encodings:
                 yield np.array(encoding.ids, np.int32)
 
@@ -448,10 +457,12 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, directory: epath.PathLike) -> None:
-        _save(directory, self._tokenizer.to_str(pretty=True), self._eos_token, self._template)
+        _write_tokenizer_files(
+            directory, self._tokenizer.to_str(pretty=True), self._eos_token, self._template
+        )
 
 
-def _byte_level() -> tokenizers.Tokenizer:
+def _byte_level_tokenizer() -> tokenizers.Tokenizer:
     model = tokenizers.models.BPE(
         vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]
     )
@@ -465,15 +476,15 @@ def _byte_level() -> tokenizers.Tokenizer:
 
 
 @functools.cache
-def _saved_bytes() -> str:
-    return _fingerprint(_byte_level().to_str(), ByteTokenizer.eos_id)
+def _saved_byte_fingerprint() -> str:
+    return _tokenizer_fingerprint(_byte_level_tokenizer().to_str(), ByteTokenizer.eos_id)
 
 
-def _fingerprint(tokenizer_json: str, eos_id: int) -> str:
+def _tokenizer_fingerprint(tokenizer_json: str, eos_id: int) -> str:
     return digests.sha256(f"{tokenizer_json}\0{eos_id}")
 
 
-def _save(
+def _write_tokenizer_files(
     directory: epath.PathLike,
     tokenizer_json: str,
     eos_token: str,
@@ -487,13 +498,13 @@ def _save(
     directory = epath.Path(directory)
     if template is not None:
         (directory / "chat_template.jinja").write_text(template.text)
-        if template.special["bos_token"]:
-            config["bos_token"] = template.special["bos_token"]
+        if template.special_tokens["bos_token"]:
+            config["bos_token"] = template.special_tokens["bos_token"]
     (directory / "tokenizer.json").write_text(tokenizer_json)
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _check_not_random(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:
+def _check_deterministic(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:
     """Raises UserError if the library would give a text other ids at another time."""
     dropout = getattr(tokenizer.model, "dropout", None)
     require(
@@ -514,7 +525,7 @@ def _check_not_random(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> None
             )
 
 
-def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
+def _find_eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
     config_path = path.parent / "tokenizer_config.json"
     if config_path.exists():
         with as_user_error(f"{config_path}: cannot be read", OSError, ValueError):

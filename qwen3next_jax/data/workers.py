@@ -1,8 +1,8 @@
 """Runs a function over many items in worker processes of this machine.
 
-The workers are plain Python processes, which get items and send results through pipes. They do not
-use `multiprocessing`, because a fork would break JAX's threads, and a spawn would run the user's
-script again. Workers never import JAX.
+The workers are plain Python processes, which get items and send results through pipes. This module
+does not use `multiprocessing`, because a fork would break JAX's threads, and a spawn would run the
+user's script again. Workers never import JAX.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def run_all(
+def run_in_workers(
     function: Callable[[Any, Progress], Any],
     items: Sequence[Any],
     workers: int,
@@ -63,7 +63,9 @@ def run_all(
     try:
         for child in children:
             threading.Thread(
-                target=_feed, args=(child, pickle.dumps(function), todo, messages), daemon=True
+                target=_feed_worker,
+                args=(child, pickle.dumps(function), todo, messages),
+                daemon=True,
             ).start()
         missing = len(items)
         while missing:
@@ -83,7 +85,7 @@ def run_all(
 
 
 def _start_worker() -> subprocess.Popen:
-    code = f"from qwen3next_jax.data import workers; workers._serve({os.getpid()})"
+    code = f"from qwen3next_jax.data import workers; workers._run_worker({os.getpid()})"
     # Each worker uses one core. Without this setting, the tokenizers library would start a thread
     # per core in every worker.
     environment = os.environ | {
@@ -98,7 +100,7 @@ def _start_worker() -> subprocess.Popen:
     )
 
 
-def _feed(
+def _feed_worker(
     child: subprocess.Popen,
     function: bytes,
     todo: queue.SimpleQueue,
@@ -131,8 +133,10 @@ def _feed(
         messages.put(("error", -1, UserError(message)))
 
 
-def _serve(parent: int) -> None:
-    """Runs in a worker process: answers items until the parent closes the pipe."""
+def _run_worker(parent: int) -> None:
+    """The main loop of a worker process: calls the function for each item that the parent sends,
+    until the parent closes the pipe.
+    """
     die_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends its workers
     incoming: BinaryIO = sys.stdin.buffer

@@ -35,8 +35,8 @@ def contamination_of_tasks(
     found = find_contamination(texts, tokenizer, prepared_dir)
     by_task, start = {}, 0
     for task, examples in samples.items():
-        shares = found.shares[start : start + len(examples)]
-        by_task[task] = dataclasses.replace(found, shares=shares)
+        shares = found.contained_shares[start : start + len(examples)]
+        by_task[task] = dataclasses.replace(found, contained_shares=shares)
         start += len(examples)
     return by_task
 

@@ -16,7 +16,7 @@ from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.config import DataConfig, EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import EVALUATIONS, resolve
-from qwen3next_jax.data.pipeline import Batch, Data
+from qwen3next_jax.data.pipeline import Batch, DataSource
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.evals.scoring import Scorer, make_score_step, make_scorer
 
@@ -67,7 +67,7 @@ class EvalContext:
     model_config: ModelConfig
     graphdef: nnx.GraphDef
     tokenizer: Tokenizer
-    open_data: Callable[[], Data]
+    open_data: Callable[[], DataSource]
     options: EvalOptions = EvalOptions()
     mesh: Mesh | None = None
 
@@ -81,7 +81,7 @@ class EvalContext:
             the first `rows` rows hold fewer rows of a source, its missing rows are yielded after
             them.
         """
-        return self.open_data().heldout(self.options.rows or rows, least=least)
+        return self.open_data().heldout_batches(self.options.rows or rows, least=least)
 
     def scorer(self, params: dict) -> Scorer:
         """Returns a scorer of the model with the parameters `params`: a function that computes, for
@@ -125,7 +125,7 @@ class Evaluation:
     @classmethod
     def check_model(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
         """Checks the evaluation's requirements on a model, besides `needs_text` and
-        `required_context_length`. The base class has no further requirements.
+        `required_context_length`. The method of the base class accepts every model.
 
         Raises:
           UserError: the evaluation cannot run on a model of this config.
@@ -133,8 +133,8 @@ class Evaluation:
 
     @classmethod
     def check_data(cls, options: EvalOptions, data: DataConfig, vocab_size: int) -> None:
-        """Checks the evaluation's requirements on the data of a run. The base class has no
-        requirements.
+        """Checks the evaluation's requirements on the data of a run. The method of the base class
+        accepts all data.
 
         Raises:
           UserError: the evaluation cannot measure on these data.

@@ -20,9 +20,9 @@ from qwen3next_jax.evals.evaluation import EvalContext, Evaluation
 from qwen3next_jax.evals.scoring import place_on_mesh, replicated_sharding
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.targets import (
-    later_tokens,
+    has_target,
     mask_ignored_targets,
-    target_positions,
+    target_tokens,
 )
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 
@@ -64,10 +64,12 @@ class Heldout(Evaluation):
         data = context.open_data()
 
         batches = context.heldout_batches(least=_MIN_ROWS_PER_SOURCE)
-        rows = heldout_sums_by_row(self._step, params, batches, data.token_bytes, context.mesh)
+        rows = heldout_sums_by_row(
+            self._step, params, batches, data.token_byte_counts, context.mesh
+        )
         # The rows that a small source lacks come after those that make up the total.
         values = metrics_from_sums(sum_rows(rows, slice(context.options.rows)))
-        places = data.heldout_places(context.options.rows, _MIN_ROWS_PER_SOURCE)
+        places = data.heldout_places_by_source(context.options.rows, _MIN_ROWS_PER_SOURCE)
         values |= metrics_by_source({name: sum_rows(rows, own) for name, own in places.items()})
         if "bits_per_byte" not in values and context.tokenizer.reads_text:
             loss = dataclasses.replace(self.metrics["loss"], main=True)
@@ -103,18 +105,18 @@ def make_heldout_step(
               The sum of the losses of each row in nats, [B]; is_target [B, T] bool, whether the
               loss counts the token at t + `offset`; guess [B, T], the most likely token.
             """
-            is_target_BT = target_positions(batch, offset)
+            is_target_BT = has_target(batch, offset)
             found = model.cross_entropy(
                 hidden_BTD,
-                later_tokens(batch, offset),
+                target_tokens(batch, offset),
                 is_target_BT.astype(jnp.float32),
                 mesh,
             )
             nll_B = jnp.sum(jnp.where(is_target_BT, found.nll, 0), axis=1)
-            return nll_B, is_target_BT, found.best
+            return nll_B, is_target_BT, found.best_token
 
         nll_B, is_target_BT, trunk_guess_BT = predict(features.hidden, 1)
-        next_token_BT = later_tokens(batch, 1)
+        next_token_BT = target_tokens(batch, 1)
         bytes_BT = jnp.where(is_target_BT, token_bytes[next_token_BT], 0)
         correct_BT = is_target_BT & (trunk_guess_BT == next_token_BT)
         sums = {
@@ -201,7 +203,7 @@ def metrics_from_sums(total: dict[str, float]) -> dict[str, float]:
       perplexity: per token.
       accuracy: the share of targets that are the trunk's most likely token.
       bits_per_byte: the loss in bits per UTF-8 byte of the predicted tokens; absent if the bytes of
-        tokens are not known (`Data.token_bytes`), as in synthetic tasks.
+        tokens are not known (`DataSource.token_byte_counts`), as in synthetic tasks.
       targets, bytes: the number of predicted tokens, and the number of their UTF-8 bytes; the other
         metrics are absent if no token was predicted.
       mtp_loss/d: nats per token, for each MTP depth d from 0.

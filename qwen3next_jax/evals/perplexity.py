@@ -30,7 +30,7 @@ class LossByPosition(Evaluation):
         return loss_by_position(
             self.eval_context.scorer(params),
             self.eval_context.heldout_batches(),
-            self.eval_context.open_data().token_bytes,
+            self.eval_context.open_data().token_byte_counts,
         )
 
 
@@ -50,7 +50,7 @@ def loss_by_position(
     Returns:
       loss/FIRST-LAST: nats per token, for every bucket that has tokens.
       bits_per_byte/FIRST-LAST: the loss in bits per UTF-8 byte; absent if the bytes of tokens are
-        not known (`Data.token_bytes`), as in synthetic tasks.
+        not known (`DataSource.token_byte_counts`), as in synthetic tasks.
       targets/FIRST-LAST: the number of tokens in the bucket.
       loss, bits_per_byte, targets: the values over all buckets together.
     """

@@ -144,7 +144,7 @@ class NeedleInAHaystack(Evaluation):
         """
         parts = []
         enough = max(_HAYSTACK_TOKENS, 2 * max(self.eval_context.options.row_lengths))
-        for batch in self.eval_context.open_data().heldout():
+        for batch in self.eval_context.open_data().heldout_batches():
             parts.append(batch["tokens"][batch["segment_ids"] > 0])
             if sum(map(len, parts)) >= enough:
                 break

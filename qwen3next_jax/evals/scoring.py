@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.visible_targets import check_scoring
+from qwen3next_jax.model.visible_targets import check_causal_for_scoring
 from qwen3next_jax.sharding.batch_layout import BatchLayout
 from qwen3next_jax.sharding.rules import CONTEXT, ROWS, batch_sharding, num_shards
 
@@ -43,11 +43,11 @@ def make_score_step(
 
     def step(params, tokens_BT, segment_ids_BT):
         model: Qwen3Next = nnx.merge(graphdef, params)
-        check_scoring(model.config)
+        check_causal_for_scoring(model.config)
         hidden_BTD = model.features(tokens_BT, segment_ids_BT, mesh=mesh).hidden
         weights_BT = jnp.ones(tokens_BT.shape, jnp.float32)
         found = model.cross_entropy(hidden_BTD, jnp.roll(tokens_BT, -1, axis=1), weights_BT, mesh)
-        return found.nll, found.best
+        return found.nll, found.best_token
 
     return jax.jit(step, out_shardings=replicated_sharding(mesh))
 

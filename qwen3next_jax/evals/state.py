@@ -11,7 +11,7 @@ import numpy as np
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.config import DataConfig, ModelConfig
-from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.pipeline import data_source_class
 from qwen3next_jax.data.state_tasks import StateData
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.evals.evaluation import EvalOptions, Evaluation
@@ -44,7 +44,7 @@ class StateTracking(Evaluation):
 
     @classmethod
     def check_data(cls, options: EvalOptions, data: DataConfig, vocab_size: int) -> None:
-        source = source_of(data)
+        source = data_source_class(data)
         require(
             issubclass(source, StateData),
             f"data.source = {data.source!r}: expected a task of data.state_tasks, such as parity",
@@ -62,7 +62,7 @@ class StateTracking(Evaluation):
             title = data.describe()["title"]
             raise UserError(f"eval.suites: state measures a task of data.state_tasks, not: {title}")
         lengths = sorted(context.options.row_lengths)
-        rows = data.heldout_rows_of(lengths[-1], context.options.rows or _ROWS)
+        rows = data.heldout_rows_of_length(lengths[-1], context.options.rows or _ROWS)
         tokens_BT, labels_BT, targets_BT = (np.stack(arrays) for arrays in zip(*rows, strict=True))
         guesses_BT = best_guesses(context.scorer(params), tokens_BT)
         is_right_BT = guesses_BT == labels_BT[:, 1:]

@@ -8,7 +8,7 @@ length, too. The cache of any other attention layer has a slot for every token.
 import jax
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layer_properties import layer_cache, mixer_class
+from qwen3next_jax.model.layer_properties import empty_layer_cache, mixer_class
 
 MIN_SLOTS = 64  # slots of the smallest cache
 
@@ -35,7 +35,7 @@ def cache_bytes_by_kind(config: ModelConfig, batch: int, length: int) -> dict[st
     """
     total = {"state": 0, "slots": 0}
     for layer, name in enumerate(config.mixers):
-        shapes = jax.eval_shape(lambda layer=layer: layer_cache(config, layer, batch, length))
+        shapes = jax.eval_shape(lambda layer=layer: empty_layer_cache(config, layer, batch, length))
         for part, leaves in shapes.items():
             kind = "state" if part == "embedding" else mixer_class(name).cache_kind
             total[kind] += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(leaves))
@@ -68,5 +68,5 @@ def roll_back_cache(config: ModelConfig, cache: list, index_B: jax.Array) -> lis
             for name, part in layer.items()
         }
 
-    mixers = [mixer_class(config.mixers[layers[0]]) for layers in config.stacks]
+    mixers = [mixer_class(config.mixers[layers[0]]) for layers in config.layer_stacks]
     return [picked(mixer, layer) for mixer, layer in zip(mixers, cache, strict=True)]

@@ -28,7 +28,7 @@ from qwen3next_jax.inference.cache import round_up_cache_length
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.adapters import merged_model
-from qwen3next_jax.model.visible_targets import check_prompts
+from qwen3next_jax.model.visible_targets import check_prompts_hold_prefix
 from qwen3next_jax.sharding.rules import ROWS, activation_spec, num_shards
 
 PREFILL_CHUNK = 512  # the most prompt tokens per row that one prefill call processes
@@ -427,7 +427,7 @@ def checked_prompts(
             raise UserError(f"prompt {i} is empty: expected at least one token")
         _check_token_ids(config, prompt, f"prompt {i}")
     _check_context_length(config, max(map(len, prompts)), max_new_tokens)
-    check_prompts(config, prompts, chunk)
+    check_prompts_hold_prefix(config, prompts, chunk)
     return [prompt.astype(np.int32) for prompt in prompts]
 
 

@@ -18,10 +18,10 @@ A rejected draft has already changed the caches:
 - Attention layers: the slot of a rejected draft is overwritten with the right token before any
   query sees the slot.
 - Recurrent layers: a state update cannot be undone. The trunk's pass therefore returns the state
-  after each of its K+1 tokens (`Mixer.each_token`), and the next round continues from the state
-  after the last accepted token. An alternative would process the accepted tokens again from the
-  state before the round. The alternative needs no memory for the states, but passes of 2K+1 tokens;
-  `benchmarks/inference/decoding.py --part=replay` measures both.
+  after each of its K+1 tokens (`Mixer.call_returning_all_states`), and the next round continues
+  from the state after the last accepted token. An alternative would process the accepted tokens
+  again from the state before the round. The alternative needs no memory for the states, but passes
+  of 2K+1 tokens; `benchmarks/inference/decoding.py --part=replay` measures both.
 - The MTP module: while the module drafts, it computes the cache entries of drafts from its own
   hidden states. For the accepted tokens, the next round overwrites these entries with entries that
   are computed from the trunk's states. So the module makes the first draft of a round under the
@@ -157,9 +157,9 @@ def prefill(
     t_BT = jnp.broadcast_to(begin + jnp.arange(size, dtype=jnp.int32), (len(tokens_BX), size))
     is_token_BT = (t_BT < state.pending_position[:, None]).astype(jnp.int32)
     x_BTD, cache = model.decode(
-        tokens_BX[:, :size], t_BT, state.cache, is_token_BT, mesh, leave=False
+        tokens_BX[:, :size], t_BT, state.cache, is_token_BT, mesh, final_norm=False
     )
-    state_BTD = model.mtp.state(x_BTD, model.leave(x_BTD))
+    state_BTD = model.mtp.next_depth_state(x_BTD, model.head_input(x_BTD))
     run_mtp = _make_run_mtp(model, mesh)
     *_, mtp_cache = run_mtp(state_BTD, tokens_BX[:, 1:], t_BT, state.mtp_cache)
     return state._replace(cache=cache, mtp_cache=mtp_cache)
@@ -269,9 +269,9 @@ def _verify_drafts(
         state.cache,
         mesh=mesh,
         return_all_states=True,
-        leave=False,
+        final_norm=False,
     )
-    hidden_BJD = model.leave(x_BJD)
+    hidden_BJD = model.head_input(x_BJD)
     logits_BJV = model.logits(hidden_BJD)
     if greedy:
         new_BJ = argmax_token(logits_BJV)
@@ -279,7 +279,7 @@ def _verify_drafts(
     else:
         log_p_BJV = log_probabilities(logits_BJV, sampling, filters)
         new_BJ, accepted_B = _accept_samples(state, log_p_BJV, seed)
-    state_BJD = model.mtp.state(x_BJD, hidden_BJD)
+    state_BJD = model.mtp.next_depth_state(x_BJD, hidden_BJD)
     return new_BJ, accepted_B, state_BJD, roll_back_cache(model.config, cache, accepted_B)
 
 
@@ -384,12 +384,12 @@ def _make_run_mtp(model: Qwen3Next, mesh: Mesh | None):
     module = nnx.merge(graphdef, gather_params(params, mesh, model.config.dtype))
 
     def run_mtp(state_BTD, tokens_BT, t_BT, cache):
-        in_place = mixer_class(model.config.full_mixer).in_place
+        in_place = mixer_class(model.config.full_mixer).writes_cache_in_place
         cache = cache if in_place else jax.tree.map(lambda leaf: leaf[0], cache)
         hidden_BTD, state_BTD, _, cache = module(
             state_BTD,
             model.embed(tokens_BT, mesh, time=None),
-            Context(t_BT, mesh=mesh, time=None),
+            Context(t_BT, mesh=mesh, logical_time_axis=None),
             cache,
         )
         cache = cache if in_place else jax.tree.map(lambda leaf: leaf[None], cache)

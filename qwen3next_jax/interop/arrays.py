@@ -83,14 +83,14 @@ def make_shards(
         groups = [{part: device} for part, device in reader_of.items()]
     shards: dict[ShardSlice, jax.Array] = {}
     for group in groups:
-        shards |= _read_group(parameter, np.dtype(dtype), group, read_values)
+        shards |= _read_adjacent_shards(parameter, np.dtype(dtype), group, read_values)
     return [
         shards[part] if device == reader_of[part] else jax.device_put(shards[part], device)
         for device, part in part_of.items()
     ]
 
 
-def _read_group(
+def _read_adjacent_shards(
     parameter: StoredParameter,
     dtype: np.dtype,
     device_of: Mapping[ShardSlice, jax.Device | None],
@@ -154,7 +154,7 @@ class TensorReader:
         # The parameter, the slice of it that is cached, and the values of that slice.
         self._cached: tuple[StoredParameter, ShardSlice, np.ndarray] | None = None
 
-    def blocks(
+    def row_blocks(
         self,
         array: jax.Array | np.ndarray,
         parameter: StoredParameter,
@@ -187,23 +187,23 @@ class TensorReader:
         layer: int,
         rows: slice,
     ) -> np.ndarray:
-        """Returns the range `rows` of a tensor's rows, [rows, columns]. `blocks` explains the other
-        arguments.
+        """Returns the range `rows` of a tensor's rows, [rows, columns]. `row_blocks` explains the
+        other arguments.
         """
         needed = tensor_rows.slice_around_rows(parameter, tensor, layer, rows)
-        cached, values = self._read_cached(array, parameter, needed)
+        cached, values = self._cached_slice_around(array, parameter, needed)
         index = shard_slices.relative_to(cached, needed)
         ((_, layer_part, layer_values),) = tensor_rows.transposed_layers(
             parameter, needed, values[index]
         )
         block = np.empty((rows.stop - rows.start, tensor.shape[-1]), values.dtype)
         for run in tensor_rows.row_runs(parameter, tensor, layer_part, rows):
-            source = layer_values[run.index]
-            target = block[run.rows.start - rows.start : run.rows.stop - rows.start]
+            source = layer_values[run.index_in_slice]
+            target = block[run.tensor_rows.start - rows.start : run.tensor_rows.stop - rows.start]
             tensor_rows.copy_rows(target.reshape(source.shape), source)
         return block
 
-    def _read_cached(
+    def _cached_slice_around(
         self, array: jax.Array | np.ndarray, parameter: StoredParameter, needed: ShardSlice
     ) -> tuple[ShardSlice, np.ndarray]:
         """Returns a slice that contains `needed`, and the values of this slice on the host."""
@@ -214,7 +214,7 @@ class TensorReader:
                     return cached, values
         self._cached = None  # frees the last piece before the next one is read
         larger = _extend_to_piece(needed, parameter, array)
-        values = read_slice(array, larger)
+        values = read_slice_to_host(array, larger)
         self._cached = parameter, larger, values
         return larger, values
 
@@ -223,12 +223,12 @@ def _extend_to_piece(
     needed: ShardSlice, parameter: StoredParameter, array: jax.Array | np.ndarray
 ) -> ShardSlice:
     """Extends the slice `needed` to as much as fits into `MAX_PIECE_BYTES`. If the whole array
-    fits, the result is the whole array. Otherwise the slice is extended along the first dimension
+    fits, the result is the whole array. Otherwise `needed` is extended along the first dimension
     that numbers the parameter's tensors or their rows.
     """
     if array.nbytes <= MAX_PIECE_BYTES:
         return shard_slices.full_slice(array.shape)
-    dim = len(parameter.declared.stack) + parameter.entry.axes[0]
+    dim = len(parameter.declaration.stack_shape) + parameter.entry.transpose_axes[0]
     start, stop = needed[dim].start, needed[dim].stop
     bytes_per_index = shard_slices.num_elements(needed) * array.dtype.itemsize // (stop - start)
     last_stop = start + MAX_PIECE_BYTES // bytes_per_index
@@ -236,7 +236,7 @@ def _extend_to_piece(
     return (*needed[:dim], slice(start, stop), *needed[dim + 1 :])
 
 
-def read_slice(array: jax.Array | np.ndarray, part: ShardSlice) -> np.ndarray:
+def read_slice_to_host(array: jax.Array | np.ndarray, part: ShardSlice) -> np.ndarray:
     """Returns the values of a slice of an array, on the host. All processes that hold a shard of
     the array must call this together; each of them gets the values.
     """
@@ -244,7 +244,7 @@ def read_slice(array: jax.Array | np.ndarray, part: ShardSlice) -> np.ndarray:
         return array[part]
     start = [dim.start for dim in part]
     if not array.is_fully_addressable:
-        gather = _gather_slice(array.sharding, shard_slices.shape_of(part))
+        gather = _make_slice_gather(array.sharding, shard_slices.shape_of(part))
         return np.asarray(gather(array, np.array(start, np.int32)).addressable_data(0))
     if part == shard_slices.full_slice(array.shape):
         return np.asarray(array)
@@ -262,16 +262,16 @@ def read_slice(array: jax.Array | np.ndarray, part: ShardSlice) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=256)
-def _gather_slice(
+def _make_slice_gather(
     sharding: NamedSharding, sizes: tuple[int, ...]
 ) -> Callable[[jax.Array, np.ndarray], jax.Array]:
     """Makes a jitted function `gather(array, start)` that returns the slice of shape `sizes` that
     begins at index `start`, replicated on every device.
 
     Each device makes an array of the slice's shape with the values that its own shard has, and
-    zeros elsewhere. Then the arrays of all devices are added. The values are added as integers with
-    the same bits, because -0.0 + 0.0 is 0.0 in floating point. Nothing larger than the slice is
-    gathered.
+    zeros elsewhere. The sum of these arrays over all devices is the slice. The values are added as
+    integers with the same bits, because -0.0 + 0.0 is 0.0 in floating point. Nothing larger than
+    the slice is gathered.
     """
     spec = (*sharding.spec, *(None,) * (len(sizes) - len(sharding.spec)))
     tuples = [(axes,) if isinstance(axes, str) else axes for axes in spec]

@@ -1,9 +1,10 @@
-"""Writes a directory of safetensors files to a bucket. Its interface is that of
-`writing.PartialExport`.
+"""Writes a directory of safetensors files to a bucket. `BucketExport` has the methods of
+`writing.LocalExport`.
 
-A file of weights is written on the local disk, uploaded, and removed. progress.json in the bucket
-names the complete files; a later export with the same identity skips these files. config.json is
-uploaded after all other files, so a reader refuses the folder of an export that was killed.
+Each file of weights is written on the local disk, uploaded, and then removed from the disk.
+progress.json in the bucket names the complete files; a later export with the same identity skips
+these files. config.json is uploaded after all other files, so a reader refuses the folder of an
+export that was killed.
 """
 
 import hashlib
@@ -61,7 +62,7 @@ class BucketExport:
           UserError: the folder is not empty, and its progress.json does not record an export with
             this `identity`.
         """
-        present = {str(path.relative_to(self._out)) for path in self._out.entries()}
+        present = {str(path.relative_to(self._out)) for path in self._out.file_infos()}
         if present:
             progress = self._read_progress()
             require(

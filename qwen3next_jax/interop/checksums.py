@@ -19,13 +19,13 @@ _BLOCK = 1 << 26  # bytes that are read from a bucket at once
 
 def require_undamaged(directory: pathlib.Path, process: int = 0, processes: int = 1) -> None:
     """Checks this process's share of the files of a directory against the digests in its
-    SHA256SUMS. `verify_hf` explains the arguments.
+    SHA256SUMS. `compare_with_checksums` explains the arguments.
 
     Raises:
       UserError: a file is missing or differs from its digest; SHA256SUMS does not name a file of
         weights, names a file that is not allowed, or cannot be read.
     """
-    for name, problem in verify_hf(directory, process, processes):
+    for name, problem in compare_with_checksums(directory, process, processes):
         if problem:
             raise UserError(
                 f"{directory / name}: {problem}: damaged, or changed after export; copy it again, "
@@ -33,7 +33,7 @@ def require_undamaged(directory: pathlib.Path, process: int = 0, processes: int 
             )
 
 
-def verify_hf(
+def compare_with_checksums(
     directory: pathlib.Path, process: int = 0, processes: int = 1
 ) -> Iterator[tuple[str, str | None]]:
     """Compares the files of a Hugging Face directory with the digests in its SHA256SUMS, on all
@@ -74,7 +74,7 @@ def verify_hf(
 def _read_checksums(file: pathlib.Path) -> dict[str, str]:
     """Reads the lines `DIGEST  NAME` of a SHA256SUMS file, and returns file name → digest."""
     try:
-        with json_files.open_regular(file) as opened:
+        with json_files.open_regular_file(file) as opened:
             text = opened.read().decode(errors="replace")
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from error
@@ -100,7 +100,7 @@ def _digest_if_file(file: pathlib.Path) -> str | None:
     if not file.is_file():
         return None
     digest = hashlib.sha256()
-    for block in file.blocks(_BLOCK):
+    for block in file.read_blocks(_BLOCK):
         digest.update(block)
     return digest.hexdigest()
 

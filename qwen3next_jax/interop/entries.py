@@ -2,9 +2,9 @@
 
 A parameter of this project has the shape [inputs…, outputs…], and the parameters of all layers of a
 stack share one array. A Hugging Face tensor has the shape [outputs, inputs], and each layer (or
-each expert of each layer) has a tensor of its own. An `Entry` describes the conversion: transpose
-the parameter of one layer to [tensors…, rows…, columns…]; each tensor is then a slice of the
-result, reshaped to the tensor's shape. A tensor may have its rows in another order. Import and
+each expert of each layer) has a tensor of its own. A `ParameterEntry` describes the conversion:
+transpose the parameter of one layer to [tensors…, rows…, columns…]; each tensor is then a slice of
+the result, reshaped to the tensor's shape. A tensor may have its rows in another order. Import and
 export use the same entry, so they cannot disagree.
 """
 
@@ -20,39 +20,39 @@ class TensorSlice(NamedTuple):
     """The slice of a parameter that one tensor holds.
 
     Attributes:
-      index: the index of the slice in the transposed parameter of one layer.
+      index_in_layer: the index of the slice in the transposed parameter of one layer.
       name: the tensor's name without the prefix of its layer ("self_attn.q_proj.weight").
       shape: the tensor's shape in the file.
       row_order: the order of the tensor's rows: row i of the tensor is row `row_order[i]` of the
         slice. None: tensor and slice have the same order.
     """
 
-    index: tuple[int | slice, ...]
+    index_in_layer: tuple[int | slice, ...]
     name: str
     shape: tuple[int, ...]
     row_order: np.ndarray | None = None
 
 
-class Entry(NamedTuple):
+class ParameterEntry(NamedTuple):
     """The tensors that hold one parameter of one layer.
 
     Attributes:
       path: the parameter's path in its module, with slashes ("mixer/q_proj" in a layer).
-      axes: the permutation of the parameter's axes (in the sense of `numpy.transpose`) after which
-        each tensor is a slice along the leading axes.
+      transpose_axes: the permutation of the parameter's axes (in the sense of `numpy.transpose`)
+        after which each tensor is a slice along the leading axes.
       slices: the slice that each tensor holds.
-      all_experts: the single tensor that holds the parameter of all experts, in checkpoints with
-        fused experts (`ModelConfig.hf_fused_experts`); None: there is no such tensor.
+      all_experts_slice: the single tensor that holds the parameter of all experts, in checkpoints
+        with fused experts (`ModelConfig.hf_fused_experts`); None: there is no such tensor.
     """
 
     path: str
-    axes: tuple[int, ...]
+    transpose_axes: tuple[int, ...]
     slices: tuple[TensorSlice, ...]
-    all_experts: TensorSlice | None = None
+    all_experts_slice: TensorSlice | None = None
 
 
 # A function from a model's settings to the entries of one of its modules.
-EntryFunction = Callable[[ModelConfig], Iterator[Entry]]
+EntryFunction = Callable[[ModelConfig], Iterator[ParameterEntry]]
 
 
 def one_tensor_entry(
@@ -61,27 +61,31 @@ def one_tensor_entry(
     axes: tuple[int, ...],
     tensor_shape: tuple[int, ...],
     row_order: np.ndarray | None = None,
-) -> Entry:
-    """Returns the entry of a parameter that a single tensor holds. `Entry` and `TensorSlice`
-    explain the arguments.
+) -> ParameterEntry:
+    """Returns the entry of a parameter that a single tensor holds. `ParameterEntry` and
+    `TensorSlice` explain the arguments.
     """
-    return Entry(path, axes, (TensorSlice((), name, tensor_shape, row_order),))
+    return ParameterEntry(path, axes, (TensorSlice((), name, tensor_shape, row_order),))
 
 
-def vector_entry(path: str, name: str, width: int) -> Entry:
+def vector_entry(path: str, name: str, width: int) -> ParameterEntry:
     """Returns the entry of a parameter [width] that a single tensor [width] holds."""
     return one_tensor_entry(path, name, (0,), (width,))
 
 
-def entries_under_module(module: str, entries: Iterator[Entry]) -> Iterator[Entry]:
-    """Returns the entries of the submodule `module` of a layer. Their paths, which begin in the
-    submodule, get the prefix "MODULE/".
+def entries_under_module(
+    module: str, entries: Iterator[ParameterEntry]
+) -> Iterator[ParameterEntry]:
+    """Returns the entries of a layer's submodule with the prefix "MODULE/" before their paths,
+    which begin in the submodule.
     """
     return (entry._replace(path=f"{module}/{entry.path}") for entry in entries)
 
 
-def swiglu_entries(path_prefix: str, name_prefix: str, width: int, hidden: int) -> Iterator[Entry]:
-    """Yields the entries of a SwiGLU MLP.
+def swiglu_entries(
+    path_prefix: str, name_prefix: str, width: int, hidden: int
+) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of a SwiGLU MLP.
 
     Args:
       path_prefix: the beginning of the paths of the MLP's parameters, such as "shared_"; may be "".
@@ -93,7 +97,7 @@ def swiglu_entries(path_prefix: str, name_prefix: str, width: int, hidden: int) 
         TensorSlice((0,), f"{name_prefix}.gate_proj.weight", (hidden, width)),
         TensorSlice((1,), f"{name_prefix}.up_proj.weight", (hidden, width)),
     )
-    yield Entry(f"{path_prefix}gate_up", (1, 2, 0), gate_and_up)
+    yield ParameterEntry(f"{path_prefix}gate_up", (1, 2, 0), gate_and_up)
     yield one_tensor_entry(
         f"{path_prefix}down", f"{name_prefix}.down_proj.weight", (1, 0), (width, hidden)
     )

@@ -1,8 +1,8 @@
 """Converts the config.json of a Hugging Face directory to a `ModelConfig` and back.
 
-This file holds the parts that all families of models share; `interop.families` holds the parts that
-differ. A form is one way to store a model in a directory (`families.form.Form`). Nothing here
-imports JAX.
+This file converts the fields that all families of models share; `interop.families` converts the
+fields that differ. A form is one way to store a model in a directory (`families.form.Form`).
+Nothing here imports JAX.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ from qwen3next_jax.common.errors import UserError, require, short_repr
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MixerConfig, ModelConfig, from_dict
 from qwen3next_jax.config.registry import check_trusted
-from qwen3next_jax.interop.families import FORMS, form_of
+from qwen3next_jax.interop.families import FORMS, form_of_config
 from qwen3next_jax.interop.families.fields import first_present, note_once
 from qwen3next_jax.interop.families.form import Fields, Form
 from qwen3next_jax.interop.weights import Weights, count_and_names, read_json
 
-# `check_sizes` accepts every width up to this one, because an array of this width needs little
-# memory.
+# `check_claimed_sizes` accepts every width up to this one, because an array of this width needs
+# little memory.
 _SMALL_WIDTH = 4096
 
 
@@ -31,14 +31,14 @@ class Checkpoint(NamedTuple):
 
     Attributes:
       directory: the path of the directory.
-      fields: the fields of its config.json.
+      config_fields: the fields of its config.json.
       form: the way in which the directory stores its model.
       weights: the tensors, under the names that the form's entries use.
       config: the settings of the model.
     """
 
     directory: pathlib.Path
-    fields: Fields
+    config_fields: Fields
     form: Form
     weights: Weights
     config: ModelConfig
@@ -57,14 +57,14 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     Raises:
       UserError: for the reasons that `huggingface.load_hf` lists.
     """
-    directory = model_directory(path)
+    directory = require_model_directory(path)
     file = directory / "config.json"
     where = str(file)
     raw = read_json(file)
-    form = form_of(raw, where)
-    weights = Weights(directory, form.tensor_name)
-    fields = form.text_fields(raw, where)
-    check_sizes(form, fields, {name: weights.shape(name) for name in weights.names}, where)
+    form = form_of_config(raw, where)
+    weights = Weights(directory, form.tensor_name_in_entries)
+    fields = form.read_text_fields(raw, where)
+    check_claimed_sizes(form, fields, {name: weights.shape(name) for name in weights.names}, where)
     checkpoint = Checkpoint(
         directory, raw, form, weights, _parse_settings(form, fields, weights.names, where)
     )
@@ -81,7 +81,7 @@ def read_hf_config(path: str | os.PathLike) -> ModelConfig:
     return open_checkpoint(path).config
 
 
-def model_directory(path: str | os.PathLike) -> pathlib.Path:
+def require_model_directory(path: str | os.PathLike) -> pathlib.Path:
     """Returns `path` as a `pathlib.Path`. Raises UserError if it is not a directory."""
     directory = to_path(path)
     if directory.is_dir():
@@ -97,8 +97,8 @@ def parse_hf_config(fields: Fields, names: Collection[str], where: str) -> Model
     """Returns the settings of the model that a config.json describes.
 
     A note on standard error names the fields that this project does not know. The setting
-    `mtp_depth` is 0 if the directory has no tensors of the multi-token prediction module. Otherwise
-    it is the value of the field `mtp_depth` (which only this project writes) or of
+    `mtp_depth` is 0 if the directory has no tensors of the multi-token prediction module. If it has
+    them, `mtp_depth` is the value of the field `mtp_depth` (which only this project writes) or of
     `mtp_num_hidden_layers`, or 1 if the file has neither field. The setting `dtype` is "bfloat16"
     if the file says so, and "float32" for any other dtype or none.
 
@@ -111,13 +111,13 @@ def parse_hf_config(fields: Fields, names: Collection[str], where: str) -> Model
     Raises:
       UserError: the model_type is unknown, or this project does not compute the model.
     """
-    form = form_of(fields, where)
-    return _parse_settings(form, form.text_fields(fields, where), names, where)
+    form = form_of_config(fields, where)
+    return _parse_settings(form, form.read_text_fields(fields, where), names, where)
 
 
 def _parse_settings(form: Form, fields: Fields, names: Collection[str], where: str) -> ModelConfig:
     """Does the work of `parse_hf_config`. `fields` are the fields of the text model, as
-    `form.text_fields` returns them.
+    `form.read_text_fields` returns them.
     """
     values = form.read_settings(fields, where)
     dtype = first_present(fields, "dtype", "torch_dtype")
@@ -127,10 +127,10 @@ def _parse_settings(form: Form, fields: Fields, names: Collection[str], where: s
     )
     values["dtype"] = "bfloat16" if dtype == "bfloat16" else "float32"
     values["mtp_depth"] = _mtp_depth(form, fields, names)
-    values["bos_token_id"] = _token_id(fields, "bos_token_id", where)
-    values["eos_token_id"] = _token_id(fields, "eos_token_id", where)
+    values["bos_token_id"] = _read_token_id(fields, "bos_token_id", where)
+    values["eos_token_id"] = _read_token_id(fields, "eos_token_id", where)
     values["hf_form"] = form.name
-    values["hf_fused_experts"] = _fused_experts(names)
+    values["hf_fused_experts"] = _parts_with_fused_experts(names)
     check_trusted({"model": values}, where)
     try:
         config = from_dict(ModelConfig, values, path="model")
@@ -153,7 +153,7 @@ def _mtp_depth(form: Form, fields: Fields, names: Collection[str]) -> Any:
     return 1 if depth is None else depth
 
 
-def _token_id(fields: Fields, name: str, where: str) -> Any:
+def _read_token_id(fields: Fields, name: str, where: str) -> Any:
     """Returns the token id in the field `name`; -1 if the field is missing, null or an empty list.
     For a list of ids, the result is the first one, because the documents of the training data end
     with a single token.
@@ -168,7 +168,7 @@ def _token_id(fields: Fields, name: str, where: str) -> Any:
     return -1 if token is None else token
 
 
-def _fused_experts(names: Collection[str]) -> list[str]:
+def _parts_with_fused_experts(names: Collection[str]) -> list[str]:
     """Returns the parts of the model ("mtp", "trunk") in which a single tensor holds `gate_up_proj`
     of all experts of a layer.
     """
@@ -176,12 +176,12 @@ def _fused_experts(names: Collection[str]) -> list[str]:
     return sorted({"mtp" if name.startswith("mtp.") else "trunk" for name in fused})
 
 
-def check_sizes(
+def check_claimed_sizes(
     form: Form, fields: Fields, shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
     """Checks that a config.json does not describe a far larger model than the tensors in its
-    directory. This check comes first, because later code makes a list of all layers, which may need
-    much memory.
+    directory. The check comes before other code makes a list of all layers, which may need much
+    memory.
 
     Args:
       form: the form of the checkpoint.
@@ -202,24 +202,24 @@ def check_sizes(
         )
     for name in ("num_hidden_layers", "layer_types", "mlp_only_layers"):
         require(
-            _integer_or_length(fields, name) <= len(layers),
-            f"{where}: {name}: {short_repr(_integer_or_length(fields, name))} layers, "
+            _integer_or_list_length(fields, name) <= len(layers),
+            f"{where}: {name}: {short_repr(_integer_or_list_length(fields, name))} layers, "
             f"the weights have {len(layers)}",
         )
     # A field that no layer uses may be larger than all tensors, but not larger than _SMALL_WIDTH.
     widest = max((max(shape, default=0) for shape in shapes.values()), default=0)
-    for names in form.width_fields:
+    for names in form.width_field_groups:
         product = " × ".join(
-            f"{name} = {short_repr(_integer_or_length(fields, name))}" for name in names
+            f"{name} = {short_repr(_integer_or_list_length(fields, name))}" for name in names
         )
         require(
-            math.prod(_integer_or_length(fields, name) for name in names)
+            math.prod(_integer_or_list_length(fields, name) for name in names)
             <= max(widest, _SMALL_WIDTH),
             f"{where}: {product}: the widest of the weights has {widest}",
         )
 
 
-def _integer_or_length(fields: Fields, name: str) -> int:
+def _integer_or_list_length(fields: Fields, name: str) -> int:
     """Returns the value of a field that is an integer, or the length of a field that is a list; 0
     for any other field. `Form.read_settings` checks the types later.
     """
@@ -229,9 +229,10 @@ def _integer_or_length(fields: Fields, name: str) -> int:
     return value if type(value) is int else 0
 
 
-def format_hf_config(config: ModelConfig, dtype: str, source: Fields | None = None) -> Fields:
+def hf_config_fields(config: ModelConfig, dtype: str, source: Fields | None = None) -> Fields:
     """Returns the fields of the config.json of an export. Both `parse_hf_config` and transformers
-    (4.57 or later for Qwen3-Next, 5 or later for the other families) rebuild the model from them.
+    (4.57 or later for Qwen3-Next, 5 or later for the other families) rebuild the model from these
+    fields.
 
     Args:
       config: the settings of a model that has a Hugging Face form (`layout.check_hf_form`).
@@ -242,17 +243,17 @@ def format_hf_config(config: ModelConfig, dtype: str, source: Fields | None = No
         text model and a vision tower), the result also keeps the fields outside of the text model.
     """
     form = FORMS[config.hf_form]
-    fields = form.write_fields(config, dtype, {}, {})
+    fields = form.write_config_fields(config, dtype, {}, {})
     if not source:
         return fields
-    source_form = form_of(source, "the source's config.json")
+    source_form = form_of_config(source, "the source's config.json")
     if source_form.model_types[source["model_type"]] != form.model_types[fields["model_type"]]:
         return fields
-    wrapper = source if source_form.text_group else {}
-    return form.write_fields(config, dtype, text_fields_as_written(source), wrapper)
+    wrapper = source if source_form.text_config_group else {}
+    return form.write_config_fields(config, dtype, text_fields_as_written(source), wrapper)
 
 
 def text_fields_as_written(fields: Fields) -> Fields:
     """Returns the fields of the text model in a config.json, as they are written there."""
-    group = form_of(fields, "config.json").text_group
+    group = form_of_config(fields, "config.json").text_config_group
     return fields[group] if group else fields

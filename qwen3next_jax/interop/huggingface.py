@@ -29,7 +29,7 @@ from qwen3next_jax.interop.bucket_export import BucketExport
 from qwen3next_jax.interop.checksums import require_undamaged
 from qwen3next_jax.interop.hf_config import (
     Checkpoint,
-    format_hf_config,
+    hf_config_fields,
     open_checkpoint,
     read_hf_config,
     text_fields_as_written,
@@ -43,8 +43,8 @@ from qwen3next_jax.interop.layout import (
 from qwen3next_jax.interop.shard_slices import ShardSlice
 from qwen3next_jax.interop.source import read_export_source
 from qwen3next_jax.interop.weights import Weights, count_and_names
-from qwen3next_jax.interop.writing import PartialExport, Tensor, tensors_by_file, write_json
-from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.interop.writing import LocalExport, Tensor, tensors_by_file, write_json
+from qwen3next_jax.model import Qwen3Next, parameter_declarations
 from qwen3next_jax.model.parameters import Declared
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0, run_on_all
 from qwen3next_jax.sharding.rules import storage_spec
@@ -71,7 +71,7 @@ def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
     """
     check_hf_form(config)
     return {
-        tensor.name: np.concatenate(list(tensor.blocks())).reshape(tensor.shape)
+        tensor.name: np.concatenate(list(tensor.read_blocks())).reshape(tensor.shape)
         for tensor in _tensors_to_write(tree, config)
     }
 
@@ -96,10 +96,10 @@ def _tensors_to_write(tree: Any, config: ModelConfig, dtype: str | None = None) 
                 f"parameter {parameter.path}: expected shape {parameter.shape} by the config, "
                 f"found {'nothing' if leaf is None else leaf.shape}"
             )
-        tensor_dtype = leaf.dtype if dtype is None else stored_dtype(parameter.declared, dtype)
-        for layer, prefix in enumerate(parameter.prefixes):
+        tensor_dtype = leaf.dtype if dtype is None else stored_dtype(parameter.declaration, dtype)
+        for layer, prefix in enumerate(parameter.layer_prefixes):
             for tensor in parameter.entry.slices:
-                blocks = functools.partial(reader.blocks, leaf, parameter, tensor, layer)
+                blocks = functools.partial(reader.row_blocks, leaf, parameter, tensor, layer)
                 yield Tensor(prefix + tensor.name, tensor_dtype, tensor.shape, blocks)
 
 
@@ -148,7 +148,7 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
         raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
     config = dataclasses.replace(read_hf_config(path), dtype=dtype)
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
-    declarations = declared(config)
+    declarations = parameter_declarations(config)
 
     def abstract(leaf_path, leaf):
         parameter = declarations[path_string(leaf_path)]
@@ -167,9 +167,9 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
 
 
 def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
-    """Returns the dtype of one parameter in a model, or in files, of the dtype `dtype`. Vectors
-    (such as norms and biases), the router and decay rates are always float32: they are small, and
-    their errors affect the whole model.
+    """Returns the dtype of one parameter in a model, or in files, whose matrices have the dtype
+    `dtype`. Vectors (such as norms and biases), the router and decay rates are always float32: they
+    are small, and their errors affect the whole model.
     """
     if len(declared.shape) == 1 or declared.kind in ("router", "rate"):
         return np.dtype(np.float32)
@@ -216,7 +216,7 @@ def load_params(path: str | os.PathLike, like: Any) -> Any:
             else:
                 require_undamaged(checkpoint.directory)
             arrays = {
-                parameter.path: _read_array(weights, parameter, leaves[parameter.path])
+                parameter.path: _read_sharded_array(weights, parameter, leaves[parameter.path])
                 for parameter in stored
                 if parameter.path in leaves
             }
@@ -229,7 +229,7 @@ def load_params(path: str | os.PathLike, like: Any) -> Any:
     )
 
 
-def _read_array(
+def _read_sharded_array(
     weights: Weights, parameter: StoredParameter, like: jax.ShapeDtypeStruct
 ) -> jax.Array:
     """Reads a parameter into an array with the dtype and the sharding of `like`."""
@@ -243,8 +243,8 @@ def _read_array(
 def read_parameter_slice(
     weights: Weights, parameter: StoredParameter, part: ShardSlice, dtype: np.dtype
 ) -> np.ndarray:
-    """Reads the values of a slice of a stacked parameter. Of the parameter's tensors, it reads only
-    the rows and columns that the slice holds.
+    """Reads the values of a slice of a stacked parameter. Reads only those rows and columns of the
+    parameter's tensors that the slice holds.
 
     Args:
       weights: the tensors of the checkpoint.
@@ -260,11 +260,11 @@ def read_parameter_slice(
         for tensor in parameter.entry.slices:
             for run in tensor_rows.row_runs(parameter, tensor, layer_part):
                 blocks = [
-                    weights.read(prefix + tensor.name, run.rows, columns)
+                    weights.read(prefix + tensor.name, run.tensor_rows, columns)
                     for columns in tensor_rows.column_ranges(parameter, tensor, layer_part)
                 ]
                 rows = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
-                target = layer[run.index]
+                target = layer[run.index_in_slice]
                 with np.errstate(over="ignore"):  # an overflow gives inf, which is refused below
                     tensor_rows.copy_rows(target, rows.reshape(target.shape))
                 if not np.isfinite(target).all():
@@ -289,10 +289,10 @@ def _check_tensors(checkpoint: Checkpoint, stored: Iterable[StoredParameter]) ->
     expected = {
         prefix + tensor.name: tensor.shape
         for parameter in stored
-        for prefix in parameter.prefixes
+        for prefix in parameter.layer_prefixes
         for tensor in parameter.entry.slices
     }
-    _check_constants(checkpoint)
+    _check_constant_tensors(checkpoint)
     names -= constant_tensors(config).keys()
     missing = expected.keys() - names
     if missing:
@@ -313,11 +313,11 @@ def _check_tensors(checkpoint: Checkpoint, stored: Iterable[StoredParameter]) ->
         if weights.shape(name) != shape:
             raise UserError(
                 f"{directory}: tensor {name} has shape {list(weights.shape(name))}: "
-                f"expected {list(shape)} by config.json{checkpoint.form.shape_advice(name)}"
+                f"expected {list(shape)} by config.json{checkpoint.form.wrong_shape_advice(name)}"
             )
 
 
-def _check_constants(checkpoint: Checkpoint) -> None:
+def _check_constant_tensors(checkpoint: Checkpoint) -> None:
     """Raises UserError if the checkpoint has a tensor of integers (`layout.constant_tensors`) with
     other values than its settings require. A checkpoint may lack these tensors.
     """
@@ -399,7 +399,7 @@ def save_hf(
         ]
     )
     stored_as = dtype or str(params["embedding"][...].dtype)
-    fields = format_hf_config(config, stored_as, from_source.fields)
+    fields = hf_config_fields(config, stored_as, from_source.config_fields)
     if identity:
         tensors = [tensor for file in files.values() for tensor in file]
         stored = [[tensor.name, tensor.dtype.name, tensor.shape] for tensor in tensors]
@@ -413,7 +413,7 @@ def save_hf(
         tokens = {
             name: text_fields_as_written(fields)[name] for name in ("bos_token_id", "eos_token_id")
         }
-        generation = {"_from_model_config": True} | from_source.generation | tokens
+        generation = {"_from_model_config": True} | from_source.generation_fields | tokens
         write_json(directory / "config.json", fields)
         write_json(directory / "generation_config.json", generation)
         from_source.copy_image_files(directory)
@@ -421,7 +421,7 @@ def save_hf(
             tokenizer.save(directory)
 
     out = to_path(out_dir)
-    make_export = BucketExport if isinstance(out, BucketPath) else PartialExport
+    make_export = BucketExport if isinstance(out, BucketPath) else LocalExport
     with make_export(out, files, identity) as export:
         complete = on_first_process(export.begin)
         for name in files:
@@ -431,13 +431,15 @@ def save_hf(
 
 
 def _write_weight_file(
-    export: PartialExport, name: str, tensors: Sequence[Tensor], spans_processes: bool
+    export: LocalExport, name: str, tensors: Sequence[Tensor], spans_processes: bool
 ) -> None:
     """Writes one file of weights. If the model spans several processes, process 0 writes the file,
     and the other processes take part in gathering its blocks from the devices.
     """
     blocks = (
-        block.astype(tensor.dtype, copy=False) for tensor in tensors for block in tensor.blocks()
+        block.astype(tensor.dtype, copy=False)
+        for tensor in tensors
+        for block in tensor.read_blocks()
     )
     if not spans_processes:
         export.write(name, blocks)
@@ -447,16 +449,16 @@ def _write_weight_file(
         try:
             export.write(name, blocks)
         except UserError:
-            _consume(blocks)  # the other processes gather the remaining blocks, too
+            _gather_and_drop(blocks)  # the other processes gather the remaining blocks, too
             raise
 
     if not is_process_0():
-        _consume(blocks)
+        _gather_and_drop(blocks)
     broadcast_from_process_0(write)
 
 
-def _consume(blocks: Iterator[np.ndarray]) -> None:
-    """Takes all remaining blocks and drops them, so that this process takes part in gathering
-    them.
+def _gather_and_drop(blocks: Iterator[np.ndarray]) -> None:
+    """Takes all remaining blocks and drops them, so that this process takes part in gathering the
+    blocks from the devices.
     """
     collections.deque(blocks, maxlen=0)

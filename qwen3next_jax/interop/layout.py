@@ -1,9 +1,10 @@
 """Says which tensors of a Hugging Face checkpoint hold which parameters of a model.
 
 The tensors of a layer hold its norms, its mixer and its MLP, and their names begin with the layer's
-name. A form (`interop.families.form.Form`) is one way to store a model in files. It has entries
-(`interop.entries.Entry`: the tensors of a parameter) for the mixers that it stores. The class of
-any other mixer may define its entries itself (`hf_entries`, docs/extending.md).
+name. A form (`interop.families.form.Form`) is one way to store a model in files. A form has entries
+for the mixers that it stores; an entry (`interop.entries.ParameterEntry`) says which tensors hold a
+parameter. The class of any other mixer may define its entries itself (`hf_entries`,
+docs/extending.md).
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,15 +16,15 @@ from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ModelConfig, to_dict
 from qwen3next_jax.interop.entries import (
-    Entry,
     EntryFunction,
+    ParameterEntry,
     entries_under_module,
     one_tensor_entry,
     swiglu_entries,
 )
 from qwen3next_jax.interop.families import FORMS
 from qwen3next_jax.interop.families.form import NOT_IN_FILES, Form
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.parameters import Declared
 
@@ -34,20 +35,20 @@ class StoredParameter(NamedTuple):
     Attributes:
       path: the parameter's path in the parameter tree ("layers/0/mixer/q_proj").
       entry: the tensors that hold the parameter of one layer.
-      prefixes: for each layer that is stacked along the parameter's first axis, the prefix of its
-        tensors' names; a single prefix if the parameter is not stacked.
-      declared: the parameter's declaration.
+      layer_prefixes: for each layer that is stacked along the parameter's first axis, the prefix of
+        its tensors' names; a single prefix if the parameter is not stacked.
+      declaration: the parameter's declaration.
     """
 
     path: str
-    entry: Entry
-    prefixes: tuple[str, ...]
-    declared: Declared
+    entry: ParameterEntry
+    layer_prefixes: tuple[str, ...]
+    declaration: Declared
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The parameter's shape, including the axis of the stacked layers."""
-        return self.declared.stack + self.declared.shape
+        return self.declaration.stack_shape + self.declaration.shape
 
 
 def stored_parameters(config: ModelConfig) -> list[StoredParameter]:
@@ -58,8 +59,8 @@ def stored_parameters(config: ModelConfig) -> list[StoredParameter]:
       UserError: the entries of a mixer name a parameter that the mixer does not have, or do not
         name one that it has.
     """
-    declarations = declared(config)
-    found = list(_stored_parameters(config, declarations))
+    declarations = parameter_declarations(config)
+    found = list(_parameters_with_entries(config, declarations))
     stored, existing = {parameter.path for parameter in found}, declarations.keys()
     require(
         stored == existing,
@@ -70,21 +71,21 @@ def stored_parameters(config: ModelConfig) -> list[StoredParameter]:
     return found
 
 
-def _stored_parameters(
+def _parameters_with_entries(
     config: ModelConfig, declarations: Mapping[str, Declared]
 ) -> Iterator[StoredParameter]:
-    """Yields all parameters of a model, as its form's entries name them. `declarations`: path of a
-    parameter → its declaration. A parameter whose path is not among them has None in place of the
-    declaration.
+    """Yields all parameters that the entries of a model's form name. `declarations`: path of a
+    parameter → its declaration. A parameter whose path is not in `declarations` gets None in place
+    of its declaration.
     """
     form = FORMS[config.hf_form]
 
-    def with_paths(module: str, prefixes: tuple[str, ...], entries: Iterator[Entry]):
+    def with_paths(module: str, prefixes: tuple[str, ...], entries: Iterator[ParameterEntry]):
         """Yields the parameters of the module at the path `module`, given its entries."""
         part = "mtp" if module.startswith("mtp/") else "trunk"
         for entry in entries:
-            if entry.all_experts and part in config.hf_fused_experts:
-                entry = entry._replace(slices=(entry.all_experts,))
+            if entry.all_experts_slice and part in config.hf_fused_experts:
+                entry = entry._replace(slices=(entry.all_experts_slice,))
             full_path = module + entry.path
             yield StoredParameter(full_path, entry, prefixes, declarations.get(full_path))
 
@@ -92,46 +93,50 @@ def _stored_parameters(
     yield from with_paths("", (form.trunk_prefix,), form.final_norm_entries(config))
     if not config.tie_word_embeddings:
         yield from with_paths("", ("",), _head_entries(config))
-    for position, layers in enumerate(config.stacks):
+    for position, layers in enumerate(config.layer_stacks):
         prefixes = tuple(f"{form.trunk_prefix}layers.{layer}." for layer in layers)
-        entries = _layer_entries(form, config, *config.layer_kinds[layers[0]])
+        entries = _layer_entries(form, config, *config.mixers_and_sparsity[layers[0]])
         yield from with_paths(f"layers/{position}/", prefixes, entries)
-        number = config.ple.number(layers[0])
+        number = config.ple.embedding_index(layers[0])
         if number is not None:
             entries = form.layer_embedding_entries(config, number)
             yield from with_paths(f"layers/{position}/embedding/", prefixes, entries)
     if config.mtp_depth:
         yield from with_paths("mtp/", ("mtp.",), form.mtp_entries(config))
-        entries = _layer_entries(form, config, *config.layer_kinds[-1])
+        entries = _layer_entries(form, config, *config.mixers_and_sparsity[-1])
         yield from with_paths("mtp/block/", ("mtp.layers.0.",), entries)
 
 
 def constant_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Returns the tensors that hold no parameters, but integers that follow from the settings (the
-    hashing of n-grams in `model.ple`): name → integers.
+    """Returns the tensors that hold no parameters, as name → integers. The integers follow from the
+    settings: they are the constants of the n-gram hashes of `model.ple`.
     """
     form = FORMS[config.hf_form]
     return {
         f"{form.trunk_prefix}layers.{layer - 1}.{name}": value
         for layer in config.ple.layer_ids
-        for name, value in form.layer_constants(config, config.ple.number(layer - 1)).items()
+        for name, value in form.layer_constant_tensors(
+            config, config.ple.embedding_index(layer - 1)
+        ).items()
     }
 
 
-def _embedding_entries(config: ModelConfig) -> Iterator[Entry]:
+def _embedding_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
     size = (config.vocab_size, config.hidden_size)
     yield one_tensor_entry("embedding", "embed_tokens.weight", (0, 1), size)
 
 
-def _head_entries(config: ModelConfig) -> Iterator[Entry]:
+def _head_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
     yield one_tensor_entry(
         "head", "lm_head.weight", (1, 0), (config.vocab_size, config.hidden_size)
     )
 
 
-def _layer_entries(form: Form, config: ModelConfig, mixer: str, sparse: bool) -> Iterator[Entry]:
-    """Yields the entries of a layer with the mixer named `mixer`, and with experts if `sparse`,
-    otherwise with a dense MLP.
+def _layer_entries(
+    form: Form, config: ModelConfig, mixer: str, sparse: bool
+) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of a layer with the mixer named `mixer`, and with
+    experts if `sparse`, otherwise with a dense MLP.
     """
     yield from form.layer_norm_entries(config, mixer)
     yield from entries_under_module("mixer", _mixer_entries(form, mixer)(config))
@@ -167,29 +172,29 @@ def check_hf_form(config: ModelConfig) -> None:
     """
     form = FORMS[config.hf_form]
     unsupported = [
-        f"{mixer} (layers {_layers_with(config, mixer)})"
-        for mixer in dict.fromkeys(mixer for mixer, _ in config.layer_kinds)
+        f"{mixer} (layers {_layers_with_mixer(config, mixer)})"
+        for mixer in dict.fromkeys(mixer for mixer, _ in config.mixers_and_sparsity)
         if _mixer_entries(form, mixer) is None
     ]
     if unsupported:
         raise UserError(
             f"this model has layers without a Hugging Face form: {'; '.join(unsupported)}: "
-            f"expected mixers that have one in {form.name}{_other_mixers(form)}"
+            f"expected mixers that have one in {form.name}{_other_forms_hint(form)}"
         )
     default = flatten(to_dict(ModelConfig()))
     for name, value in flatten(to_dict(config)).items():
-        if name.partition(".")[0] in form.stored_settings | NOT_IN_FILES:
+        if name.partition(".")[0] in form.supported_settings | NOT_IN_FILES:
             continue
         expected = repr(default[name]) if name in default else "its default"
         require(
             name in default and value == default[name],
-            f"model.{name} = {value!r}: transformers' {form.title} has only {expected}, so "
+            f"model.{name} = {value!r}: transformers' {form.display_name} has only {expected}, so "
             "this model has no Hugging Face form",
         )
     form.check_model(config)
 
 
-def _layers_with(config: ModelConfig, mixer: str) -> str:
+def _layers_with_mixer(config: ModelConfig, mixer: str) -> str:
     """Returns the numbers of the layers with this mixer as text, such as "0, 4"; "of the MTP
     module" if no decoder layer has it.
     """
@@ -197,7 +202,7 @@ def _layers_with(config: ModelConfig, mixer: str) -> str:
     return ", ".join(numbers) or "of the MTP module"
 
 
-def _other_mixers(form: Form) -> str:
+def _other_forms_hint(form: Form) -> str:
     """Returns a hint for a message: which other forms store mixers that `form` does not store, and
     which mixers these are.
     """

@@ -2,13 +2,13 @@
 adapter_config.json.
 
 PEFT adapts a module of transformers with one pair: lora_A [r, in] and lora_B [out, r], and adds
-(lora_alpha / r) · lora_B · lora_A to its weight [out, in]. Here each part of a fused projection has
-a pair of its own. A module that holds n adapted parts gets the rank n · rank: lora_A has the A of
-all parts one below the other, and lora_B is 0 where the rank of a part meets the rows of another.
-The ranks and alphas of modules are in `rank_pattern` and `alpha_pattern`.
+(lora_alpha / r) · lora_B · lora_A to its weight [out, in]. In this project, each part of a fused
+projection has a pair of its own. A module that holds n adapted parts gets the rank n · rank: lora_A
+stacks the A of all parts, and lora_B has a block for the B of each part and is 0 outside of these
+blocks. The ranks and alphas of modules are in `rank_pattern` and `alpha_pattern`.
 
 transformers' experts, and the multi-token prediction module, are not modules that PEFT adapts in
-this way; `check_adapters` refuses adapters of these parts.
+this way; `require_peft_modules` refuses adapters of these parts.
 """
 
 import json
@@ -27,10 +27,10 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.entries import TensorSlice
 from qwen3next_jax.interop.families import FORMS
 from qwen3next_jax.interop.layout import StoredParameter, check_hf_form, stored_parameters
-from qwen3next_jax.interop.tensor_rows import layer_rows
+from qwen3next_jax.interop.tensor_rows import layer_row_indices
 from qwen3next_jax.interop.writing import require_empty_folder
-from qwen3next_jax.model import declared
-from qwen3next_jax.model.adapter_names import SUFFIX, is_adapter, without_adapters
+from qwen3next_jax.model import parameter_declarations
+from qwen3next_jax.model.adapter_names import SUFFIX, config_without_adapters, is_adapter
 
 # The forms whose models transformers builds of modules that PEFT can adapt.
 FORMS_WITH_MODULES = ("qwen3_next", "qwen3_5_text", "qwen3_5", "olmo_hybrid")
@@ -47,7 +47,8 @@ def save_adapter(
       adapters: nested dict of the A and B of the model, as NumPy arrays.
       out: the folder to write.
       base: the name or path of the model without adapters, for `base_model_name_or_path`.
-      digest: a digest that identifies the weights of that model, for the metadata of the file.
+      digest: a digest that identifies the weights of the model without adapters, for the metadata
+        of the file.
 
     Returns:
       The number of adapted modules.
@@ -55,7 +56,7 @@ def save_adapter(
     Raises:
       UserError: transformers has no modules for some of the adapters, or `out` is not new.
     """
-    check_adapters(config)
+    require_peft_modules(config)
     require_empty_folder(out)
     scale = config.lora.alpha / config.lora.rank
     tensors, ranks = {}, {}
@@ -87,14 +88,14 @@ def save_adapter(
     return len(ranks)
 
 
-def check_adapters(config: ModelConfig) -> None:
+def require_peft_modules(config: ModelConfig) -> None:
     """Checks that transformers has a module for each adapter of the model.
 
     Raises:
       UserError: some adapters have no module; the message names these adapters, or the form of the
         model if transformers has no modules for the whole form.
     """
-    plain = without_adapters(config)
+    plain = config_without_adapters(config)
     require(
         config.lora.rank > 0,
         "this model has no adapters (model.lora.rank = 0): leave --adapter out",
@@ -105,7 +106,8 @@ def check_adapters(config: ModelConfig) -> None:
         f"the merged weights (PEFT has modules in {', '.join(FORMS_WITH_MODULES)})",
     )
     check_hf_form(plain)
-    own = {mixer for mixer, _ in config.layer_kinds} - FORMS[config.hf_form].mixer_entries.keys()
+    of_form = FORMS[config.hf_form].mixer_entries.keys()
+    own = {mixer for mixer, _ in config.mixers_and_sparsity} - of_form
     require(
         not own,
         f"transformers has no modules of the mixers {', '.join(sorted(own))}: leave --adapter out",
@@ -114,7 +116,7 @@ def check_adapters(config: ModelConfig) -> None:
         parameter.path
         for parameter in stored_parameters(plain)
         if parameter.path in _adapted_paths(config)
-        and (parameter.path.startswith("mtp/") or parameter.declared.experts > 1)
+        and (parameter.path.startswith("mtp/") or parameter.declaration.num_experts > 1)
     ]
     require(
         not refused,
@@ -126,21 +128,25 @@ def check_adapters(config: ModelConfig) -> None:
 
 def _adapted_paths(config: ModelConfig) -> set[str]:
     """Returns the paths of the parameters that have adapters."""
-    return {path.partition(SUFFIX + "/")[0] for path in declared(config) if is_adapter(path)}
+    return {
+        path.partition(SUFFIX + "/")[0]
+        for path in parameter_declarations(config)
+        if is_adapter(path)
+    }
 
 
 def _lora_pairs(config: ModelConfig, adapters: Mapping[str, np.ndarray]) -> dict[str, LoraPair]:
     """Returns name of a module → (lora_A, lora_B)."""
     pairs = {}
-    for parameter in stored_parameters(without_adapters(config)):
+    for parameter in stored_parameters(config_without_adapters(config)):
         parts = _adapted_parts(parameter, adapters)
-        for layer, prefix in enumerate(parameter.prefixes if parts else ()):
+        for layer, prefix in enumerate(parameter.layer_prefixes if parts else ()):
             of_layer = {
-                own: tuple(x[layer] if parameter.declared.stack else x for x in pair)
+                own: tuple(x[layer] if parameter.declaration.stack_shape else x for x in pair)
                 for own, pair in parts.items()
             }
             for tensor in parameter.entry.slices:
-                if (pair := _pair_of_tensor(parameter, tensor, of_layer)) is not None:
+                if (pair := _lora_pair_of_tensor(parameter, tensor, of_layer)) is not None:
                     pairs[prefix + tensor.name.removesuffix(".weight")] = pair
     return pairs
 
@@ -152,7 +158,7 @@ def _adapted_parts(
     its A and B.
     """
     prefix, begin, found = parameter.path + SUFFIX, 0, {}
-    columns = parameter.declared.parts or (("", parameter.declared.shape[-1]),)
+    columns = parameter.declaration.parts or (("", parameter.declaration.shape[-1]),)
     for name, width, *_ in columns:
         own = f"{prefix}/{name}" if name else prefix
         if f"{own}/a" in adapters:
@@ -161,14 +167,14 @@ def _adapted_parts(
     return found
 
 
-def _pair_of_tensor(
+def _lora_pair_of_tensor(
     parameter: StoredParameter, tensor: TensorSlice, parts: Mapping[tuple[int, int], LoraPair]
 ) -> LoraPair | None:
     """Returns lora_A and lora_B of the module with the weight `tensor`, for one layer; None if the
     tensor holds no adapted part.
     """
-    shape, letters = parameter.declared.shape, parameter.declared.letters
-    axes, rows = parameter.entry.axes, layer_rows(parameter, tensor)
+    shape, letters = parameter.declaration.shape, parameter.declaration.dim_roles
+    axes, rows = parameter.entry.transpose_axes, layer_row_indices(parameter, tensor)
     inputs = [axis for axis in axes if letters[axis] == "i"]
     of_rows = [axis for axis in axes if letters[axis] != "i"]
     assert list(axes) == of_rows + inputs, f"{tensor.name}: its columns are not the inputs"
@@ -180,7 +186,7 @@ def _pair_of_tensor(
         is_own = (begin <= column) & (column < end)
         if not is_own.any():
             continue
-        lora_a.append(_columns_of_a(parameter, tensor, a).T)
+        lora_a.append(_lora_a_of_tensor(parameter, tensor, a).T)
         lora_b.append(np.zeros((len(column), b.shape[0]), b.dtype))
         whole = np.zeros([shape[axis] for axis in sorted(of_rows)] + [b.shape[0]], b.dtype)
         whole[..., begin:end, :] = np.moveaxis(b, 0, -1)
@@ -191,15 +197,16 @@ def _pair_of_tensor(
     return np.concatenate(lora_a, axis=0), np.concatenate(lora_b, axis=1)
 
 
-def _columns_of_a(parameter: StoredParameter, tensor: TensorSlice, a: np.ndarray) -> np.ndarray:
-    """Returns A [in, rank] of a tensor, with its inputs in the order of the tensor's columns. Of
-    several matrices with the same input (gate and up) the tensor holds one.
+def _lora_a_of_tensor(parameter: StoredParameter, tensor: TensorSlice, a: np.ndarray) -> np.ndarray:
+    """Returns A [in, rank] of a tensor, with its inputs in the order of the tensor's columns. If
+    the parameter stacks several matrices with the same input (gate and up), the tensor holds one of
+    them.
     """
-    letters, axes = parameter.declared.letters, parameter.entry.axes
+    letters, axes = parameter.declaration.dim_roles, parameter.entry.transpose_axes
     names = [axis for letter in "ip" for axis in range(len(letters)) if letters[axis] == letter]
     for position, axis in enumerate(axes):
         if letters[axis] == "p":
-            a = a.take(tensor.index[position], axis=names.index(axis))
+            a = a.take(tensor.index_in_layer[position], axis=names.index(axis))
             names.remove(axis)
     order = [names.index(axis) for axis in axes if letters[axis] == "i"]
     return a.transpose(*order, len(order)).reshape(-1, a.shape[-1])

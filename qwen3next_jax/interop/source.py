@@ -29,14 +29,14 @@ class ExportSource(NamedTuple):
 
     Attributes:
       directory: the checkpoint's directory; None: there is no such checkpoint.
-      fields: the fields of its config.json.
-      generation: the fields of its generation_config.json.
+      config_fields: the fields of its config.json.
+      generation_fields: the fields of its generation_config.json.
       vision_tensors: the tensors of its vision tower; () if the export does not copy the tower.
     """
 
     directory: pathlib.Path | None = None
-    fields: Fields | None = None
-    generation: Fields = {}
+    config_fields: Fields | None = None
+    generation_fields: Fields = {}
     vision_tensors: tuple[Tensor, ...] = ()
 
     def copy_image_files(self, directory: pathlib.Path) -> None:
@@ -65,7 +65,7 @@ def read_export_source(
       UserError: `load_hf` would refuse the directory, or the hidden size or the vocabulary of its
         text model differs from the model's.
     """
-    is_wrapper = bool(FORMS[config.hf_form].text_group)
+    is_wrapper = bool(FORMS[config.hf_form].text_config_group)
     without_tower = (
         f"{out}: a {config.hf_form} without a vision tower: only its text model can be used"
     )
@@ -94,7 +94,7 @@ def read_export_source(
     generation = directory / "generation_config.json"
     return ExportSource(
         directory,
-        checkpoint.fields,
+        checkpoint.config_fields,
         read_json(generation) if generation.exists() else {},
         tuple(_unchanged_tensor(weights, name) for name in copied),
     )
@@ -103,10 +103,12 @@ def read_export_source(
 def _unchanged_tensor(weights: Weights, name: str) -> Tensor:
     """Returns a tensor of the source that is written with the same values, dtype and shape."""
     shape = weights.shape(name)
-    return Tensor(name, weights.dtype(name), shape, functools.partial(_all_rows, weights, name))
+    return Tensor(
+        name, weights.dtype(name), shape, functools.partial(_whole_tensor_block, weights, name)
+    )
 
 
-def _all_rows(weights: Weights, name: str) -> Iterator[np.ndarray]:
+def _whole_tensor_block(weights: Weights, name: str) -> Iterator[np.ndarray]:
     yield weights.read(name)
 
 

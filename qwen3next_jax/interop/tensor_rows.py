@@ -3,10 +3,10 @@
 This file treats tensors and parameters as matrices. The last dimension of a tensor is its columns;
 all its other dimensions, flattened, are its rows. One layer of a parameter, transposed as its entry
 says, is a matrix as well: its last dimensions, flattened, are the columns, and the dimensions
-before them ("row dimensions"), flattened, are the rows. `layer_rows` maps the rows of a tensor to
-the rows of the layer. Rows are copied in runs: a run is a range of rows that are consecutive both
-in the tensor and in the slice. Nothing here depends on a family of models, a file format or a
-device.
+before them ("row dimensions"), flattened, are the rows. `layer_row_indices` maps the rows of a
+tensor to the rows of the layer. Rows are copied in runs: a run is a range of rows that are
+consecutive both in the tensor and in the slice. Nothing here depends on a family of models, a file
+format or a device.
 """
 
 import functools
@@ -30,12 +30,12 @@ class RowRun(NamedTuple):
     """A range of rows that are consecutive in a tensor and in a slice of a layer.
 
     Attributes:
-      rows: the range of the tensor's rows.
-      index: the index of these rows in the slice of the transposed layer.
+      tensor_rows: the range of the tensor's rows.
+      index_in_slice: the index of these rows in the slice of the transposed layer.
     """
 
-    rows: slice
-    index: tuple[int | slice | None, ...]
+    tensor_rows: slice
+    index_in_slice: tuple[int | slice | None, ...]
 
 
 def split_along_rows(
@@ -45,8 +45,8 @@ def split_along_rows(
     least one element). Each of these slices needs few rows of few tensors, because the slice is
     split first by layer, and then along the first dimensions of the transposed layer.
     """
-    num_stack_dims = len(parameter.declared.stack)
-    layer_dims = (num_stack_dims + axis for axis in parameter.entry.axes)
+    num_stack_dims = len(parameter.declaration.stack_shape)
+    layer_dims = (num_stack_dims + axis for axis in parameter.entry.transpose_axes)
     return shard_slices.split_slice(part, (*range(num_stack_dims), *layer_dims), max_elements)
 
 
@@ -60,19 +60,19 @@ def transposed_layers(
       layer_part is the slice of the layer's parameter that `array` holds. layer is a view of the
       values of this slice, transposed as the entry says.
     """
-    if not parameter.declared.stack:
-        yield parameter.prefixes[0], part, array.transpose(parameter.entry.axes)
+    if not parameter.declaration.stack_shape:
+        yield parameter.layer_prefixes[0], part, array.transpose(parameter.entry.transpose_axes)
         return
-    for prefix, layer in zip(parameter.prefixes[part[0]], array, strict=True):
-        yield prefix, part[1:], layer.transpose(parameter.entry.axes)
+    for prefix, layer in zip(parameter.layer_prefixes[part[0]], array, strict=True):
+        yield prefix, part[1:], layer.transpose(parameter.entry.transpose_axes)
 
 
-def layer_rows(parameter: StoredParameter, tensor: TensorSlice) -> range | np.ndarray:
-    """Returns, for each row of the tensor, the number of the row of the transposed layer that holds
+def layer_row_indices(parameter: StoredParameter, tensor: TensorSlice) -> range | np.ndarray:
+    """Returns, for each row of the tensor, the index of the row of the transposed layer that holds
     its values: integers [number of rows of the tensor].
     """
     row_shape, _ = _row_and_column_shape(parameter, tensor)
-    index, order = tensor.index, tensor.row_order
+    index, order = tensor.index_in_layer, tensor.row_order
     ahead = index[:-1] if index and isinstance(index[-1], slice) else index
     if order is None and all(isinstance(position, int) for position in ahead):
         count = math.prod(row_shape[len(ahead) :])
@@ -102,8 +102,8 @@ def row_runs(
     if not row_shape:  # the whole tensor is one row
         yield RowRun(slice(0, 1), (None,))
         return
-    row_dims = [part[axis] for axis in parameter.entry.axes][: len(row_shape)]
-    rows = layer_rows(parameter, tensor)[selected]
+    row_dims = [part[axis] for axis in parameter.entry.transpose_axes][: len(row_shape)]
+    rows = layer_row_indices(parameter, tensor)[selected]
     # A shard that holds some of the experts has no row of most experts' tensors. This test finds
     # that out before any array is made.
     if isinstance(rows, range):
@@ -145,26 +145,28 @@ def slice_around_rows(
     transposed layer, and all of the layer's other dimensions.
     """
     row_shape, _ = _row_and_column_shape(parameter, tensor)
-    layer_part = list(shard_slices.full_slice(parameter.declared.shape))
+    layer_part = list(shard_slices.full_slice(parameter.declaration.shape))
     if row_shape:
-        numbers = layer_rows(parameter, tensor)[rows]
+        numbers = layer_row_indices(parameter, tensor)[rows]
         rows_per_index = math.prod(row_shape[1:])
         first, last = int(min(numbers)) // rows_per_index, int(max(numbers)) // rows_per_index
-        layer_part[parameter.entry.axes[0]] = slice(first, last + 1)
-    return (*(slice(layer, layer + 1) for _ in parameter.declared.stack), *layer_part)
+        layer_part[parameter.entry.transpose_axes[0]] = slice(first, last + 1)
+    return (*(slice(layer, layer + 1) for _ in parameter.declaration.stack_shape), *layer_part)
 
 
 def column_ranges(parameter: StoredParameter, tensor: TensorSlice, part: ShardSlice) -> list[slice]:
     """Returns the ranges of a tensor's columns that the slice `part` of one layer holds."""
     row_shape, column_shape = _row_and_column_shape(parameter, tensor)
-    column_dims = [part[axis] for axis in parameter.entry.axes][len(row_shape) :]
+    column_dims = [part[axis] for axis in parameter.entry.transpose_axes][len(row_shape) :]
     numbers = np.arange(math.prod(column_shape)).reshape(column_shape)[tuple(column_dims)].ravel()
     breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
     return [slice(int(run[0]), int(run[-1]) + 1) for run in np.split(numbers, breaks)]
 
 
 def copy_rows(target: np.ndarray, source: np.ndarray) -> None:
-    """Copies `source` into `target`. Both have the same shape [n, …]; their strides may be any."""
+    """Copies `source` into `target`. Both arrays have the same shape [n, …]; their strides may
+    differ.
+    """
     for start in range(0, len(source), _ROWS_PER_COPY):
         rows = slice(start, start + _ROWS_PER_COPY)
         target[rows] = source[rows]
@@ -176,7 +178,7 @@ def _row_and_column_shape(
     """Splits the shape of the transposed layer into the dimensions of its rows and the dimensions
     of its columns.
     """
-    shape = tuple(parameter.declared.shape[axis] for axis in parameter.entry.axes)
+    shape = tuple(parameter.declaration.shape[axis] for axis in parameter.entry.transpose_axes)
     width = tensor.shape[-1]
     first_column_dim = len(shape)
     while math.prod(shape[first_column_dim:]) < width:

@@ -112,21 +112,21 @@ class TensorLocation(NamedTuple):
       file: the safetensors file.
       dtype: the dtype's name in the file's header, such as "BF16".
       shape: the tensor's shape.
-      start: the position of the tensor's first byte in the file.
+      first_byte: the position of the tensor's first byte in the file.
     """
 
     file: pathlib.Path
     dtype: str
     shape: tuple[int, ...]
-    start: int
+    first_byte: int
 
 
 class Weights:
     """The tensors of the checkpoint in a directory.
 
     The constructor reads the headers of the files. `read` then reads the bytes of the requested
-    rows and columns, and no others. It does not map files into memory: if another program truncated
-    a mapped file, the operating system would kill this process.
+    rows and columns, and no others. `read` does not map files into memory: if another program
+    truncated a mapped file, the operating system would kill this process.
 
     Args:
       directory: a directory with safetensors files.
@@ -226,7 +226,7 @@ class Weights:
           UserError: the tensor is not of a floating-point type, or the file changed or cannot be
             read.
         """
-        return self._read(name, self.dtype(name), rows, columns)
+        return self._read_as(name, self.dtype(name), rows, columns)
 
     def read_integers(self, name: str) -> np.ndarray:
         """Reads a whole tensor of 64-bit integers, in its shape.
@@ -239,9 +239,9 @@ class Weights:
             raise UserError(
                 f"{self.directory}: tensor {name} is {location.dtype}: expected I64, integers"
             )
-        return self._read(name, np.dtype(np.int64)).reshape(location.shape)
+        return self._read_as(name, np.dtype(np.int64)).reshape(location.shape)
 
-    def _read(
+    def _read_as(
         self,
         name: str,
         dtype: np.dtype,
@@ -274,8 +274,8 @@ class Weights:
     def _read_from_bucket(
         self, name: str, dtype: np.dtype, rows: slice, columns: slice
     ) -> np.ndarray:
-        """Does the work of `_read` for an object in a bucket: downloads whole rows, in blocks, and
-        keeps only `columns` of them.
+        """Does the work of `_read_as` for an object in a bucket: downloads whole rows, in blocks,
+        and keeps only `columns` of them.
         """
         file, _, shape, tensor_start = self._locations[name]
         height, width = math.prod(shape[:-1]), math.prod(shape[-1:])
@@ -330,9 +330,10 @@ def _fill_buffer(buffer: memoryview, descriptor: int, position: int) -> bool:
 
 def _file_identity(status: os.stat_result) -> tuple[int, ...]:
     """Returns what identifies a state of a file: its device, inode, size and time of modification.
-    When the file is replaced or rewritten, at least one of them changes, unless a file that is
-    rewritten in place keeps its size and gets its old time back. For an object in a bucket,
-    `status` comes from `storage.stat_of`, which puts the object's version in place of the inode.
+    When the file is replaced or rewritten, at least one of these values changes, unless a file that
+    is rewritten in place keeps its size and gets its old time back. For an object in a bucket,
+    `status` comes from `storage.stat_result_of`, which puts the object's version in place of the
+    inode.
     """
     return getattr(status, "st_dev", 0), status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -348,7 +349,7 @@ def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[i
         if isinstance(file, BucketPath):
             identity, length, text = _header_in_bucket(file)
         else:
-            with json_files.open_regular(file) as opened:
+            with json_files.open_regular_file(file) as opened:
                 identity = _file_identity(os.fstat(opened.fileno()))
                 length = opened.read(8)
                 # `safe_open` checks lengths, offsets and dtypes.
@@ -381,8 +382,8 @@ def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[i
 
 
 def _header_in_bucket(file: BucketPath) -> tuple[tuple[int, ...], bytes, bytes]:
-    """Returns the identity of an object, the length of its header as bytes, and the header, checked
-    by `safe_open` in a local file of the same size that is empty behind the header.
+    """Returns (identity of an object, length of its header as 8 bytes, header). `safe_open` checks
+    the header in a sparse local file of the object's size, which holds nothing but the header.
     """
     status = file.stat()
     length = file.read_bytes(0, 8)
@@ -410,8 +411,8 @@ def count_and_names(names: Iterable[str], limit: int = 3) -> str:
 
 def modification_digest(path: str | os.PathLike) -> str:
     """Returns a digest that changes when a file of the model in a Hugging Face directory is
-    replaced. It is computed from the names, sizes and modification times of config.json and the
-    files of weights; the files are not read.
+    replaced. The digest is computed from the names, sizes and modification times of config.json and
+    the files of weights; the files are not read.
 
     Raises:
       UserError: one of these files does not exist.

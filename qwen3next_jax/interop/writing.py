@@ -1,21 +1,20 @@
 """Writes a directory of safetensors files (an export) that appears whole or not at all. If the
 writing process is killed, the next export to the same place keeps the complete files of weights, if
-both exports have the same `identity` (see `PartialExport`). Otherwise it deletes them.
+both exports have the same `identity` (see `LocalExport`). Otherwise it deletes them.
 
 The files are written into the directory `.NAME.partial`, beside the place of the final directory
-NAME. The file progress.json in it records the digest of each file that is completely on the disk. A
-file gets its own name only after progress.json names it. Therefore no export wrote a file that
-progress.json does not name, and such a file is left alone.
+NAME. The file progress.json in `.NAME.partial` records the digest of each file that is completely
+on the disk. A file gets its own name only after progress.json names it. Therefore no export wrote a
+file that progress.json does not name, and such a file is left alone.
 
 At the end, progress.json is moved out of the directory, to `.NAME.progress.json`. Then the
 directory is renamed to NAME, and `.NAME.progress.json` is removed. So the directory NAME never
-holds a progress.json. If the process is killed between these steps, the next one moves
+holds a progress.json. If the process is killed between these steps, the next export moves
 progress.json back.
 """
 
 import concurrent.futures
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -32,7 +31,8 @@ import numpy as np
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, as_user_error, require, warn
-from qwen3next_jax.common.storage import BucketPath, check_bucket
+from qwen3next_jax.common.locks import lock_file
+from qwen3next_jax.common.storage import BucketPath, check_bucket_access
 
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
@@ -59,14 +59,14 @@ class Tensor(NamedTuple):
       name: the tensor's name.
       dtype: the tensor's dtype in the file.
       shape: the tensor's shape in the file.
-      blocks: a function that yields the tensor's values in order, in arrays that each hold a part
-        of them. The dtype of the arrays may differ from `dtype`.
+      read_blocks: a function that yields the tensor's values in order, in arrays that each hold a
+        part of them. The dtype of the arrays may differ from `dtype`.
     """
 
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    blocks: Callable[[], Iterator[np.ndarray]]
+    read_blocks: Callable[[], Iterator[np.ndarray]]
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +114,7 @@ def safetensors_header(tensors: Sequence[Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class PartialExport:
+class LocalExport:
     """A context manager that writes an export under a temporary name. If the `with` block ends
     without `finish`, the complete files are kept for the next attempt if `identity` is given, and
     deleted otherwise.
@@ -161,8 +161,8 @@ class PartialExport:
                 )
             else:
                 with contextlib.suppress(OSError):  # such as a file that somebody put there
-                    ours = self._written_by_exports([*self._complete, *self._other_files])
-                    self._remove(sorted(ours, key=lambda name: name == _PROGRESS))
+                    ours = self._files_written_by_exports([*self._complete, *self._other_files])
+                    self._remove_files(sorted(ours, key=lambda name: name == _PROGRESS))
                     self.folder.rmdir()
                     self._moved_progress.unlink(missing_ok=True)
         os.close(self._lock)
@@ -178,23 +178,22 @@ class PartialExport:
             files that no export wrote, or the disk has too little space.
         """
         require_empty_folder(self.out)
-        with _write_errors(self.folder):
+        with _write_errors_as_user_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY)
-        with as_user_error(
+        require(
+            lock_file(self._lock, self.folder),
             f"{self.out}: another export is writing there, in {self.folder}: wait for it, or give "
             "another folder",
-            OSError,
-        ):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        )
         require_empty_folder(self.out)  # another export may have ended meanwhile
-        with _write_errors(self.folder):
-            self._take_progress_back()
-            self._complete, others = self._find_complete()
+        with _write_errors_as_user_errors(self.folder):
+            self._restore_moved_progress_file()
+            self._complete, others = self._find_complete_files()
             self._is_ours = True
             # The old progress.json is kept: it names the files that are not weights until a new one
             # replaces it.
-            self._remove(others - {_PROGRESS})
+            self._remove_files(others - {_PROGRESS})
             self._record_progress()
             free = shutil.disk_usage(self.folder).free
         needed = sum(
@@ -216,7 +215,7 @@ class PartialExport:
         path = self.folder / f"{name}.tmp"
         digest, size = hashlib.sha256(), 0
         begin = np.frombuffer(safetensors_header(self._files[name]), np.uint8)
-        with _write_errors(path), path.open("wb", buffering=0) as file:
+        with _write_errors_as_user_errors(path), path.open("wb", buffering=0) as file:
             for block in itertools.chain([begin], blocks):
                 rest = memoryview(np.ascontiguousarray(block).reshape(-1).view(np.uint8))
                 digest.update(rest)
@@ -233,11 +232,11 @@ class PartialExport:
         `write_other_files(directory)` to write the files that are not weights, writes SHA256SUMS,
         and renames the directory.
         """
-        with _write_errors(self.folder):
+        with _write_errors_as_user_errors(self.folder):
             if len(self._files) > 1:
                 self._write_index()
             self._add_other_files(write_other_files)
-            for file in self._write_digests():
+            for file in self._write_checksums():
                 fsync(file)
             (self.folder / _PROGRESS).rename(self._moved_progress)
             self.folder.rename(self._place)
@@ -262,8 +261,10 @@ class PartialExport:
             (folder / name).rename(self.folder / name)
         folder.rmdir()
 
-    def _write_digests(self) -> list[pathlib.Path]:
-        """Writes SHA256SUMS. Returns the paths of that file and of all files that it names."""
+    def _write_checksums(self) -> list[pathlib.Path]:
+        """Writes SHA256SUMS. Returns the paths of SHA256SUMS and of all files that SHA256SUMS
+        names.
+        """
         files = [file for file in sorted(self.folder.rglob("*")) if file.is_file()]
         files.remove(self.folder / _PROGRESS)
         lines = []
@@ -275,7 +276,7 @@ class PartialExport:
         (self.folder / DIGESTS).write_text("".join(lines))
         return [*files, self.folder / DIGESTS]
 
-    def _take_progress_back(self) -> None:
+    def _restore_moved_progress_file(self) -> None:
         """Moves progress.json back into the folder, if an earlier attempt was killed after it had
         moved progress.json out.
 
@@ -295,7 +296,7 @@ class PartialExport:
         else:
             self._moved_progress.rename(self.folder / _PROGRESS)
 
-    def _find_complete(self) -> tuple[dict[str, dict[str, Any]], set[str]]:
+    def _find_complete_files(self) -> tuple[dict[str, dict[str, Any]], set[str]]:
         """Finds the complete files in the folder of an earlier attempt.
 
         Returns:
@@ -316,7 +317,7 @@ class PartialExport:
             identity, recorded, other_files = _read_progress(self.folder / _PROGRESS)
         except _UNREADABLE as error:
             raise UserError(f"{in_the_way} (no {_PROGRESS} that can be read): {advice}") from error
-        foreign = sorted(present - self._written_by_exports([*recorded, *other_files]))
+        foreign = sorted(present - self._files_written_by_exports([*recorded, *other_files]))
         require(
             not foreign,
             f"{in_the_way}: {_PROGRESS} does not name its {', '.join(foreign[:3])}: {advice}",
@@ -338,7 +339,7 @@ class PartialExport:
         complete = {name: recorded[name] for name, good in zip(names, answers, strict=True) if good}
         return complete, present - complete.keys()
 
-    def _written_by_exports(self, recorded: Iterable[str]) -> set[str]:
+    def _files_written_by_exports(self, recorded: Iterable[str]) -> set[str]:
         """Returns the names of the files in the folder that an export wrote. `recorded` holds the
         names in the export's progress.json.
         """
@@ -346,7 +347,7 @@ class PartialExport:
         present = {path.name for path in self.folder.iterdir()}
         return {name for name in present if name in ours or _INCOMPLETE.fullmatch(name)}
 
-    def _remove(self, names: Iterable[str]) -> None:
+    def _remove_files(self, names: Iterable[str]) -> None:
         for name in names:
             path = self.folder / name
             if path.is_dir() and not path.is_symlink():
@@ -381,7 +382,7 @@ def _read_progress(file: pathlib.Path) -> tuple[str | None, dict[str, dict[str, 
     return record["identity"], recorded, {str(name) for name in record["rest"]}
 
 
-def _write_errors(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
+def _write_errors_as_user_errors(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
     return as_user_error(f"{path}: cannot be written: make room, or give another folder", OSError)
 
 
@@ -390,7 +391,7 @@ def require_empty_folder(out: pathlib.Path | BucketPath) -> None:
     checks that the bucket can be used.
     """
     if isinstance(out, BucketPath):  # `BucketExport.begin` may continue an earlier export
-        check_bucket(f"{out}", out)
+        check_bucket_access(f"{out}", out)
         return
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(

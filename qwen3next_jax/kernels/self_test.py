@@ -93,7 +93,7 @@ def kernels_run_by_default(test: SelfTest, unsupported: str = "") -> bool:
     )
     warning = f"; {test.warning}" if test.warning else ""
     passed = f"the kernels passed their test on this GPU and {trained}{warning}"
-    implementations.give_reason(not reason, reason or passed)
+    implementations.record_why_default(not reason, reason or passed)
     print_once(
         f"{test.name}: XLA computes it without the kernel: the call {reason}"
         if reason
@@ -111,7 +111,7 @@ def failure_or_assumed_pass(test: SelfTest) -> str:
     kind = _test_key(test)
     if kind not in _agreed_outcomes:
         put_off = functools.partial(find_failure, device, test)
-        if implementations.assume_passes(kind, put_off):
+        if implementations.postpone_kernel_test(kind, put_off):
             return ""
     return find_failure(device, test)
 
@@ -149,7 +149,7 @@ def print_once(line: str):
     """Prints a line to stderr, the same line only once in a process. The function prints nothing
     while `trace_and_record` traces.
     """
-    if not implementations.is_recording():
+    if not implementations.is_recording_decisions():
         _print_first_time(line)
 
 

@@ -1,4 +1,6 @@
-"""Which parameters belong to adapters (`model.adapters`): their paths have a name with SUFFIX."""
+"""Tells the parameters of LoRA adapters (`model.adapters`) from all others by their paths. The path
+of an adapter's parameter has a component that ends in SUFFIX: "layers/0/mixer/k_proj_lora/a".
+"""
 
 import dataclasses
 
@@ -8,17 +10,17 @@ SUFFIX = "_lora"
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a parameter with this path is an A or a B."""
+    """Whether the parameter with this path is the matrix A or B of a LoRA adapter."""
     return any(name.endswith(SUFFIX) for name in path.split("/"))
 
 
-def without_adapters(config: ModelConfig) -> ModelConfig:
-    """Returns the settings of the model without its adapters."""
+def config_without_adapters(config: ModelConfig) -> ModelConfig:
+    """Returns `config` with LoRA off: the settings of the same model without adapters."""
     return dataclasses.replace(config, lora=LoRAConfig())
 
 
 def base_params(params: dict) -> dict:
-    """Returns a nested dict of parameters without the adapters."""
+    """Returns `params`, a nested dict of parameters, without those of adapters."""
     return {
         name: base_params(value) if isinstance(value, dict) else value
         for name, value in params.items()
@@ -26,14 +28,14 @@ def base_params(params: dict) -> dict:
     }
 
 
-def with_adapters(base: dict, params: dict) -> dict:
-    """Returns `base`, a nested dict of parameters without adapters, with the adapters of `params`,
-    a nested dict of all parameters.
+def join_base_and_adapters(base: dict, params: dict) -> dict:
+    """Returns a nested dict of all parameters: the adapters are taken from `params`, which has all
+    parameters, and the other parameters from `base`, which has no adapters.
     """
 
     def chosen(name, value):
         if str(name).endswith(SUFFIX):
             return value
-        return with_adapters(base[name], value) if isinstance(value, dict) else base[name]
+        return join_base_and_adapters(base[name], value) if isinstance(value, dict) else base[name]
 
     return {name: chosen(name, value) for name, value in params.items()}

@@ -1,18 +1,18 @@
 """LoRA (2106.09685): low-rank adapters beside the matrices of the layers (`model.lora`).
 
-A matrix W [in, out] is used as W + s A B with A [in, rank], B [rank, out] and s = alpha / rank. The
-sum is computed in the dtype of the parameters, layer by layer, each time a layer runs. So the
-forward pass is the one of a model with the merged matrix, whatever operator or kernel uses it. It
-costs, for every layer and pass, 2 · rank · in · out operations and the memory of that layer's
-merged matrices; the backward pass computes the gradient of the merged matrix of one layer at a time
-and reduces it to those of A and B.
+The model uses W + s A B in place of a matrix W [in, out], with A [in, rank], B [rank, out] and
+s = alpha / rank. The sum is computed in the dtype of the parameters, layer by layer, each time a
+layer runs. So the forward pass is that of a model with the merged matrix, and works with every
+operator and kernel. For each layer and pass, the sum costs 2 · rank · in · out operations, and the
+memory of that layer's merged matrices. The backward pass computes the gradients of the merged
+matrices of one layer at a time, and from them the gradients of A and B.
 
-The declaration of a parameter says which matrices it holds, and each has an A and a B of its own:
-each layer of a stack, each expert, each of several matrices with the same input (gate and up), and
-each part of a fused projection. A and B are parameters like all others. They are in the module that
-has the matrix: those of "mixer/k_proj" have the paths "mixer/k_proj_lora/a" and
-"mixer/k_proj_lora/b", those of the part "query" of "mixer/q_proj" have "mixer/q_proj_lora/query/a"
-and so on. A starts uniform between ±1/√in, and B at 0, as in PEFT.
+A parameter may hold several matrices, as its declaration says: the matrices of stacked layers, of
+experts, of gate and up, and of the parts of a fused projection. Each matrix of a parameter has an A
+and a B of its own. A and B are parameters of the module that has the matrix. The adapter of
+"mixer/k_proj" has the paths "mixer/k_proj_lora/a" and "mixer/k_proj_lora/b"; the adapter of the
+part "query" of "mixer/q_proj" has "mixer/q_proj_lora/query/a" and "mixer/q_proj_lora/query/b". The
+start values are those of PEFT: A is uniform between ±1/√in, and B is 0.
 """
 
 import math
@@ -27,21 +27,30 @@ from jax.sharding import NamedSharding
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import LoRAConfig, ModelConfig
-from qwen3next_jax.model.adapter_names import SUFFIX, base_params, without_adapters
-from qwen3next_jax.model.parameters import Declared, Make, Part
-from qwen3next_jax.model.selection import choose, grid
+from qwen3next_jax.model.adapter_names import SUFFIX, base_params, config_without_adapters
+from qwen3next_jax.model.parameters import Declared, Make, ParameterPart
+from qwen3next_jax.model.selection import choose_parameters, layer_and_part_counts
 
 
 class Adapter(nnx.Module):
-    """The A and B of one matrix of a layer, or of each of several matrices (layers, experts, gate
-    and up). A has the dimensions of the parameter that the product does not sum over replaced by
-    the rank, and B those that it sums over.
+    """The matrices A and B for one parameter, or for one part of a fused projection. If the
+    parameter holds several matrices (of layers, of experts, gate and up), so do A and B. A has the
+    parameter's input dimensions and the rank; B has the rank and the parameter's output dimensions.
     """
 
     def __init__(self, make: Make, matrix: Declared, width: int, rank: int):
-        """Makes the adapter of the part with `width` columns of a parameter."""
+        """Makes A and B.
+
+        Args:
+          make: makes parameters.
+          matrix: the declaration of the parameter that the adapter changes.
+          width: the number of columns that the adapter changes: those of one part, or all.
+          rank: the rank of A B.
+        """
         shape = (*matrix.shape[:-1], width)
-        dims = list(zip(shape, (axis or "." for axis in matrix.axes), matrix.letters, strict=True))
+        dims = list(
+            zip(shape, (axis or "." for axis in matrix.axes), matrix.dim_roles, strict=True)
+        )
         experts, inputs, pairs, outputs = (
             [dim for dim in dims if dim[2] == letter] for letter in "bipo"
         )
@@ -50,12 +59,14 @@ class Adapter(nnx.Module):
         def start(shape):
             return jax.random.uniform(make.rngs.params(), shape, minval=-bound, maxval=bound)
 
-        self.a = _declared_matrix(make, start, experts, inputs, pairs, [(rank, ".", "o")])
-        self.b = _declared_matrix(make, jnp.zeros, experts, [(rank, ".", "i")], pairs, outputs)
+        self.a = _make_adapter_matrix(make, start, experts, inputs, pairs, [(rank, ".", "o")])
+        self.b = _make_adapter_matrix(make, jnp.zeros, experts, [(rank, ".", "i")], pairs, outputs)
 
 
-def _declared_matrix(make: Make, start, experts, inputs, pairs, outputs) -> nnx.Param:
-    """Makes a parameter with these dimensions, each given as (size, logical axis, letter)."""
+def _make_adapter_matrix(make: Make, start, experts, inputs, pairs, outputs) -> nnx.Param:
+    """Makes A or B. `start` makes the start value from a shape. The other arguments are lists of
+    dimensions, each given as (size, logical axis, role as in `Declared.dim_roles`).
+    """
     dims = [axis for _, axis, _ in experts] + ["|"] * bool(experts)
     dims += [axis for _, axis, _ in inputs] + ["->"] + ["*"] * len(pairs)
     dims += [axis for _, axis, _ in outputs]
@@ -64,11 +75,11 @@ def _declared_matrix(make: Make, start, experts, inputs, pairs, outputs) -> nnx.
 
 
 class PartAdapters(nnx.Module):
-    """The adapters of the parts of a fused projection, as attributes with the parts' names."""
+    """The adapters of a fused projection: one attribute for each adapted part, with its name."""
 
 
 def add_adapters(model: nnx.Module, config: ModelConfig, make: Make) -> None:
-    """Adds the adapters of `config.lora` to the modules of a model.
+    """Adds the adapters that `config.lora` asks for to the modules of a model.
 
     Args:
       model: the model without adapters.
@@ -76,9 +87,9 @@ def add_adapters(model: nnx.Module, config: ModelConfig, make: Make) -> None:
       make: makes the parameters.
 
     Raises:
-      UserError: an entry of `model.lora.targets` is not valid, chooses nothing, chooses a parameter
-        that is not a matrix of a layer, or some layers of a stack but not all; or the rank is
-        larger than a matrix that it chooses.
+      UserError: an entry of `model.lora.targets` is not valid, or chooses nothing; it chooses a
+        parameter that is not a matrix of a layer; it chooses only some of the layers that are
+        stacked in one parameter; or the rank is larger than a dimension of a chosen matrix.
     """
     parameters = {
         "/".join(map(str, (*path, name))): (module, name, value.declared)
@@ -87,9 +98,9 @@ def add_adapters(model: nnx.Module, config: ModelConfig, make: Make) -> None:
         if isinstance(value, nnx.Param)
     }
     declarations = {path: declared for path, (_, _, declared) in parameters.items()}
-    for path, parts in sorted(_targets(config, declarations).items()):
+    for path, parts in sorted(_parts_with_adapters(config, declarations).items()):
         module, name, declared = parameters[path]
-        own = make.stacked(*declared.stack)
+        own = make.stacked(*declared.stack_shape)
         if not declared.parts:
             adapter = Adapter(own, declared, declared.shape[-1], config.lora.rank)
         else:
@@ -100,15 +111,17 @@ def add_adapters(model: nnx.Module, config: ModelConfig, make: Make) -> None:
         setattr(module, name + SUFFIX, adapter)
 
 
-def _targets(
+def _parts_with_adapters(
     config: ModelConfig, parameters: Mapping[str, Declared]
-) -> dict[str, tuple[Part, ...]]:
-    """Returns path of a parameter with adapters → its parts that have one."""
+) -> dict[str, tuple[ParameterPart, ...]]:
+    """Returns {path of a parameter: its parts that get adapters}, as `model.lora.targets` says. The
+    tuple is empty for a parameter without parts, which gets one adapter.
+    """
     rank = config.lora.rank
-    targets: dict[str, set[Part]] = {}
+    targets: dict[str, set[ParameterPart]] = {}
     for i, text in enumerate(config.lora.targets):
         setting = f"model.lora.targets[{i}]"
-        for path, choice in choose(config, parameters, text, setting).items():
+        for path, choice in choose_parameters(config, parameters, text, setting).items():
             declared = choice.declared
             where = f"{setting} = {text!r}: {path}"
             require(
@@ -117,12 +130,12 @@ def _targets(
                 "matrices: add kind=matrix",
             )
             require(
-                (choice.cells == choice.cells[0]).all(),
+                (choice.chosen_layer_parts == choice.chosen_layer_parts[0]).all(),
                 f"{where} holds several layers, and the entry chooses some of them: expected all "
-                f"{grid(declared)[0]} or none",
+                f"{layer_and_part_counts(declared)[0]} or none",
             )
-            parts = declared.parts or (Part("", declared.shape[-1]),)
-            chosen = {part for part, is_in in zip(parts, choice.cells[0]) if is_in}
+            parts = declared.parts or (ParameterPart("", declared.shape[-1]),)
+            chosen = {part for part, is_in in zip(parts, choice.chosen_layer_parts[0]) if is_in}
             for part in chosen:
                 smallest = min(_matrix_shape(declared, part.width))
                 require(
@@ -139,25 +152,27 @@ def _targets(
 
 
 def _matrix_shape(declared: Declared, width: int) -> tuple[int, int]:
-    """Returns the numbers of inputs and outputs of one matrix of a part of `width` columns."""
+    """Returns (number of inputs, number of outputs) of one matrix of a parameter, if only `width`
+    columns of the parameter's last dimension are taken.
+    """
     shape = (*declared.shape[:-1], width)
     return tuple(
-        math.prod(size for size, letter in zip(shape, declared.letters) if letter == wanted)
+        math.prod(size for size, letter in zip(shape, declared.dim_roles) if letter == wanted)
         for wanted in "io"
     )
 
 
 def merge_adapters(params: nnx.State, lora: LoRAConfig) -> nnx.State:
-    """Adds s A B to every matrix that has an adapter.
+    """Adds s A B to every matrix W that has an adapter.
 
     Args:
       params: the parameters of a layer, of stacked layers, or of a model.
       lora: the settings of the adapters.
 
     Returns:
-      The parameters with the merged matrices; those of the adapters are unchanged.
+      The parameters with W + s A B in place of W; A and B themselves are unchanged.
     """
-    variables = {path: variable for path, variable in _variables(params)}
+    variables = {path: variable for path, variable in _paths_and_variables(params)}
 
     def merged(path, variable):
         name = path_string(path)
@@ -174,18 +189,22 @@ def merge_adapters(params: nnx.State, lora: LoRAConfig) -> nnx.State:
         if not pairs:
             return variable
         scale = lora.alpha / lora.rank
-        return variable.replace(_merged(variable[...], variable.declared, pairs, scale))
+        return variable.replace(
+            _parameter_plus_adapters(variable[...], variable.declared, pairs, scale)
+        )
 
     return jax.tree_util.tree_map_with_path(merged, params, is_leaf=_is_parameter)
 
 
-def _merged(w: jax.Array, declared: Declared, pairs: Mapping[str, Any], scale: float) -> jax.Array:
-    """Returns a parameter `w` with scale · A · B added to its parts. `pairs`: name of a part → (A,
-    B); "" for a parameter without parts.
+def _parameter_plus_adapters(
+    w: jax.Array, declared: Declared, pairs: Mapping[str, Any], scale: float
+) -> jax.Array:
+    """Returns a parameter `w` with scale · A B added to each part that has an adapter. `pairs`:
+    {name of the part: (A, B)}; the name is "" for a parameter without parts.
     """
-    names = "".join(chr(ord("a") + i) for i in range(len(declared.letters)))
+    names = "".join(chr(ord("a") + i) for i in range(len(declared.dim_roles)))
     of_letter = {
-        letter: "".join(n for n, own in zip(names, declared.letters) if own == letter)
+        letter: "".join(n for n, own in zip(names, declared.dim_roles) if own == letter)
         for letter in "bipo"
     }
     a = of_letter["b"] + of_letter["i"] + of_letter["p"] + "z"
@@ -208,13 +227,13 @@ def _merged(w: jax.Array, declared: Declared, pairs: Mapping[str, Any], scale: f
 
 
 def merged_model(model: nnx.Module) -> nnx.Module:
-    """Returns the model without adapters that computes what `model` computes: with their products
-    added to its matrices. `model` itself if it has none.
+    """Returns a model without adapters that computes the same as `model`: the products A B of the
+    adapters are added to the matrices. If `model` has no adapters, it is returned itself.
     """
     config = model.config
     if not config.lora.rank:
         return model
-    plain = without_adapters(config)
+    plain = config_without_adapters(config)
     graphdef, params = nnx.split(
         nnx.eval_shape(lambda: type(model)(plain, rngs=nnx.Rngs(0))), nnx.Param
     )
@@ -234,7 +253,7 @@ def _is_parameter(leaf: Any) -> bool:
     return hasattr(leaf, "declared")
 
 
-def _variables(params: nnx.State) -> Iterator[tuple[str, Any]]:
-    """Yields (path, variable) of all parameters."""
+def _paths_and_variables(params: nnx.State) -> Iterator[tuple[str, Any]]:
+    """Yields (path, `nnx.Param`) for every parameter."""
     for path, variable in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_parameter):
         yield path_string(path), variable

@@ -1,6 +1,7 @@
-"""What a forward pass may add around a decoder layer (`model.block.Block`): an embedding of the
-layer's own before it, measurements of its two halves, and rows in groups, of which one is computed
-while another is exchanged between devices.
+"""Runs a decoder layer (`model.block.Block`) in the way that a forward pass asks for. The forward
+pass may add three things to the layer: an n-gram embedding of the layer's own, diagnostics, or a
+split of the batch's rows into groups, so that one group is computed while another one travels
+between devices.
 
 Letters: B batch, T time, D model.
 """
@@ -14,7 +15,7 @@ from flax import nnx
 
 from qwen3next_jax.model.layers import Context, token_mean
 from qwen3next_jax.model.moe import SparseMoE
-from qwen3next_jax.model.row_groups import merge_rows, row_groups, split_rows
+from qwen3next_jax.model.row_groups import merge_rows, row_group_count, split_rows
 
 Cache = dict[str, Any] | None
 Applied = tuple[jax.Array, dict[str, Any], Cache]  # (x, auxiliary outputs, cache)
@@ -23,34 +24,35 @@ Applied = tuple[jax.Array, dict[str, Any], Cache]  # (x, auxiliary outputs, cach
 def apply_block(
     block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache = None
 ) -> Applied:
-    """Applies a layer as `block(x, context, cache)` does, with what the forward pass adds.
+    """Applies a layer as `block(x, context, cache)` does, and adds the layer's n-gram embedding,
+    diagnostics or groups of rows, as the layer and the forward pass need them.
 
     Args:
       block: a `model.block.Block`.
       x_BTD: the residual stream.
       context: the inputs that all layers of the forward pass share.
-      cache: the cache of the layer, and under "embedding" that of its embedding.
+      cache: the cache of the layer; its entry "embedding" is the cache of the n-gram embedding.
 
     Returns:
-      The residual stream after the layer; the auxiliary outputs, with "diagnostics" if the caller
-      collects them (`measured`); the cache after these tokens.
+      The residual stream after the layer; the auxiliary outputs, with "diagnostics" if
+      `ForwardOptions.collect_stats` asks for them; the cache after these tokens.
     """
     if context.options.collect_stats:
-        # Measurements are means over all tokens, so that all rows are one group.
-        run = measured
+        # Diagnostics are means over all tokens, so all rows form one group.
+        run = run_with_diagnostics
     elif cache is None and isinstance(block.mlp, SparseMoE):
-        run = in_groups
+        run = run_in_row_groups
     else:
         run = type(block).__call__
     if block.embedding is None:
         return run(block, x_BTD, context, cache)
-    return with_embedding(run, block, x_BTD, context, cache)
+    return add_embedding_then_run(run, block, x_BTD, context, cache)
 
 
-def with_embedding(
+def add_embedding_then_run(
     run: Callable, block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache
 ) -> Applied:
-    """Adds the layer's embedding of the tokens to x, then runs the layer."""
+    """Adds the layer's n-gram embedding of the tokens to x, then runs the layer with `run`."""
     of_embedding = None
     if cache is not None:
         of_embedding = cache["embedding"]
@@ -62,48 +64,56 @@ def with_embedding(
     return x_BTD, aux, cache
 
 
-def in_groups(block: nnx.Module, x_BTD: jax.Array, context: Context, cache: None = None) -> Applied:
-    """Runs the layer on groups of rows: each passes through the mixer, the norms and the shared
-    expert by itself, and only the routed experts process all together (`row_groups`). The mixer's
-    auxiliary outputs, which are sums over tokens, are added up.
+def run_in_row_groups(
+    block: nnx.Module, x_BTD: jax.Array, context: Context, cache: None = None
+) -> Applied:
+    """Runs the layer on groups of rows (`model.row_groups`). Each group passes through the mixer,
+    the norms and the shared expert alone; the routed experts process all groups together. The
+    mixer's auxiliary outputs are sums over tokens, so the sums of the groups are added up.
     """
-    groups = row_groups(x_BTD, block.config, context.mesh)
+    groups = row_group_count(x_BTD, block.config, context.mesh)
     if groups == 1:
         return block(x_BTD, context)
     xs_BTD, contexts, of_mixer = [], [], {}
     for rows_BTD, own in split_rows(x_BTD, context, groups):
-        mixed_BTD, aux, _ = block.mix(rows_BTD, own)
+        mixed_BTD, aux, _ = block.mixer_sublayer(rows_BTD, own)
         xs_BTD.append(mixed_BTD)
         contexts.append(own)
         of_mixer = {name: of_mixer.get(name, 0) + value for name, value in aux.items()}
     inputs_BTD, adds = zip(
-        *(block.unsplit_around(x, "mlp", own) for x, own in zip(xs_BTD, contexts))
+        *(block.constrained_input_and_add_output(x, "mlp", own) for x, own in zip(xs_BTD, contexts))
     )
-    ys_BTD, of_mlp = block.mlp.in_groups(inputs_BTD, contexts)
+    ys_BTD, of_mlp = block.mlp.apply_to_row_groups(inputs_BTD, contexts)
     x_BTD = merge_rows([add(y_BTD) for add, y_BTD in zip(adds, ys_BTD)], context)
     return x_BTD, of_mixer | of_mlp, None
 
 
-def measured(block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache = None) -> Applied:
-    """Runs the two halves of the layer and adds "diagnostics": the measurements of the mixer and of
-    the MLP, and over the tokens that count activation_max [], the largest |x|, and
-    activation_median [], the mean of each token's median |x|.
+def run_with_diagnostics(
+    block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache = None
+) -> Applied:
+    """Runs the layer and adds "diagnostics" to the auxiliary outputs: the diagnostics of the mixer
+    and of the MLP, activation_max [], the largest |x|, and activation_median [], the mean over
+    tokens of the median |x| of a token. Only the tokens that `Context.stats_mask` marks count.
     """
-    x_BTD, of_mixer, cache = block.mix(x_BTD, context, cache)
-    x_BTD, aux = block.feed_forward(x_BTD, context)
+    x_BTD, of_mixer, cache = block.mixer_sublayer(x_BTD, context, cache)
+    x_BTD, aux = block.mlp_sublayer(x_BTD, context)
     if "mixer_loss" in of_mixer:
         aux["mixer_loss"] = of_mixer.pop("mixer_loss")
     aux["diagnostics"] = (
         of_mixer
         | aux.get("diagnostics", {})
-        | _activations(block.observed(x_BTD, block.config), context.stats_mask)
+        | _activation_max_and_median(
+            block.residual_for_diagnostics(x_BTD, block.config), context.stats_mask
+        )
     )
     return x_BTD, aux, cache
 
 
-def _activations(x_BTD: jax.Array, counted_BT: jax.Array | None) -> dict[str, jax.Array]:
-    """Returns activation_max and activation_median as `measured` describes them.
-    `counted_BT`: the mask of the tokens that count; None: all count.
+def _activation_max_and_median(
+    x_BTD: jax.Array, counted_BT: jax.Array | None
+) -> dict[str, jax.Array]:
+    """Returns activation_max, the largest |x|, and activation_median, the mean over tokens of the
+    median |x| of a token. `counted_BT`: the mask of the tokens that count; None: all count.
     """
     size_BTD = jnp.abs(x_BTD.astype(jnp.float32))
     largest = jnp.max(jnp.max(size_BTD, axis=-1), where=counted_BT, initial=0.0)

@@ -1,9 +1,8 @@
 """Expert parallelism: tokens travel to the shards that hold their experts, and the results travel
-back. Every token is computed, however unevenly the experts are chosen; no token is dropped.
+back. No token is dropped, however unevenly the tokens choose the experts.
 
-If the experts are split over the mesh axis `expert`, the tokens travel by one of two exchanges. The
-number of shards along the axis decides which one (docs/notes/many_devices.md has the
-arithmetic):
+If the mesh axis `expert` splits the experts, the tokens travel by one of two exchanges. The number
+of shards along the axis decides which one (docs/notes/many_devices.md has the arithmetic):
 
 - The gathered exchange, for up to `GATHERED_SHARDS` shards: every shard gathers the tokens of all
   shards and computes what its own experts contribute to each token. A reduce-scatter sums the
@@ -11,14 +10,16 @@ arithmetic):
 - The ragged exchange, for more shards: each token is sent once for each of its choices, to the
   shard that holds the chosen expert (`ragged_all_to_all`).
 
-A shard may receive any number of tokens, from none to all, but buffers have a static size. Their
-capacity is a little more than the rows that a balanced router sends. Rows beyond the capacity are
-processed in loops that run only if a shard receives more. For the gathered exchange these loops are
-in `ops/routed_experts/`; for the ragged exchange they are the further rounds of `_AllToAllExperts`.
+A shard may receive any number of tokens, from none to all, but buffers have a static size. The
+capacity of a buffer is a little more than the number of rows that a balanced router sends. Rows
+beyond the capacity are processed in loops, which run only if a shard receives more rows. For the
+gathered exchange these loops are in `ops/routed_experts/`; for the ragged exchange they are the
+later rounds of `_AllToAllExperts`.
+
 Long inputs are processed in chunks of tokens. The forward pass saves its inputs and the order of
-the choices, and the backward pass exchanges the rows again. There are two exceptions, both by the
-remat policy (`model/remat.py`): if all tokens are gathered in a single chunk, it may save the
-gathered rows, and it may save the experts' hidden layer.
+the choices for the backward pass, which exchanges the rows again. A remat policy
+(`model/remat.py`) may save more: the experts' hidden layer and, if all tokens are gathered in a
+single chunk, the gathered rows.
 
 Letters: R tokens of this shard, N tokens that reach this shard's experts, D model, A choices per
 token, Q choices, P rows that a shard receives in a round, E experts, L experts of this shard, S
@@ -34,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.blocks import save_for_backward
-from qwen3next_jax.ops.preferences import device_memory, row_major
+from qwen3next_jax.ops.preferences import device_memory_bytes, require_row_major
 from qwen3next_jax.ops.ragged_exchange import exchange_rows
 from qwen3next_jax.ops.routed_experts import (
     SavedForBackward,
@@ -70,22 +71,24 @@ def local_moe(
     expert_RA,
     gate_up_ED2I,
     down_EID,
-    form: Callable | None = None,
+    implementation: Callable | None = None,
     keep_hidden: bool = False,
 ):
-    """Computes the result of `expert_parallel_moe` on one device, which holds all experts.
+    """Computes Σ_a weight · SwiGLU_expert(x) for the tokens of one device, which holds all experts.
 
     Args:
-      form: function with the same arguments that computes a chunk of tokens; None:
+      x_RD, weight_RA, expert_RA: as in `expert_parallel_moe`.
+      gate_up_ED2I, down_EID: the weights of all experts.
+      implementation: a function of the five arrays that computes a chunk of tokens; None:
         `ops.routed_experts`.
       keep_hidden: as in `expert_parallel_moe`.
     """
     row_bytes = expert_RA.size * x_RD.shape[1] * x_RD.dtype.itemsize
     gradient_bytes = 4 * (gate_up_ED2I.size + down_EID.size)
-    at_once = row_bytes <= _chunk_bytes() + gradient_bytes / CHUNK_MEMORY
-    chunk = x_RD.shape[0] if at_once else _chunk(x_RD, expert_RA)
-    options = _Options(_LocalExperts, chunk, form=form, keep_hidden=keep_hidden)
-    return _experts(options, x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
+    at_once = row_bytes <= _max_chunk_bytes() + gradient_bytes / CHUNK_MEMORY
+    chunk = x_RD.shape[0] if at_once else _chunk_tokens(x_RD, expert_RA)
+    options = _Options(_LocalExperts, chunk, implementation=implementation, keep_hidden=keep_hidden)
+    return _experts_in_chunks(options, x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
 
 
 def expert_parallel_moe(
@@ -94,8 +97,8 @@ def expert_parallel_moe(
     expert_RA,
     gate_up_LD2I,
     down_LID,
-    axis: str,
-    axes: tuple[str, ...],
+    expert_axis: str,
+    token_axes: tuple[str, ...],
     keep_hidden: bool = False,
 ):
     """Computes Σ_a weight · SwiGLU_expert(x) for this shard's tokens; it is called inside
@@ -104,47 +107,60 @@ def expert_parallel_moe(
     Args:
       x_RD: this shard's tokens.
       weight_RA, expert_RA: the weights and numbers of the experts that the tokens chose.
-      gate_up_LD2I, down_LID: this shard's experts. A mesh axis `tensor` may split their width; the
-        result is then a part of the sum.
-      axis: the mesh axis that splits the experts. Shard s holds the experts s·L … (s + 1)·L - 1.
-      axes: all mesh axes that split tokens. All shards along them take part in the same number of
-        rounds of the ragged exchange.
+      gate_up_LD2I, down_LID: the weights of this shard's experts. If the mesh axis `tensor` splits
+        the experts' width, the caller adds the results of the shards along `tensor`.
+      expert_axis: the mesh axis that splits the experts. Shard s holds the experts s·L …
+        (s + 1)·L - 1.
+      token_axes: all mesh axes that split tokens. All shards along these axes take part in the same
+        number of rounds of the ragged exchange.
       keep_hidden: whether the remat policy saves the hidden layer of the experts, so that the
-        backward pass reads it. The ragged exchange computes it again in any case.
+        backward pass reads it. The ragged exchange computes the hidden layer again in any case.
 
     Returns:
       [R, D] in x's dtype.
     """
-    chunk, experts = _chunk(x_RD, expert_RA), gate_up_LD2I.shape[0]
-    if jax.lax.axis_size(axis) > GATHERED_SHARDS:
-        return _experts(
-            _Options(_AllToAllExperts, chunk, axis, axes),
+    chunk, experts = _chunk_tokens(x_RD, expert_RA), gate_up_LD2I.shape[0]
+    if jax.lax.axis_size(expert_axis) > GATHERED_SHARDS:
+        return _experts_in_chunks(
+            _Options(_AllToAllExperts, chunk, expert_axis, token_axes),
             x_RD,
             weight_RA,
             expert_RA,
             gate_up_LD2I,
             down_LID,
         )
-    if overlap_chunks(longer := _chunk(x_RD, expert_RA, 2), expert_RA.shape[1], experts) == 2:
+    if (
+        overlap_chunk_count(
+            longer := _chunk_tokens(x_RD, expert_RA, 2), expert_RA.shape[1], experts
+        )
+        == 2
+    ):
         chunk = longer
     elif chunk == x_RD.shape[0]:
-        # All tokens fit into one chunk. They are gathered outside of `_experts`, so that a remat
-        # policy can save the gathered rows. Otherwise the layer's backward pass would begin by
-        # gathering them again, when there is no computation to overlap with.
+        # All tokens fit into one chunk. They are gathered outside of `_experts_in_chunks`, so that
+        # a remat policy can save the gathered rows. Otherwise the layer's backward pass would begin
+        # by gathering them again, when there is no computation to overlap with.
         x_ND, weight_NA, expert_NA = (
-            save_for_backward(gather(a, axis), "rows")
-            for gather, a in ((_gather_rows, x_RD), (_gather_rows, weight_RA), (_gather, expert_RA))
+            save_for_backward(gather(a, expert_axis), "rows")
+            for gather, a in (
+                (_all_gather_with_gradient, x_RD),
+                (_all_gather_with_gradient, weight_RA),
+                (_all_gather, expert_RA),
+            )
         )
         here = _Options(
             _LocalExperts,
             x_ND.shape[0],
-            capacity=_capacity(expert_RA.size),
+            capacity_rows=_buffer_rows(expert_RA.size),
             keep_hidden=keep_hidden,
         )
-        expert_NA -= jax.lax.axis_index(axis) * experts
-        return _sum_rows(_experts(here, x_ND, weight_NA, expert_NA, gate_up_LD2I, down_LID), axis)
-    return _experts(
-        _Options(_AllGatherExperts, chunk, axis, axes, keep_hidden=keep_hidden),
+        expert_NA -= jax.lax.axis_index(expert_axis) * experts
+        return _reduce_scatter_with_gradient(
+            _experts_in_chunks(here, x_ND, weight_NA, expert_NA, gate_up_LD2I, down_LID),
+            expert_axis,
+        )
+    return _experts_in_chunks(
+        _Options(_AllGatherExperts, chunk, expert_axis, token_axes, keep_hidden=keep_hidden),
         x_RD,
         weight_RA,
         expert_RA,
@@ -153,10 +169,12 @@ def expert_parallel_moe(
     )
 
 
-def overlap_chunks_of_all(tokens: int, width: int, choices: int, experts: int, dtype) -> int:
-    """Returns the number of overlapping chunks (1 or 2) into which the gathered exchange splits a
-    shard's tokens. It is 1 if these chunks would not fit into memory; then the tokens are processed
-    in smaller chunks, one after another.
+def overlap_chunk_count_in_memory(
+    tokens: int, width: int, choices: int, experts: int, dtype
+) -> int:
+    """Returns the number of overlapping chunks, 1 or 2, into which the gathered exchange splits a
+    shard's tokens. If two such chunks would not fit into memory, the number is 1, and the tokens
+    are processed in smaller chunks, one after another.
 
     Args:
       tokens: number of tokens of the shard.
@@ -166,54 +184,58 @@ def overlap_chunks_of_all(tokens: int, width: int, choices: int, experts: int, d
       dtype: dtype of the tokens.
     """
     x_RD, expert_RA = (jax.ShapeDtypeStruct((tokens, n), dtype) for n in (width, choices))
-    parts = overlap_chunks(tokens, choices, experts)
-    return parts if _chunk(x_RD, expert_RA, parts) == tokens else 1
+    parts = overlap_chunk_count(tokens, choices, experts)
+    return parts if _chunk_tokens(x_RD, expert_RA, parts) == tokens else 1
 
 
 class _Options(NamedTuple):
-    """How `_experts` computes the tokens of a shard.
+    """How the routed experts of a shard's tokens are computed, chunk by chunk.
 
     exchange: the class that exchanges and computes a chunk: `_LocalExperts`, `_AllGatherExperts`
       or `_AllToAllExperts`.
-    chunk: the number of tokens in a chunk.
-    axis, axes, form, keep_hidden: as in `expert_parallel_moe` and `local_moe`.
+    chunk_tokens: the number of tokens in a chunk.
+    expert_axis, token_axes, keep_hidden: as in `expert_parallel_moe`.
+    implementation: as in `local_moe`.
+    capacity_rows: the number of rows of a chunk's buffers; None: one row for every choice.
     """
 
     exchange: type
-    chunk: int
-    axis: str = ""
-    axes: tuple[str, ...] = ()
-    form: Callable | None = None
-    capacity: int | None = None  # rows of a chunk's buffers; None: a row for every choice
+    chunk_tokens: int
+    expert_axis: str = ""
+    token_axes: tuple[str, ...] = ()
+    implementation: Callable | None = None
+    capacity_rows: int | None = None
     keep_hidden: bool = False
 
 
-def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
+def _chunk_tokens(x_RD, expert_RA, parts: int = 1) -> int:
     """Returns the number of tokens in a chunk: the largest divisor of the number of tokens for
-    which the rows of a chunk fit into a chunk's bytes (see CHUNK_BYTES). If a chunk is itself
-    processed in `parts` parts, one after another, only the rows of one part need to fit.
+    which the rows of a chunk take at most `_max_chunk_bytes()` bytes. If a chunk is itself
+    processed in `parts` parts, one after another, only the rows of one part have to fit.
     """
     tokens, choices = expert_RA.shape
-    most = max(parts * _chunk_bytes() // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
+    most = max(parts * _max_chunk_bytes() // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
     return next(
         tokens // n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n <= most
     )
 
 
-def _chunk_bytes() -> int:
-    """Returns the bytes that the rows of a chunk may take."""
-    return max(CHUNK_BYTES, device_memory() // CHUNK_PART)
+def _max_chunk_bytes() -> int:
+    """Returns how many bytes the rows of a chunk may take: CHUNK_BYTES, or a share of the device's
+    memory if that is more.
+    """
+    return max(CHUNK_BYTES, device_memory_bytes() // CHUNK_PART)
 
 
 # ---- one custom gradient around all chunks
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _experts(options, *inputs):
-    return _experts_forward(options, *inputs)[0]
+def _experts_in_chunks(options, *inputs):
+    return _experts_in_chunks_forward(options, *inputs)[0]
 
 
-def _experts_forward(options, x_RD, weight_RA, expert_RA, gate_up, down):
+def _experts_in_chunks_forward(options, x_RD, weight_RA, expert_RA, gate_up, down):
     def chunk(_, inputs, __):
         x, weight, expert = inputs
         y, kept = options.exchange(options, expert, gate_up.shape[0]).forward(
@@ -221,7 +243,7 @@ def _experts_forward(options, x_RD, weight_RA, expert_RA, gate_up, down):
         )
         return None, (y, kept)
 
-    _, y_RD, kept = _walk(options.chunk, chunk, None, (x_RD, weight_RA, expert_RA))
+    _, y_RD, kept = _scan_chunks(options.chunk_tokens, chunk, None, (x_RD, weight_RA, expert_RA))
     kept = [
         SavedForBackward(
             save_for_backward(k.sorted_choices, "router"),
@@ -232,7 +254,7 @@ def _experts_forward(options, x_RD, weight_RA, expert_RA, gate_up, down):
     return y_RD, ((x_RD, weight_RA, expert_RA, gate_up, down), kept)
 
 
-def _experts_backward(options, saved, dy_RD):
+def _experts_in_chunks_backward(options, saved, dy_RD):
     (x_RD, weight_RA, expert_RA, gate_up, down), kept = saved
 
     def chunk(totals, inputs, kept):
@@ -240,31 +262,32 @@ def _experts_backward(options, saved, dy_RD):
         dx, dweight, *dw = options.exchange(options, expert, gate_up.shape[0]).backward(
             x, weight, gate_up, down, dy, kept
         )
-        totals = _add(totals, dw) if totals else dw
+        totals = _add_to_totals(totals, dw) if totals else dw
         return totals, ((dx, dweight.astype(weight.dtype)), ())
 
-    one = options.chunk == x_RD.shape[0]  # no sum over chunks, so no float32 totals
-    totals = None if one else [_zeros_wide(w) for w in (gate_up, down)]
-    (dgate_up, ddown), (dx_RD, dweight_RA), _ = _walk(
-        options.chunk, chunk, totals, (x_RD, weight_RA, expert_RA, dy_RD), kept
+    one = options.chunk_tokens == x_RD.shape[0]  # no sum over chunks, so no float32 totals
+    totals = None if one else [_float32_zeros_like(w) for w in (gate_up, down)]
+    (dgate_up, ddown), (dx_RD, dweight_RA), _ = _scan_chunks(
+        options.chunk_tokens, chunk, totals, (x_RD, weight_RA, expert_RA, dy_RD), kept
     )
     return dx_RD, dweight_RA, None, dgate_up.astype(gate_up.dtype), ddown.astype(down.dtype)
 
 
-_experts.defvjp(_experts_forward, _experts_backward)
+_experts_in_chunks.defvjp(_experts_in_chunks_forward, _experts_in_chunks_backward)
 
 
-def _walk(size, step, carry, arrays, kept=()):
-    """Runs `jax.lax.scan` of `step` over chunks of `size` rows of `arrays`; a single call of `step`
-    if there is only one chunk.
+def _scan_chunks(size, step, carry, arrays, kept=()):
+    """Runs `jax.lax.scan` of `step` over chunks of `size` rows of `arrays`. If there is only one
+    chunk, it calls `step` once, without a scan.
 
     Args:
       step: function (carry, the chunk's rows of `arrays`, the chunk's entry of `kept`) → (carry,
-        (outputs, kept for the backward pass)).
-      kept: what the steps of the forward pass kept, with an axis of chunks if there are several.
+        (outputs, arrays to keep for the backward pass)).
+      kept: in the backward pass, the arrays that the steps of the forward pass kept, with a leading
+        axis of chunks if there are several chunks.
 
     Returns:
-      (the last carry, outputs with the chunks joined, what the steps kept).
+      (the last carry, the outputs with the chunks joined, the arrays that the steps kept).
     """
     if arrays[0].shape[0] == size:
         carry, (outputs, kept) = step(carry, arrays, kept)
@@ -276,15 +299,15 @@ def _walk(size, step, carry, arrays, kept=()):
     return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs), kept
 
 
-def _zeros_wide(w):
+def _float32_zeros_like(w):
     return jnp.zeros(w.shape, jnp.promote_types(jnp.float32, w.dtype))
 
 
-def _add(totals, terms):
+def _add_to_totals(totals, terms):
     return [total + term.astype(total.dtype) for total, term in zip(totals, terms)]
 
 
-def _capacity(balanced: int) -> int:
+def _buffer_rows(balanced: int) -> int:
     return math.ceil(CAPACITY_FACTOR * balanced)
 
 
@@ -292,23 +315,24 @@ def _capacity(balanced: int) -> int:
 
 
 class _LocalExperts:
-    """Computes a chunk of tokens with this device's experts, without an exchange. It calls
-    `options.form` or, by default, `routed_experts`, in which choices of experts on other devices
-    contribute 0.
+    """Computes a chunk of tokens with this device's experts, without an exchange. The class calls
+    `options.implementation` or, by default, `routed_experts`, in which choices of experts on other
+    devices contribute 0.
 
-    `forward` returns the result of the chunk and a list of `SavedForBackward`, which `backward`
-    takes; so do the other two classes.
+    The method `forward` returns the result of the chunk and a list of `SavedForBackward`, which the
+    method `backward` gets as `kept`. The classes `_AllGatherExperts` and `_AllToAllExperts` have
+    the same two methods.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
         self.expert = expert_RA
-        self.form = options.form
-        self.capacity = options.capacity or expert_RA.size
+        self.implementation = options.implementation
+        self.capacity = options.capacity_rows or expert_RA.size
         self.keep_hidden = options.keep_hidden
 
     def forward(self, x, weight, gate_up, down):
-        if self.form:
-            return self.form(x, weight, self.expert, gate_up, down), []
+        if self.implementation:
+            return self.implementation(x, weight, self.expert, gate_up, down), []
         y, kept = routed_experts(
             x,
             weight,
@@ -321,12 +345,12 @@ class _LocalExperts:
         return y, [kept]
 
     def backward(self, x, weight, gate_up, down, dy, kept):
-        if not self.form:
+        if not self.implementation:
             return routed_experts_gradients(
                 x, weight, self.expert, gate_up, down, dy, capacity=self.capacity, kept=kept[0]
             )
-        form = lambda x, weight, *w: self.form(x, weight, self.expert, *w)
-        _, pullback = jax.vjp(form, x, weight, gate_up, down)
+        run = lambda x, weight, *w: self.implementation(x, weight, self.expert, *w)
+        _, pullback = jax.vjp(run, x, weight, gate_up, down)
         dx, dweight, *dw = pullback(dy)
         return dx, dweight.astype(jnp.promote_types(jnp.float32, dweight.dtype)), *dw
 
@@ -334,8 +358,9 @@ class _LocalExperts:
 # ---- the gathered exchange: all tokens go to all shards
 
 
-def overlap_chunks(tokens: int, choices: int, experts: int) -> int:
-    """Returns the number of overlapping chunks, 1 or 2, in which a shard's tokens are exchanged.
+def overlap_chunk_count(tokens: int, choices: int, experts: int) -> int:
+    """Returns the number of overlapping chunks, 1 or 2, in which the gathered exchange sends a
+    shard's tokens, without regard to memory.
 
     Args:
       tokens: number of tokens of one shard.
@@ -347,16 +372,16 @@ def overlap_chunks(tokens: int, choices: int, experts: int) -> int:
 
 
 class _AllGatherExperts:
-    """The gathered exchange. Every shard gathers all tokens and computes the contributions of its
-    own experts, which are summed on the shard that the token came from. If each expert gets enough
-    rows, the tokens are split into two chunks, and the rows of one chunk travel while the other
-    chunk is computed.
+    """The gathered exchange. Every shard gathers all tokens and computes what its own experts
+    contribute to each token. The contributions are summed on the shard that the token came from. If
+    each expert gets enough rows, the tokens are split into two chunks, and the rows of one chunk
+    travel while the other chunk is computed.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
-        self.axis = options.axis
-        self.chunks = overlap_chunks(*expert_RA.shape, experts)
-        self.capacity = _capacity(expert_RA.size // self.chunks)
+        self.axis = options.expert_axis
+        self.chunks = overlap_chunk_count(*expert_RA.shape, experts)
+        self.capacity = _buffer_rows(expert_RA.size // self.chunks)
         self.expert_RA = expert_RA
         self.experts = experts
         self.keep_hidden = options.keep_hidden
@@ -376,7 +401,7 @@ class _AllGatherExperts:
             )
             return [*kept, more], [y]
 
-        kept, (y,) = self._each_chunk(step, [], self.expert_RA, x, weight)
+        kept, (y,) = self._run_each_chunk(step, [], self.expert_RA, x, weight)
         return y, kept
 
     def backward(self, x, weight, gate_up, down, dy, kept):
@@ -391,24 +416,25 @@ class _AllGatherExperts:
             )
             return (dw, kept), [dx, dweight]
 
-        (dw, _), (dx, dweight) = self._each_chunk(step, ((), kept), x, dy, back=True)
+        (dw, _), (dx, dweight) = self._run_each_chunk(step, ((), kept), x, dy, back=True)
         return dx, dweight, *dw
 
-    def _each_chunk(self, step, carry, *arrays, back: bool = False):
+    def _run_each_chunk(self, step, carry, *arrays, back: bool = False):
         """Runs a step on each chunk, with the gathered rows of all shards.
 
         Args:
           step: function (carry, *rows) → (carry, [this shard's contributions to each row]).
           carry: the first carry.
-          arrays: arrays of this shard's tokens, [R, …]. Their chunks are gathered.
-          back: whether to go from the last chunk to the first. The backward pass does, because the
-            gradients of the last rows come back first (`model.row_groups`).
+          arrays: arrays of this shard's tokens, [R, …], which are gathered chunk by chunk.
+          back: whether to go from the last chunk to the first. The backward pass does so, because
+            it computes the gradients of the last rows first (`model.row_groups`).
 
         Returns:
           The last carry; the contributions of all shards, summed, for this shard's tokens.
         """
         gathered = [
-            [_gather(part, self.axis) for part in jnp.split(array, self.chunks)] for array in arrays
+            [_all_gather(part, self.axis) for part in jnp.split(array, self.chunks)]
+            for array in arrays
         ]
         chunks = list(zip(*gathered))
         if back:
@@ -424,23 +450,29 @@ class _AllGatherExperts:
         if back:
             parts.reverse()
         sums = [
-            jnp.concatenate([_sum(part, self.axis) for part in of_all]) for of_all in zip(*parts)
+            jnp.concatenate([_reduce_scatter(part, self.axis) for part in of_all])
+            for of_all in zip(*parts)
         ]
         return carry, sums
 
 
-def _gather(x, axis):
-    return jax.lax.all_gather(row_major(x), axis, tiled=True)
+def _all_gather(x, axis):
+    return jax.lax.all_gather(require_row_major(x), axis, tiled=True)
 
 
-def _sum(part, axis):
-    return row_major(jax.lax.psum_scatter(part, axis, tiled=True))
+def _reduce_scatter(part, axis):
+    return require_row_major(jax.lax.psum_scatter(part, axis, tiled=True))
 
 
-_gather_rows, _sum_rows = (jax.custom_vjp(f, nondiff_argnums=(1,)) for f in (_gather, _sum))
-_gather_rows.defvjp(lambda x, axis: (_gather(x, axis), None), lambda axis, _, dx: (_sum(dx, axis),))
-_sum_rows.defvjp(
-    lambda part, axis: (_sum(part, axis), None), lambda axis, _, dy: (_gather(dy, axis),)
+_all_gather_with_gradient, _reduce_scatter_with_gradient = (
+    jax.custom_vjp(f, nondiff_argnums=(1,)) for f in (_all_gather, _reduce_scatter)
+)
+_all_gather_with_gradient.defvjp(
+    lambda x, axis: (_all_gather(x, axis), None), lambda axis, _, dx: (_reduce_scatter(dx, axis),)
+)
+_reduce_scatter_with_gradient.defvjp(
+    lambda part, axis: (_reduce_scatter(part, axis), None),
+    lambda axis, _, dy: (_all_gather(dy, axis),),
 )
 
 
@@ -449,13 +481,13 @@ _sum_rows.defvjp(
 
 class _AllToAllExperts:
     """The ragged exchange. Every shard sorts its choices by expert, so that the choices for one
-    receiving shard lie together, and sends them there. The receiver computes the rows it gets, in
-    the order of the sending shards, in rounds. The first round has room for a few more rows than a
-    balanced router sends; each further round has room for 1 / `OVERFLOW_PART` as many.
+    receiving shard lie together, and sends a row for each choice. The receiver computes the rows in
+    rounds, in the order of the sending shards. The first round has room for a few more rows than a
+    balanced router sends. Each later round has room for 1 / `OVERFLOW_PART` as many rows.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
-        self.axis = options.axis
+        self.axis = options.expert_axis
         self.experts = experts
         self.shape = expert_RA.shape
         shards = jax.lax.axis_size(self.axis)
@@ -473,53 +505,57 @@ class _AllToAllExperts:
         self.first_SS = jnp.cumsum(self.sent_SS, axis=1) - self.sent_SS
         # where the choices of a sender begin among all rows that the receiver gets
         self.arrives_SS = jnp.cumsum(self.sent_SS, axis=0) - self.sent_SS
-        self.capacity = min(_capacity(expert_Q.size), shards * expert_Q.size)
+        self.capacity = min(_buffer_rows(expert_Q.size), shards * expert_Q.size)
         self.more = -(-self.capacity // OVERFLOW_PART)
         fullest = jnp.max(jnp.sum(self.sent_SS, axis=0))
         # Every round is a collective, so all shards take part in as many rounds as the shard with
         # the most rows needs.
         self.rounds = jax.lax.pmax(
-            -(-jnp.maximum(fullest - self.capacity, 0) // self.more), options.axes
+            -(-jnp.maximum(fullest - self.capacity, 0) // self.more), options.token_axes
         )
 
     def forward(self, x, weight, gate_up, down):
         rows = x[self.token_Q], weight.reshape(-1)[self.order_Q]
 
         def a_round(low, size, y_QD):
-            (x_P, weight_P), expert_P = self._receive(low, size, rows)
+            (x_P, weight_P), expert_P = self._receive_rows(low, size, rows)
             y_PD, _ = routed_experts(
                 x_P, weight_P[:, None], expert_P[:, None], gate_up, down, capacity=size
             )
-            return self._return(low, y_PD, y_QD)
+            return self._return_rows(low, y_PD, y_QD)
 
-        return self._collect(self._rounds(a_round, jnp.zeros_like(rows[0]))), []
+        return self._sum_by_token(self._run_all_rounds(a_round, jnp.zeros_like(rows[0]))), []
 
     def backward(self, x, weight, gate_up, down, dy, kept):
         rows = x[self.token_Q], weight.reshape(-1)[self.order_Q], dy[self.token_Q]
 
         def a_round(low, size, carry):
             dw, dx_QD, dweight_Q = carry
-            (x_P, weight_P, dy_P), expert_P = self._receive(low, size, rows)
+            (x_P, weight_P, dy_P), expert_P = self._receive_rows(low, size, rows)
             dx_P, dweight_P1, *terms = routed_experts_gradients(
                 x_P, weight_P[:, None], expert_P[:, None], gate_up, down, dy_P, capacity=size
             )
             return (
-                _add(dw, terms),
-                self._return(low, dx_P, dx_QD),
-                self._return(low, dweight_P1[:, 0], dweight_Q),
+                _add_to_totals(dw, terms),
+                self._return_rows(low, dx_P, dx_QD),
+                self._return_rows(low, dweight_P1[:, 0], dweight_Q),
             )
 
         zeros = (
-            [_zeros_wide(w) for w in (gate_up, down)],
+            [_float32_zeros_like(w) for w in (gate_up, down)],
             jnp.zeros_like(rows[0]),
-            _zeros_wide(rows[1]),
+            _float32_zeros_like(rows[1]),
         )
-        dw, dx_QD, dweight_Q = self._rounds(a_round, zeros)
-        return self._collect(dx_QD), dweight_Q[jnp.argsort(self.order_Q)].reshape(self.shape), *dw
+        dw, dx_QD, dweight_Q = self._run_all_rounds(a_round, zeros)
+        return (
+            self._sum_by_token(dx_QD),
+            dweight_Q[jnp.argsort(self.order_Q)].reshape(self.shape),
+            *dw,
+        )
 
-    def _rounds(self, a_round, carry):
-        """Runs the first round and all further rounds. `a_round`: function (first row, number of
-        rows, carry) → carry. Returns the last carry.
+    def _run_all_rounds(self, a_round, carry):
+        """Runs all rounds of the exchange, and returns the last carry. `a_round`: function (first
+        row of the round, number of rows, carry) → carry.
         """
         carry = a_round(0, self.capacity, carry)
         return jax.lax.fori_loop(
@@ -529,9 +565,9 @@ class _AllToAllExperts:
             carry,
         )
 
-    def _receive(self, low, size, rows):
-        """Exchanges the rows of one round. Of all rows that other shards send to this shard, it
-        receives the rows number `low` … `low` + `size` - 1.
+    def _receive_rows(self, low, size, rows):
+        """Exchanges the rows of one round. All rows that shards send to this shard have a number;
+        this round receives the rows `low` … `low` + `size` - 1.
 
         Args:
           low: the first row of the round.
@@ -539,13 +575,13 @@ class _AllToAllExperts:
           rows: arrays [Q, …] of this shard's own choices, which it sends.
 
         Returns:
-          The received rows, one array [P, …] for each array of `rows`; and for each row the number
-          [P] of its expert on this shard, or L if the row holds no choice.
+          The received rows, one array [P, …] for each array of `rows`; and [P], the number of each
+          row's expert on this shard, or L if the row holds no choice.
         """
         ends_SL = jnp.cumsum(self.sizes_SSL[:, self.shard].reshape(-1))  # by sender, then expert
         row_P = low + jnp.arange(size)
         group_P = jnp.sum(row_P[:, None] >= ends_SL, axis=1)
-        read_SS, rows_SS, land_SS = self._round(low, size)
+        read_SS, rows_SS, land_SS = self._round_offsets(low, size)
         received = tuple(
             exchange_rows(
                 a, jnp.zeros((size, *a.shape[1:]), a.dtype), read_SS, rows_SS, land_SS, self.axis
@@ -554,14 +590,18 @@ class _AllToAllExperts:
         )
         return received, jnp.where(row_P < ends_SL[-1], group_P % self.experts, self.experts)
 
-    def _return(self, low, rows_P, total_Q):
-        read_SS, rows_SS, land_SS = self._round(low, rows_P.shape[0])
+    def _return_rows(self, low, rows_P, total_Q):
+        """Sends the results `rows_P` of one round back to the shards that sent the rows. Returns
+        `total_Q`, one row for each of this shard's choices, with the results that came back.
+        """
+        read_SS, rows_SS, land_SS = self._round_offsets(low, rows_P.shape[0])
         return exchange_rows(
             rows_P.astype(total_Q.dtype), total_Q, land_SS.T, rows_SS.T, read_SS.T, self.axis
         )
 
-    def _round(self, low, size):
-        """Describes one round, in which each receiver gets its rows `low` … `low` + `size` - 1.
+    def _round_offsets(self, low, size):
+        """Returns which rows the shards exchange in the round in which each receiver gets its rows
+        `low` … `low` + `size` - 1.
 
         Returns:
           Three arrays [S, S], with one number for each sender s and receiver d: the first row that
@@ -579,5 +619,5 @@ class _AllToAllExperts:
         )
         return read_SS, rows_SS, land_SS
 
-    def _collect(self, rows_QD):
+    def _sum_by_token(self, rows_QD):
         return sum_by_token(rows_QD, self.order_Q, self.shape)

@@ -18,10 +18,10 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import (
     Context,
-    angles,
-    keeping_inputs,
+    call_saving_only_inputs,
     norm_scale,
     rms_norm,
+    rotary_cos_sin,
     rotate,
     token_mean,
 )
@@ -39,8 +39,8 @@ from qwen3next_jax.sharding.rules import (
 )
 
 # The diagnostics find the largest score with a softmax of the scores times this factor. The
-# weighted mean of S scores is then within ln S / 1024 of the largest. A power of two makes the
-# product exact.
+# weighted mean of S scores is then within ln S / 1024 of the largest score. The factor is a power
+# of two, so that the multiplication is exact.
 SHARPENED = 1024.0
 
 
@@ -62,10 +62,10 @@ class GatedAttention(Mixer):
         # heads of the layer together ("layer")
         qk_norm_over: Literal["head", "layer"] = "head"
 
-    switches = ("attention_output_gate", "qk_norm", "yarn_factor", "block.rope_scaling")
+    switches_read = ("attention_output_gate", "qk_norm", "yarn_factor", "block.rope_scaling")
     cache_kind = "slots"
-    in_place = True
-    names_kept = True
+    writes_cache_in_place = True
+    marks_saved_results = True
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
         self.config = c = config
@@ -88,8 +88,8 @@ class GatedAttention(Mixer):
         """Returns (the output [B, T, D], diagnostics, the cache with these tokens' keys and values
         written, or None without a cache).
         """
-        if cache is None and self.uses_fused_layout(x_BTD, context):
-            return *self._fused(x_BTD, context), None
+        if cache is None and self.uses_head_kernels(x_BTD, context):
+            return *self._fused_forward(x_BTD, context), None
         q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.queries_gate_keys_values(x_BTD, context)
         o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
         diagnostics = {}
@@ -100,17 +100,17 @@ class GatedAttention(Mixer):
     def queries_gate_keys_values(
         self, x_BTD: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
-        """Returns the results of `project`, with norms and positions applied to queries and
-        keys.
+        """Projects x [B, T, D] to queries [B, T, N, K], output gates [B, T, N, K] (or None), keys
+        and values [B, T, M, K], and applies norms and positions to queries and keys.
         """
-        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.project(x_BTD, context)
+        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.input_projections(x_BTD, context)
         if self.config.qk_norm:
-            q_BTNK = self.normed(q_BTNK, self.q_norm[...])
-            k_BTMK = self.normed(k_BTMK, self.k_norm[...])
+            q_BTNK = self.norm_queries_or_keys(q_BTNK, self.q_norm[...])
+            k_BTMK = self.norm_queries_or_keys(k_BTMK, self.k_norm[...])
         q_BTNK, k_BTMK = (self.with_positions(x, context.positions) for x in (q_BTNK, k_BTMK))
         return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
 
-    def project(
+    def input_projections(
         self, x_BTD: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
         """Projects x [B, T, D] to queries [B, T, N, K], their output gates [B, T, N, K] (None if
@@ -119,7 +119,9 @@ class GatedAttention(Mixer):
         dtype = x_BTD.dtype
         query_gate_BTNJ = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
         query_gate_BTNJ = save_for_backward(
-            constrain(query_gate_BTNJ, context.mesh, "batch", context.time, "heads", None),
+            constrain(
+                query_gate_BTNJ, context.mesh, "batch", context.logical_time_axis, "heads", None
+            ),
             "queries",
         )
         q_BTNK, gate_BTNK = (
@@ -135,16 +137,18 @@ class GatedAttention(Mixer):
         )
         return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
 
-    def uses_fused_layout(self, x_BTD: jax.Array, context: Context) -> bool:
-        """Returns whether a call without a cache uses the two kernels of `ops.attention_heads`: one
-        normalises and rotates queries and keys, the other gates the outputs of the heads. Between
-        these kernels and the projections, arrays have all heads side by side in their last axis,
-        [B, T, N·K]. The kernels require `GatedAttention` itself (no subclass), an RMS norm of each
-        head, an output gate, and shapes that the platform's kernels support.
+    def uses_head_kernels(self, x_BTD: jax.Array, context: Context) -> bool:
+        """Returns whether a call without a cache uses the two kernels of `ops.attention_heads`. One
+        kernel normalises and rotates queries and keys; the other kernel gates the outputs of the
+        heads. Between these kernels and the projections, arrays have all heads side by side in
+        their last axis, [B, T, N·K]. The kernels are used if the class is `GatedAttention` itself
+        and no subclass, each head has an RMS norm of its own, there is an output gate, and the
+        platform's kernels support the shapes.
         """
         c, time = (
             self.config,
-            x_BTD.shape[1] // (num_shards(context.mesh, CONTEXT) if context.time else 1),
+            x_BTD.shape[1]
+            // (num_shards(context.mesh, CONTEXT) if context.logical_time_axis else 1),
         )
         over = self.settings(c).qk_norm_over
         normed = c.qk_norm and over == "head" and c.block.norm == "rms"
@@ -155,10 +159,10 @@ class GatedAttention(Mixer):
             and attention_heads.has_kernels(time, c.head_dim, c.rotary_dim, x_BTD.dtype)
         )
 
-    def _fused(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
-        """Does the work of `__call__` without a cache, with the kernels of `ops.attention_heads`
-        between the projections. The scale of the scores, K^-1/2, is multiplied into the weight of
-        the queries' norm.
+    def _fused_forward(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+        """Returns (the output [B, T, D], diagnostics) like `__call__` without a cache, computed
+        with the kernels of `ops.attention_heads`. The weight of the queries' norm is multiplied by
+        the scale of the scores, K^-1/2.
         """
         c, (n, m) = self.config, (self.config.num_attention_heads, self.config.num_key_value_heads)
         shared = m % num_shards(context.mesh, TENSOR) != 0
@@ -168,7 +172,8 @@ class GatedAttention(Mixer):
         through = lambda part: x_BTD @ part.astype(x_BTD.dtype).reshape(part.shape[0], -1)
         q, gate, k, v = (
             save_for_backward(
-                constrain(through(part), context.mesh, "batch", context.time, name), saved_as
+                constrain(through(part), context.mesh, "batch", context.logical_time_axis, name),
+                saved_as,
             )
             for part, name, saved_as in zip(parts, names, ("queries", "queries", "keys", "values"))
         )
@@ -177,9 +182,12 @@ class GatedAttention(Mixer):
         def run(q, k, v, gate, norms, cos, sin, segment_ids):
             in_heads = lambda x: x.reshape(*x.shape[:2], -1, c.head_dim)
             if shared:
-                k, v = (_own_head(in_heads(x), in_heads(q), n // m)[:, :, 0] for x in (k, v))
+                k, v = (
+                    _key_value_head_of_shard(in_heads(x), in_heads(q), n // m)[:, :, 0]
+                    for x in (k, v)
+                )
             weights = (norm_scale(norm, c) for norm in norms)
-            rotation = attention_heads.rotation_by_lane(cos, sin)
+            rotation = attention_heads.cosine_and_sine_by_lane(cos, sin)
             q, k = (
                 attention_heads.norm_and_rotate(
                     x, weight * scale, *rotation, c.rotary_dim // 2, c.rms_norm_eps
@@ -187,31 +195,36 @@ class GatedAttention(Mixer):
                 for x, weight, scale in zip((q, k), weights, (c.head_dim**-0.5, 1.0))
             )
             o = attention(
-                q, k, in_heads(v), segment_ids=segment_ids, axis_name=context.time_axis, scale=1.0
+                q,
+                k,
+                in_heads(v),
+                segment_ids=segment_ids,
+                axis_name=context.mesh_time_axis,
+                scale=1.0,
             )
             return attention_heads.gate_heads(o.swapaxes(1, 2), gate)
 
         split, tokens = (
-            activation_spec("batch", context.time, "heads"),
-            activation_spec("batch", context.time),
+            activation_spec("batch", context.logical_time_axis, "heads"),
+            activation_spec("batch", context.logical_time_axis),
         )
-        keys = activation_spec("batch", context.time, names[2])
+        keys = activation_spec("batch", context.logical_time_axis, names[2])
         o_BTC = per_shard(
             run, context.mesh, (split, keys, keys, split, P(), tokens, tokens, tokens), split
-        )(q, k, v, gate, norms, *angles(context.positions, c), context.segment_ids)
+        )(q, k, v, gate, norms, *rotary_cos_sin(context.positions, c), context.segment_ids)
         y_BTD = o_BTC @ self.o_proj[...].astype(x_BTD.dtype).reshape(-1, c.hidden_size)
         if not context.options.collect_stats:
             return y_BTD, {}
         q, gate, k = (x.reshape(*x.shape[:2], -1, c.head_dim) for x in (q, gate, k))
         q, k = (
-            self.with_positions(self.normed(x, norm), context.positions)
+            self.with_positions(self.norm_queries_or_keys(x, norm), context.positions)
             for x, norm in zip((q, k), norms)
         )
         return y_BTD, self.diagnostics(q, k, gate, context)
 
-    def normed(self, x_BTNK: jax.Array, weight: jax.Array) -> jax.Array:
-        """Applies the norm to queries or keys [B, T, N, K], over each head or over all heads
-        (`qk_norm_over`).
+    def norm_queries_or_keys(self, x_BTNK: jax.Array, weight: jax.Array) -> jax.Array:
+        """Applies the norm to queries or keys [B, T, N, K]: over each head alone or over all heads
+        together, as the setting `qk_norm_over` says.
         """
         if self.settings(self.config).qk_norm_over == "head":
             return rms_norm(x_BTNK, weight, self.config)
@@ -220,7 +233,9 @@ class GatedAttention(Mixer):
         )
 
     def with_positions(self, x_BTNK: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Applies the positions [B, T] to queries or keys [B, T, N, K]: here by rotation (RoPE)."""
+        """Applies the positions [B, T] to queries or keys [B, T, N, K]. This class rotates them
+        (RoPE); subclasses may apply the positions in another way.
+        """
         return rotate(x_BTNK, positions_BT, self.config)
 
     def diagnostics(self, q_BTNK, k_BTMK, gate_BTNK, context: Context) -> dict[str, jax.Array]:
@@ -265,7 +280,7 @@ class GatedAttention(Mixer):
         )
 
     @classmethod
-    def splits(cls, config: ModelConfig) -> dict[str, int]:
+    def sizes_split_by_tensor(cls, config: ModelConfig) -> dict[str, int]:
         return {"num_attention_heads": config.num_attention_heads}
 
 
@@ -280,10 +295,10 @@ def gated_projection(
     def project(o_BTNK, gate_BTNK, o_proj_NKD):
         if gate_BTNK is not None:
             o_BTNK = o_BTNK * jax.nn.sigmoid(gate_BTNK.astype(jnp.float32)).astype(dtype)
-        o_BTNK = constrain(o_BTNK, context.mesh, "batch", context.time, "heads", None)
+        o_BTNK = constrain(o_BTNK, context.mesh, "batch", context.logical_time_axis, "heads", None)
         return jnp.einsum("btnk,nkd->btd", o_BTNK, o_proj_NKD.astype(dtype))
 
-    return keeping_inputs(project, o_BTNK, gate_BTNK, o_proj_NKD)
+    return call_saving_only_inputs(project, o_BTNK, gate_BTNK, o_proj_NKD)
 
 
 def attention_diagnostics(
@@ -332,10 +347,10 @@ def attend(
     context: Context,
     q_positions_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes attention with the heads split over the mesh axis `tensor`: o [B, T, N, K].
+    """Computes attention, o [B, T, N, K], with the heads split over the mesh axis `tensor`.
 
-    If there are fewer key/value heads than shards, every shard holds all key/value heads and uses
-    the one that its query heads read.
+    If the number of shards does not divide the number of key/value heads, every shard holds all
+    key/value heads and uses the one head that its query heads read.
 
     Args:
       q_BTNK: the queries.
@@ -348,28 +363,31 @@ def attend(
 
     def run(q, k, v, segment_ids, q_positions):
         if shared:
-            k, v = (_own_head(x, q, n // m) for x in (k, v))
+            k, v = (_key_value_head_of_shard(x, q, n // m) for x in (k, v))
         if q_positions is not None:
             from qwen3next_jax.ops.cached_attention import cached_attention
 
             return cached_attention(q, k[None], v[None], 0, q_positions)
-        return attention(q, k, v, segment_ids=segment_ids, axis_name=context.time_axis)
+        return attention(q, k, v, segment_ids=segment_ids, axis_name=context.mesh_time_axis)
 
     split, tokens = (
-        activation_spec("batch", context.time, "heads", None),
-        activation_spec("batch", context.time),
+        activation_spec("batch", context.logical_time_axis, "heads", None),
+        activation_spec("batch", context.logical_time_axis),
     )
-    keys = activation_spec("batch", context.time, None, None) if shared else split
+    keys = activation_spec("batch", context.logical_time_axis, None, None) if shared else split
     return per_shard(run, mesh, (split, keys, keys, tokens, tokens), split)(
         q_BTNK, k_BSMK, v_BSMK, context.segment_ids, q_positions_BT
     )
 
 
-def write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -> jax.Array:
-    """Writes each token into its slot of one layer's cache, for mixers that do not write in place
-    (`Mixer.in_place`). Padding after the end of a row is written, too, but a later token overwrites
-    its slot before any query sees it. Tokens whose slot would lie past the end of the cache are
-    dropped.
+def write_tokens_to_cache(
+    cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array
+) -> jax.Array:
+    """Returns the cache [B, S, M, K] of one layer with new tokens [B, T, M, K] written to the slots
+    `positions_BT`. The function serves mixers that do not write in place
+    (`Mixer.writes_cache_in_place`). Padding after the end of a row is written too, but a later
+    token overwrites its slot before any query sees it. Tokens whose slot would lie past the end of
+    the cache are dropped.
     """
     row_B1 = jnp.arange(cache_BSMK.shape[0])[:, None]
     written_BSMK = cache_BSMK.at[row_B1, positions_BT].set(
@@ -387,7 +405,8 @@ def attend_cached(
 
     Args:
       q_BTNK: the queries.
-      new: {name: [B, T, M, K]}: first the keys and last the values. A single array serves as both.
+      new: {name: [B, T, M, K]}: first the keys and last the values; or one array that serves as
+        keys and values.
       cache: {name: [layers, B, S, M, K]}.
       context: the inputs that all layers of the forward pass share.
 
@@ -405,7 +424,10 @@ def attend_cached(
         }
         keys, *_, values = 2 * tuple(cache.values())  # a single array serves as both
         if shared:
-            keys, values, layer = *(_own_head(x[layer], q, n // m)[None] for x in (keys, values)), 0
+            keys, values, layer = (
+                *(_key_value_head_of_shard(x[layer], q, n // m)[None] for x in (keys, values)),
+                0,
+            )
         return cached_attention(q, keys, values, layer, positions), cache
 
     split, whole = (
@@ -415,7 +437,7 @@ def attend_cached(
     tokens, slots = whole if shared else split, cache_spec(m, mesh)
     return per_shard(
         run, mesh, (split, tokens, slots, activation_spec("batch", None), P()), (split, slots)
-    )(q_BTNK, new, cache, context.positions, context.layer)
+    )(q_BTNK, new, cache, context.positions, context.layer_in_stack)
 
 
 def cache_spec(heads: int, mesh: Mesh | None) -> P:
@@ -425,7 +447,7 @@ def cache_spec(heads: int, mesh: Mesh | None) -> P:
     )
 
 
-def _own_head(x_BSMK: jax.Array, q_BTNK: jax.Array, readers: int) -> jax.Array:
+def _key_value_head_of_shard(x_BSMK: jax.Array, q_BTNK: jax.Array, readers: int) -> jax.Array:
     """Returns the key/value head [B, S, 1, K] that the query heads of this shard read, out of all
     key/value heads. `readers`: the number of query heads per key/value head.
     """

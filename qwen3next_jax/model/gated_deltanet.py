@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.parameters import Make, Part
-from qwen3next_jax.model.recurrent import Inputs, Recurrent, write_strength
+from qwen3next_jax.model.parameters import Make, ParameterPart
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent, write_strength
 from qwen3next_jax.ops.gated_norm import GATES
 from qwen3next_jax.sharding.rules import constrain
 
@@ -24,16 +24,17 @@ class GatedDeltaNet(Recurrent):
     """Gated DeltaNet: projections → causal convolution + SiLU → gated delta rule → norm and gate →
     output projection. `Recurrent` explains the diagnostics.
 
-    For each token, with σ the sigmoid: q, k and v are projections of x after the convolution and
-    SiLU, and z = W_z x. For each value head, β = σ(w_b x), times `model.beta_range`, and
-    g = -e^{A_log} softplus(w_a x + dt_bias). `ops.gated_delta_rule` computes o from them, with q
-    and k scaled to length 1. The output is y = W_out (RMSNorm(o) SiLU(z)), with σ(z) in place of
-    SiLU(z) if `model.output_gate_type` says so.
+    For each token x, with the sigmoid σ: q, k and v are projections of x, followed by the
+    convolution and SiLU, and z = W_z x. For each value head, the write strength is
+    β = `model.beta_range` · σ(w_b x), and the logarithm of the decay is
+    g = -e^{A_log} softplus(w_a x + dt_bias). `ops.gated_delta_rule` computes o from q, k, v, β and
+    g, with q and k scaled to length 1. The output is y = W_out (RMSNorm(o) ⊙ SiLU(z)), with the
+    elementwise product ⊙. If `model.output_gate_type` is "sigmoid", σ(z) replaces SiLU(z).
 
     The input projections are grouped as in the released checkpoint: each key head has one matrix [q
-    | k | v | z] and one matrix [b | a]. So every value head stays on the device of its key head
-    when the key heads are split over devices. A part that an ablation switch of `ModelConfig` turns
-    off has no parameters.
+    | k | v | z] and one matrix [b | a]. So a value head stays on the device of its key head when
+    the key heads are split over devices. An ablation switch of `ModelConfig` removes a part of the
+    mixer together with the part's parameters.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -41,9 +42,9 @@ class GatedDeltaNet(Recurrent):
         # epsilon of the norm of the heads' outputs; 0: rms_norm_eps
         output_norm_eps: Annotated[float, "0 or more"] = 0.0
 
-    names_kept = True
-    switches = (
-        *Recurrent.switches,
+    marks_saved_results = True
+    switches_read = (
+        *Recurrent.switches_read,
         "decay_gate",
         "decay_init",
         "delta_term",
@@ -59,11 +60,11 @@ class GatedDeltaNet(Recurrent):
         r = h // g
         qkvz = list(self.qkv_parts(c))
         if c.linear_output_gate:
-            qkvz.append(Part("z", r * c.linear_value_head_dim, r))
+            qkvz.append(ParameterPart("z", r * c.linear_value_head_dim, r))
         self.in_proj_qkvz = make.matrix(
             (d, g, sum(part.width for part in qkvz)), "embed -> key_heads .", parts=qkvz
         )
-        if gates := self.gate_parts(c):
+        if gates := self.beta_and_decay_parts(c):
             self.in_proj_ba = make.matrix(
                 (d, g, sum(part.width for part in gates)), "embed -> key_heads .", parts=gates
             )
@@ -85,26 +86,28 @@ class GatedDeltaNet(Recurrent):
         self.make_output(make)
 
     @classmethod
-    def gate_parts(cls, config: ModelConfig) -> tuple[Part, ...]:
-        """Returns the parts of `in_proj_ba` for one key head: β and the decay, as far as the model
-        has them.
+    def beta_and_decay_parts(cls, config: ModelConfig) -> tuple[ParameterPart, ...]:
+        """Returns the parts of the matrix `in_proj_ba` for one key head: "b" for the write strength
+        and "a" for the decay. A part that is ablated is left out.
         """
         r = config.linear_num_value_heads // config.linear_num_key_heads
         are_there = {"b": config.beta_gate, "a": config.decay_gate}
-        return tuple(Part(name, r, r) for name, is_there in are_there.items() if is_there)
+        return tuple(ParameterPart(name, r, r) for name, is_there in are_there.items() if is_there)
 
-    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         qkv, z = self._project_qkvz(x_BTD, context)
         g_BTH, beta_BTH = self._decay_and_beta(x_BTD)
-        return Inputs(qkv, z if self.config.linear_output_gate else None, g_BTH, beta_BTH)
+        return ProjectedInputs(qkv, z if self.config.linear_output_gate else None, g_BTH, beta_BTH)
 
     def _project_qkvz(self, x_BTD: jax.Array, context: Context):
-        """Returns (qkv, z) as the fields `qkv` and `gate` of `Inputs` have them: in the fused
-        layout if the mixer uses it and there is no cache.
+        """Returns the fields `qkv` and `output_gate` of `ProjectedInputs`. Both fields are in the
+        concatenated layout if the mixer uses this layout and there is no cache.
         """
-        q, k, v = self.channels(self.config)
+        q, k, v = self.qkv_channel_counts(self.config)
         weight_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)
-        if context.time and self.uses_fused_layout():  # with a cache, context.time is None
+        if (
+            context.logical_time_axis and self.concatenates_heads()
+        ):  # with a cache, context.logical_time_axis is None
             # Each of q, k, v and z is computed by a product of its own, so that the kernels read
             # the results as they are. Slices of a single product's result would be copied first.
             parts = (
@@ -112,22 +115,23 @@ class GatedDeltaNet(Recurrent):
                 for part_DGC in jnp.split(weight_DGC, (q, q + k, q + k + v), axis=-1)
             )
             *qkv, z = (
-                constrain(part, context.mesh, "batch", context.time, "heads") for part in parts
+                constrain(part, context.mesh, "batch", context.logical_time_axis, "heads")
+                for part in parts
             )
             return qkv, z
         qkvz_BTGC = constrain(
             jnp.einsum("btd,dgc->btgc", x_BTD, weight_DGC),
             context.mesh,
             "batch",
-            context.time,
+            context.logical_time_axis,
             "heads",
             None,
         )
         return jnp.split(qkvz_BTGC, (q + k + v,), axis=-1)
 
     def _decay_and_beta(self, x_BTD: jax.Array):
-        """Returns (log decay, write strength), each float32 [B, T, H], or None if its gate is
-        ablated.
+        """Returns (log decay, write strength), each float32 [B, T, H]. The value of an ablated gate
+        is None.
         """
         c = self.config
         shape = (*x_BTD.shape[:2], c.linear_num_value_heads)
@@ -150,7 +154,7 @@ class GatedDeltaNet(Recurrent):
             )
         return g_BTH, beta_BTH
 
-    def activation(self, gate: jax.Array) -> jax.Array:
+    def gate_activation(self, gate: jax.Array) -> jax.Array:
         return GATES[self.config.output_gate_type](gate)
 
     @property
@@ -183,8 +187,8 @@ def log_uniform_dt_bias(new_key: Callable[[], jax.Array], shape: tuple[int, ...]
     return dt + jnp.log(-jnp.expm1(-dt))
 
 
-# {value of `ModelConfig.decay_init`: functions that make the start values of A_log and dt_bias}.
-# The lowest A is above 0 because the logarithm of 0 is not finite.
+# {value of `ModelConfig.decay_init`: (function that draws A_log, function that draws dt_bias)}. The
+# lowest A is above 0 because the logarithm of 0 is not finite.
 DECAY_INITS = {
     "ones": (log_of_uniform(0.01), lambda new_key, shape: jnp.ones(shape)),
     "log_uniform": (log_of_uniform(1e-4), log_uniform_dt_bias),

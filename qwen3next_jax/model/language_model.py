@@ -2,10 +2,10 @@
 (MTP). "The trunk" is the model without the MTP module.
 
 The kinds of layers repeat with a period (3 recurrent layers + 1 attention layer in the released
-model). The parameters of the layers at the same place of the period are stacked in one array each,
-and the period is the body of one `lax.scan`. So the released model's 48 layers trace and compile as
-4. Layers before the periodic part, such as dense first layers, run one after another; so do all
-layers if their pattern has no period (`ModelConfig.stacks`).
+model). The layers at the same place of the period have their parameters stacked, and the period is
+the body of one `lax.scan`. So XLA compiles 4 layers in place of the released model's 48. Layers
+before the periodic part, such as dense first layers, run one after another. If the pattern of the
+layers has no period, all layers run one after another (`ModelConfig.layer_stacks`).
 
 Letters: B batch, T time, D model, V vocabulary, E experts.
 """
@@ -23,23 +23,23 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layer_properties import check_mixers, layer_cache, mixer_class
+from qwen3next_jax.model.layer_properties import check_mixers, empty_layer_cache, mixer_class
 from qwen3next_jax.model.layer_stack import run_layers
 from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions
 from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
-from qwen3next_jax.model.remat import keeps_hidden, rematerialized
-from qwen3next_jax.model.routing import check_routing_shape, stack_routing
-from qwen3next_jax.model.targets import targets_in_document
+from qwen3next_jax.model.remat import keeps_expert_hidden, rematerialized
+from qwen3next_jax.model.routing import check_expert_ids_shape, stack_expert_ids
+from qwen3next_jax.model.targets import has_target_in_document
 from qwen3next_jax.ops import linear_cross_entropy
 from qwen3next_jax.sharding.rules import (
     CONTEXT,
     TENSOR,
     TOKENS,
     activation_spec,
-    axes_in_program,
     constrain,
     gather_in_shard,
     gather_params,
+    non_manual_axes,
     num_shards,
     per_shard,
     storage_spec,
@@ -47,34 +47,34 @@ from qwen3next_jax.sharding.rules import (
 
 
 class Features(NamedTuple):
-    """The results of a forward pass without logits. The loss computes logits from them in pieces,
-    which need less memory.
+    """The results of a forward pass without logits. The training loss computes logits from these
+    states in pieces, which need less memory.
 
     Attributes:
       hidden: the trunk's states [B, T, D] after the final norm.
-      mtp_hidden: for each MTP depth d the states [B, T, D] after its norm. The state of position t
-        predicts token t+2+d; the states of a row's last 1+d positions mean nothing.
-      router: statistics of the trunk's layers with experts (see `SparseMoE`), each stacked on a
-        leading axis in layer order; {} if there are no such layers.
-      mtp_router: the same for the layer of the MTP module, summed over depths; {} if it has no
-        experts.
-      hidden_states, router_logits: as in `Output`; None unless `ForwardOptions.capture` asks for
-        them.
+      mtp_hidden: for each MTP depth d the states [B, T, D] after the MTP module's norm. The state
+        of position t predicts token t+2+d; the states of a row's last 1+d positions mean nothing.
+      router_statistics: the statistics that `SparseMoE` describes, for the trunk's layers with
+        experts, each stacked on a leading axis in layer order; {} if there are no such layers.
+      mtp_router_statistics: the same statistics for the layer of the MTP module, summed over
+        depths; {} if that layer has no experts.
+      hidden_states, router_logits: as in `Output`; None unless
+        `ForwardOptions.capture_layer_outputs` asks for them.
       expert_ids: [B, T, layers, A] int16, the experts of every token in every trunk layer, -1 in
         layers without experts; None unless `ForwardOptions.record_routing` asks for them.
       diagnostics: a dict of small arrays for each trunk layer (see the layers' classes) and, if the
-        model has an MTP module, one more at the end, for that module's layer at depth 0. None
+        model has an MTP module, one more dict at the end, for that module's layer at depth 0. None
         unless `ForwardOptions.collect_stats` asks for them.
       mixer_losses: for each trunk layer whose mixer has a loss of its own, in layer order, the sum
-        [] of that loss over tokens.
-      mtp_mixer_loss: the same sum for the MTP module, over all depths; None if there is no such
-        loss.
+        [] of the loss over tokens.
+      mtp_mixer_loss: the sum of this loss for the MTP module, over tokens and depths; None if there
+        is no such loss.
     """
 
     hidden: jax.Array
     mtp_hidden: tuple[jax.Array, ...]
-    router: dict[str, jax.Array]
-    mtp_router: dict[str, jax.Array]
+    router_statistics: dict[str, jax.Array]
+    mtp_router_statistics: dict[str, jax.Array]
     hidden_states: tuple[jax.Array, ...] | None = None
     router_logits: tuple[jax.Array, ...] | None = None
     diagnostics: tuple[dict[str, jax.Array], ...] | None = None
@@ -91,9 +91,9 @@ class Output(NamedTuple):
       mtp_logits: for each MTP depth d the logits [B, T-1-d, V]; position t predicts token t+2+d.
       balance_loss: [], the balance loss of `pooled_balance_loss`; padding does not count.
       hidden_states: arrays [B, T, D]: the embeddings, then the output of every layer; the final
-        norm is applied to the output of the last layer. Where the residual stream is wider than
-        the model (`model.streams`), all but the last have its width. None unless the caller asks
-        for them.
+        norm is applied to the output of the last layer. If the residual stream is wider than the
+        model (`model.streams`), all arrays but the last are as wide as the stream. None unless the
+        caller asks for them.
       router_logits: for each layer with experts [B, T, E]. None unless the caller asks for them.
     """
 
@@ -105,26 +105,26 @@ class Output(NamedTuple):
 
 
 class CrossEntropy(NamedTuple):
-    """The loss of the output head. Only `loss` has gradients.
+    """The loss of the output head. Only `weighted_loss_sum` has gradients.
 
     Attributes:
-      loss: [] float32, the weighted sum over targets.
+      weighted_loss_sum: [] float32, the weighted sum of the losses of the targets.
       is_best: [B, T] bool, whether the target has the largest logit.
-      best: [B, T] int32, the token with the largest logit.
+      best_token: [B, T] int32, the token with the largest logit.
       nll: [B, T] float32, the cross-entropy of each target.
-      logsumexp: [B, T] float32, of the logits.
+      logsumexp: [B, T] float32, the logarithm of the sum of the exponentials of the logits.
     """
 
-    loss: jax.Array
+    weighted_loss_sum: jax.Array
     is_best: jax.Array
-    best: jax.Array
+    best_token: jax.Array
     nll: jax.Array
     logsumexp: jax.Array
 
 
 class Qwen3Next(nnx.Module):
-    """A Qwen3-Next language model. Its parameters are stored in the argument `dtype`. The operands
-    of matrix products are cast to `config.dtype`.
+    """A Qwen3-Next language model. The argument `dtype` is the dtype of the parameters. The
+    operands of matrix products are cast to `config.dtype`.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
@@ -132,23 +132,25 @@ class Qwen3Next(nnx.Module):
         self.config = c = config
         make = Make(c, rngs, dtype=dtype)
         self.embedding = make.matrix(
-            (c.vocab_size, c.hidden_size), "vocab embed", kind="embedding", gathered="operator"
+            (c.vocab_size, c.hidden_size), "vocab embed", kind="embedding", gathered_by="operator"
         )
-        self.positions = c.block.resolve("positions")(c, make)
-        block = c.block.resolve("placement")
+        self.positions = c.block.import_part("positions")(c, make)
+        block = c.block.import_part("placement")
         self.layers = nnx.List(
             [
-                block(c, *c.layer_kinds[layers[0]], make.stacked(len(layers)), layers)
-                for layers in c.stacks
+                block(c, *c.mixers_and_sparsity[layers[0]], make.stacked(len(layers)), layers)
+                for layers in c.layer_stacks
             ]
         )
         for number, layer in enumerate(sorted(c.ple.layer_ids)):
-            (of_layer,) = [own for own, layers in zip(self.layers, c.stacks) if layer - 1 in layers]
-            of_layer.embedding = c.ple.module()(c, make.stacked(1), number)
-        self.final_norm = block.make_last(c, make)
+            (of_layer,) = [
+                own for own, layers in zip(self.layers, c.layer_stacks) if layer - 1 in layers
+            ]
+            of_layer.embedding = c.ple.embedding_class()(c, make.stacked(1), number)
+        self.final_norm = block.make_final_norm(c, make)
         if not c.tie_word_embeddings:
             self.head = make.matrix(
-                (c.hidden_size, c.vocab_size), "embed -> vocab", kind="head", gathered="operator"
+                (c.hidden_size, c.vocab_size), "embed -> vocab", kind="head", gathered_by="operator"
             )
         if c.mtp_depth:
             self.mtp = block.multi_token_prediction(c, make)
@@ -159,13 +161,13 @@ class Qwen3Next(nnx.Module):
         check_declared(self)
 
     def __repr__(self) -> str:
-        """A line for each part, so that a notebook stays readable. `print(nnx.state(model))` shows
-        every parameter.
+        """Returns a line of text for each part of the model, so that a notebook stays readable.
+        `print(nnx.state(model))` shows every parameter.
         """
         lines = [f"Qwen3Next with {_number_of_parameters(self):,} parameters"]
         lines.append(f"  embedding {list(self.embedding.shape)}")
-        for block, layers in zip(self.layers, self.config.stacks):
-            mixer, has_experts = self.config.layer_kinds[layers[0]]
+        for block, layers in zip(self.layers, self.config.layer_stacks):
+            mixer, has_experts = self.config.mixers_and_sparsity[layers[0]]
             mlp = f"{self.config.num_experts} experts" if has_experts else "dense MLP"
             size = _number_of_parameters(block) // len(layers)
             which = ", ".join(map(str, layers))
@@ -193,14 +195,16 @@ class Qwen3Next(nnx.Module):
             one document.
           output_hidden_states: also return each layer's output and router logits.
         """
-        f = self.features(tokens, segment_ids, options=ForwardOptions(capture=output_hidden_states))
+        f = self.features(
+            tokens, segment_ids, options=ForwardOptions(capture_layer_outputs=output_hidden_states)
+        )
         mtp_logits = tuple(
             self.logits(h[:, : max(tokens.shape[1] - 1 - d, 0)]) for d, h in enumerate(f.mtp_hidden)
         )
         return Output(
             self.logits(f.hidden),
             mtp_logits,
-            pooled_balance_loss(f.router),
+            pooled_balance_loss(f.router_statistics),
             f.hidden_states,
             f.router_logits,
         )
@@ -213,8 +217,8 @@ class Qwen3Next(nnx.Module):
         mesh: Mesh | None = None,
         remat: str = "none",
         options: ForwardOptions = ForwardOptions(),
-        layer_rows: dict[int, jax.Array] | None = None,
-        expert_ids: jax.Array | None = None,
+        embedding_rows: dict[int, jax.Array] | None = None,
+        replayed_expert_ids: jax.Array | None = None,
     ) -> Features:
         """Runs the forward pass without the output head.
 
@@ -224,54 +228,55 @@ class Qwen3Next(nnx.Module):
             None for one device.
           remat: the policy for the backward pass (`model.remat`).
           options: what to return beside the states.
-          layer_rows: rows that layers with an embedding use (see `Context`).
-          expert_ids: as in `Features`, the experts that the tokens use in place of those that the
-            routers would choose; a token with -1 is left to the router. Layers without experts, and
-            the MTP module, read nothing of it. None: the routers choose everywhere.
+          embedding_rows: the rows that layers with an n-gram embedding use (see `Context`).
+          replayed_expert_ids: [B, T, layers, A] int16, the experts that the tokens use in place of
+            the experts that the routers would choose; for a token with -1 the router chooses.
+            Layers without experts, and the MTP module, ignore it. None: the routers choose for all
+            tokens.
 
         Raises:
-          UserError: the numbers of layers or of experts per token in the shape of `expert_ids` are
-            not the model's.
+          UserError: the numbers of layers or of experts per token in the shape of
+            `replayed_expert_ids` are not those of the model.
         """
-        if expert_ids is not None:
-            check_routing_shape(self.config, expert_ids.shape)
+        if replayed_expert_ids is not None:
+            check_expert_ids_shape(self.config, replayed_expert_ids.shape)
         embedded = self.embed(tokens, mesh)
         remat = self._remat_policy(remat, embedded.dtype)
-        context = self._with_tokens(
+        context = self._context_with_tokens(
             Context(
-                _positions(tokens, segment_ids),
+                _token_positions(tokens, segment_ids),
                 segment_ids,
                 None if segment_ids is None else segment_ids > 0,
                 mesh,
-                layer_rows=layer_rows,
-                expert_ids=expert_ids,
-                options=options._replace(keep_hidden=keeps_hidden(remat)),
+                embedding_rows=embedding_rows,
+                replayed_expert_ids=replayed_expert_ids,
+                options=options._replace(keep_expert_hidden=keeps_expert_hidden(remat)),
             ),
             tokens,
         )
-        entered = self._enter(embedded, context.positions)
+        entered = self._residual_from_embeddings(embedded, context.positions)
         x, per_layer, _ = run_layers(self.layers, self.config, entered, context, remat=remat)
-        hidden = constrain(self.leave(x), mesh, "batch", "time", None)
+        hidden = constrain(self.head_input(x), mesh, "batch", "time", None)
         of_mtp = self._run_mtp(x, hidden, embedded, context, remat)
-        return self._collect(entered, per_layer, hidden, of_mtp, options)
+        return self._make_features(entered, per_layer, hidden, of_mtp, options)
 
     def _remat_policy(self, remat: str, dtype: jnp.dtype) -> str:
-        """Returns the policy for the backward pass: in bfloat16 "kept" replaces "none", if the
-        model marks all results that "kept" saves.
+        """Returns the remat policy to use for the policy `remat`: in bfloat16 "none" becomes
+        "kept", if all mixers and MLPs mark their results with `ops.blocks.save_for_backward`.
         """
         results_are_named = (
-            all(vars(mixer_class(name)).get("names_kept") for name in self.config.mixers)
+            all(vars(mixer_class(name)).get("marks_saved_results") for name in self.config.mixers)
             and self.config.block.mlp == "swiglu"
             and self.config.moe.experts == "swiglu"
         )
         return "kept" if remat == "none" and results_are_named and dtype.itemsize < 4 else remat
 
-    def _collect(
+    def _make_features(
         self,
         entered: jax.Array,
         per_layer: list[dict[str, Any]],
         hidden: jax.Array,
-        of_mtp: "_OfMultiTokenPrediction",
+        of_mtp: "_MTPResults",
         options: ForwardOptions,
     ) -> Features:
         """Returns the `Features` of a forward pass.
@@ -287,11 +292,11 @@ class Qwen3Next(nnx.Module):
             hidden,
             of_mtp.hidden,
             stack_router_statistics(per_layer),
-            of_mtp.router,
+            of_mtp.router_statistics,
             mixer_losses=tuple(aux["mixer_loss"] for aux in per_layer if "mixer_loss" in aux),
             mtp_mixer_loss=of_mtp.mixer_loss,
         )
-        if options.capture:
+        if options.capture_layer_outputs:
             features = features._replace(
                 hidden_states=(entered, *(aux["x"] for aux in per_layer[:-1]), hidden),
                 router_logits=tuple(
@@ -302,7 +307,7 @@ class Qwen3Next(nnx.Module):
             diagnostics = (*(aux["diagnostics"] for aux in per_layer), *of_mtp.diagnostics)
             features = features._replace(diagnostics=diagnostics)
         if options.record_routing:
-            expert_ids = stack_routing(self.config, per_layer, hidden.shape[:2])
+            expert_ids = stack_expert_ids(self.config, per_layer, hidden.shape[:2])
             features = features._replace(expert_ids=expert_ids)
         return features
 
@@ -314,11 +319,11 @@ class Qwen3Next(nnx.Module):
         segment_ids: jax.Array | None = None,
         mesh: Mesh | None = None,
         return_all_states: bool = False,
-        leave: bool = True,
+        final_norm: bool = True,
         record_routing: bool = False,
     ) -> tuple[jax.Array, list] | tuple[jax.Array, list, jax.Array]:
-        """Runs the forward pass for some tokens per row, which attend to a cache of the tokens
-        before them.
+        """Runs the forward pass for some new tokens of each row. The tokens before the new tokens
+        are in a cache.
 
         Args:
           tokens: [B, T].
@@ -329,56 +334,56 @@ class Qwen3Next(nnx.Module):
             changes no cache entry that a later token reads.
           mesh: the devices; None: one device. `data` × `expert` split B; T is not split.
           return_all_states: whether caches of kind "state" (`Mixer.cache_kind`) are returned after
-            every token, [layers, B, T, …], and not only after the last one. Needs segment_ids =
-            None.
-          leave: whether to apply the final norm.
+            every token, [layers, B, T, …], and not only after the last token. It requires
+            segment_ids = None.
+          final_norm: whether to apply the final norm.
           record_routing: whether to return the experts of every token.
 
         Returns:
-          The states [B, T, D] after the final norm, or the residual stream before it if `leave` is
-          False; the cache after these tokens; with `record_routing` also the experts of every
-          token, as in `Features`.
+          The states [B, T, D] after the final norm, or the residual stream before the norm if
+          `final_norm` is False; the cache after these tokens; with `record_routing` also the
+          experts of every token, [B, T, layers, A] int16.
         """
         context = Context(
             positions,
             segment_ids,
             mesh=mesh,
-            time=None,
+            logical_time_axis=None,
             options=ForwardOptions(
                 return_all_states=return_all_states, record_routing=record_routing
             ),
         )
-        context = self._with_tokens(context, tokens)
-        x = self._enter(self.embed(tokens, mesh, time=None), positions)
+        context = self._context_with_tokens(context, tokens)
+        x = self._residual_from_embeddings(self.embed(tokens, mesh, time=None), positions)
         x, per_layer, cache = run_layers(self.layers, self.config, x, context, cache)
-        left = self.leave(x) if leave else x
+        states = self.head_input(x) if final_norm else x
         if record_routing:
-            return left, cache, stack_routing(self.config, per_layer, tokens.shape)
-        return left, cache
+            return states, cache, stack_expert_ids(self.config, per_layer, tokens.shape)
+        return states, cache
 
     def init_cache(self, batch: int, length: int) -> list:
-        """Returns the cache before the first token, with `length` slots: for each entry of
-        `ModelConfig.stacks` a dict of arrays [layers, B, …].
+        """Returns the cache before the first token, with `length` slots: a dict of arrays
+        [layers, B, …] for each group of stacked layers (`ModelConfig.layer_stacks`).
         """
 
         def empty(layers: tuple[int, ...]):
-            cache = layer_cache(self.config, layers[0], batch, length)
+            cache = empty_layer_cache(self.config, layers[0], batch, length)
             return jax.tree.map(
                 lambda leaf: jnp.broadcast_to(leaf, (len(layers), *leaf.shape)), cache
             )
 
-        return [empty(layers) for layers in self.config.stacks]
+        return [empty(layers) for layers in self.config.layer_stacks]
 
     def embed(
         self, tokens: jax.Array, mesh: Mesh | None = None, time: str | None = "time"
     ) -> jax.Array:
         """Looks up the embeddings of tokens: [B, T] → [B, T, D] in `config.dtype`. On a mesh, each
         shard along `tensor` looks up the tokens of its part of the vocabulary. `time`: the logical
-        axis of T.
+        axis of T (see `Context`).
 
-        Ids outside the vocabulary give wrong embeddings without an error. If this function is
-        traced under `jax.debug_nans(True)`, a host callback raises a ValueError for such ids, which
-        a compiled program reports as a `jax.errors.JaxRuntimeError`.
+        Tokens outside the vocabulary give wrong embeddings without an error. If this function is
+        traced under `jax.debug_nans(True)`, a host callback raises a ValueError for such tokens. A
+        compiled program reports it as a `jax.errors.JaxRuntimeError`.
         """
         if jax.config.jax_debug_nans:
             _check_tokens(tokens, self.config.vocab_size)
@@ -422,7 +427,7 @@ class Qwen3Next(nnx.Module):
         tied = self.config.tie_word_embeddings
         parameter = self.embedding if tied else self.head
         table, declared, shape = parameter[...], parameter.declared, parameter.shape
-        if mesh is not None and declared.operand:
+        if mesh is not None and declared.uses_model_dtype:
             table = table.astype(self.config.dtype)  # the dtype in which the table is gathered
 
         def sum_up(hidden_BTD, table, targets_BT, weights_BT):
@@ -438,7 +443,7 @@ class Qwen3Next(nnx.Module):
                 softcap=self.config.logit_softcap,
             )
             if mesh is not None:
-                loss = jax.lax.psum(loss, axes_in_program(mesh, axes))
+                loss = jax.lax.psum(loss, non_manual_axes(mesh, axes))
             of_rows = (rows.correct, rows.argmax, rows.nll, rows.logsumexp)
             return CrossEntropy(loss, *(x.reshape(targets_BT.shape) for x in of_rows))
 
@@ -467,37 +472,39 @@ class Qwen3Next(nnx.Module):
         cap = self.config.logit_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits
 
-    def _enter(self, embedded: jax.Array, positions: jax.Array) -> jax.Array:
+    def _residual_from_embeddings(self, embedded: jax.Array, positions: jax.Array) -> jax.Array:
         """Returns the residual stream before the first layer, computed from the embeddings."""
-        placement = self.config.block.resolve("placement")
-        return placement.enter(self.positions(embedded, positions), self.config)
+        placement = self.config.block.import_part("placement")
+        return placement.residual_from_embeddings(self.positions(embedded, positions), self.config)
 
-    def leave(self, x: jax.Array) -> jax.Array:
-        """Returns what the output head reads, [B, T, D], from the residual stream x after the last
-        layer: the final norm of x, or what the block's placement computes instead
-        (`model.block.placement`).
+    def head_input(self, x: jax.Array) -> jax.Array:
+        """Returns the input of the output head, [B, T, D], from the residual stream x after the
+        last layer: the final norm of x, or another function of x that the placement of the norms
+        (`model.block.placement`) defines.
         """
-        return self.config.block.resolve("placement").leave(x, self.final_norm, self.config)
+        return self.config.block.import_part("placement").head_input(
+            x, self.final_norm, self.config
+        )
 
-    def _with_tokens(self, context: Context, tokens: jax.Array) -> Context:
+    def _context_with_tokens(self, context: Context, tokens: jax.Array) -> Context:
         return context._replace(tokens=tokens) if self.config.ple.layer_ids else context
 
     def _run_mtp(
         self, x: jax.Array, hidden: jax.Array, embedded: jax.Array, context: Context, remat: str
-    ) -> "_OfMultiTokenPrediction":
+    ) -> "_MTPResults":
         """Runs the MTP module at every depth.
 
         Args:
           x, hidden: the trunk's states before and after the final norm.
           embedded: the embeddings of the tokens.
           context: the inputs that all layers share.
-          remat: the policy for the backward pass.
+          remat: the remat policy (`model.remat`).
         """
         states, total, diagnostics = [], {}, []
         if not self.config.mtp_depth:
-            return _OfMultiTokenPrediction((), {}, (), None)
+            return _MTPResults((), {}, (), None)
         context = context._replace(
-            expert_ids=None, options=context.options._replace(record_routing=False)
+            replayed_expert_ids=None, options=context.options._replace(record_routing=False)
         )
         graphdef, params = nnx.split(self.mtp)
         if self.config.lora.rank:
@@ -505,19 +512,19 @@ class Qwen3Next(nnx.Module):
 
             params = merge_adapters(params, self.config.lora)
         module = nnx.merge(graphdef, params)
-        state = module.state(x, hidden)
+        state = module.next_depth_state(x, hidden)
         segment_ids = (
             jnp.ones(hidden.shape[:2], jnp.int32)
             if context.segment_ids is None
             else context.segment_ids
         )
         for depth in range(self.config.mtp_depth):
-            counted = targets_in_document(segment_ids, 2 + depth)
+            counted = has_target_in_document(segment_ids, 2 + depth)
             graphdef, params = nnx.split(module)
 
             def apply(params, state, shifted, graphdef=graphdef, counted=counted):
                 params = gather_params(params, context.mesh, self.config.dtype)
-                x, aux, _ = nnx.merge(graphdef, params).before_norm(
+                x, aux, _ = nnx.merge(graphdef, params).run_layer(
                     state, shifted, context._replace(stats_mask=counted)
                 )
                 return constrain(x, context.mesh, "batch", "time", None), aux
@@ -525,36 +532,37 @@ class Qwen3Next(nnx.Module):
             x, aux = rematerialized(apply, remat)(
                 params, state, jnp.roll(embedded, -(1 + depth), axis=1)
             )
-            # The norm is not inside `apply`: its gradient needs x, for which remat would compute
-            # the whole layer, with the experts, a second time.
-            hidden = module.leave(x)
-            state = module.state(x, hidden)
+            # The norm is outside of `apply`. Its gradient needs x; inside, remat would compute the
+            # whole layer, with the experts, a second time to get x.
+            hidden = module.head_input(x)
+            state = module.next_depth_state(x, hidden)
             aux.pop("router_logits", None)
             if context.options.collect_stats:
                 diagnostics.append(aux.pop("diagnostics"))
             total = jax.tree.map(jnp.add, total, aux) if total else aux
             states.append(hidden)
         mixer_loss = total.pop("mixer_loss", None)
-        return _OfMultiTokenPrediction(tuple(states), total, tuple(diagnostics[:1]), mixer_loss)
+        return _MTPResults(tuple(states), total, tuple(diagnostics[:1]), mixer_loss)
 
 
-class _OfMultiTokenPrediction(NamedTuple):
-    """What the MTP module adds to `Features`.
+class _MTPResults(NamedTuple):
+    """The results of the MTP module.
 
     Attributes:
-      hidden: the states after the norm, for each depth.
-      router: the router statistics, summed over depths.
-      diagnostics: those of depth 0 alone; empty if the caller does not collect them.
-      mixer_loss: the mixer's own loss, summed over depths; None if it has none.
+      hidden: for each depth the states [B, T, D] after the norm.
+      router_statistics: the router statistics, summed over depths.
+      diagnostics: the diagnostics of the module's layer at depth 0; empty if the caller does not
+        collect diagnostics.
+      mixer_loss: the mixer's own loss, summed over depths; None if the mixer has no loss.
     """
 
     hidden: tuple[jax.Array, ...]
-    router: dict[str, jax.Array]
+    router_statistics: dict[str, jax.Array]
     diagnostics: tuple[dict[str, jax.Array], ...]
     mixer_loss: jax.Array | None
 
 
-def _positions(tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+def _token_positions(tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     """Returns each token's position in its document, [B, T] int32; without segment ids, a row is
     one document.
     """
@@ -564,7 +572,9 @@ def _positions(tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
 
 
 def stack_router_statistics(per_layer: Sequence[dict[str, Any]]) -> dict[str, jax.Array]:
-    """Returns `Features.router` from the auxiliary outputs of the layers."""
+    """Returns the router statistics of all layers with experts, each stacked in layer order
+    (`Features.router_statistics`), from the auxiliary outputs of the layers.
+    """
     names = ("load", "probability", "z", "tokens", "required_bias")
     statistics = [
         {name: aux[name] for name in names if name in aux} for aux in per_layer if "load" in aux
@@ -573,9 +583,9 @@ def stack_router_statistics(per_layer: Sequence[dict[str, Any]]) -> dict[str, ja
 
 
 @functools.lru_cache(maxsize=256)
-def declared(config: ModelConfig) -> Mapping[str, Declared]:
-    """Returns {path: declaration} of every parameter of a model with these settings, such as that
-    of "layers/0/mixer/q_proj". Allocates no arrays.
+def parameter_declarations(config: ModelConfig) -> Mapping[str, Declared]:
+    """Returns {path, such as "layers/0/mixer/q_proj": declaration} for every parameter of a model
+    with these settings. It allocates no arrays.
     """
     model = nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree_util.tree_leaves_with_path(declared_tree(nnx.state(model, nnx.Param)))
@@ -587,9 +597,9 @@ def _number_of_parameters(module: nnx.Module) -> int:
 
 
 def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
-    """Returns the balance loss [] of transformers' `load_balancing_loss_func`. It is computed from
-    the choices and probabilities of all layers together. In perfect balance it is the number of
-    experts per token. `router`: as in `Features`.
+    """Returns the balance loss [] of transformers' `load_balancing_loss_func`. The loss is computed
+    from the choices and probabilities of all layers together. In perfect balance the loss is the
+    number of experts per token. `router`: the router statistics, as in `Features`.
     """
     if not router:
         return jnp.zeros((), jnp.float32)
@@ -602,7 +612,7 @@ def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
 
 
 def _check_tokens(tokens: jax.Array, vocab_size: int) -> None:
-    """Makes the program report, by a callback on the host that raises ValueError, tokens outside of
+    """Adds a callback on the host to the program, which raises ValueError if a token is outside of
     0 … `vocab_size` - 1.
     """
 

@@ -1,5 +1,6 @@
-"""Properties of the layers of a model, which their mixers tell: what they read, what they need of a
-mesh, whether weights of another version fit, and how large their caches are.
+"""Properties of a model's layers, which depend on the classes of their mixers: the settings that
+the layers read, the sizes that a mesh must divide, the versions of their mathematics, and their
+caches.
 """
 
 import operator
@@ -11,7 +12,7 @@ from qwen3next_jax.config.model import ABLATIONS
 from qwen3next_jax.config.registry import MIXERS, resolve
 from qwen3next_jax.model.mixer import Mixer
 
-# the settings in `mixer.Switch`'s manner that every decoder layer reads
+# the ablation switches that every decoder layer reads, whatever its mixer
 BLOCK_SWITCHES = ("zero_centered_norm",)
 
 
@@ -29,10 +30,12 @@ def check_mixers(config: ModelConfig) -> None:
     """Raises UserError if a mixer refuses the settings, or if a setting that only some mixers read
     differs from its default and no layer of the model reads it.
     """
-    used = {name: mixer_class(name) for name, _ in config.layer_kinds}
+    used = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
     for mixer in used.values():
         mixer.check(config)
-    read = {setting for mixer in used.values() for setting in mixer.switches} | set(BLOCK_SWITCHES)
+    read = {setting for mixer in used.values() for setting in mixer.switches_read} | set(
+        BLOCK_SWITCHES
+    )
     others = ("output_gate_type", "beta_range", "delta_rule", "yarn_factor", "block.rope_scaling")
     for setting in (*ABLATIONS, *others):
         value, default = map(operator.attrgetter(setting), (config, ModelConfig()))
@@ -44,38 +47,41 @@ def check_mixers(config: ModelConfig) -> None:
 
 
 # {setting: the switch that turns off the part of a mixer that reads the setting}. If no mixer of
-# the model reads such a setting, `training.unused_settings` refuses it where the user of a run
-# gives it. A model's own config file may contain it.
+# the model reads such a setting, `training.unused_settings` refuses a run whose user gives the
+# setting. A model's own config file may contain the setting.
 READ_BY_PART = {"decay_init": "decay_gate", "linear_conv_kernel_dim": "short_convolution"}
 
 
-def unused_by_mixers(config: ModelConfig) -> dict[str, str]:
-    """Returns {setting of `READ_BY_PART` that no layer of the model reads: the reason, as text}."""
-    used = {name: mixer_class(name) for name, _ in config.layer_kinds}
+def settings_unused_by_mixers(config: ModelConfig) -> dict[str, str]:
+    """Returns {setting: reason, as text} for the settings of `READ_BY_PART` that no layer of the
+    model reads.
+    """
+    used = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
     return {
         setting: f"no mixer of the model ({', '.join(used)}) reads it"
         + (f" with model.{switch} = False" if not getattr(config, switch) else "")
         for setting, switch in READ_BY_PART.items()
         if not any(
-            setting in mixer.switches and (switch not in mixer.switches or getattr(config, switch))
+            setting in mixer.switches_read
+            and (switch not in mixer.switches_read or getattr(config, switch))
             for mixer in used.values()
         )
     }
 
 
 def has_indexer(config: ModelConfig) -> bool:
-    """Whether any mixer of the model has an indexer, which it trains with a loss of its own."""
-    return any(mixer_class(name).has_loss for name, _ in config.layer_kinds)
+    """Whether a mixer of the model has an indexer that is trained with a loss of its own."""
+    return any(mixer_class(name).has_indexer_loss for name, _ in config.mixers_and_sparsity)
 
 
-def partial_ablations(config: ModelConfig) -> list[str]:
-    """Returns a line of text for each ablation that has an effect in some layers only. It says in
-    which layers. An ablation is a switched-off setting of `config.model.ABLATIONS`.
+def partial_ablation_lines(config: ModelConfig) -> list[str]:
+    """Returns a line of text for each ablation that has an effect in some layers only; the line
+    names these layers. An ablation is a setting of `config.model.ABLATIONS` that is switched off.
     """
     lines = []
     for setting in config.ablated:
         reached = [
-            setting in (*mixer_class(name).switches, *BLOCK_SWITCHES) for name in config.mixers
+            setting in (*mixer_class(name).switches_read, *BLOCK_SWITCHES) for name in config.mixers
         ]
         if all(reached):
             continue
@@ -86,12 +92,12 @@ def partial_ablations(config: ModelConfig) -> list[str]:
         for wanted in (True, False):
             numbers = [i for i, found in enumerate(reached) if found == wanted]
             mixers = ", ".join(dict.fromkeys(config.mixers[i] for i in numbers))
-            layers.append(f"{_ranges(numbers)} ({mixers})")
+            layers.append(f"{_ranges_text(numbers)} ({mixers})")
         lines.append(f"model.{setting} = False reaches layers {layers[0]}, not {layers[1]}")
     return lines
 
 
-def _ranges(numbers: list[int]) -> str:
+def _ranges_text(numbers: list[int]) -> str:
     """Returns ascending numbers as text: [0, 1, 2, 4] is "0-2, 4"."""
     runs: list[list[int]] = []
     for number in numbers:
@@ -102,39 +108,41 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def versions(config: ModelConfig) -> dict[str, int]:
-    """Returns {name: version of its mathematics (`Mixer.version`)} for every mixer, and for every
-    other part of a block that the model's settings name. Names are such as "gdn2" and "block.norm =
-    rms". The version is 1 if the part declares none.
+def part_versions(config: ModelConfig) -> dict[str, int]:
+    """Returns {name: version of the mathematics (`Mixer.version`)} for the model's mixers, the
+    parts that `config.block` names, and the experts. Examples of names: "gdn2" (a mixer)
+    and "block.norm = rms" (a part of `config.block`). The version is 1 if a part declares none.
     """
-    parts = {name: mixer_class(name) for name, _ in config.layer_kinds}
+    parts = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
     unread = {"mlp": not config.has_dense_mlps, "rope_scaling": config.yarn_factor == 1}
     for setting in vars(config.block):
         if not unread.get(setting):
             name = getattr(config.block, setting)
-            parts[f"block.{setting} = {name}"] = config.block.resolve(setting)
+            parts[f"block.{setting} = {name}"] = config.block.import_part(setting)
     if config.has_experts:
         parts[f"moe.experts = {config.moe.experts}"] = config.moe.mixture_class()
     return {name: getattr(part, "version", 1) for name, part in parts.items()}
 
 
-def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int, list[str]]:
-    """Returns the requirements of the layers on a mesh, as three arguments of
-    `sharding.mesh.check_divides`: {setting: value that the size of `tensor` must divide}, the
-    largest number of tokens that a layer reads from the neighbour's part of a row, and the names of
-    the parts that need whole rows.
+def mesh_requirements(config: ModelConfig) -> tuple[dict[str, int], int, list[str]]:
+    """Returns what the layers require of a mesh, as the last three arguments of
+    `sharding.mesh.check_mesh_divides`: {setting: value that the size of `tensor` must divide}; the
+    largest number of tokens that a layer reads from the neighbour's part of a row; and the names of
+    the parts that need whole rows on one device.
     """
-    mixers = {name: mixer_class(name) for name, _ in config.layer_kinds}
+    mixers = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
     splits = {
-        setting: size for mixer in mixers.values() for setting, size in mixer.splits(config).items()
+        setting: size
+        for mixer in mixers.values()
+        for setting, size in mixer.sizes_split_by_tensor(config).items()
     }
-    whole_rows = [f"the mixer {name!r}" for name, mixer in mixers.items() if mixer.whole_rows]
-    if config.ple.layer_ids and config.ple.module().whole_rows:
+    whole_rows = [f"the mixer {name!r}" for name, mixer in mixers.items() if mixer.needs_whole_rows]
+    if config.ple.layer_ids and config.ple.embedding_class().needs_whole_rows:
         whole_rows.append(f"the embedding {config.ple.embedding!r} of model.ple.layer_ids")
     return splits, max(mixer.halo(config) for mixer in mixers.values()), whole_rows
 
 
-def layer_cache(config: ModelConfig, layer: int, batch: int, length: int) -> dict[str, Any]:
+def empty_layer_cache(config: ModelConfig, layer: int, batch: int, length: int) -> dict[str, Any]:
     """Returns the cache of one layer before the first token: the arrays of the mixer's cache, and
     under "embedding" the cache of the layer's embedding, if it has one.
 
@@ -145,6 +153,6 @@ def layer_cache(config: ModelConfig, layer: int, batch: int, length: int) -> dic
       length: the number of slots.
     """
     cache = mixer_class(config.mixers[layer]).init_cache(config, batch, length)
-    if config.ple.number(layer) is None:
+    if config.ple.embedding_index(layer) is None:
         return cache
-    return cache | {"embedding": config.ple.module().init_cache(config, batch)}
+    return cache | {"embedding": config.ple.embedding_class().init_cache(config, batch)}

@@ -1,16 +1,15 @@
-"""Runs the decoder layers one after another. It traces as few layers as the pattern of the layers
-allows.
+"""Runs the decoder layers one after another. Layers that repeat with a period are traced once.
 
-`ModelConfig.stacks` lists groups of layers, and each group is traced once, as one block
-(`model.block.Block`). The first groups have a single layer each. The other groups form one period
-of the pattern (3 recurrent layers and 1 attention layer in the released model): a group holds the
-layers at the same place of every repeat, with their parameters stacked, and the period is the body
-of one `lax.scan`.
+`ModelConfig.layer_stacks` lists groups of layers. Each group is one block (`model.block.Block`),
+which is traced once. The first groups have a single layer each. The groups of several layers form
+one period of the pattern (3 recurrent layers and 1 attention layer in the released model). Each
+group of the period holds the layers at one place of the period, with their parameters stacked. The
+period is the body of one `lax.scan`.
 
-There are two ways to pass caches to mixers. A mixer with `Mixer.in_place` gets the caches of all
-layers of its group and writes to the one of its own layer; such caches are part of the scan's carry
-(`carried`). Any other mixer gets the cache of its own layer only; such caches are inputs and
-outputs of the scan (`scanned`).
+There are two ways to pass caches to mixers. A mixer with `Mixer.writes_cache_in_place` gets the
+caches of all layers of its group and writes to the cache of its own layer; such caches are part of
+the scan's carry (`carried`). Any other mixer gets the cache of its own layer only; such caches are
+inputs and outputs of the scan (`scanned`).
 
 Letters: B batch, T time, D model.
 """
@@ -28,7 +27,7 @@ from qwen3next_jax.model.apply_block import apply_block
 from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.remat import rematerialized
-from qwen3next_jax.ops.preferences import unroll_loop
+from qwen3next_jax.ops.preferences import prefers_unrolled_layers
 from qwen3next_jax.sharding.rules import constrain, gather_params
 
 Cache = Any  # the cache of one block: a dict of arrays, stacked over the block's layers
@@ -46,36 +45,40 @@ def run_layers(
     """Applies all layers of the trunk.
 
     Args:
-      blocks: one block for each of `config.stacks`, with the parameters of its layers stacked.
+      blocks: one block for each of `config.layer_stacks`, with its layers' parameters stacked.
       config: the model's settings.
       x_BTD: the residual stream before the first layer.
-      context: the inputs that all layers of the forward pass share. Its `expert_ids` are those of
-        all layers, [B, T, layers, A].
+      context: the inputs that all layers of the forward pass share. Here
+        `context.replayed_expert_ids` has an axis for the layers, [B, T, layers, A].
       cache: one cache for each block; None in training.
       remat: the policy for the backward pass (`model.remat`).
 
     Returns:
-      x [B, T, D]; the auxiliary outputs of every layer in order, with each layer's output "x" and
-      "router_logits" if the caller captures them; the caches after these tokens.
+      x [B, T, D] after the last layer; the auxiliary outputs of every layer in order, with the
+      layer's output "x" and "router_logits" if `ForwardOptions.capture_layer_outputs` asks for
+      them; the caches after these tokens.
     """
     graphdefs, params = zip(*(nnx.split(block) for block in blocks))
     caches = list(cache) if cache else [None] * len(blocks)
-    in_place = [mixer_class(config.mixers[layers[0]]).in_place for layers in config.stacks]
-    run = functools.partial(_run_blocks, config=config, context=context, remat=remat)
+    in_place = [
+        mixer_class(config.mixers[layers[0]]).writes_cache_in_place
+        for layers in config.layer_stacks
+    ]
+    run = functools.partial(_run_layer_of_each_block, config=config, context=context, remat=remat)
 
-    # the layers before the period: each is a group of one layer
-    single = sum(len(layers) == 1 for layers in config.stacks)
+    # the layers before the periodic part: each is a group of one layer
+    single = sum(len(layers) == 1 for layers in config.layer_stacks)
     first_of = functools.partial(jax.tree.map, lambda leaf: leaf[0])
     own = [
-        _map_layer_cache(first_of, c, is_in_place)
+        _map_arrays_sliced_by_layer(first_of, c, is_in_place)
         for c, is_in_place in zip(caches, in_place[:single])
     ]
     # for each block the choices of its layers [layers, B, T, A]
     replayed = [None] * len(blocks)
-    if context.expert_ids is not None:
+    if context.replayed_expert_ids is not None:
         replayed = [
-            jnp.moveaxis(context.expert_ids[:, :, jnp.array(layers)], 2, 0)
-            for layers in config.stacks
+            jnp.moveaxis(context.replayed_expert_ids[:, :, jnp.array(layers)], 2, 0)
+            for layers in config.layer_stacks
         ]
     x_BTD, per_layer, own = run(
         graphdefs[:single],
@@ -87,21 +90,22 @@ def run_layers(
     )
     stacked_again = functools.partial(jax.tree.map, lambda leaf: leaf[None])
     caches[:single] = [
-        _map_layer_cache(stacked_again, c, is_in_place) for c, is_in_place in zip(own, in_place)
+        _map_arrays_sliced_by_layer(stacked_again, c, is_in_place)
+        for c, is_in_place in zip(own, in_place)
     ]
     if single == len(blocks):
         return x_BTD, per_layer, caches
 
     # the period, repeated
-    repeats = len(config.stacks[-1])
+    repeats = len(config.layer_stacks[-1])
     # without a loop, the results saved for the backward pass need not be copied to stacked arrays
     # and back
-    unrolled = cache is None and unroll_loop(repeats)
+    unrolled = cache is None and prefers_unrolled_layers(repeats)
     decoding = cache is not None and context.mesh is None
     periodic_params, scanned_params = list(params[single:]), list(params[single:])
     numbers = jnp.arange(repeats)
     if decoding:
-        scanned_params = _experts_replaced(scanned_params, lambda p: p.replace(numbers))
+        scanned_params = _replace_expert_parameters(scanned_params, lambda p: p.replace(numbers))
     in_place = in_place[single:]
     carried = [c if is_in_place else None for c, is_in_place in zip(caches[single:], in_place)]
     scanned = [None if is_in_place else c for c, is_in_place in zip(caches[single:], in_place)]
@@ -110,7 +114,7 @@ def run_layers(
         x_BTD, carried = carry
         own_params, scanned, replayed, number = inputs
         if decoding:
-            own_params = _experts_from(periodic_params, own_params)
+            own_params = _take_expert_parameters(periodic_params, own_params)
         caches = [c if is_in_place else s for c, s, is_in_place in zip(carried, scanned, in_place)]
         x_BTD, auxes, caches = run(
             graphdefs[single:], own_params, x_BTD, caches, replayed, number, looped=not unrolled
@@ -134,17 +138,17 @@ def run_layers(
     return x_BTD, per_layer, caches
 
 
-def _map_layer_cache(f, cache: Cache | None, in_place: bool) -> Cache | None:
-    """Applies `f` to the parts of a cache that belong to a single layer, and returns the whole
-    cache. Those parts are the whole cache, unless the mixer writes in place: then only the cache of
-    the layer's embedding belongs to a single layer.
+def _map_arrays_sliced_by_layer(f, cache: Cache | None, in_place: bool) -> Cache | None:
+    """Returns a block's cache with `f` applied to the arrays that `run_layers` slices by layer. If
+    the mixer writes its cache in place, only the cache of the n-gram embedding is sliced by layer;
+    otherwise all arrays of the cache are.
     """
     if cache is None or not in_place:
         return f(cache)
     return {name: f(part) if name == "embedding" else part for name, part in cache.items()}
 
 
-def _run_blocks(
+def _run_layer_of_each_block(
     graphdefs: Sequence[nnx.GraphDef],
     params: Sequence[nnx.State],
     x_BTD: jax.Array,
@@ -158,8 +162,8 @@ def _run_blocks(
     looped: bool = False,
 ) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
     """Applies one layer of each block: the layer with the index `number` in its group. The
-    arguments and results have the meaning that they have in `run_layers`, for these layers only.
-    `replayed` holds the `Context.expert_ids` of each block. `looped`: see `remat.rematerialized`.
+    arguments and results are those of `run_layers`, but for these layers only. `replayed` holds the
+    `Context.replayed_expert_ids` of each layer. `looped`: see `remat.rematerialized`.
     """
 
     def apply(block_params, x_BTD, block_cache, expert_ids, graphdef):
@@ -168,9 +172,13 @@ def _run_blocks(
 
             block_params = merge_adapters(block_params, config.lora)
         block = nnx.merge(graphdef, gather_params(block_params, context.mesh, config.dtype))
-        own = context._replace(layer=number, expert_ids=expert_ids)
+        own = context._replace(layer_in_stack=number, replayed_expert_ids=expert_ids)
         x_BTD, aux, block_cache = apply_block(block, x_BTD, own, block_cache)
-        return constrain(x_BTD, context.mesh, "batch", context.time, None), aux, block_cache
+        return (
+            constrain(x_BTD, context.mesh, "batch", context.logical_time_axis, None),
+            aux,
+            block_cache,
+        )
 
     auxes = []
     after = []
@@ -179,7 +187,7 @@ def _run_blocks(
             apply, block_cache=block_cache, expert_ids=expert_ids, graphdef=graphdef
         )
         x_BTD, aux, block_cache = rematerialized(block, remat, looped)(block_params, x_BTD)
-        if context.options.capture:
+        if context.options.capture_layer_outputs:
             aux["x"] = x_BTD
         else:
             aux.pop("router_logits", None)
@@ -188,27 +196,31 @@ def _run_blocks(
     return x_BTD, auxes, after
 
 
-# Decoding on one device uses few of a layer's experts. If the stacked experts were scanned over,
-# the scan would copy all experts of a layer out of the stack. Therefore the scan's body reads the
-# stack of all layers, and the scan gives it the number of the layer in place of the experts'
-# parameters.
+# Decoding on one device uses few of a layer's experts. A scan over the stacked experts would copy
+# all experts of a layer out of the stack. Therefore the scan's body reads the stacked experts of
+# all layers, and the scan passes the index of the layer in place of the layer's experts.
 
 
 def _is_parameter(leaf: Any) -> bool:
     return hasattr(leaf, "declared")
 
 
-def _experts_replaced(params: list[nnx.State], replace) -> list[nnx.State]:
-    """Returns `params` with `replace(p)` in place of every parameter p that holds several
-    experts.
+def _replace_expert_parameters(params: list[nnx.State], replace) -> list[nnx.State]:
+    """Returns `params` with every parameter p that holds several experts replaced by
+    `replace(p)`.
     """
     return jax.tree.map(
-        lambda p: replace(p) if p.declared.experts > 1 else p, params, is_leaf=_is_parameter
+        lambda p: replace(p) if p.declared.num_experts > 1 else p, params, is_leaf=_is_parameter
     )
 
 
-def _experts_from(whole: list[nnx.State], params: list[nnx.State]) -> list[nnx.State]:
-    """Returns `params` with the parameters that hold several experts taken from `whole`."""
+def _take_expert_parameters(whole: list[nnx.State], params: list[nnx.State]) -> list[nnx.State]:
+    """Returns `params`, in which the parameters that hold several experts are replaced by those of
+    `whole`, a list of the same structure.
+    """
     return jax.tree.map(
-        lambda p, own: p if p.declared.experts > 1 else own, whole, params, is_leaf=_is_parameter
+        lambda p, own: p if p.declared.num_experts > 1 else own,
+        whole,
+        params,
+        is_leaf=_is_parameter,
     )

@@ -1,5 +1,5 @@
-"""Functions that all layers use: the zero-centred RMSNorm, rotary positions, and the context of a
-forward pass.
+"""What all layers use: the inputs and options of a forward pass (`Context`, `ForwardOptions`), the
+zero-centred RMSNorm, and rotary positions.
 
 Letters: B batch, T time, N heads, D the normalised or rotated width.
 """
@@ -22,33 +22,36 @@ SINK_HEAD = 0.3
 
 
 class ForwardOptions(NamedTuple):
-    """What the caller of a forward pass asks of the layers, beside the next states.
+    """The options of a forward pass: what layers return or record beside their outputs, and how
+    they train.
 
-    capture: whether the pass returns each layer's output and router logits.
+    capture_layer_outputs: whether the pass returns each layer's output and router logits.
     collect_stats: whether each layer adds "diagnostics" (a dict of small arrays, see the layer's
       class) to its auxiliary outputs.
-    record_routing: whether a mixture of experts adds "expert_ids" to its auxiliary outputs.
+    record_routing: whether a mixture of experts adds "expert_ids", the experts of every token, to
+      its auxiliary outputs.
     count_required_bias: whether the routers count which bias each token would have needed to choose
-      each expert (`router.count_required_bias`).
-    indexer: how the indexers of sparse attention train: "frozen", "dense" or "sparse"
-      (`TrainConfig.indexer_training`).
+      each expert (`router.required_bias_histogram`).
+    indexer_training: how the indexers of sparse attention are trained: "frozen", "dense" or
+      "sparse" (`TrainConfig.indexer_training`).
     return_all_states: whether mixers with a cache of kind "state" return the state after every
-      token (see `Mixer.each_token`).
-    keep_hidden: whether the remat policy saves the hidden layer of the routed experts
-      (`remat.keeps_hidden`).
+      token (see `Mixer.call_returning_all_states`).
+    keep_expert_hidden: whether the remat policy saves the hidden layer of the routed experts
+      (`remat.keeps_expert_hidden`).
     """
 
-    capture: bool = False
+    capture_layer_outputs: bool = False
     collect_stats: bool = False
     record_routing: bool = False
     count_required_bias: bool = False
-    indexer: str = "frozen"
+    indexer_training: str = "frozen"
     return_all_states: bool = False
-    keep_hidden: bool = False
+    keep_expert_hidden: bool = False
 
 
 class Context(NamedTuple):
-    """What the tokens of one forward pass are, for all layers, and what the caller asks for.
+    """The inputs of a forward pass beside the residual stream. All layers share them, except
+    `replayed_expert_ids` and `layer_in_stack`, which belong to one layer.
 
     positions: [B, T] int32, each token's position in its document (with a cache: its slot in the
       cache, too).
@@ -57,15 +60,16 @@ class Context(NamedTuple):
     stats_mask: [B, T] bool, whether router statistics and diagnostics count the token; None: they
       count all tokens.
     mesh: the devices that share the pass (see `sharding.rules`); None for one device.
-    time: the logical axis (`sharding.rules.ACTIVATIONS`) of the tokens of a row: "time", or None
-      where every device has whole rows (decoding).
-    tokens: [B, T] int32, the tokens, for layers that add an embedding of their own (`model.ple`);
-      None if the model has no such layer.
-    layer_rows: {number of a layer's embedding: [B, T, P], the rows of its table that the tokens
-      use}; None: the layer looks its rows up.
-    expert_ids: [B, T, A] int16, the experts that the tokens of this layer use in place of the ones
-      that the router would choose; -1: the router chooses. None: it chooses for all tokens.
-    layer: the index of the layer among the layers whose parameters are stacked with its own.
+    logical_time_axis: the logical axis (`sharding.rules.ACTIVATIONS`) of the tokens of a row:
+      "time", or None in decoding, where every device has whole rows.
+    tokens: [B, T] int32, the tokens, for layers with an n-gram embedding (`model.ple`); None if the
+      model has no such layer.
+    embedding_rows: {number of an n-gram embedding: [B, T, P], the rows of its table that the tokens
+      use}; None: the layer looks the rows up.
+    replayed_expert_ids: [B, T, A] int16, the experts that the tokens of this layer use in place of
+      the experts that the router would choose; for a token with -1 the router chooses. None: the
+      router chooses for all tokens.
+    layer_in_stack: the index of the layer among the layers whose parameters are stacked together.
     options: what the caller asks for.
     """
 
@@ -73,19 +77,19 @@ class Context(NamedTuple):
     segment_ids: jax.Array | None = None
     stats_mask: jax.Array | None = None
     mesh: Mesh | None = None
-    time: str | None = "time"
+    logical_time_axis: str | None = "time"
     tokens: jax.Array | None = None
-    layer_rows: dict[int, jax.Array] | None = None
-    expert_ids: jax.Array | None = None
-    layer: jax.Array | int = 0
+    embedding_rows: dict[int, jax.Array] | None = None
+    replayed_expert_ids: jax.Array | None = None
+    layer_in_stack: jax.Array | int = 0
     options: ForwardOptions = ForwardOptions()
 
     @property
-    def time_axis(self) -> str | None:
-        """The mesh axis that splits the tokens of a row, for operators that read earlier tokens;
-        None if no mesh axis splits them.
+    def mesh_time_axis(self) -> str | None:
+        """The mesh axis that splits the tokens of a row, or None if no mesh axis does. Operators
+        that read earlier tokens of the row need this axis.
         """
-        return CONTEXT if self.time and num_shards(self.mesh, CONTEXT) > 1 else None
+        return CONTEXT if self.logical_time_axis and num_shards(self.mesh, CONTEXT) > 1 else None
 
 
 def token_mean(x_BT: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
@@ -100,26 +104,26 @@ def token_mean(x_BT: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
     )
 
 
-def keeping_inputs[T](f: Callable[..., T], x: jax.Array, *args: Any) -> T:
-    """Returns f(x, *args). If x is narrower than float32, only the arguments are saved for the
-    backward pass, which computes f again. Without this, autodiff would save the float32
-    intermediates of f (a norm or a gate), and each of them is larger than x.
+def call_saving_only_inputs[T](f: Callable[..., T], x: jax.Array, *args: Any) -> T:
+    """Returns f(x, *args). If the dtype of x is narrower than float32, the backward pass computes f
+    again, so that only the arguments are saved. Without this, autodiff would save the float32
+    intermediates of f, such as those of a norm, and each of them is larger than x.
     """
     return (f if x.dtype.itemsize >= 4 else jax.checkpoint(f))(x, *args)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-    """Applies the norm that `config.block.norm` names over the last axis of x, and returns the
-    dtype of x. The default is the zero-centred RMSNorm: x / rms(x) · (1 + weight), computed in
+    """Applies the norm that `config.block.norm` names over the last axis of x; the result has the
+    dtype of x. The default is the zero-centred RMSNorm, x / rms(x) · (1 + weight), computed in
     float32; no mean is subtracted. If `zero_centered_norm` is off, the factor is the weight itself.
     """
     if config.block.norm != "rms":
-        return config.block.resolve("norm").apply(x, weight, config)
+        return config.block.import_part("norm").apply(x, weight, config)
     return rms_norm_plain(x, norm_scale(weight, config), config.rms_norm_eps)
 
 
 def norm_scale(weight: jax.Array, config: ModelConfig) -> jax.Array:
-    """Returns the factor of an RMSNorm, float32, from its weight: 1 + weight, or the weight itself
+    """Returns the float32 factor by which an RMSNorm multiplies: 1 + weight, or the weight itself
     if `zero_centered_norm` is off.
     """
     weight = weight.astype(jnp.float32)
@@ -137,7 +141,7 @@ def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
             x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps) * scale
         ).astype(x.dtype)
 
-    return keeping_inputs(normalise, x, weight.astype(jnp.float32))
+    return call_saving_only_inputs(normalise, x, weight.astype(jnp.float32))
 
 
 def document_positions(segment_ids: jax.Array) -> jax.Array:
@@ -149,12 +153,12 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
 
-def angles(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Returns cos and sin of the rotary angles, each [B, T, rotary_dim / 2]. They are computed in
-    float32, because at position 262k a bfloat16 angle would be wrong by whole turns.
+def rotary_cos_sin(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Returns cos and sin of the rotary angles, each [B, T, rotary_dim / 2]. The angles are
+    computed in float32, because at position 262k a bfloat16 angle would be wrong by whole turns.
     """
     half, theta = config.rotary_dim // 2, config.rope_theta
-    slowdown, gain = config.block.resolve("rope_scaling")(
+    slowdown, gain = config.block.import_part("rope_scaling")(
         half, theta, config.yarn_factor, config.max_position_embeddings
     )
     frequency = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(theta) / half)) * slowdown
@@ -163,12 +167,12 @@ def angles(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax
 
 
 def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> jax.Array:
-    """Rotates the first `config.rotary_dim` dimensions of x [B, T, N, D] by its positions [B, T]
-    (RoPE, 2104.09864, rotate-half form).
+    """Rotates the first `config.rotary_dim` dimensions of x [B, T, N, D] by the positions [B, T] of
+    its tokens (RoPE, 2104.09864, rotate-half form).
     """
     if config.rotary_dim == 0:
         return x_BTND
-    cos, sin = (x[:, :, None] for x in angles(positions_BT, config))
+    cos, sin = (x[:, :, None] for x in rotary_cos_sin(positions_BT, config))
     first, second, rest = jnp.split(
         x_BTND.astype(jnp.float32), (cos.shape[-1], config.rotary_dim), axis=-1
     )
@@ -177,21 +181,23 @@ def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> j
     ).astype(x_BTND.dtype)
 
 
-def yarn(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
-    """YaRN (2309.00071, section 3.2): how the frequencies of RoPE change when the context becomes
-    longer than the trained one. RoPE rotates pairs of dimensions. A pair that makes 32 turns or
-    more within the trained context keeps its frequency. The frequency of a pair that makes less
-    than one turn is divided by `factor`. Pairs between these two get an interpolated frequency.
+def yarn_frequency_scale(
+    half: int, theta: float, factor: float, context: int
+) -> tuple[np.ndarray, float]:
+    """Returns how YaRN (2309.00071, section 3.2) changes the frequencies of RoPE for a context that
+    is longer than the trained context. RoPE rotates pairs of dimensions. A pair of dimensions that
+    makes 32 turns or more within the trained context keeps its frequency. The frequency of a pair
+    that makes less than one turn is divided by `factor`. A pair with 1 to 32 turns gets an
+    interpolated frequency.
 
     Args:
-      half: the number of pairs.
+      half: the number of pairs of dimensions.
       theta: the base of the frequencies.
-      factor: the length of the new context divided by that of the trained context.
-      context: the trained context, in tokens.
+      factor: the length of the new context divided by the length of the trained context.
+      context: the length of the trained context, in tokens.
 
     Returns:
-      The number by which to multiply each frequency, [half]; the number by which to multiply cos
-      and sin.
+      [half], by which to multiply the frequencies; a number by which to multiply cos and sin.
     """
     low, high = (
         half * math.log(context / (turns * 2 * math.pi)) / math.log(theta) for turns in (32, 1)

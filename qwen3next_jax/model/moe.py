@@ -15,27 +15,27 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.expert_forms import count_choices, expert_form
-from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
+from qwen3next_jax.model.expert_implementations import choose_expert_implementation, count_choices
+from qwen3next_jax.model.layers import Context, call_saving_only_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.router import (
-    count_required_bias,
-    normalized,
+    normalized_scores,
     rank_experts,
+    required_bias_histogram,
     score_experts,
 )
 from qwen3next_jax.model.row_groups import merge_rows
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.decode_moe import is_decode_batch
-from qwen3next_jax.ops.preferences import experts_in_tiles, float32_precision
+from qwen3next_jax.ops.preferences import float32_product_precision, prefers_expert_tiles
 from qwen3next_jax.ops.top_k import top_k
 from qwen3next_jax.sharding.rules import (
     EXPERT,
     TENSOR,
     TOKENS,
     activation_spec,
-    axes_in_program,
     gather_in_shard,
+    non_manual_axes,
     num_shards,
     per_shard,
     storage_spec,
@@ -51,50 +51,54 @@ class DenseMLP(nnx.Module):
         self.down = make.matrix((i, d), "mlp -> embed")
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
-        return _swiglu(x_BTD, self.gate_up[...], self.down[...]), {}
+        return _swiglu_mlp(x_BTD, self.gate_up[...], self.down[...]), {}
 
 
 class SparseMoE(nnx.Module):
     """The mixture of experts: Σ_e p_e · SwiGLU_e(x) over a token's chosen experts e, plus σ(w·x) ·
     SwiGLU_shared(x). No token is ever dropped. `MoEConfig` has the settings of other routers.
 
-    A subclass implements other experts (`moe.experts`): it makes their parameters (`make_experts`,
-    `make_shared`), chooses the function that computes the routed experts (`expert_form`), and
-    computes the shared expert (`shared`).
+    A subclass implements other experts (`moe.experts`). The subclass makes the parameters of its
+    experts (`make_experts`, `make_shared_expert`), chooses the function that computes the routed
+    experts (`choose_expert_implementation`), and computes the shared expert
+    (`shared_expert_output`).
 
-    A token counts if `Context.stats_mask` marks it. The auxiliary output holds sums (not means)
-    over the tokens that count, so that the results of micro-batches and devices can be added:
+    A token counts if `Context.stats_mask` marks it. The first entries of the auxiliary output are
+    sums (not means) over the tokens that count, so that the sums of micro-batches and devices can
+    be added:
       load [E]: how often each expert was chosen;
       probability [E]: each expert's router probability;
       z []: logsumexp(logits)²;
       tokens []: the number of tokens that count;
-      required_bias [E, BINS]: with `ForwardOptions.count_required_bias` and a bias, the result of
-        `router.count_required_bias`;
-      router_logits [B, T, E]: the router's logits of all tokens, not summed;
-      expert_ids [B, T, A] int16: with `ForwardOptions.record_routing`, the experts of all tokens.
-    Diagnostics, means over the tokens that count:
+      required_bias [E, BINS]: the result of `router.required_bias_histogram`, if the router has a
+        bias and `ForwardOptions.count_required_bias` is set.
+    Two entries are not sums:
+      router_logits [B, T, E]: the router's logits of all tokens;
+      expert_ids [B, T, A] int16: the experts of all tokens, if `ForwardOptions.record_routing` is
+        set.
+    The diagnostics are means over the tokens that count:
       router_entropy []: the entropy of a token's probabilities, divided by ln E;
       router_z []: logsumexp(logits)².
     """
 
-    expert_parameters: tuple[str, ...] = ("expert_gate_up", "expert_down")
-    expert_form = staticmethod(expert_form)
+    expert_parameter_names: tuple[str, ...] = ("expert_gate_up", "expert_down")
+    choose_expert_implementation = staticmethod(choose_expert_implementation)
     logit_bias: nnx.Param | None = None  # [E], added to the router's logits
 
     def __init__(self, config: ModelConfig, make: Make):
         self.config = c = config
         d, e = c.hidden_size, c.num_experts
-        self.router = make.matrix((d, e), "embed -> router", kind="router", gathered="operator")
+        self.router = make.matrix((d, e), "embed -> router", kind="router", gathered_by="operator")
         if c.moe.router_bias:
             self.router_bias = make.parameter(jnp.zeros, (e,), ".", kind="balance")
         self.make_experts(make, d, e, c.moe_intermediate_size)
         if c.shared_expert_intermediate_size:
-            self.make_shared(make, d, c.shared_expert_intermediate_size)
+            self.make_shared_expert(make, d, c.shared_expert_intermediate_size)
             if c.moe.shared_expert_gate:
                 self.shared_gate = make.matrix((d,), ". ->", kind="vector")
 
     def make_experts(self, make: Make, d: int, e: int, i: int) -> None:
-        """Makes the parameters that `expert_parameters` names.
+        """Makes the parameters that `expert_parameter_names` names.
 
         Args:
           d: width of the model.
@@ -102,23 +106,25 @@ class SparseMoE(nnx.Module):
           i: width of an expert.
         """
         self.expert_gate_up = make.matrix(
-            (e, d, 2, i), "experts | embed -> * mlp", gathered="operator"
+            (e, d, 2, i), "experts | embed -> * mlp", gathered_by="operator"
         )
-        self.expert_down = make.matrix((e, i, d), "experts | mlp_in -> embed", gathered="operator")
+        self.expert_down = make.matrix(
+            (e, i, d), "experts | mlp_in -> embed", gathered_by="operator"
+        )
 
-    def make_shared(self, make: Make, d: int, i: int) -> None:
+    def make_shared_expert(self, make: Make, d: int, i: int) -> None:
         self.shared_gate_up = make.matrix((d, 2, i), "embed -> * mlp")
         self.shared_down = make.matrix((i, d), "mlp -> embed")
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
         """Applies the layer: x [B, T, D] → (y [B, T, D], the auxiliary output)."""
-        (y_BTD,), aux = self.in_groups([x_BTD], [context])
+        (y_BTD,), aux = self.apply_to_row_groups([x_BTD], [context])
         return y_BTD, aux
 
-    def in_groups(
+    def apply_to_row_groups(
         self, xs_BTD: Sequence[jax.Array], contexts: Sequence[Context]
     ) -> tuple[Sequence[jax.Array], dict]:
-        """Applies the layer to rows in one or more groups (`model.row_groups`). The routed experts
+        """Applies the layer to one or more groups of rows (`model.row_groups`). The routed experts
         process all groups together.
 
         Args:
@@ -126,63 +132,68 @@ class SparseMoE(nnx.Module):
           contexts: the context of each group.
 
         Returns:
-          The result [B, T, D] for each group; the auxiliary output.
+          The outputs [B, T, D], one for each group; the auxiliary output.
         """
         context = contexts[0]
         mesh = context.mesh
         dtype = xs_BTD[0].dtype
-        parameters = _Weights(self.router, [getattr(self, n) for n in self.expert_parameters])
+        parameters = _Weights(self.router, [getattr(self, n) for n in self.expert_parameter_names])
         stored = parameters.map(lambda p: (p.declared, p.shape))
         specs = None
         if mesh is not None:
             specs = stored.map(lambda declared: storage_spec(*declared, mesh))
         weights = _Weights(self.router[...], [p[...].astype(dtype) for p in parameters.experts])
-        # in decoding, the weights may hold all layers of a stack (see `layer_stack`)
+        # in decoding, the weights may hold all stacked layers (see `layer_stack`)
         one_layer = len(parameters.experts[0].declared.shape)
-        layer = context.layer if weights.experts[0].ndim > one_layer else None
+        layer = context.layer_in_stack if weights.experts[0].ndim > one_layer else None
         biases = _RouterBiases(
             self.router_bias[...] if self.config.moe.router_bias else None,
             None if self.logit_bias is None else self.logit_bias[...],
         )
-        tokens = activation_spec("batch", context.time)
+        tokens = activation_spec("batch", context.logical_time_axis)
         routed = per_shard(
             functools.partial(
                 _routed_experts,
                 self.config,
                 mesh,
-                self.expert_form,
+                self.choose_expert_implementation,
                 stored,
                 layer,
                 context.options.count_required_bias,
-                context.options.keep_hidden,
+                context.options.keep_expert_hidden,
             ),
             mesh,
             (tokens, specs, tokens, tokens, P()),
             (tokens, P(), tokens, tokens),
         )
         stats_masks = [c.stats_mask for c in contexts]
-        replayed = [c.expert_ids for c in contexts]
+        replayed = [c.replayed_expert_ids for c in contexts]
         ys_BTD, statistics, logits, expert_ids = routed(
             xs_BTD, weights, stats_masks, replayed, biases
         )
         if self.config.shared_expert_intermediate_size:
-            ys_BTD = [y_BTD + self._gated_shared(x_BTD) for x_BTD, y_BTD in zip(xs_BTD, ys_BTD)]
+            ys_BTD = [
+                y_BTD + self._gated_shared_expert_output(x_BTD)
+                for x_BTD, y_BTD in zip(xs_BTD, ys_BTD)
+            ]
         aux = statistics | {"router_logits": merge_rows(logits, context)}
         if context.options.record_routing:
             aux["expert_ids"] = merge_rows(expert_ids, context)
         if context.options.collect_stats:
-            aux["diagnostics"] = _diagnostics(self.config, aux["router_logits"], context.stats_mask)
+            aux["diagnostics"] = _router_diagnostics(
+                self.config, aux["router_logits"], context.stats_mask
+            )
         return ys_BTD, aux
 
-    def shared(self, x_BTD: jax.Array) -> jax.Array:
+    def shared_expert_output(self, x_BTD: jax.Array) -> jax.Array:
         """Computes the output of the shared expert [B, T, D], before its gate."""
-        return _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
+        return _swiglu_mlp(x_BTD, self.shared_gate_up[...], self.shared_down[...])
 
-    def _gated_shared(self, x_BTD):
-        """Computes the output of the shared expert [B, T, D], multiplied by its gate unless the
-        setting `moe.shared_expert_gate` is off.
+    def _gated_shared_expert_output(self, x_BTD):
+        """Computes the output of the shared expert [B, T, D]. The output is multiplied by the
+        shared expert's gate, unless the setting `moe.shared_expert_gate` is off.
         """
-        shared_BTD = self.shared(x_BTD)
+        shared_BTD = self.shared_expert_output(x_BTD)
         if not self.config.moe.shared_expert_gate:
             return shared_BTD
         openness_BT1 = jax.nn.sigmoid(
@@ -192,14 +203,14 @@ class SparseMoE(nnx.Module):
 
 
 class _Weights(NamedTuple):
-    """The weights of a mixture of experts. `map` makes a value of this type with something else in
-    place of each weight, such as its declaration.
+    """The weights of a mixture of experts. The method `map` replaces each weight, for example by
+    its declaration.
 
     Attributes:
       router: the router's matrix [D, E].
-      experts: one entry for each of `SparseMoE.expert_parameters`. For SwiGLU they are [E, D, 2, I]
-        (gate and up; [E, D, 2·I] after `_gather_weights` with `flat`) and [E, I, D] (down). In
-        decoding they may have the layers of a stack as a first dimension.
+      experts: the expert weights, in the order of `SparseMoE.expert_parameter_names`. For SwiGLU
+        they are gate and up [E, D, 2, I] ([E, D, 2·I] after `_gather_weights` with `flat`) and down
+        [E, I, D]. In decoding a dimension of stacked layers may come first.
     """
 
     router: Any
@@ -213,8 +224,8 @@ class _RouterBiases(NamedTuple):
     """The biases of a router, each [E] or None.
 
     Attributes:
-      choice: the bias that is added to a token's scores to choose its experts. The weights of the
-        chosen experts are computed without it (`MoEConfig.router_bias`).
+      choice: the bias that is added to a token's scores when its experts are chosen. The weights of
+        the chosen experts are computed without this bias (`MoEConfig.router_bias`).
       logit: the bias that is added to the router's logits.
     """
 
@@ -225,7 +236,7 @@ class _RouterBiases(NamedTuple):
 def _routed_experts(
     config: ModelConfig,
     mesh: Mesh | None,
-    form: Callable,
+    choose_implementation: Callable,
     stored: _Weights,
     layer: jax.Array | int | None,
     counts_required_bias: bool,
@@ -236,30 +247,32 @@ def _routed_experts(
     replayed: Sequence[jax.Array | None],
     biases: _RouterBiases,
 ) -> tuple[list[jax.Array], dict[str, jax.Array], list[jax.Array], list[jax.Array]]:
-    """Routes one device's tokens and computes their experts; it is called inside `shard_map`.
+    """Routes one device's tokens and computes their experts. It is called inside `shard_map`.
 
     Args:
       config: the model's settings.
       mesh: the devices; None: one device.
-      form: function that chooses how the experts are computed (`expert_forms.expert_form`).
-      stored: (declaration, shape) of each of `weights`.
-      layer: if `weights` holds all layers of a stack, the number of the layer in it; else None.
+      choose_implementation: a function that chooses the function that computes the experts, such as
+        `expert_implementations.choose_expert_implementation`.
+      stored: (declaration, shape) of each weight in `weights`.
+      layer: the index of the layer in the stack, if `weights` holds all stacked layers; else None.
       counts_required_bias: as `ForwardOptions.count_required_bias`.
-      keep_hidden: as `ForwardOptions.keep_hidden`.
+      keep_hidden: as `ForwardOptions.keep_expert_hidden`.
       xs_BTD: the rows of each group.
       weights: this device's shards of the weights.
       stats_masks: for each group the mask of the tokens that count.
-      replayed: for each group the experts that its tokens use (`Context.expert_ids`).
+      replayed: for each group the experts to use in place of the router's
+        (`Context.replayed_expert_ids`).
       biases: the router's biases.
 
     Returns:
-      For each group the weighted sums of its tokens' experts; the router statistics, summed over
-      all devices; for each group the router logits [B, T, E]; for each group the experts [B, T, A]
-      int16 of its tokens.
+      The outputs of the routed experts [B, T, D], one for each group; the router statistics, summed
+      over all devices; for each group the router logits [B, T, E]; for each group the experts
+      [B, T, A] int16 of its tokens.
     """
     dtype = xs_BTD[0].dtype
     split = num_shards(mesh, EXPERT) > 1
-    in_tiles = split or experts_in_tiles()
+    in_tiles = split or prefers_expert_tiles()
     tokens = sum(x_BTD.shape[0] * x_BTD.shape[1] for x_BTD in xs_BTD)
     few_tokens = is_decode_batch(
         tokens, config.num_experts_per_tok, config.num_experts, stacked=layer is not None
@@ -292,10 +305,10 @@ def _routed_experts(
             config, logits_RE, biases.choice, replayed_RA
         )
         choices.append((x_RD, weight_RA.astype(dtype), expert_RA))
-        counted_R = _counted(mask_BT, len(x_RD))
+        counted_R = _mask_as_floats(mask_BT, len(x_RD))
         statistics.append(_router_statistics(logits_RE, share_RE, expert_RA, counted_R))
         if counts_required_bias and biases.choice is not None:
-            statistics[-1]["required_bias"] = count_required_bias(
+            statistics[-1]["required_bias"] = required_bias_histogram(
                 score_experts(config.moe, logits_RE)[0],
                 biases.choice,
                 config.num_experts_per_tok,
@@ -304,7 +317,7 @@ def _routed_experts(
         logits.append(logits_RE.reshape(*x_BTD.shape[:2], -1))
         expert_ids.append(expert_RA.astype(jnp.int16).reshape(*x_BTD.shape[:2], -1))
 
-    run = form(
+    run = choose_implementation(
         mesh,
         dtype,
         in_tiles=in_tiles,
@@ -317,7 +330,7 @@ def _routed_experts(
     statistics = jax.tree.map(lambda first, *more: sum(more, first), *statistics)
     if mesh is not None:
         y_RD = jax.lax.psum(y_RD, TENSOR)  # each shard holds a part of every expert's width
-        statistics = jax.lax.psum(statistics, axes_in_program(mesh, TOKENS))
+        statistics = jax.lax.psum(statistics, non_manual_axes(mesh, TOKENS))
     ys_RD = jnp.split(y_RD, len(xs_BTD))
     return (
         [y_RD.reshape(x_BTD.shape) for x_BTD, y_RD in zip(xs_BTD, ys_RD)],
@@ -329,8 +342,8 @@ def _routed_experts(
 
 def _gather_weights(weights: _Weights, stored: _Weights, mesh: Mesh | None, flat: bool) -> _Weights:
     """Gathers this device's shards of the weights over their storage axes (`sharding.rules`). With
-    `flat`, gate and up are reshaped to [E, D, 2·I] before they are gathered. This is the layout
-    that the tiled computation reads; a TPU would otherwise copy the gathered weights to it.
+    `flat`, gate and up are reshaped to [E, D, 2·I] before they are gathered. The tiled computation
+    reads this layout. If the reshape came after the gather, a TPU would copy the gathered weights.
     """
     if flat:
         first, *others = weights.experts
@@ -349,15 +362,15 @@ def _gather_weights(weights: _Weights, stored: _Weights, mesh: Mesh | None, flat
 
 
 def _router_logits(x_RD: jax.Array, router_DE: jax.Array) -> jax.Array:
-    """Computes the router's logits [R, E] in float32. In bfloat16, rounding would decide between
-    experts with nearly equal logits.
+    """Computes the router's logits [R, E] in float32. In bfloat16, rounding errors would decide
+    between experts with nearly equal logits.
     """
-    precision = float32_precision(x_RD.dtype)
+    precision = float32_product_precision(x_RD.dtype)
 
     def product(x_RD, w_DE):
         return jnp.dot(x_RD.astype(jnp.float32), w_DE.astype(jnp.float32), precision=precision)
 
-    return save_for_backward(keeping_inputs(product, x_RD, router_DE))
+    return save_for_backward(call_saving_only_inputs(product, x_RD, router_DE))
 
 
 def choose_experts(
@@ -373,14 +386,14 @@ def choose_experts(
       logits_RE: the router's logits.
       bias_E: a bias that takes part in the choice of the experts, but not in their weights
         (`MoEConfig.router_bias`); or None.
-      replayed_RA: the experts that the tokens use in place of the ones with the largest numbers
-        (router replay, 2510.11370); a token with -1 chooses by itself. The weights are always those
-        of `logits_RE`, so gradients reach the scores of the replayed experts. None: all tokens
-        choose by themselves.
+      replayed_RA: the experts that the tokens use in place of the experts with the largest scores
+        (router replay, 2510.11370); a token with -1 uses those with the largest scores. The weights
+        are always computed from `logits_RE`, so gradients reach the scores of the replayed experts.
+        None: no token has replayed experts.
 
     Returns:
-      Each expert's share of the token's scores, [R, E]; the weights [R, A] of the experts that the
-      token chose; the numbers [R, A] of these experts.
+      Each expert's share of a token's scores, [R, E]; the weights [R, A] of the chosen experts; the
+      numbers [R, A] of the chosen experts.
     """
     score_RE, share_RE = score_experts(config.moe, logits_RE)
     rank_RE = rank_experts(config.moe, score_RE, bias_E)
@@ -390,17 +403,17 @@ def choose_experts(
     if replayed_RA is not None or rank_RE is not score_RE:
         weight_RA = jnp.take_along_axis(score_RE, expert_RA, axis=-1)
     if config.norm_topk_prob:
-        weight_RA = normalized(weight_RA)
+        weight_RA = normalized_scores(weight_RA)
     if config.moe.routed_scaling_factor != 1:
         weight_RA = weight_RA * config.moe.routed_scaling_factor
     return share_RE, weight_RA, expert_RA
 
 
-def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Array:
+def _swiglu_mlp(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Array:
     gate_up = save_for_backward(
         jnp.einsum("...d,dci->...ci", x, gate_up_D2I.astype(x.dtype)), "gate_up"
     )
-    return _gate(gate_up) @ down_ID.astype(x.dtype)
+    return _swiglu_activation(gate_up) @ down_ID.astype(x.dtype)
 
 
 def _silu_times(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -408,23 +421,25 @@ def _silu_times(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _gate(gate_up_2I: jax.Array) -> jax.Array:
-    """Returns silu(gate) · up of the two halves [..., 2, I]. The backward pass saves its input
-    alone, and writes the gradients of the two halves side by side: autodiff would pad each of them
-    to the shape of both and add them up.
+def _swiglu_activation(gate_up_2I: jax.Array) -> jax.Array:
+    """Returns silu(gate) · up, [..., I], of the two halves gate and up of the input [..., 2, I].
+    Only the input is saved for the backward pass. The gradients of the two halves are written side
+    by side; autodiff would pad each gradient to the shape of both and add them up.
     """
     return _silu_times(gate_up_2I[..., 0, :], gate_up_2I[..., 1, :])
 
 
-def _gate_backward(gate_up_2I, dy_I):
+def _swiglu_activation_backward(gate_up_2I, dy_I):
     _, pullback = jax.vjp(_silu_times, gate_up_2I[..., 0, :], gate_up_2I[..., 1, :])
     return (jnp.stack(pullback(dy_I), axis=-2),)
 
 
-_gate.defvjp(lambda gate_up_2I: (_gate(gate_up_2I), gate_up_2I), _gate_backward)
+_swiglu_activation.defvjp(
+    lambda gate_up_2I: (_swiglu_activation(gate_up_2I), gate_up_2I), _swiglu_activation_backward
+)
 
 
-def _diagnostics(config: ModelConfig, logits_BTE, counted_BT) -> dict[str, jax.Array]:
+def _router_diagnostics(config: ModelConfig, logits_BTE, counted_BT) -> dict[str, jax.Array]:
     """Returns the diagnostics of `SparseMoE`. `counted_BT`: the mask of the tokens that count;
     None: all count.
     """
@@ -437,16 +452,16 @@ def _diagnostics(config: ModelConfig, logits_BTE, counted_BT) -> dict[str, jax.A
     }
 
 
-def _counted(mask_BT: jax.Array | None, tokens: int) -> jax.Array:
-    """Returns the mask [B, T] as float32 [R]; without a mask, ones [`tokens`]."""
+def _mask_as_floats(mask_BT: jax.Array | None, tokens: int) -> jax.Array:
+    """Returns the mask [B, T] as float32 [R]. Without a mask, it returns `tokens` ones."""
     if mask_BT is None:
         return jnp.ones(tokens, jnp.float32)
     return mask_BT.reshape(-1).astype(jnp.float32)
 
 
 def _router_statistics(logits_RE, probability_RE, expert_RA, counted_R) -> dict[str, jax.Array]:
-    """Returns load, probability, z and tokens as `SparseMoE` describes them. `counted_R`: 1 for
-    each token that counts, otherwise 0.
+    """Returns the sums load, probability, z and tokens that `SparseMoE` describes. `counted_R`: 1
+    for a token that counts, else 0.
     """
     a = expert_RA.shape[1]
     z_R = jnp.square(jax.nn.logsumexp(logits_RE, axis=-1))

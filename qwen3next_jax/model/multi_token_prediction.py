@@ -1,13 +1,13 @@
-"""Multi-token prediction (MTP): one extra decoder layer that predicts tokens after the next one. It
-is applied several times; the applications are called depths d = 0, 1, …
+"""Multi-token prediction (MTP): one extra decoder layer that predicts tokens after the next one.
+The layer is applied several times; the applications are called depths d = 0, 1, …
 
 At depth d, position t combines the state of depth d-1 with the embedding of token t+1+d, and
-predicts token t+2+d. The state before depth 0 is the state of the model's last layer after the
-final norm. All depths use the same parameters, as in the released model's multi-step training.
+predicts token t+2+d. Depth 0 reads the state of the model's last layer after the final norm. All
+depths use the same parameters, as in the released model's multi-step training.
 
 In training, each depth attends only to its own keys and values, so the layer is an ordinary causal
 layer that any attention kernel can run. In speculative decoding, all depths share one cache of keys
-and values. It holds the keys and values that depth 0 computed for the accepted tokens, followed by
+and values. The cache holds the keys and values that depth 0 computed for the accepted tokens, then
 the keys and values of the tokens that are being drafted (docs/design.md).
 
 Letters: B batch, T time, D model.
@@ -27,22 +27,23 @@ from qwen3next_jax.sharding.rules import constrain
 
 class MultiTokenPrediction(nnx.Module):
     """The MTP module: fc([norm(embedding) ; norm(state)]) → one decoder layer → norm. The layer's
-    mixer is `config.full_mixer`. A mixer whose formulas depend on the layer's number gets the
-    number of the model's last layer.
+    mixer is `config.full_mixer`. If the mixer depends on the index of its layer, the module's layer
+    has the index of the model's last layer.
 
-    If the residual stream is wider than the model, the module's stream starts as the trunk's does
-    (`model.block.Block.enter`). A subclass may combine the whole streams of the trunk instead: it
-    overrides `make_input`, `input` and `state`.
+    If the residual stream is wider than the model, the module makes its stream from fc's output, as
+    the trunk makes its stream from the embeddings (`model.block.Block.residual_from_embeddings`). A
+    subclass may read the trunk's whole stream instead: it overrides `make_input_projection`,
+    `join_state_and_embedding` and `next_depth_state`.
     """
 
     def __init__(self, config: ModelConfig, make: Make):
         self.config = config
-        self.make_input(make)
-        placement = config.block.resolve("placement")
+        self.make_input_projection(make)
+        placement = config.block.import_part("placement")
         self.block = placement(
-            config, *config.layer_kinds[-1], make, (config.num_hidden_layers - 1,)
+            config, *config.mixers_and_sparsity[-1], make, (config.num_hidden_layers - 1,)
         )
-        self.norm = placement.make_last(config, make)
+        self.norm = placement.make_final_norm(config, make)
 
     def __call__(
         self,
@@ -54,59 +55,65 @@ class MultiTokenPrediction(nnx.Module):
         """Applies the module at one depth.
 
         Args:
-          state_BTD: the states of the depth before.
-          embedded_BTD: for each position the embedding of the token that its state is combined
-            with.
+          state_BTD: the states of the previous depth.
+          embedded_BTD: for each position the embedding of the token to combine with its state.
           context: the inputs that all layers of the forward pass share.
           cache: the cache of the module's layer; None in training.
 
         Returns:
-          The states [B, T, D] after the norm, which the output head reads; the states for the next
-          depth; the block's auxiliary outputs; the cache after these tokens.
+          The states [B, T, D] after the norm, which the output head reads; the states that the next
+          depth reads; the layer's auxiliary outputs; the cache after these tokens.
         """
-        x_BTD, aux, cache = self.before_norm(state_BTD, embedded_BTD, context, cache)
-        hidden_BTD = self.leave(x_BTD)
-        return hidden_BTD, self.state(x_BTD, hidden_BTD), aux, cache
+        x_BTD, aux, cache = self.run_layer(state_BTD, embedded_BTD, context, cache)
+        hidden_BTD = self.head_input(x_BTD)
+        return hidden_BTD, self.next_depth_state(x_BTD, hidden_BTD), aux, cache
 
-    def before_norm(
+    def run_layer(
         self,
         state_BTD: jax.Array,
         embedded_BTD: jax.Array,
         context: Context,
         cache: dict | None = None,
     ):
-        """Returns (the residual stream after the module's layer, the layer's auxiliary outputs, the
-        cache). It takes the arguments of `__call__`.
+        """Does the same as `__call__` without the norm. The results are the residual stream after
+        the module's layer, the layer's auxiliary outputs, and the cache after these tokens.
         """
-        return apply_block(self.block, self.input(state_BTD, embedded_BTD, context), context, cache)
+        return apply_block(
+            self.block,
+            self.join_state_and_embedding(state_BTD, embedded_BTD, context),
+            context,
+            cache,
+        )
 
-    def leave(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns what the output head reads, from the residual stream after the module's layer:
-        its norm, [B, T, D].
+    def head_input(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the input of the output head, [B, T, D]: the norm of the residual stream after
+        the module's layer.
         """
-        return self.config.block.resolve("placement").leave(x_BTD, self.norm, self.config)
+        return self.config.block.import_part("placement").head_input(x_BTD, self.norm, self.config)
 
     @staticmethod
-    def state(x_BTD: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
-        """Returns the state that the next depth reads. Depth 0 reads the state of the model's last
-        layer.
+    def next_depth_state(x_BTD: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
+        """Returns the state that the next depth reads; this class returns `hidden_BTD`. For depth 0
+        the arguments are those of the trunk's last layer.
 
         Args:
-          x_BTD: the residual stream after the layer of the previous depth, or after the last layer.
-          hidden_BTD: what the output head reads there. This class returns it.
+          x_BTD: the residual stream after the layer.
+          hidden_BTD: the input of the output head, computed from `x_BTD`.
         """
         return hidden_BTD
 
-    def make_input(self, make: Make) -> None:
-        """Makes the parameters of `input`."""
+    def make_input_projection(self, make: Make) -> None:
+        """Makes the parameters of `join_state_and_embedding`: two norms and the matrix fc."""
         d = self.config.hidden_size
         self.embedding_norm = make.norm(d)
         self.hidden_norm = make.norm(d)
         self.fc = make.matrix((2 * d, d), "embed -> embed_out")  # the embedding's half first
 
-    def input(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context) -> jax.Array:
-        """Combines states and embeddings [B, T, D] to the residual stream before the module's
-        layer.
+    def join_state_and_embedding(
+        self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context
+    ) -> jax.Array:
+        """Returns the residual stream before the module's layer, computed from states and
+        embeddings [B, T, D] by norms and the matrix fc.
         """
         pair = jnp.concatenate(
             (
@@ -120,8 +127,10 @@ class MultiTokenPrediction(nnx.Module):
                 pair @ self.fc[...].astype(hidden_BTD.dtype),
                 context.mesh,
                 "batch",
-                context.time,
+                context.logical_time_axis,
                 None,
             )
         )
-        return self.config.block.resolve("placement").enter(x_BTD, self.config)
+        return self.config.block.import_part("placement").residual_from_embeddings(
+            x_BTD, self.config
+        )

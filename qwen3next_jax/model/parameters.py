@@ -1,5 +1,5 @@
-"""Declarations of parameters. The code that makes a parameter also declares what the rest of the
-code must know about it:
+"""Declarations of parameters. The code that makes a parameter also declares its kind, its logical
+axes and the role of each of its dimensions:
 
     self.q_proj = make.matrix(
         (d, heads, 2 * k),
@@ -7,9 +7,9 @@ code must know about it:
         parts=(("query", k), ("gate", k)),
     )
 
-The declaration is stored as metadata of the `nnx.Param`. Its readers do not depend on the
-parameter's name: sharding (`sharding.rules`), weight decay and Muon (`training.optimizers`),
-parameter counts and FLOPs (`flops`), the planner's memory estimate, and diagnostics.
+The declaration is stored as metadata of the `nnx.Param`. Sharding (`sharding.rules`), weight decay
+and Muon (`training.optimizers`), parameter counts and FLOPs (`flops`), the planner's memory
+estimate and the diagnostics read declarations, so they do not depend on the names of parameters.
 """
 
 import dataclasses
@@ -49,14 +49,14 @@ Kind = Literal[
 ]
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """One of several matrices side by side along a parameter's last dimension.
 
     Attributes:
       name: the name of the matrix, such as "query".
       width: the number of columns of the matrix.
       heads: the number of heads that lie side by side in these columns, such as the value heads of
-        a key head; a divisor of `width`. 1 if the heads have a dimension of their own.
+        a key head; it divides `width`. The number is 1 if the heads have a dimension of their own.
     """
 
     name: str
@@ -71,54 +71,54 @@ class Declared:
     Attributes:
       kind: the kind of the parameter (see `Kind`).
       shape: the shape of the parameter of one layer.
-      stack: the shape of the stack of layers that the parameter holds; its dimensions stand before
-        the dimensions in `shape`.
+      stack_shape: the number of stacked layers, (layers,), whose parameters one array holds; () for
+        one layer. The array has the shape `stack_shape` + `shape`.
       axes: for each dimension of `shape` its logical axis, a key of `sharding.rules.LOGICAL_AXES`,
         or None if no mesh axis ever splits the dimension.
-      letters: for each dimension of `shape` a letter, its role in the product that uses the
-        parameter. "i": the product sums over the dimension. "o": the dimension is one of the
-        product's result. "p": the dimension numbers matrices with the same input (gate and up).
-        "b": the dimension numbers matrices (experts), and a token uses some of them. "": no product
-        uses the parameter.
+      dim_roles: for each dimension of `shape` a letter, its role in the matrix product that uses
+        the parameter. "i": input, the product sums over the dimension. "o": output, the result has
+        the dimension. "p": the dimension numbers matrices with the same input (gate and up). "b":
+        the dimension numbers experts, and a token uses some of them. The string is empty if no
+        product uses the parameter.
       parts: the matrices that lie side by side along the last dimension; () for a single matrix.
-      operand: whether the parameter is cast to the model's dtype before it is gathered and used;
-        otherwise it is used in the dtype in which it is stored.
-      gathered: where the parameter is gathered over its storage axes (`sharding.rules`): before its
-        layer runs ("layer"), or inside the operator that uses it ("operator").
+      uses_model_dtype: whether the parameter is cast to the model's dtype before it is gathered and
+        used; otherwise it is used in the dtype in which it is stored.
+      gathered_by: "layer": the parameter is gathered over its storage axes (`sharding.rules`)
+        before its layer runs. "operator": the operator that uses the parameter gathers it.
     """
 
     kind: Kind
     shape: tuple[int, ...]
-    stack: tuple[int, ...]
+    stack_shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    letters: str = ""
-    parts: tuple[Part, ...] = ()
-    operand: bool = True
-    gathered: Literal["layer", "operator"] = "layer"
+    dim_roles: str = ""
+    parts: tuple[ParameterPart, ...] = ()
+    uses_model_dtype: bool = True
+    gathered_by: Literal["layer", "operator"] = "layer"
 
     @property
     def writes_to_residual(self) -> bool:
-        """Whether the parameter is a matrix whose product has the width of the residual stream: the
-        last matrix of a mixer or an MLP.
+        """Whether the parameter is the last matrix of a mixer or an MLP, whose output is added to
+        the residual stream.
         """
-        results = [axis for axis, letter in zip(self.axes, self.letters) if letter == "o"]
+        results = [axis for axis, letter in zip(self.axes, self.dim_roles) if letter == "o"]
         return self.kind == "matrix" and results == ["embed"]
 
     @property
     def size(self) -> int:
-        """The number of elements, over all stacked layers."""
-        return math.prod(self.stack + self.shape)
+        """The number of elements of the parameter, over all stacked layers."""
+        return math.prod(self.stack_shape + self.shape)
 
     @property
-    def experts(self) -> int:
-        """The number of experts whose matrices the parameter holds; 1 for a parameter that is not
-        split into experts.
+    def num_experts(self) -> int:
+        """The number of experts whose matrices the parameter holds; 1 for a parameter that belongs
+        to no routed expert.
         """
-        return math.prod(size for size, letter in zip(self.shape, self.letters) if letter == "b")
+        return math.prod(size for size, letter in zip(self.shape, self.dim_roles) if letter == "b")
 
     def decays(self, norm_weights: bool) -> bool:
-        """Whether weight decay applies to the parameter. `norm_weights`: whether it applies to the
-        weights of norms.
+        """Whether weight decay applies to the parameter. `norm_weights`: whether weight decay
+        applies to the weights of norms.
         """
         return self.kind not in ("rate", "balance", "indexer") and (
             norm_weights or self.kind != "norm"
@@ -132,8 +132,8 @@ class Make:
     Args:
       config: the model's settings.
       rngs: the source of the random start values.
-      stack: the shape of the stack of layers, which is put before every parameter's own shape; ():
-        one layer.
+      stack_shape: the number of stacked layers, (layers,), the first dimension of every parameter;
+        () for one layer.
       dtype: the dtype of the parameters. The kinds "rate" and "balance" are always float32.
     """
 
@@ -141,20 +141,22 @@ class Make:
         self,
         config: ModelConfig,
         rngs: nnx.Rngs,
-        stack: tuple[int, ...] = (),
+        stack_shape: tuple[int, ...] = (),
         dtype: Any = jnp.float32,
     ):
-        self.config, self.rngs, self.stack, self.dtype = config, rngs, stack, dtype
+        self.config, self.rngs, self.stack_shape, self.dtype = config, rngs, stack_shape, dtype
 
-    def stacked(self, *stack: int) -> "Make":
-        """Returns a `Make` with the same settings, for a stack of layers of the shape `stack`."""
-        return Make(self.config, self.rngs, stack, self.dtype)
+    def stacked(self, *stack_shape: int) -> "Make":
+        """Returns a `Make` with the same settings that makes the parameters of stacked layers:
+        `stacked(layers)`, or `stacked()` for one layer.
+        """
+        return Make(self.config, self.rngs, stack_shape, self.dtype)
 
     def matrix(
         self, shape: Sequence[int], dims: str, *, kind: Kind = "matrix", **decisions: Any
     ) -> nnx.Param:
-        """Makes a parameter with start values from N(0, initializer_range²). It takes the arguments
-        of `parameter`, except `start`.
+        """Makes a parameter whose start values are drawn from N(0, initializer_range²). The
+        arguments are those of `parameter`, without `start`.
         """
 
         def start(shape):
@@ -165,11 +167,11 @@ class Make:
         return self.parameter(start, shape, dims, kind=kind, **decisions)
 
     def norm(self, width: int, *, plain: bool = False) -> nnx.Param:
-        """Makes the weight [width] of `layers.rms_norm`. With `plain` it is the weight of
-        `layers.rms_norm_plain` instead, which starts at 1 whatever the model's settings are.
+        """Makes the weight [width] of a norm that `layers.rms_norm` applies. With `plain` it makes
+        the weight of `layers.rms_norm_plain` instead, which starts at 1 with every setting.
         """
         if self.config.block.norm != "rms" and not plain:
-            return self.config.block.resolve("norm").weight(self, width)
+            return self.config.block.import_part("norm").weight(self, width)
         start = jnp.ones if plain or not self.config.zero_centered_norm else jnp.zeros
         return self.parameter(start, (width,), ".", kind="norm")
 
@@ -181,39 +183,39 @@ class Make:
         *,
         kind: Kind,
         parts: Sequence[tuple[str, int] | tuple[str, int, int]] = (),
-        operand: bool | None = None,
-        gathered: Literal["layer", "operator"] = "layer",
+        uses_model_dtype: bool | None = None,
+        gathered_by: Literal["layer", "operator"] = "layer",
     ) -> nnx.Param:
         """Makes a parameter with its declaration. With `model.depth_scaled_init` the start value of
         a matrix that writes to the residual stream is divided by √(2 · layers).
 
         Args:
-          start: function (shape, including the stack's dimensions) → the start value.
+          start: function (shape, with the dimension of stacked layers) → the start value.
           shape: the shape of the parameter of one layer.
-          dims: one word for each dimension: its logical axis, or "." for none. The word "->"
-            separates the dimensions that the product sums over from the dimensions of its result:
-            "embed -> query_heads head_width". Without "->" no product uses the parameter.
-            Dimensions before "|" number experts, and "*" is a dimension that numbers matrices with
-            the same input: "experts | embed -> * mlp".
+          dims: one word for each dimension: its logical axis, or "." for a dimension without
+            logical axis. In "embed -> query_heads head_width", the product sums over the dimensions
+            before "->", and its result has the dimensions after "->". Without "->" no product uses
+            the parameter. In "experts | embed -> * mlp", the dimensions before "|" number experts,
+            and "*" is a dimension that numbers matrices with the same input.
           kind: the kind of the parameter (see `Kind`).
-          parts: tuples with the fields of `Part`, as in `Declared`.
-          operand: as in `Declared`; None: True for the kinds "matrix", "convolution", "head" and
-            "vector", else False.
-          gathered: as in `Declared`.
+          parts: tuples with the fields of `ParameterPart`, as in `Declared`.
+          uses_model_dtype: as in `Declared`; None: True for the kinds "matrix", "convolution",
+            "head" and "vector", else False.
+          gathered_by: as in `Declared`.
 
         Raises:
           ValueError: `dims` or `parts` does not fit `shape`, or `dims` names an axis that
             `sharding.rules` does not have.
         """
-        axes, letters = _parsed(dims)
+        axes, dim_roles = _parse_dims(dims)
         check_logical_axes(axes)
-        shape, parts = tuple(shape), tuple(Part(*part) for part in parts)
+        shape, parts = tuple(shape), tuple(ParameterPart(*part) for part in parts)
         if len(axes) != len(shape):
             raise ValueError(
                 f"{dims!r} names {len(axes)} dimensions of a parameter of shape {shape}: expected "
                 "one name for each"
             )
-        if kind == "matrix" and not {"i", "o"} <= set(letters):
+        if kind == "matrix" and not {"i", "o"} <= set(dim_roles):
             raise ValueError(
                 f'{dims!r} of a matrix: expected dimensions before and after "->", or another kind'
             )
@@ -227,36 +229,37 @@ class Make:
                 f"parts {parts} of a parameter of shape {shape}: expected each part's number of "
                 "heads to divide its width"
             )
-        operand = (
-            kind in ("matrix", "convolution", "head", "vector") if operand is None else operand
+        if uses_model_dtype is None:
+            uses_model_dtype = kind in ("matrix", "convolution", "head", "vector")
+        declared = Declared(
+            kind, shape, self.stack_shape, axes, dim_roles, parts, uses_model_dtype, gathered_by
         )
-        declared = Declared(kind, shape, self.stack, axes, letters, parts, operand, gathered)
         dtype = jnp.float32 if kind in ("rate", "balance") else self.dtype
-        value = start((*self.stack, *shape))
+        value = start((*self.stack_shape, *shape))
         if self.config.depth_scaled_init and declared.writes_to_residual:
             value = value / math.sqrt(2 * self.config.num_hidden_layers)
         return nnx.Param(value.astype(dtype), declared=declared)
 
 
-def _parsed(dims: str) -> tuple[tuple[str | None, ...], str]:
-    """Returns (axes, letters) of `Declared`, parsed from the argument `dims` of
-    `Make.parameter`.
+def _parse_dims(dims: str) -> tuple[tuple[str | None, ...], str]:
+    """Parses the argument `dims` of `Make.parameter`, such as "embed -> query_heads head_width".
+    Returns the fields (axes, dim_roles) of `Declared`.
     """
-    axes, letters, letter = [], [], "i"
+    axes, roles, role = [], [], "i"
     for word in dims.split():
         if word == "->":
-            letter = "o"
+            role = "o"
         elif word == "|":
-            letters = ["b"] * len(axes)
+            roles = ["b"] * len(axes)
         else:
             axes.append(None if word in (".", "*") else word)
-            letters.append("p" if word == "*" else letter)
-    return tuple(axes), "".join(letters) if "->" in dims.split() else ""
+            roles.append("p" if word == "*" else role)
+    return tuple(axes), "".join(roles) if "->" in dims.split() else ""
 
 
 def check_declared(model: nnx.Module) -> None:
-    """Raises ValueError if a parameter of `model` has no declaration. The error names the parameter
-    and the class that made it.
+    """Raises ValueError if a parameter of `model` has no declaration. The message names the
+    parameter and the class of its module.
     """
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
@@ -270,8 +273,8 @@ def check_declared(model: nnx.Module) -> None:
 
 
 def declared_tree(params: nnx.State) -> dict:
-    """Returns the declarations as nested dicts: `nnx.to_pure_dict(params)` with each parameter's
-    `Declared` in place of its array.
+    """Returns the declarations of `params` as nested dicts: `nnx.to_pure_dict(params)` with each
+    array replaced by the `Declared` of its parameter.
     """
     return nnx.to_pure_dict(
         jax.tree.map(

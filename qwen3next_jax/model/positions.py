@@ -14,11 +14,11 @@ from qwen3next_jax.model.parameters import Make
 
 
 class NoPositions(nnx.Module):
-    """Adds no position embeddings. Subclasses add some. `meaning` is explained in
-    `model.mixer.Mixer`.
+    """Adds no position embeddings; subclasses add some. `model.mixer.Mixer` explains the attribute
+    `settings_fixed_by_weights`.
     """
 
-    meaning: ClassVar[tuple[str, ...]] = ()
+    settings_fixed_by_weights: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: ModelConfig, make: Make):
         self.config = config

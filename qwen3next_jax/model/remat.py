@@ -1,7 +1,7 @@
-"""The policies of the setting `train.remat`. A policy says which results the forward pass saves for
-the backward pass. The backward pass computes the other results again. Beside the policies with a
-name, "keep=… offload=…" saves the block's input and the parts of a block that it lists. If the name
-of a policy stands before it, what that policy saves takes the place of the input
+"""The policies of the setting `train.remat`. A policy says which results of a block (a decoder
+layer) the forward pass saves for the backward pass. The backward pass computes the other results
+again. Beside the named policies below, "keep=… offload=…" saves the block's input and the listed
+parts of the block. "NAME keep=… offload=…" saves the listed parts and what the policy NAME saves
 (`config/remat.py`).
 
 none      saves every result that the backward pass needs. In bfloat16 it is replaced by "kept" if
@@ -13,8 +13,8 @@ block     saves each block's input, the outputs of attention, the router's choic
 full      saves each block's input, and nothing else
 dots      saves what "block" saves, the results of projections and dense MLPs, the router's logits,
           and the tokens that expert parallelism gathered, if they are gathered in one chunk
-offload   moves each block's input to the host's memory and saves nothing else (on a CPU this frees
-          no memory, because the device's memory is the host's)
+offload   saves each block's input in the host's memory, and nothing else (on a CPU this frees no
+          memory, because the device's memory is the host's)
 """
 
 import functools
@@ -27,24 +27,25 @@ from qwen3next_jax.config.remat import PARTS, parse_remat
 from qwen3next_jax.ops.blocks import SAVED
 
 
-def keeps_hidden(policy: str) -> bool:
-    """Returns whether a policy saves the hidden layer of the routed experts. If it does not, their
-    backward pass computes this layer itself (`ForwardOptions.keep_hidden`).
+def keeps_expert_hidden(policy: str) -> bool:
+    """Returns whether a remat policy saves the hidden layer of the routed experts. With other
+    policies, the backward pass of the experts computes the hidden layer again
+    (`ForwardOptions.keep_expert_hidden`).
     """
     if policy in ("none", "kept"):
         return True
     saved = parse_remat(policy)
-    return "experts" in saved.keep | saved.offload
+    return "experts" in saved.kept_on_device | saved.offloaded_to_host
 
 
 def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callable:
-    """Wraps `block` so that its backward pass follows a policy.
+    """Wraps `block` in `jax.checkpoint` with a remat policy.
 
     Args:
       block: function (params, x, …).
       policy: name of the policy, or "keep=… offload=…", alone or behind a name.
-      looped: whether `block` is called in the body of a scan. There XLA cannot merge the
-        recomputation with the forward pass, so `jax.checkpoint` needs no barrier against that
+      looped: whether `block` is called in the body of a scan. In a scan XLA cannot merge the
+        recomputation with the forward pass, so `jax.checkpoint` does not have to prevent it
         (`prevent_cse`).
     """
 

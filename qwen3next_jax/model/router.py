@@ -24,15 +24,15 @@ def score_experts(config: MoEConfig, logits: jax.Array) -> tuple[jax.Array, jax.
         probabilities = jax.nn.softmax(logits, axis=-1)
         return probabilities, probabilities
     scores = jax.nn.sigmoid(logits)
-    return scores, normalized(scores)
+    return scores, normalized_scores(scores)
 
 
-def normalized(scores: jax.Array) -> jax.Array:
+def normalized_scores(scores: jax.Array) -> jax.Array:
     """Returns scores / (Σ scores + 1e-20), [..., N], as in DeepSeek-V3's code. The result is 0 if
     all scores are 0.
 
     Numerator and denominator are both multiplied by 2**33, which does not change the result.
-    Without this factor, the gradient would divide by the square of the sum. The square may be as
+    Without this factor, the gradient would divide by the square of the sum. This square may be as
     small as 1e-40, which float32 cannot represent as a normal number.
     """
     scores = scores * 2.0**33
@@ -40,12 +40,13 @@ def normalized(scores: jax.Array) -> jax.Array:
 
 
 def rank_experts(config: MoEConfig, score_RE: jax.Array, bias_E: jax.Array | None) -> jax.Array:
-    """Returns numbers [R, E]. The experts with a token's largest numbers are chosen.
+    """Returns the numbers [R, E] by which a token ranks the experts; the experts with the largest
+    numbers are chosen.
 
-    Without a bias the numbers are the scores. With a bias they are score + bias, and no gradient
-    passes through them. With groups of experts, they are -∞ for experts outside of the token's
-    `topk_group` best groups; a group's rank is the sum of its two best experts' numbers
-    (2412.19437, section 2.1.2).
+    Without a bias the numbers are the scores. With a bias the numbers are score + bias, and no
+    gradient passes through them. With groups of experts, a token keeps its `topk_group` best
+    groups, and the numbers of all other experts are -∞. Groups are ranked by the sum of the numbers
+    of their two best experts (2412.19437, section 2.1.2).
     """
     rank_RE = score_RE if bias_E is None else jax.lax.stop_gradient(score_RE + bias_E)
     if config.n_group == 1:
@@ -58,8 +59,8 @@ def rank_experts(config: MoEConfig, score_RE: jax.Array, bias_E: jax.Array | Non
 
 
 def required_bias_range(bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the range [..., 1] of the biases that `count_required_bias` counts. Scores are
-    0 … 1, so no token needs a bias outside of it.
+    """Returns the lowest and the highest bias [..., 1] of `required_bias_histogram`. Scores are
+    0 … 1, so no token needs a bias outside of this range.
 
     Args:
       bias_E: the biases [..., E] with which the tokens chose their experts.
@@ -70,15 +71,16 @@ def required_bias_range(bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def count_required_bias(
+def required_bias_histogram(
     score_RE: jax.Array, bias_E: jax.Array, experts_per_token: int, counted_R: jax.Array
 ) -> jax.Array:
-    """Counts, for each expert, the biases that the tokens would have needed to choose it.
+    """Returns, for each expert, a histogram of the biases at which the tokens would choose the
+    expert.
 
-    A token with the A + 1 largest numbers n_1 ≥ … ≥ n_A ≥ c of score + bias chooses an expert if
-    its number is above c. So it would choose expert e at the bias c - score_e. Quantile balancing
-    sets the bias of e to the A/E quantile of these numbers over the tokens (Kimi K3's report,
-    section 2.3.3; the histogram is its appendix D).
+    Let n_1 ≥ … ≥ n_A ≥ c be a token's A + 1 largest numbers score + bias. The token chooses an
+    expert if the expert's number is above c, so it would choose expert e at the bias c - score_e.
+    Quantile balancing sets the bias of expert e to the A/E quantile over the tokens of c - score_e
+    (Kimi K3's report, section 2.3.3; appendix D has the histogram).
 
     Args:
       score_RE: the scores, 0 … 1, without the bias.
@@ -88,8 +90,7 @@ def count_required_bias(
 
     Returns:
       [E, BINS] int32: how many tokens need a bias in each of BINS equal parts of
-      `required_bias_range`. Counts of several devices or micro-batches can be added, and the sum
-      does not depend on the order.
+      `required_bias_range`. Histograms of devices or micro-batches can be added, in any order.
     """
     score_RE = jax.lax.stop_gradient(score_RE)
     cutoff_R1 = jax.lax.top_k(score_RE + bias_E, experts_per_token + 1)[0][:, -1:]

@@ -1,5 +1,5 @@
-"""The experts that the tokens of a text used in each layer: recorded while text is generated, and
-replayed in training, so that both compute with the same experts (router replay, 2510.11370).
+"""Router replay (2510.11370): the experts of each token in each layer are recorded while text is
+generated, and training replays them, so that both compute with the same experts.
 
 Letters: B batch, T time, L trunk layers, A experts per token.
 """
@@ -14,11 +14,11 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 
 
-def stack_routing(
+def stack_expert_ids(
     config: ModelConfig, per_layer: Sequence[dict[str, Any]], shape: tuple[int, int]
 ) -> jax.Array:
-    """Returns the experts of every token in every layer, [B, T, L, A] int16. Layers without experts
-    have -1.
+    """Returns the experts of every token in every layer, [B, T, L, A] int16. In layers without
+    experts the experts' numbers are -1.
 
     Args:
       config: the settings of the model.
@@ -29,9 +29,9 @@ def stack_routing(
     return jnp.stack([aux.get("expert_ids", none) for aux in per_layer], axis=2)
 
 
-def check_routing_shape(config: ModelConfig, shape: Sequence[int]) -> None:
-    """Raises UserError if the model has no experts, or if `shape`, the shape [..., L, A] of choices
-    of experts, has other numbers of layers or of experts per token than the model.
+def check_expert_ids_shape(config: ModelConfig, shape: Sequence[int]) -> None:
+    """Raises UserError if the shape [..., L, A] of recorded experts does not fit the model: the
+    model has no experts, or another number of layers or of experts per token.
     """
     layers, chosen = config.num_hidden_layers, config.num_experts_per_tok
     require(config.has_experts, "choices of experts for a model without experts: leave them out")

@@ -1,10 +1,10 @@
 """Splits the rows of a batch into groups, so that communication overlaps with computation. Each
-group passes through the mixer, the norms and the shared expert on its own. Only the routed experts
+group passes through the mixer, the norms and the shared expert alone. Only the routed experts
 process all groups together. While the tokens of one group travel along the mesh axis `expert`, the
 devices compute the mixer, the norms and the shared expert of another group
 (docs/notes/planner.md).
 
-Every group has rows of every device.
+Every group has an equal number of rows of every device.
 
 Letters: B rows, T time, D model.
 """
@@ -20,10 +20,10 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.sharding.rules import CONTEXT, EXPERT, ROWS, constrain, num_shards
 
 
-def row_groups(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
-    """Returns the number of groups. It is the number of chunks into which expert parallelism splits
-    the tokens to overlap them (`overlap_chunks_of_all`), if this number divides a device's rows.
-    Otherwise, and if the experts are not exchanged by gathering all tokens, it is 1.
+def row_group_count(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
+    """Returns the number of groups of rows. This is the number of chunks into which the gathered
+    exchange of `expert_parallelism` splits a device's tokens, if this number divides the device's
+    rows. Otherwise, and without the gathered exchange, there is one group.
 
     Args:
       x_BTD: all rows.
@@ -39,7 +39,7 @@ def row_groups(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
         x_BTD.shape[0] // num_shards(mesh, *ROWS),
         x_BTD.shape[1] // num_shards(mesh, CONTEXT),
     )
-    groups = expert_parallelism.overlap_chunks_of_all(
+    groups = expert_parallelism.overlap_chunk_count_in_memory(
         rows * time,
         x_BTD.shape[2],
         config.num_experts_per_tok,
@@ -58,7 +58,7 @@ def split_rows(x_BTD: jax.Array, context: Any, groups: int) -> list[tuple[jax.Ar
       groups: the number of groups.
 
     Returns:
-      For each group (x [B / groups, T, D], context), with the group's rows.
+      (x [B / groups, T, D], context) of each group.
     """
     if groups == 1:
         return [(x_BTD, context)]
@@ -68,11 +68,13 @@ def split_rows(x_BTD: jax.Array, context: Any, groups: int) -> list[tuple[jax.Ar
             x.reshape(num_shards(context.mesh, *ROWS), groups, -1, *x.shape[1:]), groups, axis=1
         )
         return [
-            constrain(part.reshape(-1, *x.shape[1:]), context.mesh, "batch", context.time)
+            constrain(
+                part.reshape(-1, *x.shape[1:]), context.mesh, "batch", context.logical_time_axis
+            )
             for part in parts
         ]
 
-    names = ("positions", "segment_ids", "stats_mask", "expert_ids")
+    names = ("positions", "segment_ids", "stats_mask", "replayed_expert_ids")
     fields = {name: getattr(context, name) for name in names}
     tokens = {name: split(x) for name, x in fields.items() if x is not None}
     return [
@@ -90,5 +92,5 @@ def merge_rows(xs: Sequence[jax.Array], context: Any) -> jax.Array:
         jnp.concatenate(parts, axis=1).reshape(-1, *xs[0].shape[1:]),
         context.mesh,
         "batch",
-        context.time,
+        context.logical_time_axis,
     )

@@ -3,15 +3,15 @@
 A condition is FIELD=VALUE or FIELD!=VALUE; several conditions, separated by spaces, must all hold.
 A value may list alternatives, separated by "|". The fields:
 
-    name    the path of the parameter, with the wildcards of a shell: name=*/mixer/*. A word without
-            "=" is a name. "*" also matches "/".
+    name    the path of the parameter, with the wildcards of a shell: name=*/mixer/*. "*" also
+            matches "/". A word without "=" is a name.
     kind    the kind of the parameter, as it is declared (`model.parameters.Kind`)
     layer   the number of a layer, or a range of numbers with both ends: layer=0-3|7. The layer of
             the multi-token prediction module comes after the last layer of the trunk.
     part    the name of one of the matrices that lie side by side in a parameter: part=v
 
-The parameters of several layers may be stacked in one array, and several matrices may be parts of
-one array, so a choice may cover some layers and some parts of an array.
+One parameter may hold the arrays of several layers, stacked, and several matrices side by side. The
+conditions may choose only some of these layers and matrices.
 """
 
 import fnmatch
@@ -29,60 +29,67 @@ from qwen3next_jax.model.parameters import Declared, Kind
 FIELDS = ("name", "kind", "layer", "part")
 
 
-class Choice(NamedTuple):
-    """What is chosen of one parameter.
+class ParameterChoice(NamedTuple):
+    """The layers and parts of one parameter that the conditions choose.
 
     Attributes:
-      cells: bool [layers, parts], whether a layer's part is chosen. `layers` is the number of
-        layers that are stacked in the parameter, 1 without a stack. `parts` is the number of its
-        declared parts, 1 for a single matrix.
+      chosen_layer_parts: bool [layers, parts], whether each part of each layer is chosen. `layers`
+        is the number of layers that are stacked in the parameter, 1 without a stack. `parts` is the
+        number of declared parts of the parameter, 1 for a single matrix.
       declared: the declaration of the parameter.
     """
 
-    cells: np.ndarray
+    chosen_layer_parts: np.ndarray
     declared: Declared
 
     @property
     def is_whole(self) -> bool:
         """Whether the whole parameter is chosen."""
-        return bool(self.cells.all())
+        return bool(self.chosen_layer_parts.all())
 
     @property
-    def size(self) -> int:
-        """The number of chosen elements."""
-        columns = int((self.cells * np.array(_widths(self.declared))).sum())
-        return self.declared.size // (len(self.cells) * sum(_widths(self.declared))) * columns
+    def element_count(self) -> int:
+        """The number of chosen elements of the parameter."""
+        columns = int((self.chosen_layer_parts * np.array(_part_widths(self.declared))).sum())
+        return (
+            self.declared.size
+            // (len(self.chosen_layer_parts) * sum(_part_widths(self.declared)))
+            * columns
+        )
 
 
-def grid(declared: Declared) -> tuple[int, int]:
-    """Returns (number of stacked layers, number of parts) of a parameter, as in `Choice.cells`."""
-    return math.prod(declared.stack), max(len(declared.parts), 1)
+def layer_and_part_counts(declared: Declared) -> tuple[int, int]:
+    """Returns (number of stacked layers, number of parts) of a parameter, each at least 1."""
+    return math.prod(declared.stack_shape), max(len(declared.parts), 1)
 
 
-def expand(declared: Declared, values: np.ndarray) -> np.ndarray:
-    """Returns `values` [layers, parts] as an array that can be broadcast to the parameter."""
-    columns = np.repeat(values, _widths(declared), axis=1)
+def broadcast_to_parameter(declared: Declared, values: np.ndarray) -> np.ndarray:
+    """Returns one value for each layer and part of a parameter, `values` [layers, parts], as an
+    array that can be broadcast to the parameter.
+    """
+    columns = np.repeat(values, _part_widths(declared), axis=1)
     last = (*(1,) * (len(declared.shape) - 1), columns.shape[-1]) if declared.shape else ()
-    return columns.reshape(*declared.stack, *last)
+    return columns.reshape(*declared.stack_shape, *last)
 
 
-def _widths(declared: Declared) -> list[int]:
+def _part_widths(declared: Declared) -> list[int]:
     return [part.width for part in declared.parts] or [(1, *declared.shape)[-1]]
 
 
-def choose(
+def choose_parameters(
     model: ModelConfig, parameters: Mapping[str, Declared], text: str, setting: str
-) -> dict[str, Choice]:
-    """Chooses parameters.
+) -> dict[str, ParameterChoice]:
+    """Chooses the parameters for which all conditions of `text` hold.
 
     Args:
-      model: the settings of the model, which number the layers.
-      parameters: path of a parameter → its declaration.
-      text: the conditions.
+      model: the settings of the model.
+      parameters: {path of a parameter: its declaration}.
+      text: the conditions, separated by spaces.
       setting: the name of the setting that holds `text`, for messages.
 
     Returns:
-      Path of a parameter of which anything is chosen → what is chosen of it.
+      {path of a parameter: the layers and parts of it that are chosen}, without parameters of which
+      nothing is chosen.
 
     Raises:
       UserError: `text` is not valid, or it chooses nothing.
@@ -90,15 +97,15 @@ def choose(
     where = f"{setting} = {text!r}"
     # The module for multi-token prediction is the layer after the last one.
     last_layer = model.num_hidden_layers - 1 + bool(model.mtp_depth)
-    conditions = [_parsed(word, parameters, last_layer, where) for word in text.split()]
+    conditions = [_parse_condition(word, parameters, last_layer, where) for word in text.split()]
     require(bool(conditions), f"{where}: expected conditions such as kind=norm or layer=0-3")
     chosen = {}
     for path, declared in parameters.items():
-        cells = np.ones(grid(declared), bool)
+        cells = np.ones(layer_and_part_counts(declared), bool)
         for holds in conditions:
-            cells &= holds(path, declared, _layers_of(model, path, declared))
+            cells &= holds(path, declared, _layer_numbers(model, path, declared))
         if cells.any():
-            chosen[path] = Choice(cells, declared)
+            chosen[path] = ParameterChoice(cells, declared)
     if not chosen:
         raise UserError(
             f"{where}: it chooses no parameter of this model, whose parameters are, for "
@@ -107,26 +114,26 @@ def choose(
     return chosen
 
 
-def _layers_of(model: ModelConfig, path: str, declared: Declared) -> list[int | None]:
-    """Returns the number of each layer whose parameters are stacked in this one; None in place of a
-    number for a parameter that belongs to no layer.
+def _layer_numbers(model: ModelConfig, path: str, declared: Declared) -> list[int | None]:
+    """Returns the number of each layer that is stacked in the parameter. The numbers are None if
+    the parameter belongs to no layer.
     """
     group, block, *_ = path.split("/") + [""]
-    count = math.prod(declared.stack)
+    count = math.prod(declared.stack_shape)
     if group == "mtp":
         return [model.num_hidden_layers] * count
-    layers = model.stacks[int(block)] if group == "layers" else ()
+    layers = model.layer_stacks[int(block)] if group == "layers" else ()
     return list(layers) if len(layers) == count else [None] * count
 
 
-def _parsed(
+def _parse_condition(
     word: str, parameters: Mapping[str, Declared], last_layer: int, where: str
 ) -> Callable[[str, Declared, list[int | None]], np.ndarray | bool]:
-    """Parses one condition.
+    """Parses one condition, such as "layer=0-3".
 
     Returns:
-      A function of a parameter (path, declaration, numbers of its layers) → whether the condition
-      holds, a bool array that can be broadcast to [layers, parts].
+      A function of a parameter (path, declaration, numbers of its layers) → bool, or a bool array
+      that can be broadcast to [layers, parts]: where the condition holds.
     """
     field, equals, value = word.partition("=")
     if not equals:
@@ -155,7 +162,9 @@ def _parsed(
                 f"{where}: no parameter of this model has a part {part!r}"
                 f"{did_you_mean(part, known)}: expected one of {', '.join(known)}",
             )
-    ranges = [_range(text, last_layer, where) for text in values] if field == "layer" else []
+    ranges = (
+        [_parse_layer_range(text, last_layer, where) for text in values] if field == "layer" else []
+    )
 
     def holds(path: str, declared: Declared, layers: list[int | None]) -> np.ndarray | bool:
         if field == "name":
@@ -163,15 +172,17 @@ def _parsed(
         if field == "kind":
             return declared.kind in values
         if field == "layer":
-            return np.array([_is_in(layer, ranges) for layer in layers])[:, None]
+            return np.array([_is_in_any_range(layer, ranges) for layer in layers])[:, None]
         names = [part.name for part in declared.parts] or [""]
         return np.array([name in values for name in names])[None, :]
 
     return (lambda *parameter: np.logical_not(holds(*parameter))) if negates else holds
 
 
-def _range(text: str, last_layer: int, where: str) -> range:
-    """Returns the layers that "7" or "0-3" stands for. The layers are 0 to `last_layer`."""
+def _parse_layer_range(text: str, last_layer: int, where: str) -> range:
+    """Parses a value of the field "layer", such as "7" or "0-3". Returns the range of these layers,
+    which have to be 0 to `last_layer`.
+    """
     first, dash, last = text.partition("-")
     last = last if dash else first
     require(
@@ -186,5 +197,5 @@ def _range(text: str, last_layer: int, where: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def _is_in(layer: int | None, ranges: list[range]) -> bool:
+def _is_in_any_range(layer: int | None, ranges: list[range]) -> bool:
     return layer is not None and any(layer in numbers for numbers in ranges)

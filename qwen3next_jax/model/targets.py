@@ -1,5 +1,5 @@
-"""What each position of a batch is to predict, and with which weight. This is where padding, tokens
-of other documents and tokens that do not count are kept out of the loss, at every depth.
+"""The target that each position of a batch predicts, and the target's weight in the loss. Padding,
+tokens of other documents and masked tokens are no targets.
 
 A position t predicts token t + `offset`: the offset is 1 for the next token, and 2 + d for depth d
 of multi-token prediction.
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 
-def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
+def has_target_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
     """Returns [B, T] bool: whether the row has a token t + `offset` that belongs to the same
     document as token t. Padding belongs to no document.
     """
@@ -21,12 +21,12 @@ def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
     return (segment_ids_BT > 0) & (later_BT == segment_ids_BT)
 
 
-def target_positions(batch: dict[str, jax.Array], offset: int) -> jax.Array:
-    """Returns [B, T] bool: whether token t + `offset` is a target that position t is to predict. It
-    is one if it belongs to the same document as token t and, in a batch with a `target_mask` [B, T]
-    (synthetic tasks have one), the mask marks it.
+def has_target(batch: dict[str, jax.Array], offset: int) -> jax.Array:
+    """Returns [B, T] bool: whether token t + `offset` is a target, which position t predicts. A
+    target belongs to the same document as token t. In a batch with a `target_mask` [B, T], as
+    synthetic tasks have it, a target is also marked by the mask.
     """
-    inside_BT = targets_in_document(batch["segment_ids"], offset)
+    inside_BT = has_target_in_document(batch["segment_ids"], offset)
     return (
         inside_BT & jnp.roll(batch["target_mask"], -offset, axis=1)
         if "target_mask" in batch
@@ -35,8 +35,8 @@ def target_positions(batch: dict[str, jax.Array], offset: int) -> jax.Array:
 
 
 def mask_ignored_targets(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns `batch` with a `target_mask` that excludes tokens with the loss weight 0, and without
-    its `loss_weights`; `batch` itself if it has none.
+    """Replaces the `loss_weights` of a batch by a `target_mask` that excludes the tokens of weight
+    0. A batch without `loss_weights` is returned unchanged.
     """
     if "loss_weights" not in batch:
         return batch
@@ -45,19 +45,19 @@ def mask_ignored_targets(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return rest | {"target_mask": rest.get("target_mask", True) & counts_BT}
 
 
-def later_tokens(batch: dict[str, jax.Array], offset: int) -> jax.Array:
-    """Returns [B, T] int32: the token t + `offset` that position t is to predict. In a batch with
-    `labels` [B, T] (tasks of a state have them), it is the label there.
+def target_tokens(batch: dict[str, jax.Array], offset: int) -> jax.Array:
+    """Returns [B, T] int32: the token t + `offset`, which position t predicts. In a batch with
+    `labels` [B, T], as state-tracking tasks have them, it is the label of token t + `offset`.
     """
     return jnp.roll(batch.get("labels", batch["tokens"]), -offset, axis=1)
 
 
 def target_weights(batch: dict[str, jax.Array], offset: int) -> jax.Array:
-    """Returns [B, T] float32: the weight of the loss with which position t predicts token
-    t + `offset`; 0 where that is no target (`target_positions`). In a batch with `loss_weights`
-    [B, T] it is the weight of token t + `offset`, in all others 1.
+    """Returns [B, T] float32: the weight in the loss of the target t + `offset` of position t. The
+    weight is 0 if token t + `offset` is no target (`has_target`). The weight of a target is 1, or
+    the token's `loss_weights` in a batch that has them.
     """
-    weight_BT = target_positions(batch, offset).astype(jnp.float32)
+    weight_BT = has_target(batch, offset).astype(jnp.float32)
     if "loss_weights" in batch:
         weight_BT *= jnp.roll(batch["loss_weights"], -offset, axis=1)
     return weight_BT

@@ -14,14 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.blocks import accumulation_dtype
-from qwen3next_jax.ops.implementations import Chosen, Form, choose
+from qwen3next_jax.ops.implementations import (
+    ChosenImplementation,
+    XlaImplementation,
+    choose_implementation,
+)
 
 LANES = 128  # only the first LANES channels of a head may rotate
 
 
 def has_kernels(time: int, width: int, rotary: int, dtype) -> bool:
     """Returns whether the two operators run kernels for these sizes on the platform that the
-    program is compiled for. If it is False, they run in XLA alone.
+    program is compiled for. If the result is False, the operators run in XLA alone.
 
     Args:
       time: number of tokens in a row (T).
@@ -29,7 +33,7 @@ def has_kernels(time: int, width: int, rotary: int, dtype) -> bool:
       rotary: number of channels of a head that rotate.
       dtype: dtype of the arrays.
     """
-    return _choose(time, width, rotary, dtype).is_kernel
+    return _choose_implementation(time, width, rotary, dtype).is_kernel
 
 
 def norm_and_rotate(x, weight, cos, sin, half: int, eps: float):
@@ -39,15 +43,15 @@ def norm_and_rotate(x, weight, cos, sin, half: int, eps: float):
     Args:
       x: [B, T, C], the projected queries or keys.
       weight: [K], the weight of the norm.
-      cos, sin: [B, T, L], the results of `rotation_by_lane`.
+      cos, sin: [B, T, L], the results of `cosine_and_sine_by_lane`.
       half: half the number of channels that rotate.
       eps: number added to the mean square.
 
     Returns:
       An array [B, N, T, K] in x's dtype, computed in float32.
     """
-    chosen = _choose(x.shape[1], weight.shape[0], 2 * half, x.dtype)
-    return _norm_and_rotate_operator(chosen, eps, half, x, weight, cos, sin)
+    chosen = _choose_implementation(x.shape[1], weight.shape[0], 2 * half, x.dtype)
+    return _differentiable_norm_and_rotate(chosen, eps, half, x, weight, cos, sin)
 
 
 def gate_heads(o, gate):
@@ -58,16 +62,16 @@ def gate_heads(o, gate):
       o: [B, N, T, K], the outputs of the heads.
       gate: [B, T, C], the gates before the sigmoid.
     """
-    chosen = _choose(o.shape[2], o.shape[3], LANES, gate.dtype)
-    return _gate_operator(chosen, o, gate)
+    chosen = _choose_implementation(o.shape[2], o.shape[3], LANES, gate.dtype)
+    return _differentiable_gate(chosen, o, gate)
 
 
-def rotation_by_lane(cos, sin):
+def cosine_and_sine_by_lane(cos, sin):
     """Returns two arrays [B, T, L], the cosine and the sine for each of the first L channels of a
     head, from the cosines and sines of the angles, [B, T, half] each. Channels that do not rotate
     have cosine 1 and sine 0. The rotation of a channel is cos · channel + sin · partner, where the
-    partner is the channel with which it is rotated. So the result has −sin(angle) for the first
-    half of the channels that rotate, and sin(angle) for the second half.
+    partner is the channel with which it is rotated. So the second array has −sin(angle) for the
+    first half of the channels that rotate, and sin(angle) for the second half.
     """
     rest = (*cos.shape[:2], LANES - 2 * cos.shape[2])
     return (
@@ -76,14 +80,20 @@ def rotation_by_lane(cos, sin):
     )
 
 
-def _choose(time: int, width: int, rotary: int, dtype) -> Chosen:
-    return choose(
-        "attention_heads", None, FORMS, time=time, width=width, rotary=rotary, dtype=dtype
+def _choose_implementation(time: int, width: int, rotary: int, dtype) -> ChosenImplementation:
+    return choose_implementation(
+        "attention_heads",
+        None,
+        XLA_IMPLEMENTATIONS,
+        time=time,
+        width=width,
+        rotary=rotary,
+        dtype=dtype,
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _norm_and_rotate_operator(chosen, eps, half, x, weight, cos, sin):
+def _differentiable_norm_and_rotate(chosen, eps, half, x, weight, cos, sin):
     return chosen.function_named("norm_and_rotate")(eps, half, x, weight, cos, sin)
 
 
@@ -92,9 +102,9 @@ def _norm_and_rotate_backward(chosen, eps, half, inputs, dy):
     return dx, dweight, None, None
 
 
-_norm_and_rotate_operator.defvjp(
+_differentiable_norm_and_rotate.defvjp(
     lambda chosen, eps, half, *inputs: (
-        _norm_and_rotate_operator(chosen, eps, half, *inputs),
+        _differentiable_norm_and_rotate(chosen, eps, half, *inputs),
         inputs,
     ),
     _norm_and_rotate_backward,
@@ -102,12 +112,12 @@ _norm_and_rotate_operator.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gate_operator(chosen, o, gate):
+def _differentiable_gate(chosen, o, gate):
     return chosen.function_named("gate")(o, gate)
 
 
-_gate_operator.defvjp(
-    lambda chosen, *inputs: (_gate_operator(chosen, *inputs), inputs),
+_differentiable_gate.defvjp(
+    lambda chosen, *inputs: (_differentiable_gate(chosen, *inputs), inputs),
     lambda chosen, inputs, dy: chosen.function_named("gate_gradients")(*inputs, dy),
 )
 
@@ -115,7 +125,7 @@ _gate_operator.defvjp(
 # ---- in XLA alone
 
 
-def _norm_and_rotate(eps, half, x, weight, cos, sin):
+def _norm_and_rotate_in_xla(eps, half, x, weight, cos, sin):
     heads = (
         x.astype(accumulation_dtype(x)).reshape(*x.shape[:2], -1, weight.shape[0]).swapaxes(1, 2)
     )
@@ -130,7 +140,7 @@ def _norm_and_rotate(eps, half, x, weight, cos, sin):
     return jnp.concatenate((rotated, heads[..., LANES:]), axis=-1).astype(x.dtype)
 
 
-def _gate(o, gate):
+def _gate_in_xla(o, gate):
     sigmoid = jax.nn.sigmoid(
         gate.reshape(*gate.shape[:2], *o.shape[1::2]).astype(accumulation_dtype(o))
     )
@@ -141,24 +151,24 @@ def _gate(o, gate):
     )
 
 
-def _norm_and_rotate_gradients(eps, half, x, weight, cos, sin, dy):
-    forward = lambda x, weight: _norm_and_rotate(eps, half, x, weight, cos, sin)
+def _norm_and_rotate_gradients_in_xla(eps, half, x, weight, cos, sin, dy):
+    forward = lambda x, weight: _norm_and_rotate_in_xla(eps, half, x, weight, cos, sin)
     return jax.vjp(forward, x, weight)[1](dy)
 
 
-def _gate_gradients(o, gate, dy):
-    return jax.vjp(_gate, o, gate)[1](dy)
+def _gate_gradients_in_xla(o, gate, dy):
+    return jax.vjp(_gate_in_xla, o, gate)[1](dy)
 
 
-FORMS = (
-    Form(
+XLA_IMPLEMENTATIONS = (
+    XlaImplementation(
         "xla",
         ("cpu", "gpu", "tpu"),
         dict(
-            norm_and_rotate=_norm_and_rotate,
-            norm_and_rotate_gradients=_norm_and_rotate_gradients,
-            gate=_gate,
-            gate_gradients=_gate_gradients,
+            norm_and_rotate=_norm_and_rotate_in_xla,
+            norm_and_rotate_gradients=_norm_and_rotate_gradients_in_xla,
+            gate=_gate_in_xla,
+            gate_gradients=_gate_gradients_in_xla,
         ),
     ),
 )

@@ -20,7 +20,7 @@ def accumulation_dtype(x):
 def save_for_backward(tree, name: str = SAVED):
     """Returns the same arrays with a name (`checkpoint_name`), so that a policy of `jax.checkpoint`
     can save them for the backward pass by that name. Name the arrays that are expensive to compute.
-    Under such a policy, the backward pass recomputes all other arrays.
+    If a policy saves only named arrays, the backward pass recomputes all other arrays.
     """
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)
 
@@ -55,7 +55,7 @@ def from_chunks(tree, axis: int, length: int):
 
 def scan_or_call_once(step, carry, blocks):
     """Returns jax.lax.scan(step, carry, blocks), where the arrays of `blocks` have a leading axis
-    of chunks. If there is only one chunk, it calls `step` once, without a loop.
+    of chunks. For a single chunk, `step` is called once, without a loop.
     """
     if jax.tree.leaves(blocks)[0].shape[0] > 1:
         return jax.lax.scan(step, carry, blocks)

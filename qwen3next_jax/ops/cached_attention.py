@@ -98,8 +98,8 @@ def _attend_to_all_slots(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
 
 
 def _attend_blockwise(q, k, v, layer, positions_BT, size, scale):
-    """Computes attention with online softmax, `size` slots at a time. It reads only the blocks of
-    slots up to the largest position.
+    """Computes attention with online softmax, `size` slots at a time. Only the blocks of slots up
+    to the largest position are read.
     """
     (b, t, n, d), (r, _, s, m, _) = q.shape, k.shape
     wide = jnp.promote_types(jnp.float32, q.dtype)

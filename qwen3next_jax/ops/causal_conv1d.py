@@ -11,7 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks, checks
-from qwen3next_jax.ops.implementations import Chosen, Form, choose
+from qwen3next_jax.ops.implementations import (
+    ChosenImplementation,
+    XlaImplementation,
+    choose_implementation,
+)
 
 
 def causal_conv1d(
@@ -31,7 +35,7 @@ def causal_conv1d(
       kernel: [W, *channels]. kernel[W - 1] multiplies the input of the current token.
       activation: "silu" or None.
       initial_state: [B, W - 1, *channels], the inputs before the first token, oldest first; None
-        means zeros. With `segment_ids` they belong to the first segment.
+        means zeros. With `segment_ids` these inputs belong to the first segment.
       segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
         document, and 0 marks padding at the end. A token reads no input of another document. The
         outputs of padding are zeros.
@@ -50,7 +54,7 @@ def causal_conv1d(
       ValueError: shapes, dtypes or the activation do not fit, or a shard holds fewer than W - 1
         tokens.
     """
-    _check(x, kernel, activation, initial_state, segment_ids)
+    _check_arguments(x, kernel, activation, initial_state, segment_ids)
     if axis_name is not None and x.shape[1] < kernel.shape[0] - 1:
         raise ValueError(
             f"x has {x.shape[1]} tokens a shard of axis {axis_name!r}: expected at least the "
@@ -73,13 +77,15 @@ def causal_conv1d(
             else _inputs_of_previous_shard(segment_ids, ids_before, width - 1, axis_name)
         )
     ids = None if segment_ids is None else jnp.concatenate([ids_before, segment_ids], axis=1)
-    chosen = choose("causal_conv1d", None, FORMS, x=x_BTD, kernel=kernel_WD, activation=activation)
-    y_BTD = _convolve(chosen, activation, before, x_BTD, kernel_WD, ids)
-    final = _final_state(before, x_BTD, ids, segment_ids, axis_name)
+    chosen = choose_implementation(
+        "causal_conv1d", None, XLA_IMPLEMENTATIONS, x=x_BTD, kernel=kernel_WD, activation=activation
+    )
+    y_BTD = _differentiable_conv(chosen, activation, before, x_BTD, kernel_WD, ids)
+    final = _last_inputs_before_padding(before, x_BTD, ids, segment_ids, axis_name)
     return y_BTD.reshape(x.shape), final.reshape(batch, width - 1, *channels)
 
 
-def _final_state(before, x_BTD, ids, segment_ids, axis_name):
+def _last_inputs_before_padding(before, x_BTD, ids, segment_ids, axis_name):
     """Returns [B, W - 1, D]: the last W - 1 inputs of each row before its padding. Inputs that do
     not belong to the row's last document are replaced by zeros.
 
@@ -110,16 +116,16 @@ def _final_state(before, x_BTD, ids, segment_ids, axis_name):
     return final
 
 
-def _check(x, kernel, activation, initial_state, segment_ids):
+def _check_arguments(x, kernel, activation, initial_state, segment_ids):
     if activation not in ("silu", None):
         raise ValueError(f"activation={activation!r}: expected 'silu' or None")
     channels = x.shape[2:]
-    checks.shapes(
+    checks.check_shapes(
         x=(x, ("B", "T", *channels)),
         kernel=(kernel, ("W", *channels)),
         segment_ids=(segment_ids, "BT"),
     )
-    checks.shapes(initial_state=(initial_state, (x.shape[0], kernel.shape[0] - 1, *channels)))
+    checks.check_shapes(initial_state=(initial_state, (x.shape[0], kernel.shape[0] - 1, *channels)))
 
 
 def _inputs_of_previous_shard(x, first, size: int, axis_name: str):
@@ -144,7 +150,7 @@ def _same_document_masks(ids, width: int, dtype):
     )
 
 
-def _masked_products(rows, scale, same):
+def _masked_products_by_tap(rows, scale, same):
     """Returns the list of rows[w] * scale[w] for w = 0 … W - 1, with zeros where `same` is 0.
 
     Args:
@@ -158,7 +164,7 @@ def _masked_products(rows, scale, same):
     ]
 
 
-def _shifted_parts(padded, width: int):
+def _shifted_slices(padded, width: int):
     """Returns W arrays [B, T, D], the parts of `padded` [B, T + W - 1, D] that start at 0 … W -
     1.
     """
@@ -166,25 +172,25 @@ def _shifted_parts(padded, width: int):
     return [padded[:, w : w + time] for w in range(width)]
 
 
-def _before_activation(extended, kernel, same):
+def _outputs_before_activation(extended, kernel, same):
     """Returns the outputs [B, T, D] before the activation, for inputs `extended` [B, W - 1 + T,
     D].
     """
-    return sum(_masked_products(_shifted_parts(extended, kernel.shape[0]), kernel, same))
+    return sum(_masked_products_by_tap(_shifted_slices(extended, kernel.shape[0]), kernel, same))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _convolve(chosen: Chosen, activation, before, x, kernel, ids):
+def _differentiable_conv(chosen: ChosenImplementation, activation, before, x, kernel, ids):
     return chosen.function_named("forward")(activation, before, x, kernel, ids)
 
 
-def _convolve_backward(chosen: Chosen, activation, residuals, dy):
+def _conv_backward(chosen: ChosenImplementation, activation, residuals, dy):
     return *chosen.function_named("backward")(activation, *residuals, dy), None
 
 
-_convolve.defvjp(
-    lambda chosen, activation, *inputs: (_convolve(chosen, activation, *inputs), inputs),
-    _convolve_backward,
+_differentiable_conv.defvjp(
+    lambda chosen, activation, *inputs: (_differentiable_conv(chosen, activation, *inputs), inputs),
+    _conv_backward,
 )
 
 
@@ -194,7 +200,7 @@ _convolve.defvjp(
 def _forward_in_xla(activation, before, x, kernel, ids):
     wide = jnp.promote_types(jnp.float32, x.dtype)
     same = None if ids is None else _same_document_masks(ids, kernel.shape[0], wide)
-    z = _before_activation(
+    z = _outputs_before_activation(
         jnp.concatenate([before, x], axis=1).astype(wide), kernel.astype(wide), same
     )
     return (jax.nn.silu(z) if activation == "silu" else z).astype(x.dtype)
@@ -205,19 +211,21 @@ def _backward_in_xla(activation, before, x, kernel, ids, dy, *, row_by_row: bool
     `row_by_row` says whether the gradient of `kernel` is summed one row of the batch at a time.
     """
     extended = jnp.concatenate([before, x], axis=1)
-    dextended, dkernel = _gradients(activation, row_by_row, extended, kernel, ids, dy)
+    dextended, dkernel = _input_and_kernel_gradients(
+        activation, row_by_row, extended, kernel, ids, dy
+    )
     return dextended[:, : before.shape[1]], dextended[:, before.shape[1] :], dkernel
 
 
-def _gradients(activation, row_by_row, extended, kernel, ids, dy):
+def _input_and_kernel_gradients(activation, row_by_row, extended, kernel, ids, dy):
     """Returns the gradients of `extended` [B, W - 1 + T, D], which is `before` followed by x, and
-    of `kernel`. The other arguments are the arguments of `_backward_in_xla`.
+    of `kernel`. `_backward_in_xla` describes the other arguments.
     """
     width, wide = kernel.shape[0], jnp.promote_types(jnp.float32, extended.dtype)
     x, weights, dz = extended.astype(wide), kernel.astype(wide), dy.astype(wide)
     same = None if ids is None else _same_document_masks(ids, width, wide)
     if activation == "silu":
-        z = _before_activation(x, weights, same)
+        z = _outputs_before_activation(x, weights, same)
         gate = jax.nn.sigmoid(z)
         dz *= gate * (1 + z * (1 - gate))
     time = dz.shape[1]
@@ -228,7 +236,9 @@ def _gradients(activation, row_by_row, extended, kernel, ids, dy):
     padded = jnp.pad(dz, ((0, 0), (width - 1, width - 1), (0, 0)))
     padded, same = jax.lax.optimization_barrier((padded, same))
     dz = padded[:, width - 1 : width - 1 + time]
-    terms_of = lambda x, dz, same: _masked_products(_shifted_parts(x, width), [dz] * width, same)
+    terms_of = lambda x, dz, same: _masked_products_by_tap(
+        _shifted_slices(x, width), [dz] * width, same
+    )
     terms = terms_of(x, dz, same)
     if row_by_row:  # one row of the batch at a time: the W sums stay in a CPU's caches
         x = jax.lax.optimization_barrier(x)
@@ -239,16 +249,19 @@ def _gradients(activation, row_by_row, extended, kernel, ids, dy):
     # kernel[w] multiplies the input at index s of `extended` for the output at index s - w.
     if same is not None:
         same = jnp.stack([jnp.pad(same[w], ((0, 0), (w, width - 1 - w))) for w in range(width)])
-    dx = sum(_masked_products(_shifted_parts(padded, width)[::-1], weights, same))
+    dx = sum(_masked_products_by_tap(_shifted_slices(padded, width)[::-1], weights, same))
     return dx.astype(extended.dtype), dkernel.astype(kernel.dtype)
 
 
-def _xla_form(platforms, row_by_row: bool) -> Form:
-    """Returns the form "xla" for these platforms. `row_by_row` is the argument of
-    `_backward_in_xla`.
+def _xla_implementation(platforms, row_by_row: bool) -> XlaImplementation:
+    """Returns the implementation "xla" for these platforms. `row_by_row` says whether the gradient
+    of the kernel is summed one row of the batch at a time.
     """
     backward = functools.partial(_backward_in_xla, row_by_row=row_by_row)
-    return Form("xla", platforms, dict(forward=_forward_in_xla, backward=backward))
+    return XlaImplementation("xla", platforms, dict(forward=_forward_in_xla, backward=backward))
 
 
-FORMS = _xla_form(("cpu",), row_by_row=True), _xla_form(("gpu", "tpu"), row_by_row=False)
+XLA_IMPLEMENTATIONS = (
+    _xla_implementation(("cpu",), row_by_row=True),
+    _xla_implementation(("gpu", "tpu"), row_by_row=False),
+)

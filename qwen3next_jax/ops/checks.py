@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def shapes(**arrays) -> dict:
+def check_shapes(**arrays) -> dict:
     """Checks the shapes of arrays. Each argument has the form name=(array or None, axes), where
     `axes` lists the array's axes by letter or size, such as "BTD" or ("B", "T", 3).
 
@@ -36,20 +36,20 @@ def shapes(**arrays) -> dict:
     return sizes
 
 
-def integers(**arrays):
+def check_integers(**arrays):
     """Checks that every array has an integer dtype. Arguments that are None are ignored."""
     for name, x in arrays.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} has dtype {x.dtype}: expected integers")
 
 
-def implementation(name: str | None, known):
-    """Checks that the argument `implementation` of an operator, `name`, is None or in `known`."""
+def check_implementation_name(name: str | None, known):
+    """Checks that `name`, an operator's argument `implementation`, is None or in `known`."""
     if name is not None and name not in known:
         raise ValueError(f"implementation={name!r}: expected one of {', '.join(known)}, or None")
 
 
-def values(wrong: dict):
+def check_values_at_runtime(wrong: dict):
     """Checks values while the program runs: a host callback raises a ValueError with the first
     message whose condition is true.
 

@@ -1,8 +1,8 @@
-"""The platform for which the program that is being traced will be compiled, and for a TPU also the
-chip.
+"""Finds the platform for which the program that is being traced will be compiled, and for a TPU
+also the chip.
 
 Operators choose their implementation by this platform while they are traced
-(`implementations.choose`), so that no code for another platform is traced.
+(`implementations.choose_implementation`), so that no code for another platform is traced.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ class CompileTarget(NamedTuple):
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       may_lack_device: True if `compiling_for` names the platform, or if an abstract mesh names
-        another platform than this process's default. The process may then have no such device, so
-        kernels cannot be tested.
+        another platform than this process's default. The process may then have no device of that
+        platform, so kernels cannot be tested.
     """
 
     platform: str
     may_lack_device: bool
 
     @property
-    def tpu(self):
-        """JAX's `TpuInfo`, which describes one core of the chip. None on another platform, or if
-        JAX does not know the chip.
+    def tpu_info(self):
+        """JAX's `TpuInfo`, which describes one core of the chip. The property is None on another
+        platform, or if JAX does not know the chip.
         """
         if self.platform != "tpu":
             return None
@@ -45,13 +45,14 @@ class CompileTarget(NamedTuple):
 
     @property
     def memory_bytes(self) -> int | None:
-        """The bytes of HBM of all cores of a TPU chip; None if `tpu` is None."""
-        chip = self.tpu
+        """The bytes of HBM of all cores of a TPU chip; None if `tpu_info` is None."""
+        chip = self.tpu_info
         return None if chip is None else chip.hbm_capacity_bytes * chip.num_cores
 
 
 def compile_target() -> CompileTarget:
-    """Returns the target of the current trace. It comes from the first of these that is set:
+    """Returns the target of the current trace. The target comes from the first of these settings
+    that is set:
 
     1. the context `compiling_for`;
     2. the device of the abstract mesh, which `jax.sharding.use_abstract_mesh` sets, and which
@@ -62,12 +63,14 @@ def compile_target() -> CompileTarget:
     if _platform.value is not None:
         return CompileTarget(_platform.value, may_lack_device=True)
     if device := jax.sharding.get_abstract_mesh().abstract_device:
-        platform = _platform_of(device)
+        platform = _platform_of_device(device)
         return CompileTarget(platform, may_lack_device=platform != jax.default_backend())
     device = jax.config.jax_default_device
     if device is not None:
-        return CompileTarget(_our_name(getattr(device, "platform", device)), may_lack_device=False)
-    return CompileTarget(_our_name(jax.default_backend()), may_lack_device=False)
+        return CompileTarget(
+            _platform_name(getattr(device, "platform", device)), may_lack_device=False
+        )
+    return CompileTarget(_platform_name(jax.default_backend()), may_lack_device=False)
 
 
 @contextlib.contextmanager
@@ -76,19 +79,19 @@ def compiling_for(platform: str):
     "gpu" or "tpu"), whatever devices this machine has. Use it around `lower(lowering_platforms=…)`
     and `jax.export` for another platform.
     """
-    with _platform(_our_name(platform)):
+    with _platform(_platform_name(platform)):
         yield
 
 
-def _platform_of(device) -> str:
-    """Returns the platform of an abstract device. In older versions of JAX such a device has only a
-    kind, such as "TPU v5" or "NVIDIA H100".
+def _platform_of_device(device) -> str:
+    """Returns the platform of an abstract device. In older versions of JAX, an abstract device has
+    only a kind, such as "TPU v5" or "NVIDIA H100".
     """
     if hasattr(device, "platform"):
-        return _our_name(device.platform)
+        return _platform_name(device.platform)
     return {"TPU": "tpu", "NVIDIA": "gpu"}.get(device.device_kind.split()[0], "cpu")
 
 
-def _our_name(platform: str) -> str:
+def _platform_name(platform: str) -> str:
     """Returns "gpu" for JAX's names "cuda" and "rocm", and any other name unchanged."""
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)

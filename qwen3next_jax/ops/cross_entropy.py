@@ -48,11 +48,11 @@ def linear_cross_entropy(
     the logits l_r = x_r w, computed one chunk of rows after another, and results for each row.
 
     If the call is differentiated, the forward pass also computes the gradients of each chunk from
-    the chunk's logits. The backward pass only multiplies them by the gradient of the loss, a
-    scalar. Each chunk of a differentiated call takes three matrix products. For a narrow model on a
-    TPU it takes two more, which compute the logits again, because that takes less time than writing
-    them to HBM and reading them. The arrays saved between the passes are dx [R, D], dw [D, V] and
-    vectors [R]; no array [R, V] is saved.
+    the chunk's logits. The backward pass only multiplies these gradients by the gradient of the
+    loss, a scalar. Each chunk of a differentiated call takes three matrix products. For a narrow
+    model on a TPU, each chunk takes two more products, which compute the logits again, because this
+    takes less time than writing the logits to HBM and reading them. The arrays saved between the
+    passes are dx [R, D], dw [D, V] and vectors [R]; no array [R, V] is saved.
 
     Args:
       x: [R, D], the inputs of the head, in the dtype of computation.
@@ -74,7 +74,7 @@ def linear_cross_entropy(
     Raises:
       ValueError: shapes or dtypes do not fit, or `chunk` is less than 1.
     """
-    _check(x, w, targets, weights, chunk)
+    _check_arguments(x, w, targets, weights, chunk)
     rows, vocabulary = x.shape[0], w.shape[1]
     if chunk is None:
         target = compile_target()
@@ -88,43 +88,45 @@ def linear_cross_entropy(
         if target.platform != "cpu":
             # All chunks get about the same size; otherwise the last one could be mostly padding.
             chunk = -(-rows // -(-rows // chunk))
-    settings = _Settings(min(chunk, rows), z_weight, softcap)
-    return _operator(settings, x, w, targets, weights)
+    settings = _LossSettings(min(chunk, rows), z_weight, softcap)
+    return _differentiable_loss(settings, x, w, targets, weights)
 
 
-class _Settings(NamedTuple):
-    """The arguments `chunk`, `z_weight` and `softcap` of `linear_cross_entropy`."""
+class _LossSettings(NamedTuple):
+    """The arguments `chunk_rows`, `z_loss_weight` and `softcap` of `linear_cross_entropy`."""
 
-    chunk: int
-    z_weight: float
+    chunk_rows: int
+    z_loss_weight: float
     softcap: float
 
-    def row_losses(self, rows: RowResults) -> jax.Array:
+    def unweighted_row_losses(self, rows: RowResults) -> jax.Array:
         """Returns the loss of each row, [R], before its weight."""
-        return rows.nll + self.z_weight * rows.logsumexp**2 if self.z_weight else rows.nll
+        return rows.nll + self.z_loss_weight * rows.logsumexp**2 if self.z_loss_weight else rows.nll
 
 
-def _check(x, w, targets, weights, chunk):
-    checks.shapes(x=(x, "RD"), w=(w, "DV"), targets=(targets, "R"), weights=(weights, "R"))
-    checks.integers(targets=targets)
+def _check_arguments(x, w, targets, weights, chunk):
+    checks.check_shapes(x=(x, "RD"), w=(w, "DV"), targets=(targets, "R"), weights=(weights, "R"))
+    checks.check_integers(targets=targets)
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk = {chunk}: expected at least 1")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _operator(settings, x, w, targets, weights):
-    loss, rows, _ = _scan_chunks(settings, x, w, targets, weights, gradients=False)
+def _differentiable_loss(settings, x, w, targets, weights):
+    loss, rows, _ = _loss_and_gradients_by_chunk(settings, x, w, targets, weights, gradients=False)
     return loss, rows
 
 
-def _forward(settings, x, w, targets, weights):
-    loss, rows, (dx, dw) = _scan_chunks(settings, x, w, targets, weights, gradients=True)
+def _loss_forward(settings, x, w, targets, weights):
+    loss, rows, (dx, dw) = _loss_and_gradients_by_chunk(
+        settings, x, w, targets, weights, gradients=True
+    )
     # dw is cast to w's dtype only after it has been multiplied by the cotangent. The empty slice of
     # w tells the backward pass that dtype.
-    return (loss, rows), (dx, dw, settings.row_losses(rows), w[:0], weights[:0])
+    return (loss, rows), (dx, dw, settings.unweighted_row_losses(rows), w[:0], weights[:0])
 
 
-def _backward(settings, residuals, cotangents):
+def _loss_backward(settings, residuals, cotangents):
     dx, dw, row_losses, w_empty, weights_empty = residuals
     scale = cotangents[0]
     return (
@@ -135,10 +137,10 @@ def _backward(settings, residuals, cotangents):
     )
 
 
-_operator.defvjp(_forward, _backward)
+_differentiable_loss.defvjp(_loss_forward, _loss_backward)
 
 
-def _scan_chunks(settings: _Settings, x, w, targets, weights, *, gradients):
+def _loss_and_gradients_by_chunk(settings: _LossSettings, x, w, targets, weights, *, gradients):
     """Returns (loss, rows, (dx, dw)). dw has the dtype of accumulation, at least float32. If
     `gradients` is False, dx and dw are None.
     """
@@ -148,23 +150,23 @@ def _scan_chunks(settings: _Settings, x, w, targets, weights, *, gradients):
     def step(carry, inputs):
         loss, dw_DV = carry
         x_CD, target_C, weight_C = inputs
-        figures, dx_CD, dw_chunk_DV = _row_results_and_gradients(
+        figures, dx_CD, dw_chunk_DV = _chunk_results_and_gradients(
             settings, x_CD, w_DV, target_C, weight_C, wide, gradients
         )
-        loss = loss + jnp.sum(weight_C * settings.row_losses(figures))
+        loss = loss + jnp.sum(weight_C * settings.unweighted_row_losses(figures))
         return (loss, dw_DV + dw_chunk_DV if gradients else None), (figures, dx_CD)
 
     zero = (jnp.zeros((), wide), jnp.zeros(w.shape, wide) if gradients else None)
     chunks = blocks.to_chunks(
-        (x, targets.astype(jnp.int32), weights.astype(wide)), 0, settings.chunk
+        (x, targets.astype(jnp.int32), weights.astype(wide)), 0, settings.chunk_rows
     )
     (loss, dw), by_chunk = blocks.scan_or_call_once(step, zero, chunks)
     figures, dx = blocks.from_chunks(by_chunk, 0, x.shape[0])
     return loss, figures, (dx, dw)
 
 
-def _row_results_and_gradients(
-    settings: _Settings, x_CD, w_DV, target_C, weight_C, wide, gradients
+def _chunk_results_and_gradients(
+    settings: _LossSettings, x_CD, w_DV, target_C, weight_C, wide, gradients
 ):
     """Returns the `RowResults` of a chunk and, if `gradients`, the gradients dx [C, D] and dw [D,
     V] that the chunk contributes; else None for both.
@@ -180,7 +182,7 @@ def _row_results_and_gradients(
         cap = settings.softcap
         return cap * jnp.tanh(logits_CV / cap) if cap else logits_CV
 
-    logits_CV, chip = product(), compile_target().tpu
+    logits_CV, chip = product(), compile_target().tpu_info
     # XLA fuses the reductions over the logits with the product that computes the logits, so that
     # the logits need not be written to HBM. Two more such products may take less time than writing
     # the logits once and reading them three times.
@@ -212,8 +214,8 @@ def _row_results_and_gradients(
     logits_CV = logits(total_C)
     exp_CV = jnp.exp(logits_CV - largest_C[:, None])
     of_softmax_C = weight_C
-    if settings.z_weight:
-        of_softmax_C = weight_C * (1 + 2 * settings.z_weight * logsumexp_C)
+    if settings.z_loss_weight:
+        of_softmax_C = weight_C * (1 + 2 * settings.z_loss_weight * logsumexp_C)
     dlogits_CV = exp_CV * (of_softmax_C / total_C)[:, None]
     dlogits_CV = dlogits_CV - jnp.where(hit_CV, weight_C[:, None], 0)
     if settings.softcap:

@@ -23,7 +23,7 @@ def is_decode_batch(tokens: int, choices: int, experts: int, stacked: bool = Fal
       experts: number of experts (E).
       stacked: whether the arrays of weights hold the experts of several layers.
     """
-    return tokens <= (64 if _computes_all_experts(tokens, choices, experts, stacked) else 24)
+    return tokens <= (64 if _is_faster_with_all_experts(tokens, choices, experts, stacked) else 24)
 
 
 def decode_moe(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
@@ -43,13 +43,13 @@ def decode_moe(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
       An array [R, D] in x's dtype.
     """
     (r, a), e = expert_RA.shape, gate_up.shape[-4]
-    if _computes_all_experts(r, a, e, layer):
+    if _is_faster_with_all_experts(r, a, e, layer):
         return _compute_all_experts(x_RD, weight_RA, expert_RA, gate_up, down)
     # The batch is padded to at least two rows: for one row XLA on CPU reads a matrix from memory at
     # half the speed.
     x_RD, weight_RA = (jnp.pad(x, ((0, max(2 - r, 0)), (0, 0))) for x in (x_RD, weight_RA))
     expert_RA = jnp.pad(expert_RA, ((0, max(2 - r, 0)), (0, 0)), mode="edge")
-    used_E, weight_ER = (x.T for x in _is_chosen_and_weight(weight_RA, expert_RA, e))
+    used_E, weight_ER = (x.T for x in _chosen_mask_and_weights(weight_RA, expert_RA, e))
     count, order = a, expert_RA[0]
     if r > 1:
         used_E = jnp.any(used_E, axis=1)
@@ -66,12 +66,12 @@ def decode_moe(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
     return jax.lax.fori_loop(0, count, add, jnp.zeros_like(x_RD))[:r]
 
 
-def _computes_all_experts(tokens, choices, experts, layer) -> bool:
-    """Returns whether `decode_moe` computes all experts in one product. This is faster if the
-    tokens are likely to choose most of the experts, because slicing one expert's weights out of the
-    array takes as long as the expert's products. It is not faster if the array holds the weights of
-    several layers (`layer` is then true), because the weights of all experts of the layer would
-    first have to be sliced out.
+def _is_faster_with_all_experts(tokens, choices, experts, layer) -> bool:
+    """Returns whether `decode_moe` computes all experts in one product. One product is faster if
+    the tokens are likely to choose most of the experts, because slicing one expert's weights out of
+    the array takes as long as the expert's products. One product is not faster if the array holds
+    the weights of several layers (`layer` is then true), because the weights of all experts of the
+    layer would first have to be sliced out.
     """
     return tokens > 2 and 2 * tokens * choices > experts and not layer
 
@@ -81,7 +81,7 @@ def _compute_all_experts(x_RD, weight_RA, expert_RA, gate_up, down):
     run until the expert with the most tokens is done; in most cases one pass is enough.
     """
     (r, a), e = expert_RA.shape, len(gate_up)
-    used_RE, weight_RE = _is_chosen_and_weight(weight_RA, expert_RA, e)
+    used_RE, weight_RE = _chosen_mask_and_weights(weight_RA, expert_RA, e)
     most = min(max(_MIN_ROWS, -(-2 * r * a // e)), r)
 
     def swiglu(x_ECD):
@@ -105,7 +105,7 @@ def _compute_all_experts(x_RD, weight_RA, expert_RA, gate_up, down):
     return jax.lax.fori_loop(0, jnp.max(number_RA) // most + 1, add, jnp.zeros_like(x_RD))
 
 
-def _is_chosen_and_weight(weight_RA, expert_RA, experts: int):
+def _chosen_mask_and_weights(weight_RA, expert_RA, experts: int):
     """Returns two arrays [R, E]: whether the token chose the expert, and the router's weight of the
     expert (0 where the token did not choose it).
     """

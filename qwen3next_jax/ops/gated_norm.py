@@ -8,7 +8,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.implementations import Chosen, Form, choose
+from qwen3next_jax.ops.implementations import (
+    ChosenImplementation,
+    XlaImplementation,
+    choose_implementation,
+)
 
 GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
@@ -35,21 +39,24 @@ def gated_norm(o, gate, weight, eps: float, gate_type: str = "silu"):
         return jax.checkpoint(functools.partial(gated_norm_in_xla, eps, gate_type=gate_type))(
             o, gate, weight
         )
-    chosen = choose("gated_norm", None, FORMS, o=o, weight=weight, eps=eps)
-    return _operator(chosen, eps, o, gate, weight)
+    chosen = choose_implementation(
+        "gated_norm", None, XLA_IMPLEMENTATIONS, o=o, weight=weight, eps=eps
+    )
+    return _differentiable_gated_norm(chosen, eps, o, gate, weight)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _operator(chosen: Chosen, eps, o, gate, weight):
+def _differentiable_gated_norm(chosen: ChosenImplementation, eps, o, gate, weight):
     return chosen.function_named("forward")(eps, o, gate, weight)
 
 
-def _operator_backward(chosen: Chosen, eps, inputs, dy):
+def _gated_norm_backward(chosen: ChosenImplementation, eps, inputs, dy):
     return chosen.function_named("backward")(eps, *inputs, dy)
 
 
-_operator.defvjp(
-    lambda chosen, eps, *inputs: (_operator(chosen, eps, *inputs), inputs), _operator_backward
+_differentiable_gated_norm.defvjp(
+    lambda chosen, eps, *inputs: (_differentiable_gated_norm(chosen, eps, *inputs), inputs),
+    _gated_norm_backward,
 )
 
 
@@ -72,6 +79,8 @@ def _backward_in_xla(eps, o, gate, weight, dy):
     return jax.vjp(functools.partial(gated_norm_in_xla, eps), o, gate, weight)[1](dy)
 
 
-FORMS = (
-    Form("xla", ("cpu", "gpu", "tpu"), dict(forward=gated_norm_in_xla, backward=_backward_in_xla)),
+XLA_IMPLEMENTATIONS = (
+    XlaImplementation(
+        "xla", ("cpu", "gpu", "tpu"), dict(forward=gated_norm_in_xla, backward=_backward_in_xla)
+    ),
 )

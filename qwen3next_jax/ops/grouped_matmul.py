@@ -2,9 +2,9 @@
 of its group, as in a mixture of experts.
 
 The implementation "blocked" copies the rows into blocks. Each block holds rows of one group, padded
-with zeros. It then computes batched products of blocks and matrices, so each row is multiplied by
-one matrix only. `jax.lax.ragged_dot`, which XLA compiles well for TPUs, multiplies each row by all
-matrices on CPUs and GPUs.
+with zeros. The implementation then computes batched products of blocks and matrices, so each row is
+multiplied by one matrix only. `jax.lax.ragged_dot`, which XLA compiles well for TPUs, multiplies
+each row by all matrices on CPUs and GPUs.
 
 R rows, C rows per block, D input width, F output width, E groups (experts), G = min(E, R) the
 largest number of groups that can have rows, I expert width, n batches of K blocks each, W groups
@@ -20,7 +20,11 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import checks
 from qwen3next_jax.ops.blocks import accumulation_dtype
 from qwen3next_jax.ops.compile_target import compile_target
-from qwen3next_jax.ops.implementations import Chosen, Form, choose
+from qwen3next_jax.ops.implementations import (
+    ChosenImplementation,
+    XlaImplementation,
+    choose_implementation,
+)
 
 IMPLEMENTATIONS = ("blocked", "ragged_dot")
 
@@ -29,25 +33,26 @@ class BlockSizes(NamedTuple):
     """How the implementation "blocked" splits rows into blocks.
 
     Attributes:
-      largest: the largest number of rows in a block.
-      per_group: the number of blocks into which a group of mean size is split. It is split into
-        fewer blocks if they would have less than `_FULL_TILE` rows. More blocks mean less padding,
-        because each group has less than one block of padding.
-      batch: the largest number of elements of the weights that are copied for one batch of blocks.
+      largest_block_rows: the largest number of rows in a block.
+      blocks_per_group: the number of blocks into which a group of mean size is split. The group is
+        split into fewer blocks if the blocks would have less than `_FULL_TILE` rows. More blocks
+        mean less padding, because each group has less than one block of padding.
+      batch_weight_elements: the largest number of elements of the weights that are copied for one
+        batch of blocks.
     """
 
-    largest: int
-    per_group: int
-    batch: int
+    largest_block_rows: int
+    blocks_per_group: int
+    batch_weight_elements: int
 
 
 # The fastest of several sizes for 8 to 64 groups and 8192 to 16384 rows, by
 # benchmarks/ops/grouped_matmul.py. With these sizes the copied weights stay in the cache.
-_CPU = BlockSizes(largest=128, per_group=1, batch=2**20)
+_CPU = BlockSizes(largest_block_rows=128, blocks_per_group=1, batch_weight_elements=2**20)
 # These sizes have not been timed. With long blocks, the weights are copied less often. A batch of
 # blocks is one batched product. Few, large products use the chip well, and 2**28 elements are 0.5
 # GiB of bfloat16. For 327,680 rows, 64 groups and matrices of 2,048 x 1,024 there are 4 batches.
-_GPU = BlockSizes(largest=1024, per_group=4, batch=2**28)
+_GPU = BlockSizes(largest_block_rows=1024, blocks_per_group=4, batch_weight_elements=2**28)
 _FULL_TILE = 64  # a product of fewer rows takes no less time
 
 
@@ -71,8 +76,10 @@ def grouped_matmul(
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
     """
-    _check(group_sizes, implementation, x=(x, "RD"), w=(w, "EDF"))
-    return _matmul(_choose(implementation, x, w), x, w, group_sizes.astype(jnp.int32))
+    _check_arguments(group_sizes, implementation, x=(x, "RD"), w=(w, "EDF"))
+    return _differentiable_matmul(
+        _choose_implementation(implementation, x, w), x, w, group_sizes.astype(jnp.int32)
+    )
 
 
 def expert_mlp(
@@ -99,7 +106,7 @@ def expert_mlp(
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
     """
-    _check(
+    _check_arguments(
         group_sizes,
         implementation,
         x=(x, "RD"),
@@ -107,41 +114,45 @@ def expert_mlp(
         down=(down, "EID"),
     )
     gate_up = gate_up.reshape(*gate_up.shape[:2], -1)
-    chosen = _choose(implementation, x, gate_up, down)
-    return _mlp(chosen, x, gate_up, down, group_sizes.astype(jnp.int32))
+    chosen = _choose_implementation(implementation, x, gate_up, down)
+    return _differentiable_mlp(chosen, x, gate_up, down, group_sizes.astype(jnp.int32))
 
 
-def _check(group_sizes, implementation, **arrays):
-    checks.implementation(implementation, IMPLEMENTATIONS)
-    checks.shapes(**arrays, group_sizes=(group_sizes, "E"))
-    checks.integers(group_sizes=group_sizes)
+def _check_arguments(group_sizes, implementation, **arrays):
+    checks.check_implementation_name(implementation, IMPLEMENTATIONS)
+    checks.check_shapes(**arrays, group_sizes=(group_sizes, "E"))
+    checks.check_integers(group_sizes=group_sizes)
 
 
 # ---- the custom gradient around the chosen implementation
 
 
-def _choose(implementation, x, *weights) -> Chosen:
-    return choose("grouped_matmul", implementation, FORMS, x=x, weights=weights)
+def _choose_implementation(implementation, x, *weights) -> ChosenImplementation:
+    return choose_implementation(
+        "grouped_matmul", implementation, XLA_IMPLEMENTATIONS, x=x, weights=weights
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(chosen: Chosen, x, w, group_sizes):
+def _differentiable_matmul(chosen: ChosenImplementation, x, w, group_sizes):
     return chosen.function_named("matmul")(x, w, group_sizes)
 
 
-def _matmul_backward(chosen: Chosen, residuals, dy):
+def _matmul_backward(chosen: ChosenImplementation, residuals, dy):
     return *chosen.function_named("gradients")(*residuals, dy), None
 
 
-_matmul.defvjp(lambda chosen, *inputs: (_matmul(chosen, *inputs), inputs), _matmul_backward)
+_differentiable_matmul.defvjp(
+    lambda chosen, *inputs: (_differentiable_matmul(chosen, *inputs), inputs), _matmul_backward
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(chosen: Chosen, *inputs):
+def _differentiable_mlp(chosen: ChosenImplementation, *inputs):
     return _mlp_forward(chosen, *inputs)[0]
 
 
-def _mlp_forward(chosen: Chosen, *inputs):
+def _mlp_forward(chosen: ChosenImplementation, *inputs):
     if chosen.name == "blocked":
         y, hidden = chosen.function_named("mlp")(*inputs)
     else:
@@ -149,7 +160,7 @@ def _mlp_forward(chosen: Chosen, *inputs):
     return y, (*inputs, hidden)
 
 
-def _mlp_backward(chosen: Chosen, residuals, dy):
+def _mlp_backward(chosen: ChosenImplementation, residuals, dy):
     if chosen.name == "blocked":
         gradients = chosen.function_named("mlp_gradients")(*residuals, dy)
     else:
@@ -157,7 +168,7 @@ def _mlp_backward(chosen: Chosen, residuals, dy):
     return *gradients, None
 
 
-_mlp.defvjp(_mlp_forward, _mlp_backward)
+_differentiable_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 def _mlp_by_matmul(matmul, x, gate_up, down, group_sizes):
@@ -189,14 +200,14 @@ def _swiglu(hidden):
 # ---- ragged_dot
 
 
-def _ragged_matmul(x, w, group_sizes):
+def _matmul_by_ragged_dot(x, w, group_sizes):
     return jax.lax.ragged_dot(
         x, w, group_sizes, preferred_element_type=accumulation_dtype(x)
     ).astype(x.dtype)
 
 
-def _ragged_gradients(x, w, group_sizes, dy):
-    _, pullback = jax.vjp(lambda x, w: _ragged_matmul(x, w, group_sizes), x, w)
+def _gradients_by_ragged_dot(x, w, group_sizes, dy):
+    _, pullback = jax.vjp(lambda x, w: _matmul_by_ragged_dot(x, w, group_sizes), x, w)
     return pullback(dy)
 
 
@@ -208,24 +219,27 @@ class _BlockPlan(NamedTuple):
     rows.
     """
 
-    group: jax.Array  # [n, K] the group of each block
-    first_rank: jax.Array  # [n] the smallest rank among the W groups of each batch
-    is_member: jax.Array  # [n, W, K] whether the block belongs to the group of rank first + w
-    row: jax.Array  # [n, K, C] the index of the row at each position of each block
-    is_filled: jax.Array  # [n, K, C] whether the position holds that row, not padding
+    group_of_block: jax.Array  # [n, K] the group of each block
+    first_rank_of_batch: jax.Array  # [n] the smallest rank among the W groups of each batch
+    block_has_rank: jax.Array  # [n, W, K] whether the block belongs to the group of rank first + w
+    row_at_position: jax.Array  # [n, K, C] the index of the row at each position of each block
+    position_is_filled: jax.Array  # [n, K, C] whether the position holds that row, not padding
     position_of_row: jax.Array  # [R] the position of each row in the flattened [n, K, C]
-    has_group: jax.Array  # [R] whether the row belongs to a group
-    rank: jax.Array  # [E] the number of groups with rows from group 0 to this group, minus 1
-    groups: int  # G, the largest number of groups that can have rows
+    row_has_group: jax.Array  # [R] whether the row belongs to a group
+    rank_of_group: (
+        jax.Array
+    )  # [E] the number of groups with rows from group 0 to this group, minus 1
+    largest_group_count: int  # G, the largest number of groups that can have rows
 
 
-def _block_size(sizes: BlockSizes, rows: int, groups: int) -> int:
+def _rows_per_block(sizes: BlockSizes, rows: int, groups: int) -> int:
     """Returns C, the rows of a block: a power of two that is at most the mean number of rows of a
     group. Larger blocks would have more padding, because the last block of each group is padded.
     """
     mean = rows // groups
     return min(
-        1 << (max(mean // sizes.per_group, min(mean, _FULL_TILE)).bit_length() - 1), sizes.largest
+        1 << (max(mean // sizes.blocks_per_group, min(mean, _FULL_TILE)).bit_length() - 1),
+        sizes.largest_block_rows,
     )
 
 
@@ -239,9 +253,9 @@ def _plan_blocks(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _Bl
       weights: number of elements of the largest matrix of a group.
     """
     groups = min(group_sizes.shape[0], rows)
-    size = _block_size(sizes, rows, groups)
+    size = _rows_per_block(sizes, rows, groups)
     blocks = min(rows // size + groups, rows)  # enough for any group sizes
-    batches = -(-blocks // min(blocks, max(sizes.batch // weights, 1)))
+    batches = -(-blocks // min(blocks, max(sizes.batch_weight_elements // weights, 1)))
     batch = -(-blocks // batches)
 
     group_G = jnp.argsort(group_sizes == 0, stable=True)[:groups]
@@ -277,15 +291,15 @@ def _plan_blocks(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _Bl
     )
 
 
-def _scan_batches(plan: _BlockPlan, rows, weights, step):
+def _scan_block_batches(plan: _BlockPlan, rows, weights, step):
     """Runs `step` on one batch of blocks after another. In the shapes below, D and F stand for any
     widths, which differ from array to array.
 
     Args:
       plan: which rows lie in which blocks.
       rows: tuple of arrays [R, F], which `step` takes in blocks.
-      weights: tuple of arrays [E, D, F], one for each array of terms. The sum of the terms gets its
-        shape and dtype.
+      weights: tuple of arrays [E, D, F], one for each array of terms. The sums of the terms have
+        the shape and dtype of this array.
       step: function that takes the group of each block, [K], and for each array of `rows` its
         blocks, [K, C, F]. It returns a tuple of outputs [K, C, F] and a tuple of terms [K, D, F].
 
@@ -305,30 +319,38 @@ def _scan_batches(plan: _BlockPlan, rows, weights, step):
             else jax.lax.Precision.HIGHEST
         )
         return tuple(
-            _add_sums_of_groups(total, first, member, term, precision)
+            _add_terms_by_group(total, first, member, term, precision)
             for total, term in zip(totals, terms, strict=True)
         ), outputs
 
-    blocks = (jnp.where(plan.is_filled[..., None], x[plan.row], 0) for x in rows)
-    zeros = tuple(jnp.zeros((plan.groups, *w.shape[1:]), accumulation_dtype(w)) for w in weights)
+    blocks = (
+        jnp.where(plan.position_is_filled[..., None], x[plan.row_at_position], 0) for x in rows
+    )
+    zeros = tuple(
+        jnp.zeros((plan.largest_group_count, *w.shape[1:]), accumulation_dtype(w)) for w in weights
+    )
     totals, outputs = jax.lax.scan(
-        batch, zeros, (plan.group, plan.first_rank, plan.is_member, *blocks)
+        batch, zeros, (plan.group_of_block, plan.first_rank_of_batch, plan.block_has_rank, *blocks)
     )
     return (
         tuple(
-            jnp.where(plan.has_group[:, None], y.reshape(-1, y.shape[-1])[plan.position_of_row], 0)
+            jnp.where(
+                plan.row_has_group[:, None], y.reshape(-1, y.shape[-1])[plan.position_of_row], 0
+            )
             for y in outputs
         ),
         tuple(
             jnp.where(
-                (jnp.diff(plan.rank, prepend=-1) > 0)[:, None, None], total[plan.rank], 0
+                (jnp.diff(plan.rank_of_group, prepend=-1) > 0)[:, None, None],
+                total[plan.rank_of_group],
+                0,
             ).astype(w.dtype)
             for total, w in zip(totals, weights)
         ),
     )
 
 
-def _add_sums_of_groups(total, first, member_WK, term, precision):
+def _add_terms_by_group(total, first, member_WK, term, precision):
     """Returns `total` [G, D, F], after adding to total[first + g], for every g < W, the sum of
     term[k] over the blocks k for which member_WK[g, k] is true.
     """
@@ -337,21 +359,21 @@ def _add_sums_of_groups(total, first, member_WK, term, precision):
     return jax.lax.dynamic_update_slice_in_dim(total, old + sums, first, 0)
 
 
-def _dot(x_KCD, w_KDF):
+def _blocks_times_weights(x_KCD, w_KDF):
     """Returns x w of each block, [K, C, F] in x's dtype."""
     return jnp.einsum(
         "kcd,kdf->kcf", x_KCD, w_KDF, preferred_element_type=accumulation_dtype(x_KCD)
     ).astype(x_KCD.dtype)
 
 
-def _dot_transposed(y_KCF, w_KDF):
+def _blocks_times_transposed_weights(y_KCF, w_KDF):
     """Returns y wᵀ of each block, [K, C, D] in y's dtype."""
     return jnp.einsum(
         "kcf,kdf->kcd", y_KCF, w_KDF, preferred_element_type=accumulation_dtype(y_KCF)
     ).astype(y_KCF.dtype)
 
 
-def _transposed_product(x_KCD, y_KCF):
+def _transposed_blocks_times_blocks(x_KCD, y_KCF):
     """Returns xᵀ y of each block, [K, D, F], in the dtype of accumulation."""
     x_KDC = x_KCD.swapaxes(1, 2)
     if compile_target().platform == "cpu":
@@ -363,55 +385,57 @@ def _transposed_product(x_KCD, y_KCF):
     )
 
 
-def _blocked_matmul(sizes, x, w, group_sizes):
+def _matmul_in_blocks(sizes, x, w, group_sizes):
     """Returns y [R, F] of `grouped_matmul`, computed in blocks."""
-    return _scan_batches(
+    return _scan_block_batches(
         _plan_blocks(sizes, group_sizes, x.shape[0], w[0].size),
         (x,),
         (),
-        lambda group, x_KCD: ((_dot(x_KCD, w[group]),), ()),
+        lambda group, x_KCD: ((_blocks_times_weights(x_KCD, w[group]),), ()),
     )[0][0]
 
 
-def _blocked_gradients(sizes, x, w, group_sizes, dy):
+def _matmul_gradients_in_blocks(sizes, x, w, group_sizes, dy):
     """Returns the gradients of x and w of `grouped_matmul`, given dy [R, F]."""
 
     def step(group, x_KCD, dy_KCF):
-        return (_dot_transposed(dy_KCF, w[group]),), (_transposed_product(x_KCD, dy_KCF),)
+        return (_blocks_times_transposed_weights(dy_KCF, w[group]),), (
+            _transposed_blocks_times_blocks(x_KCD, dy_KCF),
+        )
 
-    (dx,), (dw,) = _scan_batches(
+    (dx,), (dw,) = _scan_block_batches(
         _plan_blocks(sizes, group_sizes, x.shape[0], w[0].size), (x, dy), (w,), step
     )
     return dx, dw
 
 
-def _blocked_mlp(sizes, x, gate_up, down, group_sizes):
+def _expert_mlp_in_blocks(sizes, x, gate_up, down, group_sizes):
     """Returns y [R, D] and the hidden layer [R, 2I] of `expert_mlp`, computed in blocks."""
 
     def step(group, x_KCD):
-        hidden = _dot(x_KCD, gate_up[group])
-        return (_dot(_swiglu(hidden), down[group]), hidden), ()
+        hidden = _blocks_times_weights(x_KCD, gate_up[group])
+        return (_blocks_times_weights(_swiglu(hidden), down[group]), hidden), ()
 
-    return _scan_batches(
+    return _scan_block_batches(
         _plan_blocks(sizes, group_sizes, x.shape[0], gate_up[0].size), (x,), (), step
     )[0]
 
 
-def _blocked_mlp_gradients(sizes, x, gate_up, down, group_sizes, hidden, dy):
+def _expert_mlp_gradients_in_blocks(sizes, x, gate_up, down, group_sizes, hidden, dy):
     """Returns the gradients of x, gate_up and down of `expert_mlp`, given dy [R, D]. `hidden` is
-    the second result of `_blocked_mlp`.
+    the second result of `_expert_mlp_in_blocks`.
     """
 
     def step(group, x_KCD, hidden, dy_KCD):
         activation, pullback = jax.vjp(_swiglu, hidden)
-        (dhidden,) = pullback(_dot_transposed(dy_KCD, down[group]))
-        dx_KCD = _dot_transposed(dhidden, gate_up[group])
+        (dhidden,) = pullback(_blocks_times_transposed_weights(dy_KCD, down[group]))
+        dx_KCD = _blocks_times_transposed_weights(dhidden, gate_up[group])
         return (dx_KCD,), (
-            _transposed_product(x_KCD, dhidden),
-            _transposed_product(activation, dy_KCD),
+            _transposed_blocks_times_blocks(x_KCD, dhidden),
+            _transposed_blocks_times_blocks(activation, dy_KCD),
         )
 
-    (dx,), (dgate_up, ddown) = _scan_batches(
+    (dx,), (dgate_up, ddown) = _scan_block_batches(
         _plan_blocks(sizes, group_sizes, x.shape[0], gate_up[0].size),
         (x, hidden, dy),
         (gate_up, down),
@@ -423,19 +447,23 @@ def _blocked_mlp_gradients(sizes, x, gate_up, down, group_sizes, hidden, dy):
 # ---- the table of implementations
 
 
-def _blocked_functions(sizes: BlockSizes):
+def _blocked_functions_by_name(sizes: BlockSizes):
     """Returns the functions of the implementation "blocked" by name, for these sizes of blocks."""
     functions = dict(
-        matmul=_blocked_matmul,
-        gradients=_blocked_gradients,
-        mlp=_blocked_mlp,
-        mlp_gradients=_blocked_mlp_gradients,
+        matmul=_matmul_in_blocks,
+        gradients=_matmul_gradients_in_blocks,
+        mlp=_expert_mlp_in_blocks,
+        mlp_gradients=_expert_mlp_gradients_in_blocks,
     )
     return {name: functools.partial(f, sizes) for name, f in functions.items()}
 
 
-FORMS = (
-    Form("blocked", ("cpu",), _blocked_functions(_CPU)),
-    Form("blocked", ("gpu",), _blocked_functions(_GPU)),
-    Form("ragged_dot", ("tpu",), dict(matmul=_ragged_matmul, gradients=_ragged_gradients)),
+XLA_IMPLEMENTATIONS = (
+    XlaImplementation("blocked", ("cpu",), _blocked_functions_by_name(_CPU)),
+    XlaImplementation("blocked", ("gpu",), _blocked_functions_by_name(_GPU)),
+    XlaImplementation(
+        "ragged_dot",
+        ("tpu",),
+        dict(matmul=_matmul_by_ragged_dot, gradients=_gradients_by_ragged_dot),
+    ),
 )

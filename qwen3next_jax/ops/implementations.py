@@ -1,15 +1,17 @@
 """Chooses the implementation of an operator that runs a call.
 
-There are two kinds of implementations. A "form" uses XLA alone; the operator's own module lists its
-forms in a tuple `FORMS`. An operator may also have kernels, which the plugin package
-`qwen3next_jax.kernels` lists by operator. If a call names an implementation, `choose` returns it,
-or raises an error that says why it cannot run. If a call names none, `choose` returns the best one
+There are two kinds of implementations. An XLA implementation uses XLA alone; the operator's own
+module lists its XLA implementations in a tuple `XLA_IMPLEMENTATIONS`. An operator may also have
+kernels, which the plugin package `qwen3next_jax.kernels` lists by operator. If a call names an
+implementation, `choose_implementation` returns this implementation, or raises an error that says
+why it cannot run. If a call names no implementation, `choose_implementation` returns the best one
 for the platform that the program is compiled for (`compile_target`). If the plugin is not
-installed, every operator runs one of its forms.
+installed, every operator runs an XLA implementation.
 
-`trace_and_record` traces a function and returns what `choose` decided meanwhile, and why. Kernels
-that have to be tested on the chip first are taken to pass while the function is traced. Afterwards
-their tests run side by side; if one fails, the function is traced again without these kernels.
+`trace_and_record` traces a function and returns which implementations `choose_implementation` chose
+meanwhile, and why. Some kernels are used only after they have passed a test on the chip. While
+`trace_and_record` traces a function, these kernels are assumed to pass. After the trace their tests
+run in parallel; if a test fails, the function is traced again without the kernels that failed.
 """
 
 import concurrent.futures
@@ -45,22 +47,20 @@ _SLOW_WITHOUT_KERNELS = {
 
 
 class Unsupported(NotImplementedError):
-    """Raised when the named implementation cannot run a call. Its message is one line for a
-    user.
-    """
+    """The named implementation cannot run a call. The message is one line for a user."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Form:
+class XlaImplementation:
     """An implementation of an operator that uses XLA alone.
 
     Attributes:
-      name: name of the form, which the operator's argument `implementation` takes. Several forms of
-        an operator may have one name.
-      platforms: platforms on which the form is the default if no kernel runs. A call that names the
-        form can run on every platform: it runs the form of that name that lists the platform, or,
-        if there is none, the last form of that name.
-      functions: the form's functions by name, such as "forward" and "backward".
+      name: name of the implementation, for the operator's argument `implementation`. Several XLA
+        implementations of an operator may have the same name.
+      platforms: platforms on which the implementation is the default if no kernel runs. A call that
+        names the implementation can run on every platform: it runs the implementation of that name
+        that lists the platform, or, if there is none, the last implementation of that name.
+      functions: the implementation's functions by name, such as "forward" and "backward".
     """
 
     name: str
@@ -69,20 +69,20 @@ class Form:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class KernelImplementation:
     """An operator's kernels for one platform. A call that names them can also run them on a CPU,
     which interprets them.
 
     Attributes:
       operator: name of the operator in the plugin's table.
-      name: name of the kernels, which the operator's argument `implementation` takes.
+      name: name of the kernels, for the operator's argument `implementation`.
       platform: "tpu" or "gpu".
       module: import string of the module that has the operator's functions, each with an argument
         `interpret`. The module also has a function `unsupported_reason(**call)`, which returns ""
         or the reason why the kernels cannot run a call. It may have a function
         `is_default(**call)`, which returns whether a call that names no implementation runs the
-        kernels; in a module without `is_default`, every such call that the kernels support runs
-        them.
+        kernels; if a module has no `is_default`, every such call that the kernels support
+        runs them.
     """
 
     operator: str
@@ -102,7 +102,7 @@ class Kernel:
                 f"import failed ({type(error).__name__}: {error})"
             ) from error
 
-    def is_default(self, call: Mapping[str, Any]) -> bool:
+    def runs_by_default(self, call: Mapping[str, Any]) -> bool:
         """Returns whether a call that names no implementation runs these kernels. `call` holds the
         arguments that `unsupported_reason` of the module takes.
         """
@@ -111,58 +111,61 @@ class Kernel:
             return module.is_default(**call)
         return not module.unsupported_reason(**call)
 
-    def refusal(self, platform: str, call: Mapping[str, Any]) -> str:
+    def unsupported_reason(self, platform: str, call: Mapping[str, Any]) -> str:
         """Returns why a call that names these kernels cannot run on `platform`; "" if it can."""
         if platform not in (self.platform, "cpu"):
             return f"on {platform}: expected {_PLATFORMS[self.platform]}, or a CPU to interpret it"
         return self.load().unsupported_reason(**call)
 
 
-class Chosen(NamedTuple):
+class ChosenImplementation(NamedTuple):
     """The implementation that runs the forward and the backward pass of one call. It is hashable,
     so that a function with a custom gradient can take it as a static argument.
 
     Attributes:
-      implementation: the form or the kernels.
+      implementation: the XLA implementation or the kernels.
       interpret: whether a CPU interprets the kernels.
     """
 
-    implementation: Form | Kernel
+    implementation: XlaImplementation | KernelImplementation
     interpret: bool = False
 
     @property
     def name(self) -> str:
-        """The name of the form or of the kernels."""
+        """The name of the XLA implementation or of the kernels."""
         return self.implementation.name
 
     @property
     def is_kernel(self) -> bool:
-        """Whether the implementation is kernels, not a form."""
-        return isinstance(self.implementation, Kernel)
+        """Whether the implementation runs kernels, and not XLA alone."""
+        return isinstance(self.implementation, KernelImplementation)
 
     def function_named(self, name: str) -> Callable:
         """Returns the implementation's function called `name`, such as "forward"."""
-        if isinstance(self.implementation, Form):
+        if isinstance(self.implementation, XlaImplementation):
             return self.implementation.functions[name]
         function = getattr(self.implementation.load(), name)
         if self.interpret:
             return functools.partial(function, interpret=True)
         return function
 
-    def constant(self, name: str, default):
+    def constant_named(self, name: str, default):
         """Returns the constant called `name` of the kernels' module. Returns `default` if the
-        module has no such constant, or if the implementation is a form.
+        module has no such constant, or if the implementation uses XLA alone.
         """
         return getattr(self.implementation.load(), name, default) if self.is_kernel else default
 
 
-def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) -> Chosen:
+def choose_implementation(
+    operator: str, named: str | None, xla_implementations: tuple[XlaImplementation, ...], **call
+) -> ChosenImplementation:
     """Returns the implementation that runs one call.
 
     Args:
       operator: name of the operator in the plugin's table.
       named: name of the implementation that the caller asks for; None asks for the best one.
-      forms: the operator's forms. The message of `Unsupported` recommends the first one.
+      xla_implementations: the operator's implementations that use XLA alone. The message of
+        `Unsupported` recommends the first one.
       call: the arrays and settings of the call, which the function `unsupported_reason` of the
         operator's kernels takes.
 
@@ -173,7 +176,7 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
     """
     platform = compile_target().platform
     if named is not None:
-        chosen = _choose_named(operator, named, forms, platform, call)
+        chosen = _named_implementation(operator, named, xla_implementations, platform, call)
         _record_decision(operator, call, chosen, "named by the caller")
         return chosen
     # No kernel is the default on a CPU, so the plugin is not imported there.
@@ -184,36 +187,47 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
             if kernel.platform != platform:
                 continue
             _state.reason = _state.refusal = ""
-            if kernel.is_default(call):
-                chosen = Chosen(kernel)
+            if kernel.runs_by_default(call):
+                chosen = ChosenImplementation(kernel)
                 _record_decision(operator, call, chosen, _state.reason or reason)
                 return chosen
-            if is_recording():
+            if is_recording_decisions():
                 refusal = refusal or _state.refusal or kernel.load().unsupported_reason(**call)
                 refusal = refusal or f"is not one that {kernel.name} runs {BY_DEFAULT}"
-    chosen = Chosen(next((form for form in forms if platform in form.platforms), forms[0]))
+    chosen = ChosenImplementation(
+        next(
+            (xla for xla in xla_implementations if platform in xla.platforms),
+            xla_implementations[0],
+        )
+    )
     _record_decision(operator, call, chosen, reason, refusal)
     return chosen
 
 
-def _choose_named(operator, named, forms, platform, call) -> Chosen:
-    """Returns the result of `choose` for a call that names an implementation."""
-    same_name = [form for form in forms if form.name == named]
+def _named_implementation(
+    operator, named, xla_implementations, platform, call
+) -> ChosenImplementation:
+    """Returns the result of `choose_implementation` for a call that names an implementation."""
+    same_name = [xla for xla in xla_implementations if xla.name == named]
     if same_name:
-        return Chosen(next((f for f in same_name if platform in f.platforms), same_name[-1]))
+        return ChosenImplementation(
+            next((f for f in same_name if platform in f.platforms), same_name[-1])
+        )
     kernel, refusal = (
         kernels_by_name(operator).get(named),
-        "is not in the folder " + _kernels_folder(),
+        "is not in the folder " + _kernels_folder_text(),
     )
     if kernel is not None:
-        refusal = kernel.refusal(platform, call)
+        refusal = kernel.unsupported_reason(platform, call)
     if refusal:
-        raise Unsupported(f"implementation={named!r} {refusal}; use {forms[0].name!r}")
-    return Chosen(kernel, interpret=platform == "cpu")
+        raise Unsupported(
+            f"implementation={named!r} {refusal}; use {xla_implementations[0].name!r}"
+        )
+    return ChosenImplementation(kernel, interpret=platform == "cpu")
 
 
 @functools.cache
-def kernels_by_name(operator: str) -> dict[str, Kernel]:
+def kernels_by_name(operator: str) -> dict[str, KernelImplementation]:
     """Returns the plugin's kernels for an operator by name; an empty dict if there is no plugin."""
     try:
         table = getattr(importlib.import_module(KERNELS), "KERNELS", {})
@@ -222,12 +236,12 @@ def kernels_by_name(operator: str) -> dict[str, Kernel]:
             raise
         table = {}
     return {
-        name: Kernel(operator, name, platform, module)
+        name: KernelImplementation(operator, name, platform, module)
         for name, (platform, module) in table.get(operator, {}).items()
     }
 
 
-def _kernels_folder() -> str:
+def _kernels_folder_text() -> str:
     """Returns the path of the plugin's folder, for a message. If the folder is missing, the text
     says so.
     """
@@ -246,39 +260,42 @@ class Decision:
 
     Attributes:
       operator: name of the operator.
-      implementation: name of the form or of the kernels.
-      is_kernel: whether it is kernels.
-      reason: why the implementation runs.
-      refusal: why the kernels for this platform do not run, as a clause whose subject is the call;
-        "" if they run, if the platform has no kernels or if the caller named the implementation.
-      call: the shapes and dtypes of the first such call.
+      implementation: name of the XLA implementation or of the kernels.
+      is_kernel: whether the operator runs kernels.
+      why_chosen: why the implementation runs.
+      why_no_kernels: why the kernels for this platform do not run, as a clause whose subject is the
+        call; "" if they run, if the platform has no kernels or if the caller named the
+        implementation.
+      shapes_and_dtypes: the shapes and dtypes of the first such call.
     """
 
     operator: str
     implementation: str
     is_kernel: bool
-    reason: str
-    refusal: str
-    call: str
+    why_chosen: str
+    why_no_kernels: str
+    shapes_and_dtypes: str
 
     @property
-    def consequence(self) -> str:
-        """What a user has to expect of a step in which the operator has no kernels although the
-        platform has some; "" if nothing, as for rows that are too short for kernels.
+    def slowness_warning(self) -> str:
+        """A warning for users if the operator runs without kernels on a platform that has kernels
+        and a step therefore takes longer; else "". There is no warning for a call that the kernels
+        never run by default, such as one with rows that are too short.
         """
         slow = _SLOW_WITHOUT_KERNELS.get(self.operator, "")
-        if not slow or not self.refusal or self.refusal.endswith(BY_DEFAULT):
+        if not slow or not self.why_no_kernels or self.why_no_kernels.endswith(BY_DEFAULT):
             return ""
         longer = "a step several times as long" if slow == "experts run" else "it to take longer"
         return f"{slow} without kernels: expect {longer}"
 
 
 class _ThreadState(threading.local):
-    """What this thread records.
+    """What one thread records while it traces.
 
     Attributes:
-      decisions: operator, implementation, reason and refusal → decision; None: nothing is recorded.
-      tests: kind of call → the test of its kernels, which returns "" or what went wrong.
+      decisions: (operator, implementation, reason, refusal) → decision; None while
+        `trace_and_record` does not run in this thread.
+      tests: kind of call → the postponed test of its kernels, which returns "" or what went wrong.
       reason, refusal: why the kernels that were asked last are, or are not, the default.
     """
 
@@ -293,16 +310,14 @@ _state = _ThreadState()
 
 def trace_and_record(trace: Callable[[], object]) -> tuple[Decision, ...]:
     """Calls `trace()`, which traces a function, and returns the decisions made meanwhile in this
-    thread, each once.
-
-    `assume_passes` postpones the tests of kernels. They run in parallel once the trace has ended.
-    If a test fails, JAX's caches of traced functions are cleared, and `trace()` is called again
-    without these kernels; an error of the first `trace()` may come from them. If no test fails, an
-    error of `trace()` is raised.
+    thread, each once. Meanwhile the tests of kernels are postponed; they run in parallel after the
+    trace has ended. If a test fails, JAX's caches of traced functions are cleared, and `trace()` is
+    called again without these kernels; an error of the first `trace()` may come from them. If no
+    test fails, an error of `trace()` is raised.
     """
     while True:
         error = None
-        with _recording():
+        with _recording_decisions():
             try:
                 trace()
             except Exception as raised:
@@ -320,23 +335,24 @@ def trace_and_record(trace: Callable[[], object]) -> tuple[Decision, ...]:
             return decisions
 
 
-def assume_passes(kind: Hashable, test: Callable[[], str]) -> bool:
-    """Returns whether the kernels of a call may be taken to pass their test for now, because
-    `trace_and_record` runs it later. Otherwise the caller has to run it.
+def postpone_kernel_test(kind: Hashable, test: Callable[[], str]) -> bool:
+    """Postpones the test of a call's kernels if `trace_and_record` is running in this thread.
+    Returns whether the test is postponed. If it is not, the caller has to run the test at once.
 
     Args:
       kind: everything on which the outcome of the test depends. Only one test of each kind runs.
-      test: returns "" if the kernels passed, otherwise what went wrong. A later call of `choose`
-        has to know the outcome.
+      test: returns "" if the kernels passed, otherwise what went wrong. A later call of
+        `choose_implementation` has to know the outcome.
     """
-    if is_recording():
+    if is_recording_decisions():
         _state.tests.setdefault(kind, test)
-    return is_recording()
+    return is_recording_decisions()
 
 
-def give_reason(enabled: bool, reason: str) -> None:
-    """Says why kernels are or are not the default of the call for which their function `is_default`
-    is running. A refusal is a clause whose subject is the call.
+def record_why_default(enabled: bool, reason: str) -> None:
+    """Records why kernels run a call by default (`enabled`), or why they do not. The function
+    `is_default` of kernels calls it. A reason why kernels do not run is a clause whose subject is
+    the call.
     """
     if enabled:
         _state.reason = reason
@@ -344,13 +360,13 @@ def give_reason(enabled: bool, reason: str) -> None:
         _state.refusal = _state.refusal or reason
 
 
-def is_recording() -> bool:
+def is_recording_decisions() -> bool:
     """Whether this thread is tracing a function for `trace_and_record`."""
     return _state.decisions is not None
 
 
 @contextlib.contextmanager
-def _recording() -> Iterator[None]:
+def _recording_decisions() -> Iterator[None]:
     _state.decisions, _state.tests = {}, {}
     try:
         yield
@@ -358,17 +374,19 @@ def _recording() -> Iterator[None]:
         _state.decisions, _state.tests = None, {}
 
 
-def _record_decision(operator, call, chosen: Chosen, reason: str, refusal: str = "") -> None:
-    if not is_recording():
+def _record_decision(
+    operator, call, chosen: ChosenImplementation, reason: str, refusal: str = ""
+) -> None:
+    if not is_recording_decisions():
         return
     kind = operator, chosen.name, reason, refusal
     if kind not in _state.decisions:
         _state.decisions[kind] = Decision(
-            operator, chosen.name, chosen.is_kernel, reason, refusal, _describe(call)
+            operator, chosen.name, chosen.is_kernel, reason, refusal, _shapes_and_dtypes_text(call)
         )
 
 
-def _describe(call: Mapping[str, Any]) -> str:
+def _shapes_and_dtypes_text(call: Mapping[str, Any]) -> str:
     """Returns the dtypes and shapes of the first three arrays of a call, such as "bfloat16
     [8, 4096, 256]".
     """

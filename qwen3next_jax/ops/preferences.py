@@ -1,5 +1,5 @@
-"""Decisions of layers that depend on the platform that the program is compiled for. Layers call
-these functions, so that their own code names no platform.
+"""Choices of layers that depend on the platform that the program is compiled for. Layers call these
+functions, so that no layer names a platform in its own code.
 """
 
 import jax
@@ -14,16 +14,16 @@ UNROLLED = {"tpu": 4, "gpu": 6}
 _GPU_MEMORY = 80 * 2**30
 
 
-def heads_side_by_side(*widths: int) -> bool:
+def prefers_concatenated_heads(*widths: int) -> bool:
     """Returns whether a recurrent layer passes arrays [B, T, heads · width] from operator to
-    operator, instead of [B, T, heads, width]. It does so on a GPU, and on a TPU if every one of
-    `widths` (channels per head) is a multiple of the 128 lanes of a register.
+    operator, instead of [B, T, heads, width]. A layer passes concatenated heads on a GPU, and on a
+    TPU if every one of `widths` (channels per head) is a multiple of the 128 lanes of a register.
     """
     platform = compile_target().platform
     return platform == "gpu" or platform == "tpu" and all(width % _LANES == 0 for width in widths)
 
 
-def experts_in_tiles() -> bool:
+def prefers_expert_tiles() -> bool:
     """Returns whether a layer computes its experts with the operator `routed_experts` (which lays
     out the rows of each expert in tiles) for every dtype and number of tokens. This is so on a TPU.
     On other platforms, a layer may use other operators for some dtypes or numbers of tokens.
@@ -31,7 +31,7 @@ def experts_in_tiles() -> bool:
     return compile_target().platform == "tpu"
 
 
-def experts_in_caches() -> bool:
+def prefers_cache_sized_experts() -> bool:
     """Returns whether a layer computes its experts in the way that suits a CPU's caches: it sorts
     the rows by expert, and for few tokens it computes only the experts that a token chose. This is
     so on a CPU.
@@ -39,7 +39,7 @@ def experts_in_caches() -> bool:
     return compile_target().platform == "cpu"
 
 
-def device_memory() -> int:
+def device_memory_bytes() -> int:
     """Returns the bytes of a device's memory, by which a layer chooses how many rows it computes at
     a time; 0 if the size is not known. While JAX traces, it knows the memory of a TPU, but not of a
     GPU. Every GPU counts as an H100.
@@ -48,16 +48,16 @@ def device_memory() -> int:
     return _GPU_MEMORY if target.platform == "gpu" else target.memory_bytes or 0
 
 
-def unroll_loop(repeats: int) -> bool:
-    """Returns whether a model unrolls a loop over `repeats` periods of layers. It does so for few
-    periods on a TPU and on a GPU, where a loop copies every slice that it reads from or writes to
-    the arrays of all layers. (On a GPU, a loop also fills the arrays that it writes with zeros
-    before it begins.)
+def prefers_unrolled_layers(repeats: int) -> bool:
+    """Returns whether a model unrolls a loop over `repeats` periods of layers. A loop over few
+    periods is unrolled on a TPU and on a GPU, where a loop copies every slice that it reads from or
+    writes to the arrays of all layers. (On a GPU, a loop also fills the arrays that it writes with
+    zeros before it begins.)
     """
     return repeats <= UNROLLED.get(compile_target().platform, 0)
 
 
-def float32_precision(dtype) -> jax.lax.Precision:
+def float32_product_precision(dtype) -> jax.lax.Precision:
     """Returns the precision for float32 matrix products whose operands were cast from `dtype`. The
     precision is HIGHEST, except for operands cast from bfloat16 on a TPU: there it is HIGH, which
     takes three bfloat16 passes instead of six. The results of HIGH and HIGHEST differ by 2e-6
@@ -68,13 +68,13 @@ def float32_precision(dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST
 
 
-def row_major(x):
-    """Returns x. On a TPU, it adds the constraint that the layout of x in memory is row-major,
-    which is the layout that kernels read and write.
+def require_row_major(x):
+    """Returns x. On a TPU, the function adds the constraint that the layout of x in memory is
+    row-major, which is the layout that kernels read and write.
 
-    Use it on arrays of rows that devices exchange. Without the constraint, the TPU's compiler may
-    give the exchanged array the layout that a neighbouring operation has. It then has to copy the
-    whole array, which is many times as large as the rows of one device.
+    Use this function on arrays of rows that devices exchange. Without the constraint, the TPU's
+    compiler may give the exchanged array the layout that a neighbouring operation has. The compiler
+    then has to copy the whole array, which is many times as large as the rows of one device.
     """
     if compile_target().platform != "tpu":
         return x

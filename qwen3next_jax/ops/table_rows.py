@@ -3,10 +3,11 @@ id is the index of a row in the whole table. The shards exchange the ids and the
 rows that they need. So no shard holds the whole table.
 
 A shard first removes duplicates from its ids, so it sends each id, and the sum of the gradients of
-the id's row, once. Every pair of shards then exchanges at most C rows at a time (`_capacity`). If
-some pair has more rows to exchange, the exchange takes several rounds. Each round covers the same
-range of rows of every shard's part of the table, so all contributions to a row arrive in one round.
-If the ids are hashes, they are spread evenly, and one round is almost always enough.
+the id's row, once. Every pair of shards then exchanges at most C rows at a time (`_pair_capacity`).
+If any pair of shards has more rows to exchange, the exchange takes several rounds. Each round
+covers the same range of rows of every shard's part of the table, so all contributions to a row
+arrive in one round. If the ids are hashes, they are spread evenly, and one round is almost always
+enough.
 
 Letters: N ids of this shard, S shards, R rows of a shard's part of the table, C capacity, W width
 of a row, P = S · C rows that reach this shard in a round.
@@ -36,18 +37,18 @@ def look_up_rows(
     if not axes:
         return table_RW[ids_N].astype(dtype)
     axes, rows = tuple(axes), table_RW.shape[0]
-    unique_N, slot_N = _unique_ids_and_slots(ids_N, _num_rows(rows, axes))
-    plan = _plan_rounds(unique_N, rows, axes)
+    unique_N, slot_N = _unique_ids_and_slots(ids_N, _num_table_rows(rows, axes))
+    plan = _plan_exchange_rounds(unique_N, rows, axes)
 
     def read(round, found_NW):
-        index_SC, ids_SC = plan.ids_of_round(unique_N, round)
+        index_SC, ids_SC = plan.ids_to_send(unique_N, round)
         wanted_SC = jax.lax.all_to_all(ids_SC, axes, 0, 0, tiled=True)
         rows_SCW = table_RW[jnp.maximum(wanted_SC, 0)].astype(dtype)
         rows_SCW = jax.lax.all_to_all(rows_SCW, axes, 0, 0, tiled=True)
         return found_NW.at[index_SC].set(rows_SCW, mode="drop")
 
     empty_NW = jnp.zeros((len(ids_N), table_RW.shape[1]), dtype)
-    return jax.lax.fori_loop(0, plan.rounds, read, empty_NW)[slot_N]
+    return jax.lax.fori_loop(0, plan.round_count, read, empty_NW)[slot_N]
 
 
 def update_rows(
@@ -73,14 +74,14 @@ def update_rows(
         row. If `axes` is (), both have N entries.
     """
     axes = tuple(axes)
-    unique_N, slot_N = _unique_ids_and_slots(ids_N, _num_rows(rows, axes))
+    unique_N, slot_N = _unique_ids_and_slots(ids_N, _num_table_rows(rows, axes))
     sum_NW = jnp.zeros_like(gradient_NW).at[slot_N].add(gradient_NW)
     if not axes:
         return write(state, unique_N, sum_NW)
-    plan = _plan_rounds(unique_N, rows, axes)
+    plan = _plan_exchange_rounds(unique_N, rows, axes)
 
     def exchange(round, state):
-        index_SC, ids_SC = plan.ids_of_round(unique_N, round)
+        index_SC, ids_SC = plan.ids_to_send(unique_N, round)
         sent_SCW = sum_NW.at[index_SC].get(mode="fill", fill_value=0)
         ids_SC, sum_SCW = (
             jax.lax.all_to_all(x, axes, 0, 0, tiled=True) for x in (ids_SC, sent_SCW)
@@ -90,49 +91,49 @@ def update_rows(
         sum_PW = sum_SCW.reshape(len(ids_P), -1)
         return write(state, row_P, jnp.zeros_like(sum_PW).at[slot_P].add(sum_PW))
 
-    return jax.lax.fori_loop(0, plan.rounds, exchange, state)
+    return jax.lax.fori_loop(0, plan.round_count, exchange, state)
 
 
-class _Rounds(NamedTuple):
+class _ExchangeRounds(NamedTuple):
     """How an exchange is divided into rounds.
 
     Attributes:
-      rows: R.
-      axes: the mesh axes that split the rows.
-      capacity: C, the largest number of rows that a pair of shards exchanges in a round.
-      width: number of rows of each shard's part of the table that a round covers.
-      rounds: number of rounds.
+      rows_per_shard: R.
+      mesh_axes: the mesh axes that split the rows.
+      pair_capacity: C, the largest number of rows that a pair of shards exchanges in a round.
+      rows_per_round: number of rows of each shard's part of the table that a round covers.
+      round_count: number of rounds.
     """
 
-    rows: int
-    axes: tuple[str, ...]
-    capacity: int
-    width: jax.Array
-    rounds: jax.Array
+    rows_per_shard: int
+    mesh_axes: tuple[str, ...]
+    pair_capacity: int
+    rows_per_round: jax.Array
+    round_count: jax.Array
 
-    def ids_of_round(self, unique_N: jax.Array, round: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def ids_to_send(self, unique_N: jax.Array, round: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the ids that this shard sends to each shard in the round with the index `round`,
         as two arrays [S, C]. The first has the index of the id in `unique_N`, and N for an entry
         without an id. The second has the index of the id's row in the other shard's part of the
         table, and -1 for an entry without an id.
         """
-        first_S = jnp.arange(_num_shards(self.axes), dtype=jnp.int32) * self.rows
-        begin = jnp.minimum(round * self.width, self.rows)
-        end = jnp.minimum(begin + self.width, self.rows)
+        first_S = jnp.arange(_num_shards(self.mesh_axes), dtype=jnp.int32) * self.rows_per_shard
+        begin = jnp.minimum(round * self.rows_per_round, self.rows_per_shard)
+        end = jnp.minimum(begin + self.rows_per_round, self.rows_per_shard)
         begin_S, end_S = (jnp.searchsorted(unique_N, first_S + x) for x in (begin, end))
-        index_SC = begin_S[:, None] + jnp.arange(self.capacity)
+        index_SC = begin_S[:, None] + jnp.arange(self.pair_capacity)
         index_SC = jnp.where(index_SC < end_S[:, None], index_SC, len(unique_N))
         ids_SC = unique_N.at[index_SC].get(mode="fill", fill_value=-1)
         return index_SC, jnp.where(ids_SC < 0, -1, ids_SC - first_S[:, None])
 
 
-def _plan_rounds(unique_N: jax.Array, rows: int, axes: tuple[str, ...]) -> _Rounds:
+def _plan_exchange_rounds(unique_N: jax.Array, rows: int, axes: tuple[str, ...]) -> _ExchangeRounds:
     """Divides the exchange of the sorted ids `unique_N` (the first result of
-    `_unique_ids_and_slots`) into rounds. It halves the width of a round until no pair of shards
-    exchanges more rows than the capacity.
+    `_unique_ids_and_slots`) into rounds. The function halves the number of rows of a round until no
+    pair of shards exchanges more rows than the capacity.
     """
     shards, ids = _num_shards(axes), len(unique_N)
-    capacity = _capacity(ids, shards)
+    capacity = _pair_capacity(ids, shards)
     owner_N, within_N = unique_N // rows, unique_N % rows
     number_N = jnp.arange(ids)
 
@@ -154,11 +155,11 @@ def _plan_rounds(unique_N: jax.Array, rows: int, axes: tuple[str, ...]) -> _Roun
         lambda carry: ((carry[0] + 1) // 2, exceeds((carry[0] + 1) // 2)),
         (jnp.int32(rows), exceeds(jnp.int32(rows))),
     )
-    return _Rounds(rows, axes, capacity, width, -(-rows // width))
+    return _ExchangeRounds(rows, axes, capacity, width, -(-rows // width))
 
 
-def _capacity(ids: int, shards: int) -> int:
-    """Returns C, the largest number of rows that a pair of shards exchanges in a round. It is the
+def _pair_capacity(ids: int, shards: int) -> int:
+    """Returns C, the largest number of rows that a pair of shards exchanges in a round. C is the
     mean number of rows of a pair, plus six standard deviations of a Poisson distribution with this
     mean, plus 1, but at most `ids`, the number of ids of a shard.
     """
@@ -183,6 +184,6 @@ def _num_shards(axes: tuple[str, ...]) -> int:
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
-def _num_rows(rows: int, axes: tuple[str, ...]) -> int:
+def _num_table_rows(rows: int, axes: tuple[str, ...]) -> int:
     """Returns the number of rows of the whole table."""
     return rows * _num_shards(axes)

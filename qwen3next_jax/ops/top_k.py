@@ -9,7 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.blocks import save_for_backward
-from qwen3next_jax.ops.implementations import Chosen, Form, choose
+from qwen3next_jax.ops.implementations import (
+    ChosenImplementation,
+    XlaImplementation,
+    choose_implementation,
+)
 
 
 def top_k(x_RE: jax.Array, count: int, name: str) -> tuple[jax.Array, jax.Array]:
@@ -25,20 +29,25 @@ def top_k(x_RE: jax.Array, count: int, name: str) -> tuple[jax.Array, jax.Array]
         this function, because the gradient reads the indices, and a policy saves only the very
         array that has the name.
     """
-    return _operator(choose("top_k", None, FORMS, x_RE=x_RE, count=count), count, name, x_RE)
+    return _differentiable_top_k(
+        choose_implementation("top_k", None, XLA_IMPLEMENTATIONS, x_RE=x_RE, count=count),
+        count,
+        name,
+        x_RE,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _operator(chosen: Chosen, count: int, name: str, x_RE):
-    return _forward(chosen, count, name, x_RE)[0]
+def _differentiable_top_k(chosen: ChosenImplementation, count: int, name: str, x_RE):
+    return _top_k_forward(chosen, count, name, x_RE)[0]
 
 
-def _forward(chosen: Chosen, count: int, name: str, x_RE):
+def _top_k_forward(chosen: ChosenImplementation, count: int, name: str, x_RE):
     results = save_for_backward(chosen.function_named("top_k")(x_RE, count), name)
     return results, (results[1], x_RE.shape[1])
 
 
-def _backward(chosen: Chosen, count: int, name: str, saved, gradients):
+def _top_k_backward(chosen: ChosenImplementation, count: int, name: str, saved, gradients):
     index_RA, numbers = saved
     gradient_RA, _ = gradients
     number_E = jnp.arange(numbers)
@@ -50,7 +59,7 @@ def _backward(chosen: Chosen, count: int, name: str, saved, gradients):
     return (gradient_RE,)
 
 
-_operator.defvjp(_forward, _backward)
+_differentiable_top_k.defvjp(_top_k_forward, _top_k_backward)
 
 
-FORMS = (Form("xla", ("cpu", "gpu", "tpu"), dict(top_k=jax.lax.top_k)),)
+XLA_IMPLEMENTATIONS = (XlaImplementation("xla", ("cpu", "gpu", "tpu"), dict(top_k=jax.lax.top_k)),)

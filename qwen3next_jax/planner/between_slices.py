@@ -6,8 +6,8 @@ batch on the backward pass is long enough to hide it.
                        (S - 1)/S · n · (b + 4) bytes
 
 Here S is the number of slices, n the number of parameters that a device stores, and b the bytes of
-a number of `parallel.slice_gradients`. The bytes do not depend on the batch, and the time of the
-backward pass is in proportion to it.
+a number of `parallel.slice_gradients`. The bytes do not depend on the batch size; the time of the
+backward pass is proportional to the batch size.
 """
 
 import math
@@ -35,7 +35,7 @@ class SliceTraffic(NamedTuple):
       bytes: the bytes that leave the device.
       seconds: the time that they take at the peak of the network between slices.
       hidden_from_rows: the smallest number of rows of a batch with which the backward pass of the
-        last micro-batch takes as long, at realistic rates of its products.
+        last micro-batch takes as long as this traffic, at realistic rates of its products.
     """
 
     bytes: float
@@ -43,7 +43,7 @@ class SliceTraffic(NamedTuple):
     hidden_from_rows: int
 
 
-def crossing_bytes(stored: float, slices: int, parallel: ParallelConfig) -> float:
+def bytes_between_slices(stored: float, slices: int, parallel: ParallelConfig) -> float:
     """Returns the bytes that a device sends to other slices in a step.
 
     Args:
@@ -55,19 +55,19 @@ def crossing_bytes(stored: float, slices: int, parallel: ParallelConfig) -> floa
     return (slices - 1) / slices * stored * both_ways
 
 
-def crossing_seconds(sent: float, chip: Chip) -> float:
+def seconds_between_slices(sent: float, chip: Chip) -> float:
     """Returns the seconds in which a device sends these bytes to other slices.
 
     Raises:
       UserError: the bandwidth between slices of this chip is not known.
     """
-    if not chip.slice_bandwidth:
-        known = ", ".join(name for name, c in CHIPS.items() if c.slice_bandwidth)
+    if not chip.inter_slice_bandwidth:
+        known = ", ".join(name for name, c in CHIPS.items() if c.inter_slice_bandwidth)
         raise UserError(
             f"--slices: the bandwidth between slices of {chip.name} is not published: expected one "
             f"of {known}"
         )
-    return sent * chip.devices_per_chip / chip.slice_bandwidth
+    return sent * chip.devices_per_chip / chip.inter_slice_bandwidth
 
 
 def predict_slice_traffic(
@@ -83,8 +83,8 @@ def predict_slice_traffic(
     Args:
       stored: number of parameters that a device stores.
     """
-    sent = crossing_bytes(stored, mesh.shape[SLICE], parallel)
-    seconds = crossing_seconds(sent, topology.chip)
+    sent = bytes_between_slices(stored, mesh.shape[SLICE], parallel)
+    seconds = seconds_between_slices(sent, topology.chip)
     flops = forward_flops_per_token(model, train.sequence_length)
     grouped = flops.get("experts", 0.0)
     dense = sum(flops.values()) - grouped

@@ -3,7 +3,7 @@ reach. It also counts costs that the other two cost models leave out, listed her
 
 - An instruction takes the longest of three times: the measured seconds for its bytes through HBM,
   the measured seconds for the FLOPs of its products, and the cycles of its schedule. Measured
-  seconds include the start of a kernel (`Curve`).
+  seconds include the start of a kernel (`SecondsCurve`).
 - A collective takes a fixed start time, and then sends its bytes at the rate that a link was
   measured to reach.
 - The links along one dimension of the torus are one resource. Collectives over different mesh axes
@@ -25,7 +25,7 @@ reach. It also counts costs that the other two cost models leave out, listed her
   rest.
 
 `RATES` has the rates and says where each comes from. For a chip without a measurement it uses the
-nearest chip with one, scaled by the published peaks; `ChipRates.sources` says so.
+nearest chip with one, scaled by the published peaks; `ChipRates.rate_sources` says so.
 
 Like the other cost models, the prediction leaves out stalls inside a schedule, input data, and
 checkpoints.
@@ -42,7 +42,7 @@ from qwen3next_jax.planner.compiled import (
     collective_kind,
     fused_collective,
     hbm_bytes,
-    host_bytes,
+    host_transfer_bytes,
     instruction_flops,
     permuted_pairs,
     read_collective,
@@ -50,45 +50,63 @@ from qwen3next_jax.planner.compiled import (
 from qwen3next_jax.planner.expert_load import (
     ExpertLayout,
     assumed_expert_load,
-    expert_layout,
-    expert_load,
     find_expert_kernel,
+    mean_expert_load,
+    parse_expert_layout,
 )
-from qwen3next_jax.planner.grouped_products import GroupedProduct, grouped_product
+from qwen3next_jax.planner.grouped_products import GroupedProductCall, parse_grouped_product
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
-from qwen3next_jax.planner.roofline import COMPUTE, HBM, Costs, Network, Simulation, Timeline
+from qwen3next_jax.planner.roofline import (
+    COMPUTE,
+    HBM,
+    ComputationCosts,
+    Network,
+    Simulation,
+    Timeline,
+)
 from qwen3next_jax.planner.schedule import Schedule
 from qwen3next_jax.sharding.chips import CHIPS, Chip
 
+# The loops of the experts whose length depends on the router: {the function that makes the loop:
+# the field of `ExpertLoad` with its mean number of iterations}.
+TRIPS_BY_FUNCTION = {
+    "_loop_over_overflowing_experts": "experts_beyond",
+    "_loop_over_overflow_choices": "steps_beyond",
+    "_AllToAllExperts._run_all_rounds": "rounds",
+}
+
 
 @dataclasses.dataclass(frozen=True)
-class Curve:
+class SecondsCurve:
     """Measured seconds by size, where a size is a number of FLOPs or of bytes. Seconds between two
-    points are interpolated. Beyond the last point, they grow at the last point's mean rate.
+    points are interpolated. Beyond the last point, the seconds grow at the last point's mean rate.
 
     Attributes:
-      start: seconds of a kernel of size 0, in which no work is done.
-      points: (size, seconds), by size.
+      empty_kernel_seconds: seconds of a kernel of size 0, in which no work is done.
+      size_and_seconds_points: (size, seconds), by size.
     """
 
-    start: float
-    points: tuple[tuple[float, float], ...]
+    empty_kernel_seconds: float
+    size_and_seconds_points: tuple[tuple[float, float], ...]
 
     def seconds(self, size: float) -> float:
         """Returns the seconds of one instruction of this size; 0 for size 0."""
         if not size:
             return 0.0
-        last_size, last_seconds = self.points[-1]
+        last_size, last_seconds = self.size_and_seconds_points[-1]
         if size >= last_size:
             return last_seconds * size / last_size
-        sizes, seconds = zip((0.0, self.start), *self.points)
+        sizes, seconds = zip((0.0, self.empty_kernel_seconds), *self.size_and_seconds_points)
         return float(np.interp(size, sizes, seconds))
 
-    def scaled(self, factor: float) -> "Curve":
+    def scaled_to_peak(self, factor: float) -> "SecondsCurve":
         """Returns the curve of a chip whose peak rate is `factor` times as high: `factor` times the
         size takes the same seconds.
         """
-        return Curve(self.start, tuple((factor * size, seconds) for size, seconds in self.points))
+        return SecondsCurve(
+            self.empty_kernel_seconds,
+            tuple((factor * size, seconds) for size, seconds in self.size_and_seconds_points),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,37 +114,37 @@ class ChipRates:
     """Measured rates of one JAX device of a chip, or of its links.
 
     Attributes:
-      products: seconds by FLOPs of a matrix product in bfloat16.
-      hbm: seconds by bytes read and written.
-      link_share: the share of a link's published bandwidth that a long transfer reaches.
-      collective_start: seconds before a collective's first byte.
-      step_start: seconds that a step of a kernel's grid takes beyond its products at the published
-        peak.
+      product_curve: seconds by FLOPs of a matrix product in bfloat16.
+      hbm_curve: seconds by bytes read and written.
+      reached_link_share: the share of a link's published bandwidth that a long transfer reaches.
+      collective_start_seconds: seconds before a collective's first byte.
+      grid_step_start_seconds: seconds that a step of a kernel's grid takes beyond its products at
+        the published peak.
       host_bandwidth: bytes/s of one direction between the device and the memory of its host.
-      sources: {name of a rate: where it was measured, or from which chip it was taken: "… the
+      rate_sources: {name of a rate: where it was measured, or from which chip it was taken: "… the
         nearest, CHIP"}.
     """
 
-    products: Curve
-    hbm: Curve
-    link_share: float
-    collective_start: float
-    step_start: float
+    product_curve: SecondsCurve
+    hbm_curve: SecondsCurve
+    reached_link_share: float
+    collective_start_seconds: float
+    grid_step_start_seconds: float
     host_bandwidth: float
-    sources: Mapping[str, str]
+    rate_sources: Mapping[str, str]
 
     @property
-    def taken_from_others(self) -> list[str]:
+    def rates_taken_from_nearest_chip(self) -> list[str]:
         """For each rate that was not measured on this chip, a sentence that names the chip from
         which it was taken.
         """
-        return [source for source in self.sources.values() if "the nearest" in source]
+        return [source for source in self.rate_sources.values() if "the nearest" in source]
 
 
 # seconds of a kernel that does nothing: the time that copies below 16 MB on TPU7x take beyond their
 # bytes at 3,210 GB/s
 _START = 1.7e-6
-_TPU7X_PRODUCTS = Curve(
+_TPU7X_PRODUCTS = SecondsCurve(
     _START,
     tuple(
         (2.0 * n**3, 2.0 * n**3 / rate)
@@ -134,7 +152,7 @@ _TPU7X_PRODUCTS = Curve(
     ),
 )
 # A copy of an array of `size` bytes reads and writes `size` bytes.
-_TPU7X_HBM = Curve(
+_TPU7X_HBM = SecondsCurve(
     _START,
     tuple(
         (2.0 * size, 2.0 * size / rate)
@@ -156,12 +174,12 @@ _BYTES = 2  # of an element of rows and matrices in a grouped product
 # grouped products (benchmarks/planner/kernel_validation.py)
 _STEP_STARTS = {"v5p": 0.27e-6, "tpu7x": 0.7e-6}
 _STEPS = "openxla/tokamax data/autotuning, pallas_mosaic_tpu_ragged_dot"
-_V6E_PRODUCTS = Curve(_START, ((2.0 * 8192**3, 1.3288e-3),))
+_V6E_PRODUCTS = SecondsCurve(_START, ((2.0 * 8192**3, 1.3288e-3),))
 _MICROBENCHMARKS = "AI-Hypercomputer/tpu-recipes microbenchmarks"
 _PERMUTES = "marin-community/marin#6736, ppermute"
 
 
-def _relative_peak(measured: str, name: str, rate: str) -> float:
+def _relative_peak_rate(measured: str, name: str, rate: str) -> float:
     """Returns the published peak rate of a device of the chip `name`, relative to `measured`."""
     peak = {
         "products": lambda chip: chip.device_flops,
@@ -170,7 +188,7 @@ def _relative_peak(measured: str, name: str, rate: str) -> float:
     return peak(CHIPS[name]) / peak(CHIPS[measured])
 
 
-def _unmeasured_source(rate: str, measured: str) -> str:
+def _source_of_unmeasured_rate(rate: str, measured: str) -> str:
     return f"no {rate} measured: the nearest, {measured}, scaled by the published peaks"
 
 
@@ -191,15 +209,15 @@ def _rates_without_hbm_curve(
         nearest.
     """
     return ChipRates(
-        products=_V6E_PRODUCTS.scaled(_relative_peak("v6e", name, "products")),
-        hbm=_TPU7X_HBM.scaled(_relative_peak("tpu7x", name, "hbm")),
-        link_share=link_share,
-        collective_start=collective_start,
-        step_start=_STEP_STARTS[steps],
+        product_curve=_V6E_PRODUCTS.scaled_to_peak(_relative_peak_rate("v6e", name, "products")),
+        hbm_curve=_TPU7X_HBM.scaled_to_peak(_relative_peak_rate("tpu7x", name, "hbm")),
+        reached_link_share=link_share,
+        collective_start_seconds=collective_start,
+        grid_step_start_seconds=_STEP_STARTS[steps],
         host_bandwidth=CHIPS[name].host_bandwidth,
-        sources={
-            "products": products or _unmeasured_source("product", "v6e"),
-            "hbm": _unmeasured_source("HBM curve", "tpu7x"),
+        rate_sources={
+            "products": products or _source_of_unmeasured_rate("product", "v6e"),
+            "hbm": _source_of_unmeasured_rate("HBM curve", "tpu7x"),
             "network": network,
             "steps": _STEPS
             if steps == name
@@ -211,14 +229,14 @@ def _rates_without_hbm_curve(
 
 RATES: dict[str, ChipRates] = {
     "tpu7x": ChipRates(
-        products=_TPU7X_PRODUCTS,
-        hbm=_TPU7X_HBM,
+        product_curve=_TPU7X_PRODUCTS,
+        hbm_curve=_TPU7X_HBM,
         # 178.8 of 200 GB/s over two links; 1.6 MB at 71.8 GB/s take 13.5 µs longer than at 178.8
-        link_share=0.894,
-        collective_start=13.5e-6,
-        step_start=_STEP_STARTS["tpu7x"],
+        reached_link_share=0.894,
+        collective_start_seconds=13.5e-6,
+        grid_step_start_seconds=_STEP_STARTS["tpu7x"],
         host_bandwidth=CHIPS["v6e"].host_bandwidth / CHIPS["tpu7x"].devices_per_chip,
-        sources={
+        rate_sources={
             "products": "AI-Hypercomputer/accelerator-microbenchmarks, gemm",
             "hbm": f"{_MICROBENCHMARKS}/ironwood/hbm",
             "network": f"{_MICROBENCHMARKS}/ironwood/collectives, all-gather on 2x2x1",
@@ -237,15 +255,15 @@ RATES: dict[str, ChipRates] = {
     ),
     "v5p": _rates_without_hbm_curve("v5p", 0.863, 4.55e-6, _PERMUTES, "", "v5p"),
     "v5e": _rates_without_hbm_curve(
-        "v5e", 0.868, 2.29e-6, _unmeasured_source("link", "v6e"), "", "v5p"
+        "v5e", 0.868, 2.29e-6, _source_of_unmeasured_rate("link", "v6e"), "", "v5p"
     ),
     "v4": _rates_without_hbm_curve(
-        "v4", 0.863, 4.55e-6, _unmeasured_source("link", "v5p"), "", "v5p"
+        "v4", 0.863, 4.55e-6, _source_of_unmeasured_rate("link", "v5p"), "", "v5p"
     ),
 }
 
 
-def rates_of(chip: Chip) -> ChipRates:
+def rates_of_chip(chip: Chip) -> ChipRates:
     """Returns the measured rates of a kind of chip.
 
     Raises:
@@ -273,12 +291,14 @@ class CalibratedTimeline(Timeline):
         # {name of the starting instruction: dimensions of the torus over whose links it sends}
         self._over: dict[str, tuple[int, ...]] = {}
 
-    def add(self, seconds: float, costs: Costs, times: float = 1) -> None:
-        super().add(seconds, costs, times)
-        self.serve_transfers(times * (seconds - costs.waits[HBM]))
+    def add_computation(self, seconds: float, costs: ComputationCosts, times: float = 1) -> None:
+        super().add_computation(seconds, costs, times)
+        self.spend_hbm_time_on_transfers(times * (seconds - costs.seconds_by_resource[HBM]))
 
-    def serve_transfers(self, seconds: float) -> None:
-        """Lets the transfers use HBM for `seconds`. They share it evenly, while they need it."""
+    def spend_hbm_time_on_transfers(self, seconds: float) -> None:
+        """Lets the transfers use HBM for `seconds`. The transfers share this time evenly, until
+        each has had the time that it needs.
+        """
         while self.backlog:
             share = seconds / len(self.backlog)
             used = min(share, *self.backlog.values())
@@ -288,7 +308,7 @@ class CalibratedTimeline(Timeline):
             if used == share:
                 return
 
-    def start_on_links(
+    def start_link_transfer(
         self, name: str, seconds: float, resource: str, source: str, dimensions: Sequence[int]
     ) -> None:
         """Starts a transfer over the links along `dimensions` of the torus."""
@@ -298,8 +318,8 @@ class CalibratedTimeline(Timeline):
 
     def occupy_links(self, dimensions: Sequence[int], seconds: float) -> float:
         """Lets a transfer use the links along these dimensions for `seconds`, and returns the time
-        at which it finishes. It waits for the transfers before it, or, if it is shorter than what
-        is left of them, shares the links with them.
+        at which it finishes. The transfer waits for the transfers before it, or, if it is shorter
+        than the rest of these transfers, shares the links with them.
         """
         free = max([self.now, *(self._free[d] for d in dimensions)])
         if seconds >= free - self.now:
@@ -316,30 +336,32 @@ class CalibratedTimeline(Timeline):
             self._free[d] = max(self._free[d], self.now + 2 * seconds)
         return self.now + 2 * seconds
 
-    def start_copy(self, name: str, seconds: float, source: str) -> None:
+    def start_hbm_copy(self, name: str, seconds: float, source: str) -> None:
         """Starts a copy that needs `seconds` of HBM time."""
         self.backlog[name] = seconds
         self._pending[name] = self.now, HBM, source
 
-    def rename(self, name: str, new: str) -> bool:
+    def rename_transfer(self, name: str, new: str) -> bool:
         if name in self._over:
             self._over[new] = self._over.pop(name)
         self.backlog = {new if key == name else key: left for key, left in self.backlog.items()}
-        return super().rename(name, new)
+        return super().rename_transfer(name, new)
 
-    def finish(self, name: str) -> bool:
+    def finish_transfer(self, name: str) -> bool:
         if name not in self._pending:
             return False
         _, _, source = self._pending[name]
         before = self.now
-        super().finish(name)
-        self.serve_transfers(self.now - before)  # while it waited for the network, HBM was free
+        super().finish_transfer(name)
+        self.spend_hbm_time_on_transfers(
+            self.now - before
+        )  # while it waited for the network, HBM was free
         if name in self.backlog:
             own = self.backlog.pop(name)
             # while this one ends, each of the others gets as much, or all that it needs
             left = own + sum(min(own, other) for other in self.backlog.values())
-            self.serve_transfers(left - own)
-            self.wait(left, HBM, source)
+            self.spend_hbm_time_on_transfers(left - own)
+            self.spend_on_resource(left, HBM, source)
         return True
 
 
@@ -356,12 +378,12 @@ class CalibratedSimulation(Simulation):
         source: Callable[[Instruction], str],
         skew: float = 0.0,
     ):
-        self.rates, self.skew = rates_of(chip), skew
+        self.rates, self.skew = rates_of_chip(chip), skew
         self.load = assumed_expert_load(program, network.mesh, skew)
         measured = dataclasses.replace(
             chip,
-            link_bandwidth=chip.link_bandwidth * self.rates.link_share,
-            die_bandwidth=chip.die_bandwidth * self.rates.link_share,
+            link_bandwidth=chip.link_bandwidth * self.rates.reached_link_share,
+            die_to_die_bandwidth=chip.die_to_die_bandwidth * self.rates.reached_link_share,
         )
         network = copy.copy(network)
         network.chip = measured
@@ -371,16 +393,16 @@ class CalibratedSimulation(Simulation):
         return CalibratedTimeline()
 
     def _product_seconds(self, flops: float) -> float:
-        return self.rates.products.seconds(flops)
+        return self.rates.product_curve.seconds(flops)
 
     def _hbm_seconds(self, moved: float) -> float:
-        return self.rates.hbm.seconds(moved)
+        return self.rates.hbm_curve.seconds(moved)
 
-    def _collective_cost(
+    def _collective_resource_and_seconds(
         self, computation: Computation, instruction: Instruction
     ) -> tuple[str, float]:
-        resource, seconds = super()._collective_cost(computation, instruction)
-        return resource, seconds and self.rates.collective_start + seconds
+        resource, seconds = super()._collective_resource_and_seconds(computation, instruction)
+        return resource, seconds and self.rates.collective_start_seconds + seconds
 
     def _run_collective(
         self,
@@ -389,22 +411,22 @@ class CalibratedSimulation(Simulation):
         instruction: Instruction,
         source: str,
     ) -> None:
-        resource, seconds = self._collective_cost(computation, instruction)
-        dimensions = self._torus_dimensions(computation, instruction)
+        resource, seconds = self._collective_resource_and_seconds(computation, instruction)
+        dimensions = self._torus_dimensions_used(computation, instruction)
         name = instruction.name
-        timeline.start_on_links(name, seconds, resource, source, dimensions)
-        sent = read_collective(computation, instruction, self.network.mesh).sent
+        timeline.start_link_transfer(name, seconds, resource, source, dimensions)
+        sent = read_collective(computation, instruction, self.network.mesh).sent_bytes
         if sent:
-            timeline.backlog[name] = self._hbm_rate_seconds(2 * sent)
+            timeline.backlog[name] = self._long_transfer_seconds(2 * sent)
         if not instruction.opcode.endswith("-start"):
-            timeline.finish(name)
+            timeline.finish_transfer(name)
 
-    def _hbm_rate_seconds(self, moved: float) -> float:
+    def _long_transfer_seconds(self, moved: float) -> float:
         """Returns the seconds of a long transfer through HBM: it starts no kernel."""
-        size, seconds = self.rates.hbm.points[-1]
+        size, seconds = self.rates.hbm_curve.size_and_seconds_points[-1]
         return moved * seconds / size
 
-    def _start_call(
+    def _start_async_call(
         self,
         timeline: CalibratedTimeline,
         instruction: Instruction,
@@ -414,18 +436,20 @@ class CalibratedSimulation(Simulation):
     ) -> None:
         dimensions = {
             d
-            for step in self.program.walk(instruction.called[0])
+            for step in self.program.walk(instruction.called_computations[0])
             if collective_kind(step.instruction)
-            for d in self._torus_dimensions(step.computation, step.instruction)
+            for d in self._torus_dimensions_used(step.computation, step.instruction)
         }
         if dimensions:
-            timeline.start_on_links(instruction.name, seconds, resource, source, sorted(dimensions))
+            timeline.start_link_transfer(
+                instruction.name, seconds, resource, source, sorted(dimensions)
+            )
         elif resource == HBM:
-            timeline.start_copy(instruction.name, seconds, source)
+            timeline.start_hbm_copy(instruction.name, seconds, source)
         else:
-            timeline.start(instruction.name, seconds, resource, source)
+            timeline.start_transfer(instruction.name, seconds, resource, source)
 
-    def _start_copy(
+    def _start_async_copy(
         self,
         timeline: CalibratedTimeline,
         computation: Computation,
@@ -433,35 +457,37 @@ class CalibratedSimulation(Simulation):
         moved: float,
         source: str,
     ) -> None:
-        if of_host := host_bytes(computation, instruction):
-            copied_to_host = instruction.opcode == "copy-start" and instruction.shapes[0].in_host
+        if of_host := host_transfer_bytes(computation, instruction):
+            copied_to_host = (
+                instruction.opcode == "copy-start" and instruction.shapes[0].in_host_memory
+            )
             updates_host = instruction.opcode == "dynamic-update-slice-start"
             direction = "to" if copied_to_host or updates_host else "from"
             seconds = of_host / self.rates.host_bandwidth
-            timeline.start(instruction.name, seconds, f"copies {direction} the host", source)
-            timeline.backlog[instruction.name] = self._hbm_rate_seconds(moved)
+            timeline.start_transfer(
+                instruction.name, seconds, f"copies {direction} the host", source
+            )
+            timeline.backlog[instruction.name] = self._long_transfer_seconds(moved)
         else:
-            timeline.start_copy(instruction.name, self._hbm_rate_seconds(moved), source)
+            timeline.start_hbm_copy(instruction.name, self._long_transfer_seconds(moved), source)
 
     def _loop_trips(self, computation: Computation, loop: Instruction) -> float:
         load = self.load
-        if load is None or self.program.trips(computation, loop) is not None:
+        if load is None or self.program.loop_trips(computation, loop) is not None:
             return super()._loop_trips(computation, loop)
-        loops = {
-            "_for_experts_beyond": load.experts_beyond,
-            "_for_choices_beyond": load.steps_beyond,
-            "_AllToAllExperts._rounds": load.rounds,
-        }
-        return loops.get(self.program.source_function(loop).split(" ")[-1], 1)
+        trips = TRIPS_BY_FUNCTION.get(self.program.source_function(loop).split(" ")[-1])
+        return getattr(load, trips) if trips else 1
 
-    def _seconds_of(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
-        seconds_of = super()._seconds_of(computation, instruction)
+    def _seconds_by_resource(
+        self, computation: Computation, instruction: Instruction
+    ) -> dict[str, float]:
+        seconds_of = super()._seconds_by_resource(computation, instruction)
         if found := find_expert_kernel(self.program, computation, instruction):
-            layout = expert_layout(*found, self.network.mesh)
+            layout = parse_expert_layout(*found, self.network.mesh)
             in_steps = self._expert_kernel_seconds(layout, computation, instruction, found[1].name)
             seconds_of[COMPUTE] = max(seconds_of[COMPUTE], in_steps)
-            seconds_of[COMPUTE] *= expert_load(layout, self.skew).used
-        if product := grouped_product(self.program, computation, instruction):
+            seconds_of[COMPUTE] *= mean_expert_load(layout, self.skew).used
+        if product := parse_grouped_product(self.program, computation, instruction):
             seconds_of[COMPUTE] = self._grouped_product_seconds(product, instruction)
         return seconds_of
 
@@ -472,77 +498,87 @@ class CalibratedSimulation(Simulation):
         for each tile of rows. The cores share the tiles. For the gradients of the matrices, each
         core goes through all tiles, and computes its part of each matrix.
         """
-        cores = self._core_count(instruction)
+        cores = self._cores_sharing_work(instruction)
         steps = (
-            layout.tiles if kernel.startswith("expert_backward_weights") else layout.tiles / cores
+            layout.tile_count
+            if kernel.startswith("expert_backward_weights")
+            else layout.tile_count / cores
         )
         flops = instruction_flops(self.program, computation, instruction)
         return steps * self._grid_step_seconds(flops / (steps * cores))
 
-    def _grouped_product_seconds(self, product: GroupedProduct, instruction: Instruction) -> float:
+    def _grouped_product_seconds(
+        self, product: GroupedProductCall, instruction: Instruction
+    ) -> float:
         """Returns the seconds of a kernel for grouped products. The cores share the tiles of
         columns, the axis of the grid that megablox marks as parallel (of XLA's kernel this is
         assumed). With an odd number of tiles, one core waits while the other computes the last.
         """
-        cores = self._core_count(instruction)
-        rows, width, columns = product.tile
-        along_width, along_columns = product.steps[0], -(-product.steps[1] // cores)
-        steps = product.visits * along_width * along_columns
+        cores = self._cores_sharing_work(instruction)
+        rows, width, columns = product.step_tile
+        along_width, along_columns = (
+            product.width_and_column_tiles[0],
+            -(-product.width_and_column_tiles[1] // cores),
+        )
+        steps = product.tile_visits * along_width * along_columns
         step = self._grid_step_seconds(2.0 * rows * width * columns)
         seconds = steps * step
-        if product.of_matrices:
+        if product.computes_matrix_gradients:
             # It sets the sums of each group to zero and writes them at the end.
-            blocks = product.groups * along_width * along_columns
+            blocks = product.group_count * along_width * along_columns
             seconds += blocks * self._vector_seconds(width * columns)
         else:
             # It adds the result of each step to sums, half of it while the matrix unit works.
             seconds += steps * self._vector_seconds(rows * columns) / 2
             # While one step runs, the rows and the block of a matrix of the next one are fetched.
-            blocks = product.groups * along_columns if along_width == 1 else steps
+            blocks = product.group_count * along_columns if along_width == 1 else steps
             fetched = _BYTES * width * (rows + columns) * cores
-            seconds += blocks * max(0.0, self._hbm_rate_seconds(fetched) - step)
+            seconds += blocks * max(0.0, self._long_transfer_seconds(fetched) - step)
         schedule = self.schedules.get(instruction.name)
-        if schedule and product.schedule_is_step:
-            seconds = max(seconds, steps * schedule.cycles / self.chip.clock)
+        if schedule and product.schedule_is_one_step:
+            seconds = max(seconds, steps * schedule.cycles / self.chip.clock_hz)
         return seconds
 
-    def _core_count(self, instruction: Instruction) -> int:
+    def _cores_sharing_work(self, instruction: Instruction) -> int:
         """Returns the number of cores that share the work of an instruction."""
         schedule = self.schedules.get(instruction.name)
-        return schedule.cores if schedule else self.chip.cores
+        return schedule.cores if schedule else self.chip.cores_per_device
 
     def _grid_step_seconds(self, flops: float) -> float:
         """Returns the seconds of a step of a kernel's grid that has so many FLOPs of products."""
-        return flops * self.chip.cores / self.chip.device_flops + self.rates.step_start
+        return (
+            flops * self.chip.cores_per_device / self.chip.device_flops
+            + self.rates.grid_step_start_seconds
+        )
 
     def _vector_seconds(self, elements: int) -> float:
         """Returns the seconds that the vector unit takes to compute with so many elements."""
-        return elements / (_VECTOR_WIDTH * self.chip.clock)
+        return elements / (_VECTOR_WIDTH * self.chip.clock_hz)
 
-    def _run_work(
+    def _run_synchronously(
         self,
         timeline: CalibratedTimeline,
         computation: Computation,
         instruction: Instruction,
         source: str,
     ) -> None:
-        seconds_of = self._seconds_of(computation, instruction)
+        seconds_of = self._seconds_by_resource(computation, instruction)
         if fused := fused_collective(self.program, instruction):
-            resource, seconds = self._collective_cost(*fused)
-            dimensions = self._torus_dimensions(*fused)
+            resource, seconds = self._collective_resource_and_seconds(*fused)
+            dimensions = self._torus_dimensions_used(*fused)
             seconds_of[resource] = timeline.occupy_links(dimensions, seconds) - timeline.now
         longest = max(seconds_of, key=seconds_of.get)
         seconds = seconds_of[longest]
-        timeline.wait(
+        timeline.spend_on_resource(
             seconds,
             longest,
             source,
             hbm_bytes=hbm_bytes(self.program, computation, instruction),
             flops=instruction_flops(self.program, computation, instruction),
         )
-        timeline.serve_transfers(seconds - seconds_of[HBM])
+        timeline.spend_hbm_time_on_transfers(seconds - seconds_of[HBM])
 
-    def _torus_dimensions(
+    def _torus_dimensions_used(
         self, computation: Computation, instruction: Instruction
     ) -> tuple[int, ...]:
         """Returns the dimensions of the torus over whose links a collective sends."""
@@ -553,19 +589,19 @@ class CalibratedSimulation(Simulation):
                 for pairs in permuted_pairs(instruction).T
             )
             return tuple(int(d) for d in np.flatnonzero(np.any(at != to, axis=0)))
-        return dimensions_along(
+        return torus_dimensions_of_axes(
             self.network, read_collective(computation, instruction, self.network.mesh).axes
         )
 
 
-def dimensions_along(network: Network, axes: Sequence[str]) -> tuple[int, ...]:
+def torus_dimensions_of_axes(network: Network, axes: Sequence[str]) -> tuple[int, ...]:
     """Returns the dimensions of the torus along which a group of devices over mesh axes lies."""
     group = tuple(slice(None) if name in axes else 0 for name in network.mesh.axis_names)
     places = network.coordinates[group].reshape(-1, network.coordinates.shape[-1])
     return tuple(int(d) for d in np.flatnonzero(np.ptp(places, axis=0)))
 
 
-def shared_seconds(network: Network, seconds: Mapping[tuple[str, ...], float]) -> float:
+def busiest_link_seconds(network: Network, seconds: Mapping[tuple[str, ...], float]) -> float:
     """Returns the seconds for which the busiest links are needed.
 
     Args:
@@ -573,6 +609,6 @@ def shared_seconds(network: Network, seconds: Mapping[tuple[str, ...], float]) -
     """
     busy = [0.0] * len(network.shape)
     for axes, needed in seconds.items():
-        for d in dimensions_along(network, axes):
+        for d in torus_dimensions_of_axes(network, axes):
             busy[d] += needed
     return max(*busy, *seconds.values(), 0.0)

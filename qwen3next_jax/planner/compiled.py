@@ -48,26 +48,27 @@ class Collective(NamedTuple):
       kind: one of COLLECTIVES.
       axes: the mesh axes over which the devices exchange data, in the mesh's order. For a
         permutation, these are the axes along which source and target differ in at least one pair.
-      group: number of devices that exchange data with each other. For a permutation it is the
+      group_size: number of devices that exchange data with each other. For a permutation it is the
         number of devices that send or receive.
-      sent: bytes that leave each device when the collective runs once, with the best algorithm on a
-        ring of n devices. For an operand of S bytes on each device it is (n - 1) S for all-gather,
-        (n - 1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for all-reduce, and S for a
-        permutation or a broadcast. For a ragged all-to-all, S is the size of the smaller of its two
-        buffers (input and output), because the larger one has additional room for an uneven load.
-      times: how often the collective runs in one run of the program.
+      sent_bytes: bytes that leave each device when the collective runs once, with the best
+        algorithm on a ring of n devices. For an operand of S bytes on each device it is (n - 1) S
+        for all-gather, (n - 1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for all-reduce,
+        and S for a permutation or a broadcast. For a ragged all-to-all, S is the size of the
+        smaller of its two buffers (input and output), because the larger one has additional room
+        for an uneven load.
+      run_count: how often the collective runs in one run of the program.
     """
 
     kind: str
     axes: tuple[str, ...]
-    group: int
-    sent: float
-    times: float
+    group_size: int
+    sent_bytes: float
+    run_count: float
 
     @property
-    def total(self) -> float:
+    def total_sent_bytes(self) -> float:
         """The bytes that the collective sends from each device in one run of the program."""
-        return self.sent * self.times
+        return self.sent_bytes * self.run_count
 
 
 class Memory(NamedTuple):
@@ -111,15 +112,15 @@ class SliceTransfer(NamedTuple):
     runtime).
 
     Attributes:
-      name: a name that the `send` and the `recv` of a transfer have in common.
-      kind: one of COLLECTIVES.
+      rendezvous_name: a name that the `send` and the `recv` of a transfer have in common.
+      collective_kind: one of COLLECTIVES.
     """
 
-    name: str
-    kind: str
+    rendezvous_name: str
+    collective_kind: str
 
 
-def transfer_between_slices(instruction: Instruction) -> SliceTransfer | None:
+def parse_slice_transfer(instruction: Instruction) -> SliceTransfer | None:
     """Returns the transfer that a `send` or `recv` begins; None for every other instruction."""
     if instruction.opcode not in ("send", "recv"):
         return None
@@ -130,7 +131,7 @@ def transfer_between_slices(instruction: Instruction) -> SliceTransfer | None:
     return SliceTransfer(name.group(1), kind.group(1).lower().replace("_", "-"))
 
 
-def read_transfer(
+def read_slice_transfer(
     computation: Computation, send: Instruction, mesh: jax.sharding.Mesh, times: float = 1
 ) -> Collective:
     """Returns the `Collective` for the `send` of a transfer between slices.
@@ -138,9 +139,9 @@ def read_transfer(
     Args:
       times: how often the instruction runs in one run of the program.
     """
-    kind = transfer_between_slices(send).kind
+    kind = parse_slice_transfer(send).collective_kind
     slices = num_slices(mesh)
-    sent = computation[send.operands[0]].bytes * _sent_share(kind, slices)
+    sent = computation[send.operands[0]].bytes * _sent_bytes_factor(kind, slices)
     return Collective(kind, (SLICE if mesh.shape[SLICE] > 1 else DATA,), slices, sent, times)
 
 
@@ -149,9 +150,9 @@ def num_slices(mesh: jax.sharding.Mesh) -> int:
     return len({slice_number(device) for device in mesh.devices.flat})
 
 
-def _sent_share(kind: str, group: int) -> float:
+def _sent_bytes_factor(kind: str, group: int) -> float:
     """Returns the bytes that leave each of `group` devices in a collective, as a multiple of the
-    bytes of its operands (see `Collective.sent`).
+    bytes of its operands (see `Collective.sent_bytes`).
     """
     shares = {
         "all-gather": group - 1,
@@ -170,7 +171,7 @@ def fused_collective(
     """
     if instruction.opcode != "fusion":
         return None
-    inner = program.computations[instruction.called[0]]
+    inner = program.computations[instruction.called_computations[0]]
     return next(((inner, i) for i in inner.values() if collective_kind(i)), None)
 
 
@@ -215,8 +216,8 @@ def read_collective(
         axes, group = _axes_that_differ(mesh, pairs), len(np.unique(pairs))
         sent = size if len(pairs) else 0.0
     else:
-        axes, group = _group_axes(instruction.attributes, mesh)
-        sent = size * _sent_share(kind, group)
+        axes, group = _replica_group_axes(instruction.attributes, mesh)
+        sent = size * _sent_bytes_factor(kind, group)
     return Collective(kind, axes, group, sent, times)
 
 
@@ -232,19 +233,21 @@ def permuted_pairs(instruction: Instruction) -> np.ndarray:
 
 
 def program_collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
-    """Returns the collectives whose `sent` is not 0, in the order of the program. Collectives
+    """Returns the collectives whose `sent_bytes` is not 0, in the order of the program. Collectives
     inside fusions and loops are included.
     """
     found = []
     for step in program.walk():
         if collective_kind(step.instruction):
-            found.append(read_collective(step.computation, step.instruction, mesh, step.times))
-        elif step.instruction.opcode == "send" and transfer_between_slices(step.instruction):
-            found.append(read_transfer(step.computation, step.instruction, mesh, step.times))
-    return [c for c in found if c.sent]
+            found.append(read_collective(step.computation, step.instruction, mesh, step.run_count))
+        elif step.instruction.opcode == "send" and parse_slice_transfer(step.instruction):
+            found.append(
+                read_slice_transfer(step.computation, step.instruction, mesh, step.run_count)
+            )
+    return [c for c in found if c.sent_bytes]
 
 
-def replica_groups(text: str) -> np.ndarray | None:
+def parse_replica_groups(text: str) -> np.ndarray | None:
     """Reads the `replica_groups=` attribute of an instruction.
 
     Returns:
@@ -267,13 +270,13 @@ def replica_groups(text: str) -> np.ndarray | None:
         r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*)\))? \{([^}]*)\}", text
     )
     if named:
-        return _named_groups(*named.groups())
+        return _groups_of_named_mesh(*named.groups())
     listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text)
     groups = re.findall(r"\{([\d,]+)\}", listed.group(1)) if listed else []
     return np.array([[int(n) for n in group.split(",")] for group in groups]) if groups else None
 
 
-def _named_groups(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
+def _groups_of_named_mesh(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
     """Returns [groups, devices] for groups along axes of a named mesh.
 
     Args:
@@ -302,12 +305,12 @@ def _named_groups(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
     return devices.reshape(shape).transpose(outside + inside).reshape(-1, group_size)
 
 
-def _group_axes(text: str, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], int]:
+def _replica_group_axes(text: str, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], int]:
     """Returns the mesh axes along which the first replica group in an instruction's attributes
     `text` lies, and the number of devices in this group. All groups of a collective are assumed to
     be alike.
     """
-    groups = replica_groups(text)
+    groups = parse_replica_groups(text)
     # A program for several TPU slices is that of one slice, and numbers the devices of a slice.
     first = np.arange(mesh.size // num_slices(mesh)) if groups is None else groups[0]
     return _axes_that_differ(
@@ -343,7 +346,7 @@ def instruction_flops(
     if instruction.opcode == "fusion":
         return sum(
             instruction_flops(program, program.computations[name], inner)
-            for name in instruction.called
+            for name in instruction.called_computations
             for inner in program.computations[name].values()
         )
     if instruction.opcode == "custom-call":
@@ -355,11 +358,11 @@ def instruction_flops(
 
 
 def _kernel_flops(computation: Computation, instruction: Instruction) -> float | None:
-    """Returns the FLOPs of one run of a kernel; None if they are unknown. They are the number that
-    the kernel states, or come from a formula for splash attention and for the kernels of the gated
-    delta rule.
+    """Returns the FLOPs of one run of a kernel; None if they are unknown. The FLOPs are the number
+    that the kernel states, or come from a formula for splash attention and for the kernels of the
+    gated delta rule.
     """
-    stated = _stated_cost(instruction, "flops")
+    stated = _cost_stated_by_kernel(instruction, "flops")
     if stated is not None:
         return stated
     splash = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
@@ -367,19 +370,19 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
     # call.
     mask = re.search(r"\bsplash_(causal|full)\b", instruction.op_name)
     if splash and mask:
-        queries, keys = _attention_operands(computation, instruction)[:2]
+        queries, keys = _attention_operand_shapes(computation, instruction)[:2]
         # The backward pass in one kernel is "dkv" with three results: dq, dk and dv.
         dkv = 5 if len(instruction.shapes) == 3 else 4
         products = {"fwd": 2, "dkv": dkv, "dq": 3}[splash.group(1)]
         visited = 0.5 if mask.group(1) == "causal" else 1.0
         return products * 2.0 * math.prod(queries.dims) * keys.dims[-2] * visited
-    if rule := delta_rule_call(computation, instruction):
+    if rule := parse_delta_rule_call(computation, instruction):
         return _delta_rule_flops(rule)
     # Kernels whose results are all integers, such as the offsets of ragged_dot, have no products.
     return 0.0 if all(s.dtype[0] in "su" for s in instruction.shapes) else None
 
 
-def _stated_cost(instruction: Instruction, name: str) -> float | None:
+def _cost_stated_by_kernel(instruction: Instruction, name: str) -> float | None:
     """Returns a number of the cost estimate that a kernel states; None if it states none. The
     compiler writes the estimate of a kernel in another layout if it fused the kernel with an update
     in place, for example of what a scan saves.
@@ -389,7 +392,7 @@ def _stated_cost(instruction: Instruction, name: str) -> float | None:
     return float(number.group(1)) if number else None
 
 
-def _attention_operands(computation: Computation, instruction: Instruction) -> list[Shape]:
+def _attention_operand_shapes(computation: Computation, instruction: Instruction) -> list[Shape]:
     """Returns the shapes of the operands of an attention kernel that have an axis of channels: the
     queries, the keys, the values and so on, in this order.
     """
@@ -402,17 +405,17 @@ def _delta_rule_flops(rule: "DeltaRuleCall") -> float:
     computing the inverses do not count, so a kernel that gets the inverses as an input counts as
     many FLOPs as a kernel that computes them.
     """
-    key, value, chunk = rule.key_width, rule.value_width, rule.chunk
-    if rule.kernel == "map":
+    key, value, chunk = rule.key_width, rule.value_width, rule.chunk_tokens
+    if rule.pass_name == "map":
         per_token = 6 * key * (key + value) + 2 * chunk * (4 * key + value)
-    elif rule.kernel == "backward":
+    elif rule.pass_name == "backward":
         per_token = 14 * key * value + 10 * chunk * (key + value)
     else:
         per_token = 6 * key * value + 4 * chunk * (key + value)
     return rule.tokens * rule.heads * per_token
 
 
-def gpu_flops(program: Program) -> float:
+def gpu_program_flops(program: Program) -> float:
     """Returns the FLOPs (2 × multiply-adds) of all matrix products of a program for a GPU: products
     of XLA and cuBLAS, and tokamax's grouped products without the padding of tiles. A loop whose
     number of trips the program does not state counts as one trip.
@@ -441,24 +444,24 @@ def _gpu_product_flops(computation: Computation, instruction: Instruction) -> fl
     return 0.0
 
 
-def is_kernel(instruction: Instruction) -> bool:
+def is_tpu_kernel(instruction: Instruction) -> bool:
     """Returns whether an instruction calls a TPU kernel, that is, a Mosaic program. Pallas compiles
     kernels for TPUs to Mosaic.
     """
     return instruction.attribute("custom_call_target") == '"tpu_custom_call"'
 
 
-def visited_grid_share(computation: Computation, instruction: Instruction) -> float:
+def visited_grid_step_share(computation: Computation, instruction: Instruction) -> float:
     """Returns the share of a kernel's grid steps that do any work. It is 1 for all kernels except
     causal splash attention, which computes only the blocks on the diagonal and below it.
     """
     if "splash_m" not in instruction.name or "splash_causal" not in instruction.op_name:
         return 1.0
-    blocks = _attention_blocks(_attention_operands(computation, instruction)[0])
+    blocks = _attention_block_count(_attention_operand_shapes(computation, instruction)[0])
     return (blocks + 1) / (2 * blocks)
 
 
-def _attention_blocks(x: Shape) -> int:
+def _attention_block_count(x: Shape) -> int:
     """Returns the number of blocks into which splash attention divides queries or keys
     [..., T, D].
     """
@@ -466,7 +469,7 @@ def _attention_blocks(x: Shape) -> int:
     return -(-x.dims[-2] // block_size(*x.dims[-2:], 2 if x.dtype == "bf16" else 4))
 
 
-def kernel_bytes(computation: Computation, instruction: Instruction) -> float:
+def kernel_hbm_bytes(computation: Computation, instruction: Instruction) -> float:
     """Returns the bytes that a kernel reads from and writes to HBM: the number that it states, or
     for splash attention a formula; 0 if they are unknown.
 
@@ -475,23 +478,25 @@ def kernel_bytes(computation: Computation, instruction: Instruction) -> float:
     reads the other: keys and values for the forward kernel and that of dq, queries and their
     output's gradient for that of dk and dv. In addition, every array is read or written once.
     """
-    stated = _stated_cost(instruction, "bytes_accessed")
+    stated = _cost_stated_by_kernel(instruction, "bytes_accessed")
     if stated is not None:
         return stated
     splash = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
     if not splash:
         return 0.0
-    arrays = _attention_operands(computation, instruction)
+    arrays = _attention_operand_shapes(computation, instruction)
     kept, read = (arrays[0], arrays[1]) if splash.group(1) != "dkv" else (arrays[1], arrays[0])
     # Every head of the queries goes through all keys by itself.
     heads = math.prod(arrays[0].dims[:-2])
-    visits = _attention_blocks(kept) * visited_grid_share(computation, instruction)
+    visits = _attention_block_count(kept) * visited_grid_step_share(computation, instruction)
     again = 2 * heads * visits * (read.bytes / math.prod(read.dims[:-2]))
     once = sum(_bytes_in_hbm(computation[name].shapes) for name in instruction.operands)
     return again - 2 * read.bytes + once + _bytes_in_hbm(instruction.shapes)
 
 
-def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None = None) -> list[str]:
+def kernels_of_unknown_cost(
+    program: Program, schedules: Mapping[str, Schedule] | None = None
+) -> list[str]:
     """Returns the names, without repetition, of the TPU kernels whose cost is unknown:
     `_kernel_flops` returns None for them, and they have no schedule whose `states_all_trips` is
     true, so their cycles are unknown, too. A name is the kernel's `op_name` in the traced program
@@ -508,7 +513,7 @@ def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None =
             and schedule.states_all_trips
             or _kernel_flops(computation, instruction) is not None
         )
-        if is_kernel(instruction) and not is_known:
+        if is_tpu_kernel(instruction) and not is_known:
             names[instruction.op_name or instruction.name] = None
     return list(names)
 
@@ -517,23 +522,25 @@ class DeltaRuleCall(NamedTuple):
     """A call of one of the kernels of the gated delta rule (`kernels/tpu/delta_rule.py`).
 
     Attributes:
-      kernel: "forward", "forward with known inverses" (which gets the inverses as an input), "map"
-        or "backward".
+      pass_name: "forward", "forward with known inverses" (which gets the inverses as an input),
+        "map" or "backward".
       tokens: number of tokens in all rows of the batch together.
       heads: number of value heads.
       key_width, value_width: widths of a head's keys and values.
-      chunk: number of tokens in a chunk.
+      chunk_tokens: number of tokens in a chunk.
     """
 
-    kernel: str
+    pass_name: str
     tokens: int
     heads: int
     key_width: int
     value_width: int
-    chunk: int
+    chunk_tokens: int
 
 
-def delta_rule_call(computation: Computation, instruction: Instruction) -> DeltaRuleCall | None:
+def parse_delta_rule_call(
+    computation: Computation, instruction: Instruction
+) -> DeltaRuleCall | None:
     """Parses a call of a delta rule kernel; returns None for any other instruction."""
     kernel = re.search(r"gated_delta_rule_(forward|map|backward)", instruction.name)
     if instruction.opcode != "custom-call" or not kernel:
@@ -557,7 +564,7 @@ def delta_rule_call(computation: Computation, instruction: Instruction) -> Delta
         heads=heads,
         key_width=key,
         value_width=value,
-        chunk=chunk,
+        chunk_tokens=chunk,
     )
 
 
@@ -583,7 +590,7 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
         return moved * (source.in_hbm + target.in_hbm)
     operands = [computation[name] for name in instruction.operands]
     if op == "fusion":
-        inner = program.computations[instruction.called[0]]
+        inner = program.computations[instruction.called_computations[0]]
         reads = sum(_fusion_bytes_read(inner, parameter) for parameter in inner.parameters)
         return reads + _fusion_bytes_written(inner, inner.root, instruction.shapes)
     if op in ("dynamic-slice", "slice", "gather"):
@@ -598,16 +605,16 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
     return sum(_bytes_in_hbm(o.shapes) for o in operands) + _bytes_in_hbm(instruction.shapes)
 
 
-def host_bytes(computation: Computation, instruction: Instruction) -> float:
+def host_transfer_bytes(computation: Computation, instruction: Instruction) -> float:
     """Returns the bytes that an asynchronous copy moves between the device and the memory of its
     host; 0 for a copy within the device.
     """
     operands = [shape for name in instruction.operands for shape in computation[name].shapes]
     arrays = [s for s in (*operands, *instruction.shapes) if s.elements > 1]
-    if not any(s.in_host for s in arrays):
+    if not any(s.in_host_memory for s in arrays):
         return 0.0
     # The smallest array that is not in the host's memory is what moves: an update, or a slice.
-    return min((s.bytes for s in arrays if not s.in_host), default=0.0)
+    return min((s.bytes for s in arrays if not s.in_host_memory), default=0.0)
 
 
 def _bytes_in_hbm(shapes: Sequence[Shape]) -> float:
@@ -636,13 +643,13 @@ def _fusion_bytes_read(inner: Computation, parameter: Instruction) -> float:
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
                 continue  # in place: the rest is not read
             elif user.opcode == "scatter" and user.operands[0] == value.name:
-                touched += _scatter_bytes(inner, user)
+                touched += _scattered_bytes(inner, user)
             else:
                 return parameter.bytes
     return min(touched, parameter.bytes)
 
 
-def _scatter_bytes(inner: Computation, scatter: Instruction) -> float:
+def _scattered_bytes(inner: Computation, scatter: Instruction) -> float:
     """Returns the bytes that a scatter changes."""
     return sum(inner[name].bytes for name in scatter.operands[len(scatter.operands) // 2 + 1 :])
 
@@ -670,7 +677,7 @@ def _fusion_bytes_written(inner: Computation, root: Instruction, results: Sequen
             target = inner[target.operands[0]]
         # An array that the fusion makes is written whole.
         if target.opcode == "parameter":
-            return _scatter_bytes(inner, root) if all(r.in_hbm for r in results) else 0
+            return _scattered_bytes(inner, root) if all(r.in_hbm for r in results) else 0
     return _bytes_in_hbm(results)
 
 
@@ -701,7 +708,7 @@ def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> 
     stats = compiled.memory_analysis()
     parameters, optimizer = shard_bytes(params), shard_bytes(opt_state)
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    activations, gradients = _stacked_bytes(program)
+    activations, gradients = _scan_stacked_bytes(program)
     temporary = _temporary_bytes(stats, kept)
     gradients = min(gradients, temporary)
     activations = min(activations, temporary - gradients)
@@ -729,7 +736,7 @@ def _temporary_bytes(stats: Any, kept: float) -> float:
     return allocated - kept if allocated > kept else float(stats.temp_size_in_bytes)
 
 
-def _stacked_bytes(program: Program) -> tuple[float, float]:
+def _scan_stacked_bytes(program: Program) -> tuple[float, float]:
     """Returns two sums of bytes in HBM, over the arrays of which each trip of a loop fills one
     slice: first for the loops of the forward pass, then for the loops of the backward pass.
 
@@ -742,7 +749,7 @@ def _stacked_bytes(program: Program) -> tuple[float, float]:
     for step in program.walk():
         if step.instruction.opcode != "while":
             continue
-        trips = program.trips(step.computation, step.instruction)
+        trips = program.loop_trips(step.computation, step.instruction)
         body = program.computations[step.instruction.attribute("body").lstrip("%")]
         for i, shape in enumerate(step.instruction.shapes):
             if (
@@ -750,7 +757,7 @@ def _stacked_bytes(program: Program) -> tuple[float, float]:
                 and trips > 1
                 and shape.dims[:1] == (trips,)
                 and shape.in_hbm
-                and program.may_change(body, i)
+                and program.may_change_carried_element(body, i)
             ):
                 if "transpose(" in step.instruction.op_name:
                     backward += shape.bytes

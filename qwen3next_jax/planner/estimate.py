@@ -6,7 +6,7 @@ import jax
 
 from qwen3next_jax.planner.calibrated import CalibratedSimulation
 from qwen3next_jax.planner.hlo import Instruction, Program
-from qwen3next_jax.planner.roofline import Estimate, Network, Simulation, SourceCost
+from qwen3next_jax.planner.roofline import Estimate, FunctionCost, Network, Simulation
 from qwen3next_jax.planner.schedule import Schedule
 from qwen3next_jax.sharding.chips import Chip
 
@@ -32,8 +32,8 @@ def estimate_time(
       shape: number of chips along each dimension of the slice.
       schedules: name of an instruction → its schedule; None means that there are no schedules.
       cost_model: one of COST_MODELS; see `roofline` and `calibrated`.
-      source: function that returns the key of `Estimate.by_source` to which an instruction belongs;
-        None means `program.source_function`.
+      source: function that returns the key of `Estimate.cost_by_function` to which an instruction
+        belongs; None means `program.source_function`.
       skew: σ of the experts' popularity (`expert_load`), which "calibrated" takes into account.
     """
     arguments = (
@@ -48,15 +48,17 @@ def estimate_time(
         simulation = CalibratedSimulation(*arguments, skew)
     else:
         simulation = Simulation(*arguments)
-    seconds, costs = simulation.run(program.entry)
+    seconds, costs = simulation.run_computation(program.entry_computation)
     by_source = {
-        name: SourceCost(*(costs.work[field, name] for field in SourceCost._fields))
-        for name in dict.fromkeys(name for _, name in costs.work)
+        name: FunctionCost(
+            *(costs.amount_by_field_and_function[field, name] for field in FunctionCost._fields)
+        )
+        for name in dict.fromkeys(name for _, name in costs.amount_by_field_and_function)
     }
     by_source = dict(
         sorted(by_source.items(), key=lambda item: (-item[1].seconds, -item[1].hbm_bytes))
     )
-    bound = {resource: waited for resource, waited in costs.waits.items() if waited}
+    bound = {resource: waited for resource, waited in costs.seconds_by_resource.items() if waited}
     return Estimate(
         seconds,
         dict(sorted(bound.items(), key=lambda item: -item[1])),

@@ -22,7 +22,7 @@ from qwen3next_jax.model.expert_parallelism import (
     OVERFLOW_PART,
 )
 from qwen3next_jax.ops.routed_experts.layout import LOOP_ROWS
-from qwen3next_jax.planner.compiled import is_kernel
+from qwen3next_jax.planner.compiled import is_tpu_kernel
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 from qwen3next_jax.sharding.rules import EXPERT
 
@@ -33,33 +33,35 @@ class ExpertLayout(NamedTuple):
     """The buffers of one call of the experts' kernels.
 
     Attributes:
-      shards: number of shards that the experts are split over.
-      experts: number of experts of one shard.
-      tiles: number of tiles of the layout.
-      tile: number of rows of a tile.
+      expert_shards: number of shards that the experts are split over.
+      experts_per_shard: number of experts of one shard.
+      tile_count: number of tiles of the layout.
+      tile_rows: number of rows of a tile.
     """
 
-    shards: int
-    experts: int
-    tiles: int
-    tile: int
+    expert_shards: int
+    experts_per_shard: int
+    tile_count: int
+    tile_rows: int
 
     @property
     def uses_gathered_exchange(self) -> bool:
         """Whether the shards exchange choices by the gathered exchange."""
-        return 1 < self.shards <= GATHERED_SHARDS
+        return 1 < self.expert_shards <= GATHERED_SHARDS
 
     @property
-    def capacity(self) -> int:
+    def choice_capacity(self) -> int:
         """The number of choices that the layout has room for, whatever their experts."""
         # The layouts of one shard and of the ragged exchange have room for choices of any experts.
-        padding = self.experts // 2 if self.uses_gathered_exchange else self.experts
-        return max(self.tiles - padding, 0) * self.tile
+        padding = (
+            self.experts_per_shard // 2 if self.uses_gathered_exchange else self.experts_per_shard
+        )
+        return max(self.tile_count - padding, 0) * self.tile_rows
 
     @property
     def balanced_choices(self) -> float:
         """The number of choices that a shard gets from a balanced router."""
-        return self.capacity / (1 if self.shards == 1 else CAPACITY_FACTOR)
+        return self.choice_capacity / (1 if self.expert_shards == 1 else CAPACITY_FACTOR)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +69,11 @@ class ExpertLoad:
     """The load of the fullest shard, the mean over random routers.
 
     Attributes:
-      fullest: its number of choices, relative to the mean of all shards.
+      fullest: the number of choices of the fullest shard, relative to the mean of all shards.
       used: the share of the layout's tiles that hold choices.
-      beyond: the share of its choices that the layout has no room for.
-      experts_beyond: number of experts with such choices, which the gathered exchange computes one
-        after another.
+      beyond: the share of this shard's choices that the layout has no room for.
+      experts_beyond: number of experts with choices that the layout has no room for, which the
+        gathered exchange computes one after another.
       steps_beyond: number of steps, of `LOOP_ROWS` choices, that the loop of such an expert takes.
       rounds: number of rounds of the ragged exchange after the first, which compute such choices.
     """
@@ -91,18 +93,18 @@ def assumed_expert_load(
     experts.
     """
     layouts = [
-        expert_layout(step.computation, step.instruction, mesh)
+        parse_expert_layout(step.computation, step.instruction, mesh)
         for step in program.walk()
         if is_expert_kernel(step.instruction) and "forward" in step.instruction.name
     ]
     if not layouts:
         return None
-    return expert_load(max(layouts, key=lambda layout: layout.capacity), skew)
+    return mean_expert_load(max(layouts, key=lambda layout: layout.choice_capacity), skew)
 
 
 def is_expert_kernel(instruction: Instruction) -> bool:
     """Returns whether an instruction calls one of the experts' kernels."""
-    return is_kernel(instruction) and instruction.name.startswith("expert_")
+    return is_tpu_kernel(instruction) and instruction.name.startswith("expert_")
 
 
 def find_expert_kernel(
@@ -114,18 +116,18 @@ def find_expert_kernel(
     """
     candidates = [(computation, instruction)]
     if instruction.opcode == "fusion":
-        inner = [program.computations[name] for name in instruction.called]
+        inner = [program.computations[name] for name in instruction.called_computations]
         candidates = [(within, i) for within in inner for i in within.values()]
     return next((found for found in candidates if is_expert_kernel(found[1])), None)
 
 
-def expert_layout(
+def parse_expert_layout(
     computation: Computation, kernel: Instruction, mesh: jax.sharding.Mesh
 ) -> ExpertLayout:
     """Returns the layout of a call of one of the experts' kernels
-    (`kernels/tpu/routed_experts.py`). Its operands begin with the expert of each tile, the number
-    of tiles in use, and an array of rows. The first array of three dimensions among its operands
-    and results holds matrices of the experts.
+    (`kernels/tpu/routed_experts.py`). The kernel's operands begin with the expert of each tile, the
+    number of tiles in use, and an array of rows. The first array of three dimensions among its
+    operands and results holds matrices of the experts.
     """
     arrays = [shape for name in kernel.operands for shape in computation[name].shapes]
     tiles, rows = arrays[0].elements, arrays[2].dims[0]
@@ -134,7 +136,7 @@ def expert_layout(
 
 
 @functools.cache
-def expert_load(layout: ExpertLayout, skew: float) -> ExpertLoad:
+def mean_expert_load(layout: ExpertLayout, skew: float) -> ExpertLoad:
     """Returns the load of the experts.
 
     Args:
@@ -142,36 +144,38 @@ def expert_load(layout: ExpertLayout, skew: float) -> ExpertLoad:
       skew: σ of the logarithm of the experts' popularity.
     """
     random = np.random.default_rng(0)
-    popularity = np.exp(skew * random.standard_normal((_DRAWS, layout.shards, layout.experts)))
+    popularity = np.exp(
+        skew * random.standard_normal((_DRAWS, layout.expert_shards, layout.experts_per_shard))
+    )
     popularity /= popularity.sum(axis=(1, 2), keepdims=True)
-    choices = random.poisson(popularity * layout.balanced_choices * layout.shards)
+    choices = random.poisson(popularity * layout.balanced_choices * layout.expert_shards)
     loads = choices.sum(axis=2)
     fullest = loads.argmax(axis=1)
     choices = choices[np.arange(_DRAWS), fullest]
-    tiles = np.maximum(-(-choices // layout.tile), 1)
+    tiles = np.maximum(-(-choices // layout.tile_rows), 1)
     ends = np.cumsum(tiles, axis=1)
     total = choices.sum()
     load = ExpertLoad(
         fullest=float(total / loads.mean(axis=1).sum()),
-        used=float(np.minimum(ends[:, -1] / layout.tiles, 1).mean()),
+        used=float(np.minimum(ends[:, -1] / layout.tile_count, 1).mean()),
         beyond=0.0,
         experts_beyond=0.0,
         steps_beyond=0.0,
         rounds=0.0,
     )
     if layout.uses_gathered_exchange:
-        room = np.clip(layout.tiles - (ends - tiles), 0, tiles) * layout.tile
+        room = np.clip(layout.tile_count - (ends - tiles), 0, tiles) * layout.tile_rows
         beyond = np.maximum(choices - room, 0)
-        steps, experts = -(-beyond // LOOP_ROWS), np.sum(ends > layout.tiles, axis=1)
+        steps, experts = -(-beyond // LOOP_ROWS), np.sum(ends > layout.tile_count, axis=1)
         return dataclasses.replace(
             load,
             beyond=float(beyond.sum() / total),
             experts_beyond=float(experts.mean()),
             steps_beyond=float(steps.sum() / max(experts.sum(), 1)),
         )
-    if layout.shards > GATHERED_SHARDS:
-        beyond = np.maximum(choices.sum(axis=1) - layout.capacity, 0)
-        more = -(-layout.capacity // OVERFLOW_PART)
+    if layout.expert_shards > GATHERED_SHARDS:
+        beyond = np.maximum(choices.sum(axis=1) - layout.choice_capacity, 0)
+        more = -(-layout.choice_capacity // OVERFLOW_PART)
         return dataclasses.replace(
             load, beyond=float(beyond.sum() / total), rounds=float(np.ceil(beyond / more).mean())
         )

@@ -1,16 +1,16 @@
 """The steps of a kernel for grouped products, which multiplies each row by the matrix of its group.
 
 XLA's `ragged_dot` and megablox go through tiles of rows, and visit a tile once for each group that
-has rows in it. They compute whole tiles: rows of other groups, and columns beyond the end of a
-matrix, take as long as rows and columns that count. The number of visits depends on the groups, so
-the compiler's text states no trips of these loops.
+has rows in it. These kernels compute whole tiles: rows of other groups, and columns beyond the end
+of a matrix, take as long as rows and columns that count. The number of visits depends on the
+groups, so the compiler's text states no trips of these loops.
 """
 
 import math
 import re
 from typing import NamedTuple
 
-from qwen3next_jax.planner.compiled import is_kernel
+from qwen3next_jax.planner.compiled import is_tpu_kernel
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 
 # The attribute in which XLA states the tile of a `ragged_dot`. Megablox states none; a caller may
@@ -19,45 +19,47 @@ from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 TILING = "ragged_dot_tiling"
 
 
-class GroupedProduct(NamedTuple):
+class GroupedProductCall(NamedTuple):
     """A call of a kernel for grouped products, or for their gradients. It has rows [R, width] or
     [R, columns], and a matrix [width, columns] for each group.
 
     Attributes:
-      tile: rows, width and columns of what one step multiplies.
-      visits: number of visits of tiles of rows, an upper bound: it assumes that all rows belong to
-        groups, that all groups have rows, and that no group but the last ends with a tile.
-      steps: number of tiles along the width, and along the columns.
-      groups: number of groups.
-      of_matrices: whether it computes the gradients of the matrices, which add up over the rows.
-      schedule_is_step: whether the compiler's schedule of the kernel is that of one step. True for
-        XLA's kernel, whose loop has no stated trips. False for megablox, whose loop contains its
-        product twice: for the last tile of the contracted axis, and for the other tiles.
+      step_tile: rows, width and columns of what one step multiplies.
+      tile_visits: number of visits of tiles of rows, an upper bound: it assumes that all rows
+        belong to groups, that all groups have rows, and that no group but the last ends with a
+        tile.
+      width_and_column_tiles: number of tiles along the width, and along the columns.
+      group_count: number of groups.
+      computes_matrix_gradients: whether it computes the gradients of the matrices, which add up
+        over the rows.
+      schedule_is_one_step: whether the compiler's schedule of the kernel is that of one step. True
+        for XLA's kernel, whose loop has no stated trips. False for megablox, whose loop contains
+        its product twice: for the last tile of the contracted axis, and for the other tiles.
     """
 
-    tile: tuple[int, int, int]
-    visits: int
-    steps: tuple[int, int]
-    groups: int
-    of_matrices: bool
-    schedule_is_step: bool
+    step_tile: tuple[int, int, int]
+    tile_visits: int
+    width_and_column_tiles: tuple[int, int]
+    group_count: int
+    computes_matrix_gradients: bool
+    schedule_is_one_step: bool
 
 
-def grouped_product(
+def parse_grouped_product(
     program: Program, computation: Computation, instruction: Instruction
-) -> GroupedProduct | None:
+) -> GroupedProductCall | None:
     """Parses an instruction that is a call of a kernel for grouped products, or a fusion that
     contains such a call; returns None for any other instruction.
     """
     candidates = [(computation, instruction)]
     if instruction.opcode == "fusion":
-        inner = [program.computations[name] for name in instruction.called]
+        inner = [program.computations[name] for name in instruction.called_computations]
         candidates = [(within, i) for within in inner for i in within.values()]
-    calls = (_read_kernel(within, i) for within, i in candidates if is_kernel(i))
+    calls = (_parse_kernel_call(within, i) for within, i in candidates if is_tpu_kernel(i))
     return next((call for call in calls if call), None)
 
 
-def _read_kernel(computation: Computation, kernel: Instruction) -> GroupedProduct | None:
+def _parse_kernel_call(computation: Computation, kernel: Instruction) -> GroupedProductCall | None:
     """Parses a call of a kernel for grouped products; returns None for any other kernel."""
     by_xla = re.search(rf'{TILING}="(\d+),(\d+),(\d+)"', kernel.attributes)
     found = by_xla or re.search(rf"{TILING}_(\d+)_(\d+)_(\d+)", kernel.op_name)
@@ -75,11 +77,11 @@ def _read_kernel(computation: Computation, kernel: Instruction) -> GroupedProduc
         rows, columns = out
         groups, *matrix = next(dims for dims in arrays if len(dims) == 3)
         width = math.prod(matrix) // columns
-    return GroupedProduct(
+    return GroupedProductCall(
         tile,
-        visits=-(-rows // tile[0]) + groups - 1,
-        steps=(-(-width // tile[1]), -(-columns // tile[2])),
-        groups=groups,
-        of_matrices=of_matrices,
-        schedule_is_step=bool(by_xla),
+        tile_visits=-(-rows // tile[0]) + groups - 1,
+        width_and_column_tiles=(-(-width // tile[1]), -(-columns // tile[2])),
+        group_count=groups,
+        computes_matrix_gradients=of_matrices,
+        schedule_is_one_step=bool(by_xla),
     )

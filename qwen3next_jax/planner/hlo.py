@@ -84,7 +84,7 @@ class Shape:
         return "S(" not in self.layout
 
     @property
-    def in_host(self) -> bool:
+    def in_host_memory(self) -> bool:
         """Whether the array is in the memory of the host."""
         return "S(5)" in self.layout
 
@@ -100,7 +100,7 @@ class Instruction:
       operands: names of the instructions whose results it takes.
       literal: for a parameter, its number; for a constant, its value; both as text.
       attributes: the text after the operands.
-      root: whether its result is the result of the computation.
+      is_root: whether its result is the result of the computation.
     """
 
     name: str
@@ -109,10 +109,10 @@ class Instruction:
     operands: tuple[str, ...]
     literal: str
     attributes: str
-    root: bool
+    is_root: bool
 
     @functools.cached_property
-    def called(self) -> tuple[str, ...]:
+    def called_computations(self) -> tuple[str, ...]:
         """The names of the computations that the instruction calls, in the order of the text."""
         names = []
         for group, single in _CALLED.findall(self.attributes):
@@ -149,7 +149,7 @@ class Computation(dict[str, Instruction]):
     @property
     def root(self) -> Instruction:
         """The instruction whose result is the result of the computation."""
-        return next(i for i in self.values() if i.root)
+        return next(i for i in self.values() if i.is_root)
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
@@ -175,7 +175,7 @@ class InstructionRun(NamedTuple):
 
     computation: Computation
     instruction: Instruction
-    times: float
+    run_count: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,14 +184,14 @@ class Program:
 
     Attributes:
       computations: {name: computation}.
-      entry: name of the computation that runs first.
-      functions: {id of a stack frame: the innermost function of this package on that stack, as
-        "file function"}.
+      entry_computation: name of the computation that runs first.
+      function_by_stack_frame: {id of a stack frame: the innermost function of this package on that
+        stack, as "file function"}.
     """
 
     computations: dict[str, Computation]
-    entry: str
-    functions: dict[int, str] = dataclasses.field(default_factory=dict)
+    entry_computation: str
+    function_by_stack_frame: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def source_function(self, instruction: Instruction) -> str:
         """Returns the function of this package from whose code an instruction was compiled, as
@@ -205,27 +205,31 @@ class Program:
         """
         candidates = [instruction]
         if instruction.opcode == "fusion":
-            inside = [i for name in instruction.called for i in self.computations[name].values()]
+            inside = [
+                i
+                for name in instruction.called_computations
+                for i in self.computations[name].values()
+            ]
             candidates += sorted(inside, key=lambda i: i.opcode not in ("dot", "convolution"))
         for candidate in candidates:
             frame = re.search(r"stack_frame_id=(\d+)", candidate.attributes)
-            function = self.functions.get(int(frame.group(1)), "?") if frame else "?"
+            function = self.function_by_stack_frame.get(int(frame.group(1)), "?") if frame else "?"
             if function != "?":
                 return function
         if instruction.opcode in ("custom-call", "call-start"):
             return re.sub(r"\.(cloned|call-start|\d+)", "", instruction.name)
-        if instruction.operands and instruction.operands[0] in self._by_name:
-            return self.source_function(self._by_name[instruction.operands[0]])
+        if instruction.operands and instruction.operands[0] in self._instruction_by_name:
+            return self.source_function(self._instruction_by_name[instruction.operands[0]])
         return "?"
 
     @functools.cached_property
-    def _by_name(self) -> dict[str, Instruction]:
+    def _instruction_by_name(self) -> dict[str, Instruction]:
         """{name: instruction} of all computations."""
         return {
             name: i for computation in self.computations.values() for name, i in computation.items()
         }
 
-    def trips(self, computation: Computation, loop: Instruction) -> int | None:
+    def loop_trips(self, computation: Computation, loop: Instruction) -> int | None:
         """Returns how often the body of the `while` instruction `loop` runs; None if the program
         does not tell.
 
@@ -252,7 +256,7 @@ class Program:
             instruction = _defining_instruction(inside, name)
             if instruction.opcode == "get-tuple-element":
                 i = int(instruction.attribute("index"))
-                instruction = instruction if self.may_change(body, i) else before[i]
+                instruction = instruction if self.may_change_carried_element(body, i) else before[i]
             literal = instruction.literal if instruction.opcode == "constant" else ""
             return int(literal) if re.fullmatch(r"-?\d+", literal) else None
 
@@ -288,7 +292,7 @@ class Program:
             end += 1 if step > 0 else -1
         return max(-(-(end - start) // step), 0)
 
-    def may_change(self, body: Computation, index: int) -> bool:
+    def may_change_carried_element(self, body: Computation, index: int) -> bool:
         """Returns whether a trip of a loop with this body may change element `index` of the tuple
         that the loop carries. It is False only if the body returns the element that it received.
         """
@@ -302,26 +306,26 @@ class Program:
     def walk(self, name: str | None = None, times: float = 1) -> Iterator["InstructionRun"]:
         """Yields every instruction that runs in the computation `name` (by default the entry) and
         in the computations that it calls, with the number of times that the instruction runs. A
-        loop with an unknown number of trips counts as one trip (see `unstated_loops`). All branches
-        of a conditional count.
+        loop with an unknown number of trips counts as one trip (see `loops_of_unknown_length`). All
+        branches of a conditional count.
 
         Args:
           times: how often the computation itself runs.
         """
-        computation = self.computations[name or self.entry]
+        computation = self.computations[name or self.entry_computation]
         for instruction in computation.values():
             yield InstructionRun(computation, instruction, times)
             inner = times
-            called = instruction.called
+            called = instruction.called_computations
             if instruction.opcode == "while":
                 called = (instruction.attribute("body").lstrip("%"),)
-                inner = times * (self.trips(computation, instruction) or 1)
+                inner = times * (self.loop_trips(computation, instruction) or 1)
             elif instruction.opcode not in CALLERS:
                 continue  # skip, e.g., the function that a reduce applies to elements
             for callee in called:
                 yield from self.walk(callee, inner)
 
-    def unstated_loops(self) -> list[str]:
+    def loops_of_unknown_length(self) -> list[str]:
         """Returns the traced names, without repetition, of the loops with an unknown number of
         trips.
         """
@@ -330,7 +334,7 @@ class Program:
                 s.instruction.op_name or s.instruction.name
                 for s in self.walk()
                 if s.instruction.opcode == "while"
-                and self.trips(s.computation, s.instruction) is None
+                and self.loop_trips(s.computation, s.instruction) is None
             )
         )
 
@@ -382,11 +386,11 @@ def parse_program(text: str) -> Program:
             pending = line
         else:  # a further line of the pending instruction
             pending += " " + line
-    return Program(computations, entry, _source_functions(text))
+    return Program(computations, entry, _parse_functions_by_stack_frame(text))
 
 
-def _source_functions(text: str) -> dict[int, str]:
-    """Reads `Program.functions` from the tables of stack frames in the text."""
+def _parse_functions_by_stack_frame(text: str) -> dict[int, str]:
+    """Reads `Program.function_by_stack_frame` from the tables of stack frames in the text."""
 
     def numbered(name):
         section = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
@@ -441,7 +445,7 @@ def _parse_instruction(line: str) -> Instruction | None:
         operands=operands,
         literal=inside,
         attributes=line[close + 1 :].lstrip(", "),
-        root=bool(m.group(1)),
+        is_root=bool(m.group(1)),
     )
 
 
@@ -501,7 +505,7 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> fl
             return window[name].split("x")[axis] if name in window else default
 
         low = int(of("pad", "0_0").split("_")[0])
-        pairs *= _pairs_without_padding(
+        pairs *= _position_pairs_without_padding(
             base[left.index(label)],
             kernel[right.index(label)],
             result[out.index(label)],
@@ -514,7 +518,7 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> fl
 
 
 @functools.cache
-def _pairs_without_padding(
+def _position_pairs_without_padding(
     base: int,
     kernel: int,
     out: int,

@@ -1,5 +1,5 @@
-"""Computes a lower bound of the time of a step on a mesh. It assumes that matrix products, HBM
-traffic and network traffic all run at their peak rates, and all at the same time.
+"""Computes a lower bound of the time of a step on a mesh. The bound assumes that matrix products,
+HBM traffic and network traffic all run at their peak rates, and all at the same time.
 
     ideal = max(products / peak, HBM bytes / bandwidth, bytes over the links / their bandwidth)
 
@@ -12,8 +12,8 @@ Mesh axes that lie along the same dimension of the torus share its links; their 
   its gradient is written and read.
 - HBM, state: for every parameter in the device's shards, seven float32 numbers are read or written.
   The parameter and the optimizer's two moments are read and written, and the gradient is read.
-- HBM, activations: the intermediate values of each token in a layer (`layer_bytes`) and their
-  gradients are all written once and read once.
+- HBM, activations: the intermediate values of each token in a layer
+  (`intermediate_bytes_per_token`) and their gradients are all written once and read once.
 - Network, weights: in each micro-batch, every weight is gathered twice and its gradient is
   reduce-scattered once, in bfloat16.
 - Network, experts: each token's hidden vector is sent to the experts and back, in the forward and
@@ -35,9 +35,9 @@ import jax
 from qwen3next_jax.config import ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS
 from qwen3next_jax.model.flops import BACKWARD_OVER_FORWARD, forward_flops_per_token
-from qwen3next_jax.model.language_model import declared
-from qwen3next_jax.planner.between_slices import crossing_bytes, crossing_seconds
-from qwen3next_jax.planner.calibrated import rates_of, shared_seconds
+from qwen3next_jax.model.language_model import parameter_declarations
+from qwen3next_jax.planner.between_slices import bytes_between_slices, seconds_between_slices
+from qwen3next_jax.planner.calibrated import busiest_link_seconds, rates_of_chip
 from qwen3next_jax.planner.compiled import Collective
 from qwen3next_jax.planner.roofline import COMPUTE, HBM, Network
 from qwen3next_jax.planner.topology import Topology
@@ -95,13 +95,13 @@ def ideal_time(
     def add_collective(axis: str, kind: str, size: float):
         name = f"network {axis}"
         collective = Collective(kind, (axis,), mesh.shape[axis], size, 1)
-        bound[name] = bound.get(name, 0.0) + network.seconds(collective, None)
+        bound[name] = bound.get(name, 0.0) + network.collective_seconds(collective, None)
 
     # `stored` is the number of parameters in one device's shards; `used` is the number that the
     # device has after gathering them.
     used = stored = 0.0
-    for parameter in declared(m).values():
-        shape = parameter.stack + parameter.shape
+    for parameter in parameter_declarations(m).values():
+        shape = parameter.stack_shape + parameter.shape
         storage, use = storage_spec(parameter, shape, mesh), compute_spec(parameter, shape, mesh)
         size = math.prod(jax.sharding.NamedSharding(mesh, storage).shard_shape(shape))
         stored += size
@@ -113,38 +113,42 @@ def ideal_time(
         used += size
     layers, hidden = m.num_hidden_layers + m.mtp_depth, 2.0 * tokens * m.hidden_size
     if m.has_experts and mesh.shape[EXPERT] > 1:
-        add_collective(EXPERT, *_expert_exchange(m, mesh.shape[EXPERT], 4 * layers * hidden))
+        add_collective(
+            EXPERT, *_expert_exchange_collective(m, mesh.shape[EXPERT], 4 * layers * hidden)
+        )
     if (n := mesh.shape[TENSOR]) > 1:
         add_collective(TENSOR, "all-reduce", 4 * layers * hidden * 2 * (n - 1) / n)
     if (n := mesh.shape[SLICE]) > 1:
-        bound[f"network {SLICE}"] = crossing_seconds(crossing_bytes(stored, n, parallel), chip)
+        bound[f"network {SLICE}"] = seconds_between_slices(
+            bytes_between_slices(stored, n, parallel), chip
+        )
     moved = (
         6 * 2 * used * passes
         + 7 * 4 * stored
-        + 4 * layers * tokens * layer_bytes(m) / mesh.shape[TENSOR]
+        + 4 * layers * tokens * intermediate_bytes_per_token(m) / mesh.shape[TENSOR]
     )
     bound[HBM] = moved * chip.devices_per_chip / chip.hbm_bandwidth
     over = {
         (axis,): bound[f"network {axis}"] for axis in mesh.axis_names if f"network {axis}" in bound
     }
-    links = shared_seconds(network, over)
+    links = busiest_link_seconds(network, over)
     if links > max(over.values(), default=0.0):
         bound[SHARED_LINKS] = links
-    rates = rates_of(chip)
+    rates = rates_of_chip(chip)
     realistic = max(
-        compute * chip.device_flops * rates.products.seconds(_LARGE) / _LARGE,
+        compute * chip.device_flops * rates.product_curve.seconds(_LARGE) / _LARGE,
         bound[HBM]
         * chip.hbm_bandwidth
         / chip.devices_per_chip
-        * rates.hbm.seconds(_LARGE)
+        * rates.hbm_curve.seconds(_LARGE)
         / _LARGE,
-        links / rates.link_share,
+        links / rates.reached_link_share,
     )
     bound = dict(sorted(bound.items(), key=lambda item: -item[1]))
     return IdealTime(max(bound.values()), realistic, bound)
 
 
-def _expert_exchange(m: ModelConfig, shards: int, size: float) -> tuple[str, float]:
+def _expert_exchange_collective(m: ModelConfig, shards: int, size: float) -> tuple[str, float]:
     """Returns the kind of collective that carries a device's hidden vectors, `size` bytes, to the
     shards of the axis `expert`, and the bytes that leave the device.
     """
@@ -156,7 +160,7 @@ def _expert_exchange(m: ModelConfig, shards: int, size: float) -> tuple[str, flo
     return "all-to-all", size * (shards * (1 - missed) * (shards - 1) / shards)
 
 
-def layer_bytes(m: ModelConfig, experts: bool = True) -> float:
+def intermediate_bytes_per_token(m: ModelConfig, experts: bool = True) -> float:
     """Returns the bytes, in bfloat16, of one token's intermediate values in a recurrent layer. The
     intermediate values are the operands of all matrix products.
 

@@ -1,15 +1,16 @@
-"""Names of the parts of a step for readers. A plan's `parts` are keyed by functions of this
-package; a table that people read sums them by what they compute.
+"""Sums the costs of this package's functions (a plan's `parts`) by parts of a step that a reader
+knows, such as the router or the experts.
 """
 
 import re
 from collections.abc import Mapping
 
-from qwen3next_jax.planner.roofline import SourceCost
+from qwen3next_jax.planner.roofline import FunctionCost
 
 OTHER = "other"
-# (part, pattern of the keys of `Estimate.by_source` that belong to it, matched at their beginning);
-# the first that matches counts. A key is "file function", or the name of a library's kernel.
+# (part, pattern of the keys of `Estimate.cost_by_function` that belong to it, matched at their
+# beginning); the first that matches counts. A key is "file function", or the name of a library's
+# kernel.
 _PARTS = (
     ("router", r"router|top_k|moe (choose|\S*route|_counts|\S*statistics)"),
     ("shared expert, dense MLPs", r"moe (\S*shared|_swiglu)|block_parts|layers swiglu"),
@@ -47,16 +48,16 @@ _PARTS = (
 )
 
 
-def part_name(source: str) -> str:
-    """Returns the part to which a key of `Estimate.by_source` belongs."""
+def part_of_function(source: str) -> str:
+    """Returns the part to which a key of `Estimate.cost_by_function` belongs."""
     return next((part for part, pattern in _PARTS if re.match(pattern, source)), OTHER)
 
 
-def cost_by_part(by_source: Mapping[str, SourceCost]) -> dict[str, SourceCost]:
+def cost_by_part(by_source: Mapping[str, FunctionCost]) -> dict[str, FunctionCost]:
     """Sums the costs of functions by part, the longest first."""
-    sums: dict[str, SourceCost] = {}
+    sums: dict[str, FunctionCost] = {}
     for source, cost in by_source.items():
-        name = part_name(source)
-        before = sums.get(name, SourceCost(0.0, 0.0, 0.0))
-        sums[name] = SourceCost(*(a + b for a, b in zip(before, cost)))
+        name = part_of_function(source)
+        before = sums.get(name, FunctionCost(0.0, 0.0, 0.0))
+        sums[name] = FunctionCost(*(a + b for a, b in zip(before, cost)))
     return dict(sorted(sums.items(), key=lambda item: -item[1].seconds))

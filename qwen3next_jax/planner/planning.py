@@ -29,10 +29,10 @@ from qwen3next_jax.planner.between_slices import SliceTraffic, predict_slice_tra
 from qwen3next_jax.planner.compiled import (
     Collective,
     Memory,
-    gpu_flops,
+    gpu_program_flops,
+    kernels_of_unknown_cost,
     memory_use,
     program_collectives,
-    unknown_kernels,
 )
 from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
 from qwen3next_jax.planner.expert_load import ExpertLoad, assumed_expert_load
@@ -68,12 +68,12 @@ class Plan:
     device and one step.
 
     A plan for a TPU that needs at most the share NEAR more than the usable memory has all
-    predictions. If a program needs more, the only predictions are `needs`, `usable_hbm` and
-    `reason`. If the compiler gives another error or ends its process, `failed` is true and there is
-    only `reason`.
+    predictions. If a program needs more, the only predictions are `needed_hbm_bytes`, `usable_hbm`
+    and `failure_reason`. If the compiler gives another error or ends its process, `failed` is true
+    and there is only `failure_reason`.
 
     Attributes:
-      name: name of the configuration.
+      config_name: name of the configuration.
       model: the model.
       train: the training settings of the configuration's only stage.
       topology: the described devices.
@@ -83,30 +83,31 @@ class Plan:
         program.
       compile_cpu_seconds: CPU time of the compilation, summed over all threads.
       fits: whether the program fits in the memory of a device.
-      reason: why the program does not fit or the compilation failed, in one line.
-      compile_bytes: peak memory of the process that compiled the program.
-      needs: bytes of HBM that the program needs on one device.
+      failure_reason: why the program does not fit or the compilation failed, in one line.
+      compile_memory_bytes: peak memory of the process that compiled the program.
+      needed_hbm_bytes: bytes of HBM that the program needs on one device.
       usable_hbm: bytes of HBM of one device that a program can use.
-      memory: `needs`, divided by purpose.
-      estimates: name of a cost model (`estimate.COST_MODELS`) → its estimate; {} for GPUs.
-      gpu_flops: FLOPs that the program executes, including recomputation; 0 for TPUs.
-      cost_model: the key of `estimates` for the properties `estimate`, `tokens_per_second`, `mfu`
-        and `binding`.
-      ideal: lower bounds of the step's time; None for GPUs.
+      memory: `needed_hbm_bytes`, divided by purpose.
+      estimate_by_cost_model: name of a cost model (`estimate.COST_MODELS`) → its estimate; {} for
+        GPUs.
+      executed_gpu_flops: FLOPs that the program executes, including recomputation; 0 for TPUs.
+      cost_model: the key of `estimate_by_cost_model` for the properties `estimate`,
+        `tokens_per_second`, `mfu` and `slowest_resource`.
+      ideal_time: lower bounds of the step's time; None for GPUs.
       collectives: the collectives of the program that send data.
-      between_slices: the traffic between slices; None if there is one slice.
-      skew: σ of the experts' popularity that the cost model "calibrated" assumes.
+      slice_traffic: the traffic between slices; None if there is one slice.
+      expert_skew: σ of the experts' popularity that the cost model "calibrated" assumes.
       expert_load: the load of the experts that follows from it; None if the program has no kernels
         of experts.
-      unstated_loops: names of loops that count as if they ran once, because the program does not
-        state how often they run. The cost model "calibrated" counts the loops of the experts as
-        often as `expert_load` says.
-      unknown_kernels: names of kernels whose FLOPs or cycles are unknown. If there are any, `mfu`
-        is None.
+      loops_of_unknown_length: names of loops that count as if they ran once, because the program
+        does not state how often they run. The cost model "calibrated" counts the loops of the
+        experts as often as `expert_load` says.
+      kernels_of_unknown_cost: names of kernels whose FLOPs or cycles are unknown. If there are any,
+        `mfu` is None.
       compiler_options: the options that training gives the compiler, name → value.
     """
 
-    name: str
+    config_name: str
     model: ModelConfig
     train: TrainConfig
     topology: Topology
@@ -117,30 +118,30 @@ class Plan:
     compile_cpu_seconds: float
     fits: bool
     failed: bool = False
-    reason: str = ""
-    compile_bytes: float = 0.0
-    needs: float = 0.0
+    failure_reason: str = ""
+    compile_memory_bytes: float = 0.0
+    needed_hbm_bytes: float = 0.0
     usable_hbm: float = 0.0
     memory: Memory | None = None
-    estimates: Mapping[str, Estimate] = dataclasses.field(default_factory=dict)
-    gpu_flops: float = 0.0
+    estimate_by_cost_model: Mapping[str, Estimate] = dataclasses.field(default_factory=dict)
+    executed_gpu_flops: float = 0.0
     cost_model: str = COST_MODELS[0]
-    ideal: IdealTime | None = None
-    between_slices: SliceTraffic | None = None
+    ideal_time: IdealTime | None = None
+    slice_traffic: SliceTraffic | None = None
     collectives: tuple[Collective, ...] = ()
-    skew: float = 0.0
+    expert_skew: float = 0.0
     expert_load: ExpertLoad | None = None
-    unstated_loops: tuple[str, ...] = ()
-    unknown_kernels: tuple[str, ...] = ()
+    loops_of_unknown_length: tuple[str, ...] = ()
+    kernels_of_unknown_cost: tuple[str, ...] = ()
     compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def estimate(self) -> Estimate:
         """The estimate of the chosen cost model."""
-        return self.estimates[self.cost_model]
+        return self.estimate_by_cost_model[self.cost_model]
 
     @property
-    def tokens(self) -> int:
+    def tokens_per_step(self) -> int:
         """The number of tokens of one step on all devices."""
         return self.train.batch_size * self.train.sequence_length
 
@@ -150,32 +151,32 @@ class Plan:
         one device.
         """
         per_token = flops_per_token(self.model, self.train.sequence_length)
-        return per_token * self.tokens / len(self.topology.devices)
+        return per_token * self.tokens_per_step / len(self.topology.devices)
 
     @property
     def tokens_per_second(self) -> float:
         """The predicted number of tokens per second on all devices."""
-        return self.tokens / self.estimate.seconds
+        return self.tokens_per_step / self.estimate.seconds
 
     @property
     def mfu(self) -> float | None:
         """The predicted model FLOPs utilization (MFU); None if the cost of a kernel is unknown."""
-        return self.mfu_at(self.estimate.seconds)
+        return self.mfu_of_step_time(self.estimate.seconds)
 
-    def mfu_at(self, seconds: float) -> float | None:
+    def mfu_of_step_time(self, seconds: float) -> float | None:
         """Returns the model FLOPs utilization (MFU) of a step that takes `seconds`; None if the
         cost of a kernel is unknown.
         """
-        if self.unknown_kernels:
+        if self.kernels_of_unknown_cost:
             return None
         return self.model_flops / seconds / self.topology.chip.device_flops
 
     @property
-    def binding(self) -> str:
+    def slowest_resource(self) -> str:
         """The resource that takes most of the predicted time: "compute", "hbm", or "network" and
         its mesh axes, such as "network data+expert".
         """
-        return next(iter(self.estimate.bound))
+        return next(iter(self.estimate.seconds_by_resource))
 
     @property
     def verdict(self) -> str:
@@ -195,16 +196,16 @@ class Plan:
             "chips": self.topology.chips,
             "devices": len(self.topology.devices),
             "mesh": self.mesh,
-            "config": self.name,
+            "config": self.config_name,
             "batch_size": train.batch_size,
             "sequence_length": train.sequence_length,
             "remat": train.remat,
             "gradient_accumulation": train.gradient_accumulation,
-            "tokens_per_step": self.tokens,
+            "tokens_per_step": self.tokens_per_step,
             "fits": self.fits,
             "failed": self.failed,
-            "reason": self.reason,
-            "peak_hbm_bytes": self.needs or None,
+            "reason": self.failure_reason,
+            "peak_hbm_bytes": self.needed_hbm_bytes or None,
             "usable_hbm_bytes": self.usable_hbm or None,
             "memory_bytes": self.memory and self.memory._asdict(),
             **self._times_as_dict(),
@@ -213,17 +214,17 @@ class Plan:
                 {"axes": list(axes), "collective": kind, "bytes": size, "count": count}
                 for (axes, kind), (size, count) in traffic_by_axes(self.collectives).items()
             ],
-            "skew": self.skew,
+            "skew": self.expert_skew,
             "expert_load": self.expert_load and dataclasses.asdict(self.expert_load),
-            "between_slices": self.between_slices and self.between_slices._asdict(),
-            "loops_of_unknown_length": list(self.unstated_loops),
-            "kernels_of_unknown_cost": list(self.unknown_kernels),
+            "between_slices": self.slice_traffic and self.slice_traffic._asdict(),
+            "loops_of_unknown_length": list(self.loops_of_unknown_length),
+            "kernels_of_unknown_cost": list(self.kernels_of_unknown_cost),
             "optimization_level": self.optimization_level,
             "compiler_options": dict(self.compiler_options),
             "lower_seconds": round(self.lower_seconds, 1),
             "compile_seconds": round(self.compile_seconds, 1),
             "compile_cpu_seconds": round(self.compile_cpu_seconds, 1),
-            "compile_memory_bytes": self.compile_bytes or None,
+            "compile_memory_bytes": self.compile_memory_bytes or None,
             "versions": {
                 "jax": jax.__version__,
                 **_compiler_version(self.topology.chip),
@@ -240,13 +241,13 @@ class Plan:
             )
         )
         times |= {
-            "executed_flops": self.gpu_flops or None,
+            "executed_flops": self.executed_gpu_flops or None,
             "cost_model": self.cost_model,
         }
-        if not self.estimates:
+        if not self.estimate_by_cost_model:
             return times
         estimate = self.estimate
-        mfu_roofline = self.mfu_at(self.estimates["roofline"].seconds)
+        mfu_roofline = self.mfu_of_step_time(self.estimate_by_cost_model["roofline"].seconds)
         return times | {
             "step_seconds": estimate.seconds,
             "tokens_per_second": self.tokens_per_second,
@@ -255,15 +256,15 @@ class Plan:
             "estimates": {
                 name: {
                     "step_seconds": e.seconds,
-                    "mfu": self.mfu_at(e.seconds),
-                    "bound_seconds": e.bound,
+                    "mfu": self.mfu_of_step_time(e.seconds),
+                    "bound_seconds": e.seconds_by_resource,
                 }
-                for name, e in self.estimates.items()
+                for name, e in self.estimate_by_cost_model.items()
             },
-            "ideal": self.ideal._asdict(),
-            "parts": {name: cost._asdict() for name, cost in estimate.by_source.items()},
-            "bound_seconds": estimate.bound,
-            "binding": self.binding,
+            "ideal": self.ideal_time._asdict(),
+            "parts": {name: cost._asdict() for name, cost in estimate.cost_by_function.items()},
+            "bound_seconds": estimate.seconds_by_resource,
+            "binding": self.slowest_resource,
             "executed_flops": estimate.flops,
             "hbm_bytes": estimate.hbm_bytes,
         }
@@ -281,11 +282,11 @@ def traffic_by_axes(
     sums: dict = {}
     for c in collectives:
         size, count = sums.get((c.axes, c.kind), (0.0, 0.0))
-        sums[c.axes, c.kind] = size + c.total, count + c.times
+        sums[c.axes, c.kind] = size + c.total_sent_bytes, count + c.run_count
     return dict(sorted(sums.items(), key=lambda item: -item[1][0]))
 
 
-def check_expert_exchange(sizes: dict[str, int], topology: Topology) -> None:
+def check_expert_exchange_supported(sizes: dict[str, int], topology: Topology) -> None:
     """Checks that the compiler for this slice supports the collective that sends tokens to the
     devices of their experts.
 
@@ -338,14 +339,14 @@ def make_plan(
       UserError: the mesh does not fit the devices or the model.
     """
     mesh = make_mesh(config.parallel, topology.devices)
-    check_expert_exchange(dict(mesh.shape), topology)
+    check_expert_exchange_supported(dict(mesh.shape), topology)
     run = resolve_run(config, mesh)
     started = time.perf_counter()
     lowered = lower_step(run, topology)
     lowered_at, cpu_before = time.perf_counter(), used_cpu_seconds()
     compiled, failure = compile_step(lowered, topology, optimization_level)
     refusal = failure
-    if compiled is None and topology.chip.torus and _nearly_fits(failure):
+    if compiled is None and topology.chip.torus_dimensions and _nearly_fits(failure):
         compiled, failure = compile_step(lowered, topology, optimization_level, COMPILE_ANYWAY)
     plan = functools.partial(
         Plan,
@@ -356,19 +357,22 @@ def make_plan(
         mesh=dict(mesh.shape),
         compiler_options=compiler_options(config.parallel, mesh),
         optimization_level=optimization_level or "default",
-        skew=skew,
+        expert_skew=skew,
         lower_seconds=lowered_at - started,
         compile_seconds=time.perf_counter() - lowered_at,
         compile_cpu_seconds=used_cpu_seconds() - cpu_before,
-        compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10,
+        compile_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10,
     )
     if compiled is None and "RESOURCE_EXHAUSTED" not in failure:
         reason = f"the compiler's error: {failure.splitlines()[0][:300]}"
-        return plan(fits=False, failed=True, reason=reason)
+        return plan(fits=False, failed=True, failure_reason=reason)
     if compiled is None:
-        needs, usable = out_of_memory(failure)
+        needs, usable = needed_and_usable_bytes(failure)
         return plan(
-            fits=False, reason=_out_of_memory_reason(needs, usable), needs=needs, usable_hbm=usable
+            fits=False,
+            failure_reason=_out_of_memory_reason(needs, usable),
+            needed_hbm_bytes=needs,
+            usable_hbm=usable,
         )
     text = compiled.as_text()
     program = hlo.parse_program(text)
@@ -379,24 +383,24 @@ def make_plan(
     state = run.abstract_state
     beside_params = {name: state[name] for name in state.keys() - {"params", "step", "guards"}}
     memory = memory_use(compiled, program, state["params"], beside_params)
-    needs, usable = memory.peak, topology.chip.usable_hbm
+    needs, usable = memory.peak, topology.chip.usable_hbm_per_device
     fits = needs <= usable  # at O1 the compiler accepts programs that do not fit
     if fits and refusal:  # by the compiler, which knows of less memory than the table of chips
-        fits, (needs, usable) = False, out_of_memory(refusal)
+        fits, (needs, usable) = False, needed_and_usable_bytes(refusal)
     plan = functools.partial(
         plan,
         fits=fits,
-        reason="" if fits else _out_of_memory_reason(needs, usable),
-        needs=needs,
+        failure_reason="" if fits else _out_of_memory_reason(needs, usable),
+        needed_hbm_bytes=needs,
         usable_hbm=usable,
         memory=memory,
         collectives=tuple(program_collectives(program, mesh)),
-        unstated_loops=tuple(program.unstated_loops()),
+        loops_of_unknown_length=tuple(program.loops_of_unknown_length()),
     )
-    if not topology.chip.torus:
-        return plan(gpu_flops=gpu_flops(program))
-    return _with_estimates(
-        plan(between_slices=_slice_traffic(config, topology, mesh, memory)),
+    if not topology.chip.torus_dimensions:
+        return plan(executed_gpu_flops=gpu_program_flops(program))
+    return _plan_with_estimates(
+        plan(slice_traffic=_slice_traffic(config, topology, mesh, memory)),
         config,
         mesh,
         program,
@@ -404,7 +408,7 @@ def make_plan(
     )
 
 
-def estimate_again(
+def reestimate_plan(
     plan: Plan, config: Config, topology: Topology, dump_folder: str | pathlib.Path
 ) -> Plan:
     """Returns `plan`, which `make_plan` made of `config`, with estimates that the cost models make
@@ -417,10 +421,10 @@ def estimate_again(
     program = hlo.parse_program((pathlib.Path(dump_folder) / PROGRAM).read_text())
     schedules = schedule.read_schedules(dump_folder, program)
     mesh = make_mesh(config.parallel, topology.devices)
-    return _with_estimates(plan, config, mesh, program, schedules)
+    return _plan_with_estimates(plan, config, mesh, program, schedules)
 
 
-def _with_estimates(
+def _plan_with_estimates(
     plan: Plan,
     config: Config,
     mesh: jax.sharding.Mesh,
@@ -431,16 +435,16 @@ def _with_estimates(
     topology = plan.topology
     estimates = {
         name: estimate_time(
-            program, mesh, topology.chip, topology.shape, schedules, name, skew=plan.skew
+            program, mesh, topology.chip, topology.shape, schedules, name, skew=plan.expert_skew
         )
         for name in COST_MODELS
     }
     return dataclasses.replace(
         plan,
-        estimates=estimates,
-        ideal=ideal_time(config.model, config.train, topology, mesh, config.parallel),
-        expert_load=assumed_expert_load(program, mesh, plan.skew),
-        unknown_kernels=tuple(unknown_kernels(program, schedules)),
+        estimate_by_cost_model=estimates,
+        ideal_time=ideal_time(config.model, config.train, topology, mesh, config.parallel),
+        expert_load=assumed_expert_load(program, mesh, plan.expert_skew),
+        kernels_of_unknown_cost=tuple(kernels_of_unknown_cost(program, schedules)),
     )
 
 
@@ -463,7 +467,9 @@ def lower_step(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
         step = make_train_step(run, stage)
         traced = step.trace(run.abstract_state, abstract_batch(run, stage))
-        return traced.lower(lowering_platforms=None if topology.chip.torus else ("cuda",))
+        return traced.lower(
+            lowering_platforms=None if topology.chip.torus_dimensions else ("cuda",)
+        )
 
 
 def compile_step(
@@ -476,7 +482,7 @@ def compile_step(
     options = dict(more_options)
     if optimization_level:
         options["optimization_level"] = optimization_level
-    if not topology.chip.torus:
+    if not topology.chip.torus_dimensions:
         options |= FAST_GPU_COMPILE
     try:
         return lowered.compile(options or None), ""
@@ -488,7 +494,7 @@ def _nearly_fits(failure: str) -> bool:
     """Whether the compiler refused a program that needs little more memory than there is."""
     if "RESOURCE_EXHAUSTED" not in failure:
         return False
-    needs, usable = out_of_memory(failure)
+    needs, usable = needed_and_usable_bytes(failure)
     return 0 < needs <= (1 + NEAR) * usable
 
 
@@ -509,7 +515,7 @@ def used_cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def out_of_memory(message: str) -> tuple[float, float]:
+def needed_and_usable_bytes(message: str) -> tuple[float, float]:
     """Reads (bytes needed, bytes usable) from the compiler's error message. Returns zeros if the
     message does not contain them.
     """
@@ -527,5 +533,5 @@ def _compiler_version(chip: Chip) -> dict[str, str]:
     """Returns {package with which JAX compiles for the chip: its installed version}."""
     import importlib.metadata
 
-    name = "libtpu" if chip.torus else "jax-cuda13-plugin"
+    name = "libtpu" if chip.torus_dimensions else "jax-cuda13-plugin"
     return {name: importlib.metadata.version(name)}

@@ -1,8 +1,8 @@
-"""Predicts the time of a compiled TPU program. It computes the time of an instruction by a
-roofline, and the time of a collective from the links of the torus.
+"""Predicts the time of a compiled TPU program. The time of an instruction comes from a roofline,
+and the time of a collective from the links of the torus.
 
 A computation lists its instructions in the order in which the compiler starts them. The prediction
-goes through them one after another:
+goes through these instructions one after another:
 
 - An instruction takes max(FLOPs / peak, HBM bytes / bandwidth).
 - A kernel also takes at least the cycles of the schedule that the compiler made of it
@@ -28,9 +28,9 @@ goes through them one after another:
   slices, at its peak.
 - A loop takes the time of its body times the number of its trips.
 
-These two predictions leave out the latency of collectives, launches and small transfers; stalls
-inside a schedule; contention on links that collectives over different axes share; and the time for
-hosts, input data and checkpoints. So a real step is slower.
+The cost models "schedule" and "roofline" leave out the latency of collectives, launches and small
+transfers; stalls inside a schedule; contention on links that collectives over different axes share;
+and the time for hosts, input data and checkpoints. So a real step is slower.
 """
 
 import dataclasses
@@ -41,21 +41,21 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from qwen3next_jax.planner.between_slices import crossing_seconds
+from qwen3next_jax.planner.between_slices import seconds_between_slices
 from qwen3next_jax.planner.compiled import (
     Collective,
     collective_kind,
-    delta_rule_call,
     fused_collective,
     hbm_bytes,
     instruction_flops,
-    is_kernel,
-    kernel_bytes,
+    is_tpu_kernel,
+    kernel_hbm_bytes,
+    parse_delta_rule_call,
+    parse_slice_transfer,
     permuted_pairs,
     read_collective,
-    read_transfer,
-    transfer_between_slices,
-    visited_grid_share,
+    read_slice_transfer,
+    visited_grid_step_share,
 )
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 from qwen3next_jax.planner.schedule import Schedule
@@ -70,24 +70,25 @@ class Estimate(NamedTuple):
 
     Attributes:
       seconds: the whole time.
-      bound: {resource: seconds that the device spent on it or waited for it}, longest first. A
-        resource is "compute", "hbm", or "network" with mesh axes, such as "network data+expert".
+      seconds_by_resource: {resource: seconds that the device spent on it or waited for it}, longest
+        first. A resource is "compute", "hbm", or "network" with mesh axes, such as "network
+        data+expert".
       flops: executed FLOPs, including recomputation.
       hbm_bytes: bytes read from and written to HBM.
-      by_source: {function of this package: cost of the instructions compiled from its code},
+      cost_by_function: {function of this package: cost of the instructions compiled from its code},
         longest first. Each instruction belongs to the innermost function of its stack. For a copy
         or collective that overlaps with other instructions, the seconds are the time that the
         device waits at its end.
     """
 
     seconds: float
-    bound: dict[str, float]
+    seconds_by_resource: dict[str, float]
     flops: float
     hbm_bytes: float
-    by_source: dict[str, "SourceCost"]
+    cost_by_function: dict[str, "FunctionCost"]
 
 
-class SourceCost(NamedTuple):
+class FunctionCost(NamedTuple):
     """The cost of the instructions compiled from the code of one function, in one run of the
     program on one device. (The planner's JSON contains the fields under these names.)
     """
@@ -98,23 +99,24 @@ class SourceCost(NamedTuple):
 
 
 @dataclasses.dataclass
-class Costs:
+class ComputationCosts:
     """The cost of a computation: one of the program's functions, such as the body of a loop.
 
     Attributes:
-      waits: {resource: seconds that the device spent on it or waited for it}.
-      work: {(field of `SourceCost`, source): the value of this field for this source}.
+      seconds_by_resource: {resource: seconds that the device spent on it or waited for it}.
+      amount_by_field_and_function: {(field of `FunctionCost`, source): the value of this field for
+        this source}.
     """
 
-    waits: Counter = dataclasses.field(default_factory=Counter)
-    work: Counter = dataclasses.field(default_factory=Counter)
+    seconds_by_resource: Counter = dataclasses.field(default_factory=Counter)
+    amount_by_field_and_function: Counter = dataclasses.field(default_factory=Counter)
 
-    def add(self, other: "Costs", times: float = 1) -> None:
+    def add(self, other: "ComputationCosts", times: float = 1) -> None:
         """Adds `times` times the costs `other`."""
-        for resource, seconds in other.waits.items():
-            self.waits[resource] += times * seconds
-        for key, amount in other.work.items():
-            self.work[key] += times * amount
+        for resource, seconds in other.seconds_by_resource.items():
+            self.seconds_by_resource[resource] += times * seconds
+        for key, amount in other.amount_by_field_and_function.items():
+            self.amount_by_field_and_function[key] += times * amount
 
 
 class Timeline:
@@ -127,47 +129,53 @@ class Timeline:
     """
 
     def __init__(self):
-        self.now, self.costs = 0.0, Costs()
+        self.now, self.costs = 0.0, ComputationCosts()
         self._free: Counter = Counter()  # {resource: end of its last transfer}
         # {name of the starting instruction: (time at which its transfer finishes, resource,
         # source)}
         self._pending: dict[str, tuple[float, str, str]] = {}
 
-    def add(self, seconds: float, costs: Costs, times: float = 1) -> None:
+    def add_computation(self, seconds: float, costs: ComputationCosts, times: float = 1) -> None:
         """Adds `times` runs of a called computation that takes `seconds` and costs `costs`."""
         self.now += times * seconds
         self.costs.add(costs, times)
 
     def record_work(self, source: str, **work: float) -> None:
         """Adds work to the costs without advancing the time."""
-        self.costs.add(Costs(work=Counter({(field, source): n for field, n in work.items()})))
+        self.costs.add(
+            ComputationCosts(
+                amount_by_field_and_function=Counter(
+                    {(field, source): n for field, n in work.items()}
+                )
+            )
+        )
 
-    def wait(self, seconds: float, resource: str, source: str, **work: float) -> None:
+    def spend_on_resource(self, seconds: float, resource: str, source: str, **work: float) -> None:
         """Advances the time by `seconds`, which the device spends on `resource`, and adds the
         work.
         """
         self.now += seconds
-        self.costs.add(Costs(waits=Counter({resource: seconds})))
+        self.costs.add(ComputationCosts(seconds_by_resource=Counter({resource: seconds})))
         self.record_work(source, seconds=seconds, **work)
 
-    def start(self, name: str, seconds: float, resource: str, source: str) -> None:
+    def start_transfer(self, name: str, seconds: float, resource: str, source: str) -> None:
         """Starts a transfer that takes `seconds`, as soon as its resource is free."""
         self._free[resource] = max(self.now, self._free[resource]) + seconds
         self._pending[name] = self._free[resource], resource, source
 
-    def rename(self, name: str, new: str) -> bool:
+    def rename_transfer(self, name: str, new: str) -> bool:
         """Renames the transfer that `name` started to `new`. Returns whether there is one."""
         if name not in self._pending:
             return False
         self._pending[new] = self._pending.pop(name)
         return True
 
-    def finish(self, name: str) -> bool:
+    def finish_transfer(self, name: str) -> bool:
         """Waits for the transfer that `name` started. Returns whether there is one."""
         if name not in self._pending:
             return False
         finish, resource, source = self._pending.pop(name)
-        self.wait(max(finish - self.now, 0.0), resource, source)
+        self.spend_on_resource(max(finish - self.now, 0.0), resource, source)
         return True
 
 
@@ -186,75 +194,85 @@ class Simulation:
         self.program, self.network, self.chip = program, network, chip
         self.schedules, self.cost_model, self.source = schedules, cost_model, source
         self.peak, self.bandwidth = chip.device_flops, chip.hbm_bandwidth / chip.devices_per_chip
-        self._done: dict[str, tuple[float, Costs]] = {}
+        self._done: dict[str, tuple[float, ComputationCosts]] = {}
 
-    def run(self, name: str) -> tuple[float, Costs]:
+    def run_computation(self, name: str) -> tuple[float, ComputationCosts]:
         """Returns the seconds and the costs of one run of the computation `name`."""
         if name not in self._done:
             timeline, computation = self._new_timeline(), self.program.computations[name]
             for instruction in computation.values():
-                self._run(timeline, computation, instruction)
+                self._run_instruction(timeline, computation, instruction)
             self._done[name] = timeline.now, timeline.costs
         return self._done[name]
 
     def _new_timeline(self) -> Timeline:
         return Timeline()
 
-    def _run(self, timeline: Timeline, computation: Computation, instruction: Instruction) -> None:
+    def _run_instruction(
+        self, timeline: Timeline, computation: Computation, instruction: Instruction
+    ) -> None:
         """Adds one run of an instruction to the timeline."""
         op, name, source = instruction.opcode, instruction.name, self.source(instruction)
         if op == "recv-done":
-            received = transfer_between_slices(computation[instruction.operands[0]])
-            if received and timeline.finish(received.name):
+            received = parse_slice_transfer(computation[instruction.operands[0]])
+            if received and timeline.finish_transfer(received.rendezvous_name):
                 return
-        if transfer := transfer_between_slices(instruction):
+        if transfer := parse_slice_transfer(instruction):
             if op == "send":
-                collective = read_transfer(computation, instruction, self.network.mesh)
-                seconds = crossing_seconds(collective.sent, self.chip)
-                timeline.start(transfer.name, seconds, f"network {collective.axes[0]}", source)
+                collective = read_slice_transfer(computation, instruction, self.network.mesh)
+                seconds = seconds_between_slices(collective.sent_bytes, self.chip)
+                timeline.start_transfer(
+                    transfer.rendezvous_name, seconds, f"network {collective.axes[0]}", source
+                )
             return
-        if op.endswith("-done") and timeline.finish(instruction.operands[0]):
+        if op.endswith("-done") and timeline.finish_transfer(instruction.operands[0]):
             return
-        if op.endswith("-update") and timeline.rename(instruction.operands[0], name):
+        if op.endswith("-update") and timeline.rename_transfer(instruction.operands[0], name):
             return
         if collective_kind(instruction):
             self._run_collective(timeline, computation, instruction, source)
         elif op == "while":
-            body = self.run(instruction.attribute("body").lstrip("%"))
-            timeline.add(*body, self._loop_trips(computation, instruction))
+            body = self.run_computation(instruction.attribute("body").lstrip("%"))
+            timeline.add_computation(*body, self._loop_trips(computation, instruction))
         elif op == "conditional":
-            branches = [self.run(branch) for branch in instruction.called]
-            timeline.add(*max(branches, key=lambda branch: branch[0]))
+            branches = [self.run_computation(branch) for branch in instruction.called_computations]
+            timeline.add_computation(*max(branches, key=lambda branch: branch[0]))
         elif op == "call":
-            timeline.add(*self.run(instruction.called[0]))
+            timeline.add_computation(*self.run_computation(instruction.called_computations[0]))
         elif op in ("async-start", "call-start"):
-            seconds, costs = self.run(instruction.called[0])
-            longest = max(costs.waits, key=costs.waits.get, default=HBM)
-            self._start_call(timeline, instruction, seconds, longest, source)
-            work = {key: n for key, n in costs.work.items() if key[0] != "seconds"}
-            timeline.add(0.0, Costs(work=Counter(work)))
+            seconds, costs = self.run_computation(instruction.called_computations[0])
+            longest = max(costs.seconds_by_resource, key=costs.seconds_by_resource.get, default=HBM)
+            self._start_async_call(timeline, instruction, seconds, longest, source)
+            work = {
+                key: n
+                for key, n in costs.amount_by_field_and_function.items()
+                if key[0] != "seconds"
+            }
+            timeline.add_computation(
+                0.0, ComputationCosts(amount_by_field_and_function=Counter(work))
+            )
         elif op.endswith("-start"):
             moved = hbm_bytes(self.program, computation, instruction)
             timeline.record_work(source, hbm_bytes=moved)
-            self._start_copy(timeline, computation, instruction, moved, source)
+            self._start_async_copy(timeline, computation, instruction, moved, source)
         else:
-            self._run_work(timeline, computation, instruction, source)
+            self._run_synchronously(timeline, computation, instruction, source)
 
     def _loop_trips(self, computation: Computation, loop: Instruction) -> float:
         """Returns how often the body of a loop runs."""
-        return self.program.trips(computation, loop) or 1
+        return self.program.loop_trips(computation, loop) or 1
 
     def _run_collective(
         self, timeline: Timeline, computation: Computation, instruction: Instruction, source: str
     ) -> None:
         """Runs a collective, or starts it if the instruction is the start of one."""
-        resource, seconds = self._collective_cost(computation, instruction)
+        resource, seconds = self._collective_resource_and_seconds(computation, instruction)
         if instruction.opcode.endswith("-start"):
-            timeline.start(instruction.name, seconds, resource, source)
+            timeline.start_transfer(instruction.name, seconds, resource, source)
         else:
-            timeline.wait(seconds, resource, source)
+            timeline.spend_on_resource(seconds, resource, source)
 
-    def _start_call(
+    def _start_async_call(
         self,
         timeline: Timeline,
         instruction: Instruction,
@@ -263,9 +281,9 @@ class Simulation:
         source: str,
     ) -> None:
         """Starts a computation that runs beside the instructions until its end."""
-        timeline.start(instruction.name, seconds, resource, source)
+        timeline.start_transfer(instruction.name, seconds, resource, source)
 
-    def _start_copy(
+    def _start_async_copy(
         self,
         timeline: Timeline,
         computation: Computation,
@@ -274,36 +292,40 @@ class Simulation:
         source: str,
     ) -> None:
         """Starts a copy that moves `moved` bytes through HBM."""
-        timeline.start(instruction.name, moved / self.bandwidth, HBM, source)
+        timeline.start_transfer(instruction.name, moved / self.bandwidth, HBM, source)
 
-    def _run_work(
+    def _run_synchronously(
         self, timeline: Timeline, computation: Computation, instruction: Instruction, source: str
     ) -> None:
         """Runs an instruction that is neither a collective nor the start of a transfer."""
-        timeline.wait(
-            *self._longest_resource(computation, instruction),
+        timeline.spend_on_resource(
+            *self._seconds_and_slowest_resource(computation, instruction),
             source,
             hbm_bytes=hbm_bytes(self.program, computation, instruction),
             flops=instruction_flops(self.program, computation, instruction),
         )
 
-    def _longest_resource(
+    def _seconds_and_slowest_resource(
         self, computation: Computation, instruction: Instruction
     ) -> tuple[float, str]:
         """Returns the seconds that an instruction takes, and the resource that it waits for."""
-        seconds_of = self._seconds_of(computation, instruction)
+        seconds_of = self._seconds_by_resource(computation, instruction)
         longest = max(seconds_of, key=seconds_of.get)
         return seconds_of[longest], longest
 
-    def _seconds_of(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
+    def _seconds_by_resource(
+        self, computation: Computation, instruction: Instruction
+    ) -> dict[str, float]:
         """Returns {resource: seconds for which an instruction needs it}."""
         cycles, moved = 0.0, hbm_bytes(self.program, computation, instruction)
-        schedule, kernel = self.schedules.get(instruction.name), is_kernel(instruction)
+        schedule, kernel = self.schedules.get(instruction.name), is_tpu_kernel(instruction)
         if schedule and (kernel or self.cost_model != "roofline"):
             cycles = (
-                schedule.cycles * visited_grid_share(computation, instruction) / self.chip.clock
+                schedule.cycles
+                * visited_grid_step_share(computation, instruction)
+                / self.chip.clock_hz
             )
-            moved = max(moved, kernel_bytes(computation, instruction) or schedule.copied_bytes)
+            moved = max(moved, kernel_hbm_bytes(computation, instruction) or schedule.copied_bytes)
         elif kernel:
             cycles = _delta_rule_seconds(computation, instruction, self.chip)
         flops = instruction_flops(self.program, computation, instruction)
@@ -313,7 +335,7 @@ class Simulation:
         }
         fused = fused_collective(self.program, instruction)
         if fused:
-            resource, seconds = self._collective_cost(*fused)
+            resource, seconds = self._collective_resource_and_seconds(*fused)
             seconds_of[resource] = seconds
         return seconds_of
 
@@ -325,14 +347,16 @@ class Simulation:
         """Returns the seconds in which one instruction moves `moved` bytes through HBM."""
         return moved / self.bandwidth
 
-    def _collective_cost(
+    def _collective_resource_and_seconds(
         self, computation: Computation, instruction: Instruction
     ) -> tuple[str, float]:
         """Returns the resource of a collective ("network" and its mesh axes), and the seconds that
         the collective takes.
         """
         collective = read_collective(computation, instruction, self.network.mesh)
-        return "network " + "+".join(collective.axes), self.network.seconds(collective, instruction)
+        return "network " + "+".join(collective.axes), self.network.collective_seconds(
+            collective, instruction
+        )
 
 
 # The cycles that the kernels of the gated delta rule, in the order of _KERNELS, take per token and
@@ -354,16 +378,16 @@ def _delta_rule_seconds(computation: Computation, instruction: Instruction, chip
     """Returns the seconds of a gated delta rule kernel by `_CYCLES`; 0 for any other kernel and for
     a chip that is not in the table.
     """
-    call = delta_rule_call(computation, instruction)
+    call = parse_delta_rule_call(computation, instruction)
     if call is None or chip.name not in _CYCLES:
         return 0.0
-    cycles = _CYCLES[chip.name][_KERNELS.index(call.kernel)]
+    cycles = _CYCLES[chip.name][_KERNELS.index(call.pass_name)]
     return (
         call.tokens
         * call.heads
         * (call.key_width * call.value_width / 128**2)
         * cycles
-        / chip.clock
+        / chip.clock_hz
     )
 
 
@@ -388,7 +412,7 @@ class Network:
         # On the other chips, all dimensions close to rings if the slice consists of whole cubes of
         # 4 × 4 × 4 chips.
         cubes = all(n % 4 == 0 for n in shape)
-        self.closes = tuple(n == 16 if chip.torus == 2 else cubes for n in shape)
+        self.closes = tuple(n == 16 if chip.torus_dimensions == 2 else cubes for n in shape)
         devices = mesh.devices.flatten()
         self.coordinates = np.array([d.coords[: len(shape)] for d in devices]).reshape(
             *mesh.devices.shape, len(shape)
@@ -396,7 +420,7 @@ class Network:
         self.cores = np.array([d.core_on_chip for d in devices]).reshape(mesh.devices.shape)
         self.slices = np.array([slice_number(d) for d in devices]).reshape(mesh.devices.shape)
 
-    def seconds(self, collective: Collective, instruction: Instruction) -> float:
+    def collective_seconds(self, collective: Collective, instruction: Instruction) -> float:
         """Returns the seconds of one run of a collective.
 
         Args:
@@ -404,30 +428,30 @@ class Network:
           instruction: the instruction of the collective. It is read only for a permutation, and may
             be None for any other collective.
         """
-        if not collective.sent:
+        if not collective.sent_bytes:
             return 0.0
         if collective.kind == "collective-permute":
             pairs = permuted_pairs(instruction)
             source, target = self.slices.reshape(-1)[pairs].T
             if np.any(source != target):
-                return crossing_seconds(collective.sent, self.chip)
+                return seconds_between_slices(collective.sent_bytes, self.chip)
             # All slices do the same, so the links of one slice are enough.
-            transfers = self._busiest_link(pairs[source == self.slices.min()])
+            transfers = self._busiest_link_transfers(pairs[source == self.slices.min()])
             if not transfers:
-                return collective.sent / self.chip.die_bandwidth
-            return collective.sent * (transfers / self.chip.link_bandwidth)
-        spans, sharing = self._torus_spans(collective.axes)
-        if (slices := self._slice_count(collective.axes)) > 1:
+                return collective.sent_bytes / self.chip.die_to_die_bandwidth
+            return collective.sent_bytes * (transfers / self.chip.link_bandwidth)
+        spans, sharing = self._torus_spans_and_sharing(collective.axes)
+        if (slices := self._slices_spanned(collective.axes)) > 1:
             # The devices of a slice share the work first, so only this part of what each device
             # sends has to cross.
-            crosses = collective.sent * (slices - 1) / (collective.group - 1)
-            within = collective._replace(sent=collective.sent - crosses)
-            return crossing_seconds(crosses, self.chip) + self._seconds_within_slice(
+            crosses = collective.sent_bytes * (slices - 1) / (collective.group_size - 1)
+            within = collective._replace(sent_bytes=collective.sent_bytes - crosses)
+            return seconds_between_slices(crosses, self.chip) + self._seconds_within_slice(
                 within, spans, sharing
             )
         return self._seconds_within_slice(collective, spans, sharing)
 
-    def _slice_count(self, axes: tuple[str, ...]) -> int:
+    def _slices_spanned(self, axes: tuple[str, ...]) -> int:
         """Returns the number of slices over which a group along these mesh axes extends."""
         index = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
         return len(np.unique(self.slices[index]))
@@ -436,13 +460,13 @@ class Network:
         self, collective: Collective, spans: Sequence["_TorusSpan"], sharing: float
     ) -> float:
         """Returns the seconds of a collective on the links of a slice. `spans` and `sharing` are
-        the results of `_torus_spans`.
+        the results of `_torus_spans_and_sharing`.
         """
-        if not collective.sent:
+        if not collective.sent_bytes:
             return 0.0
         if not spans:
-            return collective.sent / self.chip.die_bandwidth
-        sent = collective.sent * sharing
+            return collective.sent_bytes / self.chip.die_to_die_bandwidth
+        sent = collective.sent_bytes * sharing
         if collective.kind in ("all-to-all", "ragged-all-to-all"):
             # The busiest link sets the time. In a ring of m chips, a byte travels over m/4 links on
             # average, and a chip sends in two directions, so each link carries m/8 times the bytes
@@ -458,7 +482,7 @@ class Network:
         links = sum((2 if s.is_ring else 1) / s.stride for s in spans)
         return sent / (links * self.chip.link_bandwidth)
 
-    def _torus_spans(self, axes: tuple[str, ...]) -> tuple[list["_TorusSpan"], float]:
+    def _torus_spans_and_sharing(self, axes: tuple[str, ...]) -> tuple[list["_TorusSpan"], float]:
         """Returns the dimensions of the torus that a group along these mesh axes spans, and the
         factor by which sharing the chip's links multiplies the bytes of a device: 2 if the two
         devices of a chip belong to different groups, else 1.
@@ -476,7 +500,7 @@ class Network:
         # If both devices of a chip are in the group, the chip receives the data for both only once.
         return spans, self.chip.devices_per_chip / (2 if both_cores else 1)
 
-    def _busiest_link(self, pairs: np.ndarray) -> float:
+    def _busiest_link_transfers(self, pairs: np.ndarray) -> float:
         """Returns the number of transfers of a permutation that the busiest link carries in one
         direction (half a transfer counts 0.5); 0 if no transfer leaves its chip.
 

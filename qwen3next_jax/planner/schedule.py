@@ -5,7 +5,8 @@ The compiler can write the final instruction bundles (VLIW instructions) of each
 to text files. The chip issues at most one bundle per cycle, so the number of bundles in a loop
 times the number of its trips is a lower bound of the loop's cycles, if every trip issues them all.
 A trip may skip bundles: a product goes through its contracted dimension in steps, and writes its
-result in the last of them. `skipped_bundles` subtracts the skipped bundles.
+result in the last of them. `count_skipped_bundles` counts these bundles, and their number is
+subtracted.
 """
 
 import math
@@ -42,15 +43,15 @@ class Loop(NamedTuple):
     """A loop of a schedule.
 
     Attributes:
-      start, end: addresses of its first and last bundle.
-      bundles: number of bundles in its body.
+      first_address, last_address: addresses of its first and last bundle.
+      bundle_count: number of bundles in its body.
       trips: how often its body runs; 0 if the compiler does not state it.
       matrix_instructions: number of matrix-unit instructions in its body.
     """
 
-    start: int
-    end: int
-    bundles: int
+    first_address: int
+    last_address: int
+    bundle_count: int
     trips: int
     matrix_instructions: int
 
@@ -84,16 +85,16 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
             loops, total = read_loops(text)
             is_kernel = entry.group(2) == "custom-call"
             schedules[entry.group(1)] = Schedule(
-                count_cycles(loops, total) - skipped_bundles(text, loops),
-                _window_bytes(text, loops) if is_kernel else 0.0,
+                count_cycles(loops, total) - count_skipped_bundles(text, loops),
+                _bytes_copied_by_kernel(text, loops) if is_kernel else 0.0,
                 all(loop.trips or not loop.matrix_instructions for loop in loops),
                 2 if _CORE in text else 1,
             )
     signatures = {
-        instruction.name: _signature(program, computation, instruction)
+        instruction.name: _schedule_signature(program, computation, instruction)
         for computation in program.computations.values()
         for instruction in computation.values()
-        if instruction.called or instruction.opcode not in FREE
+        if instruction.called_computations or instruction.opcode not in FREE
     }
     by_signature = {
         signature: schedules[name] for name, signature in signatures.items() if name in schedules
@@ -104,14 +105,16 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
     return schedules
 
 
-def _signature(program: Program, computation: Computation, instruction: Instruction) -> tuple:
+def _schedule_signature(
+    program: Program, computation: Computation, instruction: Instruction
+) -> tuple:
     """Returns the opcode of an instruction, the name of its kernel, the shapes of its result and of
     its operands, and the instructions inside it. Instructions with equal signatures share one
     schedule.
     """
     inner, kernel = [], ""
     if instruction.opcode == "fusion":
-        inner = [program.computations[name] for name in instruction.called]
+        inner = [program.computations[name] for name in instruction.called_computations]
     if instruction.opcode == "custom-call":
         kernel = re.sub(r"[.\d].*", "", instruction.name)
     return (
@@ -123,7 +126,7 @@ def _signature(program: Program, computation: Computation, instruction: Instruct
     )
 
 
-def _window_bytes(text: str, loops: list[Loop]) -> float:
+def _bytes_copied_by_kernel(text: str, loops: list[Loop]) -> float:
     """Returns `Schedule.copied_bytes` of a kernel, computed from the block sizes ("window shapes")
     in the header of the compiler's text.
     """
@@ -171,28 +174,30 @@ def read_loops(text: str) -> tuple[list[Loop], int]:
         body = [a for a in addresses if start <= a <= end]
         trips = exit_tests.pop(test, 0)
         loops.append(Loop(start, end, len(body), trips, sum(matrix[a] for a in body)))
-    return sorted(loops, key=lambda loop: (loop.start, -loop.end)), len(addresses)
+    return sorted(loops, key=lambda loop: (loop.first_address, -loop.last_address)), len(addresses)
 
 
-def skipped_bundles(text: str, loops: list[Loop]) -> float:
+def count_skipped_bundles(text: str, loops: list[Loop]) -> float:
     """Returns the number of bundles that `count_cycles` counts and that a run does not issue,
     because a jump skips them unless a loop's index has its last value.
 
-    Only those bundles count of which the text says how often they run: the jump's predicate
-    compares an index, or several, with constants. If a part runs where the index is 7, the loop
-    over this index has at least 8 steps, so the part runs in at most one of 8.
+    A skipped part counts only if the predicate of its jump compares one or several indices with
+    constants, because only then does the text say how often the part runs. If a part runs where the
+    index is 7, the loop over this index has at least 8 steps, so the part runs in at most one of 8.
     """
     skipped = 0.0
-    for start, end, share in _conditional_parts(text):
-        around = [loop for loop in loops if loop.start <= start and end <= loop.end + 1]
-        inside = [loop for loop in loops if start <= loop.start and loop.end < end]
+    for start, end, share in _parts_that_jumps_skip(text):
+        around = [
+            loop for loop in loops if loop.first_address <= start and end <= loop.last_address + 1
+        ]
+        inside = [loop for loop in loops if start <= loop.first_address and loop.last_address < end]
         if around and not inside:
             trips = math.prod(max(loop.trips, 1) for loop in around)
             skipped += (end - start) * trips * (1 - share)
     return skipped
 
 
-def _conditional_parts(text: str) -> list[tuple[int, int, float]]:
+def _parts_that_jumps_skip(text: str) -> list[tuple[int, int, float]]:
     """Returns, for each part of a schedule that a jump skips unless indices have their last values
     and that has no matrix-unit instruction: the address of its first bundle, the address after its
     last one, and the largest share of the steps in which it can run.
@@ -217,15 +222,15 @@ def _conditional_parts(text: str) -> list[tuple[int, int, float]]:
     for start, no, predicate, region in jumps:
         end = starts.get(region, 0)
         if end > start and not any(start <= a < end for a in matrix):
-            share = 1.0 / _steps_per_run(text, predicate, "eq" if no else "ne")
+            share = 1.0 / _steps_per_conditional_run(text, predicate, "eq" if no else "ne")
             if share < 1:
                 parts.append((start, end, share))
     return parts
 
 
-def _steps_per_run(text: str, predicate: str, comparison: str) -> int:
-    """Returns the least number of steps of which one has the indices that a predicate asks for; 1
-    if the text does not say it.
+def _steps_per_conditional_run(text: str, predicate: str, comparison: str) -> int:
+    """Returns the largest n for which the text says that a predicate holds in at most one of n
+    steps; 1 if the text does not say how often it holds.
     """
     compared = re.search(
         re.escape(predicate) + rf" = scmp\.{comparison}\.s32\.totalorder (%\S+), (\d+)", text
@@ -258,12 +263,14 @@ def count_cycles(loops: list[Loop], total: int) -> int:
         """Returns the number of bundles that all trips of a loop issue."""
         inside = [x for x in loops if _is_inside(x, loop)]
         children = [x for x in inside if not any(_is_inside(x, y) for y in inside)]
-        return max(loop.trips, 1) * (loop.bundles + sum(issued(x) - x.bundles for x in children))
+        return max(loop.trips, 1) * (
+            loop.bundle_count + sum(issued(x) - x.bundle_count for x in children)
+        )
 
     outer = [x for x in loops if not any(_is_inside(x, y) for y in loops)]
-    return total + sum(issued(x) - x.bundles for x in outer)
+    return total + sum(issued(x) - x.bundle_count for x in outer)
 
 
 def _is_inside(a: Loop, b: Loop) -> bool:
     """Returns whether loop `a` is inside loop `b`."""
-    return a is not b and b.start <= a.start and a.end <= b.end
+    return a is not b and b.first_address <= a.first_address and a.last_address <= b.last_address

@@ -24,28 +24,28 @@ from qwen3next_jax.config import (
     ParallelConfig,
     TrainConfig,
 )
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.expert_parallelism import (
     CAPACITY_FACTOR,
     GATHERED_SHARDS,
-    overlap_chunks,
+    overlap_chunk_count,
 )
 from qwen3next_jax.model.flops import forward_flops_per_token, parameter_counts
-from qwen3next_jax.model.layer_properties import split_sizes
-from qwen3next_jax.model.remat import keeps_hidden
+from qwen3next_jax.model.layer_properties import mesh_requirements
+from qwen3next_jax.model.remat import keeps_expert_hidden
 from qwen3next_jax.planner.between_slices import (
     DENSE_EFFICIENCY,
     GROUPED_EFFICIENCY,
-    crossing_bytes,
-    crossing_seconds,
+    bytes_between_slices,
+    seconds_between_slices,
 )
-from qwen3next_jax.planner.calibrated import rates_of, shared_seconds
+from qwen3next_jax.planner.calibrated import busiest_link_seconds, rates_of_chip
 from qwen3next_jax.planner.compiled import Collective
-from qwen3next_jax.planner.ideal import layer_bytes
-from qwen3next_jax.planner.planning import check_expert_exchange
+from qwen3next_jax.planner.ideal import intermediate_bytes_per_token
+from qwen3next_jax.planner.planning import check_expert_exchange_supported
 from qwen3next_jax.planner.roofline import Network
 from qwen3next_jax.planner.topology import Topology
-from qwen3next_jax.sharding.mesh import check_divides, make_mesh, mesh_text
+from qwen3next_jax.sharding.mesh import check_mesh_divides, make_mesh, mesh_text
 
 MICRO_BATCHES = (1, 2, 4, 8)
 # The collectives of one layer in a pass over one micro-batch: the released model's step of 48
@@ -89,35 +89,35 @@ class Candidate(NamedTuple):
     Attributes:
       train: the training settings with the chosen batch size, remat policy and micro-batches.
       mesh: the chosen mesh.
-      bytes: estimated bytes of HBM that one device needs; infinite if the mesh does not divide the
-        model or the batch, or needs a collective that the compiler lacks.
-      seconds: estimated seconds of a step; infinite if `bytes` is.
-      reason: why the candidate cannot be used; "" if it can.
+      hbm_bytes: estimated bytes of HBM that one device needs; infinite if the mesh does not divide
+        the model or the batch, or needs a collective that the compiler lacks.
+      step_seconds: estimated seconds of a step; infinite if `hbm_bytes` is.
+      unusable_reason: why the candidate cannot be used; "" if it can.
     """
 
     train: TrainConfig
     mesh: MeshConfig
-    bytes: float
-    seconds: float
-    reason: str
+    hbm_bytes: float
+    step_seconds: float
+    unusable_reason: str
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def mesh_sizes(self) -> dict[str, int]:
         """{mesh axis: size}."""
         return dataclasses.asdict(self.mesh)
 
     @property
-    def tokens(self) -> int:
+    def tokens_per_step(self) -> int:
         """The number of tokens of one step on all devices."""
         return self.train.batch_size * self.train.sequence_length
 
     @property
-    def label(self) -> str:
+    def description(self) -> str:
         """A line of text that describes the candidate."""
         t = self.train
         k = t.gradient_accumulation
         return (
-            f"{mesh_text(self.sizes)}, {t.batch_size:,} rows, remat {t.remat}, {k} "
+            f"{mesh_text(self.mesh_sizes)}, {t.batch_size:,} rows, remat {t.remat}, {k} "
             f"micro-batch{'es' if k > 1 else ''}"
         )
 
@@ -144,8 +144,8 @@ def rank_candidates(
       topology: the devices.
       fixed: mesh axis → size that this axis has in all candidates; None means that no axis is
         fixed.
-      parallel: what slices exchange, and whether they share the optimizer's state; its mesh does
-        not count.
+      parallel: what slices exchange, and whether they share the optimizer's state; its mesh is
+        ignored.
       rows: batch sizes to choose from; () means the batch size of `train`.
       optimizer: the optimizer, whose state takes memory.
     """
@@ -162,14 +162,17 @@ def rank_candidates(
                 )
                 estimate = _estimate_candidate(model, settings, mesh, topology, parallel, optimizer)
                 tried.append(Candidate(settings, mesh, *estimate))
-            fitting = [c for c in tried if not c.reason]
-            found += sorted(fitting, key=lambda c: c.seconds)[:1]
-            found += [c for c in tried if c.reason]
-    fitting = sorted((c for c in found if not c.reason), key=lambda c: c.seconds / c.tokens)
-    return fitting + sorted((c for c in found if c.reason), key=lambda c: c.bytes)
+            fitting = [c for c in tried if not c.unusable_reason]
+            found += sorted(fitting, key=lambda c: c.step_seconds)[:1]
+            found += [c for c in tried if c.unusable_reason]
+    fitting = sorted(
+        (c for c in found if not c.unusable_reason),
+        key=lambda c: c.step_seconds / c.tokens_per_step,
+    )
+    return fitting + sorted((c for c in found if c.unusable_reason), key=lambda c: c.hbm_bytes)
 
 
-def choose_to_compile(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
+def candidates_to_compile(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
     """Returns the candidates that a search compiles, in the order of `fitting`: the first with each
     size of the axis `expert` in EXPERT_SIZES without tensor parallelism, and then the first of the
     others. The formulas are too rough to decide between expert parallelism and FSDP alone.
@@ -186,9 +189,9 @@ def choose_to_compile(fitting: Sequence[Candidate], count: int) -> list[Candidat
 def _possible_meshes(
     model: ModelConfig, train: TrainConfig, topology: Topology, fixed: Mapping[str, int]
 ) -> list[MeshConfig]:
-    """Returns the meshes of this many devices in which the axes of `fixed` have the given sizes.
-    An axis that is neither in `fixed` nor `data` gets powers of two, because other sizes rarely
-    divide the heads. `data` takes the remaining devices.
+    """Returns the meshes of the topology's devices in which the axes of `fixed` have the given
+    sizes. An axis that is neither in `fixed` nor `data` gets powers of two, because other sizes
+    rarely divide the heads. `data` takes the remaining devices.
     """
     slices = fixed.get("slice") or topology.slices
     devices = len(topology.devices) // slices
@@ -225,28 +228,28 @@ def _estimate_candidate(
     """Returns (bytes, seconds, reason) of a `Candidate`."""
     sizes = dataclasses.asdict(mesh)
     try:
-        check_divides(
+        check_mesh_divides(
             model,
             train.batch_size // train.gradient_accumulation,
             train.sequence_length,
             AbstractMesh(tuple(sizes.values()), tuple(sizes)),
-            *split_sizes(model),
+            *mesh_requirements(model),
         )
-        check_expert_exchange(sizes, topology)
+        check_expert_exchange_supported(sizes, topology)
     except UserError as error:
         return float("inf"), float("inf"), str(error)
-    size = estimated_bytes(model, train, mesh, parallel, optimizer)
-    seconds = estimated_seconds(model, train, mesh, topology)
+    size = estimated_hbm_bytes(model, train, mesh, parallel, optimizer)
+    seconds = estimated_step_seconds(model, train, mesh, topology)
     if mesh.slice > 1:
         # The estimate assumes that nothing overlaps with this.
-        sent = crossing_bytes(_stored_parameters(model, mesh), mesh.slice, parallel)
-        seconds += crossing_seconds(sent, topology.chip)
-    usable = topology.chip.usable_hbm
+        sent = bytes_between_slices(_stored_parameters(model, mesh), mesh.slice, parallel)
+        seconds += seconds_between_slices(sent, topology.chip)
+    usable = topology.chip.usable_hbm_per_device
     reason = f"about {size / 2**30:.0f} GiB of {usable / 2**30:.0f} GiB" if size > usable else ""
     return size, seconds, reason
 
 
-def estimated_bytes(
+def estimated_hbm_bytes(
     m: ModelConfig,
     train: TrainConfig,
     mesh: MeshConfig,
@@ -260,7 +263,7 @@ def estimated_bytes(
     layers is computed, which are its gathered weights and the activations of one layer.
     """
     tokens = _micro_batch_tokens(train, mesh)
-    in_moments, in_update = _optimizer_bytes(m, optimizer)
+    in_moments, in_update = _optimizer_bytes_per_parameter(m, optimizer)
     # The parameter, the optimizer's moments, the gradient, and, with several
     # micro-batches, the sum of the gradients.
     moments = in_moments / (mesh.slice if parallel.slice_state == "sharded" else 1)
@@ -269,14 +272,18 @@ def estimated_bytes(
     # Two copies in float32 that are split over the axis `tensor`, and two copies in bfloat16 that
     # are not split.
     embedding_and_head = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)
-    saved = 0.0 if train.remat == "offload" else _saved_bytes(m, train, mesh)
-    weights = 2 * _gathered_parameters(m, mesh) / m.num_hidden_layers * len(m.stacks)
-    one_pass = saved + embedding_and_head + 3 * weights + 2 * layer_bytes(m) * tokens
+    saved = 0.0 if train.remat == "offload" else _saved_activation_bytes(m, train, mesh)
+    weights = 2 * _gathered_parameters(m, mesh) / m.num_hidden_layers * len(m.layer_stacks)
+    one_pass = (
+        saved + embedding_and_head + 3 * weights + 2 * intermediate_bytes_per_token(m) * tokens
+    )
     return state + max(one_pass, in_update * _stored_parameters(m, mesh))
 
 
 @functools.cache
-def _optimizer_bytes(m: ModelConfig, optimizer: OptimizerConfig) -> tuple[float, float]:
+def _optimizer_bytes_per_parameter(
+    m: ModelConfig, optimizer: OptimizerConfig
+) -> tuple[float, float]:
     """Returns the bytes of a parameter, on average over the model, that an optimizer keeps
     (its moments), and that it needs during its update. AdamW has two moments: the mean of the
     gradients and the mean of their squares. Muon has the first moment for each matrix, and both
@@ -285,19 +292,21 @@ def _optimizer_bytes(m: ModelConfig, optimizer: OptimizerConfig) -> tuple[float,
     mean = 2.0 if optimizer.mean_dtype == "bfloat16" else 4.0
     if optimizer.name != "muon":
         return 4.0 + mean, 0.0
-    matrices = sum(p.size for p in declared(m).values() if p.kind == "matrix")
+    matrices = sum(p.size for p in parameter_declarations(m).values() if p.kind == "matrix")
     share = matrices / _counts(m).total
     return mean + 4.0 * (1 - share), 4.0 * MUON_COPIES * share
 
 
-def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
+def _saved_activation_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
     """Returns the bytes that the layers save for the backward pass, in HBM or in the host's
     memory.
     """
     remat = train.remat
-    operands = layer_bytes(m, experts=False)  # of a token in one layer, without its MLP
+    operands = intermediate_bytes_per_token(
+        m, experts=False
+    )  # of a token in one layer, without its MLP
     # The gathered rows are saved only if the experts gather all rows at once.
-    rows = 2 * m.hidden_size * mesh.expert * _gathers_at_once(m, train, mesh)
+    rows = 2 * m.hidden_size * mesh.expert * _gathers_all_rows_at_once(m, train, mesh)
     # Gate and up of every row for which the experts have room.
     width = 2 * m.moe_intermediate_size * m.num_experts_per_tok if m.has_experts else 0
     hidden = 2 * width * CAPACITY_FACTOR / mesh.tensor
@@ -317,7 +326,7 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
     return per_token * m.num_hidden_layers * _micro_batch_tokens(train, mesh) + weights
 
 
-def _gathers_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bool:
+def _gathers_all_rows_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bool:
     """Returns whether each device gathers the rows of all shards of the axis `expert` at once, not
     in chunks. If it does, a remat policy can save the gathered rows. Returns False if there is
     nothing to gather.
@@ -327,11 +336,11 @@ def _gathers_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bo
     return (
         m.has_experts
         and 1 < n <= GATHERED_SHARDS
-        and overlap_chunks(tokens, m.num_experts_per_tok, m.num_experts // n) == 1
+        and overlap_chunk_count(tokens, m.num_experts_per_tok, m.num_experts // n) == 1
     )
 
 
-def estimated_seconds(
+def estimated_step_seconds(
     m: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
 ) -> float:
     """Returns the estimated seconds of a step. They are the sum of three times: the time of the
@@ -353,13 +362,13 @@ def estimated_seconds(
     passes = 4 if micro_batches > 1 else 3
     recomputed = RECOMPUTED[train.remat] * (dense - heads)
     products = (dense * passes + recomputed) / DENSE_EFFICIENCY
-    of_experts = passes + (0 if keeps_hidden(train.remat) else EXPERTS_RECOMPUTED)
+    of_experts = passes + (0 if keeps_expert_hidden(train.remat) else EXPERTS_RECOMPUTED)
     products += grouped * of_experts / GROUPED_EFFICIENCY
     compute = products * tokens * micro_batches / mesh.tensor / chip.device_flops
-    saved = micro_batches * _saved_bytes(m, train, mesh)
+    saved = micro_batches * _saved_activation_bytes(m, train, mesh)
     hbm = STACK_MOVES * saved / (chip.hbm_bandwidth / chip.devices_per_chip)
     if train.remat == "offload":
-        hbm += saved / rates_of(chip).host_bandwidth
+        hbm += saved / rates_of_chip(chip).host_bandwidth
     if _device_count(mesh) == 1:
         return compute + hbm
     # In each micro-batch, the weights are gathered in bfloat16 once (twice if the backward pass
@@ -370,7 +379,7 @@ def estimated_seconds(
         passes_over_weights = 2 if train.remat == "none" else 3
         weights = micro_batches * 2 * _gathered_parameters(m, mesh) * passes_over_weights
     layers, hidden = m.num_hidden_layers, 2 * m.hidden_size * tokens * micro_batches
-    saves_rows = train.remat in ("none", "dots", "dots keep=experts") and _gathers_at_once(
+    saves_rows = train.remat in ("none", "dots", "dots keep=experts") and _gathers_all_rows_at_once(
         m, train, mesh
     )
     exchanges = 4 if saves_rows else 5
@@ -379,19 +388,19 @@ def estimated_seconds(
     # A weight is gathered over several axes, the longest last, which sends the most.
     longest = max(("data", "context", "expert"), key=lambda axis: getattr(mesh, axis))
     sent = [(longest, weights), ("expert", experts), ("tensor", tensor)]
-    links = _mesh_network(topology, mesh)
+    links = _links_of_mesh(topology, mesh)
     seconds = collections.Counter()
     for axis, size in sent:
         gather = Collective("all-gather", (axis,), getattr(mesh, axis), size, 1)
-        seconds[(axis,)] += links.seconds(gather, None)
-    rates = rates_of(chip)
-    network = shared_seconds(links, seconds) / rates.link_share
-    network += rates.collective_start * COLLECTIVES_PER_LAYER * layers * micro_batches
+        seconds[(axis,)] += links.collective_seconds(gather, None)
+    rates = rates_of_chip(chip)
+    network = busiest_link_seconds(links, seconds) / rates.reached_link_share
+    network += rates.collective_start_seconds * COLLECTIVES_PER_LAYER * layers * micro_batches
     return max(compute + hbm + (1 - OVERLAPPED) * network, network)
 
 
 @functools.cache
-def _mesh_network(topology: Topology, mesh: MeshConfig) -> Network:
+def _links_of_mesh(topology: Topology, mesh: MeshConfig) -> Network:
     """Returns the links on which the axes of a mesh send."""
     placed = make_mesh(ParallelConfig(mesh=mesh), topology.devices)
     return Network(placed, topology.chip, topology.shape)
@@ -428,4 +437,4 @@ def _gathered_parameters(m: ModelConfig, mesh: MeshConfig) -> float:
 @functools.cache
 def _expert_parameters(m: ModelConfig) -> int:
     """Returns the number of parameters of all routed experts."""
-    return sum(p.size for p in declared(m).values() if p.experts > 1)
+    return sum(p.size for p in parameter_declarations(m).values() if p.num_experts > 1)

@@ -69,14 +69,14 @@ def make_plan_in_subprocess(
         config.model,
         config.train,
         topology,
-        mesh=config.parallel.mesh.sizes(len(topology.devices), topology.slices),
+        mesh=config.parallel.mesh.axis_sizes(len(topology.devices), topology.slices),
         lower_seconds=0.0,
         optimization_level=optimization_level or "default",
         compile_seconds=time.perf_counter() - start,
         compile_cpu_seconds=used_cpu_seconds(resource.RUSAGE_CHILDREN) - cpu_then,
         fits=False,
         failed=True,
-        reason=_failure_reason(done.returncode, done.stderr.decode(errors="replace")),
+        failure_reason=_failure_reason(done.returncode, done.stderr.decode(errors="replace")),
     )
 
 
@@ -100,7 +100,7 @@ def _failure_reason(code: int, text: str) -> str:
     return f"the planner crashed: {last[:300]}"
 
 
-def _main(planner: int, fd: int, dump_folder: str) -> None:
+def _make_plan_for_parent(planner: int, fd: int, dump_folder: str) -> None:
     """Runs in the new process: reads the configuration, the name of the topology, the number of its
     slices, the optimization level and the skew from standard input, and writes the plan, or a
     UserError, to the open file `fd`.
@@ -128,6 +128,6 @@ def _main(planner: int, fd: int, dump_folder: str) -> None:
 
 if __name__ == "__main__":
     try:
-        _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+        _make_plan_for_parent(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     except KeyboardInterrupt:
         sys.exit(130)  # the planner's own process reports the interrupt

@@ -88,7 +88,7 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
         compiler is not installed.
     """
     chip, _, grid = name.partition(":")
-    known = _known_grids(chip)
+    known = _known_grids_text(chip)
     if chip in GPUS and re.fullmatch("[1-9][0-9]*x[1-8]", grid):
         if slices != 1:
             raise UserError(
@@ -99,14 +99,14 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
     if (
         chip not in KNOWN
         or not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*)*", grid)
-        or grid.count("x") + 1 != CHIPS[chip].torus
+        or grid.count("x") + 1 != CHIPS[chip].torus_dimensions
     ):
         raise UserError(f"--topology={name}: unknown; expected CHIP:GRID, of {known}")
     shape = tuple(int(n) for n in grid.split("x"))
-    if math.prod(shape) > CHIPS[chip].largest_slice:
+    if math.prod(shape) > CHIPS[chip].largest_slice_chips:
         raise UserError(
             f"--topology={name}: {math.prod(shape):,} chips, but the largest slice of {chip} has "
-            f"{CHIPS[chip].largest_slice:,}"
+            f"{CHIPS[chip].largest_slice_chips:,}"
         )
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"libtpu, the TPU compiler, is not installed: {how_to_install('plan')}")
@@ -132,7 +132,7 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
     return Topology(name, CHIPS[chip], shape, tuple(devices), slices)
 
 
-def _known_grids(chip: str) -> str:
+def _known_grids_text(chip: str) -> str:
     """Returns the grids of a chip as text for messages; the grids of all chips if there is no such
     chip.
     """
@@ -164,7 +164,7 @@ def _gpu_topology(name: str, chip: Chip, shape: tuple[int, int]) -> Topology:
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # uses no GPU of this machine
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     described = _HOPPER.format(
-        bandwidth=chip.hbm_bandwidth, memory=chip.usable_hbm, kind=chip.kinds[0]
+        bandwidth=chip.hbm_bandwidth, memory=chip.usable_hbm_per_device, kind=chip.device_kinds[0]
     )
     devices = topologies.get_topology_desc(
         platform="cuda", target_config=described, topology=f"1x{shape[0]}x{shape[1]}"

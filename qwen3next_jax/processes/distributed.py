@@ -29,7 +29,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import ExitCode, UserError, error_message
-from qwen3next_jax.common.installation import chosen_by_user, shell_command
+from qwen3next_jax.common.installation import command_line_start, user_chose_jax_platforms
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ParallelConfig
 from qwen3next_jax.processes.launch import TPU_VM, Launch
@@ -153,8 +153,8 @@ def check_platform(platforms: str, environment: Mapping[str, str]) -> None:
     """Checks that JAX computes on the first platform of the list JAX_PLATFORMS. If the first
     platform has no device, JAX itself silently takes the next platform of the list.
 
-    If not the user but `installation.skip_absent_tpu` has set JAX_PLATFORMS, and no GPU works, the
-    function falls back to the CPU, as JAX does by default.
+    If not the user but `installation.exclude_absent_tpu_from_jax` has set JAX_PLATFORMS, and no GPU
+    works, the function falls back to the CPU, as JAX does by default.
 
     Args:
       platforms: the value of JAX_PLATFORMS, such as "cuda,cpu"; "" if it is not set.
@@ -170,7 +170,7 @@ def check_platform(platforms: str, environment: Mapping[str, str]) -> None:
         backend = jax.default_backend()
     except (RuntimeError, AssertionError):  # the latter if no platform of the list has a device
         backend = ""
-    if not chosen_by_user(platforms, environment):
+    if not user_chose_jax_platforms(platforms, environment):
         if not backend:
             jax.config.update("jax_platforms", "cpu")
         return
@@ -178,7 +178,7 @@ def check_platform(platforms: str, environment: Mapping[str, str]) -> None:
         fallback = f", only {backend}" if backend else ""
         raise UserError(
             f"JAX_PLATFORMS={platforms} asks for {first}, but JAX finds no such device{fallback}: "
-            f"`{shell_command('doctor')}` says why. JAX_PLATFORMS=cpu asks for the CPU"
+            f"`{command_line_start('doctor')}` says why. JAX_PLATFORMS=cpu asks for the CPU"
         )
 
 

@@ -24,7 +24,7 @@ from absl import flags
 
 from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError
-from qwen3next_jax.common.storage import Unavailable
+from qwen3next_jax.common.storage import StoreUnavailable
 
 # The first and the longest pause before a restart, in seconds. The pause doubles with every start
 # that saves no new checkpoint.
@@ -174,7 +174,7 @@ def _retry_until_storage_answers(question: Callable[[], Any], stop: threading.Ev
     for left in reversed(range(MAX_FRUITLESS_STARTS)):
         try:
             return question()
-        except Unavailable as error:
+        except StoreUnavailable as error:
             _print_with_time(f"{error.filename} does not answer ({error.strerror})")
             if not left or stop.wait(LONGEST_PAUSE):
                 raise UserError(

@@ -1,5 +1,6 @@
-"""Draws the architecture of a model as an SVG file: the stack of its layers, and beside it one
-layer of each kind with its parameters. The colours adapt to a light or dark page.
+"""Draws the architecture of a model as an SVG file. The left column shows all layers; beside it, a
+panel for each kind of layer lists the parameters of one such layer. The colours adapt to a light or
+dark page.
 """
 
 import html
@@ -28,39 +29,39 @@ STYLE = """
 COLOURS = ("#2f6fb3", "#b4530f", "#2b7a4b", "#8a3d86", "#7a6410", "#116f7d")
 
 
-class LayerBox(NamedTuple):
+class LayerKindPanel(NamedTuple):
     """The texts that the drawing shows about one kind of layer.
 
     Attributes:
-      name: the name of the mixer.
-      layers: the indices of the layers of this kind; () for the layer of the multi-token prediction
-        module.
-      mlp: a description of the MLP.
-      parameters: (path, shape as text) of each parameter.
-      note: a line of text below the name.
+      mixer_name: the name of the mixer.
+      layer_indices: the indices of the layers of this kind; () for the layer of the multi-token
+        prediction module.
+      mlp_text: a description of the MLP.
+      parameter_shapes: (path, shape as text) of each parameter.
+      subtitle: a line of text below the name of the mixer.
     """
 
-    name: str
-    layers: Sequence[int]
-    mlp: str
-    parameters: Sequence[tuple[str, str]]
-    note: str
+    mixer_name: str
+    layer_indices: Sequence[int]
+    mlp_text: str
+    parameter_shapes: Sequence[tuple[str, str]]
+    subtitle: str
 
 
-def draw_model(title: str, subtitle: str, kinds: Sequence[LayerBox]) -> str:
+def draw_model(title: str, subtitle: str, kinds: Sequence[LayerKindPanel]) -> str:
     """Returns the drawing of a model as the text of an SVG file.
 
     Args:
       title: the title of the drawing.
       subtitle: a line of text below the title.
-      kinds: the kinds of the model's layers. Kinds with equal parameters share a panel.
+      kinds: the kinds of the model's layers. Kinds with the same `parameter_shapes` share a panel.
     """
-    stack, stack_height = _draw_stack(kinds)
+    stack, stack_height = _draw_layer_column(kinds)
     panels, bottom = [], TOP
     for colour, kind in enumerate(kinds):
-        if any(kind.parameters == earlier.parameters for earlier in kinds[:colour]):
+        if any(kind.parameter_shapes == earlier.parameter_shapes for earlier in kinds[:colour]):
             continue
-        panel, bottom = _draw_kind(kind, COLOURS[colour % len(COLOURS)], bottom)
+        panel, bottom = _draw_layer_kind_panel(kind, COLOURS[colour % len(COLOURS)], bottom)
         panels.append(panel)
     width = KIND_LEFT + KIND_WIDTH + 20
     height = max(TOP + stack_height, bottom) + 10
@@ -78,14 +79,14 @@ def draw_model(title: str, subtitle: str, kinds: Sequence[LayerBox]) -> str:
     )
 
 
-def _draw_stack(kinds: Sequence[LayerBox]) -> tuple[str, int]:
+def _draw_layer_column(kinds: Sequence[LayerKindPanel]) -> tuple[str, int]:
     """Returns the SVG of the column of layers, with the first layer at the bottom, and the height
     of the column.
     """
     colour_of = {
-        layer: (COLOURS[number % len(COLOURS)], kind.name)
+        layer: (COLOURS[number % len(COLOURS)], kind.mixer_name)
         for number, kind in enumerate(kinds)
-        for layer in kind.layers
+        for layer in kind.layer_indices
     }
     layers = sorted(colour_of)
     if len(layers) > MOST_LAYERS:
@@ -103,7 +104,7 @@ def _draw_stack(kinds: Sequence[LayerBox]) -> tuple[str, int]:
             rows.append((name, str(layer), colour))
     rows.append(("head", "", "#59636e"))
     for number, kind in enumerate(kinds):
-        if not kind.layers:
+        if not kind.layer_indices:
             rows.append(("multi-token prediction", "", COLOURS[number % len(COLOURS)]))
     drawn = []
     for place, (name, index, colour) in enumerate(reversed(rows)):
@@ -121,24 +122,24 @@ def _draw_stack(kinds: Sequence[LayerBox]) -> tuple[str, int]:
     return "".join(drawn), len(rows) * (LAYER_HEIGHT + LAYER_GAP)
 
 
-def _draw_kind(kind: LayerBox, colour: str, top: int) -> tuple[str, int]:
+def _draw_layer_kind_panel(kind: LayerKindPanel, colour: str, top: int) -> tuple[str, int]:
     """Returns the SVG of the panel of one kind of layer, and the y coordinate below the panel.
 
     Args:
-      colour: the colour of the kind in the stack.
+      colour: the colour of this kind of layer in the column of layers.
       top: the y coordinate of the top of the panel.
     """
-    height = LINE * (len(kind.parameters) + 4) + 10
-    title = kind.name if kind.layers else f"{kind.name} (multi-token prediction)"
+    height = LINE * (len(kind.parameter_shapes) + 4) + 10
+    title = kind.mixer_name if kind.layer_indices else f"{kind.mixer_name} (multi-token prediction)"
     lines = [
         f'<rect class="panel" x="{KIND_LEFT}" y="{top}" width="{KIND_WIDTH}" height="{height}" '
         'rx="6"/>\n'
         f'<rect x="{KIND_LEFT}" y="{top}" width="6" height="{height}" rx="3" fill="{colour}"/>\n',
         _svg_text(KIND_LEFT + 18, top + LINE + 2, title, "title", 14),
-        _svg_text(KIND_LEFT + 18, top + 2 * LINE + 4, kind.note, "soft"),
-        _svg_text(KIND_LEFT + 18, top + 3 * LINE + 4, kind.mlp, "soft"),
+        _svg_text(KIND_LEFT + 18, top + 2 * LINE + 4, kind.subtitle, "soft"),
+        _svg_text(KIND_LEFT + 18, top + 3 * LINE + 4, kind.mlp_text, "soft"),
     ]
-    for number, (path, shape) in enumerate(kind.parameters):
+    for number, (path, shape) in enumerate(kind.parameter_shapes):
         y = top + (number + 4) * LINE + 8
         lines.append(_svg_text(KIND_LEFT + 18, y, path, "mono"))
         lines.append(_svg_text(KIND_LEFT + KIND_WIDTH - 190, y, shape, "mono soft"))

@@ -1,9 +1,9 @@
-"""Functions that draw charts. Each takes data and returns an HTML string: one <figure> with an
+"""Functions that draw charts. Each function takes data and returns HTML: one <figure> with an
 inline SVG.
 
-The page that contains a chart must include page.css, which colours it, and page.js, which shows
-its values under the pointer, offers them as CSV, and draws line charts again when the reader asks
-for a logarithmic axis, smoothing or other runs; `page.html_document` makes such a page.
+The page that contains a chart must include page.css, which colours it, and page.js, which shows its
+values under the pointer, offers them as CSV, and draws line charts again when the reader asks for a
+logarithmic axis, smoothing or other runs; `page.html_document` makes such a page.
 """
 
 import base64
@@ -36,81 +36,82 @@ class Line:
     """One line of a chart.
 
     Attributes:
-      label: its name in the legend; "": it is not in the legend.
+      label: the name of the line in the legend; "": the legend does not list the line.
       x: increasing numbers.
       y: a number for each x; NaN leaves a gap.
-      low, high: the edges of a band around y, or None for no band.
-      colour: the index of one of the colours --series-0 … of page.css.
-      shade: the relative depth of a layer, from 0 to 1. It chooses one of the colours --depth-0 …
-        of page.css, in place of `colour`; None: `colour` chooses the colour.
-      dash: an index into DASHES.
+      band_low, band_high: the edges of a band around y, or None for no band.
+      colour_index: the index of one of the colours --series-0 … of page.css.
+      gradient_position: a number from 0 to 1, such as the relative depth of a layer. It chooses one
+        of the colours --depth-0 … of page.css; None: `colour_index` chooses the colour.
+      dash_index: the index of the line's dash pattern in DASHES.
       dots: whether the points are marked.
       joined: whether a line joins the points.
-      run: the index of its run on a page of several runs, where readers choose runs; None: the line
-        belongs to no run.
+      run_index: the index of the line's run, on a page of several runs on which the reader can hide
+        runs; None: the line belongs to no run.
     """
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
-    colour: int = 0
-    shade: float | None = None
-    dash: int = 0
+    band_low: Sequence[float] | None = None
+    band_high: Sequence[float] | None = None
+    colour_index: int = 0
+    gradient_position: float | None = None
+    dash_index: int = 0
     dots: bool = False
     joined: bool = True
-    run: int | None = None
+    run_index: int | None = None
 
     @property
-    def stroke(self) -> str:
+    def css_colour(self) -> str:
         """The line's colour in CSS."""
-        if self.shade is None:
-            return series_colour(self.colour)
-        return f"var(--depth-{round((COLOURS - 1) * self.shade)})"
+        if self.gradient_position is None:
+            return series_colour(self.colour_index)
+        return f"var(--depth-{round((COLOURS - 1) * self.gradient_position)})"
 
     @property
     def dash_attribute(self) -> str:
         """The SVG attribute with the line's dash pattern; "" for a solid line."""
-        pattern = DASHES[self.dash % len(DASHES)]
+        pattern = DASHES[self.dash_index % len(DASHES)]
         return f' stroke-dasharray="{pattern}"' if pattern else ""
 
     @property
     def run_attribute(self) -> str:
         """The SVG attribute with the index of the line's run; "" if it belongs to none."""
-        return "" if self.run is None else f' data-run="{self.run}"'
+        return "" if self.run_index is None else f' data-run="{self.run_index}"'
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A linear or logarithmic scale that maps the values low … high to begin … end in SVG units.
-    Its ticks are whole numbers if `whole` is true.
+    """A linear or logarithmic scale. It maps the values from `low` to `high` to the coordinates
+    from `svg_begin` to `svg_end`, in SVG units. If `whole_ticks` is true, all ticks are whole
+    numbers.
     """
 
     low: float
     high: float
-    begin: float
-    end: float
+    svg_begin: float
+    svg_end: float
     log: bool = False
-    whole: bool = False
+    whole_ticks: bool = False
 
     def __call__(self, value):
         low, high, value = (
             np.log10(np.maximum(v, 1e-30)) if self.log else np.asarray(v, float)
             for v in (self.low, self.high, value)
         )
-        return self.begin + (value - low) / (high - low) * (self.end - self.begin)
+        return self.svg_begin + (value - low) / (high - low) * (self.svg_end - self.svg_begin)
 
-    def ticks(self, count: int) -> list[float]:
+    def tick_values(self, count: int) -> list[float]:
         """Returns about `count` round values on the axis."""
         if self.log:
             return _log_ticks(self.low, self.high, count)
-        rough = max((self.high - self.low) / count, 1.0 if self.whole else 0.0)
+        rough = max((self.high - self.low) / count, 1.0 if self.whole_ticks else 0.0)
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(
             m * power
             for m in (1, 2, 2.5, 5, 10)
-            if m * power >= rough * 0.999 and not (self.whole and m * power % 1)
+            if m * power >= rough * 0.999 and not (self.whole_ticks and m * power % 1)
         )
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [round(i * step, 12) for i in range(first, last + 1)]
@@ -121,11 +122,11 @@ def line_chart(
     lines: Sequence[Line],
     *,
     x_label: str = "step",
-    log: bool = False,
+    log_y: bool = False,
     log_x: bool = False,
     from_zero: bool = False,
-    fit_late: bool = False,
-    references: Sequence[tuple[str, float]] = (),
+    fit_y_to_late_values: bool = False,
+    reference_lines: Sequence[tuple[str, float]] = (),
     marks: Sequence[tuple[float, str, str]] = (),
     note: str = "",
     warning: str = "",
@@ -134,23 +135,23 @@ def line_chart(
     """Draws lines over a common x axis. Returns the figure as HTML.
 
     Args:
-      log: whether the y axis is logarithmic.
+      log_y: whether the y axis is logarithmic.
       log_x: whether the x axis is logarithmic; every x is then positive.
       from_zero: whether the y axis starts at 0.
-      fit_late: whether the y axis fits only the values after the first 3 % of x. Larger values
-        are cut off, and the note says so.
-      references: (label, y) of dashed horizontal lines, such as published values.
+      fit_y_to_late_values: whether the y axis fits only the values after the first 3 % of x. Larger
+        values are cut off, and the note says so.
+      reference_lines: (label, y) of dashed horizontal lines, such as published values.
       marks: (x, text, kind) of vertical lines; the kind, "fault" or "stage", gives their colour.
       note: a sentence under the title.
-      warning: a sentence about what the chart does not allow to compare.
+      warning: a sentence that says why lines of the chart cannot be compared.
       x_names: names of x = 0, 1, …, shown instead of numbers.
     """
     lines = [
         dataclasses.replace(
             line,
-            y=_drawable_values(line.y),
-            low=_drawable_values(line.low),
-            high=_drawable_values(line.high),
+            y=_without_extreme_values(line.y),
+            band_low=_without_extreme_values(line.band_low),
+            band_high=_without_extreme_values(line.band_high),
         )
         for line in lines
     ]
@@ -161,18 +162,20 @@ def line_chart(
     if x_names:
         x_range = -0.5, len(x_names) - 0.5
     else:
-        x_range = _nonempty_range(float(xs.min()), float(xs.max()))
+        x_range = _widen_empty_range(float(xs.min()), float(xs.max()))
     ends = np.array([float(line.x[i]) for line in lines for i in (0, -1)])
-    x = Axis(*x_range, LEFT, WIDTH - RIGHT, log_x, whole=bool((ends == ends.round()).all()))
-    low, high, cut_off = _y_range(lines, references, log, from_zero, fit_late)
-    y = Axis(low, high, HEIGHT - BOTTOM, TOP, log)
+    x = Axis(*x_range, LEFT, WIDTH - RIGHT, log_x, whole_ticks=bool((ends == ends.round()).all()))
+    low, high, cut_off = _y_range_and_cut_off(
+        lines, reference_lines, log_y, from_zero, fit_y_to_late_values
+    )
+    y = Axis(low, high, HEIGHT - BOTTOM, TOP, log_y)
     parts = [_axes_svg(x, y, x_label, x_names)]
     for position, text, kind in marks:
         if x.low <= position <= x.high:
             parts.append(
                 f'<line class="mark {kind}" x1="{x(position):.1f}" x2="{x(position):.1f}" '
                 f'y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
-                f"<title>{_escape(text)}</title></line>"
+                f"<title>{_escape_html(text)}</title></line>"
             )
     # A nested <svg> cuts the lines off at the frame, but not the dots at the ends of the x axis.
     clip = (
@@ -182,42 +185,43 @@ def line_chart(
     parts.append(clip + "".join(_line_svg(line, x, y) for line in lines) + "</svg>")
     # The reference lines come last, so that their labels are not under the lines.
     parts += [
-        _reference_line(label, value, y, [r for _, r in references]) for label, value in references
+        _reference_line(label, value, y, [r for _, r in reference_lines])
+        for label, value in reference_lines
     ]
     data = {
         "names": list(x_names),
         "label": x_label,
-        "log": log,
+        "log": log_y,
         "logX": log_x,
-        "whole": x.whole,
+        "whole": x.whole_ticks,
         "zero": from_zero,
         "late": cut_off is not None,
-        "references": [list(reference) for reference in references],
+        "references": [list(reference) for reference in reference_lines],
         "marks": [list(mark) for mark in marks],
-        "lines": [_line_data(line) for line in lines],
+        "lines": [_line_for_page_script(line) for line in lines],
     }
     named = [line for line in lines if line.label]
     legend = "".join(map(_legend_entry, named)) if len(named) <= LEGEND_LINES else ""
-    body = _svg("".join(parts), title) + _json_script(data)
+    body = _chart_svg("".join(parts), title) + _json_script(data)
     if cut_off is not None:  # page.js hides this where it draws the whole line
         body += f'<p class="note cut">Begins above the frame, at {short_number(cut_off)}.</p>'
     return figure_html(title, note, body, legend, "lines", warning=warning)
 
 
-def _line_data(line: Line) -> dict:
-    """Returns what page.js needs of a line, to show its values and to draw it again."""
-    data = {"label": line.label, "colour": line.stroke, "x": _rounded(line.x, 9)}
-    data["y"] = _rounded(line.y)
-    if _band_height(line) > 0:
-        data |= {"low": _rounded(line.low), "high": _rounded(line.high)}
-    if pattern := DASHES[line.dash % len(DASHES)]:
+def _line_for_page_script(line: Line) -> dict:
+    """Returns the data of a line with which page.js shows values and draws the line again."""
+    data = {"label": line.label, "colour": line.css_colour, "x": _rounded_for_json(line.x, 9)}
+    data["y"] = _rounded_for_json(line.y)
+    if _largest_band_height(line) > 0:
+        data |= {"low": _rounded_for_json(line.band_low), "high": _rounded_for_json(line.band_high)}
+    if pattern := DASHES[line.dash_index % len(DASHES)]:
         data["dash"] = pattern
     if line.dots:
         data["dots"] = True
     if not line.joined:
         data["joined"] = False
-    if line.run is not None:
-        data["run"] = line.run
+    if line.run_index is not None:
+        data["run"] = line.run_index
     return data
 
 
@@ -243,33 +247,34 @@ def heatmap(
       diverging: whether the values are ratios. If so, the colour scale is logarithmic from 1/4 to 4
         with 1 in the middle, and zeros are black.
       log: whether the colour scale is logarithmic, for values that are not ratios.
-      run: as of a `Line`.
+      run: the index of the run that the figure is about, on a page of several runs; None: no run.
     """
-    values = _drawable_values(values)
+    values = _without_extreme_values(values)
     if not np.isfinite(values).any():
         return figure_html(title, note, EMPTY, run=run)
-    index, low, high = _palette_index(values, diverging, log)
-    colour_map = _diverging if diverging else _viridis
+    index, low, high = _palette_indices(values, diverging, log)
+    colour_map = _diverging_colour if diverging else _viridis_colour
     box = _Box(LEFT, WIDTH - 74, TOP, HEIGHT - BOTTOM)
     half = box.width / len(columns) / 2  # half the width of a column
     if isinstance(columns, np.ndarray):
-        column_range = _nonempty_range(float(columns[0]), float(columns[-1]))
-        scale = Axis(*column_range, box.left + half, box.right - half, whole=True)
-        ticks = [(float(scale(tick)), short_number(tick)) for tick in scale.ticks(6)]
+        column_range = _widen_empty_range(float(columns[0]), float(columns[-1]))
+        scale = Axis(*column_range, box.left + half, box.right - half, whole_ticks=True)
+        ticks = [(float(scale(tick)), short_number(tick)) for tick in scale.tick_values(6)]
         columns = [short_number(column) for column in columns]
     else:
-        shown = _evenly_spaced(len(columns), 8)
+        shown = _evenly_spaced_indices(len(columns), 8)
         ticks = [(box.left + half + 2 * half * i, columns[i]) for i in shown]
     parts = [
         _svg_image(_png_uri(index, colour_map), box),
         *(
             f'<text x="{box.left - 6}" '
             f'y="{box.top + (i + 0.5) / len(rows) * box.height + 3.5:.1f}" '
-            f'text-anchor="end">{_escape(rows[i])}</text>'
-            for i in _evenly_spaced(len(rows), 10)
+            f'text-anchor="end">{_escape_html(rows[i])}</text>'
+            for i in _evenly_spaced_indices(len(rows), 10)
         ),
         *(
-            f'<text x="{x:.1f}" y="{box.bottom + 13}" text-anchor="middle">{_escape(name)}</text>'
+            f'<text x="{x:.1f}" y="{box.bottom + 13}" text-anchor="middle">'
+            f"{_escape_html(name)}</text>"
             for x, name in ticks
         ),
         _x_axis_label(column_label, (box.left + box.right) / 2),
@@ -281,9 +286,9 @@ def heatmap(
         "rows": list(rows),
         "columns": list(columns),
         "names": [row_label, column_label],
-        "values": [_rounded(row, 3) for row in values],
+        "values": [_rounded_for_json(row, 3) for row in values],
     }
-    body = _svg("".join(parts), title) + _json_script(hover_data)
+    body = _chart_svg("".join(parts), title) + _json_script(hover_data)
     return figure_html(title, note, body, kind="heat", run=run)
 
 
@@ -304,14 +309,14 @@ class _Box(NamedTuple):
         return self.bottom - self.top
 
 
-def _palette_index(
+def _palette_indices(
     values: np.ndarray, diverging: bool, log: bool
 ) -> tuple[np.ndarray, float, float]:
     """Maps values to the palette indices that `_png_uri` encodes.
 
     Returns:
-      The indices, uint8, in the shape of `values`; the smallest and the largest value of the colour
-      scale.
+      The indices, uint8, in the shape of `values`; the smallest value of the colour scale; and its
+      largest value.
     """
     if diverging:
         low, high = 0.25, 4.0
@@ -320,7 +325,7 @@ def _palette_index(
         on_scale = values[np.isfinite(values) & ((values > 0) | (not log))]
         low, high = 0.0, 1.0
         if on_scale.size:
-            low, high = _nonempty_range(float(on_scale.min()), float(on_scale.max()))
+            low, high = _widen_empty_range(float(on_scale.min()), float(on_scale.max()))
         a, b, v = (
             np.log(np.maximum(x, 1e-30)) if log else np.asarray(x, float)
             for x in (low, high, values)
@@ -375,11 +380,11 @@ def stacked_columns(
       width: the length of wall time that a column stands for, in seconds.
       colours: the CSS colour of each name.
       marks: (seconds since the start, text) of triangles above the columns.
-      unit: the unit of time, as `unit_of_time` returns it; None: the unit that suits the whole
-        length.
-      run: as of a `Line`.
+      unit: the unit of the x axis and its length in seconds, as `suitable_time_unit` returns them;
+        None: the unit that suits the whole wall time.
+      run: the index of the run that the figure is about, on a page of several runs; None: no run.
     """
-    unit, scale = unit or unit_of_time(width * len(shares))
+    unit, scale = unit or suitable_time_unit(width * len(shares))
     x = Axis(0.0, max(width * len(shares) / scale, 1e-9), LEFT, WIDTH - RIGHT)
     y = Axis(0.0, 1.0, HEIGHT - BOTTOM, TOP)
     edges = x(np.arange(len(shares) + 1) * width / scale)
@@ -395,24 +400,26 @@ def stacked_columns(
         )
         if boxes:
             parts.append(
-                f'<path d="{boxes}" fill="{colours[i]}"><title>{_escape(name)}</title></path>'
+                f'<path d="{boxes}" fill="{colours[i]}"><title>{_escape_html(name)}</title></path>'
             )
     for second, text in marks:
         at = float(x(second / scale))
         parts.append(
             f'<path class="fault" d="M{at:.1f} {TOP - 1}l-4 '
-            f'-7h8Z"><title>{_escape(text)}</title></path>'
+            f'-7h8Z"><title>{_escape_html(text)}</title></path>'
         )
     legend = "".join(
-        f'<span><i style="background:{colour}"></i>{_escape(name)}</span>'
+        f'<span><i style="background:{colour}"></i>{_escape_html(name)}</span>'
         for i, (name, colour) in enumerate(zip(names, colours, strict=True))
         if shares[:, i].any()
     )
-    return figure_html(title, note, _svg("".join(parts), title), legend, run=run)
+    return figure_html(title, note, _chart_svg("".join(parts), title), legend, run=run)
 
 
-def unit_of_time(seconds: float) -> tuple[str, float]:
-    """Returns the largest unit of which `seconds` are at least three, and its seconds."""
+def suitable_time_unit(seconds: float) -> tuple[str, float]:
+    """Returns the name of the largest unit of time that fits at least three times into `seconds`,
+    and the length of the unit in seconds; ("seconds", 1.0) if none fits.
+    """
     units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
     return next((unit for unit in units if seconds >= 3 * unit[1]), ("seconds", 1.0))
 
@@ -424,15 +431,15 @@ def series_colour(number: int) -> str:
     return f"hsl({number * 137.508 % 360:.0f} 60% 50%)"  # steps of the golden angle
 
 
-class Link(NamedTuple):
-    """A cell of a table that leads to another page."""
+class LinkCell(NamedTuple):
+    """A table cell with a link to another page."""
 
-    text: str
+    shown_text: str
     href: str
 
 
 def table_html(
-    head: Sequence[str], rows: Sequence[Sequence[str | Link]], numeric: bool = False
+    head: Sequence[str], rows: Sequence[Sequence[str | LinkCell]], numeric: bool = False
 ) -> str:
     """Returns a table as HTML. The cells are plain text or links; `numeric` aligns them as
     numbers.
@@ -442,15 +449,15 @@ def table_html(
     )
     return (
         f'<div class="scroll"><table{" class=numeric" if numeric else ""}><thead><tr>'
-        + "".join(f"<th>{_escape(name)}</th>" for name in head)
+        + "".join(f"<th>{_escape_html(name)}</th>" for name in head)
         + f"</tr></thead><tbody>{cells}</tbody></table></div>"
     )
 
 
-def _table_cell(cell: str | Link) -> str:
-    if isinstance(cell, Link):
-        return f'<a href="{html.escape(cell.href, quote=True)}">{_escape(cell.text)}</a>'
-    return _escape(cell)
+def _table_cell(cell: str | LinkCell) -> str:
+    if isinstance(cell, LinkCell):
+        return f'<a href="{html.escape(cell.href, quote=True)}">{_escape_html(cell.shown_text)}</a>'
+    return _escape_html(cell)
 
 
 def figure_html(
@@ -473,16 +480,16 @@ def figure_html(
     """
     of_run = "" if run is None else f' data-run="{run}"'
     return (
-        f'<figure data-kind="{kind}"{of_run}><figcaption>{_escape(title)}</figcaption>'
-        + (f'<p class="note warning">{_escape(warning)}</p>' if warning else "")
-        + (f'<p class="note">{_escape(note)}</p>' if note else "")
+        f'<figure data-kind="{kind}"{of_run}><figcaption>{_escape_html(title)}</figcaption>'
+        + (f'<p class="note warning">{_escape_html(warning)}</p>' if warning else "")
+        + (f'<p class="note">{_escape_html(note)}</p>' if note else "")
         + (f'<div class="legend">{legend}</div>' if legend else "")
         + f"{body}</figure>"
     )
 
 
 def short_number(value: float) -> str:
-    """Writes a number in few characters: 1.5M, 0.012, 3e-5; "–" if it is not finite."""
+    """Returns a number as a short text, such as 1.5M, 0.012 or 3e-5; "–" if it is not finite."""
     if not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -495,9 +502,9 @@ def short_number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _drawable_values(values: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
+def _without_extreme_values(values: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
     """Returns the values as an array, with NaN for magnitudes above LARGEST and 0 for magnitudes
-    below its inverse; None for None.
+    below 1 / LARGEST. If `values` is None, returns None.
     """
     if values is None:
         return None
@@ -506,34 +513,34 @@ def _drawable_values(values: Sequence[float] | np.ndarray | None) -> np.ndarray 
     return np.where(size <= LARGEST, np.where(size < 1 / LARGEST, 0.0, values), np.nan)
 
 
-def _y_range(
+def _y_range_and_cut_off(
     lines: Sequence[Line],
-    references: Sequence[tuple[str, float]],
-    log: bool,
+    reference_lines: Sequence[tuple[str, float]],
+    log_y: bool,
     from_zero: bool,
-    fit_late: bool,
+    fit_y_to_late_values: bool,
 ) -> tuple[float, float, float | None]:
     """Returns the low and the high end of the y axis, with margins, and a third value: the largest
-    value of the lines if the axis does not reach it, otherwise None. `line_chart` describes the
-    arguments.
+    value of the lines if the y axis does not reach this value, otherwise None. `line_chart`
+    describes the arguments.
     """
-    low, high = full_range = _range_of_values(lines, log) or (1e-3, 1.0)
+    low, high = full_range = _smallest_and_largest_y(lines, log_y) or (1e-3, 1.0)
     # With fewer points, the first of them are too large a part of the curve to be cut off.
-    if fit_late and max(len(line.x) for line in lines) >= 30:
+    if fit_y_to_late_values and max(len(line.x) for line in lines) >= 30:
         first, last = min(line.x[0] for line in lines), max(line.x[-1] for line in lines)
         start = first + 0.03 * (last - first)
-        low, high = _range_of_values(lines, log, start) or full_range
+        low, high = _smallest_and_largest_y(lines, log_y, start) or full_range
     cut_off = full_range[1] if full_range[1] > high + 0.25 * (high - low) else None
     if cut_off is None:
         high = full_range[1]
-    values = [value for _, value in references if value > 0 or not log]
+    values = [value for _, value in reference_lines if value > 0 or not log_y]
     low, high = min([low, *values]), max([high, *values])
-    if log:
-        low, high = _nonempty_range(math.log10(low), math.log10(high))
+    if log_y:
+        low, high = _widen_empty_range(math.log10(low), math.log10(high))
         margin = 0.04 * (high - low)
         return 10 ** (low - margin), 10 ** (high + margin), cut_off
     is_positive = low >= 0
-    low, high = _nonempty_range(low, high)
+    low, high = _widen_empty_range(low, high)
     margin = 0.05 * (high - low)
     if is_positive:
         return 0.0 if from_zero else max(low - margin, 0.0), high + margin, cut_off
@@ -541,24 +548,24 @@ def _y_range(
     return low - margin, max(high, 0.0) if from_zero else high, cut_off
 
 
-def _range_of_values(
+def _smallest_and_largest_y(
     lines: Sequence[Line], log: bool, start: float = -np.inf
 ) -> tuple[float, float] | None:
-    """Returns the smallest and the largest finite number of the lines and bands at x ≥ `start`;
-    None if they have none there. If `log` is true, only positive numbers count.
+    """Returns the smallest and the largest finite y of the lines and bands at x ≥ `start`; None if
+    there is no finite y. If `log` is true, only positive numbers count.
     """
     parts = []
     for line in lines:
         shown = np.asarray(line.x, float) >= start
-        bands = [values for values in (line.low, line.high) if values is not None]
+        bands = [values for values in (line.band_low, line.band_high) if values is not None]
         parts += [np.asarray(values, float)[shown] for values in (line.y, *bands)]
     values = np.concatenate(parts)
     values = values[np.isfinite(values) & ((values > 0) | (not log))]
     return (float(values.min()), float(values.max())) if values.size else None
 
 
-def _nonempty_range(low: float, high: float) -> tuple[float, float]:
-    """Returns the range, widened if its ends are (nearly) equal."""
+def _widen_empty_range(low: float, high: float) -> tuple[float, float]:
+    """Returns `low` and `high`, moved apart if they are (nearly) equal."""
     if high - low > 1e-12 * max(abs(low), abs(high)):
         return low, high
     pad = 0.1 * abs(high) or 0.1
@@ -582,37 +589,40 @@ def _log_ticks(low: float, high: float, count: int) -> list[float]:
     ticks = ticks[:: max(1, -(-len(ticks) // (count + 1)))]
     if len(ticks) >= 2:
         return ticks
-    return Axis(low, high, 0, 1).ticks(count - 1)
+    return Axis(low, high, 0, 1).tick_values(count - 1)
 
 
 def _axes_svg(x: Axis, y: Axis, x_label: str, x_names: Sequence[str], percent: bool = False) -> str:
     """Draws grid lines, ticks and the label of the x axis."""
     parts = []
-    for tick in y.ticks(5):
+    for tick in y.tick_values(5):
         at = float(y(tick))
         text = f"{tick:.0%}" if percent else short_number(tick)
         parts.append(
-            f'<line class="grid" x1="{x.begin}" x2="{x.end}" y1="{at:.1f}" y2="{at:.1f}"/><text '
-            f'x="{x.begin - 6}" '
+            f'<line class="grid" x1="{x.svg_begin}" x2="{x.svg_end}" y1="{at:.1f}" y2="{at:.1f}"/>'
+            f'<text x="{x.svg_begin - 6}" '
             f'y="{at + 3.5:.1f}" text-anchor="end">{text}</text>'
         )
-    ticks = _evenly_spaced(len(x_names), 12) if x_names else x.ticks(6)
+    ticks = _evenly_spaced_indices(len(x_names), 12) if x_names else x.tick_values(6)
     for tick in ticks:
         at = float(x(tick))
         # The last label is kept inside the drawing.
         anchor = "end" if at > WIDTH - 24 else "middle"
         parts.append(
-            f'<text x="{min(at, WIDTH - 2):.1f}" y="{y.begin + 14}" text-anchor="{anchor}">'
-            f"{_escape(x_names[tick]) if x_names else short_number(tick)}</text>"
+            f'<text x="{min(at, WIDTH - 2):.1f}" y="{y.svg_begin + 14}" text-anchor="{anchor}">'
+            f"{_escape_html(x_names[tick]) if x_names else short_number(tick)}</text>"
         )
-    parts.append(f'<line class="axis" x1="{x.begin}" x2="{x.end}" y1="{y.begin}" y2="{y.begin}"/>')
-    return "".join(parts) + _x_axis_label(x_label, (x.begin + x.end) / 2)
+    parts.append(
+        f'<line class="axis" x1="{x.svg_begin}" x2="{x.svg_end}" '
+        f'y1="{y.svg_begin}" y2="{y.svg_begin}"/>'
+    )
+    return "".join(parts) + _x_axis_label(x_label, (x.svg_begin + x.svg_end) / 2)
 
 
 def _x_axis_label(text: str, at: float) -> str:
     return (
         f'<text class="axis-label" x="{at:.1f}" y="{HEIGHT - 5}" '
-        f'text-anchor="middle">{_escape(text)}</text>'
+        f'text-anchor="middle">{_escape_html(text)}</text>'
     )
 
 
@@ -620,13 +630,14 @@ def _y_axis_label(text: str) -> str:
     middle = (TOP + HEIGHT - BOTTOM) / 2
     return (
         f'<text class="axis-label" x="12" y="{middle}" transform="rotate(-90 12 {middle})" '
-        f'text-anchor="middle">{_escape(text)}</text>'
+        f'text-anchor="middle">{_escape_html(text)}</text>'
     )
 
 
 def _reference_line(label: str, value: float, y: Axis, others: Sequence[float]) -> str:
     """Draws a dashed horizontal line at y = `value`, with its label. `others` has the values of all
-    reference lines; the label is below the line, and not above it, if another line is close above.
+    reference lines of the chart. The label stands above the line, or below it if the frame or
+    another reference line is close above.
     """
     at = float(y(value))
     # The label is below the line if the frame or another line is too close above it.
@@ -635,7 +646,7 @@ def _reference_line(label: str, value: float, y: Axis, others: Sequence[float]) 
         f'<line class="reference" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" '
         f'y2="{at:.1f}"/><text class="reference" '
         f'x="{WIDTH - RIGHT - 2}" y="{at + (11 if below else -4):.1f}" '
-        f'text-anchor="end">{_escape(label)}</text>'
+        f'text-anchor="end">{_escape_html(label)}</text>'
     )
 
 
@@ -643,13 +654,14 @@ def _line_svg(line: Line, x: Axis, y: Axis) -> str:
     """Draws a line, its band and its points."""
     px, py = x(line.x), y(np.asarray(line.y, float))
     parts = [_band_svg(line, px, y)]
-    style = f'stroke="{line.stroke}"{line.dash_attribute}{line.run_attribute}'
+    style = f'stroke="{line.css_colour}"{line.dash_attribute}{line.run_attribute}'
     if line.joined:
         parts.append(f'<path class="line" d="{_svg_path(px, py)}" {style}/>')
     single = len(px) == 1 or np.isfinite(py).sum() == 1
     if line.dots and len(px) <= 60 or single:
         parts += [
-            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{line.stroke}"{line.run_attribute}/>'
+            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" '
+            f'fill="{line.css_colour}"{line.run_attribute}/>'
             for a, b in zip(px, py)
             if np.isfinite(b)
         ]
@@ -657,28 +669,30 @@ def _line_svg(line: Line, x: Axis, y: Axis) -> str:
 
 
 def _band_svg(line: Line, px: np.ndarray, y: Axis) -> str:
-    """Draws the band from line.low to line.high. Returns "" if the band has no height, or if it has
-    a gap.
+    """Draws the band between `line.band_low` and `line.band_high`. Returns "" if the band has no
+    height or has a gap.
     """
-    if _band_height(line) <= 0:
+    if _largest_band_height(line) <= 0:
         return ""
-    low, high = np.asarray(line.low, float), np.asarray(line.high, float)
+    low, high = np.asarray(line.band_low, float), np.asarray(line.band_high, float)
     upper, lower = _svg_path(px, y(high)), _svg_path(px[::-1], y(low)[::-1])
     if upper.count("M") != 1 or lower.count("M") != 1:
         return ""
     edge = f"{upper}L{lower[1:]}Z"
-    return f'<path class="band" d="{edge}" fill="{line.stroke}"{line.run_attribute}/>'
+    return f'<path class="band" d="{edge}" fill="{line.css_colour}"{line.run_attribute}/>'
 
 
-def _band_height(line: Line) -> float:
+def _largest_band_height(line: Line) -> float:
     """Returns the largest distance between the edges of the line's band; 0 without a band."""
-    if line.low is None or line.high is None:
+    if line.band_low is None or line.band_high is None:
         return 0.0
-    return float(np.nanmax(np.asarray(line.high, float) - np.asarray(line.low, float), initial=0))
+    return float(
+        np.nanmax(np.asarray(line.band_high, float) - np.asarray(line.band_low, float), initial=0)
+    )
 
 
 def _svg_path(px: np.ndarray, py: np.ndarray) -> str:
-    """Returns an SVG path that connects neighbouring points and has a gap at NaN."""
+    """Returns an SVG path that connects neighbouring points and has a gap at each NaN."""
     parts, connected = [], False
     for a, b in zip(px, np.clip(py, -1e5, 1e5)):
         finite = bool(np.isfinite(b))
@@ -690,16 +704,16 @@ def _svg_path(px: np.ndarray, py: np.ndarray) -> str:
 
 def _legend_entry(line: Line) -> str:
     return (
-        f'<span><svg width="18" height="8"><path d="M0 4H18" stroke="{line.stroke}" '
+        f'<span><svg width="18" height="8"><path d="M0 4H18" stroke="{line.css_colour}" '
         f'stroke-width="2.5"{line.dash_attribute}/></svg>'
-        f"{_escape(line.label)}</span>"
+        f"{_escape_html(line.label)}</span>"
     )
 
 
-def _svg(body: str, title: str) -> str:
+def _chart_svg(body: str, title: str) -> str:
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{_escape(title)}">{body}</svg>'
+        f'aria-label="{_escape_html(title)}">{body}</svg>'
     )
 
 
@@ -708,37 +722,39 @@ def _json_script(data: dict) -> str:
     return f'<script type="application/json">{text}</script>'
 
 
-def _rounded(values, digits: int = 5) -> list[float | None]:
+def _rounded_for_json(values, digits: int = 5) -> list[float | None]:
     return [float(f"{v:.{digits}g}") if math.isfinite(v) else None for v in map(float, values)]
 
 
-def _evenly_spaced(count: int, most: int) -> list[int]:
-    """Returns at most `most` of the indices 0 … count - 1: 0, and every n-th index after it, with
-    the smallest n that suffices.
+def _evenly_spaced_indices(count: int, most: int) -> list[int]:
+    """Returns at most `most` of the indices 0 … count - 1: the index 0 and every n-th index after
+    it, with the smallest possible n.
     """
     return list(range(0, count, max(1, -(-count // most))))
 
 
-def _escape(text: str) -> str:
+def _escape_html(text: str) -> str:
     return html.escape(str(text))
 
 
 def _interpolate_colour(anchors: Sequence[str], level: float) -> tuple[int, int, int]:
-    """Interpolates between equidistant colours (hexadecimal) at `level`, from 0 to 1."""
+    """Returns the colour (red, green, blue) at `level`, which is interpolated linearly between the
+    hexadecimal colours `anchors`; the first anchor is at level 0 and the last at level 1.
+    """
     position = min(max(level, 0.0), 1.0) * (len(anchors) - 1)
     i = min(int(position), len(anchors) - 2)
     a, b = (bytes.fromhex(anchors[j]) for j in (i, i + 1))
     return tuple(round(p + (q - p) * (position - i)) for p, q in zip(a, b))
 
 
-def _viridis(level: float) -> tuple[int, int, int]:
+def _viridis_colour(level: float) -> tuple[int, int, int]:
     """Returns the colour (red, green, blue) of a level from 0 to 1, in the colour map viridis of
     matplotlib (public domain), interpolated between five of its colours.
     """
     return _interpolate_colour(("440154", "3b528b", "21918c", "5ec962", "fde725"), level)
 
 
-def _diverging(level: float) -> tuple[int, int, int]:
+def _diverging_colour(level: float) -> tuple[int, int, int]:
     """Returns the colour (red, green, blue) of a level from 0 (blue) through 0.5 (near-white) to 1
     (red).
     """

@@ -14,35 +14,35 @@ from typing import Any
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, join_first
-from qwen3next_jax.common.storage import write_whole
+from qwen3next_jax.common.storage import write_text_atomically
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.reporting import run_charts
-from qwen3next_jax.reporting.chart_table import heldout_metric
+from qwen3next_jax.reporting.chart_table import heldout_metric_name
 from qwen3next_jax.reporting.charts import (
     series_colour,
     short_number,
+    suitable_time_unit,
     table_html,
-    unit_of_time,
 )
 from qwen3next_jax.reporting.run_charts import MANY_RUNS, MAX_FAULTS
 from qwen3next_jax.reporting.runs import (
     TRAINING,
     Run,
-    faults,
-    find_incomparable,
-    goodput,
+    faults_and_restarts,
+    incomparable_reasons,
     load_run,
+    runs_without_layer_statistics,
     setting_differences,
     stage_starts,
+    wall_time_shares,
     wall_time_spans,
-    without_layers,
 )
 from qwen3next_jax.reporting.speedup import (
     arms_of_runs,
-    compare,
+    compare_in_every_unit,
     comparisons_html,
     law_chart,
-    sentence_of_runs,
+    speed_up_sentence_of_runs,
 )
 
 # The values that a table of runs compares: (kind of event, name).
@@ -54,7 +54,8 @@ MAX_SAMPLES = 12  # sampled texts on the page; metrics.jsonl has all of them
 
 def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> list[str]:
     """Writes the report of the runs in `workdirs` to the file `out`, atomically. Returns a sentence
-    for each thing that it cannot show or compare, and one with the effective speed-up of two runs.
+    for each thing that the report cannot show or compare, and for two runs a sentence with the
+    effective speed-up.
 
     Raises:
       UserError: a folder contains no run, or a run that has recorded nothing.
@@ -62,15 +63,17 @@ def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> list[st
     runs = _with_distinct_names([load_run(workdir) for workdir in workdirs])
     text = render_report(runs)
     # A sampled text may contain half a surrogate pair, which UTF-8 cannot encode.
-    write_whole(out, text, errors="backslashreplace")
-    return comparison_warnings(runs) + ([sentence_of_runs(*runs)] if len(runs) == 2 else [])
+    write_text_atomically(out, text, errors="backslashreplace")
+    return comparison_warnings(runs) + (
+        [speed_up_sentence_of_runs(*runs)] if len(runs) == 2 else []
+    )
 
 
 def render_report(runs: Sequence[Run]) -> str:
     """Returns the page about the given runs, whose names differ, as HTML."""
     sections = {}
     if len(runs) > 1:
-        sections["Runs"] = _runs_html(runs)
+        sections["Runs"] = _runs_table_html(runs)
     for name, charts in run_charts.chart_sections(runs).items():
         sections[name] = _charts_html(charts, runs)
     if len(runs) == 2:
@@ -81,7 +84,7 @@ def render_report(runs: Sequence[Run]) -> str:
     sections["What runs each operator"] = _operators_html(runs)
     sections["Configuration"] = _configuration_html(runs)
     sections = {name: content for name, content in sections.items() if content}
-    body = "".join(_section(name, content) for name, content in sections.items())
+    body = "".join(_section_html(name, content) for name, content in sections.items())
     return html_document(
         " · ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs",
         _subtitle(runs),
@@ -91,8 +94,8 @@ def render_report(runs: Sequence[Run]) -> str:
 
 
 def _charts_html(charts: Sequence[str], runs: Sequence[Run]) -> str:
-    """Returns the charts of a section as HTML. With many runs the charts that are about one run
-    alone are folded.
+    """Returns the charts of a section as HTML. With more than MANY_RUNS runs, the charts that show
+    a single run are folded.
     """
     if not charts:
         return ""
@@ -112,12 +115,13 @@ def html_document(title: str, subtitle: str, sections: Sequence[str], body: str)
 
     Args:
       sections: the names of the sections of `body`; the top of the page has a link to each.
-      body: HTML, in which the id of each section is `_anchor` of its name.
+      body: HTML, in which each section has an id: the name of the section, in lower case and with
+        "-" in place of spaces.
     """
     style, script = (
         resources.files(__package__).joinpath(f"page.{kind}").read_text() for kind in ("css", "js")
     )
-    links = "".join(f'<a href="#{_anchor(name)}">{html.escape(name)}</a>' for name in sections)
+    links = "".join(f'<a href="#{_section_id(name)}">{html.escape(name)}</a>' for name in sections)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         'content="width=device-width, '
@@ -132,16 +136,18 @@ def html_document(title: str, subtitle: str, sections: Sequence[str], body: str)
     )
 
 
-def _section(name: str, body: str) -> str:
-    return f'<section id="{_anchor(name)}"><h2>{html.escape(name)}</h2>{body}</section>'
+def _section_html(name: str, body: str) -> str:
+    return f'<section id="{_section_id(name)}"><h2>{html.escape(name)}</h2>{body}</section>'
 
 
-def _anchor(name: str) -> str:
+def _section_id(name: str) -> str:
     return name.lower().replace(" ", "-")
 
 
 def _with_distinct_names(runs: Sequence[Run]) -> list[Run]:
-    """Returns the runs with a number added to names that occur more than once."""
+    """Returns the runs. If several runs have the same name, the names of the second and later ones
+    get a number.
+    """
     seen: dict[str, int] = {}
     result = []
     for run in runs:
@@ -156,12 +162,12 @@ def _with_distinct_names(runs: Sequence[Run]) -> list[Run]:
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
-    """Returns the line under the title: for one run its devices, versions and stages, for several
-    runs their number.
+    """Returns the line under the title. For one run it names the devices, the version of JAX, the
+    commit and the stages; for several runs it gives the number of runs.
     """
     if len(runs) > 1:
         return f"{len(runs)} runs; times are of each run's own start"
-    start = runs[0].events.get("start", [{}])[-1]
+    start = runs[0].events_by_kind.get("start", [{}])[-1]
     devices, hosts = start.get("devices"), start.get("hosts")
     parts = []
     if devices:
@@ -171,7 +177,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
         parts.append(f"JAX {start['jax']}")
     if start.get("commit"):
         parts.append(f"commit {start['commit'][:10]}")
-    if faults(runs[0]):
+    if faults_and_restarts(runs[0]):
         parts.append("dashed red lines: faults and restarts")
     if begun := ", ".join(f"{name} from step {step + 1}" for step, name in stage_starts(runs[0])):
         parts.append(f"stages, at grey lines: {begun}")
@@ -183,18 +189,19 @@ def _tiles_html(run: Run) -> str:
     tiles = "".join(
         f'<div class="tile"><b title="{html.escape(value)}">{html.escape(value)}</b>'
         f"<span>{html.escape(name)}</span></div>"
-        for name, value in _run_summary(run, unit=None).items()
+        for name, value in _headline_numbers(run, unit=None).items()
     )
     return f'<div class="tiles">{tiles}</div>'
 
 
-def _runs_html(runs: Sequence[Run]) -> str:
+def _runs_table_html(runs: Sequence[Run]) -> str:
     """Returns a table with a row for each run: its most important numbers and the settings in which
-    the runs differ. page.js makes it choose, search, sort and colour the runs in all charts.
+    the runs differ. In this table the reader can select, search and sort the runs, and choose the
+    colours that they have in all charts (page.js).
     """
     longest = max((spans[-1][1] for run in runs if (spans := wall_time_spans(run))), default=0.0)
-    steps = _steps_to_compare(runs)
-    summaries = [_run_summary(run, unit_of_time(longest), steps) for run in runs]
+    steps = _last_common_steps(runs)
+    summaries = [_headline_numbers(run, suitable_time_unit(longest), steps) for run in runs]
     names = list(dict.fromkeys(name for summary in summaries for name in summary))
     differing = [
         (setting, [_setting_text(value) for value in values])
@@ -238,9 +245,9 @@ def _speed_up_html(baseline: Run, run: Run) -> str:
     try:
         title, *arms = arms_of_runs(baseline, run)
     except UserError:
-        return f"<p>{html.escape(sentence_of_runs(baseline, run))}</p>"
+        return f"<p>{html.escape(speed_up_sentence_of_runs(baseline, run))}</p>"
     chart = law_chart(title, arms, " at the highest learning rate")
-    return comparisons_html([compare(*arms)]) + f'<div class="charts">{chart}</div>'
+    return comparisons_html([compare_in_every_unit(*arms)]) + f'<div class="charts">{chart}</div>'
 
 
 def _warnings_html(runs: Sequence[Run]) -> str:
@@ -250,42 +257,49 @@ def _warnings_html(runs: Sequence[Run]) -> str:
 
 
 def comparison_warnings(runs: Sequence[Run]) -> list[str]:
-    """Returns a sentence for each thing that the page cannot show or compare."""
+    """Returns a sentence for each thing that the page cannot show or compare, such as losses of
+    runs with different tokenizers.
+    """
     sentences = []
     if len(runs) > 1:
-        sentences = [reason.sentence for reason in find_incomparable(runs).values()]
-    measured = {run.name: heldout_metric(run) for run in runs}
+        sentences = [reason.full_sentence for reason in incomparable_reasons(runs).values()]
+    measured = {run.name: heldout_metric_name(run) for run in runs}
     if len(set(filter(None, measured.values()))) > 1:
         of_runs = "; ".join(f"{name}: {metric}" for name, metric in measured.items() if metric)
         sentences.append(f"Held-out metrics differ, and have charts of their own ({of_runs}).")
     for run in runs:
-        if not run.events.get("train"):
+        if not run.events_by_kind.get("train"):
             sentences.append(f"{run.name} has not recorded a training step yet.")
         elif not measured[run.name] and any(measured.values()):
             sentences.append(f"{run.name} has not recorded a held-out evaluation.")
-    if unmeasured := without_layers(runs):
+    if unmeasured := runs_without_layer_statistics(runs):
         names = join_first((run.name for run in unmeasured), MANY_RUNS)
         sentences.append(
             f"Charts by layer are without {names}, where no layer was measured: "
             "telemetry.diagnostics_every says after how many steps a run measures them (0: never)."
         )
-    last = {run.name: step for run in runs if (step := run.last("train", "step")) is not None}
+    last = {
+        run.name: step for run in runs if (step := run.newest_value("train", "step")) is not None
+    }
     if len(set(last.values())) > 1:
         steps = join_first((f"{name}: {step:,}" for name, step in last.items()), MANY_RUNS)
         compared = "the table also has the values at the last step that the runs have in common."
-        if not _steps_to_compare(runs):
+        if not _last_common_steps(runs):
             compared = "no step was recorded by all of them, so the table does not compare them."
         sentences.append(f"The runs are at different steps ({steps}): {compared}")
-        sentences += _unequal_learning_rates(runs)
+        sentences += _learning_rate_warnings(runs)
     return sentences
 
 
-def _unequal_learning_rates(runs: Sequence[Run]) -> list[str]:
-    """Returns a sentence if the runs have other learning rates at the step where the table compares
-    their training losses: a schedule follows `train.steps`.
+def _learning_rate_warnings(runs: Sequence[Run]) -> list[str]:
+    """Returns a sentence if the runs have different learning rates at the step whose training
+    losses the table compares; otherwise []. The rates can differ because a learning-rate schedule
+    depends on `train.steps`.
     """
-    step = _steps_to_compare(runs).get(("train", "loss"))
-    rates = {run.name: run.last("train", "learning_rate", step) for run in runs} if step else {}
+    step = _last_common_steps(runs).get(("train", "loss"))
+    rates = (
+        {run.name: run.newest_value("train", "learning_rate", step) for run in runs} if step else {}
+    )
     if None in rates.values() or len({f"{rate:.1e}" for rate in rates.values()}) < 2:
         return []
     of_runs = join_first((f"{name}: {rate:.1e}" for name, rate in rates.items()), MANY_RUNS)
@@ -295,15 +309,20 @@ def _unequal_learning_rates(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _steps_to_compare(runs: Sequence[Run]) -> dict[tuple[str, str], int]:
-    """Returns where runs compare whose newest values are of different steps: (kind of event, name)
-    of a loss → the last step at which all runs that measured it have a value. It is left out if
-    their newest values are of the same step, or if there is no such step.
+def _last_common_steps(runs: Sequence[Run]) -> dict[tuple[str, str], int]:
+    """Returns the steps at which the table compares runs of different lengths: (kind of event, name
+    of a metric) → the last step at which all runs that recorded the metric have a value. A metric
+    is left out if all runs have their newest value at the same step, or if no step is common to
+    them.
     """
     found = {}
     for kind, name in COMPARED:
         of_runs = [
-            {event["step"] for event in run.events.get(kind, ()) if event.get(name) is not None}
+            {
+                event["step"]
+                for event in run.events_by_kind.get(kind, ())
+                if event.get(name) is not None
+            }
             for run in runs
         ]
         of_runs = [steps for steps in of_runs if steps]
@@ -312,33 +331,35 @@ def _steps_to_compare(runs: Sequence[Run]) -> dict[tuple[str, str], int]:
     return found
 
 
-def _run_summary(
+def _headline_numbers(
     run: Run, unit: tuple[str, float] | None, steps: Mapping[tuple[str, str], int] = NO_STEPS
 ) -> dict[str, str]:
     """Returns the most important numbers of a run: name → newest value, as text.
 
     Args:
-      unit: the unit of the wall time and its seconds; None: what suits this run.
-      steps: (kind of event, name) of a value → the step whose value is shown beside the newest.
+      unit: the unit of the wall time and the length of this unit in seconds; None: a text with
+        several units, such as "2 d 3 h 5 min".
+      steps: (kind of event, name of a metric) → a step. The result has the value of the metric at
+        this step, too.
     """
     spans = wall_time_spans(run)
-    faults_of_run = faults(run)
-    step, last = run.last("train", "step"), run.config.get("train", {}).get("steps")
+    faults_of_run = faults_and_restarts(run)
+    step, last = run.newest_value("train", "step"), run.config.get("train", {}).get("steps")
     of_steps = f" of {last:,}" if last and step != last else ""
     summary = {"step": (f"{step:,}" if step else "–") + of_steps}
 
     def add(name: str, kind: str, key: str, to_text: Callable[[float], str]) -> None:
-        value = run.last(kind, key)
+        value = run.newest_value(kind, key)
         if isinstance(value, (int, float)):
             summary[name] = to_text(value)
         if (kind, key) in steps:
-            then = run.last(kind, key, steps[kind, key])
+            then = run.newest_value(kind, key, steps[kind, key])
             if isinstance(then, (int, float)):
                 summary[f"{name} at step {steps[kind, key]:,}"] = to_text(then)
 
     add("tokens seen", "train", "tokens_seen", short_number)
     add("training loss", "train", "loss", "{:.4f}".format)
-    if heldout_metric(run) == "bits per byte":
+    if heldout_metric_name(run) == "bits per byte":
         add("held-out bits/byte", "heldout", "bits_per_byte", "{:.4f}".format)
     else:
         add("held-out accuracy", "heldout", "accuracy", "{:.1%}".format)
@@ -349,21 +370,21 @@ def _run_summary(
     add("model FLOP/s", "train", "model_flops_per_second", short_number)
     add("MFU", "train", "mfu", "{:.1%}".format)
     seconds = spans[-1][1] if spans else 0.0
-    summary["wall time"] = _in_unit(seconds, *unit) if unit else _duration(seconds)
-    summary["goodput"] = f"{goodput(spans)[TRAINING]:.1%}"
+    summary["wall time"] = _duration_in_unit(seconds, *unit) if unit else _duration_text(seconds)
+    summary["goodput"] = f"{wall_time_shares(spans)[TRAINING]:.1%}"
     summary["restarts"] = str(sum(fault.kind == "restart" for fault in faults_of_run))
     summary["skipped updates"] = str(sum(fault.kind == "skip" for fault in faults_of_run))
     return summary
 
 
-def _in_unit(seconds: float, unit: str, seconds_of_unit: float) -> str:
-    """Writes a duration in a given unit: "8.58 minutes", "0.08 minutes"."""
+def _duration_in_unit(seconds: float, unit: str, seconds_of_unit: float) -> str:
+    """Returns a duration as text, in a given unit: "8.58 minutes", "0.08 minutes"."""
     amount = seconds / seconds_of_unit
     return f"{amount:.2f} {unit}" if amount < 10 else f"{amount:,.0f} {unit}"
 
 
-def _duration(seconds: float) -> str:
-    """Writes a duration as text: "75 s", "2 d 3 h 5 min"."""
+def _duration_text(seconds: float) -> str:
+    """Returns a duration as text, in several units: "75 s", "2 d 3 h 5 min"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -381,7 +402,7 @@ def _samples_html(runs: Sequence[Run]) -> str:
     """
     parts = []
     for r, run in enumerate(runs):
-        samples = run.events.get("sample", [])
+        samples = run.events_by_kind.get("sample", [])
         indices = np.linspace(0, len(samples) - 1, min(MAX_SAMPLES, len(samples)))
         chosen = [samples[i] for i in np.unique(indices.round().astype(int))]
         run_name = f"{html.escape(run.name)}, " if len(runs) > 1 else ""
@@ -408,12 +429,12 @@ def _faults_html(runs: Sequence[Run]) -> str:
         [
             *([run.name] if len(runs) > 1 else []),
             f"{fault.step:,}",
-            _duration(fault.time - run.log[0].get("time", 0.0)),
+            _duration_text(fault.unix_seconds - run.all_events[0].get("time", 0.0)),
             fault.kind,
-            fault.text,
+            fault.details,
         ]
         for run in runs
-        for fault in faults(run)
+        for fault in faults_and_restarts(run)
     ]
     head = [*(["run"] if len(runs) > 1 else []), "step", "after", "what", ""]
     if not rows:
@@ -424,19 +445,21 @@ def _faults_html(runs: Sequence[Run]) -> str:
 
 
 def _bad_records_html(runs: Sequence[Run]) -> str:
-    """Returns a table of the records that were left out of the data or mended; "" without any."""
+    """Returns a table of the bad records that were skipped or repaired in the data; "" if there
+    were none.
+    """
     rows = [
         [*([run.name] if len(runs) > 1 else []), glob, f"{count:,}", text]
         for run in runs
-        for glob, count, text in run.last("start", "bad_records") or ()
+        for glob, count, text in run.newest_value("start", "bad_records") or ()
     ]
     head = [*(["run"] if len(runs) > 1 else []), "data.path", "records", ""]
     return table_html(head, rows) if rows else ""
 
 
 def _operators_html(runs: Sequence[Run]) -> str:
-    """Returns a table of what ran each operator since the newest start, and why; "" if no run has
-    recorded it.
+    """Returns a table of the implementation that has run each operator since the run's newest
+    start, and the reason for this choice; "" if no run has recorded implementations.
     """
     rows = [
         [
@@ -447,14 +470,16 @@ def _operators_html(runs: Sequence[Run]) -> str:
             entry["call"],
         ]
         for run in runs
-        for entry in run.last("operators", "operators") or ()
+        for entry in run.newest_value("operators", "operators") or ()
     ]
     head = [*(["run"] if len(runs) > 1 else []), "operator", "runs as", "why", "a call"]
     return table_html(head, rows) if rows else ""
 
 
 def _configuration_html(runs: Sequence[Run]) -> str:
-    """Returns a table of the settings that differ between the runs, and all settings of each."""
+    """Returns a table of the settings that differ between the runs, and for each run a table of all
+    settings.
+    """
     parts = []
     if len(runs) > 1:
         rows = [[name, *map(_setting_text, values)] for name, values in setting_differences(runs)]
@@ -476,14 +501,14 @@ def _configuration_html(runs: Sequence[Run]) -> str:
 def _setting_text(value: Any) -> str:
     if isinstance(value, list):
         if len(value) > 1 and all(isinstance(item, str) for item in value):
-            return _repeats_text(value)
+            return _shorten_repeated_names(value)
         return ", ".join(map(str, value))
     return "–" if value is None else str(value) or "''"
 
 
-def _repeats_text(names: Sequence[str]) -> str:
-    """Shortens a list of names with many repeats, such as the names of layers: "3 × a, b" for a, a,
-    a, b, and "2 × (3 × a, b)" for this twice.
+def _shorten_repeated_names(names: Sequence[str]) -> str:
+    """Returns a list of names, such as the kinds of all layers, as a short text that counts
+    repeats: "3 × a, b" for the names a, a, a, b; "2 × (3 × a, b)" if these four names come twice.
     """
     count = len(names)
     period = next(p for p in range(1, count + 1) if names == names[:p] * (count // p))

@@ -1,5 +1,5 @@
-"""Reads the record of a run, and computes from it what the report shows: series of few points, the
-use of wall time, faults, stages and settings.
+"""Reads run.json and metrics.jsonl of a run, and computes what the report shows: curves of few
+points, the use of wall time, faults, stages and settings.
 
 Letters: N points or events, L layers.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import UserError, join_first, similar_folder
+from qwen3next_jax.common.errors import UserError, join_first, similar_folder_hint
 from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.trees import flatten
 
@@ -31,18 +31,18 @@ USES = (TRAINING, STARTING, OTHER, LOST, DOWN)
 
 
 class Series(NamedTuple):
-    """A quantity over steps, reduced to few points. A point stands for several recorded values.
+    """A quantity over steps, reduced to few points. Each point summarises several recorded values.
 
     Attributes:
-      x: [N], the steps, increasing.
-      y: [N], the mean of the finite values that a point stands for; NaN if it has none.
-      low, high: [N], the smallest and the largest of these values.
+      steps: [N], the steps, increasing.
+      means: [N], the mean of the finite values that a point stands for; NaN if none is finite.
+      smallest, largest: [N], the smallest and the largest of these finite values.
     """
 
-    x: np.ndarray
-    y: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    steps: np.ndarray
+    means: np.ndarray
+    smallest: np.ndarray
+    largest: np.ndarray
 
 
 class Fault(NamedTuple):
@@ -50,70 +50,72 @@ class Fault(NamedTuple):
 
     Attributes:
       step: the step that the event records.
-      time: seconds since 1970.
+      unix_seconds: the time of the event, in seconds since 1970.
       kind: what happened, in a word or two.
-      text: the reason or the details; may be empty.
+      details: the reason or the details; may be empty.
     """
 
     step: int
-    time: float
+    unix_seconds: float
     kind: str
-    text: str
+    details: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run as its folder records it.
+    """The settings and events that the folder of a run records.
 
     Attributes:
       name: the name of the run's folder.
       config: the settings, as nested dicts.
-      log: all events, in the order they were written; only the newest has the field "expert_load".
-      events: kind of event → the events of this kind, in the order they were written.
-      tokenizer: what tells the run's tokenizer from others: its fingerprint, or the setting of a
-        run that recorded none.
+      all_events: all events, in the order they were written. Only the newest of the events with the
+        field "expert_load" keeps this field.
+      events_by_kind: kind of event → the events of this kind, in the order they were written.
+      tokenizer_identity: the fingerprint of the run's tokenizer, or the setting data.tokenizer if
+        the run recorded no fingerprint. Runs whose values differ have different tokenizers.
     """
 
     name: str
     config: dict[str, Any]
-    log: list[dict[str, Any]]
-    events: dict[str, list[dict[str, Any]]]
-    tokenizer: str = ""
+    all_events: list[dict[str, Any]]
+    events_by_kind: dict[str, list[dict[str, Any]]]
+    tokenizer_identity: str = ""
 
     def series(self, kind: str, name: str, points: int = POINTS) -> Series | None:
         """Returns the field `name` of the events of `kind` over steps, reduced to at most `points`
         points; None if no event has this field.
         """
         values = [
-            (event["step"], _to_float(event[name]))
-            for event in self.events.get(kind, ())
+            (event["step"], _float_or_nan(event[name]))
+            for event in self.events_by_kind.get(kind, ())
             if event.get(name) is not None
         ]
         return downsample(*np.array(values, float).T, points) if values else None
 
-    def names(self, kind: str, prefix: str) -> list[str]:
+    def field_names(self, kind: str, prefix: str) -> list[str]:
         """Returns, in sorted order, the names of fields that start with `prefix`, in events of
         `kind`. Only the first and the last event of this kind are read.
         """
-        events = self.events.get(kind, ())
+        events = self.events_by_kind.get(kind, ())
         names = {name for event in (*events[:1], *events[-1:]) for name in event}
         return sorted(name for name in names if name.startswith(prefix))
 
-    def layers(self, name: str, points: int = 120) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns the values of a quantity that "diagnostics" events record for every layer. Events
-        with another number of layers than the newest are left out.
+    def layer_values(self, name: str, points: int = 120) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns the values of a quantity that "diagnostics" events record for every layer. If an
+        event has another number of layers than the newest event, the event is left out.
 
         Args:
           name: the name of the quantity.
-          points: the largest number of events to return, which are chosen at equal distances.
+          points: the largest number of events to return; if there are more, events at equal
+            distances are chosen.
 
         Returns:
-          Steps [N] and values [N, L], with NaN for layers without a value; None if no event records
-          the quantity.
+          Steps [N] and values [N, L]. A value is NaN if the layer has none. None if no event
+          records the quantity.
         """
         lists = [
             (event["step"], event[name])
-            for event in self.events.get("diagnostics", ())
+            for event in self.events_by_kind.get("diagnostics", ())
             if isinstance(event.get(name), list)
         ]
         lists = [(step, values) for step, values in lists if any(v is not None for v in values)]
@@ -124,13 +126,13 @@ class Run:
         chosen = np.linspace(0, len(lists) - 1, min(points, len(lists))).round().astype(int)
         lists = [lists[i] for i in np.unique(chosen)]
         steps = np.array([step for step, _ in lists])
-        return steps, np.array([[_to_float(v) for v in values] for _, values in lists])
+        return steps, np.array([[_float_or_nan(v) for v in values] for _, values in lists])
 
-    def last(self, kind: str, name: str, step: int | None = None) -> Any:
-        """Returns the newest value of the field `name` in events of `kind`, or in those of one
-        `step`; None if there is none.
+    def newest_value(self, kind: str, name: str, step: int | None = None) -> Any:
+        """Returns the newest value of the field `name` in the events of `kind`; None if there is
+        none. If `step` is given, only the events of this step count.
         """
-        for event in reversed(self.events.get(kind, ())):
+        for event in reversed(self.events_by_kind.get(kind, ())):
             if event.get(name) is not None and step in (None, event["step"]):
                 return event[name]
         return None
@@ -164,7 +166,7 @@ def load_run(workdir: pathlib.Path) -> Run:
             raise ValueError("train.steps is not a number of steps")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(
-            f"{workdir}: not the folder of a run (it has no run.json){similar_folder(workdir)}"
+            f"{workdir}: not the folder of a run (it has no run.json){similar_folder_hint(workdir)}"
         ) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
@@ -188,7 +190,7 @@ def load_run(workdir: pathlib.Path) -> Run:
         )
     run = run_from_events(workdir.resolve().name, config, events)
     tokenizer = record.get("tokenizer") or flatten(config).get("data.tokenizer", "")
-    return dataclasses.replace(run, tokenizer=str(tokenizer))
+    return dataclasses.replace(run, tokenizer_identity=str(tokenizer))
 
 
 def run_from_events(name: str, config: dict[str, Any], events: list[dict[str, Any]]) -> Run:
@@ -209,8 +211,8 @@ def downsample(x: np.ndarray, y: np.ndarray, points: int) -> Series:
     """Reduces a curve to at most `points` points.
 
     The range of x is divided into intervals. Each point of the result has the mean, the smallest
-    and the largest of the finite values in one interval, so that no finite spike is lost, or NaN if
-    the interval has none.
+    and the largest of the finite values in one interval, so that no finite spike is lost. If an
+    interval has no finite value, these three numbers are NaN.
 
     Args:
       x: [N]; each number is at least as large as the one before it.
@@ -237,17 +239,20 @@ def downsample(x: np.ndarray, y: np.ndarray, points: int) -> Series:
     return Series(middle, mean, low, high)
 
 
-def _to_float(value: Any) -> float:
+def _float_or_nan(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else float("nan")
 
 
 class Span(NamedTuple):
-    """A period of wall time with one use, which is an entry of USES. `begin` and `end` are in
-    seconds since the run's first event.
+    """A period of wall time with one use, such as training or starting.
+
+    Attributes:
+      begin_seconds, end_seconds: the begin and the end, in seconds since the run's first event.
+      use: the use, an entry of USES.
     """
 
-    begin: float
-    end: float
+    begin_seconds: float
+    end_seconds: float
     use: str
 
 
@@ -258,9 +263,12 @@ class _SpanRecorder:
         self.spans: list[Span] = []
         self._start = self._now = start
 
-    def add(self, end: float, use: str) -> None:
-        """Adds a span with this use, from the end of the last span until `end`, in seconds since
-        1970. If `end` is not later than the end of the last span, nothing is added.
+    def add_span_until(self, end: float, use: str) -> None:
+        """Adds a span of wall time with the use `use`, from the end of the last span until `end`.
+        If `end` is not later than the end of the last span, nothing is added.
+
+        Args:
+          end: a time, in seconds since 1970.
         """
         if end > self._now:
             self.spans.append(Span(self._now - self._start, end - self._start, use))
@@ -269,34 +277,40 @@ class _SpanRecorder:
 
 def wall_time_spans(run: Run) -> list[Span]:
     """Divides the run's wall time, from the first event to the last, into spans by use."""
-    if not run.log:
+    if not run.all_events:
         return []
-    recorder = _SpanRecorder(run.log[0].get("time", 0.0))
+    recorder = _SpanRecorder(run.all_events[0].get("time", 0.0))
     starting = True  # whether the process has only started and compiled so far
     first_step = 0
-    for event in run.log:
+    for event in run.all_events:
         kind, time = event["event"], event.get("time", 0.0)
         if kind == "start":
             if event.get("previous_end"):
-                recorder.add(event["previous_end"], LOST if event.get("lost_steps") else OTHER)
-            recorder.add(time, DOWN)
+                recorder.add_span_until(
+                    event["previous_end"], LOST if event.get("lost_steps") else OTHER
+                )
+            recorder.add_span_until(time, DOWN)
             starting, first_step = True, event.get("first_step", 0)
         elif kind == "train":
             # If the first step is logged, its seconds include the compilation.
             is_compilation = starting and event["step"] == first_step + 1
             # `seconds` excludes evaluations and saves since the last "train" event. They are drawn
             # before the training time, wherever they were in between.
-            recorder.add(time - event.get("seconds", 0.0), STARTING if starting else OTHER)
-            recorder.add(time, STARTING if is_compilation else TRAINING)
+            recorder.add_span_until(
+                time - event.get("seconds", 0.0), STARTING if starting else OTHER
+            )
+            recorder.add_span_until(time, STARTING if is_compilation else TRAINING)
             starting = is_compilation
         elif kind == "rewind":
-            recorder.add(time, LOST)
-    recorder.add(run.log[-1].get("time", 0.0), STARTING if starting else OTHER)
+            recorder.add_span_until(time, LOST)
+    recorder.add_span_until(run.all_events[-1].get("time", 0.0), STARTING if starting else OTHER)
     return recorder.spans
 
 
-def goodput(spans: Iterable[Span]) -> dict[str, float]:
-    """Returns use → its share of the wall time; the share of TRAINING is the goodput."""
+def wall_time_shares(spans: Iterable[Span]) -> dict[str, float]:
+    """Returns use → the share of the wall time that this use takes. The share of TRAINING is the
+    goodput.
+    """
     seconds = dict.fromkeys(USES, 0.0)
     for begin, end, use in spans:
         seconds[use] += end - begin
@@ -304,11 +318,11 @@ def goodput(spans: Iterable[Span]) -> dict[str, float]:
     return {use: value / total for use, value in seconds.items()}
 
 
-def wall_time_columns(spans: Sequence[Span], columns: int) -> tuple[float, np.ndarray]:
+def wall_time_shares_by_column(spans: Sequence[Span], columns: int) -> tuple[float, np.ndarray]:
     """Divides the wall time into columns of equal length.
 
     Returns:
-      The length of a column in seconds; the share of each use in each column, [columns, uses].
+      The length of a column in seconds, and the share of each use in each column, [columns, uses].
     """
     width = max(spans[-1][1], 1e-9) / columns if spans else 1.0
     shares = np.zeros((columns, len(USES)))
@@ -319,10 +333,10 @@ def wall_time_columns(spans: Sequence[Span], columns: int) -> tuple[float, np.nd
     return width, shares
 
 
-def faults(run: Run) -> list[Fault]:
-    """Returns every fault, every restart and every change of settings, in order of time."""
+def faults_and_restarts(run: Run) -> list[Fault]:
+    """Returns every fault, every restart and every change of settings, in the order of time."""
     found = []
-    for event in run.log:
+    for event in run.all_events:
         kind, step, time = event["event"], event["step"], event.get("time", 0.0)
         # A spike whose update was skipped has a "skip" event, too.
         if kind in FAULTS and not (kind == "spike" and event.get("skipped")):
@@ -336,14 +350,14 @@ def faults(run: Run) -> list[Fault]:
             if event.get("lost_steps"):
                 text += f"; {event['lost_steps']} steps taken again"
             found.append(Fault(step, time, "restart", text))
-    return sorted(found, key=lambda fault: fault.time)
+    return sorted(found, key=lambda fault: fault.unix_seconds)
 
 
 def stage_starts(run: Run) -> list[tuple[int, str]]:
     """Returns (number of steps taken before the stage, name) of every stage that has begun."""
     return [
         (event["step"] - 1, str(event.get("stage")))
-        for event in run.events.get("stage", ())
+        for event in run.events_by_kind.get("stage", ())
         if event["step"]
     ]
 
@@ -362,23 +376,29 @@ HELDOUT_SETTINGS = (
 )
 
 
-class Incomparable(NamedTuple):
-    """Why numbers of several runs cannot be compared: in a few words for a chart, and in full."""
+class IncomparableReason(NamedTuple):
+    """Why numbers of several runs cannot be compared.
 
-    short: str
-    sentence: str
+    Attributes:
+      chart_note: the reason in a few words, for the note of a chart.
+      full_sentence: the reason as a whole sentence, which names the runs.
+    """
+
+    chart_note: str
+    full_sentence: str
 
 
-def find_incomparable(runs: Sequence[Run]) -> dict[str, Incomparable]:
-    """Returns why numbers of these runs cannot be compared: with the key "tokenizer" if the runs
-    have different tokenizers, with "heldout" if they were evaluated on different text.
+def incomparable_reasons(runs: Sequence[Run]) -> dict[str, IncomparableReason]:
+    """Returns the reasons why numbers of these runs cannot be compared. The result has the key
+    "tokenizer" if the runs have different tokenizers, and the key "heldout" if the runs were
+    evaluated on different text.
     """
     found = {}
-    if len({run.tokenizer for run in runs}) > 1:
-        found["tokenizer"] = Incomparable(
+    if len({run.tokenizer_identity for run in runs}) > 1:
+        found["tokenizer"] = IncomparableReason(
             "Different tokenizers: not comparable.",
             "The runs have different tokenizers "
-            f"({_runs_by_values(runs, [r.tokenizer for r in runs])}): "
+            f"({_grouped_run_names(runs, [r.tokenizer_identity for r in runs])}): "
             "losses per token and accuracies of one tokenizer say nothing about another's. Compare "
             "bits per byte.",
         )
@@ -389,17 +409,17 @@ def find_incomparable(runs: Sequence[Run]) -> dict[str, Incomparable]:
     ]
     if differing:
         texts = [", ".join(str(s.get(name) or "") for name in differing) for s in settings]
-        found["heldout"] = Incomparable(
+        found["heldout"] = IncomparableReason(
             "Different held-out text.",
             f"The runs were evaluated on different text ({', '.join(differing)}: "
-            f"{_runs_by_values(runs, texts)}): a lower loss may be easier text.",
+            f"{_grouped_run_names(runs, texts)}): a lower loss may be easier text.",
         )
     return found
 
 
-def _runs_by_values(runs: Sequence[Run], keys: Sequence[str]) -> str:
-    """Returns the names of the runs, grouped by equal keys: "a, b | c". The text names at most
-    three groups, and three runs of each group.
+def _grouped_run_names(runs: Sequence[Run], keys: Sequence[str]) -> str:
+    """Returns the names of the runs as text, such as "a, b | c": runs with equal keys form a group.
+    The text names at most three groups, and three runs of each group.
     """
     groups: dict[str, list[str]] = {}
     for run, key in zip(runs, keys, strict=True):
@@ -407,16 +427,20 @@ def _runs_by_values(runs: Sequence[Run], keys: Sequence[str]) -> str:
     return join_first((join_first(names, 3) for names in groups.values()), 3, " | ")
 
 
-def without_layers(runs: Sequence[Run]) -> list[Run]:
-    """Returns the runs that trained and did not measure their layers; none, where no run did."""
-    if not any(run.events.get("diagnostics") for run in runs):
+def runs_without_layer_statistics(runs: Sequence[Run]) -> list[Run]:
+    """Returns the runs that trained but did not measure their layers. If no run measured its
+    layers, returns [].
+    """
+    if not any(run.events_by_kind.get("diagnostics") for run in runs):
         return []
-    return [r for r in runs if r.events.get("train") and not r.events.get("diagnostics")]
+    return [
+        r for r in runs if r.events_by_kind.get("train") and not r.events_by_kind.get("diagnostics")
+    ]
 
 
 def setting_differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
-    """Returns the settings in which the runs differ, with their value in each run (None if a run
-    has no such setting).
+    """Returns (setting, its value in each run) for the settings in which the runs differ. A value
+    is None if the run does not have the setting.
     """
     configs = [flatten(run.config) for run in runs]
     names = sorted({name for config in configs for name in config})

@@ -1,5 +1,5 @@
-"""Compares a start of a run with its record: which settings, data and machines may differ at a
-resume.
+"""Compares the settings, data, code and devices of a start with those in run.json. MAY_CHANGE lists
+what may differ when a run resumes.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config
 from qwen3next_jax.runs.folder import RunFolder
-from qwen3next_jax.runs.record import Change, Parent, RunRecord, settings_as_json
+from qwen3next_jax.runs.record import Change, ParentCheckpoint, RunRecord, settings_as_json
 from qwen3next_jax.training.stages import STAGE_SETTINGS, ResolvedStage, resolve_stages
 
 # The settings that may differ at a resume: a prefix of a key in run.json → the reason. The run logs
@@ -52,8 +52,14 @@ MAY_CHANGE = {
 }
 
 
-class Machines(NamedTuple):
-    """What runs a start, with the names of `RunRecord`: code, processes, devices."""
+class CodeAndDevices(NamedTuple):
+    """The code and the devices of a process that trains. The fields have the names of `RunRecord`.
+
+    Attributes:
+      code: the version of the code.
+      processes: the number of processes of the run.
+      devices: the number and the kind of the devices of all processes, as text.
+    """
 
     code: str
     processes: int
@@ -66,7 +72,7 @@ def may_change(name: str) -> bool:
 
 
 def compare_settings(
-    folder: RunFolder, record: RunRecord, config: Config, parent: Parent | None
+    folder: RunFolder, record: RunRecord, config: Config, parent: ParentCheckpoint | None
 ) -> list[Change]:
     """Compares the settings of a start with those in run.json.
 
@@ -74,14 +80,14 @@ def compare_settings(
       folder: the folder of the run.
       record: its run.json.
       config: the settings of this start.
-      parent: the checkpoint with which this start would begin; None if it begins with none, or
-        continues from a checkpoint of its own.
+      parent: the checkpoint of another run with which this start would begin; None if it begins
+        with none, or resumes from a checkpoint of its own.
 
     Returns:
-      The differences, all of them allowed.
+      The settings that differ. A run may resume with all of these differences.
 
     Raises:
-      UserError: a difference is not allowed.
+      UserError: a setting differs that may not change.
     """
     trained = record.read_config(folder.path)
     before, now = ({"config": settings_as_json(one)} for one in (trained, config))
@@ -97,7 +103,7 @@ def compare_settings(
             "another --workdir, or the old value",
         )
     step = max(folder.saved_steps, default=0)
-    _check_stages(folder.path, resolve_stages(trained), resolve_stages(config), step)
+    _check_begun_stages(folder.path, resolve_stages(trained), resolve_stages(config), step)
     return changes
 
 
@@ -132,12 +138,12 @@ def compare_data(
         )
 
 
-def compare_machines(record: RunRecord, machines: Machines) -> list[Change]:
-    """Returns the differences between the code and the devices of a start and those in run.json.
-    All of them are allowed.
+def compare_code_and_devices(record: RunRecord, now: CodeAndDevices) -> list[Change]:
+    """Returns what differs between the code and the devices of run.json and those of this start,
+    `now`. A run may resume with any of these differences.
     """
-    before = {field: getattr(record, field) for field in Machines._fields}
-    return _differences(before, machines._asdict())
+    before = {field: getattr(record, field) for field in CodeAndDevices._fields}
+    return _differences(before, now._asdict())
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
@@ -150,8 +156,8 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 
 def _with_numbered_stages(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns `record` with `train.stages` as a dict: index of a stage → the settings that the
-    stage overrides. `flatten` can then give each of these settings a name.
+    """Returns the settings with the list `train.stages` as a dict: index of a stage → the settings
+    that the stage overrides. Then `flatten` gives each setting of a stage a name of its own.
     """
     train = record["config"]["train"]
     stages = {
@@ -161,11 +167,11 @@ def _with_numbered_stages(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"config": record["config"] | {"train": train | {"stages": stages}}}
 
 
-def _check_stages(
+def _check_begun_stages(
     workdir: pathlib.Path, old: Sequence[ResolvedStage], new: Sequence[ResolvedStage], step: int
 ) -> None:
-    """Checks that the stages that have begun are unchanged. Only the number of steps of the current
-    stage and the settings in MAY_CHANGE may differ.
+    """Checks that no stage that has begun differs from the recorded one. Only the number of steps
+    of the current stage and the settings in MAY_CHANGE may differ.
 
     Args:
       old: the recorded stages.
@@ -209,8 +215,8 @@ def _check_stages(
 
 
 def _stage_settings(stage: ResolvedStage) -> list[Any]:
-    """Returns `schedule_start` of the stage, and then the values of the settings in
-    `STAGE_SETTINGS`, in the order of that table.
+    """Returns the values of `schedule_start` and of the settings in the table `STAGE_SETTINGS`, in
+    the order of the table.
     """
     return [
         stage.schedule_start,

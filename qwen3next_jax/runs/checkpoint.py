@@ -3,10 +3,21 @@
     WORKDIR/checkpoints/STEP/   train state after STEP steps, with a manifest (`runs.manifest`)
     WORKDIR/frozen/             the parameters that the run does not change, with a manifest
 
-`runs.store.checkpoints` writes them. A checkpoint is complete once it has its manifest. If it has a
-file frozen.json, that lists the paths of the parameters which are frozen as a whole and are in
-WORKDIR/frozen, and has the digest of that folder's manifest. A checkpoint without this file holds
-the whole state; so do all checkpoints in buckets.
+`runs.store.checkpoints` writes both folders. A checkpoint that does not hold the whole state has a
+file frozen.json. The file lists the paths of the parameters that are frozen as a whole, and has the
+digest of the manifest of WORKDIR/frozen, which holds these parameters. In a bucket every checkpoint
+holds the whole state.
+
+How far a checkpoint can be trusted; each word includes those before it:
+
+    saved       its folder WORKDIR/checkpoints/STEP exists (`folder.saved_steps`)
+    complete    it has a manifest, which is written last (`folder.complete_steps`)
+    plausible   the manifest names this run and this step, and the names and sizes of the files are
+                those in the manifest (`facts.newest_plausible_step`)
+    valid       the content of all files has the digests in the manifest
+                (`Checkpoints.newest_valid_step`, `Checkpoints.restore`)
+
+"Damaged" means saved, but found not plausible or not valid.
 """
 
 import pathlib
@@ -21,30 +32,28 @@ from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.common.trees import join_trees, map_leaves
 from qwen3next_jax.config import Config, ModelConfig
-from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.model import Qwen3Next, parameter_declarations
 from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import best_step, saved_steps
 from qwen3next_jax.runs.record import RunRecord, read_config, read_record, run_id
 from qwen3next_jax.runs.store.arrays import read_arrays
-from qwen3next_jax.runs.versions import check_versions
+from qwen3next_jax.runs.versions import check_module_versions
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training.average import without_paths
 from qwen3next_jax.training.parameter_groups import make_parameter_groups
 from qwen3next_jax.training.state import State, abstract_model
 
-# Which checkpoint of a run to load: the one after so many steps, the one with the lowest held-out
-# loss, or the newest valid one (None).
-Step = int | Literal["best"] | None
+# Which checkpoint of a run to load: that of a step, that with the lowest held-out loss ("best"), or
+# the newest valid checkpoint (None).
+StepChoice = int | Literal["best"] | None
 
 
 class Checkpoints:
-    """Reads the checkpoints of one run. Use it as a context manager: at the end of the block a
-    `CheckpointWriter` waits for its last save.
-
-    A checkpoint is valid if it has a manifest and its files match the manifest.
+    """Reads the checkpoints of one run. Use it as a context manager, because at the end of the
+    `with` block the subclass `CheckpointWriter` waits for its last save.
     """
 
     def __init__(self, workdir: pathlib.Path | BucketPath):
@@ -61,61 +70,61 @@ class Checkpoints:
     def __exit__(self, *exception): ...
 
     def steps(self) -> list[int]:
-        """Returns, in ascending order, the steps with a checkpoint folder, whether valid or not."""
+        """Returns the steps whose checkpoints are saved, valid or not, in ascending order."""
         return saved_steps(self.workdir)
 
-    def newest_good_step(self) -> int | None:
+    def newest_valid_step(self) -> int | None:
         """Returns the newest step whose checkpoint is valid; None if there is none. Process 0 reads
         the files, warns of newer damaged checkpoints, and sends the result to the other processes.
 
         Raises:
-          UserError: a writer's run had checkpoints, and none of them is valid.
+          UserError: this is a `CheckpointWriter`, and its run had checkpoints, but none is valid.
         """
-        verified = broadcast_from_process_0(self._find_newest_good)
+        verified = broadcast_from_process_0(self._find_newest_valid)
         self._verified = verified and tuple(verified)
         return verified and verified[0]
 
-    def _find_newest_good(self) -> tuple[int, str | None] | None:
-        """Returns the newest step whose checkpoint is valid, and the digest of its manifest; None
-        if there is none. Skips each newer checkpoint, which is damaged.
+    def _find_newest_valid(self) -> tuple[int, str | None] | None:
+        """Returns (the newest step whose checkpoint is valid, the digest of its manifest); None if
+        no checkpoint is valid. Warns of every newer checkpoint, all of which are damaged.
         """
         for step in reversed(self.steps()):
             # The digest is read before the files, so it belongs to the files that are verified.
-            digest = manifest.digest(self.directory / str(step))
+            digest = manifest.digest_of_manifest(self.directory / str(step))
             damage = self._find_damage(step)
             if damage is None:
                 return step, digest
-            self._skip(step, damage)
+            self._report_skipped(step, damage)
         return None
 
-    def _skip(self, step: int, damage: str) -> None:
+    def _report_skipped(self, step: int, damage: str) -> None:
         """Warns of a damaged checkpoint."""
         warn(f"{self.directory / str(step)} is skipped: {damage}")
 
     def _find_damage(self, step: int, sizes_only: bool = False) -> str | None:
         return manifest.find_damage(self.directory / str(step), sizes_only, run_id(self.workdir))
 
-    def find_step(self, step: Step) -> int | None:
-        """Returns the number of the step that `step` names; None if there is no valid checkpoint
-        at all. All processes have to call this method.
+    def find_step(self, step: StepChoice) -> int | None:
+        """Returns the number of the step that `step` chooses. If `step` is None and no checkpoint
+        is valid, returns None. All processes have to call this method.
 
         Raises:
           UserError: `step` is "best", and no checkpoint was evaluated.
         """
         if step == "best":
             return broadcast_from_process_0(lambda: best_step(self.workdir))
-        return self.newest_good_step() if step is None else step
+        return self.newest_valid_step() if step is None else step
 
     def restore(
         self, step: int, abstract_state: State, partial: bool = False, digest: str | None = None
     ) -> State:
-        """Reads the state after `step` steps.
+        """Verifies the checkpoint of `step`, and reads the train state from it.
 
         Args:
           abstract_state: the structure, dtypes and shardings of the result.
           partial: whether `abstract_state` may be a part of the saved state, such as the parameters
             without the optimizer's moments.
-          digest: the expected `manifest.digest` of the checkpoint, or its first digits; None
+          digest: the expected digest of the checkpoint's manifest, or its first digits; None
             accepts any digest.
 
         Raises:
@@ -128,7 +137,7 @@ class Checkpoints:
             raise UserError(f"{where}: no such checkpoint; saved steps: {known}")
         # The folder may belong to another run, which may delete old checkpoints during the read.
         before = manifest.file_versions(where)
-        actual_digest = manifest.digest(where)
+        actual_digest = manifest.digest_of_manifest(where)
         if digest is not None and not (actual_digest or "").startswith(digest):
             raise UserError(
                 f"{where}: not the checkpoint with the digest {digest} that this run found before: "
@@ -149,17 +158,18 @@ class Checkpoints:
         return state
 
     def _read_state(self, where: pathlib.Path, abstract_state: State, partial: bool) -> State:
-        """Reads the arrays of the checkpoint in `where`, and the frozen parameters.
+        """Reads the arrays of the checkpoint in the folder `where`, and the frozen parameters from
+        WORKDIR/frozen.
 
         Raises:
-          UserError: the frozen parameters are damaged, or those of another run.
+          UserError: the frozen parameters are damaged, or belong to another run.
         """
-        if not (where / manifest.FROZEN).is_file():
+        if not (where / manifest.FROZEN_FILE_NAME).is_file():
             return read_arrays(manifest.arrays_folder(where), abstract_state, partial)
         record = manifest.read_frozen_record(where)
         trained, frozen = split_frozen(abstract_state, frozenset(record["parameters"]))
         require(
-            manifest.digest(self._frozen) == record["manifest"],
+            manifest.digest_of_manifest(self._frozen) == record["manifest"],
             f"{self._frozen}: not the frozen parameters with which {where} was trained (their "
             "digest differs): put back the folder that was written with this run",
         )
@@ -172,11 +182,12 @@ class Checkpoints:
 
 
 def split_frozen(state: State, frozen_paths: frozenset[str]) -> tuple[State, State]:
-    """Returns (`state` without the parameters at these paths, a state with these alone). A state
-    without parameters has no entry "params", because Orbax reads no empty dict.
+    """Splits a train state into two: `state` without the parameters at `frozen_paths`, and a state
+    with these parameters alone. If one of the two has no parameters, it has no entry "params",
+    because Orbax reads no empty dict.
     """
 
-    def only(frozen: bool) -> dict:
+    def params_entry(frozen: bool) -> dict:
         keep = lambda path, leaf: leaf if (path in frozen_paths) == frozen else None
         params = map_leaves(keep, state["params"])
         return {"params": params} if params else {}
@@ -184,7 +195,7 @@ def split_frozen(state: State, frozen_paths: frozenset[str]) -> tuple[State, Sta
     if "params" not in state:
         return state, {}
     others = {name: value for name, value in state.items() if name != "params"}
-    return others | only(False), only(True)
+    return others | params_entry(frozen=False), params_entry(frozen=True)
 
 
 class TrainedModel(NamedTuple):
@@ -193,37 +204,39 @@ class TrainedModel(NamedTuple):
     Attributes:
       model: the model with its trained parameters.
       step: number of steps for which the model was trained.
-      digest: the digest of the checkpoint's manifest, which identifies the weights.
+      manifest_digest: the digest of the checkpoint's manifest, which identifies the weights.
     """
 
     model: Qwen3Next
     step: int
-    digest: str
+    manifest_digest: str
 
 
 class TrainedAdapters(NamedTuple):
-    """The adapters of a run (`model.lora`), without the matrices that they adapt.
+    """The LoRA adapters of a run (`model.lora`), without the matrices that they adapt.
 
     Attributes:
-      config: the settings of the model.
-      adapters: nested dict of NumPy arrays.
+      model_config: the settings of the model.
+      adapters: the parameters of the adapters, a nested dict of NumPy arrays.
       step: number of steps for which the adapters were trained.
-      base_digest: the digest of the manifest of WORKDIR/frozen, which identifies the matrices; ""
-        if the checkpoint holds them itself.
+      frozen_manifest_digest: the digest of the manifest of WORKDIR/frozen, which identifies the
+        matrices; "" if the checkpoint itself holds the matrices.
     """
 
-    config: ModelConfig
+    model_config: ModelConfig
     adapters: dict
     step: int
-    base_digest: str
+    frozen_manifest_digest: str
 
 
-def load_adapters(workdir: pathlib.Path, step: Step = None, ema: bool = False) -> TrainedAdapters:
-    """Loads the adapters from a checkpoint of the run in `workdir`.
+def load_adapters(
+    workdir: pathlib.Path, step: StepChoice = None, ema: bool = False
+) -> TrainedAdapters:
+    """Loads the LoRA adapters from a checkpoint of the run in `workdir`.
 
     Args:
       step: which checkpoint to load.
-      ema: whether to load their moving average (`train.ema`) instead.
+      ema: whether to load the moving average of the adapters (`train.ema`) instead.
 
     Raises:
       UserError: the model has no adapters, or the checkpoint cannot be loaded or has no average.
@@ -233,8 +246,8 @@ def load_adapters(workdir: pathlib.Path, step: Step = None, ema: bool = False) -
     require(config.lora.rank > 0, f"{workdir}: its model has no adapters (model.lora.rank = 0)")
     _, params = abstract_model(config)
     adapters = map_leaves(lambda path, leaf: leaf if is_adapter(path) else None, params)
-    wanted = _entries_of_params(workdir, run_config, adapters, ema)
-    shardings = tree_shardings(wanted, declared(config), single_device_mesh())
+    wanted = _entries_to_read(workdir, run_config, adapters, ema)
+    shardings = tree_shardings(wanted, parameter_declarations(config), single_device_mesh())
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         wanted,
@@ -244,17 +257,18 @@ def load_adapters(workdir: pathlib.Path, step: Step = None, ema: bool = False) -
         step = checkpoints.find_step(step)
         require(step is not None, f"{workdir}: no valid checkpoint")
         state = jax.device_get(checkpoints.restore(step, abstract, partial=True))
-    record = checkpoints.directory / str(step) / manifest.FROZEN
+    record = checkpoints.directory / str(step) / manifest.FROZEN_FILE_NAME
     digest = manifest.read_frozen_record(record.parent)["manifest"] if record.is_file() else ""
-    return TrainedAdapters(config, _params_of_entries(state), step, digest)
+    return TrainedAdapters(config, _params_in_entries(state), step, digest)
 
 
-def _entries_of_params(workdir: pathlib.Path, config: Config, params: dict, ema: bool) -> State:
-    """Returns the step and the entries of the train state that hold `params`, or with `ema` their
-    moving average; for both, parameters that are frozen as a whole are in "params".
+def _entries_to_read(workdir: pathlib.Path, config: Config, params: dict, ema: bool) -> State:
+    """Returns the entries of the abstract train state to read for the parameters `params`: "step"
+    and "params". With `ema`, the entry "ema" has the moving averages of the parameters, and
+    "params" has only the parameters that are frozen as a whole, which have no average.
 
     Raises:
-      UserError: the run has no average.
+      UserError: `ema` is true, and the run has no moving average.
     """
     step = {"step": jax.ShapeDtypeStruct((), np.int32)}
     if not ema:
@@ -270,14 +284,14 @@ def _entries_of_params(workdir: pathlib.Path, config: Config, params: dict, ema:
     return step | {"ema": average} | ({"params": frozen} if frozen else {})
 
 
-def _params_of_entries(state: State) -> dict:
-    """Undoes `_entries_of_params`, for the arrays that were read."""
+def _params_in_entries(state: State) -> dict:
+    """Returns the parameters in a state that has the structure of `_entries_to_read`."""
     return join_trees(state.get("params", {}), state.get("ema", {}).get("average", {}))
 
 
 def load_trained(
     workdir: pathlib.Path,
-    step: Step = None,
+    step: StepChoice = None,
     mesh: Mesh | None = None,
     record: RunRecord | None = None,
     merge: bool = True,
@@ -299,12 +313,12 @@ def load_trained(
     """
     record = read_record(workdir) if record is None else record
     config = record.read_config(workdir)
-    check_versions(workdir, record.versions, record.code, config.model)
+    check_module_versions(workdir, record.versions, record.code, config.model)
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.find_step(step)
         # `restore` verifies this digest, so the weights come from the run of `record`.
         where = checkpoints.directory / str(step)
-        digest = manifest.digest(where)
+        digest = manifest.digest_of_manifest(where)
         require(
             run_id(workdir) == record.id,
             f"{workdir}: another run replaced it while it was read: start again",
@@ -315,16 +329,18 @@ def load_trained(
                 f"(checkpoint.every = {config.checkpoint.every})"
             )
         graphdef, params = abstract_model(config.model)
-        wanted = _entries_of_params(workdir, config, params, ema)
+        wanted = _entries_to_read(workdir, config, params, ema)
         abstract = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             wanted,
             tree_shardings(
-                wanted, declared(config.model), single_device_mesh() if mesh is None else mesh
+                wanted,
+                parameter_declarations(config.model),
+                single_device_mesh() if mesh is None else mesh,
             ),
         )
         state = checkpoints.restore(step, abstract, partial=True, digest=digest)
-        leaves, tree = jax.tree.flatten(_params_of_entries(state))
+        leaves, tree = jax.tree.flatten(_params_in_entries(state))
         del state
     # Restored arrays are committed to their device. jit would compile a function for them even if
     # it has compiled the function for uncommitted arrays, so uncommitted copies replace the arrays.
@@ -332,7 +348,9 @@ def load_trained(
         # one at a time, because the device may not have memory for two copies of all arrays
         for i, leaf in enumerate(leaves):
             leaves[i] = jax.device_put(jax.device_get(leaf))
-    digest = digest or manifest.digest(where)  # the manifest may have been written since
+    digest = digest or manifest.digest_of_manifest(
+        where
+    )  # the manifest may have been written since
     model = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
     if merge and config.model.lora.rank:
         from qwen3next_jax.model.adapters import merged_model

@@ -1,60 +1,62 @@
-"""Checks of a start that need JAX: the mesh, the code of the model, and the evaluations."""
+"""Checks before a run starts that need JAX: of the mesh, the code of the model and the
+evaluations.
+"""
 
 import dataclasses
 
 from jax.sharding import Mesh
 
-from qwen3next_jax.common.subpackages import warn_without
+from qwen3next_jax.common.subpackages import has_subpackage_or_warn
 from qwen3next_jax.config import Config, DataConfig, EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
-from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.pipeline import data_source_class
 from qwen3next_jax.model.layer_properties import check_mixers
 from qwen3next_jax.runs.facts import ParentRun, PretrainedModel
 from qwen3next_jax.runs.start import Start
-from qwen3next_jax.runs.versions import check_versions
+from qwen3next_jax.runs.versions import check_module_versions
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import resolve_stages
 
 SAMPLE_TEMPERATURE = 0.7
 
 
-def resolve_start(start: Start, mesh: Mesh) -> ResolvedRun:
-    """Resolves the settings of a run for its mesh.
+def check_and_resolve_run(start: Start, mesh: Mesh) -> ResolvedRun:
+    """Resolves the settings of a run for its mesh, and checks that the run can start with them.
 
     Raises:
       UserError: the mesh cannot split the batches of a stage; this code computes a module of the
-        model in another way than the code that trained its weights; an evaluation or the sample
-        cannot run; a hook cannot be imported; or a Hugging Face directory lacks a tensor. The
-        message names the first mistake.
+        model in another way than the code that trained the weights; an evaluation or the sample
+        cannot run; a hook cannot be imported; or the Hugging Face directory in `train.init_from`
+        lacks a tensor. The message names the first mistake.
     """
-    check_code(start)
+    check_versions_of_weights(start)
     for name in start.config.train.hooks:
         resolve({}, name, "train.hooks")
     run = resolve_run(start.config, mesh)
     check_evaluations(start.config.eval, start.config.data, run.model)
-    if isinstance(start.facts.source, PretrainedModel):
+    if isinstance(start.facts.initial_model, PretrainedModel):
         from qwen3next_jax.interop.huggingface import check_hf
 
         check_hf(start.config.train.init_from)
     return run
 
 
-def check_code(start: Start) -> None:
+def check_versions_of_weights(start: Start) -> None:
     """Checks that this code computes the modules of the model in the same way as the code that
-    trained its weights: those of the run itself, or those of the run with which it begins.
+    trained the weights. The weights are those of the run's own checkpoint or of its parent's.
 
     Raises:
-      UserError: a module that the run takes over has another version in this code.
+      UserError: a module of the model has another version in this code.
     """
-    folder, source = start.facts.folder, start.facts.source
+    folder, parent = start.facts.folder, start.facts.initial_model
     if folder.complete_steps:
-        record = folder.trained_record()
+        record = folder.record_if_trained()
         model = record.read_config(folder.path).model
-        check_versions(folder.path, record.versions, record.code, model)
-    elif isinstance(source, ParentRun):
-        theirs, ours = source.model, start.config.model
+        check_module_versions(folder.path, record.versions, record.code, model)
+    elif isinstance(parent, ParentRun):
+        theirs, ours = parent.model_config, start.config.model
         shared = dataclasses.replace(theirs, mtp_depth=min(theirs.mtp_depth, ours.mtp_depth))
-        check_versions(source.folder, source.record.versions, source.record.code, shared)
+        check_module_versions(parent.folder, parent.record.versions, parent.record.code, shared)
 
 
 def check_without_devices(config: Config) -> None:
@@ -66,7 +68,7 @@ def check_without_devices(config: Config) -> None:
     """
     check_mixers(config.model)
     resolve(OPTIMIZERS, config.optimizer.name, "optimizer.name")
-    source = source_of(config.data)
+    source = data_source_class(config.data)
     for stage in resolve_stages(config):
         source.check(stage.data, stage.sequence_length, config.model.vocab_size)
         source.check_model(stage.data, config.model)
@@ -74,19 +76,19 @@ def check_without_devices(config: Config) -> None:
 
 
 def check_evaluations(config: EvalConfig, data: DataConfig, model: ModelConfig) -> None:
-    """Checks that the evaluations and the sample of a run can run on the model and its data.
+    """Checks that the evaluations in the settings `eval`, and the sample, can run on the model.
 
     Raises:
       UserError: an evaluation or the sample cannot run; the message names it.
     """
-    tokenizer = source_of(data).tokenizer_of(data, model.vocab_size)
-    if warn_without("evals", "nothing is evaluated"):
+    tokenizer = data_source_class(data).tokenizer_of(data, model.vocab_size)
+    if has_subpackage_or_warn("evals", "nothing is evaluated"):
         from qwen3next_jax.evals import evaluation
 
         evaluation.check_evaluations(
             config.suites, evaluation.options_from_config(config), model, tokenizer, data=data
         )
-    if config.sample_tokens and warn_without("inference", "no samples are drawn"):
+    if config.sample_tokens and has_subpackage_or_warn("inference", "no samples are drawn"):
         from qwen3next_jax.inference.decode import checked_prompts
 
         prompt = tokenizer.encode(config.sample_prompt)

@@ -1,6 +1,7 @@
-"""Shows a run: in a live panel (rich) on a terminal, and as plain lines elsewhere.
+"""Shows a run while it trains: in a live panel (made with rich) on a terminal, or as plain lines if
+the output is not a terminal.
 
-The panel and the lines show only what the events of metrics.jsonl contain.
+The numbers in the panel and in the lines come from the events of metrics.jsonl.
 """
 
 import contextlib
@@ -20,35 +21,35 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from qwen3next_jax.common.errors import escape_lines
+from qwen3next_jax.common.errors import escape_control_in_lines
 from qwen3next_jax.common.metrics import (
     MetricValue,
-    evaluation_of_event,
-    main_values,
+    displayed_mtp_depth,
+    evaluation_name_of_event,
     metric_values_of_event,
-    mtp_target,
+    values_of_main_metrics,
 )
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import mesh_text
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 
-CELL_WIDTH = 33  # number of characters of the longest name and value together
-# Seconds of compiling after which XLA prints a warning that looks like a failure.
-XLA_BANNER = 120.0
+CELL_WIDTH = 33  # number of characters of the longest name and value in a cell of the panel
+# The number of seconds of compiling after which XLA prints a warning that looks like a failure.
+XLA_WARNING_SECONDS = 120.0
 
 
-def title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") -> str:
+def display_title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") -> str:
     """Returns the title of the display: the run's name, number of parameters, devices, data and
-    first step. If steps are compiled with compiler options, those of the chip or of
-    `parallel.compiler_options`, a second line shows them.
+    first step. If the train step is compiled with compiler options, a second line shows the
+    options.
 
     Args:
-      run: the run.
+      run: the resolved run.
       corpus: a description of the data.
       steps_before: number of steps of the run that are already taken.
-      parent: the path of the run whose state after `steps_before` steps this run begins with; ""
-        for none.
+      parent: the path of the parent, if this is a new run that begins at the parent's step; else
+        "".
     """
     mesh = run.mesh
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state["params"]))
@@ -67,27 +68,35 @@ def title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") ->
     )
 
 
-def _by_source(value: MetricValue, values: Sequence[MetricValue], evaluation: str) -> str:
-    """Returns " (SOURCE VALUE, …)", a metric of the held-out evaluation by source; else ""."""
-    if value.condition or not evaluation.startswith("heldout"):
+def _values_by_source(value: MetricValue, values: Sequence[MetricValue], evaluation: str) -> str:
+    """Returns " (SOURCE VALUE, …)", the values of a metric of the held-out evaluation for each data
+    source; "" for other evaluations or a single source.
+    """
+    if value.condition_in_key or not evaluation.startswith("heldout"):
         return ""
-    parts = [f"{one.condition} {one}" for one in values if one.kind == value.kind and one.condition]
+    parts = [
+        f"{one.condition_in_key} {one}"
+        for one in values
+        if one.metric_name == value.metric_name and one.condition_in_key
+    ]
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _mix_text(event: Mapping[str, Any]) -> str:
-    """Returns the shares of the sources in the rows of a stage that begins; "" of one source."""
+def _source_shares_text(event: Mapping[str, Any]) -> str:
+    """Returns " (SOURCE SHARE, …)", the share of each data source in the rows of a stage, from its
+    "stage" event; "" if there is one source.
+    """
     shares = (f"{name} {share:.0%}" for name, share in event.get("mix", {}).items())
     text = ", ".join(shares)
     return f" ({text})" if text else ""
 
 
-class _Wait:
-    """What a run waits for, and since when.
+class _Activity:
+    """What the run does while it takes no steps, and since when.
 
     Args:
-      text: what the run does meanwhile.
-      first: whether it does so for the first time, and therefore compiles.
+      text: what the run does, such as "evaluating on held-out text".
+      first: whether the run does this for the first time, and therefore compiles.
     """
 
     def __init__(self, text: str, first: bool):
@@ -100,11 +109,11 @@ class _Wait:
 
     def __str__(self) -> str:
         compiling = "; compiling first" * (self._first and not self.text.startswith("compiling"))
-        return f"{self.text} {_duration(self.seconds)}{compiling}"
+        return f"{self.text} {_format_duration(self.seconds)}{compiling}"
 
 
 class Display:
-    """Shows the events of a run: an instance is called with each event. Use it as a context
+    """Shows the events of a run. The run calls the instance with each event. Use it as a context
     manager.
     """
 
@@ -122,8 +131,7 @@ class Display:
           title: the text above the events.
           stages: the stages of the run.
           steps_before: number of steps of the run that are already taken.
-          visible: whether the display shows anything; only process 0 of a run has a visible
-            display.
+          visible: whether the display shows anything; only that of process 0 does.
           console: the rich console; None: standard output.
         """
         self._title = title
@@ -138,8 +146,8 @@ class Display:
         # The step whose time includes the compilation of its stage's train step.
         self._compiled_in = steps_before + 1
         self._step = steps_before
-        self._waits_for: _Wait | None = None
-        self._waited_for: set[str] = set()
+        self._activity: _Activity | None = None
+        self._activities_shown: set[str] = set()
         self._spinner = Spinner("dots")
         self._skipped = 0
         self._faults: list[str] = []
@@ -159,7 +167,7 @@ class Display:
                 console=self._console, refresh_per_second=4, get_renderable=self._narrow_panel
             )
         self._compiling = threading.Timer(
-            XLA_BANNER - 10,
+            XLA_WARNING_SECONDS - 10,
             self.say,
             (
                 "still compiling the train step, which takes minutes for a large model. XLA asks "
@@ -170,7 +178,7 @@ class Display:
         self._compiling.daemon = True
 
     def __enter__(self):
-        self._waits_for = _Wait("compiling the train step", first=True)
+        self._activity = _Activity("compiling the train step", first=True)
         if self._live:
             self._live.start()
         else:
@@ -184,36 +192,43 @@ class Display:
         if self._live:
             self._live.stop()
 
-    def step(self, step: int) -> None:
-        """Moves the progress bar to `step`, the last step that has ended."""
+    def advance_to(self, step: int) -> None:
+        """Moves the progress bar to `step`, which must be the last step that has ended."""
         self._compiling.cancel()
         self._step = step
-        if self._waits_for and step >= self._compiled_in:
-            self.say_plain(
-                f"step {step}  took {_duration(self._waits_for.seconds)} with its compilation"
+        if self._activity and step >= self._compiled_in:
+            self.say_without_panel(
+                f"step {step}  took {_format_duration(self._activity.seconds)} with its compilation"
             )
-            self._waits_for = None
+            self._activity = None
         if self._live:
             self._progress.update(self._task, completed=step)
 
     @contextlib.contextmanager
-    def during(self, text: str, compiles: bool = True) -> Iterator[None]:
-        """Says that the run does not train, but does what `text` says, until the block ends. The
-        panel says so each time. A plain line says so the first time, if the block then `compiles`.
+    def show_activity(self, text: str, compiles: bool = True) -> Iterator[None]:
+        """Shows `text`, which says what the run does instead of training, until the `with` block
+        ends.
+
+        Args:
+          text: what the run does, such as "saving a checkpoint".
+          compiles: whether the block compiles when it runs for the first time. If so, a plain line
+            announces the first time. The panel shows `text` each time.
         """
-        before = self._waits_for
-        first = compiles and text not in self._waited_for
-        self._waited_for.add(text)
-        self._waits_for = _Wait(text, first)
+        before = self._activity
+        first = compiles and text not in self._activities_shown
+        self._activities_shown.add(text)
+        self._activity = _Activity(text, first)
         if first:
-            self.say_plain(f"step {self._step}  {text}; compiling first …")
+            self.say_without_panel(f"step {self._step}  {text}; compiling first …")
         try:
             yield
         finally:
-            self._waits_for = before
+            self._activity = before
 
     def set_elapsed(self, seconds: float) -> None:
-        """Makes the live panel show that the run has taken `seconds` so far, for a recorded run."""
+        """Makes the live panel show `seconds` as the time that the run has taken. Pictures of a
+        recorded run need this.
+        """
         for task in self._progress.tasks:
             task.start_time, task.stop_time = 0.0, seconds
 
@@ -224,68 +239,76 @@ class Display:
         if kind == "train":
             self._train = dict(event)
             self._skipped = int(event.get("skipped", self._skipped))
-            self.step(step)
+            self.advance_to(step)
             line = "  ".join(
                 (
                     f"step {step:>{len(str(self._steps))}}/{self._steps}",
-                    *(f"{name} {value}" for name, value in self._cells() if name in PLAIN),
+                    *(
+                        f"{name} {value}"
+                        for name, value in self._cells()
+                        if name in PLAIN_LINE_VALUES
+                    ),
                 )
             )
-        elif name := evaluation_of_event(event):
+        elif name := evaluation_name_of_event(event):
             values = metric_values_of_event(event)
-            shown = main_values(values) or [
+            shown = values_of_main_metrics(values) or [
                 value for value in values if value.metric.unit != "count"
             ]
-            texts = [f"{one.label} {one}{_by_source(one, values, name)}" for one in shown]
+            texts = [
+                f"{one.title_and_condition} {one}{_values_by_source(one, values, name)}"
+                for one in shown
+            ]
             line = "  ".join((f"step {step}  {name}", *texts))
             self._heldout.append(line)
         elif kind == "stage":
             self._compiled_in = step
-            self._waits_for = _Wait(f"compiling the train step of stage {event['stage']}", True)
+            self._activity = _Activity(f"compiling the train step of stage {event['stage']}", True)
             shape = f"{event['batch_size']} × {event['sequence_length']:,}"
             line = (
                 f"step {step}  stage {event['stage']} begins: {event['steps']:,} steps of {shape} "
-                f"tokens{_mix_text(event)}; compiling for it"
+                f"tokens{_source_shares_text(event)}; compiling for it"
             )
         elif kind == "sample":
             self._sample = event["text"]
             line = f"step {step}  sample {event['text']!r}"
         elif kind == "operators":
             self._operators = operator_lines(event["operators"])
-            self._slow = slow_lines(event["operators"])
+            self._slow = missing_kernel_lines(event["operators"])
             line = "\n".join((*self._operators, *(f"warning: {text}" for text in self._slow)))
         elif kind == "checkpoint":
             self._checkpoint = f"step {step}"
-        elif kind in FAULTS:
+        elif kind in FAULT_LABELS:
             if kind in ("skip", "no_targets"):
                 self._skipped = event.get("skipped", self._skipped + 1)
             if kind == "rewind":
                 self._compiled_in = event.get("to_step", step) + 1
             if kind == "spike" and event.get("skipped"):
                 return  # a "skip" event says the same
-            line = f"step {step}  {FAULTS[kind]}" + (
+            line = f"step {step}  {FAULT_LABELS[kind]}" + (
                 f": {event['reason']}" if event.get("reason") else ""
             )
             self._faults.append(line)
         if line:
-            self.say_plain(line)
+            self.say_without_panel(line)
 
-    def say_plain(self, line: str) -> None:
-        """Prints a line unless there is a live panel, which shows the same in another form."""
+    def say_without_panel(self, line: str) -> None:
+        """Prints a line if there is no live panel. The panel shows the same in another form."""
         if not self._live:
             self.say(line)
 
     def say(self, line: str) -> None:
-        """Prints a plain line that stays on the screen."""
+        """Prints a plain line that stays on the screen, above the panel if there is one."""
         # Standard output may be a file on a full disk; the run continues without the line.
         with contextlib.suppress(OSError):
-            self._console.print(escape_lines(line), markup=False, soft_wrap=True)
+            self._console.print(escape_control_in_lines(line), markup=False, soft_wrap=True)
             sys.stdout.flush()
 
     def _narrow_panel(self) -> Constrain:
-        """Returns the panel as it is drawn on a terminal. The terminal shows Ctrl-C as "^C" behind
-        the last line, so there is room for two of them. Without room the terminal would begin a new
-        line, and the panel, drawn one line lower, would leave its border behind.
+        """Returns the panel with a width that leaves room for two "^C", which a terminal prints
+        behind the last line when the user presses Ctrl-C. Without this room the terminal would
+        begin a new line. Then the next panel would be drawn one line lower, below a leftover
+        border.
         """
         return Constrain(self.panel(), self._console.width - len("^C^C"))
 
@@ -302,8 +325,8 @@ class Display:
         parts += [Text(line, style="dim") for line in self._operators]
         parts += [Text(text, style="yellow") for text in self._slow]
         parts.append(self._progress)
-        if self._waits_for:
-            self._spinner.update(text=Text(str(self._waits_for), style="bold"))
+        if self._activity:
+            self._spinner.update(text=Text(str(self._activity), style="bold"))
             parts.append(self._spinner)
         if cells:
             parts.append(grid)
@@ -331,40 +354,43 @@ class Display:
             return []
         cells = [("stage", v["stage"])] if "stage" in v else []
         cells += [
-            ("loss", _number(v["loss"], ".4f")),
-            ("bits/byte", _number(v["bits_per_byte"], ".4f"))
+            ("loss", _format_number(v["loss"], ".4f")),
+            ("bits/byte", _format_number(v["bits_per_byte"], ".4f"))
             if "bits_per_byte" in v
-            else ("accuracy", _number(v["top1"], ".1%")),
+            else ("accuracy", _format_number(v["top1"], ".1%")),
         ]
         cells += [
-            (MTP_LOSS + mtp_target(int(name.rpartition("/")[2])), _number(value, ".4f"))
+            (
+                MTP_LOSS_LABEL + displayed_mtp_depth(int(name.rpartition("/")[2])),
+                _format_number(value, ".4f"),
+            )
             for name, value in v.items()
             if name.startswith("mtp_loss/")
         ]
         cells += [
-            (name.replace("/", " ", 1), _number(value, ".3g"))
+            (name.replace("/", " ", 1), _format_number(value, ".3g"))
             for name, value in v.items()
             if name.partition("/")[0] == "epochs"
         ]
         if "balance_loss" in v:
             cells += [
-                ("balance", _number(v["balance_loss"], ".3f")),
-                ("busiest expert", f"{_number(v['busiest_expert'], '.2f')} × fair share"),
+                ("balance", _format_number(v["balance_loss"], ".3f")),
+                ("busiest expert", f"{_format_number(v['busiest_expert'], '.2f')} × fair share"),
             ]
         left = "–"  # unknown while the only measured step is one that was also compiled
         if v["step"] != self._compiled_in:
-            left = _duration((self._tokens - v["tokens_seen"]) / v["tokens_per_second"])
+            left = _format_duration((self._tokens - v["tokens_seen"]) / v["tokens_per_second"])
         memory = (
-            _scaled(v["memory_bytes"])
+            _format_scaled(v["memory_bytes"])
             + "B"
-            + (f" of {_scaled(v['memory_limit'])}B" if v["memory_limit"] else "")
+            + (f" of {_format_scaled(v['memory_limit'])}B" if v["memory_limit"] else "")
         )
         return cells + [
-            ("grad norm", _number(v["grad_norm"], ".3g")),
+            ("grad norm", _format_number(v["grad_norm"], ".3g")),
             ("lr", f"{v['learning_rate']:.2e}"),
-            ("tokens", _scaled(v["tokens_seen"])),
+            ("tokens", _format_scaled(v["tokens_seen"])),
             ("tokens/s", f"{v['tokens_per_second']:,.0f}"),
-            ("model FLOP/s", _scaled(v["model_flops_per_second"])),
+            ("model FLOP/s", _format_scaled(v["model_flops_per_second"])),
             ("MFU", f"{v['mfu']:.1%}" if v["mfu"] is not None else "–"),
             ("left", left),
             ("memory", memory),
@@ -374,14 +400,14 @@ class Display:
         ]
 
 
-MTP_LOSS = "mtp loss "
-# The names of the values of a "train" event that a plain line shows; the panel shows all cells.
-PLAIN = (
+MTP_LOSS_LABEL = "mtp loss "
+# The cells of the panel that the plain line of a "train" event shows, too.
+PLAIN_LINE_VALUES = (
     "stage",
     "loss",
     "bits/byte",
     "accuracy",
-    MTP_LOSS + mtp_target(0),
+    MTP_LOSS_LABEL + displayed_mtp_depth(0),
     "grad norm",
     "lr",
     "tokens/s",
@@ -390,7 +416,8 @@ PLAIN = (
     "memory",
     "left",
 )
-FAULTS = {
+# kind of an event that reports a fault → what the display shows
+FAULT_LABELS = {
     "skip": "update skipped",
     "spike": "loss spike",
     "no_targets": "nothing to predict",
@@ -403,7 +430,8 @@ FAULTS = {
 
 
 def operator_lines(operators: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns lines that say what runs each operator, and why: one line for each reason.
+    """Returns lines that say which implementation runs each operator, and why. There is one line
+    for each reason.
 
     Args:
       operators: the field of an "operators" event.
@@ -416,9 +444,12 @@ def operator_lines(operators: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{', '.join(same)}: {why}" for why, same in names.items()]
 
 
-def slow_lines(operators: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns what a user has to expect because operators run without kernels, each text once, with
-    the first reason.
+def missing_kernel_lines(operators: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the consequences of operators that run without kernels, such as slow steps. Each
+    consequence appears once, with the first reason for it.
+
+    Args:
+      operators: the field of an "operators" event.
     """
     slow: dict[str, str] = {}
     for entry in operators:
@@ -427,14 +458,16 @@ def slow_lines(operators: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(slow.values())
 
 
-def _number(value: float | str | None, form: str) -> str:
-    """Formats a number of an event. NaN and infinity are already text in events."""
+def _format_number(value: float | str | None, form: str) -> str:
+    """Formats a number of an event. Events hold NaN and infinity as text, which is returned as it
+    is; None becomes "–".
+    """
     if value is None:
         return "–"
     return value if isinstance(value, str) else format(value, form)
 
 
-def _scaled(value: float) -> str:
+def _format_scaled(value: float) -> str:
     """Formats a number of 1000 or more with three significant digits and a unit prefix ("1.23 G"),
     and a smaller one as a whole number.
     """
@@ -444,7 +477,7 @@ def _scaled(value: float) -> str:
     return f"{value:.0f} "
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """Formats seconds as days, hours, minutes and seconds: 2 d 3:04:05."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -1,4 +1,4 @@
-"""`train.py --dry-run`: prints what has been decided about the start of a run, and its size."""
+"""`train.py --dry-run`: prints how a run would start, and its size, without training."""
 
 import dataclasses
 import pathlib
@@ -9,24 +9,24 @@ import jax
 
 from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import DataConfig
-from qwen3next_jax.data.estimate import Estimate, estimate
-from qwen3next_jax.data.pipeline import find_sources, source_of
+from qwen3next_jax.data.estimate import Estimate, estimate_size
+from qwen3next_jax.data.pipeline import data_source_class, find_sources
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.checks import resolve_start
+from qwen3next_jax.runs.checks import check_and_resolve_run
 from qwen3next_jax.runs.folder import check_checkpoints_not_lost
-from qwen3next_jax.runs.init_from import describe_skipped
+from qwen3next_jax.runs.init_from import describe_skipped_checkpoints
 from qwen3next_jax.runs.memory import (
-    activation_bytes,
+    bytes_per_device,
     check_activations_fit,
     check_state_fits,
-    device_bytes,
-    gigabytes,
+    format_bytes,
+    minimum_activation_bytes,
 )
-from qwen3next_jax.runs.notices import describe_notices
+from qwen3next_jax.runs.notices import surprising_settings
 from qwen3next_jax.runs.start import Start
-from qwen3next_jax.runs.telemetry import device_memory
+from qwen3next_jax.runs.telemetry import device_memory_peak_and_limit
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import make_mesh, mesh_text
 from qwen3next_jax.training.resolve import ResolvedRun
@@ -42,37 +42,39 @@ from qwen3next_jax.training.stages import (
 
 
 def dry_run(start: Start, *, devices: Sequence[Any] | None = None) -> ExitCode:
-    """Prints how a run starts: its parameters, memory, data, tokens, FLOPs and first step.
+    """Prints how a run would start: its parameters, memory, data, tokens, FLOPs and first step.
 
     Args:
       start: the decision about the start, from `runs.start.prepare_start`.
-      devices: the devices of the run; None: all that JAX finds.
+      devices: the devices of the run; None: all devices that JAX finds.
 
     Returns:
       The exit code.
 
     Raises:
-      UserError: the run cannot start; `train` would raise the same error. Some errors only `train`
-        finds, because this function reads only the first documents of each source, and reads no
-        values of the tensors in `train.init_from`.
+      UserError: the run cannot start; `train` would raise the same error. This function does not
+        find every error that `train` finds, because it reads only the first documents of each data
+        source, and no values of the tensors in `train.init_from`.
     """
     mesh = make_mesh(start.config.parallel, devices)
-    run = run_on_all(lambda: resolve_start(start, mesh))
+    run = run_on_all(lambda: check_and_resolve_run(start, mesh))
     lengths = sorted({stage.sequence_length for stage in run.stages})
-    data = run_on_all(lambda: _describe_data(run.config.data, run.model.vocab_size, lengths))
-    step = 0 if start.facts.restart else _newest_step(start.workdir)  # all processes take part
+    data = run_on_all(lambda: _read_first_documents(run.config.data, run.model.vocab_size, lengths))
+    step = (
+        0 if start.facts.restart else _newest_valid_step(start.workdir)
+    )  # all processes take part
     if not is_process_0():
         return ExitCode.DONE
     train = run.config.train
     taken = start.parent.step if start.parent and train.init_state == "all" else step
     if not step and not start.facts.restart:
         check_checkpoints_not_lost(start.workdir)
-    for line in describe_notices(run, start):
+    for line in surprising_settings(run, start):
         print(line)
-    _print_devices(run)
+    _print_size(run)
     print(f"Data: {data.text}")
     _print_stages(run, taken)
-    _print_epochs(run, data.estimates, parent_reading(run, start))
+    _print_epochs(run, data.size_estimates, find_data_read_by_parent(run, start))
     if step:
         first = f"after step {step}"
     elif not train.init_from:
@@ -88,8 +90,10 @@ def dry_run(start: Start, *, devices: Sequence[Any] | None = None) -> ExitCode:
     return ExitCode.DONE
 
 
-def _print_devices(run: ResolvedRun) -> None:
-    """Prints the number of parameters, the devices, the compiler options and the state's memory."""
+def _print_size(run: ResolvedRun) -> None:
+    """Prints the number of parameters, the devices, the compiler options, and the memory that the
+    train state needs on a device.
+    """
     params, opt_state = run.abstract_state["params"], run.abstract_state["opt_state"]
     kind = run.mesh.devices.flat[0].device_kind
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -100,21 +104,21 @@ def _print_devices(run: ResolvedRun) -> None:
     if options := compiler_options(run.config.parallel, run.mesh):
         print(f"The step's {options_text(options)}")
     sizes = {
-        "parameters": device_bytes(params),
-        "optimizer state": device_bytes(opt_state),
-        "gradients": device_bytes(params) - device_bytes(run.groups.select_frozen(params)),
+        "parameters": bytes_per_device(params),
+        "optimizer state": bytes_per_device(opt_state),
+        "gradients": bytes_per_device(params) - bytes_per_device(run.groups.select_frozen(params)),
     }
     if "ema" in run.abstract_state:
-        sizes["average of the parameters"] = device_bytes(run.abstract_state["ema"])
-    limit = device_memory()[1]
+        sizes["average of the parameters"] = bytes_per_device(run.abstract_state["ema"])
+    limit = device_memory_peak_and_limit()[1]
     print(
         "Memory of a device: "
-        + ", ".join(f"{name} {gigabytes(size)}" for name, size in sizes.items())
-        + f": {gigabytes(sum(sizes.values()))}"
-        + (f" of {gigabytes(limit)}" if limit else "")
+        + ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+        + f": {format_bytes(sum(sizes.values()))}"
+        + (f" of {format_bytes(limit)}" if limit else "")
     )
-    activations = max(activation_bytes(run, stage) for stage in run.stages)
-    at_least = f" at least {gigabytes(activations)}, the layers' inputs alone"
+    activations = max(minimum_activation_bytes(run, stage) for stage in run.stages)
+    at_least = f" at least {format_bytes(activations)}, the layers' inputs alone"
     print(
         f"Activations add to this{at_least if activations else ''}; qwen3next plan compiles the "
         "real step and says how much"
@@ -122,8 +126,8 @@ def _print_devices(run: ResolvedRun) -> None:
 
 
 def _print_stages(run: ResolvedRun, taken: int) -> None:
-    """Prints tokens and FLOPs of every stage, without the first `taken` steps of the run, which are
-    already taken.
+    """Prints the numbers of tokens and FLOPs of every stage. The first `taken` steps of the run,
+    which an earlier process or the parent has taken, do not count.
     """
     total = 0.0
     for stage in run.stages:
@@ -155,98 +159,107 @@ def _describe_init_from(start: Start) -> str:
     train, parent = start.config.train, start.parent
     model = train.init_from
     if parent:
+        skipped = describe_skipped_checkpoints(start.facts.initial_model)
         model = (
-            f"{parent.path}, step {parent.step}{describe_skipped(start.facts.source)}, "
-            f"train.init_state = {train.init_state!r}"
+            f"{parent.path}, step {parent.step}{skipped}, train.init_state = {train.init_state!r}"
         )
-    return f"with {model}, reading {start.tokens}"
+    return f"with {model}, reading {start.tokenizer_note}"
 
 
-class _Described(NamedTuple):
-    """The training data.
+class _DataSummary(NamedTuple):
+    """A description of the training data.
 
     Attributes:
-      text: a description.
-      estimates: the size of each source; None if its text is gone, and only its tokens are there.
-        Empty if the data are generated.
+      text: the description, for the terminal.
+      size_estimates: the estimated size of each data source; None for a source whose text files are
+        gone, so that only prepared tokens remain. Empty if the data are generated.
     """
 
     text: str
-    estimates: Sequence[Estimate | None]
+    size_estimates: Sequence[Estimate | None]
 
 
-def _describe_data(config: DataConfig, vocab_size: int, row_lengths: Sequence[int]) -> _Described:
-    """Reads the first documents of each source.
+def _read_first_documents(
+    config: DataConfig, vocab_size: int, row_lengths: Sequence[int]
+) -> _DataSummary:
+    """Reads the first documents of each data source, and estimates the sizes of the sources.
 
     Args:
       config: settings of the data.
       vocab_size: size of the model's vocabulary.
-      row_lengths: the numbers of tokens of a row, over all stages.
+      row_lengths: for all stages, the number of tokens of a row.
     """
     if config.source != "text":
-        return _Described(f"{config.source}, generated during training", [])
-    tokenizer = source_of(config).tokenizer_of(config, vocab_size)
+        return _DataSummary(f"{config.source}, generated during training", [])
+    tokenizer = data_source_class(config).tokenizer_of(config, vocab_size)
     resolved = find_sources(config, tokenizer)
     estimates = [
-        None if source.text_is_gone else estimate(source, tokenizer, row_lengths)
+        None if source.text_is_gone else estimate_size(source, tokenizer, row_lengths)
         for source in resolved
     ]
-    long = "".join(text for one in estimates if one for text in one.long)
+    long = "".join(text for one in estimates if one for text in one.long_conversation_notes)
     files = sum(len(source.files) for source in resolved)
     text = (
         f"{files:,} {'file' if files == 1 else 'files'}, "
-        f"{gigabytes(sum(source.size for source in resolved))}, tokenizer of "
+        f"{format_bytes(sum(source.size for source in resolved))}, tokenizer of "
         f"{tokenizer.vocab_size:,} tokens; the first documents"
         f"{' of each source' if len(resolved) > 1 else ''} have been read{long}"
     )
-    return _Described(text, estimates)
+    return _DataSummary(text, estimates)
 
 
-class ParentReading(NamedTuple):
-    """What the parent of a branch had read when the branch began.
+class DataReadByParent(NamedTuple):
+    """How much training data the parent of a run had read when the run began.
 
     Attributes:
-      steps: the number of steps of the parent; 0 if the run begins at step 0.
-      stages: the stages in which the parent read the data of this run.
+      parent_steps: the number of steps that the parent had taken; 0 if the run begins at step 0.
+      shared_stages: the stages in which the parent read the data of this run.
     """
 
-    steps: int
-    stages: Sequence[ResolvedStage]
+    parent_steps: int
+    shared_stages: Sequence[ResolvedStage]
 
 
-def parent_reading(run: ResolvedRun, start: Start) -> ParentReading:
-    """Returns what the parent had read, if the run begins, or began, with the whole state of its
-    parent. The parent of a run with a checkpoint of its own is not read: its stages are taken to be
-    those of the run.
+def find_data_read_by_parent(run: ResolvedRun, start: Start) -> DataReadByParent:
+    """Returns how much the parent had read, if the run begins or began with the whole state of its
+    parent (`train.init_state = "all"`). If the run has a checkpoint of its own, its parent is not
+    read: the parent's stages are assumed to be those of the run.
     """
     if start.config.train.init_state != "all":
-        return ParentReading(0, ())
+        return DataReadByParent(0, ())
     if start.parent:
-        ours = {_what_is_read(stage) for stage in run.stages}
-        theirs = resolve_stages(start.facts.source.config)
-        same = [stage for stage in theirs if _what_is_read(stage) in ours]
-        return ParentReading(start.parent.step, same)
+        ours = {_key_of_rows_read(stage) for stage in run.stages}
+        theirs = resolve_stages(start.facts.initial_model.config)
+        same = [stage for stage in theirs if _key_of_rows_read(stage) in ours]
+        return DataReadByParent(start.parent.step, same)
     cursor = first_cursor(start.facts.folder.record.data)
-    return ParentReading(cursor.step, run.stages if cursor.continues_stream else ())
+    return DataReadByParent(cursor.step, run.stages if cursor.continues_stream else ())
 
 
-def _what_is_read(stage: ResolvedStage) -> tuple[DataConfig, int]:
-    """Returns a key that is equal for stages that read the same rows, in whatever proportion."""
+def _key_of_rows_read(stage: ResolvedStage) -> tuple[DataConfig, int]:
+    """Returns a key that is equal for two stages that read the same rows, even if the weights of
+    their data sources differ.
+    """
     return dataclasses.replace(stage.data, weights="", prepared_dir=""), stage.sequence_length
 
 
-def estimate_reading(
-    stages: Sequence[ResolvedStage], estimates: Sequence[Estimate], parent: ParentReading
+def estimate_source_readings(
+    stages: Sequence[ResolvedStage], estimates: Sequence[Estimate], parent: DataReadByParent
 ) -> dict[str, SourceReading]:
-    """Returns name of a source → how much of it a run reads, with what its parent has read, as
-    `training.stages.reading_by_source` returns it for rows.
+    """Estimates how much of each data source a run reads, including what its parent has read.
 
     Args:
       stages: the stages of the run.
-      estimates: the size of each source of the data.
+      estimates: the estimated size of each data source.
+      parent: how much the parent has read.
+
+    Returns:
+      Name of a source → how much of the source is read. `training.stages.reading_by_source`
+      computes the same from the rows of prepared data.
     """
-    steps = [(s, min(s.last_step, parent.steps) - s.steps_before) for s in parent.stages]
-    steps += [(s, s.last_step - max(s.steps_before, parent.steps)) for s in stages]
+    first = parent.parent_steps
+    steps = [(s, min(s.last_step, first) - s.steps_before) for s in parent.shared_stages]
+    steps += [(s, s.last_step - max(s.steps_before, first)) for s in stages]
     read: dict[str, SourceReading] = {}
     for stage, count in steps:
         tokens = max(count, 0) * stage.tokens_per_step
@@ -261,21 +274,22 @@ def estimate_reading(
 
 
 def _print_epochs(
-    run: ResolvedRun, estimates: Sequence[Estimate | None], parent: ParentReading
+    run: ResolvedRun, estimates: Sequence[Estimate | None], parent: DataReadByParent
 ) -> None:
-    """Prints how often the run reads each source, by the sizes of their first documents.
+    """Prints how often the run reads each data source, as far as the first documents of the source
+    let one estimate its size.
 
     Args:
-      estimates: the size of each source of the data; None: unknown.
+      estimates: the estimated size of each data source; None if the size is unknown.
     """
     if not estimates or None in estimates:
         return
-    read = estimate_reading(run.stages, estimates, parent)
+    read = estimate_source_readings(run.stages, estimates, parent)
     print(f"The run {describe_epochs(read, run.steps)}, as the first documents suggest")
     if line := epochs_warning(read):
         print(f"warning: {line}")
 
 
-def _newest_step(workdir: pathlib.Path) -> int:
+def _newest_valid_step(workdir: pathlib.Path) -> int:
     with Checkpoints(workdir) as checkpoints:
-        return checkpoints.newest_good_step() or 0
+        return checkpoints.newest_valid_step() or 0

@@ -1,9 +1,10 @@
 """Reads, once, what the start of a run depends on: the folder of the run, the model in
-`train.init_from`, the tokenizers of both, and what is installed here. `runs.start.decide` decides
-from these facts alone. JAX is not imported, so that a mistake is found within a second.
+`train.init_from`, the tokenizers of both, and which packages are installed. From these facts alone
+`runs.start.decide_start` decides how the run starts. This file does not import JAX, so that the
+user learns of a mistake within a second.
 
-Errors of this file are about what cannot be read. What was read but does not fit is refused by
-`decide`.
+The errors that this file raises are about files that cannot be read. If files can be read, but the
+run cannot start with their content, `decide_start` raises the error.
 """
 
 import dataclasses
@@ -14,11 +15,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require, require_path
-from qwen3next_jax.common.storage import BucketPath, check_bucket, to_path
+from qwen3next_jax.common.storage import BucketPath, check_bucket_access, to_path
 from qwen3next_jax.common.subpackages import require_subpackage
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig
 from qwen3next_jax.config.registry import TEXT_SOURCES
-from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.pipeline import data_source_class
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer, same_token_ids
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import RunFolder, read_folder, saved_steps
@@ -26,22 +27,23 @@ from qwen3next_jax.runs.record import RunRecord, read_config, read_record
 from qwen3next_jax.runs.store import open_store
 
 
-class SavedStep(NamedTuple):
-    """A checkpoint of another run. Only the sizes of its files have been compared.
+class CheckpointStatus(NamedTuple):
+    """Whether another run has a checkpoint of a step, and whether the checkpoint is plausible (see
+    `runs.checkpoint`).
 
     Attributes:
-      folder: the folder of the run.
-      step: the number of steps after which it was saved.
-      saved_steps: all steps of the run that have a folder of a checkpoint.
-      digest: the first digits of the digest of its manifest, as records of parents hold them; ""
-        if it has none.
-      damage: what is wrong with it; None if nothing is.
+      run_folder: the folder of the other run.
+      step: the step of the checkpoint.
+      saved_steps: all steps for which the other run has a folder of a checkpoint.
+      manifest_digest: the first 20 digits of the digest of the checkpoint's manifest; "" if the
+        manifest is missing.
+      damage: why the checkpoint is missing or not plausible; None if it is plausible.
     """
 
-    folder: pathlib.Path | BucketPath
+    run_folder: pathlib.Path | BucketPath
     step: int
     saved_steps: tuple[int, ...]
-    digest: str
+    manifest_digest: str
     damage: str | None
 
 
@@ -50,22 +52,23 @@ class ParentRun:
     """The run in `train.init_from`.
 
     Attributes:
-      folder: its folder.
-      record: its run.json.
+      folder: the folder of that run.
+      record: the content of its run.json.
       config: its configuration.
-      saved: the checkpoint with which a new run begins; None if there is no valid one.
-      skipped: step → what is wrong with its checkpoint, for checkpoints newer than `saved`; {} if
-        `train.init_from` names a step.
+      checkpoint: the checkpoint with which the new run begins; None if `train.init_from` names no
+        step and no checkpoint is plausible.
+      damage_of_skipped: step → why the checkpoint of this step is not plausible, for all
+        checkpoints newer than `checkpoint`; {} if `train.init_from` names a step.
     """
 
     folder: pathlib.Path | BucketPath
     record: RunRecord
     config: Config
-    saved: SavedStep | None
-    skipped: Mapping[int, str]
+    checkpoint: CheckpointStatus | None
+    damage_of_skipped: Mapping[int, str]
 
     @property
-    def model(self) -> ModelConfig:
+    def model_config(self) -> ModelConfig:
         return self.config.model
 
 
@@ -75,54 +78,57 @@ class PretrainedModel:
 
     Attributes:
       folder: the directory.
-      model: the settings of its model.
-      files: `interop.weights.modification_digest` of the directory, as this process sees it.
+      model_config: the settings of its model.
+      files_digest: a digest of the names, sizes and times of its files, as this process sees them
+        (`interop.weights.modification_digest`).
     """
 
     folder: pathlib.Path | BucketPath
-    model: ModelConfig
-    files: str
+    model_config: ModelConfig
+    files_digest: str
 
 
-class Tokens(NamedTuple):
-    """The tokenizers of a new run and of the model with which it begins.
+class TokenizerPair(NamedTuple):
+    """The tokenizers of a new run and of the model in `train.init_from`.
 
     Attributes:
-      ours: the tokenizer of the run.
-      fingerprint: the fingerprint of the model's tokenizer; "" if it has none.
-      is_text: whether the model was trained on text.
-      theirs: the model's tokenizer, if both are text and the fingerprints differ.
-      place: where it is, for messages.
+      run_tokenizer: the tokenizer of the run.
+      model_fingerprint: the fingerprint of the model's tokenizer; "" if the model has none.
+      model_reads_text: whether the model was trained on text.
+      model_tokenizer: the model's tokenizer; None if the run or the model does not read text, or if
+        the two tokenizers give the same ids.
+      model_tokenizer_place: where the user finds the model's tokenizer, for messages.
     """
 
-    ours: Tokenizer
-    fingerprint: str
-    is_text: bool
-    theirs: Tokenizer | None
-    place: str
+    run_tokenizer: Tokenizer
+    model_fingerprint: str
+    model_reads_text: bool
+    model_tokenizer: Tokenizer | None
+    model_tokenizer_place: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the start of a run depends on.
+    """All facts on which the decision about the start of a run depends.
 
     Attributes:
-      folder: the folder of the run; as if it were empty, if the run starts anew.
-      restart: whether what is in the folder is moved aside first.
-      takes_other_writers: `RunStore.takes_other_writers` of the folder.
+      folder: the content of the run's folder; empty if `restart` is true.
+      restart: whether the start first moves the files of an old run to WORKDIR/before-TIME.
+      other_libraries_can_write: whether libraries such as TensorBoard can write into the folder.
       missing_packages: packages that the telemetry of the run needs, and that are not installed.
       data: the settings `data` of the run, with the name of a tokenizer.
-      source: the model in `train.init_from`; None if it is "", or the run has a checkpoint.
-      tokens: the tokenizers to compare; None if there is no `source`.
+      initial_model: the model in `train.init_from`; None if the setting is "", or if the run has a
+        checkpoint of its own.
+      tokenizers: the tokenizers to compare; None if there is no `initial_model`.
     """
 
     folder: RunFolder
     restart: bool = dataclasses.field(compare=False)
-    takes_other_writers: bool
+    other_libraries_can_write: bool
     missing_packages: tuple[str, ...]
     data: DataConfig
-    source: ParentRun | PretrainedModel | None
-    tokens: Tokens | None = dataclasses.field(compare=False)
+    initial_model: ParentRun | PretrainedModel | None
+    tokenizers: TokenizerPair | None = dataclasses.field(compare=False)
 
 
 def read_facts(
@@ -143,25 +149,29 @@ def read_facts(
       UserError: a run cannot be in `workdir`, or `train.init_from` or a tokenizer cannot be read.
     """
     store = open_store(workdir)
-    store.check(f"--workdir={workdir}")
+    store.check_can_hold_run(f"--workdir={workdir}")
     restart = restart or store.is_restart_unfinished()
     folder = RunFolder(store.workdir) if restart else read_folder(store.workdir)
     init_from = config.train.init_from
     # A resumed run does not read the model with which it began.
-    source = _read_source(init_from, folder) if init_from and not folder.complete_steps else None
+    initial_model = None
+    if init_from and not folder.complete_steps:
+        initial_model = _read_initial_model(init_from, folder)
     data = config.data
     if _lacks_tokenizer(data):
-        name = _tokenizer_of_start(folder, init_from, source)
+        name = _default_tokenizer(folder, init_from, initial_model)
         data = dataclasses.replace(data, tokenizer=name)
-    tokens = _read_tokens(data, config.model.vocab_size, source) if source else None
+    tokenizers = None
+    if initial_model:
+        tokenizers = _load_tokenizers(data, config.model.vocab_size, initial_model)
     return Facts(
         folder,
         restart,
-        store.takes_other_writers,
+        store.other_libraries_can_write,
         _missing_packages(config.telemetry) if writes_telemetry else (),
         data,
-        source,
-        tokens,
+        initial_model,
+        tokenizers,
     )
 
 
@@ -180,8 +190,8 @@ def _missing_packages(telemetry: TelemetryConfig) -> tuple[str, ...]:
 
 
 def split_step(init_from: str) -> tuple[pathlib.Path | BucketPath, int | None]:
-    """Splits RUN@STEP into (RUN, STEP). Without @STEP, or if a folder is called RUN@STEP, the
-    second value is None.
+    """Splits RUN@STEP into (RUN, STEP). If the text has no @STEP, or if there is a folder with the
+    whole name RUN@STEP, returns (the whole text, None).
     """
     match = re.fullmatch(r"(.+)@([0-9]{1,18})", init_from)
     if match is None or to_path(init_from).exists():
@@ -195,14 +205,14 @@ def is_run(init_from: str) -> bool:
     return step is not None or (path / "run.json").exists()
 
 
-def _check_is_there(init_from: str) -> None:
+def _check_init_from_exists(init_from: str) -> None:
     """Raises UserError unless `train.init_from` names a folder that holds run.json or config.json,
     or has the form RUN@STEP with an existing folder RUN.
     """
     where = f"train.init_from = {init_from}"
     require_path(where, init_from)
     path, step = split_step(init_from)
-    check_bucket(where, path)
+    check_bucket_access(where, path)
     if step is not None:
         require(path.is_dir(), f"{where}: there is no folder {path}")
         return
@@ -214,16 +224,17 @@ def _check_is_there(init_from: str) -> None:
     )
 
 
-def _read_source(init_from: str, folder: RunFolder) -> ParentRun | PretrainedModel:
-    """Reads the model in `train.init_from`. If the run was killed before its first checkpoint, it
-    begins again with the same step of its parent, even if the parent has newer checkpoints.
+def _read_initial_model(init_from: str, folder: RunFolder) -> ParentRun | PretrainedModel:
+    """Reads the model in `train.init_from`. If this run was killed before its first checkpoint, it
+    begins again with the checkpoint of its parent that its run.json names, even if the parent has
+    newer ones.
     """
-    _check_is_there(init_from)
+    _check_init_from_exists(init_from)
     path, step = split_step(init_from)
     if is_run(init_from):
         begun = folder.record if folder.has_trained else None
-        recorded = begun.parent.step if begun and begun.parent else None
-        return _read_parent(path, step, recorded)
+        recorded_step = begun.parent.step if begun and begun.parent else None
+        return _read_parent(path, step, recorded_step)
     require_subpackage("interop", f"train.init_from = {init_from}")
     from qwen3next_jax.interop.hf_config import read_hf_config
     from qwen3next_jax.interop.weights import modification_digest
@@ -232,110 +243,125 @@ def _read_source(init_from: str, folder: RunFolder) -> ParentRun | PretrainedMod
 
 
 def _read_parent(
-    path: pathlib.Path | BucketPath, step: int | None, recorded: int | None
+    path: pathlib.Path | BucketPath, named_step: int | None, recorded_step: int | None
 ) -> ParentRun:
-    """Reads the run in `path`.
+    """Reads the run in the folder `path`, and the status of the checkpoint with which the new run
+    begins.
 
     Args:
-      step: the step that `train.init_from` names; None if it names none.
-      recorded: the step with which the run had begun before it was killed; None if it is new.
+      named_step: the step that `train.init_from` names; None if it names none.
+      recorded_step: the step in the new run's own run.json, if the new run was killed before its
+        first checkpoint; None if it has no run.json yet.
     """
     record = read_record(path)
     config = record.read_config(path)
-    skipped: dict[int, str] = {}
-    if step is None:
-        step, skipped = newest_complete_step(path, record.id, recorded)
-    saved = None if step is None else read_saved_step(path, step, record.id)
-    return ParentRun(path, record, config, saved, skipped)
+    step, skipped = named_step, {}
+    if named_step is None and recorded_step is None:
+        step, skipped = newest_plausible_step(path, record.id)
+    elif named_step is None:
+        step = recorded_step
+        newer = (later for later in saved_steps(path) if later > recorded_step)
+        found = {later: _size_damage(path, later, record.id) for later in newer}
+        skipped = {later: damage for later, damage in found.items() if damage is not None}
+    status = None if step is None else read_checkpoint_status(path, step, record.id)
+    return ParentRun(path, record, config, status, skipped)
 
 
-def newest_complete_step(
-    path: pathlib.Path | BucketPath, run: str, wanted: int | None = None
+def newest_plausible_step(
+    path: pathlib.Path | BucketPath, run: str
 ) -> tuple[int | None, dict[int, str]]:
-    """Finds the newest checkpoint in the folder `path` that belongs to `run` and has files of the
-    right sizes.
+    """Finds the newest plausible checkpoint (see `runs.checkpoint`) of the run in the folder
+    `path`.
 
     Args:
-      wanted: the step to take instead, if it is known.
+      run: the id of the run. A checkpoint of another run is not plausible.
 
     Returns:
-      Its step, None if there is none; and step → damage, for the newer checkpoints.
+      (step, damage): the step of the checkpoint, or None if no checkpoint is plausible; and step →
+      why the checkpoint of that step is not plausible, for every newer checkpoint.
     """
-    damages: dict[int, str] = {}
+    damage_of_newer: dict[int, str] = {}
     for step in reversed(saved_steps(path)):
-        if wanted is not None and step <= wanted:
-            break
-        damage = manifest.find_damage(path / "checkpoints" / str(step), sizes_only=True, run=run)
-        if damage is not None:
-            damages[step] = damage
-        elif wanted is None:
-            return step, damages
-    return wanted, damages
+        damage = _size_damage(path, step, run)
+        if damage is None:
+            return step, damage_of_newer
+        damage_of_newer[step] = damage
+    return None, damage_of_newer
 
 
-def read_saved_step(path: pathlib.Path | BucketPath, step: int, run: str) -> SavedStep:
-    """Reads a checkpoint of the run in `path`, whose id is `run`. Compares only the sizes of its
-    files with its manifest; `Checkpoints.restore` verifies their digests.
+def _size_damage(path: pathlib.Path | BucketPath, step: int, run: str) -> str | None:
+    """Returns why the checkpoint of `step` is not plausible; None if it is plausible."""
+    return manifest.find_damage(path / "checkpoints" / str(step), sizes_only=True, run=run)
+
+
+def read_checkpoint_status(
+    path: pathlib.Path | BucketPath, step: int, run: str
+) -> CheckpointStatus:
+    """Reads whether the run in the folder `path`, whose id is `run`, has a plausible checkpoint of
+    `step`. Reads no array: `Checkpoints.restore` checks whether the checkpoint is valid.
     """
-    saved, folder = tuple(saved_steps(path)), path / "checkpoints" / str(step)
-    if step not in saved:
-        return SavedStep(path, step, saved, "", "it is missing")
-    # The digest is read first. If another checkpoint replaces this one before `find_damage`, the
-    # digest does not match, and `restore` raises an error.
-    digest = manifest.digest(folder)
-    damage = manifest.find_damage(folder, sizes_only=True, run=run)
+    steps, folder = tuple(saved_steps(path)), path / "checkpoints" / str(step)
+    if step not in steps:
+        return CheckpointStatus(path, step, steps, "", "it is missing")
+    # The digest is read first. If another checkpoint replaces this one before the sizes are
+    # compared, the digest does not match, and `restore` raises an error.
+    digest = manifest.digest_of_manifest(folder)
+    damage = _size_damage(path, step, run)
     if digest is None:
         damage = damage or "it is being written or deleted"
-    return SavedStep(path, step, saved, (digest or "")[:20], damage)
+    return CheckpointStatus(path, step, steps, (digest or "")[:20], damage)
 
 
-def require_saved(where: str, saved: SavedStep) -> None:
-    """Raises a UserError that begins with `where` if the checkpoint is missing or damaged."""
-    steps = ", ".join(map(str, saved.saved_steps)) or "none"
+def require_plausible_checkpoint(where: str, status: CheckpointStatus) -> None:
+    """Raises a UserError that begins with `where` if the checkpoint is missing or not plausible."""
+    steps = ", ".join(map(str, status.saved_steps)) or "none"
     require(
-        saved.step in saved.saved_steps,
-        f"{where}: it has no checkpoint of step {saved.step}; saved steps: {steps}",
+        status.step in status.saved_steps,
+        f"{where}: it has no checkpoint of step {status.step}; saved steps: {steps}",
     )
-    folder = saved.folder / "checkpoints" / str(saved.step)
-    require(saved.damage is None, f"{where}: {folder}: damaged: {saved.damage}")
+    folder = status.run_folder / "checkpoints" / str(status.step)
+    require(status.damage is None, f"{where}: {folder}: damaged: {status.damage}")
 
 
 # ---- Tokenizers
 
 
 def with_tokenizer(data: DataConfig, init_from: str) -> DataConfig:
-    """Returns the settings `data` of a new run, with the name of a tokenizer in place of
-    data.tokenizer = "": that of the model in `train.init_from`, or "bytes" if `init_from` is "".
+    """Returns `data`, the settings of a new run's data, with a tokenizer in place of
+    data.tokenizer = "": the tokenizer of the model in `train.init_from`, or "bytes" if `init_from`
+    is "".
 
     Raises:
       UserError: `init_from` does not exist, or is a Hugging Face directory without tokenizer.json.
     """
     if not _lacks_tokenizer(data):
         return data
-    return dataclasses.replace(data, tokenizer=tokenizer_of_model(init_from))
+    return dataclasses.replace(data, tokenizer=tokenizer_of_init_from(init_from))
 
 
 def _lacks_tokenizer(data: DataConfig) -> bool:
     return not data.tokenizer and data.source in TEXT_SOURCES
 
 
-def _tokenizer_of_start(
-    folder: RunFolder, init_from: str, source: ParentRun | PretrainedModel | None
+def _default_tokenizer(
+    folder: RunFolder, init_from: str, initial_model: ParentRun | PretrainedModel | None
 ) -> str:
-    """Returns the value of data.tokenizer for a run whose data.tokenizer is "". A resumed run keeps
-    its own tokenizer; a new run takes that of the model in `train.init_from`, or "bytes".
+    """Returns the tokenizer of a run whose data.tokenizer is "", as a value of that setting. A
+    resumed run keeps its own tokenizer. A new run takes the tokenizer of the model in
+    `train.init_from`, or "bytes" if there is no such model.
 
     Raises:
-      UserError: `source` has no tokenizer.json, or a record of the run in `folder` is missing.
+      UserError: the Hugging Face directory in `train.init_from` has no tokenizer.json, or a file
+        of the run in `folder` is missing.
     """
-    if record := folder.trained_record():
+    if record := folder.record_if_trained():
         name = record.read_config(folder.path).data.tokenizer or "bytes"
         copy = folder.path / "tokenizer"
         is_same = not copy.exists() or _has_fingerprint(name, record.tokenizer)
         return name if is_same else str(copy)
-    if isinstance(source, ParentRun):
-        return _tokenizer_of_run(source.folder, source.config)
-    return _tokenizer_of_directory(init_from, source.folder) if source else "bytes"
+    if isinstance(initial_model, ParentRun):
+        return _tokenizer_of_run(initial_model.folder, initial_model.config)
+    return _tokenizer_of_directory(init_from, initial_model.folder) if initial_model else "bytes"
 
 
 def _has_fingerprint(name: str, fingerprint: str) -> bool:
@@ -346,16 +372,16 @@ def _has_fingerprint(name: str, fingerprint: str) -> bool:
         return False
 
 
-def tokenizer_of_model(init_from: str) -> str:
-    """Returns the value of data.tokenizer with which the model in `train.init_from` was trained;
-    "bytes" if `init_from` is "".
+def tokenizer_of_init_from(init_from: str) -> str:
+    """Returns the tokenizer with which the model in `train.init_from` was trained, as a value of
+    the setting data.tokenizer; "bytes" if `init_from` is "".
 
     Raises:
       UserError: `init_from` does not exist, or is a Hugging Face directory without tokenizer.json.
     """
     if not init_from:
         return "bytes"
-    _check_is_there(init_from)
+    _check_init_from_exists(init_from)
     path, _ = split_step(init_from)
     if is_run(init_from):
         return _tokenizer_of_run(path, read_config(path))
@@ -380,22 +406,27 @@ def _tokenizer_of_run(path: pathlib.Path | BucketPath, config: Config) -> str:
     return str(copy) if copy.exists() else config.data.tokenizer or "bytes"
 
 
-def _read_tokens(data: DataConfig, vocab_size: int, source: ParentRun | PretrainedModel) -> Tokens:
-    """Loads the tokenizers of a new run and of the model with which it begins."""
-    from qwen3next_jax.data.synthetic import TaskTokens
+def _load_tokenizers(
+    data: DataConfig, vocab_size: int, initial_model: ParentRun | PretrainedModel
+) -> TokenizerPair:
+    """Loads the tokenizers of a new run and of the model in `train.init_from`."""
+    from qwen3next_jax.data.synthetic import TaskTokenizer
 
-    # `runs.checks` compares sizes. Before that, `decide` names a tokenizer that is another one.
-    ours = source_of(data).tokenizer_of(data, None if data.source in TEXT_SOURCES else vocab_size)
-    if isinstance(source, ParentRun):
-        fingerprint = source.record.tokenizer
-        is_text = fingerprint != TaskTokens(source.model.vocab_size).fingerprint
-        name = _tokenizer_of_run(source.folder, source.config)
-        place = f"a copy is in {source.folder / 'tokenizer'}, unless it is bytes"
+    # For text the size of the vocabulary is not compared here: `runs.checks` compares it later, so
+    # that `decide_start` can first say that the tokenizer is not that of the model.
+    ours = data_source_class(data).tokenizer_of(
+        data, None if data.source in TEXT_SOURCES else vocab_size
+    )
+    if isinstance(initial_model, ParentRun):
+        fingerprint = initial_model.record.tokenizer
+        is_text = fingerprint != TaskTokenizer(initial_model.model_config.vocab_size).fingerprint
+        name = _tokenizer_of_run(initial_model.folder, initial_model.config)
+        place = f"a copy is in {initial_model.folder / 'tokenizer'}, unless it is bytes"
     else:
-        name = place = str(source.folder / "tokenizer.json")
-        is_text = (source.folder / "tokenizer.json").exists()
+        name = place = str(initial_model.folder / "tokenizer.json")
+        is_text = (initial_model.folder / "tokenizer.json").exists()
         fingerprint = load_tokenizer(name).fingerprint if is_text else ""
     theirs = None
     if is_text and ours.reads_text and not same_token_ids(ours.fingerprint, fingerprint):
         theirs = load_tokenizer(name)
-    return Tokens(ours, fingerprint, is_text, theirs, place)
+    return TokenizerPair(ours, fingerprint, is_text, theirs, place)

@@ -1,9 +1,9 @@
-"""Reads what a run has left in its folder (`runs.store` writes it).
+"""Reads the files of a run in its folder. `runs.store` writes them.
 
 A folder belongs to a run once it has a checkpoint or an event about a step. Until then a new run
 may replace the run.json in it. From then on a process can train in the folder only if it has the
-run's settings (apart from allowed changes), data and tokenizer, and none of the run's records is
-missing. So no run overwrites the files of another.
+run's settings (apart from allowed changes), data and tokenizer, and if neither run.json nor the
+checkpoints and metrics.jsonl are missing. So no run overwrites the files of another.
 """
 
 import dataclasses
@@ -12,11 +12,11 @@ import re
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import has_events_file, heldout_losses, iterate_events
-from qwen3next_jax.common.storage import BucketPath, StoreError, folders_with
+from qwen3next_jax.common.storage import BucketPath, StoreError, folders_with_file
 from qwen3next_jax.runs.record import RunRecord, read_record
 
 # Events that a process may write before it has taken a step that updates a parameter.
-_UNTRAINED_EVENTS = {
+_EVENTS_BEFORE_TRAINING = {
     "start",
     "operators",
     "stop",
@@ -38,10 +38,10 @@ class RunFolder:
     Attributes:
       path: the folder.
       record: the content of run.json; None if there is no such file, or it cannot be read.
-      fault: why run.json cannot be read; "" if it can, or is missing.
-      saved_steps: the steps with a folder in `path`/checkpoints, valid or not, ascending.
-      complete_steps: the steps whose checkpoints have a manifest, ascending.
-      has_started: whether a start or a step was recorded.
+      record_fault: why run.json cannot be read; "" if the file can be read, or is missing.
+      saved_steps: the steps whose checkpoints are saved (see `runs.checkpoint`), ascending.
+      complete_steps: the steps whose checkpoints are complete, ascending.
+      has_started: whether the folder has a checkpoint, or an event "start".
       has_trained: whether the folder has a checkpoint, or an event about a step that updated
         parameters.
       has_events: whether there is a metrics.jsonl.
@@ -49,21 +49,21 @@ class RunFolder:
 
     path: pathlib.Path | BucketPath
     record: RunRecord | None = None
-    fault: str = ""
+    record_fault: str = ""
     saved_steps: tuple[int, ...] = ()
     complete_steps: tuple[int, ...] = ()
     has_started: bool = False
     has_trained: bool = False
     has_events: bool = False
 
-    def trained_record(self) -> RunRecord | None:
-        """Returns the record of the run that has taken steps in the folder; None if no run has.
+    def record_if_trained(self) -> RunRecord | None:
+        """Returns the content of run.json if a run has trained in the folder; None if no run has.
 
         Raises:
-          UserError: run.json, or metrics.jsonl together with the checkpoints, is missing or
-            damaged.
+          UserError: a run has trained, but run.json is missing or damaged; or the folder has the
+            run.json of a run, but neither its checkpoints nor its metrics.jsonl.
         """
-        has_record = bool(self.record or self.fault)
+        has_record = bool(self.record or self.record_fault)
         if not self.has_trained:
             if has_record and not self.has_started:
                 raise UserError(
@@ -78,34 +78,34 @@ class RunFolder:
                 "which names the run's model, data and tokenizer: put it back, give another "
                 f"--workdir, or {_RESTART_ADVICE}"
             )
-        if self.fault:
-            raise UserError(self.fault)
+        if self.record_fault:
+            raise UserError(self.record_fault)
         return self.record
 
 
 def read_folder(workdir: pathlib.Path | BucketPath) -> RunFolder:
     """Reads the folder of a run, which may be empty or missing."""
-    record, fault = None, ""
+    record, record_fault = None, ""
     if (workdir / "run.json").exists():
         try:
             record = read_record(workdir)
         except StoreError:
             raise
         except UserError as error:  # it only matters if a run has trained here
-            fault = str(error)
+            record_fault = str(error)
     saved = tuple(saved_steps(workdir))
     has_started = has_trained = bool(saved)
     if not saved:  # events are read only where checkpoints do not say it
         for _, event in iterate_events(workdir / "metrics.jsonl"):
             # A start writes its event before run.json.
             has_started = has_started or event["event"] == "start"
-            if event["event"] not in _UNTRAINED_EVENTS:
+            if event["event"] not in _EVENTS_BEFORE_TRAINING:
                 has_trained = True
                 break
     return RunFolder(
         workdir,
         record,
-        fault,
+        record_fault,
         saved,
         tuple(complete_steps(workdir)),
         has_started,
@@ -115,22 +115,21 @@ def read_folder(workdir: pathlib.Path | BucketPath) -> RunFolder:
 
 
 def saved_steps(workdir: pathlib.Path) -> list[int]:
-    """Returns the steps that have a folder in `workdir`/checkpoints, valid or not, ascending."""
+    """Returns the steps that have a folder in `workdir`/checkpoints, in ascending order."""
     folder = workdir / "checkpoints"
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if is_step_name(name))
 
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
-    """Returns the steps of the checkpoints in `workdir` that have a manifest, in ascending order,
-    as integers.
-    """
-    folders = folders_with(workdir / "checkpoints", "manifest.json")
+    """Returns the steps whose checkpoints in `workdir` have a manifest, in ascending order."""
+    folders = folders_with_file(workdir / "checkpoints", "manifest.json")
     return sorted(int(folder.name) for folder in folders if is_step_name(folder.name))
 
 
 def best_step(workdir: pathlib.Path) -> int:
-    """Returns the step of the checkpoint with the lowest held-out loss, the earliest of equals.
+    """Returns the step of the complete checkpoint with the lowest held-out loss. Of two equal
+    losses, the earlier step is taken.
 
     Raises:
       UserError: no complete checkpoint was evaluated.
@@ -155,9 +154,9 @@ def is_step_name(name: str) -> bool:
 
 
 def check_checkpoints_not_lost(workdir: pathlib.Path) -> None:
-    """Checks that the run in `workdir` never had a checkpoint. Call this function if no valid
-    checkpoint was found: if the run had one, a start at step 0 would overwrite the record of its
-    steps.
+    """Checks that the run in `workdir` never had a checkpoint. Call this function if the run has no
+    valid checkpoint. If it had one before, the checkpoint was lost, and a start at step 0 would
+    overwrite the record of the run's steps.
 
     Raises:
       UserError: the run had a checkpoint.

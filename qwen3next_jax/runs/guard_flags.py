@@ -1,6 +1,6 @@
-"""Reacts to the flags that the guards in the train step set. It reads the flags on the host after
-every step, writes an event for each flag, ends a diverging run, and writes a dump: the inputs of
-the step at which the run ended.
+"""Reacts to the flags that the guards in the train step set. After every step the host reads the
+flags, writes an event for each flag, and ends the run if it diverges. The dump of a halted run
+holds the inputs of the step at which the run ended.
 
     WORKDIR/dumps/STEP/
       dump.json        reason, documents, code, versions, configuration
@@ -8,7 +8,7 @@ the step at which the run ended.
       state/           the train state before the step (Orbax)
       manifest.json    digests
 
-`qwen3next replay DUMP` runs that step again.
+`qwen3next replay DUMP` runs the step of the dump again.
 """
 
 import dataclasses
@@ -21,20 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.common.errors import UserError, check_format, require
+from qwen3next_jax.common.errors import UserError, check_format_number, require
 from qwen3next_jax.common.storage import remove_tree
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, GuardConfig, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
-from qwen3next_jax.data.pipeline import Data
-from qwen3next_jax.model.layer_properties import versions
+from qwen3next_jax.data.pipeline import DataSource
+from qwen3next_jax.model.layer_properties import part_versions
 from qwen3next_jax.model.visible_targets import why_no_targets
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.store.arrays import read_arrays, write_arrays
 from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile
-from qwen3next_jax.runs.versions import check_versions
+from qwen3next_jax.runs.versions import check_module_versions
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training.gradients import Batch
 from qwen3next_jax.training.guards import HALTED, NO_TARGETS, NON_FINITE, SKIPPED, SPIKE
@@ -42,7 +42,7 @@ from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import DataCursors
 from qwen3next_jax.training.state import State
 
-_FORMAT = 3  # of dump.json
+_DUMP_FORMAT = 3  # of dump.json
 
 
 class Halted(Exception):
@@ -50,13 +50,14 @@ class Halted(Exception):
 
     Attributes:
       reason: why the guards ended the run, as text.
-      spike: whether a loss spike ended the run.
-      state: the train state when the run ended. `step` and those after it updated no parameter.
+      is_spike: whether a loss spike ended the run.
+      state: the train state when the run ended. The step `step` and the steps after it have updated
+        no parameter.
     """
 
-    def __init__(self, step: int, reason: str, spike: bool, state: State):
+    def __init__(self, step: int, reason: str, is_spike: bool, state: State):
         super().__init__(reason)
-        self.step, self.reason, self.spike, self.state = step, reason, spike, state
+        self.step, self.reason, self.is_spike, self.state = step, reason, is_spike, state
 
 
 class GuardFlags:
@@ -83,10 +84,9 @@ class GuardFlags:
         """Reads the flags of a step, and writes events about them.
 
         Args:
-          step: the number of the step. Call this method only when the devices have finished this
-            step.
+          step: the number of the step. The devices must have finished this step.
           values: the metrics of the step.
-          state: the train state, which becomes an attribute of `Halted`.
+          state: the train state after the step, which becomes an attribute of `Halted`.
 
         Raises:
           Halted: the guards ended the run at this step.
@@ -114,19 +114,19 @@ class GuardFlags:
                 "skip", step, reason=reason, skipped=int(values["skipped"]), **numbers
             )
         if flags & HALTED:
-            spike = bool(flags & SPIKE and self._config.on_spike in ("rewind", "stop"))
-            if not spike:
+            is_spike = bool(flags & SPIKE and self._config.on_spike in ("rewind", "stop"))
+            if not is_spike:
                 reason += f", the last of {self._config.max_skips} skipped updates in a row"
-            raise Halted(step, reason, spike, state)
+            raise Halted(step, reason, is_spike, state)
 
     def _report_no_targets(self, step: int, values: dict[str, Any]) -> None:
         """Reports that the batch of a step has no token to predict, and that its update was
         skipped.
 
         Raises:
-          UserError: it is the first batch of a stage. The settings are then the likely cause, and
-            the run would train on nothing. In a later batch, the documents may be the cause, so
-            this method only writes an event.
+          UserError: it is the first batch of a stage. Then the settings are the likely cause, and
+            the run would train on nothing. If it is a later batch, its documents may be the cause,
+            so the method only writes an event.
         """
         reason = f"its batch has no token to predict: {why_no_targets(self._model)}"
         require(step not in self._first_steps, f"step {step}: {reason}")
@@ -155,7 +155,7 @@ class Dump:
       batch: the batch of the step.
       step: the number of the step.
       reason: why the guards ended the run at this step.
-      documents: the names of the documents in every row of the batch.
+      document_names: for every row of the batch, the names of its documents.
     """
 
     run: ResolvedRun
@@ -163,14 +163,14 @@ class Dump:
     batch: Batch
     step: int
     reason: str
-    documents: list[list[str]]
+    document_names: list[list[str]]
 
 
 def write_dump(
-    store: RunStore, config: Config, data: Data, index: int, halt: Halted
+    store: RunStore, config: Config, data: DataSource, index: int, halt: Halted
 ) -> tuple[pathlib.Path, list[list[str]]]:
-    """Writes the inputs of the halted step to WORKDIR/dumps/STEP. All processes must call it: they
-    write the state together, and process 0 writes the rest.
+    """Writes the inputs of the halted step to WORKDIR/dumps/STEP. All processes must call this
+    function: they write the train state together, and process 0 writes the other files.
 
     Args:
       config: the configuration of the run.
@@ -178,10 +178,10 @@ def write_dump(
       index: the index of the batch in `data`.
 
     Returns:
-      The folder of the dump; the names of the documents of every row.
+      (the folder of the dump, the names of the documents of every row).
     """
     folder = store.dump_folder(halt.step)
-    documents = data.document_names(index)
+    documents = data.document_names_of_batch(index)
 
     def write_batch() -> None:
         # An earlier dump of this step has the same content.
@@ -193,15 +193,15 @@ def write_dump(
         batches.close()
 
     broadcast_from_process_0(write_batch)
-    write_arrays(folder / "state", _state_before(halt))
+    write_arrays(folder / "state", _state_before_halt(halt))
     if is_process_0():
         record = {
-            "format": _FORMAT,
+            "format": _DUMP_FORMAT,
             "step": halt.step,
             "reason": halt.reason,
             "documents": documents,
             "code": code_version(),
-            "versions": versions(config.model),
+            "versions": part_versions(config.model),
             "config": to_dict(config),
         }
         (folder / "dump.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
@@ -209,10 +209,11 @@ def write_dump(
     return folder, documents
 
 
-def _state_before(halt: Halted) -> State:
-    """Returns the train state before the halted step. That step and those after it were skipped:
-    they counted themselves and set `halted`, but updated no parameter. `spikes` and
-    `skipped_in_a_row`, which no update depends on, may still count them.
+def _state_before_halt(halt: Halted) -> State:
+    """Returns the train state before the halted step. The updates of the halted step and of the
+    steps after it were skipped. So these steps changed only counts and the flag `halted`, which
+    this function sets back. The counts `spikes` and `skipped_in_a_row`, on which no update depends,
+    may still include these steps.
     """
     step, guards = halt.state["step"], halt.state["guards"]
     before = jnp.full_like(step, halt.step - 1)
@@ -238,10 +239,10 @@ def read_dump(folder: pathlib.Path) -> Dump:
     if damage := manifest.find_damage(folder):
         raise UserError(f"{folder}: damaged: {damage}")
     record = json.loads((folder / "dump.json").read_text())
-    check_format(folder / "dump.json", record.get("format"), _FORMAT)
+    check_format_number(folder / "dump.json", record.get("format"), _DUMP_FORMAT)
     check_trusted(record["config"], f"{folder / 'dump.json'}: config")
     config = from_dict(Config, record["config"])
-    check_versions(folder, record["versions"], record["code"], config.model)
+    check_module_versions(folder, record["versions"], record["code"], config.model)
     run = resolve_run(config, single_device_mesh())
     state = read_arrays(folder.absolute() / "state", run.abstract_state)
     batch = dict(np.load(io.BytesIO((folder / "batch.npz").read_bytes())))
@@ -251,5 +252,5 @@ def read_dump(folder: pathlib.Path) -> Dump:
         batch=batch,
         step=record["step"],
         reason=record["reason"],
-        documents=record["documents"],
+        document_names=record["documents"],
     )

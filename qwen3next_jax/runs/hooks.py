@@ -1,5 +1,6 @@
-"""The hooks of a run: the actions that it takes besides its training steps. `runs.train` adds them
-to `training.loop.Trainer`. Each hook is one class and uses no other hook.
+"""The hooks of a run: what it does besides its training steps, such as evaluations and saves.
+`runs.train` adds the hooks to `training.loop.Trainer`. Each hook is one class and uses no other
+hook.
 """
 
 import itertools
@@ -15,7 +16,7 @@ from flax import nnx
 from qwen3next_jax.common.errors import ExitCode, UserError, warn
 from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config import EvalConfig, TrainConfig
-from qwen3next_jax.data.pipeline import Data, Epoch
+from qwen3next_jax.data.pipeline import DataSource, Epoch
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import (
     StopVote,
@@ -52,13 +53,14 @@ from qwen3next_jax.training.stages import (
 )
 from qwen3next_jax.training.state import State
 
-# Metrics of the train step that a "train" event leaves out, because they are arrays or, in "flags",
-# bits.
-NOT_LOGGED = ("expert_load", "grad_norms", "flags")
-# Metrics that are means over the targets of a batch; depths of MTP have a number behind the name.
-OF_TARGETS = ("loss", "top1", "mtp_loss", "mtp_top1", "total_loss")
-# Says what the run does while the block runs: `Display.during`.
-During = Callable[..., AbstractContextManager[None]]
+# Metrics of the train step that a "train" event leaves out: arrays, and "flags", whose bits are
+# flags.
+UNLOGGED_METRICS = ("expert_load", "grad_norms", "flags")
+# Metrics that are means over the targets of a batch. The metrics of MTP are mtp_loss/DEPTH and
+# mtp_top1/DEPTH.
+TARGET_MEAN_METRICS = ("loss", "top1", "mtp_loss", "mtp_top1", "total_loss")
+# The type of `Display.show_activity`, which shows what the run does while a `with` block runs.
+ShowActivity = Callable[..., AbstractContextManager[None]]
 
 
 class WatchdogHook(Hook):
@@ -89,25 +91,25 @@ class WatchdogHook(Hook):
 
 
 class HookErrors(Hook):
-    """What happens after an error in a hook that training does not need (`train.on_hook_error`):
-    the run ends after the next step, which it saves; or it continues without the hook.
+    """Collects the errors in hooks that training does not need. Depending on `train.on_hook_error`,
+    the run saves and ends after the next step, or continues.
 
-    Such a hook may fail on one process alone. As a hook, this class tells all processes of the
-    errors that each of them had; the run calls it before each save, and at its end.
+    A hook may fail on one process alone. So this class is a hook, too: before each save and at the
+    end of the run, every process sends its errors to all processes.
 
     Attributes:
-      fatal: the error with which all processes of the run end; None: there is none.
+      fatal: the error with which all processes of the run end; None if there is no such error.
     """
 
     def __init__(self, ends_run: bool, metrics: MetricsFile):
-        """Makes the hook. `ends_run`: whether the run ends after an error."""
+        """Makes the hook. `ends_run`: whether an error in a hook ends the run."""
         self._ends_run = ends_run
         self._metrics = metrics
         self._untold: list[dict[str, Any]] = []
         self.fatal: UserError | None = None
 
     def add(self, name: str, step: int, error: Exception) -> None:
-        """Handles an error. It has the arguments of `Trainer`'s `on_hook_error`."""
+        """Records an error in a hook. `Trainer` calls this method as its `on_hook_error`."""
         reason = describe_hook_error(name, step, error)
         if jax.process_count() > 1:
             reason += f" (process {jax.process_index()} on {socket.gethostname()})"
@@ -118,14 +120,16 @@ class HookErrors(Hook):
             warn(reason)
 
     def asks_to_stop(self) -> bool:
-        """Whether this process knows of an error with which the run is to end."""
+        """Whether this process knows of an error in a hook that must end the run."""
         return self._ends_run and bool(self._untold or self.fatal)
 
     def __call__(self, info: StepInfo) -> None:
-        self.tell_all()
+        self.share_errors()
 
-    def tell_all(self) -> None:
-        """Tells all processes of the errors since the last call. All processes call it together."""
+    def share_errors(self) -> None:
+        """Sends the errors since the last call to all processes, which must all call this method
+        together.
+        """
         told, self._untold = gather_from_all(self._untold), []
         for error in itertools.chain(*told[1:]):  # process 0 has written its own, and alone writes
             self._metrics.write(
@@ -137,19 +141,20 @@ class HookErrors(Hook):
 
 
 class StopHook(Hook):
-    """Stops all processes after the same step when one of them asks for it."""
+    """Stops all processes of a run after the same step when one of them asks to stop."""
 
-    def __init__(self, trainer: Trainer, asks: Callable[[], bool]):
-        """Makes the hook. `asks`: whether this process is to stop, such as after a signal. It also
-        is if one of its hooks has called `Trainer.stop`.
+    def __init__(self, trainer: Trainer, asks_to_stop: Callable[[], bool]):
+        """Makes the hook. `asks_to_stop`: function that says whether this process asks to stop, for
+        example after a signal. A process also asks to stop if one of its hooks has called
+        `Trainer.stop`.
         """
         self._trainer = trainer
-        self._asks = asks
+        self._asks_to_stop = asks_to_stop
         self._votes = StopVote()
 
     def before_step(self, step: int, pending: Metrics) -> None:
         # A process is asked once per step; what comes later counts for the next step.
-        self._vote = self._votes.cast(self._asks() or self._trainer.wants_to_stop)
+        self._vote = self._votes.cast(self._asks_to_stop() or self._trainer.wants_to_stop)
 
     def after_dispatch(self, step: int, pending: Metrics) -> None:
         if self._vote:
@@ -163,10 +168,10 @@ class ProfilerHook(Hook):
         self._profiler = profiler
 
     def before_step(self, step: int, pending: Metrics) -> None:
-        self._profiler.before(step, pending)
+        self._profiler.before_step(step, pending)
 
     def after_dispatch(self, step: int, pending: Metrics) -> None:
-        self._profiler.after(step, pending)
+        self._profiler.after_dispatch(step, pending)
 
 
 class GuardFlagsHook(Hook):
@@ -186,12 +191,12 @@ class DisplayHook(Hook):
         self._display = display
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
-        self._display.step(step)
+        self._display.advance_to(step)
 
 
-class OperatorsHook(Hook):
-    """When a step has been traced, writes which implementation runs each operator, for all stages
-    since the start: as an "operators" event and into run.json.
+class OperatorChoicesHook(Hook):
+    """Writes which implementation runs each operator of the model, as an "operators" event and into
+    run.json, whenever a newly traced step adds implementations to those of the stages before.
     """
 
     def __init__(self, store: RunStore, metrics: MetricsFile):
@@ -202,21 +207,25 @@ class OperatorsHook(Hook):
     def step_traced(self, step: int, decisions: Sequence[Decision]) -> None:
         number = len(self._operators)
         for decision in decisions:
-            why = f"the call {decision.refusal}" if decision.refusal else decision.reason
+            why = (
+                f"the call {decision.why_no_kernels}"
+                if decision.why_no_kernels
+                else decision.why_chosen
+            )
             entry = {
                 "operator": decision.operator,
                 "implementation": decision.implementation,
                 "kernels": decision.is_kernel,
                 "why": why,
-                "consequence": decision.consequence,
-                "call": decision.call,
+                "consequence": decision.slowness_warning,
+                "call": decision.shapes_and_dtypes,
             }
             self._operators.setdefault((decision.operator, decision.implementation, why), entry)
         if len(self._operators) == number:
             return
         operators = tuple(self._operators.values())
         self._metrics.write("operators", step - 1, operators=list(operators))
-        broadcast_from_process_0(lambda: self._store.add_to_run(operators=operators))
+        broadcast_from_process_0(lambda: self._store.update_run_json(operators=operators))
 
 
 class MetricsHook(Hook):
@@ -225,7 +234,7 @@ class MetricsHook(Hook):
     """
 
     def __init__(self, trainer: Trainer, metrics: MetricsFile, epochs: Mapping[str, Epoch]):
-        """Makes the hook. `epochs`: name of a stream of the data → one epoch of it."""
+        """Makes the hook. `epochs`: name of a stream of the data → one epoch of this stream."""
         self._trainer = trainer
         self._metrics = metrics
         self._epochs = epochs
@@ -242,14 +251,18 @@ class MetricsHook(Hook):
                 steps=stage.steps,
                 batch_size=stage.batch_size,
                 sequence_length=stage.sequence_length,
-                **_mix(self._trainer.data),
+                **_source_shares(self._trainer.data),
             )
 
     def __call__(self, info: StepInfo) -> None:
         metrics = jax.device_get(info.metrics)
-        record = {name: float(value) for name, value in metrics.items() if name not in NOT_LOGGED}
+        record = {
+            name: float(value) for name, value in metrics.items() if name not in UNLOGGED_METRICS
+        }
         if int(metrics["flags"]) & NO_TARGETS:
-            record |= {name: None for name in record if name.partition("/")[0] in OF_TARGETS}
+            record |= {
+                name: None for name in record if name.partition("/")[0] in TARGET_MEAN_METRICS
+            }
         load = metrics.get("expert_load")
         if load is not None:
             record["busiest_expert"] = float(np.max(load))
@@ -257,21 +270,25 @@ class MetricsHook(Hook):
         steps, seconds, waited = self._trainer.clock.lap(info.step)
         record |= self._throughput.measure(info.step, record["loss"], steps, seconds, waited)
         rows = self._cursor.rows_read_by_stream(info.step, int(info.state["guards"]["data_offset"]))
-        record |= reading_fields(reading_by_source(rows, self._epochs))
+        record |= source_reading_fields(reading_by_source(rows, self._epochs))
         self._metrics.write("train", info.step, **record)
 
 
-def _mix(data: Data) -> dict[str, dict[str, float]]:
-    """Returns {"mix": {source: its share of the rows}} of data of several sources; else {}."""
-    if len(data.streams) < 2:
+def _source_shares(data: DataSource) -> dict[str, dict[str, float]]:
+    """Returns {"mix": {source: its share of the rows}}; {} if the data have only one source."""
+    if len(data.stream_weights) < 2:
         return {}
-    total = sum(data.streams.values())
-    return {"mix": {data.epochs[name].source: w / total for name, w in data.streams.items()}}
+    total = sum(data.stream_weights.values())
+    return {
+        "mix": {
+            data.stream_epochs[name].source: w / total for name, w in data.stream_weights.items()
+        }
+    }
 
 
-def reading_fields(read: Mapping[str, SourceReading]) -> dict[str, float]:
-    """Returns the fields of a "train" event that say how much of its sources a run has read:
-    "epochs" of one source; "epochs/SOURCE" and "tokens/SOURCE" of several.
+def source_reading_fields(read: Mapping[str, SourceReading]) -> dict[str, float]:
+    """Returns the fields of a "train" event that say how much of each data source the run has read:
+    "epochs" if there is one source, "epochs/SOURCE" and "tokens/SOURCE" if there are several.
     """
     if len(read) == 1:
         (only,) = read.values()
@@ -285,10 +302,10 @@ class DiagnosticsHook(Hook):
     event.
     """
 
-    def __init__(self, run: ResolvedRun, metrics: MetricsFile, during: During):
+    def __init__(self, run: ResolvedRun, metrics: MetricsFile, show_activity: ShowActivity):
         self._run = run
         self._metrics = metrics
-        self._during = during
+        self._show_activity = show_activity
 
     def stage_begins(self, step: int, stage: ResolvedStage, cursor: DataCursor) -> None:
         run = self._run
@@ -297,7 +314,7 @@ class DiagnosticsHook(Hook):
         )
 
     def __call__(self, info: StepInfo) -> None:
-        with self._during("measuring the layers"):
+        with self._show_activity("measuring the layers"):
             measured, grad_norms, expert_load = jax.device_get(
                 (
                     self._measure(info.state["params"], info.batch),
@@ -310,9 +327,9 @@ class DiagnosticsHook(Hook):
         )
 
 
-def evaluation_events(run: ResolvedRun) -> set[str]:
-    """Returns the names (`event_name`) of the events that `EvaluationHook` and `SampleHook` write
-    when they are due.
+def evaluation_event_kinds(run: ResolvedRun) -> set[str]:
+    """Returns the kinds of events that `EvaluationHook` and `SampleHook` write each time they are
+    called. The kind of an event of `eval.suites` is "suite NAME" (see `event_kind_with_suite`).
     """
     names = set()
     if has_subpackage("evals"):
@@ -324,8 +341,10 @@ def evaluation_events(run: ResolvedRun) -> set[str]:
     return names
 
 
-def event_name(event: Mapping[str, Any]) -> str:
-    """Returns the kind of an event; of an event of an evaluation in `eval.suites` also its name."""
+def event_kind_with_suite(event: Mapping[str, Any]) -> str:
+    """Returns the kind of an event; "suite NAME" if the event is about the evaluation NAME in
+    `eval.suites`.
+    """
     kind = event["event"]
     return f"suite {event.get('suite')}" if kind == "suite" else kind
 
@@ -334,14 +353,15 @@ _NOT_EVALUATED = "not evaluated"
 
 
 class EvaluationHook:
-    """Runs the held-out evaluation, also on the average of the parameters (`train.ema`) if the run
-    has it, and the evaluations in `eval.suites`, and writes an event with
-    the results of each.
+    """Runs the held-out evaluation and the evaluations in `eval.suites`, and writes an event with
+    the results of each. If the run has an average of the parameters (`train.ema`), the held-out
+    evaluation also runs on the average.
 
     Attributes:
       heldout_text: name and value of the main metric of the newest held-out evaluation, as text;
-        "not evaluated" before the first one, and where the newest one failed.
-      heldout_loss: loss of the newest held-out evaluation, in nats per token; 0 likewise.
+        "not evaluated" before the first evaluation, or if the newest one failed.
+      heldout_loss: loss of the newest held-out evaluation, in nats per token; 0 before the first
+        evaluation, or if the newest one failed.
     """
 
     def __init__(
@@ -350,12 +370,12 @@ class EvaluationHook:
         metrics: MetricsFile,
         config: EvalConfig,
         tokenizer: Tokenizer,
-        during: During,
+        show_activity: ShowActivity,
     ):
         from qwen3next_jax.evals import evaluation
 
         self._metrics = metrics
-        self._during = during
+        self._show_activity = show_activity
         self.heldout_text = _NOT_EVALUATED
         self.heldout_loss = 0.0
         run = trainer.run
@@ -372,35 +392,44 @@ class EvaluationHook:
         )
 
     def __call__(self, info: StepInfo) -> None:
-        from qwen3next_jax.common.metrics import event_fields, main_values, to_metric_values
+        from qwen3next_jax.common.metrics import (
+            evaluation_event_fields,
+            pair_with_declarations,
+            values_of_main_metrics,
+        )
 
         params = info.state["params"]
         self.heldout_text, self.heldout_loss = _NOT_EVALUATED, 0.0  # if this evaluation fails
-        with self._during("evaluating on held-out text"):
+        with self._show_activity("evaluating on held-out text"):
             values = self._heldout.run(params)
         self.heldout_loss = values.get("loss", 0.0)
-        main = main_values(to_metric_values(values, self._heldout.metrics))[:1]
-        self.heldout_text = "".join(f"{value.label} {value}" for value in main)
-        self._metrics.write("heldout", info.step, **event_fields(values, self._heldout.metrics))
+        main = values_of_main_metrics(pair_with_declarations(values, self._heldout.metrics))[:1]
+        self.heldout_text = "".join(f"{value.title_and_condition} {value}" for value in main)
+        self._metrics.write(
+            "heldout", info.step, **evaluation_event_fields(values, self._heldout.metrics)
+        )
         if "ema" in info.state:
-            with self._during("evaluating the average of the parameters"):
+            with self._show_activity("evaluating the average of the parameters"):
                 values = self._heldout.run(averaged_params(params, info.state["ema"]))
-            fields = event_fields(values, self._heldout.metrics)
+            fields = evaluation_event_fields(values, self._heldout.metrics)
             self._metrics.write("heldout_average", info.step, **fields)
         for name, suite in self._suites.items():
-            with self._during(f"evaluating {name}"):
-                measured = event_fields(suite.run(params), suite.metrics)
+            with self._show_activity(f"evaluating {name}"):
+                measured = evaluation_event_fields(suite.run(params), suite.metrics)
             self._metrics.write("suite", info.step, suite=name, **measured)
 
 
-def sample_prompt(config: EvalConfig, data: Data, longest: int) -> tuple[str, np.ndarray]:
-    """Returns the prompt of samples, as text and as tokens [n]: `eval.sample_prompt`. In place of
-    the default, data of conversations have the first turn of a held-out row: the tokens before the
-    first answer, at most the last `longest`.
+def choose_sample_prompt(
+    config: EvalConfig, data: DataSource, longest: int
+) -> tuple[str, np.ndarray]:
+    """Returns (the prompt of samples as text, the prompt as tokens [n]). The prompt is
+    `eval.sample_prompt`. But if this setting has its default and the data are conversations, the
+    prompt is taken from a held-out row: the tokens before the first answer, at most the last
+    `longest` of these tokens.
     """
-    rows = range(min(data.heldout_rows, _ROWS_FOR_A_PROMPT))
-    if config.sample_prompt == EvalConfig.sample_prompt and "loss_weights" in data.kinds:
-        for row in map(data.heldout_row, rows):
+    row_numbers = range(min(data.heldout_rows, _HELDOUT_ROWS_SEARCHED))
+    if config.sample_prompt == EvalConfig.sample_prompt and "loss_weights" in data.array_dtypes:
+        for row in map(data.heldout_row, row_numbers):
             answers = np.flatnonzero(row["loss_weights"] > 0)
             if len(answers) and answers[0]:  # in a row of texts all tokens count
                 turn = row["tokens"][: answers[0]][-longest:]
@@ -408,32 +437,32 @@ def sample_prompt(config: EvalConfig, data: Data, longest: int) -> tuple[str, np
     return config.sample_prompt, data.tokenizer.encode(config.sample_prompt)
 
 
-_ROWS_FOR_A_PROMPT = 64
+_HELDOUT_ROWS_SEARCHED = 64
 
 
 class SampleHook:
-    """Generates a continuation of `sample_prompt` and writes a "sample" event."""
+    """Generates a continuation of the sample prompt and writes it as a "sample" event."""
 
     def __init__(
         self,
         run: ResolvedRun,
         metrics: MetricsFile,
         config: EvalConfig,
-        data: Data,
-        during: During,
+        data: DataSource,
+        show_activity: ShowActivity,
     ):
-        self._during = during
+        self._show_activity = show_activity
         self._run = run
         self._metrics = metrics
         self._sample_tokens = config.sample_tokens
         self._tokenizer = data.tokenizer
         longest = max(run.model.context_length - config.sample_tokens, 1)
-        self._prompt, self._prompt_tokens = sample_prompt(config, data, longest)
+        self._prompt, self._prompt_tokens = choose_sample_prompt(config, data, longest)
 
     def __call__(self, info: StepInfo) -> None:
         from qwen3next_jax.inference.decode import generate_to_end
 
-        with self._during("generating a sample"):
+        with self._show_activity("generating a sample"):
             new = generate_to_end(
                 nnx.merge(self._run.graphdef, info.state["params"]),
                 [self._prompt_tokens],
@@ -447,28 +476,32 @@ class SampleHook:
 
 
 class CheckpointHook(Hook):
-    """Saves the state, and writes the events of earlier saves."""
+    """Saves the train state, and writes the events of earlier saves to metrics.jsonl."""
 
     def __init__(
-        self, checkpoints: CheckpointWriter, metrics: MetricsFile, last_step: int, during: During
+        self,
+        checkpoints: CheckpointWriter,
+        metrics: MetricsFile,
+        last_step: int,
+        show_activity: ShowActivity,
     ):
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._last_step = last_step
-        self._during = during
+        self._show_activity = show_activity
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
-        self.write_events()
+        self.write_save_events()
 
     def __call__(self, info: StepInfo) -> None:
         # The state of the last step is always saved.
         is_last = info.stopping or info.step == self._last_step
-        with self._during("saving a checkpoint", compiles=False):
+        with self._show_activity("saving a checkpoint", compiles=False):
             self._checkpoints.save(info.step, info.state, may_skip=not is_last)
             if info.stopping:  # the hooks after this one may take longer than the process is given
                 self._checkpoints.wait()
 
-    def write_events(self) -> None:
+    def write_save_events(self) -> None:
         """Writes the events of the saves that have ended since the last call."""
-        for event, step, values in self._checkpoints.events():
+        for event, step, values in self._checkpoints.take_events():
             self._metrics.write(event, step, **values)

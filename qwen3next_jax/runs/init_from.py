@@ -1,12 +1,17 @@
-"""Checks whether a run can begin with the model in `train.init_from`, which `facts` has read."""
+"""Checks whether a run can begin with the model in `train.init_from`. `runs.facts` has read it."""
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, LoRAConfig, ModelConfig, OptimizerConfig
-from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.config.compatibility import settings_incompatible_with_weights
 from qwen3next_jax.data.tokens import extends_tokenizer, same_token_ids
-from qwen3next_jax.runs.facts import ParentRun, PretrainedModel, Tokens, require_saved
+from qwen3next_jax.runs.facts import (
+    ParentRun,
+    PretrainedModel,
+    TokenizerPair,
+    require_plausible_checkpoint,
+)
 from qwen3next_jax.runs.folder import RunFolder
-from qwen3next_jax.runs.record import Parent
+from qwen3next_jax.runs.record import ParentCheckpoint
 
 # Model settings that have no effect on a model without experts.
 EXPERT_SETTINGS = {
@@ -19,7 +24,7 @@ EXPERT_SETTINGS = {
 }
 # Model settings that may differ between the run and the model in `train.init_from`, because they
 # change neither the shape nor the meaning of a parameter.
-NOT_STRUCTURE = {
+NON_STRUCTURAL_SETTINGS = {
     "dtype",
     "mtp_depth",
     "decay_init",
@@ -34,62 +39,65 @@ NOT_STRUCTURE = {
 }
 
 
-def check_source(config: Config, source: ParentRun | PretrainedModel, folder: RunFolder) -> None:
-    """Checks whether a run can begin with a model.
+def check_initial_model(
+    config: Config, initial_model: ParentRun | PretrainedModel, folder: RunFolder
+) -> None:
+    """Checks whether a run can begin with the model in `train.init_from`.
 
     Args:
       config: the settings of the run.
-      source: the model in `train.init_from`.
+      initial_model: what `train.init_from` names.
       folder: the folder of the run, which has no complete checkpoint.
 
     Raises:
-      UserError: it cannot; the message names the first reason.
+      UserError: the run cannot begin with the model; the message names the first reason.
     """
-    if isinstance(source, ParentRun):
-        _check_parent(config, source, folder)
+    if isinstance(initial_model, ParentRun):
+        _check_parent_run(config, initial_model, folder)
     else:
-        _check_pretrained(config, source, folder)
-    compare_structure(config.model, source.model, config.train.init_from)
-    if isinstance(source, ParentRun) and config.train.init_state == "all":
-        _check_whole_state(config, source)
+        _check_pretrained_model(config, initial_model, folder)
+    check_same_structure(config.model, initial_model.model_config, config.train.init_from)
+    if isinstance(initial_model, ParentRun) and config.train.init_state == "all":
+        _check_can_take_over_state(config, initial_model)
 
 
-def parent_of(source: ParentRun) -> Parent:
+def parent_record(parent: ParentRun) -> ParentCheckpoint:
     """Returns the checkpoint with which the run begins, as run.json records it."""
-    return Parent(
-        str(source.folder.absolute()), source.saved.step, source.saved.digest, source.record.id
+    status = parent.checkpoint
+    return ParentCheckpoint(
+        str(parent.folder.absolute()), status.step, status.manifest_digest, parent.record.id
     )
 
 
-def _check_pretrained(config: Config, source: PretrainedModel, folder: RunFolder) -> None:
+def _check_pretrained_model(config: Config, pretrained: PretrainedModel, folder: RunFolder) -> None:
     require(
         config.train.init_state == "weights",
         f"train.init_from = {config.train.init_from}: a Hugging Face directory has no optimizer "
         "state: set train.init_state = 'weights'",
     )
-    begun = folder.trained_record()
+    begun = folder.record_if_trained()
     recorded = begun and begun.source and begun.source.files
     require(
-        not recorded or recorded == source.files,
+        not recorded or recorded == pretrained.files_digest,
         f"{folder.path}: its run began with files of a Hugging Face directory that were replaced "
         "since (their sizes or times differ), and it has no checkpoint yet: put them back, "
         "give another --workdir, or start anew with --restart",
     )
 
 
-def _check_parent(config: Config, source: ParentRun, folder: RunFolder) -> None:
-    where, theirs = f"train.init_from = {config.train.init_from}", source.config
+def _check_parent_run(config: Config, parent: ParentRun, folder: RunFolder) -> None:
+    where, theirs = f"train.init_from = {config.train.init_from}", parent.config
     require(
-        source.folder.resolve() != folder.path.resolve(),
+        parent.folder.resolve() != folder.path.resolve(),
         f"{where}: that is the folder of this run: give another --workdir",
     )
     require(
-        source.saved is not None,
+        parent.checkpoint is not None,
         f"{where}: it has no valid checkpoint yet (its checkpoint.every = "
         f"{theirs.checkpoint.every})",
     )
-    require_saved(where, source.saved)
-    scalings = [describe_scaling(one.optimizer) for one in (theirs, config)]
+    require_plausible_checkpoint(where, parent.checkpoint)
+    scalings = [describe_optimizer_scaling(one.optimizer) for one in (theirs, config)]
     require(
         scalings[0] == scalings[1],
         f"{where}: its optimizer.scaling is {scalings[0]}, here it is {scalings[1]}: its "
@@ -98,10 +106,10 @@ def _check_parent(config: Config, source: ParentRun, folder: RunFolder) -> None:
     )
 
 
-def _check_whole_state(config: Config, source: ParentRun) -> None:
+def _check_can_take_over_state(config: Config, parent: ParentRun) -> None:
     """Checks whether the run can take over the optimizer state and the step of its parent."""
-    where, step = f"train.init_from = {config.train.init_from}", source.saved.step
-    theirs, optimizer, train = source.config, config.optimizer, config.train
+    where, step = f"train.init_from = {config.train.init_from}", parent.checkpoint.step
+    theirs, optimizer, train = parent.config, config.optimizer, config.train
     require(
         theirs.optimizer.name == optimizer.name,
         f"{where}: its optimizer.name is {theirs.optimizer.name!r}, here it is "
@@ -124,7 +132,7 @@ def _check_whole_state(config: Config, source: ParentRun) -> None:
         f"{where}: train.steps = {train.steps} includes the {step} steps of that run: give a "
         "larger number, or train.init_state = 'weights'",
     )
-    traced = config.profile.range
+    traced = config.profile.traced_steps
     require(
         not traced or step < traced[-1],
         f"profile.steps = {config.profile.steps!r} has no effect on this run, because it begins "
@@ -144,7 +152,7 @@ def _check_whole_state(config: Config, source: ParentRun) -> None:
     )
 
 
-def describe_scaling(optimizer: OptimizerConfig) -> str:
+def describe_optimizer_scaling(optimizer: OptimizerConfig) -> str:
     """Describes `optimizer.scaling`, on which the sizes of a run's parameters depend."""
     return (
         f"{optimizer.scaling} (base width {optimizer.base_width}, base depth "
@@ -152,75 +160,77 @@ def describe_scaling(optimizer: OptimizerConfig) -> str:
     )
 
 
-def compare_structure(model: ModelConfig, source_model: ModelConfig, init_from: str) -> None:
-    """Checks that `model` can take the parameters of `source_model`, the model in
+def check_same_structure(model: ModelConfig, initial_model: ModelConfig, init_from: str) -> None:
+    """Checks that `model` can take the parameters of `initial_model`, the model in
     `train.init_from`.
 
     Raises:
       UserError: the parameters have other shapes or another meaning.
     """
-    for name in weights_differ(model, source_model):
+    for name in settings_incompatible_with_weights(model, initial_model):
         # The vocabulary may grow (training/vocabulary.py), but the hashes of n-grams depend on it.
-        grows = name == "vocab_size" and model.vocab_size > source_model.vocab_size
+        grows = name == "vocab_size" and model.vocab_size > initial_model.vocab_size
         if (
-            name not in NOT_STRUCTURE
+            name not in NON_STRUCTURAL_SETTINGS
             and (not grows or model.ple.layer_ids)
             and (name != "intermediate_size" or model.has_dense_mlps)
             and (name not in EXPERT_SETTINGS or model.has_experts)
         ):
             ours, theirs = (
                 c.mixers if name == "layer_types" else getattr(c, name)
-                for c in (model, source_model)
+                for c in (model, initial_model)
             )
             raise UserError(
                 f"train.init_from = {init_from}: its {name} is {theirs}, model.{name} "
                 f"= {ours}; set model.{name} to its value"
             )
     require(
-        source_model.lora in (LoRAConfig(), model.lora),
-        f"train.init_from = {init_from}: it has adapters, with model.lora = {source_model.lora}: "
+        initial_model.lora in (LoRAConfig(), model.lora),
+        f"train.init_from = {init_from}: it has adapters, with model.lora = {initial_model.lora}: "
         "set model.lora to the same, or begin with its export, which has them merged",
     )
-    if model.mtp_depth and not source_model.mtp_depth:
+    if model.mtp_depth and not initial_model.mtp_depth:
         raise UserError(
             f"train.init_from = {init_from}: it has no mtp.* tensors; set model.mtp_depth = 0"
         )
 
 
-def compare_tokens(config: Config, tokens: Tokens) -> str:
+def compare_tokenizers(config: Config, tokenizers: TokenizerPair) -> str:
     """Compares the tokenizer of the data with the tokenizer of the model in `train.init_from`.
 
     Returns:
-      A description of the tokenizer, for the terminal.
+      A description of the run's tokenizer, for the terminal.
 
     Raises:
       UserError: the data and the model are both text, and their tokenizers differ.
     """
-    ours, data = tokens.ours, config.data
-    if same_token_ids(ours.fingerprint, tokens.fingerprint):
+    ours, theirs, data = tokenizers.run_tokenizer, tokenizers.model_tokenizer, config.data
+    fingerprint = tokenizers.model_fingerprint
+    if same_token_ids(ours.fingerprint, fingerprint):
         return f"its tokenizer ({data.tokenizer})" if ours.reads_text else "its ids"
-    if tokens.theirs and extends_tokenizer(ours, tokens.theirs):
+    if theirs and extends_tokenizer(ours, theirs):
         return (
-            f"its tokenizer with {ours.vocab_size - tokens.theirs.vocab_size} further tokens "
+            f"its tokenizer with {ours.vocab_size - theirs.vocab_size} further tokens "
             f"({data.tokenizer})"
         )
     require(
-        not tokens.is_text or not ours.reads_text,
+        not tokenizers.model_reads_text or not ours.reads_text,
         f"train.init_from = {config.train.init_from}: it was trained with another tokenizer than "
-        f"data.tokenizer = {data.tokenizer!r} (fingerprint {tokens.fingerprint[:12]}, here "
+        f"data.tokenizer = {data.tokenizer!r} (fingerprint {fingerprint[:12]}, here "
         f"{ours.fingerprint[:12]}), so its ids have another meaning: leave data.tokenizer out, "
-        f"or set it to the tokenizer of that model ({tokens.place})",
+        f"or set it to the tokenizer of that model ({tokenizers.model_tokenizer_place})",
     )
     what = data.tokenizer if ours.reads_text else f"ids of {data.source}"
-    if not tokens.fingerprint:
+    if not fingerprint:
         return f"{what} (it has no tokenizer to compare with)"
     return f"OTHER TOKENS than it was trained on ({what})"
 
 
-def describe_skipped(source: ParentRun) -> str:
-    """Describes the damaged checkpoints of the parent that are newer than the one with which the
-    run begins; "" if there are none.
+def describe_skipped_checkpoints(parent: ParentRun) -> str:
+    """Names the damaged checkpoints of the parent that are newer than the checkpoint with which the
+    run begins, as text; "" if there are none.
     """
     return "".join(
-        f"; step {step} is skipped: {damage}" for step, damage in sorted(source.skipped.items())
+        f"; step {step} is skipped: {damage}"
+        for step, damage in sorted(parent.damage_of_skipped.items())
     )

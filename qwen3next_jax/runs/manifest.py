@@ -1,13 +1,14 @@
-"""Manifests: SHA-256 digests of all files of a folder. Orbax does not notice a flipped bit in a
-file; a manifest does.
+"""Manifests. The manifest of a folder lists the digests of all its files. With a manifest a reader
+notices a flipped bit in a file, which Orbax does not notice.
 
     FOLDER/manifest.json    {"run": ID, "step": N, "piece": bytes,
                              "files": {relative path: [bytes, [SHA-256 of each piece]]}}
 
-In a bucket a digest would cost a download of everything that was just written. There the manifest
-holds the MD5 that the store computed of each object when it was written, as "md5:…", and its key
-"arrays" names the folder of the files, relative to FOLDER. `find_damage` compares these with what
-one listing says; a folder that was copied to a file system is read and digested.
+In a bucket a SHA-256 digest would cost a download of all that was just written. So the manifest in
+a bucket holds, as "md5:…", the MD5 digests that the store computes of the objects itself. Its key
+"arrays" names the folder of the files, relative to FOLDER. `find_damage` compares the MD5 digests
+with those in a listing of the bucket. If the folder was copied to a file system, `find_damage`
+reads the files and computes their MD5 digests.
 
 The manifest of a checkpoint names its run (the id in run.json) and its step, so a renamed or copied
 folder is not mistaken for another step or another run. The manifest is written atomically after all
@@ -28,21 +29,22 @@ from qwen3next_jax.common.errors import as_user_error
 from qwen3next_jax.common.storage import (
     ABSENT,
     BucketPath,
-    Entry,
+    FileInfo,
     StoreError,
     files_in,
     md5_of,
     sha256_of,
 )
 
-NAME = "manifest.json"
-# Files that Orbax writes: what it read, and the index of the arrays, which it writes last.
-_ORBAX, _ORBAX_INDEX = "_METADATA", "manifest.ocdbt"
-FROZEN = "frozen.json"  # in a checkpoint: with which frozen parameters it was trained
-PIECE = 1 << 25  # size of a piece in bytes
-# where a manifest in a bucket may say that its files are
-_PLACE = re.compile(r"(\.\./){2,9}arrays/[0-9][^/]*")
-_MD5 = "md5:"  # the beginning of a digest that is an MD5 of a whole file
+FILE_NAME = "manifest.json"
+# Files that Orbax writes: a description of the arrays, and their index, which it writes last.
+_ORBAX_METADATA, _ORBAX_INDEX = "_METADATA", "manifest.ocdbt"
+# the file of a checkpoint that says with which frozen parameters it was trained
+FROZEN_FILE_NAME = "frozen.json"
+PIECE_BYTES = 1 << 25  # size of a piece of a file, which has a digest of its own
+# the values that the key "arrays" of a manifest may have
+_ARRAYS_FOLDER_PATTERN = re.compile(r"(\.\./){2,9}arrays/[0-9][^/]*")
+_MD5_PREFIX = "md5:"  # before the MD5 digest of a whole file
 
 Folder = pathlib.Path | BucketPath
 
@@ -57,18 +59,18 @@ def write_manifest(directory: pathlib.Path, step: int | None = None, run: str | 
     Returns:
       The size of all files in bytes.
     """
-    sizes = {name: entry.size for name, entry in _files(directory).items()}
+    sizes = {name: entry.size for name, entry in _files_but_manifest(directory).items()}
     for name in sizes:  # without this, a power failure could leave a manifest without its files
         fsync(directory / name)
     pieces = {name: [] for name in sizes}
-    for name, _, digest in _digests(directory, sizes, PIECE):
+    for name, _, digest in _digest_pieces(directory, sizes, PIECE_BYTES):
         pieces[name].append(digest)
     files = {name: [sizes[name], pieces[name]] for name in sizes}
-    record = _identity(step, run) | {"piece": PIECE, "files": files}
-    temporary = directory / (NAME + ".tmp")
+    record = _run_and_step_entries(step, run) | {"piece": PIECE_BYTES, "files": files}
+    temporary = directory / (FILE_NAME + ".tmp")
     temporary.write_text(json.dumps(record, indent=1))
     fsync(temporary)
-    os.replace(temporary, directory / NAME)
+    os.replace(temporary, directory / FILE_NAME)
     fsync(directory)
     return sum(sizes.values())
 
@@ -93,37 +95,42 @@ def write_bucket_manifest(
       Conflict: there is a manifest of another version.
     """
     files = {
-        name: [entry.size, [_MD5 + (entry.md5 or md5_of(arrays / name))]]
-        for name, entry in _files(arrays).items()
+        name: [entry.size, [_MD5_PREFIX + (entry.md5 or md5_of(arrays / name))]]
+        for name, entry in _files_but_manifest(arrays).items()
     }
     place = os.path.relpath("/" + arrays.key, "/" + directory.key)
-    record = _identity(step, run) | {"arrays": place, "piece": PIECE, "files": files}
-    (directory / NAME).write(json.dumps(record, indent=1).encode(), replaces)
+    record = _run_and_step_entries(step, run) | {
+        "arrays": place,
+        "piece": PIECE_BYTES,
+        "files": files,
+    }
+    (directory / FILE_NAME).write(json.dumps(record, indent=1).encode(), replaces)
     return sum(size for size, _ in files.values())
 
 
-def _identity(step: int | None, run: str | None) -> dict[str, Any]:
+def _run_and_step_entries(step: int | None, run: str | None) -> dict[str, Any]:
     """Returns the keys of a manifest that say which checkpoint of which run it describes."""
     return ({"run": run} if run else {}) | ({} if step is None else {"step": step})
 
 
 def arrays_folder(directory: Folder) -> Folder:
-    """Returns the folder with the files that the manifest of `directory` names. It is `directory`
-    itself, unless the folder was written to a bucket and its manifest can be read.
+    """Returns the folder that holds the files in the manifest of `directory`. The folder is
+    `directory` itself, unless the manifest can be read and has the key "arrays".
 
     Raises:
       OSError: the manifest cannot be read, but may exist.
     """
     try:
-        place = json_files.read(directory / NAME).get("arrays", "")
+        place = json_files.read(directory / FILE_NAME).get("arrays", "")
     except (FileNotFoundError, NotADirectoryError, ValueError):
         place = ""
-    return _resolved(directory, place)
+    return _resolved_arrays_folder(directory, place)
 
 
-def moved_deeper(content: bytes) -> bytes:
-    """Returns the content of a manifest for a place one folder deeper than before, so that it still
-    names the same files. A manifest that is damaged stays as it is.
+def content_after_move_to_subfolder(content: bytes) -> bytes:
+    """Returns the content that a manifest needs after a move into a subfolder, so that its key
+    "arrays", a relative path, still names the same folder. The content of a damaged manifest is
+    returned unchanged.
     """
     try:
         record = json_files.parse(content)
@@ -133,9 +140,11 @@ def moved_deeper(content: bytes) -> bytes:
     return json.dumps(record, indent=1).encode()
 
 
-def _resolved(directory: Folder, place: Any) -> Folder:
-    """Returns the folder `place`, relative to `directory`; `directory` if `place` names none."""
-    if not isinstance(place, str) or not _PLACE.fullmatch(place):
+def _resolved_arrays_folder(directory: Folder, place: Any) -> Folder:
+    """Returns the folder with the path `place` relative to `directory`; or `directory` itself, if
+    `place` is not a value that the key "arrays" may have.
+    """
+    if not isinstance(place, str) or not _ARRAYS_FOLDER_PATTERN.fullmatch(place):
         return directory
     folder = directory.absolute()
     for name in place.split("/"):
@@ -144,31 +153,32 @@ def _resolved(directory: Folder, place: Any) -> Folder:
 
 
 def find_damage(directory: Folder, sizes_only: bool = False, run: str | None = None) -> str | None:
-    """Compares a folder with its manifest.
+    """Compares the files of a folder with its manifest.
 
     Args:
-      sizes_only: whether to compare only the sizes of files, not their content.
+      sizes_only: whether to compare only the names and sizes of files, not their content. For a
+        checkpoint, no damage then means that it is plausible, not valid (see `runs.checkpoint`).
       run: the id of the run to which the checkpoint must belong; None accepts any run.
 
     Returns:
-      A description of the first damage found; None if the folder is as it was written.
+      A description of the first damage found; None if no damage was found.
     """
     try:
-        return _find_damage(directory, sizes_only, run)
+        return _find_damage_or_raise(directory, sizes_only, run)
     except StoreError:  # an outage is no damage
         raise
     except OSError as error:  # a bad sector, or a run that deletes the folder meanwhile
         return f"it cannot be read: {error}"
 
 
-def _find_damage(directory: Folder, sizes_only: bool, run: str | None) -> str | None:
-    path = directory / NAME
+def _find_damage_or_raise(directory: Folder, sizes_only: bool, run: str | None) -> str | None:
+    path = directory / FILE_NAME
     try:
         record = json_files.read(path)
     except FileNotFoundError:
-        return f"it has no {NAME}: it is being written, or the run died before it was complete"
+        return f"it has no {FILE_NAME}: it is being written, or the run died before it was complete"
     except ValueError:
-        return f"{NAME} is damaged"
+        return f"{FILE_NAME} is damaged"
     try:
         piece = int(record["piece"])
         sizes = {name: int(size) for name, (size, _) in record["files"].items()}
@@ -176,23 +186,25 @@ def _find_damage(directory: Folder, sizes_only: bool, run: str | None) -> str | 
         # Every piece needs a digest; otherwise some bytes would not be verified.
         is_valid = record.keys() - {"run", "step", "arrays"} == {"piece", "files"} and piece > 0
         is_valid = is_valid and all(
-            _is_md5(d) or len(d) == len(_pieces(size, piece))
+            _is_md5(d) or len(d) == len(_piece_offsets(size, piece))
             for size, d in record["files"].values()
         )
         is_valid = is_valid and all(isinstance(digest, str) for digest in expected)
     except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError):
         is_valid = False
     if not is_valid:
-        return f"{NAME} is damaged"
+        return f"{FILE_NAME} is damaged"
     if run is not None and record.get("run") != run:
         theirs = str(record.get("run", "unknown"))[:13]
         return f"it is a checkpoint of another run ({theirs}; this one is {run[:13]})"
     if "step" in record and str(record["step"]) != directory.name:
-        return f"it holds step {record['step']}, by its {NAME}: the folder was renamed or copied"
-    if _ORBAX in sizes and _ORBAX_INDEX not in sizes:
+        return (
+            f"it holds step {record['step']}, by its {FILE_NAME}: the folder was renamed or copied"
+        )
+    if _ORBAX_METADATA in sizes and _ORBAX_INDEX not in sizes:
         return f"Orbax wrote no {_ORBAX_INDEX}, the index of the arrays: it cannot be read"
-    folder = _resolved(directory, record.get("arrays"))
-    present = _files(folder)
+    folder = _resolved_arrays_folder(directory, record.get("arrays"))
+    present = _files_but_manifest(folder)
     for name, size in sizes.items():
         if name not in present:
             return f"{name} is missing"
@@ -206,10 +218,12 @@ def _find_damage(directory: Folder, sizes_only: bool, run: str | None) -> str | 
         if _is_md5(of_pieces):
             sizes.pop(name)
             # Another program may have left the object without an MD5.
-            if of_pieces[0] != _MD5 + (present[name].md5 or md5_of(folder / name)):
+            if of_pieces[0] != _MD5_PREFIX + (present[name].md5 or md5_of(folder / name)):
                 return f"{name} is not what was written (its MD5 differs)"
-    expected = [digest for digest in expected if not digest.startswith(_MD5)]
-    for (name, start, digest), right in zip(_digests(folder, sizes, piece), expected, strict=True):
+    expected = [digest for digest in expected if not digest.startswith(_MD5_PREFIX)]
+    for (name, start, digest), right in zip(
+        _digest_pieces(folder, sizes, piece), expected, strict=True
+    ):
         if digest != right:
             where = ""
             if sizes[name] > piece:
@@ -219,16 +233,16 @@ def _find_damage(directory: Folder, sizes_only: bool, run: str | None) -> str | 
 
 
 def _is_md5(of_pieces: list[str]) -> bool:
-    return len(of_pieces) == 1 and of_pieces[0].startswith(_MD5)
+    return len(of_pieces) == 1 and of_pieces[0].startswith(_MD5_PREFIX)
 
 
-def digest(directory: Folder) -> str | None:
-    """Returns the SHA-256 digest of the manifest file; None if there is no manifest, or it cannot
-    be read. The manifest has the digests of all other files, so its own digest identifies the
+def digest_of_manifest(directory: Folder) -> str | None:
+    """Returns the SHA-256 digest of the manifest file; None if the manifest is missing or cannot be
+    read. Since the manifest has the digests of all other files, its own digest identifies the
     content of the folder.
     """
     try:
-        return sha256_of(directory / NAME)
+        return sha256_of(directory / FILE_NAME)
     except StoreError:
         raise
     except OSError:
@@ -236,9 +250,9 @@ def digest(directory: Folder) -> str | None:
 
 
 def file_versions(directory: Folder) -> dict[str, str] | None:
-    """Returns path → version of each file in the folder, without reading any file. A version
-    changes if the file is replaced or rewritten. Returns None if there is no file, or if the folder
-    is being removed.
+    """Returns path → version of each file in the folder, without reading any file. The version of a
+    file changes if the file is replaced or rewritten. Returns None if the folder has no files or is
+    being removed.
     """
     try:
         return {name: entry.version for name, entry in files_in(directory).items()} or None
@@ -248,22 +262,26 @@ def file_versions(directory: Folder) -> dict[str, str] | None:
         return None
 
 
-def _files(directory: Folder) -> dict[str, Entry]:
-    """Returns the files of a folder, without its manifest, as `files_in` does."""
+def _files_but_manifest(directory: Folder) -> dict[str, FileInfo]:
+    """Returns name → entry of the files of a folder, except its manifest."""
     found = files_in(directory)
-    return {n: entry for n, entry in found.items() if not n.rpartition("/")[2].startswith(NAME)}
+    return {
+        n: entry for n, entry in found.items() if not n.rpartition("/")[2].startswith(FILE_NAME)
+    }
 
 
-def _pieces(size: int, piece: int) -> range:
+def _piece_offsets(size: int, piece: int) -> range:
     """Returns the offset of the first byte of each piece of a file; an empty file has one piece."""
     return range(0, max(size, 1), piece)
 
 
-def _digests(directory: Folder, sizes: dict[str, int], piece: int):
-    """Yields (name, offset of the first byte, SHA-256) of every piece of the files in `sizes`, in
-    order. One thread per core reads and digests pieces.
+def _digest_pieces(directory: Folder, sizes: dict[str, int], piece: int):
+    """Yields (name of the file, offset of the first byte, SHA-256 digest) of every piece of the
+    files in `sizes`, in order. One thread per core reads pieces and computes digests.
     """
-    pieces = [(name, start) for name, size in sizes.items() for start in _pieces(size, piece)]
+    pieces = [
+        (name, start) for name, size in sizes.items() for start in _piece_offsets(size, piece)
+    ]
 
     def digest_of(place: tuple[str, int]) -> str:
         name, start = place
@@ -280,14 +298,14 @@ def _digests(directory: Folder, sizes: dict[str, int], piece: int):
 
 
 def read_frozen_record(checkpoint: Folder) -> dict[str, Any]:
-    """Returns the content of the file FROZEN in a checkpoint: {"manifest": the digest of the
-    manifest of WORKDIR/frozen, "parameters": the paths of the parameters in it}.
+    """Returns the content of frozen.json in the folder of a checkpoint: {"manifest": the digest of
+    the manifest of WORKDIR/frozen, "parameters": the paths of the parameters in WORKDIR/frozen}.
 
     Raises:
       UserError: the file is missing or damaged.
     """
-    with as_user_error(f"{checkpoint / FROZEN}: damaged", ValueError, OSError):
-        record = json_files.read(checkpoint / FROZEN)
+    with as_user_error(f"{checkpoint / FROZEN_FILE_NAME}: damaged", ValueError, OSError):
+        record = json_files.read(checkpoint / FROZEN_FILE_NAME)
         digest, paths = record.get("manifest"), record.get("parameters")
         is_valid = isinstance(digest, str) and isinstance(paths, list)
         if not is_valid or not all(isinstance(path, str) for path in paths):

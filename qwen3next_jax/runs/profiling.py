@@ -1,5 +1,5 @@
-"""Records a trace of a few steps for xprof (`--config.profile.steps=10:13`). With `profile.memory`,
-also writes a profile of the devices' memory after these steps.
+"""Records a trace of a few steps for xprof (`--config.profile.steps=10:13`). With
+`profile.memory = True` it also writes a profile of the devices' memory after these steps.
 """
 
 import pathlib
@@ -30,22 +30,28 @@ class Profiler:
         if self._running:  # the run ends before the last step of the range
             jax.profiler.stop_trace()
 
-    def before(self, step: int, pending: Any) -> None:
-        """Starts the trace if `step` is its first step. The training loop must call this method
-        before each step. Before it starts the trace, it waits for the arrays of `pending`, which
-        earlier steps compute.
+    def before_step(self, step: int, pending: Any) -> None:
+        """Starts the trace if `step` is the first step to trace. The training loop must call this
+        method before each step.
+
+        Args:
+          pending: the arrays that earlier steps compute. The method waits for them first, so that
+            the trace does not include these steps.
         """
-        if step in self._config.range and not self._running:
+        if step in self._config.traced_steps and not self._running:
             jax.block_until_ready(pending)
             jax.profiler.start_trace(str(self._folder))
             self._running = True
 
-    def after(self, step: int, pending: Any) -> None:
-        """Stops the trace if `step` is its last step. The training loop must call this method after
-        it has dispatched each step. Before it stops the trace, it waits for the arrays of
-        `pending`, which the step computes.
+    def after_dispatch(self, step: int, pending: Any) -> None:
+        """Stops the trace if `step` is the last step to trace. The training loop must call this
+        method after it has dispatched each step.
+
+        Args:
+          pending: the arrays that the step computes. The method waits for them first, so that the
+            trace includes the whole step.
         """
-        if self._running and step + 1 not in self._config.range:
+        if self._running and step + 1 not in self._config.traced_steps:
             jax.block_until_ready(pending)
             jax.profiler.stop_trace()
             self._running = False

@@ -1,9 +1,10 @@
-"""run.json: what a run is, as a type, and as the text of the file.
+"""run.json: the type of its content (`RunRecord`), a function that reads it, and one that makes its
+text.
 
     WORKDIR/run.json    configuration, data, tokenizer, code, processes, devices, parent, and every
                         allowed change since the first start; with its format and a digest
 
-It is written before the first step and compared at every resume.
+A run writes run.json before its first step. A run that resumes compares its settings with the file.
 """
 
 import dataclasses
@@ -13,24 +14,24 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, check_format, similar_folder
+from qwen3next_jax.common.errors import UserError, check_format_number, similar_folder_hint
 from qwen3next_jax.common.storage import BucketPath, StoreError
 from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.training.stages import DataCursor
 
-# The format of run.json, and of all that lies beside it. Raise it when a folder that was written
-# before a change would be read wrongly after it.
+# The number of the format of run.json and of all other files of a run. It must be raised with a
+# change after which the code would read older files wrongly.
 _FORMAT = 4
 
 
 class Change(NamedTuple):
-    """A difference between the record of a run and the run that resumes.
+    """A difference between run.json and the settings or devices with which the run resumes.
 
     Attributes:
-      name: the key in the record, such as "config.train.steps" or "code".
-      old: the recorded value; None if the record has no such key.
-      new: the value of the run that resumes; None if it has no such key.
+      name: the key in run.json, such as "config.train.steps" or "code".
+      old: the value in run.json; None if the file has no such key.
+      new: the value with which the run resumes; None if it has no such key.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Change(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Parent:
+class ParentCheckpoint:
     """The checkpoint of another run with which a run began.
 
     Attributes:
@@ -59,11 +60,11 @@ class Parent:
 
 
 @dataclasses.dataclass(frozen=True)
-class MergedCheckpoint(Parent):
-    """One of the checkpoints that a run is the mean of.
+class MergedCheckpoint(ParentCheckpoint):
+    """One of the checkpoints of which `qwen3next merge` has computed the mean.
 
     Attributes:
-      weight: its weight in the mean.
+      weight: the weight of this checkpoint in the mean.
     """
 
     weight: float
@@ -71,14 +72,14 @@ class MergedCheckpoint(Parent):
 
 @dataclasses.dataclass(frozen=True)
 class BaseModel:
-    """The Hugging Face directory with which the first of a line of parents began. It need not be
-    kept; an export of the run has its file format.
+    """The Hugging Face directory with which a run began, or the first run in its chain of parents.
+    The user may delete the directory. An export of the run has the file format of the directory.
 
     Attributes:
       path: the path of the directory.
-      form: its format, a value of `model.hf_form`.
-      files: `interop.weights.modification_digest` of the directory, a digest of the names, sizes
-        and times of its files; "" unless the run itself began with the directory.
+      form: the file format of the directory, a value of `model.hf_form`.
+      files: a digest of the names, sizes and times of the files in the directory
+        (`interop.weights.modification_digest`); "" unless the run itself began with the directory.
     """
 
     path: str
@@ -92,20 +93,20 @@ class RunRecord:
 
     Attributes:
       config: the settings, as nested dicts of JSON values (`settings_as_json`).
-      data: for every stage of the run, the place in the training data at which it begins to read;
-        None for stages before the first step of the run.
+      data: for every stage of the run, the place in the training data at which the stage begins to
+        read; None for stages before the first step of the run.
       tokenizer: the fingerprint of the tokenizer.
       code: the version of the code.
       versions: name of a module of the model → the version of its mathematics (`runs.versions`).
       processes: number of processes.
       devices: number and kind of the devices.
-      source: the base model; None if the weights were random at first.
-      id: the id of the run.
-      parent: the checkpoint with which the run began; None if it did not begin with a run.
-      merged: the checkpoints that the run is the mean of; () if it was not merged.
+      source: the Hugging Face directory with which the weights began; None if they began at random.
+      id: the id of the run, random hexadecimal digits.
+      parent: the checkpoint of another run with which this run began; None if there is none.
+      merged: the checkpoints of which this run is the mean; () if the run was not merged.
       changes: the allowed changes since the first start.
-      operators: what runs the operators of the model, as the event "operators" says it; () until a
-        step has been traced.
+      operators: which implementation runs each operator of the model, with the fields of the event
+        "operators"; () until a step has been traced.
     """
 
     config: dict[str, Any]
@@ -117,7 +118,7 @@ class RunRecord:
     devices: str
     source: BaseModel | None
     id: str
-    parent: Parent | None = None
+    parent: ParentCheckpoint | None = None
     merged: tuple[MergedCheckpoint, ...] = ()
     changes: tuple[Change, ...] = ()
     operators: tuple[dict[str, Any], ...] = ()
@@ -138,12 +139,14 @@ def settings_as_json(config: Config) -> dict[str, Any]:
     every layer in `model.layer_types`.
     """
     settings = json.loads(json.dumps(to_dict(config)))
-    settings["model"]["layer_types"] = list(config.model.pattern)
+    settings["model"]["layer_types"] = list(config.model.resolved_layer_types)
     return settings
 
 
 def record_as_json(record: RunRecord) -> dict[str, Any]:
-    """Returns the record as JSON values. Entries that a run need not have are left out."""
+    """Returns the record as JSON values. Leaves out the entries "parent", "merged" and "operators"
+    if they are empty.
+    """
     values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     values["data"] = [cursor and cursor._asdict() for cursor in record.data]
     values["changes"] = [[*change] for change in record.changes]
@@ -162,7 +165,7 @@ def record_as_json(record: RunRecord) -> dict[str, Any]:
 
 
 def _record_from_json(values: dict[str, Any]) -> RunRecord:
-    """Undoes `record_as_json`.
+    """Makes a `RunRecord` from the result of `record_as_json`.
 
     Raises:
       KeyError, TypeError: an entry is missing or has another form.
@@ -172,7 +175,7 @@ def _record_from_json(values: dict[str, Any]) -> RunRecord:
         **values
         | {
             "data": tuple(cursor and DataCursor(**cursor) for cursor in values["data"]),
-            "parent": parent and Parent(**parent),
+            "parent": parent and ParentCheckpoint(**parent),
             "source": source and BaseModel(**source),
             "merged": tuple(MergedCheckpoint(**one) for one in values.get("merged", ())),
             "changes": tuple(Change(*change) for change in values.get("changes", ())),
@@ -181,15 +184,15 @@ def _record_from_json(values: dict[str, Any]) -> RunRecord:
     )
 
 
-def run_text(record: RunRecord) -> str:
-    """Returns the text of run.json, with its format and a digest. `read_record` reads it."""
+def run_json_text(record: RunRecord) -> str:
+    """Returns the text of run.json: the record, the number of the format, and a digest."""
     content = {"format": _FORMAT} | record_as_json(record)
     content |= {"digest": digests.sha256_json(content)}
     return json.dumps(content, indent=2)
 
 
 def read_record(workdir: pathlib.Path | BucketPath) -> RunRecord:
-    """Reads run.json, and verifies its digest and its format.
+    """Reads run.json in the folder of a run, and verifies its digest and its format.
 
     Raises:
       UserError: the file is missing or damaged, or another version wrote it.
@@ -203,7 +206,7 @@ def read_record(workdir: pathlib.Path | BucketPath) -> RunRecord:
         is_intact = values.pop("digest") == digests.sha256_json(values)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(
-            f"{workdir}: not the folder of a run (it has no run.json){similar_folder(workdir)}"
+            f"{workdir}: not the folder of a run (it has no run.json){similar_folder_hint(workdir)}"
         ) from error
     except StoreError:
         raise
@@ -215,7 +218,7 @@ def read_record(workdir: pathlib.Path | BucketPath) -> RunRecord:
         raise damaged from error
     if not is_intact:
         raise damaged
-    check_format(path, values.pop("format", None), _FORMAT)
+    check_format_number(path, values.pop("format", None), _FORMAT)
     try:
         return _record_from_json(values)
     except (KeyError, TypeError) as error:
@@ -231,9 +234,9 @@ def read_config(workdir: pathlib.Path | BucketPath) -> Config:
     return read_record(workdir).read_config(workdir)
 
 
-def recorded_config(workdir: pathlib.Path | BucketPath) -> Config | None:
-    """Reads the configuration of the run in `workdir`. Returns None if there is no run.json, or if
-    it cannot be read; `runs.start.decide` says why.
+def read_config_if_readable(workdir: pathlib.Path | BucketPath) -> Config | None:
+    """Reads the configuration of the run in `workdir`. Returns None if run.json is missing or
+    cannot be read; the error message for this case comes from `runs.start.decide_start`.
     """
     if not (workdir / "run.json").exists():
         return None

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from qwen3next_jax.data.pipeline import Data
-from qwen3next_jax.runs.first_state import first_state
+from qwen3next_jax.data.pipeline import DataSource
+from qwen3next_jax.runs.first_state import make_first_state
 from qwen3next_jax.runs.guard_flags import Halted
 from qwen3next_jax.runs.start import Start
 from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
@@ -19,14 +19,14 @@ MAX_REWINDS = 3  # the largest number of rewinds to the same checkpoint in one p
 
 
 class Rewinder:
-    """Rewinds a run, at most `MAX_REWINDS` times to each checkpoint (or to step 0). The counts are
-    not saved: a process that resumes the run begins at 0.
+    """Rewinds a run, at most `MAX_REWINDS` times to the same checkpoint or to step 0. The numbers
+    of rewinds are not saved, so a process that resumes the run counts from 0 again.
     """
 
     def __init__(
         self,
         run: ResolvedRun,
-        data: Sequence[Data],
+        data: Sequence[DataSource],
         cursors: DataCursors,
         start: Start,
         checkpoints: CheckpointWriter,
@@ -52,19 +52,21 @@ class Rewinder:
         self._rewinds: dict[int, int] = {}  # step → number of rewinds to it
 
     def rewind(self, halt: Halted) -> tuple[int, State] | None:
-        """Restores the newest valid checkpoint. The next batch will be the batch after the spike.
+        """Restores the newest valid checkpoint, and lets the data continue after the batch of the
+        spike.
 
         Args:
-          halt: the reason why the guards halted the run. Its state is deleted.
+          halt: the exception with which the guards halted the run. This method deletes
+            `halt.state`.
 
         Returns:
-          The step and the state of the checkpoint; None if the run must end, because no spike
-          halted it, `guards.on_spike` is not "rewind", or MAX_REWINDS is reached.
+          (step, train state) of the checkpoint; None if the run must end, because no spike halted
+          it, `guards.on_spike` is not "rewind", or MAX_REWINDS is reached.
         """
-        if not halt.spike or self._run.config.guards.on_spike != "rewind":
+        if not halt.is_spike or self._run.config.guards.on_spike != "rewind":
             return None
         self._checkpoints.wait()
-        step = self._checkpoints.newest_good_step() or 0
+        step = self._checkpoints.newest_valid_step() or 0
         self._rewinds[step] = self._rewinds.get(step, 0) + 1
         if self._rewinds[step] > MAX_REWINDS:
             return None
@@ -76,11 +78,11 @@ class Rewinder:
         if step:
             state = self._checkpoints.restore(step, self._run.abstract_state)
         else:
-            state, _ = first_state(self._run, self._data, self._start)
-        self._checkpoints.begin(step)
+            state, _ = make_first_state(self._run, self._data, self._start)
+        self._checkpoints.prepare_folder(step)
         sharding = state["guards"]["data_offset"].sharding
         state["guards"]["data_offset"] = jax.device_put(np.int32(data_offset), sharding)
-        self._metrics.rewind(step)
+        self._metrics.remove_events_after(step)
         self._metrics.write(
             "rewind", halt.step, to_step=step, data_offset=data_offset, reason=halt.reason
         )

@@ -1,8 +1,9 @@
 """Decides how a run starts, before anything is written.
 
-`decide` holds every refusal that follows from the settings and the facts alone. It is pure:
-`facts.read_facts` has already read what it needs. Neither imports JAX, so the user learns of a
-mistake within a second. `checks.resolve_start` adds what needs the mesh and the code of the model.
+`decide_start` raises every error that follows from the settings and the facts alone. It reads no
+file: `facts.read_facts` has read all that the decision depends on. Neither function imports JAX, so
+the user learns of a mistake within a second. `checks.check_and_resolve_run` later checks what
+depends on the mesh and on the code of the model.
 """
 
 import dataclasses
@@ -12,33 +13,34 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.config import Config, TelemetryConfig
-from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.pipeline import data_source_class
 from qwen3next_jax.runs.changes import compare_settings
 from qwen3next_jax.runs.facts import Facts, ParentRun, read_facts
-from qwen3next_jax.runs.init_from import check_source, compare_tokens, parent_of
-from qwen3next_jax.runs.record import Change, Parent
+from qwen3next_jax.runs.init_from import check_initial_model, compare_tokenizers, parent_record
+from qwen3next_jax.runs.record import Change, ParentCheckpoint
 from qwen3next_jax.training.stages import resolve_stages
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """How a run starts.
+    """The decision how a run starts.
 
     Attributes:
-      given: the configuration as the user gave it.
-      config: the configuration, with the name of a tokenizer.
+      given_config: the configuration as the user gave it.
+      config: the same configuration, with the name of a tokenizer where the user named none.
       facts: what the decision is based on.
       parent: the checkpoint of another run with which the run begins; None if it begins with none,
-        or continues from a checkpoint of its own.
-      tokens: describes the tokenizer beside that of the model in `train.init_from`; "" without one.
+        or resumes from a checkpoint of its own.
+      tokenizer_note: says how the run's tokenizer differs from that of the model in
+        `train.init_from`, for the terminal; "" if the run begins with no such model.
       changes: the allowed changes since the last start.
     """
 
-    given: Config
+    given_config: Config
     config: Config
     facts: Facts
-    parent: Parent | None
-    tokens: str
+    parent: ParentCheckpoint | None
+    tokenizer_note: str
     changes: tuple[Change, ...]
 
     @property
@@ -53,8 +55,8 @@ def prepare_start(
     restart: bool = False,
     writes_telemetry: bool = True,
 ) -> Start:
-    """Reads what the start of a run depends on, decides how it starts, and checks that its data are
-    there. Reads no large file.
+    """Reads what the start of a run depends on, decides how the run starts, and checks that its
+    data are there. Reads no large file.
 
     Args:
       config: the configuration of the run.
@@ -65,36 +67,37 @@ def prepare_start(
     Raises:
       UserError: the run cannot start; the message names the first mistake.
     """
-    start = decide(config, read_facts(config, workdir, restart, writes_telemetry))
+    start = decide_start(config, read_facts(config, workdir, restart, writes_telemetry))
     stages = resolve_stages(start.config)
     for data, length in dict.fromkeys((stage.data, stage.sequence_length) for stage in stages):
-        source_of(data).check(data, length, config.model.vocab_size)
-        source_of(data).check_model(data, config.model)
+        data_source_class(data).check(data, length, config.model.vocab_size)
+        data_source_class(data).check_model(data, config.model)
     return start
 
 
-def decide(config: Config, facts: Facts) -> Start:
+def decide_start(config: Config, facts: Facts) -> Start:
     """Decides how a run starts. Reads and writes nothing.
 
     Raises:
       UserError: the run cannot start; the message names the first mistake.
     """
-    given, config = config, dataclasses.replace(config, data=facts.data)
-    if not facts.takes_other_writers:
-        _check_local_only(config)
-    _check_packages(config.telemetry, facts.missing_packages)
-    record = facts.folder.trained_record()
-    parent, tokens = None, ""
-    if facts.source:
-        check_source(config, facts.source, facts.folder)
-        tokens = compare_tokens(config, facts.tokens)
-        parent = parent_of(facts.source) if isinstance(facts.source, ParentRun) else None
+    given_config, config = config, dataclasses.replace(config, data=facts.data)
+    if not facts.other_libraries_can_write:
+        _check_needs_no_file_system(config)
+    _check_packages_installed(config.telemetry, facts.missing_packages)
+    record = facts.folder.record_if_trained()
+    parent, tokenizer_note = None, ""
+    if facts.initial_model:
+        check_initial_model(config, facts.initial_model, facts.folder)
+        tokenizer_note = compare_tokenizers(config, facts.tokenizers)
+        if isinstance(facts.initial_model, ParentRun):
+            parent = parent_record(facts.initial_model)
     changes = compare_settings(facts.folder, record, config, parent) if record else []
-    return Start(given, config, facts, parent, tokens, tuple(changes))
+    return Start(given_config, config, facts, parent, tokenizer_note, tuple(changes))
 
 
-def _check_local_only(config: Config) -> None:
-    """Raises UserError if a setting needs a workdir on a file system."""
+def _check_needs_no_file_system(config: Config) -> None:
+    """Raises UserError if a setting writes files that a bucket cannot hold."""
     for needed, setting in (
         (config.telemetry.tensorboard, "telemetry.tensorboard = True"),
         (config.telemetry.wandb, f"telemetry.wandb = {config.telemetry.wandb!r}"),
@@ -107,7 +110,7 @@ def _check_local_only(config: Config) -> None:
         )
 
 
-def _check_packages(telemetry: TelemetryConfig, missing: tuple[str, ...]) -> None:
+def _check_packages_installed(telemetry: TelemetryConfig, missing: tuple[str, ...]) -> None:
     """Raises UserError if a package that `telemetry` needs is not installed."""
     for setting, package, extra in (
         ("telemetry.tensorboard = True", "tensorboardX", "tensorboard"),

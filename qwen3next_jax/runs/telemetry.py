@@ -1,5 +1,5 @@
-"""Writes `metrics.jsonl`, the record of a run. The terminal, TensorBoard, Weights & Biases and
-report.html show the events of this file. docs/reference/metrics.md describes the events.
+"""Writes the events of a run to `metrics.jsonl`. The terminal, TensorBoard, Weights & Biases and
+report.html show these events. docs/reference/metrics.md describes the events.
 """
 
 import json
@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import warn
-from qwen3next_jax.common.subpackages import warn_without
+from qwen3next_jax.common.subpackages import has_subpackage_or_warn
 from qwen3next_jax.common.version import code_commit
 from qwen3next_jax.config import to_dict
 from qwen3next_jax.model.flops import flops_per_token
@@ -44,23 +44,23 @@ class MetricsFile:
         listeners: Sequence[Listener] = (),
         repeated: Collection[str] = (),
     ):
-        """Opens the file and removes events after step `steps_before`, because this process repeats
-        the steps of these events. Events of the kinds in `store.events.HISTORY` stay. `start`
-        records how many steps are repeated.
+        """Opens the file and removes the events after step `steps_before`, because this process
+        takes these steps again. Events of the kinds in `store.events.PROCESS_EVENTS` stay.
+        `write_start` records how many steps are repeated.
 
         Args:
           log: writes the lines of metrics.jsonl. None on all processes except process 0: then
             nothing is written and no listener is called.
           steps_before: number of steps of the run that are already taken.
           listeners: functions that are called with each event.
-          repeated: kinds of events that this process writes again for step `steps_before`; these
-            are removed as well.
+          repeated: kinds of events that this process writes again for step `steps_before`. The old
+            events of these kinds and of this step are removed as well.
         """
         self._log, self._listeners = log, tuple(listeners)
         if log is not None:
-            before = log.keep(steps_before, repeated)
-            lost_steps = max(before.step - steps_before, 0)
-            self._previous = {"previous_end": before.end, "lost_steps": lost_steps}
+            before = log.remove_events_after(steps_before, repeated)
+            lost_steps = max(before.last_train_step - steps_before, 0)
+            self._previous = {"previous_end": before.last_time, "lost_steps": lost_steps}
 
     def __enter__(self):
         return self
@@ -72,8 +72,8 @@ class MetricsFile:
             if hasattr(listener, "close"):
                 listener.close()
 
-    def start(self, steps_before: int, start_time: float, **values: Any) -> None:
-        """Writes the "start" event of a process.
+    def write_start(self, steps_before: int, start_time: float, **values: Any) -> None:
+        """Writes the event "start" of this process.
 
         Args:
           steps_before: number of steps of the run that are already taken.
@@ -106,7 +106,7 @@ class MetricsFile:
             "event": event,
             "step": step,
             "time": round(values.pop("time", time.time()), 3),
-        } | _finite_or_text(values)
+        } | _non_finite_as_text(values)
         self._log.append(json.dumps(record).encode() + b"\n")
         for listener in self._listeners:
             listener(record)
@@ -116,24 +116,24 @@ class MetricsFile:
         self._listeners += (listener,)
 
     def flush(self) -> None:
-        """Returns when every event so far is on the disk or in the bucket."""
+        """Waits until every event so far is in the file or in the bucket."""
         if self._log is not None:
             self._log.flush()
 
-    def rewind(self, step: int) -> None:
-        """Removes the events after `step`, because the run repeats their steps. Events of the kinds
-        in `store.events.HISTORY` stay.
+    def remove_events_after(self, step: int) -> None:
+        """Removes the events after `step`, because the run takes these steps again. Events of the
+        kinds in `store.events.PROCESS_EVENTS` stay.
         """
         if self._log is not None:
-            self._log.keep(step)
+            self._log.remove_events_after(step)
 
 
-def _finite_or_text(value: Any) -> Any:
-    """Returns `value` with NaN and infinity as text, because JSON has no such numbers."""
+def _non_finite_as_text(value: Any) -> Any:
+    """Returns `value` with text in place of NaN and infinity, because JSON has no such numbers."""
     if isinstance(value, dict):
-        return {name: _finite_or_text(v) for name, v in value.items()}
+        return {name: _non_finite_as_text(v) for name, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite_or_text(v) for v in value]
+        return [_non_finite_as_text(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -141,7 +141,7 @@ class Throughput:
     """Measures speed, model FLOP/s and memory during one stage of a run, for its "train" events."""
 
     def __init__(self, run: ResolvedRun, stage: ResolvedStage, bits_per_nat: float | None):
-        """Makes a meter for `stage`.
+        """Makes the object that measures `stage`.
 
         Args:
           bits_per_nat: the factor from nats per token to bits per byte,
@@ -170,7 +170,7 @@ class Throughput:
         """
         speed = steps * self._stage.tokens_per_step / seconds
         flops = speed * self._flops_per_token
-        used, limit = device_memory()
+        used, limit = device_memory_peak_and_limit()
         bits = {}
         if self._bits_per_nat is not None:
             bits["bits_per_byte"] = None if loss is None else loss * self._bits_per_nat
@@ -192,7 +192,7 @@ class Throughput:
         )
 
 
-def device_memory() -> tuple[int, int | None]:
+def device_memory_peak_and_limit() -> tuple[int, int | None]:
     """Returns the peak memory use so far and the memory limit, in bytes, of one device of this
     process: the device with the highest peak. On a platform without memory statistics (CPU),
     returns the peak resident memory of the process, and None.
@@ -207,9 +207,10 @@ def device_memory() -> tuple[int, int | None]:
 
 
 class ReportWriter:
-    """Writes WORKDIR/report.html at every checkpoint and at the end of the run. The checkpoints'
-    reports are written in a thread, because a long metrics.jsonl takes seconds to read. In a bucket
-    a report would read the whole record over the network, so there is one at the end alone.
+    """Writes WORKDIR/report.html at every checkpoint and at the end of the run. At a checkpoint a
+    thread writes the report, because reading a long metrics.jsonl takes seconds. If the run is in a
+    bucket, the report is written only at the end, because every report reads all events over the
+    network.
     """
 
     def __init__(self, workdir: pathlib.Path, at_checkpoints: bool):
@@ -231,7 +232,7 @@ class ReportWriter:
         self._write()
 
     def _write(self) -> None:
-        if not warn_without("reporting", "report.html is not written"):
+        if not has_subpackage_or_warn("reporting", "report.html is not written"):
             return
         from qwen3next_jax.reporting.page import write_report
 
@@ -252,8 +253,12 @@ def open_metrics(
     display: Listener,
     repeated: Collection[str] = (),
 ) -> MetricsFile:
-    """Opens the run's metrics.jsonl, with the display and the loggers of `config.telemetry` as
-    listeners. Only process 0 writes. `repeated` is as in `MetricsFile`.
+    """Opens the run's metrics.jsonl. Its listeners are the display, the report, and the loggers
+    that `config.telemetry` turns on. Only process 0 writes.
+
+    Args:
+      steps_before, repeated: as for `MetricsFile`.
+      display: is called with each event.
     """
     if jax.process_index():
         return MetricsFile(None, steps_before)
@@ -283,14 +288,14 @@ class TensorBoard:
     """Writes the numbers of each event as scalars to WORKDIR/tensorboard, and samples as text."""
 
     def __init__(self, workdir: pathlib.Path, steps_before: int):
-        import tensorboardX  # `start.decide` has checked that it is installed
+        import tensorboardX  # `start.decide_start` has checked that it is installed
 
         self._writer = tensorboardX.SummaryWriter(
             str(workdir / "tensorboard"), purge_step=steps_before + 1
         )
 
     def __call__(self, event: Event) -> None:
-        for name, value in scalars(event).items():
+        for name, value in scalars_of_event(event).items():
             self._writer.add_scalar(name, value, event["step"], walltime=event["time"])
         if event["event"] == "sample":
             self._writer.add_text("sample", event["text"], event["step"], walltime=event["time"])
@@ -304,7 +309,7 @@ class WeightsAndBiases:
 
     def __init__(self, project: str, name: str, settings: dict[str, Any], workdir: pathlib.Path):
         """Opens the W&B run `name` of `project`; its page shows the `settings`."""
-        import wandb  # `start.decide` has checked that it is installed
+        import wandb  # `start.decide_start` has checked that it is installed
 
         id_file = workdir / "wandb_id"
         if not id_file.exists():
@@ -322,14 +327,14 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def __call__(self, event: Event) -> None:
-        if values := scalars(event):
+        if values := scalars_of_event(event):
             self._run.log(values | {"step": event["step"]})
 
     def close(self) -> None:
         self._run.finish()
 
 
-def scalars(event: Event) -> dict[str, float]:
+def scalars_of_event(event: Event) -> dict[str, float]:
     """Returns name → value for the numbers of an event, with names such as "train/loss". A list
     over layers gives one name per layer, such as "diagnostics/beta/layer_03".
     """

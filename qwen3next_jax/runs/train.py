@@ -1,7 +1,8 @@
 """A training run from start to end: mesh, data, folder, state, hooks, loop, exit code.
 
-`training.loop` takes the training steps. This module adds the parts that let a run resume and that
-protect it from faults: the folder, checkpoints, records, signals, the watchdog and rewinds.
+`training.loop` takes the training steps. This module adds what lets a run resume and what protects
+it from faults: the folder, checkpoints, run.json and metrics.jsonl, signals, the watchdog, and
+rewinds.
 """
 
 import contextlib
@@ -15,13 +16,13 @@ import jax
 
 from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, warn
 from qwen3next_jax.common.events import iterate_events
-from qwen3next_jax.common.installation import unused_gpu
+from qwen3next_jax.common.installation import unused_gpu_message
 from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
-from qwen3next_jax.data.pipeline import Data, TextData
+from qwen3next_jax.data.pipeline import DataSource, TextData
 from qwen3next_jax.data.progress import PreparationProgress
-from qwen3next_jax.data.readers import bad_summary
+from qwen3next_jax.data.readers import describe_bad_records
 from qwen3next_jax.processes.distributed import (
     broadcast_from_process_0,
     check_shared_folder,
@@ -31,20 +32,20 @@ from qwen3next_jax.processes.distributed import (
 )
 from qwen3next_jax.processes.watchdog import SignalHandler, Watchdog
 from qwen3next_jax.runs import hooks
-from qwen3next_jax.runs.begin import lock_folder, make_record
-from qwen3next_jax.runs.checks import resolve_start
-from qwen3next_jax.runs.display import Display, title
+from qwen3next_jax.runs.checks import check_and_resolve_run
+from qwen3next_jax.runs.display import Display, display_title
 from qwen3next_jax.runs.endings import (
-    divergence_at_last_step,
-    end_at_last_step,
-    end_before_last_step,
-    end_of_finished_run,
-    end_with_dump,
+    dump_and_report_halt,
+    last_step_divergence_reason,
+    report_already_finished,
+    report_early_end,
+    report_finished_run,
 )
-from qwen3next_jax.runs.first_state import describe_first_state, first_state
+from qwen3next_jax.runs.first_state import describe_first_state, make_first_state
 from qwen3next_jax.runs.guard_flags import GuardFlags, Halted
+from qwen3next_jax.runs.lock_and_record import lock_folder, make_record
 from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
-from qwen3next_jax.runs.notices import describe_notices
+from qwen3next_jax.runs.notices import surprising_settings
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.rewind import Rewinder
 from qwen3next_jax.runs.start import Start
@@ -71,8 +72,8 @@ from qwen3next_jax.training.stages import (
 )
 from qwen3next_jax.training.state import State
 
-# names of hooks, as users see them where one fails: the settings that turn them on
-EVALUATION, SAMPLE = "eval.every", "eval.sample_tokens"
+# The names of these two hooks in error messages: the settings that turn the hooks on.
+EVALUATION_HOOK_NAME, SAMPLE_HOOK_NAME = "eval.every", "eval.sample_tokens"
 
 
 def train(
@@ -82,12 +83,12 @@ def train(
     make_step: Callable[[ResolvedRun, ResolvedStage], TrainStep] = make_train_step,
     add_hooks: Callable[[Trainer], None] | None = None,
 ) -> ExitCode:
-    """Trains to step `train.steps`. Begins with the newest valid checkpoint of the run, if there is
-    one. If there are several processes, all must call this function.
+    """Trains a run to step `train.steps`. If the run has valid checkpoints, resumes from the
+    newest. If the run has several processes, all must call this function.
 
     Args:
       start: the decision about the start, from `runs.start.prepare_start`.
-      devices: the devices of the run; None: all that JAX finds.
+      devices: the devices of the run; None: all devices that JAX finds.
       make_step: function that makes the update step of a stage.
       add_hooks: function that gets the trainer before the first step and can add hooks
         (`Trainer.add_hook`).
@@ -102,7 +103,7 @@ def train(
 
     # ---- Mesh
     mesh = make_mesh(start.config.parallel, devices)
-    run = run_on_all(lambda: resolve_start(start, mesh))
+    run = run_on_all(lambda: check_and_resolve_run(start, mesh))
     run_on_all(lambda: check_state_fits(run.abstract_state))
 
     # ---- Data
@@ -111,58 +112,60 @@ def train(
     # ---- Folder
     store = open_store(start.workdir, run.config.checkpoint.patience, is_owner=is_process_0())
     with lock_folder(start, data, store) as start, _open_checkpoints(run, store) as checkpoints:
-        saved_step = checkpoints.newest_good_step() or 0
-        missed = _missing_evaluations(run, start, saved_step)
+        saved_step = checkpoints.newest_valid_step() or 0
+        missed = _missing_evaluation_kinds(run, start, saved_step)
         if saved_step > run.steps or (saved_step == run.steps and not missed):
-            return end_of_finished_run(run, store.workdir, saved_step, data[0].tokenizer)
-        checkpoints.begin(saved_step)
+            return report_already_finished(run, store.workdir, saved_step, data[0].tokenizer)
+        checkpoints.prepare_folder(saved_step)
         check_shared_folder(checkpoints.directory, run.config.parallel.start_timeout)
 
         # ---- State
-        first = _load_state(run, data, start, checkpoints, saved_step)
-        with _observe(run, store, data, start, first, missed) as observers:
+        loaded = _load_or_make_state(run, data, start, checkpoints, saved_step)
+        with _open_observers(run, store, data, start, loaded, missed) as observers:
             display, metrics, watchdog = observers.display, observers.metrics, observers.watchdog
             checkpoints.before_manifest = metrics.flush
-            metrics.add_listener(checkpoints.hear)
-            metrics.start(
-                first.step,
+            metrics.add_listener(checkpoints.note_heldout_loss)
+            metrics.write_start(
+                loaded.steps_before,
                 start_time,
-                bad_records=_bad_records(data),
+                bad_records=_bad_records_by_glob(data),
                 **describe_environment(mesh),
             )
             # A run.json without this event would look like a run whose metrics were lost.
             metrics.flush()
-            _record_start(run, data, start, first, store, checkpoints, metrics, display)
+            _write_run_json_and_changes(
+                run, data, start, loaded, store, checkpoints, metrics, display
+            )
 
             # ---- Hooks
             errors = hooks.HookErrors(run.config.train.on_hook_error == "stop", metrics)
-            trainer = Trainer(run, data, first.cursors, make_step, errors.add)
-            saving = hooks.CheckpointHook(checkpoints, metrics, run.steps, display.during)
+            trainer = Trainer(run, data, loaded.cursors, make_step, errors.add)
+            saving = hooks.CheckpointHook(checkpoints, metrics, run.steps, display.show_activity)
             evaluation = _add_hooks(
-                trainer, data, first, store, observers, errors, saving, add_hooks
+                trainer, data, loaded, store, observers, errors, saving, add_hooks
             )
 
             # ---- Loop
-            rewinder = Rewinder(run, data, first.cursors, start, checkpoints, metrics)
+            rewinder = Rewinder(run, data, loaded.cursors, start, checkpoints, metrics)
             if missed:
                 watchdog.set_time_limit(
-                    run.config.train.compile_timeout, "an evaluation", first.step
+                    run.config.train.compile_timeout, "an evaluation", loaded.steps_before
                 )
-                with reports_out_of_memory(lambda: stage_at(run.stages, first.step)):
-                    trainer.call_missed_hooks(first.step, first.state)
+                with reports_out_of_memory(lambda: stage_at(run.stages, loaded.steps_before)):
+                    trainer.call_missed_hooks(loaded.steps_before, loaded.state)
             try:
-                step, state, last_metrics = _take_steps(trainer, first, rewinder, watchdog)
+                step, state, last_metrics = _train_with_rewinds(trainer, loaded, rewinder, watchdog)
             except Halted as halt:
-                errors.tell_all()
-                return end_with_dump(trainer, first.cursors, halt, store, metrics)
+                errors.share_errors()
+                return dump_and_report_halt(trainer, loaded.cursors, halt, store, metrics)
             checkpoints.wait()
-            saving.write_events()
-            errors.tell_all()
+            saving.write_save_events()
+            errors.share_errors()
             is_saved = broadcast_from_process_0(lambda: step in checkpoints.steps())
             best = checkpoints.best_step()
             divergence = ""
             if step == run.steps:
-                divergence = divergence_at_last_step(last_metrics, state, evaluation)
+                divergence = last_step_divergence_reason(last_metrics, state, evaluation)
             if divergence:
                 metrics.write("stop", step, reason=divergence, exit_code=int(ExitCode.DIVERGED))
 
@@ -174,18 +177,18 @@ def train(
             errors.fatal.exit_code,
         )
     if not is_saved or step < run.steps:
-        return end_before_last_step(run, store.workdir, step, is_saved)
+        return report_early_end(run, store.workdir, step, is_saved)
     heldout = evaluation.heldout_text if evaluation else "not evaluated"
     summary = f"Trained {step} steps: held-out {heldout}."
     if run.config.checkpoint.keep_best and best is not None:
         summary += f" Of the checkpoints, step {best} has the lowest held-out loss (--step=best)."
-    return end_at_last_step(run, store.workdir, step, divergence, summary, data[0].tokenizer)
+    return report_finished_run(run, store.workdir, step, divergence, summary, data[0].tokenizer)
 
 
 # ---- Data and folder
 
 
-def _open_data(run: ResolvedRun) -> list[Data]:
+def _open_data(run: ResolvedRun) -> list[DataSource]:
     """Opens the data of every stage, and checks that all processes have the same data.
 
     Raises:
@@ -208,26 +211,33 @@ def _open_checkpoints(run: ResolvedRun, store: RunStore) -> CheckpointWriter:
     return store.open_checkpoints(run.config.checkpoint, stage_ends, run.groups.frozen_paths)
 
 
-def _missing_evaluations(run: ResolvedRun, start: Start, step: int) -> list[str]:
-    """Returns the kinds of events that evaluations and samples write, if they were due after
-    `step`, the newest checkpoint, and the record does not hold all of them. A run that is asked to
-    stop saves before it evaluates, and may be killed in between. An evaluation that ended the run
-    with an error is missing too, unless errors in hooks no longer end the run.
+def _missing_evaluation_kinds(run: ResolvedRun, start: Start, step: int) -> list[str]:
+    """Returns the kinds of events that evaluations and samples should have written after `step`,
+    the step of the newest checkpoint. Returns [] if metrics.jsonl has all of these events, or if
+    none were due.
 
-    If the start changes what is evaluated, or evaluates after other steps, nothing is missing: the
-    run was to evaluate something else.
+    Events of evaluations can be missing for two reasons. A run that is asked to stop saves before
+    it evaluates, and may be killed between the two. And an evaluation may have ended the run with
+    an error; its events count as missing, unless the settings now say that errors in hooks do not
+    end the run.
+
+    If this start changes the settings `eval`, nothing is missing, because the run was not to
+    evaluate with the new settings.
+
+    Args:
+      step: the step of the newest checkpoint; 0 if there is none.
     """
 
-    def find() -> list[str]:
+    def find_missing_kinds() -> list[str]:
         events = iterate_events(start.workdir / "metrics.jsonl")
         of_step = [event for _, event in events if event["step"] == step]
-        recorded = {hooks.event_name(event) for event in of_step}
+        recorded = {hooks.event_kind_with_suite(event) for event in of_step}
         failed = {event["hook"] for event in of_step if event["event"] == "hook_failed"}
         continues_without = run.config.train.on_hook_error == "continue"
-        if continues_without and failed & {EVALUATION, SAMPLE}:
+        if continues_without and failed & {EVALUATION_HOOK_NAME, SAMPLE_HOOK_NAME}:
             return []
         # A run that begins with the state of another has a checkpoint, but did not take this step.
-        expected = hooks.evaluation_events(run)
+        expected = hooks.evaluation_event_kinds(run)
         if "train" not in recorded or expected <= recorded:
             return []
         return sorted({name.partition(" ")[0] for name in expected})
@@ -237,11 +247,11 @@ def _missing_evaluations(run: ResolvedRun, start: Start, step: int) -> list[str]
     recorded = start.facts.folder.record.read_config(start.workdir)
     if not all(_evaluates_after(step, config) for config in (recorded, run.config)):
         return []
-    return broadcast_from_process_0(find)
+    return broadcast_from_process_0(find_missing_kinds)
 
 
 def _evaluates_after(step: int, config: Config) -> bool:
-    """Whether a run with these settings evaluates after `step`."""
+    """Whether a run with the settings `config` evaluates after `step`."""
     every, ends_stage = config.eval.every, any(step == s.last_step for s in resolve_stages(config))
     return ends_stage or step % every == 0
 
@@ -249,35 +259,37 @@ def _evaluates_after(step: int, config: Config) -> bool:
 # ---- State
 
 
-class _FirstState(NamedTuple):
-    """The state with which this process begins to train.
+class _LoadedState(NamedTuple):
+    """The train state with which this process begins: restored from a checkpoint of the run, or, in
+    a new run, its first state.
 
     Attributes:
-      state: the train state before the first step.
-      step: number of steps of the run that are already taken.
+      state: the train state before the first step of this process.
+      steps_before: the number of steps of the run that are already taken.
       cursors: for every stage, the place in the training data at which the stage begins to read.
-      is_new: whether the run has no checkpoint yet.
+      is_new_run: whether the run has no checkpoint yet.
     """
 
     state: State
-    step: int
+    steps_before: int
     cursors: DataCursors
-    is_new: bool
+    is_new_run: bool
 
     @property
     def continues_parent(self) -> bool:
         """Whether this is a new run that begins at the step of its parent."""
-        return self.is_new and self.step > 0
+        return self.is_new_run and self.steps_before > 0
 
 
-def _load_state(
+def _load_or_make_state(
     run: ResolvedRun,
-    data: Sequence[Data],
+    data: Sequence[DataSource],
     start: Start,
     checkpoints: CheckpointWriter,
     saved_step: int,
-) -> _FirstState:
-    """Loads the checkpoint after `saved_step` steps, or makes the first state if `saved_step` is 0.
+) -> _LoadedState:
+    """Loads the checkpoint of `saved_step`, or makes the first state of the run if `saved_step` is
+    0.
 
     Raises:
       UserError: the checkpoint, or the model in `train.init_from`, cannot be loaded.
@@ -288,21 +300,21 @@ def _load_state(
         if is_new:
             text = describe_first_state(run, data, start)
         print(escape_control(f"{start.workdir}: {text}"), flush=True)
-        for line in describe_notices(run, start):
+        for line in surprising_settings(run, start):
             print(line, flush=True)
-        if line := unused_gpu(os.environ, jax.default_backend()):
+        if line := unused_gpu_message(os.environ, jax.default_backend()):
             warn(line)
     if is_new:
-        state, cursor = first_state(run, data, start)
+        state, cursor = make_first_state(run, data, start)
     else:
         state = checkpoints.restore(saved_step, run.abstract_state)
         cursor = first_cursor(start.facts.folder.record.data)
     # A run with the whole state of its parent begins at the step of the parent.
-    return _FirstState(state, int(state["step"]), place_cursors(run.stages, data, cursor), is_new)
+    return _LoadedState(state, int(state["step"]), place_cursors(run.stages, data, cursor), is_new)
 
 
 class _Observers(NamedTuple):
-    """What watches and shows the run while it trains."""
+    """The objects that record, show and watch a run while it trains."""
 
     display: Display
     metrics: MetricsFile
@@ -312,75 +324,80 @@ class _Observers(NamedTuple):
 
 
 @contextlib.contextmanager
-def _observe(
+def _open_observers(
     run: ResolvedRun,
     store: RunStore,
-    data: Sequence[Data],
+    data: Sequence[DataSource],
     start: Start,
-    first: _FirstState,
+    loaded: _LoadedState,
     missed: Sequence[str],
 ) -> Iterator[_Observers]:
     """Opens the observers of the run, and closes them at the end of the `with` block.
 
     Args:
-      missed: kinds of events that are written again (`_missing_evaluations`).
+      missed: the kinds of events that this process writes again, because an earlier process did
+        not write all of them (`_missing_evaluation_kinds`).
     """
-    parent = start.parent.path if first.continues_parent else ""
+    parent = start.parent.path if loaded.continues_parent else ""
     read = reading_by_source(
-        first.cursors[-1].rows_read_by_stream(run.steps), epoch_by_stream(data)
+        loaded.cursors[-1].rows_read_by_stream(run.steps), epoch_by_stream(data)
     )
     if is_process_0() and (line := epochs_warning(read)):
         warn(line)
     epochs = describe_epochs(read, run.steps)
     corpus = ", ".join(filter(None, (data[0].describe()["title"], epochs)))
-    shown = title(run, corpus, first.step, parent)
+    shown = display_title(run, corpus, loaded.steps_before, parent)
     with (
-        Display(shown, run.stages, first.step, is_process_0()) as display,
-        open_metrics(run, store, first.step, display, missed) as metrics,
+        Display(shown, run.stages, loaded.steps_before, is_process_0()) as display,
+        open_metrics(run, store, loaded.steps_before, display, missed) as metrics,
         SignalHandler(display.say) as signals,
-        Watchdog(functools.partial(store.write_stacks, jax.process_index())) as watchdog,
+        Watchdog(functools.partial(store.write_thread_stacks, jax.process_index())) as watchdog,
         Profiler(run.config.profile, store.workdir, metrics.write) as profiler,
     ):
         yield _Observers(display, metrics, signals, watchdog, profiler)
 
 
-def _bad_records(data: Sequence[Data]) -> list[list]:
-    """Returns [glob, number of bad records, description] for each glob that has bad records, over
-    the data of all stages.
+def _bad_records_by_glob(data: Sequence[DataSource]) -> list[list]:
+    """Returns [glob, number of bad records, description] for each glob of data files that has bad
+    records, over all stages.
     """
     found = {}
     for stage in data:
         for source in stage.describe()["sources"] if isinstance(stage, TextData) else ():
             if counts := source["bad_records"]:
-                summary = bad_summary(counts, source["bad_places"])
+                summary = describe_bad_records(counts, source["bad_places"])
                 found[source["source"]] = [source["source"], sum(counts.values()), summary]
     return list(found.values())
 
 
-def _record_start(
+def _write_run_json_and_changes(
     run: ResolvedRun,
-    data: Sequence[Data],
+    data: Sequence[DataSource],
     start: Start,
-    first: _FirstState,
+    loaded: _LoadedState,
     store: RunStore,
     checkpoints: CheckpointWriter,
     metrics: MetricsFile,
     display: Display,
 ) -> None:
-    """Writes run.json and the changes since the last start, before the first step."""
+    """Writes run.json, and the event "changed" if settings or devices have changed since the last
+    start.
+    """
     tokenizer = data[0].tokenizer
 
     def write() -> None:
-        record = make_record(start, run, first.cursors, tokenizer.fingerprint)
-        store.write_run_and_tokenizer(record, tokenizer, first.is_new)
+        record = make_record(start, run, loaded.cursors, tokenizer.fingerprint)
+        store.write_run_json_and_tokenizer(record, tokenizer, loaded.is_new_run)
 
     broadcast_from_process_0(write)
-    checkpoints.set_run()
-    if first.continues_parent:  # with this checkpoint the run no longer needs its parent
-        checkpoints.save(first.step, first.state)
+    checkpoints.read_run_id()
+    if loaded.continues_parent:  # with this checkpoint the run no longer needs its parent
+        checkpoints.save(loaded.steps_before, loaded.state)
         checkpoints.wait()
     if start.changes:
-        metrics.write("changed", first.step, changes=[[*change] for change in start.changes])
+        metrics.write(
+            "changed", loaded.steps_before, changes=[[*change] for change in start.changes]
+        )
         lines = (f"changed since the run before: {change}" for change in start.changes)
         display.say("\n".join(lines))
 
@@ -388,18 +405,19 @@ def _record_start(
 # ---- Loop
 
 
-def _take_steps(
-    trainer: Trainer, first: _FirstState, rewinder: Rewinder, watchdog: Watchdog
+def _train_with_rewinds(
+    trainer: Trainer, loaded: _LoadedState, rewinder: Rewinder, watchdog: Watchdog
 ) -> tuple[int, State, Metrics]:
-    """Trains to the last step, or until a hook stops the run. Rewinds after a spike, and continues.
+    """Trains to the last step, or until a hook stops the run. After a loss spike, rewinds the run
+    and continues.
 
     Returns:
-      The last step, its state and its metrics, as `Trainer.train` returns them.
+      (the last step, the train state after it, its metrics), as `Trainer.train` returns them.
 
     Raises:
-      Halted: the guards ended the run, and no rewind is left.
+      Halted: the guards ended the run, and the run may not rewind (again).
     """
-    steps_before, state = first.step, first.state
+    steps_before, state = loaded.steps_before, loaded.state
     while True:
         try:
             with reports_out_of_memory(lambda: trainer.stage):
@@ -419,20 +437,21 @@ def _take_steps(
 
 def _add_hooks(
     trainer: Trainer,
-    data: Sequence[Data],
-    first: _FirstState,
+    data: Sequence[DataSource],
+    loaded: _LoadedState,
     store: RunStore,
     observers: _Observers,
     errors: hooks.HookErrors,
     saving: hooks.CheckpointHook,
     add_hooks: Callable[[Trainer], None] | None,
 ) -> hooks.EvaluationHook | None:
-    """Adds all hooks to the trainer. They are called in this order; `saving` is the last, so the
-    metrics of a step are written before its checkpoint. Only at a stop do evaluations and samples
-    follow it: they may take longer than the process is given.
+    """Adds all hooks to the trainer. The trainer calls hooks in the order in which they are added.
+    `saving` is the last, so the metrics of a step are written before its checkpoint. When the run
+    is stopped, evaluations and samples come after `saving`, because they may take longer than the
+    time that the process has left.
 
     Args:
-      errors: stops the run after an error in a hook.
+      errors: the hook that stops the run after an error in another hook.
       saving: the hook that saves checkpoints.
       add_hooks: adds the caller's hooks; None: there are none.
 
@@ -441,13 +460,13 @@ def _add_hooks(
     """
     run, config = trainer.run, trainer.run.config
     display, metrics, tokenizer = observers.display, observers.metrics, data[0].tokenizer
-    flags = GuardFlags(config.guards, run.model, first.cursors, metrics)
+    flags = GuardFlags(config.guards, run.model, loaded.cursors, metrics)
     for hook in (  # their methods are called around every step; their errors end the run
         hooks.WatchdogHook(observers.watchdog, config.train),
         hooks.StopHook(trainer, lambda: observers.signals.caught or errors.asks_to_stop()),
         hooks.ProfilerHook(observers.profiler),
         hooks.GuardFlagsHook(flags),
-        hooks.OperatorsHook(store, metrics),
+        hooks.OperatorChoicesHook(store, metrics),
         hooks.DisplayHook(display),
     ):
         trainer.add_hook(hook, every=0, required=True)
@@ -461,28 +480,30 @@ def _add_hooks(
     )
     if every := config.telemetry.diagnostics_every:
         trainer.add_hook(
-            hooks.DiagnosticsHook(run, metrics, display.during),
+            hooks.DiagnosticsHook(run, metrics, display.show_activity),
             every=every,
             at_stage_end=True,
             name="telemetry.diagnostics_every",
         )
     evaluation = None
     if has_subpackage("evals"):
-        evaluation = hooks.EvaluationHook(trainer, metrics, config.eval, tokenizer, display.during)
+        evaluation = hooks.EvaluationHook(
+            trainer, metrics, config.eval, tokenizer, display.show_activity
+        )
         trainer.add_hook(
             evaluation,
             every=config.eval.every,
             at_stage_end=True,
             last_at_stop=True,
-            name=EVALUATION,
+            name=EVALUATION_HOOK_NAME,
         )
     if config.eval.sample_tokens and has_subpackage("inference"):
         trainer.add_hook(
-            hooks.SampleHook(run, metrics, config.eval, data[0], display.during),
+            hooks.SampleHook(run, metrics, config.eval, data[0], display.show_activity),
             every=config.eval.every,
             at_stage_end=True,
             last_at_stop=True,
-            name=SAMPLE,
+            name=SAMPLE_HOOK_NAME,
         )
     for name in config.train.hooks:
         resolve({}, name, "train.hooks")(trainer)

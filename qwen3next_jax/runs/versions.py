@@ -1,9 +1,10 @@
 """Checks that this code computes the modules of a run's model in the same way as the code that
 trained the run.
 
-The class of a module has a `version`, which is increased if the module computes another function of
-its weights than before. run.json holds the versions of the modules of the run's model. Weights that
-were trained with another version would give other results without an error, so they are refused.
+The class of a module has a number `version`. It is increased when the module computes another
+function of its weights than before. run.json holds the versions of the modules of the run's model.
+With another version, trained weights would give other results without any message, so loading them
+is an error.
 """
 
 import pathlib
@@ -13,7 +14,7 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 
 
-def check_versions(
+def check_module_versions(
     where: pathlib.Path, recorded: Mapping[str, int], code: str, model: ModelConfig
 ) -> None:
     """Checks that this code computes the modules of a run's model in the same way as the code that
@@ -28,10 +29,10 @@ def check_versions(
     Raises:
       UserError: a version differs.
     """
-    from qwen3next_jax.model.layer_properties import versions
+    from qwen3next_jax.model.layer_properties import part_versions
 
     advice = "use the run with that code, or train anew in another --workdir"
-    for name, version in versions(model).items():
+    for name, version in part_versions(model).items():
         theirs = recorded.get(name, 1)
         require(
             theirs == version,

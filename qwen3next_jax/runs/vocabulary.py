@@ -1,4 +1,4 @@
-"""Takes the vocabulary size of a model from the tokenizer if `model.vocab_size` is 0."""
+"""Sets the vocabulary size of a model to that of the tokenizer if `model.vocab_size` is 0."""
 
 import pathlib
 from typing import Any
@@ -7,21 +7,23 @@ from qwen3next_jax.runs.folder import read_folder
 from qwen3next_jax.runs.store import open_store
 
 
-def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = None) -> None:
+def fill_vocabulary_from_tokenizer(
+    values: dict[str, Any], workdir: pathlib.Path | None = None
+) -> None:
     """Sets `model.vocab_size` and `model.eos_token_id` if `model.vocab_size` is 0 and the run
     trains on text.
 
     A resumed run keeps the values in its run.json; its tokenizer and its parent are not read. A new
-    run takes the values from the tokenizer `data.tokenizer`. If that is "", it takes them from the
-    tokenizer of the model in `train.init_from`.
+    run takes the values from the tokenizer that `data.tokenizer` names. If `data.tokenizer` is "",
+    a new run takes the values from the tokenizer of the model in `train.init_from`.
 
     Args:
       values: the settings as a nested dict; it is changed in place.
       workdir: the folder of a run that may resume; None: the run is new.
 
     Raises:
-      UserError: the tokenizer cannot be loaded, `train.init_from` does not exist, or a record of
-        the run in `workdir` is missing.
+      UserError: the tokenizer cannot be loaded, `train.init_from` does not exist, or a file of the
+        run in `workdir` is missing.
     """
     model = values.get("model", {})
     data = values.get("data", {})
@@ -29,7 +31,7 @@ def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = N
         return
     record = None
     if workdir and not open_store(workdir).is_restart_unfinished():
-        record = read_folder(workdir).trained_record()
+        record = read_folder(workdir).record_if_trained()
     if record is not None:
         trained = record.config["model"]
         model["vocab_size"] = trained["vocab_size"]
@@ -37,9 +39,9 @@ def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = N
         return
     # Imported here because these modules take long to load.
     from qwen3next_jax.data.tokens import load_tokenizer
-    from qwen3next_jax.runs.facts import tokenizer_of_model
+    from qwen3next_jax.runs.facts import tokenizer_of_init_from
 
     init_from = values.get("train", {}).get("init_from", "")
-    tokenizer = load_tokenizer(data.get("tokenizer") or tokenizer_of_model(init_from))
+    tokenizer = load_tokenizer(data.get("tokenizer") or tokenizer_of_init_from(init_from))
     model["vocab_size"] = tokenizer.vocab_size
     model["eos_token_id"] = tokenizer.eos_id

@@ -1,1 +1,1 @@
-"""Makes the device mesh, and splits parameters, activations and batches over it."""
+"""Makes the device mesh, and splits parameters, activations and batches over the mesh."""

@@ -10,7 +10,8 @@ class BatchLayout:
     """The layout of a batch [B, …] over the devices of all processes.
 
     The sharding decides which rows a process reads. Several processes read the same rows if the
-    mesh axis `context` gives them different tokens of these rows, or `tensor` gives them copies.
+    mesh axis `context` gives them different tokens of these rows, or if `tensor` gives them copies
+    of the rows.
 
     Attributes:
       rows: indices, within the batch, of the rows that this process reads, in ascending order.
@@ -29,8 +30,8 @@ class BatchLayout:
         )
 
     def to_global(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Makes the arrays [B, …] of the global batch. Every process must call this method with its
-        own rows.
+        """Makes the global arrays [B, …] of a batch from the rows of all processes. Every process
+        must call this method with its own rows.
 
         Args:
           local: the arrays [len(rows), …] that this process has read, by name.

@@ -2,8 +2,8 @@
 
 With the compiler's defaults, a program for TPU waits for every all-gather of weights, every
 exchange of tokens between experts, and every reduce-scatter of gradients. Some TPUs have sparse
-cores, which can run collectives while the tensor cores compute. These options let the compiler use
-them. docs/notes/planner.md reports the effect of each option.
+cores, which can run collectives while the tensor cores compute. The options below let the compiler
+use the sparse cores. docs/notes/planner.md reports the effect of each option.
 """
 
 import jax
@@ -31,9 +31,9 @@ CHIP_OPTIONS = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES, "tpu7x": _SPARSE_COR
 
 
 def compiler_options(config: ParallelConfig, mesh: Mesh) -> dict[str, str]:
-    """Returns the options of a step on `mesh`, as a dict from names to values. They are the chip's
-    options of `CHIP_OPTIONS` if the mesh has several devices, else none; the options that
-    `config.compiler_options` gives replace or extend them.
+    """Returns {name: value} of the compiler options for a step on `mesh`. On several devices these
+    are the chip's options of `CHIP_OPTIONS`; on one device there are none. The options of
+    `config.compiler_options` are added, and replace options of the same name.
 
     Raises:
       UserError: an option of the configuration is not of the form NAME=VALUE, or the compiler does

@@ -1,5 +1,5 @@
-"""An all-gather for `shard_map`. Its gradient is a reduce-scatter that the TPU compiler does not
-replace by a sum of whole arrays.
+"""An all-gather for `shard_map`, whose gradient is a reduce-scatter. The reduce-scatter is arranged
+so that the TPU compiler does not replace it by an all-reduce.
 """
 
 import functools
@@ -18,7 +18,7 @@ _SMOOTH = 2**30 * 3**5 * 5**3 * 7 * 11 * 13 * 17 * 19
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Concatenates the parts `x` of all devices along the mesh axis `axis`; it is called inside
+    """Concatenates the parts `x` of all devices along the mesh axis `axis`. It is called inside
     `shard_map`.
 
     Args:
@@ -32,14 +32,14 @@ def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
-def _backward(axis, dim, _, dy):
-    """Computes the gradient of `x` with a reduce-scatter of `dy`.
+def _reduce_scatter_gradient(axis, dim, _, dy):
+    """Returns the gradient of `x`: a reduce-scatter of the result's gradient `dy`.
 
     To run a reduce-scatter along `dim`, the TPU compiler also splits a second dimension of `dy`. If
-    that dimension's number of tiles has a prime factor of 37 or more (a vocabulary of 151,936 = 128
-    · 1187 does), the compiler sums the whole array on every device instead, which sends twice the
-    bytes. Therefore the second dimension is padded with zeros to a number of tiles that the
-    compiler can split.
+    the number of tiles along this second dimension has a prime factor of 37 or more, as for a
+    vocabulary of 151,936 = 128 · 1187, the compiler sums the whole array on every device instead,
+    which sends twice the bytes. Therefore the second dimension is padded with zeros to a number of
+    tiles that the compiler can split.
     """
     last = dy.ndim - 1
     other = last - 1 if dim == last else last
@@ -57,4 +57,4 @@ def _backward(axis, dim, _, dy):
     return (jax.lax.slice_in_dim(jax.lax.optimization_barrier(part), 0, size, axis=other),)
 
 
-all_gather.defvjp(lambda x, *static: (all_gather(x, *static), None), _backward)
+all_gather.defvjp(lambda x, *static: (all_gather(x, *static), None), _reduce_scatter_gradient)

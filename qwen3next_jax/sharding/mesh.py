@@ -1,9 +1,9 @@
-"""Makes the mesh of devices, and checks that the mesh divides the sizes of a run.
+"""Makes the mesh of devices, and checks that its axes divide the arrays of a run.
 
 The mesh axes `slice`, `data` and `expert` split the rows of a batch, `context` splits the tokens of
 a row, and `tensor` splits heads and widths. `expert` also splits the experts. Parameters are split
-over all axes but `slice`, and so is the optimizer state unless the slices share it
-(`sharding.rules`).
+over all axes but `slice`. The optimizer state is split in the same way; if the slices share this
+state, `slice` splits it too (`sharding.rules`).
 """
 
 import math
@@ -22,12 +22,12 @@ from qwen3next_jax.config import MESH_AXES, MeshConfig, ModelConfig, ParallelCon
 def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Makes the mesh with the axis sizes of `config.mesh`.
 
-    On TPU a mesh axis is laid along whole dimensions of the chips' network, or contiguous parts of
-    them, if possible. The devices of a group along `expert`, which together hold all experts, form
-    a block of the network where a block is better than a line (`sharding.torus`). If the devices
-    belong to several TPU slices, only `slice` and `data` cross the slower network between slices,
-    and `data` only if the axis `slice` is smaller than the number of slices. Devices that belong to
-    no TPU slices lie along `slice` in their order.
+    On TPU a mesh axis is laid along whole dimensions of the chips' network, or along contiguous
+    parts of dimensions, if possible. The devices of a group along `expert`, which together hold all
+    experts, form a block of the network where a block is faster than a line (`sharding.torus`). If
+    the devices belong to several TPU slices, only `slice` and `data` cross the slower network
+    between slices, and `data` only if the axis `slice` is smaller than the number of slices.
+    Devices that belong to no TPU slice are put into the mesh in their order.
 
     Args:
       devices: the devices to use; None means all devices of the run. Virtual devices and the
@@ -44,7 +44,7 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
     if len(by_slice) > 1:
         _check_slices(config.mesh, by_slice)
     is_tpu = devices[0].platform == "tpu"
-    sizes = config.mesh.sizes(len(devices), len(by_slice) if is_tpu else 1)
+    sizes = config.mesh.axis_sizes(len(devices), len(by_slice) if is_tpu else 1)
     if is_tpu or len(by_slice) > 1:
         grid = _grid_of_slices(sizes, [by_slice[index] for index in sorted(by_slice)])
     else:
@@ -53,15 +53,15 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
 
 
 def slice_number(device: Any) -> int:
-    """Returns the number of the TPU slice that a device belongs to; 0 if JAX says nothing of it."""
+    """Returns the number of the TPU slice that a device belongs to; 0 if JAX reports no slice."""
     return getattr(device, "slice_index", 0) or 0
 
 
 def _check_slices(mesh: MeshConfig, by_slice: Mapping[int, Sequence[Any]]) -> None:
-    """Raises UserError if the slices, each a list of devices, have different shapes, or if the axes
-    that may not cross slices do not fit into one.
+    """Raises UserError if the slices have different shapes, or if the mesh axes `expert`, `context`
+    and `tensor` do not fit into one slice. `by_slice`: {number of a slice: its devices}.
     """
-    shapes = {index: _shape_text(by_slice[index]) for index in sorted(by_slice)}
+    shapes = {index: _slice_shape_text(by_slice[index]) for index in sorted(by_slice)}
     first = next(iter(shapes))
     for index, shape in shapes.items():
         if shape != shapes[first]:
@@ -81,9 +81,9 @@ def _check_slices(mesh: MeshConfig, by_slice: Mapping[int, Sequence[Any]]) -> No
         )
 
 
-def _shape_text(devices: Sequence[Any]) -> str:
-    """Returns the shape of a TPU slice as text, "4x4x8 chips, 128 devices"; of other devices only
-    their number.
+def _slice_shape_text(devices: Sequence[Any]) -> str:
+    """Returns the shape of a TPU slice as text, "4x4x8 chips, 128 devices". For devices without
+    coordinates, the text has only the number of devices.
     """
     count = f"{len(devices)} devices"
     if not hasattr(devices[0], "coords"):
@@ -93,8 +93,9 @@ def _shape_text(devices: Sequence[Any]) -> str:
 
 
 def _grid_of_slices(sizes: dict[str, int], slices: Sequence[Sequence[Any]]) -> np.ndarray:
-    """Returns the devices of equal slices as an array with the dimensions `sizes`, a dict from mesh
-    axis to size. As many slices as possible lie along the axis `slice`, the others along `data`.
+    """Returns the devices of slices of one shape as an array with the dimensions `sizes`, a dict
+    from mesh axis to size. As many slices as possible lie along the axis `slice`, the others along
+    `data`.
     """
     along_slice = math.gcd(sizes["slice"], len(slices))
     along_data = len(slices) // along_slice
@@ -131,9 +132,9 @@ def mesh_text(sizes: dict[str, int]) -> str:
     return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
 
 
-def compute_mesh(mesh: Mesh) -> Mesh | None:
-    """Returns the mesh as the model's functions take it: `mesh`, or None for one device, so that a
-    program for one device contains no sharding.
+def mesh_unless_single_device(mesh: Mesh) -> Mesh | None:
+    """Returns `mesh`, or None if the mesh has one device. The model's functions take None for one
+    device, so that a program for one device contains no sharding.
     """
     return mesh if mesh.size > 1 else None
 
@@ -142,15 +143,15 @@ class _Constraint(NamedTuple):
     """A condition on the size of a mesh axis.
 
     Attributes:
-      complaint: the part of the error message that follows "parallel.mesh.AXIS = SIZE".
-      holds: whether a size fulfils the condition.
+      complaint: the text that follows "parallel.mesh.AXIS = SIZE" in the error message.
+      holds: function (size) → whether the size fulfils the condition.
     """
 
     complaint: str
     holds: Callable[[int], bool]
 
 
-def check_divides(
+def check_mesh_divides(
     model: ModelConfig,
     rows: int,
     length: int,
@@ -167,18 +168,18 @@ def check_divides(
       length: number of tokens of a row.
       mesh: the devices.
       split_by_mixers: dict from a setting to the size of a dimension that the model's mixers split
-        over `tensor` (`Mixer.splits`).
+        over `tensor` (`Mixer.sizes_split_by_tensor`).
       halo: number of tokens that a device reads from the end of its neighbour's part of a row, if
         `context` splits rows.
       whole_rows: names of the parts of the model that need whole rows on one device.
 
     Raises:
-      UserError: a condition on an axis of the mesh does not hold. An axis has to divide the
-        dimensions that it splits, and the product of `slice`, `data` and `expert` the rows; for
-        key/value heads it may also be a multiple. Twice `context` has to divide the row, and each
-        device needs at least `halo` tokens of it. `context` has to be 1 if a part of the model
-        needs whole rows, and `expert` if the model has no experts. The message names the axis and
-        what was expected.
+      UserError: an axis of the mesh has a wrong size; the message names the axis and valid sizes.
+        An axis must divide the dimensions that it splits; `tensor` may also be a multiple of the
+        number of key/value heads. The product of `slice`, `data` and `expert` must divide the rows.
+        Twice `context` must divide the length of a row, and each device needs at least `halo`
+        tokens of a row. `context` must be 1 if a part of the model needs whole rows. `expert` must
+        be 1 if the model has no experts.
     """
     size = dict(mesh.shape)
     axes = [axis for axis in ("slice", "data", "expert") if size[axis] > 1 or axis != "slice"]
@@ -196,18 +197,18 @@ def check_divides(
             "(model.num_experts = 0): expected 1"
         )
     context = _context_constraints(size, length, halo, whole_rows)
-    _check_axis("context", size["context"], length // 2, context)
-    experts = [_divisibility("num_experts", model.num_experts)] if model.has_experts else []
-    _check_axis("expert", size["expert"], model.num_experts, experts)
+    _check_axis_size("context", size["context"], length // 2, context)
+    experts = [_divides_constraint("num_experts", model.num_experts)] if model.has_experts else []
+    _check_axis_size("expert", size["expert"], model.num_experts, experts)
     tensor = _tensor_constraints(model, split_by_mixers)
-    _check_axis("tensor", size["tensor"], model.num_attention_heads, tensor)
+    _check_axis_size("tensor", size["tensor"], model.num_attention_heads, tensor)
 
 
 def _context_constraints(
     size: Mapping[str, int], length: int, halo: int, whole_rows: Sequence[str]
 ) -> list[_Constraint]:
-    """Returns the constraints on the size of the axis `context`. `size`: name of an axis → number
-    of devices along it. `check_divides` explains the other arguments.
+    """Returns the constraints on the size of the axis `context`. `size`: {name of an axis: number
+    of devices along the axis}. `check_mesh_divides` explains the other arguments.
     """
     return [
         _Constraint(
@@ -231,7 +232,7 @@ def _context_constraints(
 def _tensor_constraints(
     model: ModelConfig, split_by_mixers: Mapping[str, int]
 ) -> list[_Constraint]:
-    """Returns the constraints on the size of the axis `tensor`. `check_divides` explains the
+    """Returns the constraints on the size of the axis `tensor`. `check_mesh_divides` explains the
     arguments.
     """
     split = dict(split_by_mixers)
@@ -243,7 +244,7 @@ def _tensor_constraints(
         split["shared_expert_intermediate_size"] = model.shared_expert_intermediate_size
     heads = model.num_key_value_heads
     return [
-        *(_divisibility(name, dimension) for name, dimension in split.items()),
+        *(_divides_constraint(name, dimension) for name, dimension in split.items()),
         _Constraint(
             f" neither divides model.num_key_value_heads = {heads} nor is a multiple of it (each "
             "shard needs whole key/value heads)",
@@ -252,13 +253,15 @@ def _tensor_constraints(
     ]
 
 
-def _divisibility(name: str, dimension: int) -> _Constraint:
+def _divides_constraint(name: str, dimension: int) -> _Constraint:
     return _Constraint(f" does not divide model.{name} = {dimension}", lambda n: dimension % n == 0)
 
 
-def _check_axis(axis: str, size: int, largest: int, constraints: Sequence[_Constraint]) -> None:
-    """Raises UserError for the first constraint that `size` breaks. The message suggests sizes up
-    to `largest` that fulfil all constraints.
+def _check_axis_size(
+    axis: str, size: int, largest: int, constraints: Sequence[_Constraint]
+) -> None:
+    """Raises UserError for the first constraint that the size of a mesh axis breaks. The message
+    suggests sizes up to `largest` that fulfil all constraints.
     """
     for complaint, holds in constraints:
         if not holds(size):
@@ -274,8 +277,8 @@ def _check_axis(axis: str, size: int, largest: int, constraints: Sequence[_Const
 
 
 def _nearest_sizes(size: int, sizes: Iterable[int], valid: Callable[[int], bool]) -> str:
-    """Returns the valid sizes in the ascending `sizes` that are nearest to `size`, below and above
-    it, as text: "4, 8".
+    """Returns the nearest valid size below `size` and the nearest one above, as text: "4, 8".
+    `sizes`: the candidates, ascending.
     """
     found = [n for n in sizes if valid(n)]
     below = [n for n in found if n < size][-1:]

@@ -1,9 +1,10 @@
-"""Tables of which a batch uses only some rows, on a mesh. The mesh axes that split the tokens of a
-batch, except `slice`, split the rows of such a table, and `tensor` splits its width (the logical
-axes `table_rows` and `table_width` of `sharding.rules`). `ops.table_rows` exchanges the rows.
+"""Look-up and update of large embedding tables, of which a batch uses only some rows, on a mesh.
+The mesh axes that split the tokens of a batch, except `slice`, split the rows of such a table, and
+`tensor` splits its width (the logical axes `table_rows` and `table_width` of `sharding.rules`).
+`ops.table_rows` exchanges the rows between devices.
 
 If the size of a mesh axis does not divide the number of rows, the devices along this axis hold
-copies.
+copies of the rows.
 
 Letters: B batch, T time, H rows of a token, V rows of the table, W their width.
 """
@@ -22,8 +23,8 @@ from qwen3next_jax.sharding.rules import (
     TOKENS,
     ShardedParam,
     activation_spec,
-    axes_in_program,
-    axes_of,
+    mesh_axes_of_entry,
+    non_manual_axes,
     num_shards,
     per_shard,
     storage_spec,
@@ -38,8 +39,8 @@ def look_up_rows(
     time: str | None = "time",
     dtype: Any = None,
 ) -> jax.Array:
-    """Returns the rows of the ids, [B, T, H · W]. The gradient of the table is an array of the
-    table's shape; `update_rows` avoids it.
+    """Returns the rows of a table with the numbers `ids_BTH`, as an array [B, T, H · W]. The
+    gradient of the table is an array of the table's shape; `update_rows` avoids such an array.
 
     Args:
       ids_BTH: int32, numbers of rows, split over `mesh` as tokens are.
@@ -52,7 +53,7 @@ def look_up_rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def _look_up(table_VW, ids_BTH, declared, mesh, time, dtype):
-    spec, row_axes, width_axes = _table_split(declared, table_VW.shape, mesh)
+    spec, row_axes, width_axes = _table_spec_and_mesh_axes(declared, table_VW.shape, mesh)
 
     def run(table_RW, ids_BTH):
         rows = table_rows.look_up_rows(table_RW, ids_BTH.reshape(-1), row_axes, dtype)
@@ -89,24 +90,24 @@ def update_rows(
     write: Callable[..., Any],
     scalars: tuple[jax.Array, ...] = (),
 ) -> Any:
-    """Returns `state` after `write` (see `ops.table_rows.update_rows`) changed the rows that the
-    ids name. Each device calls `write(state, row, gradient, *scalars)` for its own rows and
-    columns.
+    """Returns `state` with the rows `ids_BTH` changed by the function `write` (see
+    `ops.table_rows.update_rows`). Each device calls `write(state, row, gradient, *scalars)` for its
+    own rows and columns.
 
     Args:
       state: a tree of arrays [V, …], such as the table and its optimizer's state.
       d_rows_BTP: the gradient of the result of `look_up_rows`, float32.
-      declared: the declaration of the table. All arrays of `state` are split as it says.
+      declared: the declaration of the table. All arrays of `state` are split like the table.
     """
-    specs = jax.tree.map(lambda x: _table_split(declared, x.shape, mesh)[0], state)
+    specs = jax.tree.map(lambda x: _table_spec_and_mesh_axes(declared, x.shape, mesh)[0], state)
     rows = jax.tree.leaves(state)[0].shape[0]
     width = d_rows_BTP.shape[2] // ids_BTH.shape[2]
-    _, row_axes, width_axes = _table_split(declared, (rows, width), mesh)
+    _, row_axes, width_axes = _table_spec_and_mesh_axes(declared, (rows, width), mesh)
     own_rows, own_width = (
         rows // num_shards(mesh, *row_axes),
         width // num_shards(mesh, *width_axes),
     )
-    in_program = () if mesh is None else axes_in_program(mesh, TOKENS)
+    in_program = () if mesh is None else non_manual_axes(mesh, TOKENS)
     copies = tuple(axis for axis in in_program if axis not in row_axes)
 
     def run(state, ids_BTH, d_rows_BTP, *scalars):
@@ -126,13 +127,13 @@ def update_rows(
     return per_shard(run, mesh, in_specs, specs)(state, ids_BTH, d_rows_BTP, *scalars)
 
 
-def _table_split(
+def _table_spec_and_mesh_axes(
     declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh | None
 ) -> tuple[P | None, tuple[str, ...], tuple[str, ...]]:
-    """Returns how a table of this shape is split: its PartitionSpec, the mesh axes that split its
-    rows, and the mesh axes that split its width.
+    """Returns how the mesh splits a table of this shape: the table's PartitionSpec, the mesh axes
+    that split its rows, and the mesh axes that split its width.
     """
     if mesh is None:
         return None, (), ()
     spec = storage_spec(declared, shape, mesh)
-    return spec, *(axes_of(entry) for entry in spec)
+    return spec, *(mesh_axes_of_entry(entry) for entry in spec)

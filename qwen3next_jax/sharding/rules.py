@@ -2,10 +2,11 @@
 parameters to mesh axes, and `ACTIVATIONS` maps the logical axes of activations.
 
 Each parameter declares a logical axis for each of its dimensions (`model.parameters`). A mesh axis
-can split a dimension in two ways. With a compute axis, each device computes with its own part of
-the dimension. A storage axis splits the dimension only between uses, to save memory (FSDP, ZeRO-3:
-1910.02054): the parameter is gathered over this axis just before its use. The dimension of stacked
-layers is never split, because a scan over the layers would gather all layers at once.
+splits a dimension in one of two ways. With a compute axis, each device computes with its own part
+of the dimension. A storage axis splits the dimension only between uses, to save memory (FSDP,
+ZeRO-3: 1910.02054): the parameter is gathered over the storage axis just before its use. The
+dimension of stacked layers is never split, because a scan over the layers would gather all layers
+at once.
 """
 
 import functools
@@ -27,7 +28,7 @@ from qwen3next_jax.sharding.gathering import all_gather
 SLICE, DATA, EXPERT, CONTEXT, TENSOR = MESH_AXES
 ROWS = (SLICE, DATA, EXPERT)  # the mesh axes that split the rows of a batch
 TOKENS = (*ROWS, CONTEXT)  # the mesh axes that split the tokens of a batch
-TOKENS_OF_SLICE = (DATA, EXPERT, CONTEXT)  # those of them that lie within a slice
+TOKENS_OF_SLICE = (DATA, EXPERT, CONTEXT)  # the axes of TOKENS that lie within a slice
 FSDP = TOKENS_OF_SLICE  # the mesh axes that split parameters for storage
 
 
@@ -37,7 +38,7 @@ class MeshAxes(NamedTuple):
     Attributes:
       compute: mesh axes that split the dimension while the model computes with it.
       storage: mesh axes that also split the dimension between uses. The axis with the most devices
-        is put outermost, so that it is gathered last.
+        is the outermost axis, so it is gathered last.
     """
 
     compute: tuple[str, ...] = ()
@@ -75,11 +76,11 @@ LOGICAL_AXES: dict[str | None, MeshAxes] = {
 
 
 class ShardedParam(Protocol):
-    """The attributes of a parameter's declaration (`model.parameters`) that the rules read."""
+    """The fields of a parameter's declaration (`model.parameters.Declared`) that sharding reads."""
 
     axes: tuple[str | None, ...]
-    operand: bool
-    gathered: str
+    uses_model_dtype: bool
+    gathered_by: str
 
 
 # logical axis of an activation → the mesh axes that split it
@@ -104,10 +105,12 @@ def check_logical_axes(axes: tuple[str | None, ...]) -> None:
 
 
 def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Returns the PartitionSpec of a parameter between uses. Its optimizer state has the same spec.
+    """Returns the PartitionSpec of a parameter, and of its optimizer state, between uses: both the
+    compute axes and the storage axes split it.
 
     Args:
-      declared: the parameter's declaration, whose axes belong to the last dimensions of `shape`.
+      declared: the parameter's declaration. Its logical axes are those of the last dimensions of
+        `shape`.
       shape: the global shape of the parameter, with the dimension of stacked layers first, if it
         has one.
       mesh: the devices.
@@ -119,13 +122,13 @@ def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> 
     return _partition_spec(dims, shape, mesh)
 
 
-def slice_state_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Returns the PartitionSpec of an array of the optimizer's state that the slices share: that of
-    `storage_spec`, with `slice` at the first dimension whose shards it divides. That may be the
-    dimension of stacked layers, because no scan reads the optimizer's state. If `slice` divides no
-    dimension, every slice has the whole array.
+def state_spec_shared_by_slices(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """Returns the PartitionSpec of an array of the optimizer's state if the slices share this
+    state: `storage_spec` with `slice` added at the first dimension whose shards `slice` divides.
+    This dimension may be that of stacked layers, because no scan reads the optimizer's state. If
+    `slice` divides no dimension, every slice has the whole array.
     """
-    entries = [axes_of(entry) for entry in storage_spec(declared, shape, mesh)]
+    entries = [mesh_axes_of_entry(entry) for entry in storage_spec(declared, shape, mesh)]
     for dim, (axes, size) in enumerate(zip(entries, shape)):
         if mesh.shape[SLICE] > 1 and size % num_shards(mesh, *axes, SLICE) == 0:
             entries[dim] = (*axes, SLICE)
@@ -134,8 +137,9 @@ def slice_state_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh)
 
 
 def compute_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Returns the PartitionSpec of a parameter while the model computes with it, when it is
-    gathered over its storage axes. It takes the arguments of `storage_spec`.
+    """Returns the PartitionSpec of a parameter while the model computes with it: the parameter is
+    gathered over its storage axes, and only its compute axes split it. It takes the arguments of
+    `storage_spec`.
     """
     return _partition_spec([LOGICAL_AXES[axis].compute for axis in declared.axes], shape, mesh)
 
@@ -157,7 +161,7 @@ def _partition_spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: M
     return P(*entries)
 
 
-def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def mesh_axes_of_entry(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Returns the mesh axes of one entry of a PartitionSpec, outermost first."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
@@ -178,30 +182,30 @@ def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
     """
     if mesh is None:
         return x
-    spec = _spec_in_program(activation_spec(*names), mesh)
+    spec = _spec_without_manual_axes(activation_spec(*names), mesh)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def axes_in_program(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
-    """Returns the mesh axes among `axes` over which the traced program runs. These are all of
-    `axes`, except in the part of a train step in which each slice computes its own gradients
-    (`training.gradients`): this part runs on the devices of one slice.
+def non_manual_axes(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
+    """Returns the mesh axes among `axes` that are not manual axes of a surrounding `shard_map`.
+    The only manual axis is `slice`, in the part of a train step in which each slice computes its
+    own gradients (`sharding.slices`).
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     return tuple(axis for axis in axes if types[axis] != AxisType.Manual)
 
 
-def _spec_in_program(spec: P, mesh: Mesh | AbstractMesh) -> P:
-    return P(*(axes_in_program(mesh, axes_of(entry)) for entry in spec))
+def _spec_without_manual_axes(spec: P, mesh: Mesh | AbstractMesh) -> P:
+    return P(*(non_manual_axes(mesh, mesh_axes_of_entry(entry)) for entry in spec))
 
 
 def num_shards(mesh: Mesh | None, *axes: str) -> int:
     """Returns the number of shards into which these mesh axes together split a dimension; 1 without
-    a mesh. Axes over which the traced program does not run (`axes_in_program`) do not count.
+    a mesh. Manual axes of a surrounding `shard_map` do not count (`non_manual_axes`).
     """
     if mesh is None:
         return 1
-    return math.prod(mesh.shape[axis] for axis in axes_in_program(mesh, axes))
+    return math.prod(mesh.shape[axis] for axis in non_manual_axes(mesh, axes))
 
 
 def per_shard(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
@@ -217,7 +221,7 @@ def per_shard(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> 
     if mesh is None:
         return f
     in_specs, out_specs = jax.tree.map(
-        lambda spec: _spec_in_program(spec, mesh),
+        lambda spec: _spec_without_manual_axes(spec, mesh),
         (in_specs, out_specs),
         is_leaf=lambda leaf: isinstance(leaf, P),
     )
@@ -226,17 +230,17 @@ def per_shard(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> 
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=set(axes_in_program(mesh, mesh.axis_names)),
+        axis_names=set(non_manual_axes(mesh, mesh.axis_names)),
         check_vma=False,
     )
 
 
 def gather_params(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
-    """Gathers parameters over their storage axes before their use outside of `shard_map`.
+    """Gathers parameters over their storage axes before a layer uses them outside of `shard_map`.
 
-    Parameters that are operands of matrix products are cast to `dtype` before they are gathered.
-    Their gradients are reduce-scattered back to the storage sharding. A parameter that is declared
-    with gathered="operator" is cast but not gathered: the code that uses it gathers it
+    Parameters declared with `uses_model_dtype` are cast to `dtype` before they are gathered. The
+    gradients are reduce-scattered back to the storage sharding. A parameter declared with
+    gathered_by="operator" is cast but not gathered; the operator that uses the parameter gathers it
     (`gather_in_shard`).
 
     Args:
@@ -249,16 +253,14 @@ def gather_params(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
 
     def gather(variable):
         declared, leaf = variable.declared, variable[...]
-        to = jnp.dtype(dtype) if declared.operand else leaf.dtype
-        if declared.gathered == "operator":
+        to = jnp.dtype(dtype) if declared.uses_model_dtype else leaf.dtype
+        if declared.gathered_by == "operator":
             return variable.replace(leaf.astype(to))
         specs = _gather_steps(
             storage_spec(declared, leaf.shape, mesh), compute_spec(declared, leaf.shape, mesh)
         )
         steps = tuple(NamedSharding(mesh, spec) for spec in specs)
-        return variable.replace(
-            save_for_backward(_gather_with_backward(leaf, to, steps, leaf.dtype))
-        )
+        return variable.replace(save_for_backward(_cast_and_gather(leaf, to, steps, leaf.dtype)))
 
     return jax.tree.map(gather, params, is_leaf=lambda leaf: hasattr(leaf, "declared"))
 
@@ -287,31 +289,35 @@ def axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:
     """Returns, for each dimension, the mesh axes that split it in `storage` but not in `use`, outer
     axes first.
     """
-    return [axes_of(stored)[len(axes_of(used)) :] for stored, used in zip(storage, use)]
+    return [
+        mesh_axes_of_entry(stored)[len(mesh_axes_of_entry(used)) :]
+        for stored, used in zip(storage, use)
+    ]
 
 
 def _gather_steps(storage: P, use: P) -> list[P]:
-    """Returns the sequence of specs from `storage` to `use`. Each spec has one mesh axis less than
-    the one before; inner axes are removed first.
+    """Returns the PartitionSpecs from `storage` to `use`, in the order in which a parameter takes
+    them while it is gathered. Each spec has one mesh axis less than the spec before it; inner axes
+    are removed first.
 
     The axes are gathered one by one because the TPU compiler handles some larger gathers badly. If
     one gather went over several axes that together span all dimensions of a torus, the compiler
-    would replace it by a sum of zero-padded parts, and the reduce-scatter of the gradient by a sum;
-    both would send twice the bytes.
+    would replace the gather by a sum of zero-padded parts, and the reduce-scatter of the gradient
+    by a sum of whole arrays. Both sums would send twice the bytes.
     """
     specs = [storage]
     for dim, axes in enumerate(axes_to_gather(storage, use)):
         for _ in axes:
             entries = list(specs[-1])
-            entries[dim] = axes_of(entries[dim])[:-1]
+            entries[dim] = mesh_axes_of_entry(entries[dim])[:-1]
             specs.append(P(*entries))
     return specs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather_with_backward(x, dtype, steps, own_dtype):
+def _cast_and_gather(x, dtype, steps, own_dtype):
     """Casts `x` to `dtype` and gives it the shardings `steps`, one after another. `own_dtype`: the
-    dtype of `x`, which its gradient gets.
+    dtype of `x` and of its gradient.
     """
     x = x.astype(dtype)
     # The first constraint is the storage sharding. Without it the partitioner may gather before
@@ -321,14 +327,14 @@ def _gather_with_backward(x, dtype, steps, own_dtype):
     return x
 
 
-def _gather_backward(dtype, steps, own_dtype, _, dy):
+def _cast_and_gather_backward(dtype, steps, own_dtype, _, dy):
     for sharding in reversed(steps[:-1] or steps):
         dy = jax.lax.with_sharding_constraint(dy, sharding)
     return (dy.astype(own_dtype),)
 
 
-_gather_with_backward.defvjp(
-    lambda x, *static: (_gather_with_backward(x, *static), None), _gather_backward
+_cast_and_gather.defvjp(
+    lambda x, *static: (_cast_and_gather(x, *static), None), _cast_and_gather_backward
 )
 
 
@@ -341,12 +347,12 @@ def tree_shardings(
     """Returns the NamedSharding of every leaf of a train state or of a tree of parameters.
 
     A leaf whose path ends in the path of a parameter, such as a moment of the optimizer, is split
-    like that parameter. All other leaves, such as the step and the guards, are copied to every
-    device. If `slice_state` is "sharded", the slices also share the entry "opt_state".
+    like the parameter. All other leaves, such as the step and the guards, are copied to every
+    device. If `slice_state` is "sharded", `slice` also splits the leaves of the entry "opt_state".
 
     Args:
       tree: a tree whose leaves are arrays or `jax.ShapeDtypeStruct`s.
-      declared: dict from the path of each parameter ("layers/0/mixer/q_proj") to its declaration.
+      declared: {path of a parameter, such as "layers/0/mixer/q_proj": its declaration}.
 
     Raises:
       UserError: an array belongs to no parameter.
@@ -358,7 +364,7 @@ def tree_shardings(
         parameter = next((declared[name] for name in suffixes if name in declared), None)
         if parameter is not None:
             shared = slice_state == "sharded" and names[0] == "opt_state"
-            spec = slice_state_spec if shared else storage_spec
+            spec = state_spec_shared_by_slices if shared else storage_spec
             return NamedSharding(mesh, spec(parameter, leaf.shape, mesh))
         if leaf.ndim and names[0] != "guards":
             raise UserError(

@@ -1,9 +1,9 @@
-"""Slices that compute on their own: each has all parameters and a part of the rows of a batch, and
-they add up their gradients (hybrid FSDP).
+"""Data parallelism between TPU slices (hybrid FSDP): each slice has all parameters, computes the
+gradients of its own part of a batch, and then the gradients of all slices are added.
 
-The network between slices has a small part of the bandwidth within a slice. So each slice first
-adds up the gradients of all its micro-batches over its own devices. Only these sums cross the
-network, once a step.
+The bandwidth between slices is a small part of the bandwidth within a slice. So each slice first
+adds the gradients of all its micro-batches over its own devices. Only the sums cross the network
+between slices, once a step.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from qwen3next_jax.sharding.rules import SLICE, axes_in_program
+from qwen3next_jax.sharding.rules import SLICE, non_manual_axes
 
 
 def on_each_slice(gradients: Callable, mesh: Mesh) -> Callable:
@@ -25,8 +25,8 @@ def on_each_slice(gradients: Callable, mesh: Mesh) -> Callable:
       mesh: the mesh of all slices.
 
     Returns:
-      A function (params, batch, counts) → (gradients, parts). Each gradient is
-      [slices, *shape of its parameter]; the parts are summed over the slices.
+      A function (params, batch, counts) → (gradients, parts of the loss). Each gradient has the
+      shape [slices, *shape of its parameter]; the parts of the loss are summed over the slices.
     """
 
     def on_slice(params, rows, counts):
@@ -45,26 +45,25 @@ def on_each_slice(gradients: Callable, mesh: Mesh) -> Callable:
 
 
 def sum_over_slices(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
-    """Returns the sums over all slices of the arrays of `tree`, in the part of a program in which
-    each slice computes on its own (`on_each_slice`). Returns `tree` itself everywhere else.
+    """Adds the arrays of `tree` over all slices, in the part of a program in which each slice
+    computes its own gradients (`on_each_slice`). In all other parts it returns `tree` itself.
 
     Args:
       mesh: the mesh of the traced part of the program; None: one device.
     """
-    if mesh is None or axes_in_program(mesh, (SLICE,)):
+    if mesh is None or non_manual_axes(mesh, (SLICE,)):
         return tree
     return jax.lax.psum(tree, SLICE)
 
 
-def add_up_gradients(grads: Any, before: Any, after: Any, dtype: Any) -> Any:
-    """Returns the sums over all slices of their gradients.
+def sum_gradients_over_slices(grads: Any, before: Any, after: Any, dtype: Any) -> Any:
+    """Returns the sums of the gradients of all slices.
 
     Args:
       grads: a tree of gradients [slices, *shape of the parameter].
-      before: a tree of the shardings of the parameters, as which each slice has split its
-        gradients.
-      after: a tree of the shardings of the sums. They are those of `before`; where they also split
-        a dimension over `slice`, a slice gets only its part of the sum.
+      before: a tree of the parameters' shardings. Each slice has split its gradients in this way.
+      after: a tree of the shardings of the sums. A sharding is that of `before`, or it also splits
+        one dimension over `slice`; then each slice gets only its part of the sum.
       dtype: the dtype in which gradients cross the network between slices.
     """
     leaves, structure = jax.tree.flatten(grads)

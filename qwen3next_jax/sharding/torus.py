@@ -1,4 +1,4 @@
-"""Decides where the axes of a mesh lie on the network of TPU chips."""
+"""Places the devices of expert-parallel groups on the network of TPU chips."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ import numpy as np
 def place_experts_in_blocks(grid: np.ndarray) -> np.ndarray:
     """Rearranges devices so that each group along `expert` is a block of the network and not a
     line. Communication in a block is faster, because a chip at the corner of a block has two links
-    to chips of its group, and a chip at the end of a line has one.
+    to chips of its group, and a chip at the end of a line has one link.
 
-    Only some meshes are changed: they have no axes but `data` and `expert`, their network is 2D,
-    and their expert groups are lines of 3 to 15 chips. (A line of 16 chips is closed to a ring, so
-    its chips have two links.)
+    A mesh is changed only if it has no axes but `data` and `expert`, its network is 2D, and its
+    expert groups are lines of 3 to 15 chips. (A line of 16 chips is closed to a ring, so all its
+    chips have two links.)
 
     Args:
       grid: array [data, expert, context, tensor] of devices, each with its `coords` on the network.

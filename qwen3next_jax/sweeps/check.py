@@ -1,45 +1,48 @@
-"""Checks that every point of a sweep can run to its end: that its settings have an effect, and that
-its data and evaluations exist. It checks all points before any of them starts, and trains nothing.
+"""Checks that every point of a sweep can run to its end: that the settings of the point have an
+effect, and that its data and evaluations exist. All points are checked before any of them starts.
 """
 
 from qwen3next_jax.common.errors import Mistakes, require
-from qwen3next_jax.config.files import UserInput, find_file
+from qwen3next_jax.config.files import UserInput, find_user_or_shipped_file
 from qwen3next_jax.runs.checks import check_without_devices
 from qwen3next_jax.sweeps.points import Point, Sweep
 from qwen3next_jax.training import unused_settings
 
 
-def point_settings(sweep: Sweep, point: Point) -> UserInput:
+def given_settings_of_point(sweep: Sweep, point: Point) -> UserInput:
     """Returns the settings that the user gave to a point: the settings in the base file, and the
     point's overrides.
     """
-    return UserInput(frozenset(point.overrides), find_file(sweep.base), sweep.base_config)
+    return UserInput(
+        frozenset(point.overrides), find_user_or_shipped_file(sweep.base_path), sweep.base_config
+    )
 
 
-def find_unused(sweep: Sweep, point: Point) -> dict[str, str]:
-    """Returns setting → why it has no effect, for each setting that the user gave to a point and
-    that has no effect on it.
+def find_unused_settings(sweep: Sweep, point: Point) -> dict[str, str]:
+    """Returns setting → why it has no effect, for each setting that the user gave to the point and
+    that has no effect on the point.
     """
-    given = point_settings(sweep, point)
+    given = given_settings_of_point(sweep, point)
     found: dict[str, str] = {}
     for find in (unused_settings.find_unused, unused_settings.find_unused_by_mixers_and_evals):
         found |= unused_settings.find_unused_given_by_user(point.config, given, find)
     return found
 
 
-def check_settings(sweep: Sweep) -> None:
-    """Checks that each setting that the user gave has an effect on at least one of the points to
-    which the user gave it.
+def check_settings_have_effect(sweep: Sweep) -> None:
+    """Checks that each setting has an effect on at least one of the points to which the user gave
+    it.
 
     Raises:
-      UserError: a setting has no effect on any of these points, or a point has nothing to train on.
+      UserError: a setting has no effect on any of the points to which the user gave it, or a point
+        has no data or no tokens to predict.
     """
     found: dict[str, dict[str, str]] = {}
     mistakes = Mistakes()
     for point in sweep.points:
         with mistakes.collect(f"point {point.name}"):
             unused_settings.check_tokens_to_train_on(point.config)
-        found[point.name] = find_unused(sweep, point)
+        found[point.name] = find_unused_settings(sweep, point)
     for point in sweep.points:
         for name, why in found[point.name].items():
             setting = name.partition("[")[0]
@@ -55,11 +58,12 @@ def check_settings(sweep: Sweep) -> None:
     mistakes.raise_any()
 
 
-def check_points(sweep: Sweep) -> None:
+def check_points_can_run(sweep: Sweep) -> None:
     """Checks that every point can run to its end.
 
     Raises:
-      UserError: a point cannot; the message names every mistake, and the first point that has it.
+      UserError: a point cannot run. The message lists every mistake, each with the first point that
+        has it.
     """
     mistakes = Mistakes()
     for point in sweep.points:

@@ -23,7 +23,7 @@ class Costs(NamedTuple):
       flops_per_token: FLOPs of the forward and backward pass per token, averaged over all tokens of
         the run.
       cache_bytes_per_token: bytes that the attention cache of one sequence needs for each token.
-      state_bytes: bytes of the recurrent states of one sequence, whatever its length.
+      state_bytes: bytes of the recurrent states of one sequence; they do not grow with its length.
     """
 
     parameters: int
@@ -34,7 +34,7 @@ class Costs(NamedTuple):
 
 
 def count_costs(config: Config) -> Costs:
-    """Counts the costs of training through all stages of `config` and of decoding."""
+    """Counts the costs of training through all stages of `config`, and of decoding one sequence."""
     model, stages = config.model, resolve_stages(config)
     tokens = sum(stage.tokens_per_step * stage.steps for stage in stages)
     flops = sum(
@@ -51,7 +51,7 @@ def count_costs(config: Config) -> Costs:
     )
 
 
-def model_size(model: ModelConfig, sequence_length: int, what: str) -> float:
+def parameters_or_flops_per_token(model: ModelConfig, sequence_length: int, what: str) -> float:
     """Returns the number of parameters of a model, or its FLOPs per token (forward and backward).
 
     Args:

@@ -1,5 +1,5 @@
-"""Finds the best learning rate of the points of a sweep, and how far it moves along the x axis of
-the sweep, such as the width of the model.
+"""Finds the best learning rate for each value on the x axis of a sweep, such as the width of the
+model, and how far the best learning rate moves along this axis.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from qwen3next_jax.sweeps.points import Sweep
-from qwen3next_jax.sweeps.results import Result, seed_axes
+from qwen3next_jax.sweeps.results import PointResult, seed_axes
 
 AXIS = "optimizer.learning_rate"
 
@@ -18,23 +18,24 @@ class BestRate(NamedTuple):
     """The best learning rate at one value of the x axis.
 
     Attributes:
-      x: the name of this value.
-      rates: the learning rates that were tried, in ascending order.
-      losses: [rates] the metric, the mean over the seeds.
-      low, high: [rates] the least and the largest over the seeds.
-      rate: the best learning rate, by `best_rate`.
-      at_edge: whether the best is the lowest or the highest that was tried.
-      moved: in steps of √2 from the best at the first value of the x axis.
+      x_value: the name of the value of the x axis.
+      tried_rates: the learning rates that were tried, in ascending order.
+      mean_losses: [rates], the mean of the metric over the seeds.
+      smallest_losses, largest_losses: [rates], the smallest and the largest metric of a seed.
+      rate: the best learning rate, as `best_rate` defines it.
+      at_edge: whether the best is the lowest or the highest rate that was tried.
+      moved_sqrt2_steps: how many factors of √2 lie between the best rate at the first value of the
+        x axis and this one; positive if this one is higher.
     """
 
-    x: str
-    rates: tuple[float, ...]
-    losses: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
+    x_value: str
+    tried_rates: tuple[float, ...]
+    mean_losses: tuple[float, ...]
+    smallest_losses: tuple[float, ...]
+    largest_losses: tuple[float, ...]
     rate: float
     at_edge: bool
-    moved: float
+    moved_sqrt2_steps: float
 
 
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
@@ -42,12 +43,13 @@ def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, b
 
     Args:
       rates: at least one learning rate, in ascending order.
-      losses: the loss at each, infinite where training diverged.
+      losses: the loss at each rate, infinite if training diverged.
 
     Returns:
-      The minimum of the parabola over the log of the rate through the lowest loss and its two
-      neighbours, and False. If the lowest loss has no finite neighbour on one of its sides: the
-      rate that has it, and whether that is the first or the last rate.
+      The best rate, and whether it is the first or the last of `rates`. The best rate is the
+      minimum of the parabola through the lowest loss and its two neighbours, over the log of the
+      rate. If the lowest loss has no finite neighbour on one of its sides, the best rate is the
+      rate of the lowest loss.
     """
     i = int(np.argmin(losses))
     if i in (0, len(rates) - 1):
@@ -61,41 +63,45 @@ def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, b
     return float(np.exp(np.clip(x[1] - c1 / (2 * c2), x[0], x[2]))), False
 
 
-def best_along_x(sweep: Sweep, results: Sequence[Result], metric: str) -> dict[str, list[BestRate]]:
-    """Finds the best learning rate at every value of the x axis of a sweep that has the axis
-    `optimizer.learning_rate` beside it.
+def best_rates_along_x(
+    sweep: Sweep, results: Sequence[PointResult], metric: str
+) -> dict[str, list[BestRate]]:
+    """Finds the best learning rate at every value of the x axis of a sweep that also has the axis
+    `optimizer.learning_rate`.
 
     Args:
-      results: the results of all points. A rate at which a point failed, such as a seed that
-        diverged, has an infinite loss; one of which a point is not done yet is left out.
-      metric: the name of a metric of which lower values are better.
+      results: the results of all points. If a point failed, for example because a seed diverged,
+        the loss of its learning rate is infinite. If a point is not done yet, its learning rate is
+        left out.
+      metric: the name of a metric for which lower values are better.
 
     Returns:
-      label → the best of every value on the x axis with at least two rates. The points of a label
-      have the same values on all axes except x, learning rates and seeds. {} if the sweep has no
-      such axis, or it is the x axis.
+      label → the best learning rate at every value of the x axis for which at least two rates were
+      tried. The points of one label have the same values on all axes except the x axis, the
+      learning rate and the seeds. {} if the sweep has no axis `optimizer.learning_rate`, or if this
+      is the x axis.
     """
-    if AXIS not in sweep.axes or sweep.x == AXIS:
+    if AXIS not in sweep.axes or sweep.x_axis == AXIS:
         return {}
     seeds = seed_axes(sweep)
     groups: dict[str, dict[str, dict[float, list[float]]]] = {}
     for result in results:
-        if result.done and metric not in result.metrics:
+        if result.done and metric not in result.final_metrics:
             continue
-        at = result.point.values
+        at = result.point.axis_values
         label = ", ".join(
             f"{axis.rpartition('.')[2]} {value}"
             for axis, value in at.items()
-            if axis not in (sweep.x, AXIS, *seeds)
+            if axis not in (sweep.x_axis, AXIS, *seeds)
         )
-        rates = groups.setdefault(label, {}).setdefault(at[sweep.x], {})
-        loss = math.inf if result.failed else math.nan  # NaN: not done yet
+        rates = groups.setdefault(label, {}).setdefault(at[sweep.x_axis], {})
+        loss = math.inf if result.failure_reason else math.nan  # NaN: not done yet
         if result.done:
-            loss = result.metrics[metric].value
+            loss = result.final_metrics[metric].value
         rates.setdefault(result.point.config.optimizer.learning_rate, []).append(loss)
     found: dict[str, list[BestRate]] = {}
     for label, by_x in groups.items():
-        for x in sweep.axes[sweep.x]:
+        for x in sweep.axes[sweep.x_axis]:
             by_rate = {
                 rate: losses
                 for rate, losses in by_x.get(x, {}).items()
@@ -109,14 +115,14 @@ def best_along_x(sweep: Sweep, results: Sequence[Result], metric: str) -> dict[s
             line = found.setdefault(label, [])
             line.append(
                 BestRate(
-                    x=x,
-                    rates=rates,
-                    losses=losses,
-                    low=tuple(min(by_rate[rate]) for rate in rates),
-                    high=tuple(max(by_rate[rate]) for rate in rates),
+                    x_value=x,
+                    tried_rates=rates,
+                    mean_losses=losses,
+                    smallest_losses=tuple(min(by_rate[rate]) for rate in rates),
+                    largest_losses=tuple(max(by_rate[rate]) for rate in rates),
                     rate=rate,
                     at_edge=at_edge,
-                    moved=2 * math.log2(rate / (line[0].rate if line else rate)),
+                    moved_sqrt2_steps=2 * math.log2(rate / (line[0].rate if line else rate)),
                 )
             )
     return found

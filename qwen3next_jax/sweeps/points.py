@@ -1,6 +1,6 @@
-"""Reads a sweep file and makes its points. An axis is a list of alternative values. A point is the
-base configuration with one value of each axis, and there is a point for every combination of
-values. All points are checked before any of them starts.
+"""Reads a sweep file and makes the points of the sweep. An axis is a list of alternative values. A
+point is the base configuration with one value of each axis; there is a point for every combination
+of values. All points are checked before any of them starts.
 
 A sweep file is Python with `get_sweep()`, which returns a dictionary:
 
@@ -12,15 +12,15 @@ A sweep file is Python with `get_sweep()`, which returns a dictionary:
               steps, `train.steps`, whose FLOPs are closest to the value;
               or any other name with {name of a value: {setting: value, …}}. No two axes may give
               the same setting, and neither an axis nor --set may give a setting that `match`
-              gives. --set overrides an axis: of an axis that is this setting, its value alone is
-              left.
+              gives. --set overrides an axis: if the axis is the setting, the value of --set is
+              its only value.
     match     "parameters" or "flops": chooses the width of each point's MLPs so that the point has
               as many parameters, or FLOPs per token, as the first point; "" (default) changes no
               width
     x         the axis whose values are the x axis of the report's charts; default: the first axis
 
-The name of a point consists of the names of its values on the axes. The command of a point is
-`train.py` with the base file and the point's settings as overrides.
+The name of a point consists of the names of its values on the axes. A point is trained by
+`train.py` with the base file, and with the point's settings as overrides.
 """
 
 import dataclasses
@@ -35,10 +35,15 @@ from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import Mistakes, UserError, did_you_mean, short_repr
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict, to_dict
-from qwen3next_jax.config.files import call_file, find_file, load_config_file, settings_called
+from qwen3next_jax.config.files import (
+    call_function_of_file,
+    find_user_or_shipped_file,
+    load_config_file,
+    settings_ending_in,
+)
 from qwen3next_jax.config.mixer import is_mixer_setting
 from qwen3next_jax.config.registry import trust_user_settings
-from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
+from qwen3next_jax.runs.vocabulary import fill_vocabulary_from_tokenizer
 
 FORMAT = 3  # of sweep.json; raise it when a recorded sweep would be read wrongly after a change
 _KEYS = ("base", "set", "axes", "match", "x")
@@ -56,14 +61,14 @@ class Point:
 
     Attributes:
       name: the name of the point, and of its folder.
-      values: axis → the name of the point's value on this axis.
+      axis_values: axis → the name of the point's value on this axis.
       overrides: setting → value, for the settings that the point changes in the base file's
         configuration.
       config: the complete configuration of the point.
     """
 
     name: str
-    values: dict[str, str]
+    axis_values: dict[str, str]
     overrides: dict[str, Any]
     config: Config
 
@@ -73,23 +78,24 @@ class Sweep:
     """A sweep file, read and checked.
 
     Attributes:
-      base: path of the base config file.
-      base_config: the configuration in the base file; None if it is not valid without the points'
-        settings.
+      base_path: path of the base config file.
+      base_config: the configuration in the base file; None if the file is valid only together with
+        the settings of a point.
       axes: axis → the names of its values.
-      x: the axis whose values are the x axis of the report's charts.
-      match: "parameters", "flops" or "".
+      x_axis: the axis whose values are the x axis of the report's charts.
+      match_widths_by: the setting `match` of the file: "parameters" or "flops", in which the MLP
+        widths make all points equal, or "".
       points: every combination of the axes' values.
-      overridden: a sentence for each setting of the file that --set replaces.
+      override_sentences: a sentence for each setting of the file that --set replaces.
     """
 
-    base: str
+    base_path: str
     base_config: Config | None
     axes: dict[str, tuple[str, ...]]
-    x: str
-    match: str
+    x_axis: str
+    match_widths_by: str
     points: tuple[Point, ...]
-    overridden: tuple[str, ...] = ()
+    override_sentences: tuple[str, ...] = ()
 
 
 def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) -> Sweep:
@@ -97,14 +103,14 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
 
     Args:
       path: path of the sweep file.
-      changes: setting → value that overrides the file's value at every point (`--set`).
+      changes: setting → the value of `--set`, which overrides the file's value at every point.
 
     Raises:
       UserError: the file, an axis, or the configuration of a point is wrong. In the last case the
         message names the point.
     """
-    record, changes = _read_sweep_file(find_file(path)), changes or {}
-    base = load_config_file(find_file(record["base"]), f"{path}: base = ")
+    record, changes = _read_sweep_file(find_user_or_shipped_file(path)), changes or {}
+    base = load_config_file(find_user_or_shipped_file(record["base"]), f"{path}: base = ")
     mistakes = Mistakes()
     axes = {}
     for axis, values in record.get("axes", {}).items():
@@ -112,17 +118,19 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
             axes[axis] = _axis_values(axis, values, path)
     for setting in record.get("set", {}):
         with mistakes.collect(str(path)):
-            _known_setting(setting, f"{path}: set")
+            _check_setting_exists(setting, f"{path}: set")
     mistakes.raise_any()
     sources = _axis_of_setting(axes, path) | dict.fromkeys(changes, "--set")
-    overridden = _apply_changes(record.get("set", {}), axes, changes)
-    axes = {axis: _with_changes(axis, values, changes) for axis, values in axes.items()}
+    overridden = _override_sentences(record.get("set", {}), axes, changes)
+    axes = {
+        axis: _axis_values_with_overrides(axis, values, changes) for axis, values in axes.items()
+    }
     if not axes:
         raise UserError(
             f"{path}: axes is empty: expected at least one, such as {{'ratio': ['1:1', '3:1']}}"
         )
     match, x = record.get("match", ""), record.get("x", next(iter(axes)))
-    _check_options(match, x, tuple(axes), path)
+    _check_match_and_x(match, x, tuple(axes), path)
     if (count := math.prod(map(len, axes.values()))) > _MOST_POINTS:
         sizes = " × ".join(f"{len(values)} of {axis}" for axis, values in axes.items())
         raise UserError(
@@ -140,16 +148,16 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         name = _point_name(values)
         where = f"{path}: point {name}"
         with mistakes.collect(where):
-            config = _make_config(base, overrides, where)
+            config = _config_with_overrides(base, overrides, where)
             if isinstance(record["axes"].get("ratio"), (list, tuple)):
-                _check_ratio(values["ratio"], config.model.num_hidden_layers, where)
+                _check_layers_fit_ratio(values["ratio"], config.model.num_hidden_layers, where)
             if match and points:
                 first, length = points[0].config.model, config.train.sequence_length
                 width, value = _matching_width(first, config.model, length, match, where)
                 if width in sources:
                     raise UserError(_conflict_message(path, width, sources[width], "match"))
                 overrides[width] = value
-                config = _make_config(base, overrides, where)
+                config = _config_with_overrides(base, overrides, where)
             if isinstance(record["axes"].get("flops"), (list, tuple)):
                 if "train.steps" in sources:
                     raise UserError(
@@ -158,26 +166,26 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
                         )
                     )
                 overrides["train.steps"] = _steps_of_flops(config, float(values["flops"]), where)
-                config = _make_config(base, overrides, where)
+                config = _config_with_overrides(base, overrides, where)
             points.append(Point(name, values, overrides, config))
     mistakes.raise_any()
-    _check_distinct(points, path)
+    _check_points_differ(points, path)
     try:
-        base_config = _make_config(base, {}, "")
+        base_config = _config_with_overrides(base, {}, "")
     except UserError:
         base_config = None
     return Sweep(
-        base=str(record["base"]),
+        base_path=str(record["base"]),
         base_config=base_config,
         axes={axis: tuple(values) for axis, values in axes.items()},
-        x=x,
-        match=match,
+        x_axis=x,
+        match_widths_by=match,
         points=tuple(points),
-        overridden=overridden,
+        override_sentences=overridden,
     )
 
 
-def _check_options(match: Any, x: Any, axes: tuple[str, ...], path: str | pathlib.Path) -> None:
+def _check_match_and_x(match: Any, x: Any, axes: tuple[str, ...], path: str | pathlib.Path) -> None:
     """Raises UserError if `match` or `x` has a value that is not allowed."""
     if match not in _MATCHES:
         raise UserError(
@@ -191,7 +199,7 @@ def _check_options(match: Any, x: Any, axes: tuple[str, ...], path: str | pathli
         )
 
 
-def _check_distinct(points: list[Point], path: str | pathlib.Path) -> None:
+def _check_points_differ(points: list[Point], path: str | pathlib.Path) -> None:
     """Raises UserError if two points have the same name or the same settings."""
     names: set[str] = set()
     first_with: dict[str, Point] = {}
@@ -203,7 +211,7 @@ def _check_distinct(points: list[Point], path: str | pathlib.Path) -> None:
             )
         names.add(point.name)
     for point in points:
-        first = first_with.setdefault(json.dumps(settings_of(point.config)), point)
+        first = first_with.setdefault(json.dumps(flat_settings(point.config)), point)
         if first is not point:
             raise UserError(
                 f"{path}: points {first.name} and {point.name} are the same run: all their "
@@ -212,8 +220,8 @@ def _check_distinct(points: list[Point], path: str | pathlib.Path) -> None:
 
 
 def _read_sweep_file(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the result of `get_sweep()` in the file, after a check of its keys and types."""
-    record = call_file(path, "get_sweep")
+    """Calls `get_sweep()` in the file, checks the keys and types of the result, and returns it."""
+    record = call_function_of_file(path, "get_sweep")
     if not isinstance(record, dict) or "base" not in record:
         raise UserError(
             f"{path}: get_sweep() returned {type(record).__name__}: expected a dict with base and "
@@ -237,15 +245,15 @@ def _read_sweep_file(path: pathlib.Path) -> dict[str, Any]:
     return record
 
 
-def _apply_changes(
+def _override_sentences(
     settings: dict[str, Any], axes: dict[str, dict[str, dict[str, Any]]], changes: dict[str, Any]
 ) -> tuple[str, ...]:
     """Returns a sentence for each setting of the file that --set replaces with another value.
 
     Args:
-      settings: the settings of all points in the file.
-      axes: axis → name of a value → its settings in the file.
-      changes: the settings of --set.
+      settings: the settings that the file gives to all points.
+      axes: axis → {name of a value on the axis: the settings of this value in the file}.
+      changes: setting → value, from --set.
     """
     sentences = []
     for setting, value in changes.items():
@@ -261,14 +269,14 @@ def _apply_changes(
     return tuple(sentences)
 
 
-def _with_changes(
+def _axis_values_with_overrides(
     axis: str, values: dict[str, dict[str, Any]], changes: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the values of an axis without the settings that --set gives. If the axis is itself
-    such a setting, its only value is that of --set.
+    """Returns the values of an axis after --set: the settings in `changes` are removed from each
+    value. If the axis is itself a setting in `changes`, its only value is that of --set.
     """
     if axis in changes:
-        return {_value_name(changes[axis]): {axis: changes[axis]}}
+        return {_axis_value_name(changes[axis]): {axis: changes[axis]}}
     return {
         name: {setting: v for setting, v in settings.items() if setting not in changes}
         for name, settings in values.items()
@@ -278,7 +286,7 @@ def _with_changes(
 def _axis_of_setting(
     axes: dict[str, dict[str, dict[str, Any]]], path: str | pathlib.Path
 ) -> dict[str, str]:
-    """Returns setting → the axis that gives it, as a text such as "axis 'width'".
+    """Returns setting → the axis that gives the setting, as a text such as "axis 'width'".
 
     Raises:
       UserError: two axes give the same setting. The report would show one value, but the point
@@ -302,7 +310,7 @@ def _conflict_message(path: str | pathlib.Path, setting: str, first: str, second
 
 
 def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Returns, for each value of an axis: name of the value → {setting: value}.
+    """Returns name of a value → {setting: value}, for each value of an axis of a sweep file.
 
     Raises:
       UserError: the axis or its values are wrong.
@@ -327,12 +335,12 @@ def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, 
             f"{{setting: value}}}}"
         )
     elif axis == "ratio":
-        result = {str(value): _parse_ratio(str(value), path) for value in values}
+        result = {str(value): _settings_of_ratio(str(value), path) for value in values}
     elif axis == "flops":
-        result = {_flops_name(value, path): {} for value in values}
+        result = {_flops_value_name(value, path): {} for value in values}
     else:
-        _known_setting(axis, f"{path}: axis {axis!r}", known=("ratio", "flops"))
-        result = {_value_name(value): {axis: value} for value in values}
+        _check_setting_exists(axis, f"{path}: axis {axis!r}", known=("ratio", "flops"))
+        result = {_axis_value_name(value): {axis: value} for value in values}
         if len(result) < len(values):
             raise UserError(f"{path}: axis {axis!r} names a value twice: {values!r}")
     if not result:
@@ -340,7 +348,7 @@ def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, 
     return result
 
 
-def _parse_ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
+def _settings_of_ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
     """Returns the settings for a ratio of recurrent to full attention layers, such as "3:1".
 
     Raises:
@@ -358,7 +366,7 @@ def _parse_ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
     }
 
 
-def _check_ratio(ratio: str, layers: int, where: str) -> None:
+def _check_layers_fit_ratio(ratio: str, layers: int, where: str) -> None:
     """Raises UserError if the number of layers is not a multiple of the ratio's period."""
     linear, full = map(int, ratio.split(":"))
     if full and layers % (period := linear + full):
@@ -370,8 +378,8 @@ def _check_ratio(ratio: str, layers: int, where: str) -> None:
         )
 
 
-def _flops_name(value: Any, path: str | pathlib.Path) -> str:
-    """Returns the name of a value of the axis "flops", from which `float` reads the value.
+def _flops_value_name(value: Any, path: str | pathlib.Path) -> str:
+    """Returns a number of FLOPs as text, such as "1e+15", which `float` converts back exactly.
 
     Raises:
       UserError: the value is not a positive number.
@@ -390,9 +398,11 @@ def _steps_of_flops(config: Config, flops: float, where: str) -> int:
     """Returns the number of steps with which a run of `config` has about `flops` FLOPs.
 
     Raises:
-      UserError: that is less than half a step, or the run has stages.
+      UserError: `flops` is less than half of the FLOPs of one step, or the run has stages.
     """
-    from qwen3next_jax.sweeps.costs import model_size  # loads JAX, as in `_matching_width`
+    from qwen3next_jax.sweeps.costs import (
+        parameters_or_flops_per_token,
+    )  # loads JAX, as in `_matching_width`
 
     train = config.train
     if train.stages:
@@ -401,7 +411,7 @@ def _steps_of_flops(config: Config, flops: float, where: str) -> int:
             "is: leave one of them out"
         )
     tokens = train.batch_size * train.sequence_length
-    of_step = tokens * model_size(config.model, train.sequence_length, "flops")
+    of_step = tokens * parameters_or_flops_per_token(config.model, train.sequence_length, "flops")
     steps = round(flops / of_step)
     if not steps:
         raise UserError(
@@ -411,19 +421,19 @@ def _steps_of_flops(config: Config, flops: float, where: str) -> int:
     return steps
 
 
-def _value_name(value: Any) -> str:
+def _axis_value_name(value: Any) -> str:
     return "-".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _point_name(chosen: dict[str, str]) -> str:
-    """Returns the name of a point's folder. A name that is too long for a file system is cut, and a
-    digest of the whole name is appended.
+    """Returns the name of a point and of its folder. If the name is too long for a file system, it
+    is cut and a checksum of the whole name is appended.
 
     Args:
       chosen: axis → the name of the point's value on this axis.
     """
     name = ",".join(
-        f"{axis.rpartition('.')[2]}={_file_name(value)}" for axis, value in chosen.items()
+        f"{axis.rpartition('.')[2]}={_safe_file_name(value)}" for axis, value in chosen.items()
     )
     if len(name.encode()) <= _LONGEST_NAME:
         return name
@@ -431,19 +441,19 @@ def _point_name(chosen: dict[str, str]) -> str:
     return name.encode()[: _LONGEST_NAME - len(end)].decode(errors="ignore") + end
 
 
-def _file_name(value: str) -> str:
+def _safe_file_name(value: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]", "-", value)
 
 
-def value_as_text(value: Any) -> str:
+def value_as_flag_text(value: Any) -> str:
     """Returns the value of a setting as text that can follow `--config.SETTING=`."""
     plain = json.loads(json.dumps(value))
     return str(tuple(plain)) if isinstance(plain, list) else str(plain)
 
 
-def _check_text(name: str, value: Any, where: str) -> None:
-    """Raises UserError if the value of a setting cannot be part of a command line."""
-    text = value_as_text(value)
+def _check_fits_command_line(name: str, value: Any, where: str) -> None:
+    """Raises UserError if the text of a setting's value cannot be part of a command line."""
+    text = value_as_flag_text(value)
     if "\0" in text or text.encode(errors="replace").decode() != text:
         raise UserError(
             f"{where}: {name} = {value!r}: expected text without NUL and lone surrogates, as it "
@@ -451,7 +461,7 @@ def _check_text(name: str, value: Any, where: str) -> None:
         )
 
 
-def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
+def _check_setting_exists(name: str, where: str, known: tuple[str, ...] = ()) -> None:
     """Raises UserError if there is no setting called `name`. The message may suggest the most
     similar name of a setting or in `known`.
     """
@@ -466,7 +476,7 @@ def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
     path = name.split(".")
     for depth, key in enumerate(path):
         if not isinstance(settings, dict) or key not in settings:
-            elsewhere = " or ".join(map(repr, settings_called(".".join(path[depth:]))))
+            elsewhere = " or ".join(map(repr, settings_ending_in(".".join(path[depth:]))))
             hint = f" (did you mean {elsewhere}?)" if elsewhere else ""
             names = [*settings, *known] if isinstance(settings, dict) else known
             raise UserError(f"{where}: no such setting as {name}{hint or did_you_mean(key, names)}")
@@ -477,52 +487,57 @@ def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
         )
 
 
-def _make_config(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Config:
-    """Returns the configuration of a point: the nested dict `base` with the `overrides`, dotted
-    name → value. Errors begin with `where`.
+def _config_with_overrides(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Config:
+    """Returns the configuration `base`, a nested dict, after the `overrides` are applied.
+
+    Args:
+      overrides: dotted name of a setting → value.
+      where: the beginning of error messages, such as the file and the point.
     """
-    values = _copy_tree(base)
+    values = _copy_nested_dicts(base)
     for name, value in overrides.items():
-        _known_setting(name, where)
+        _check_setting_exists(name, where)
         *groups, key = name.split(".")
         group = values
         for part in groups:
             group = group[part]
         group[key] = value
     try:
-        fill_from_tokenizer(values)
+        fill_vocabulary_from_tokenizer(values)
         trust_user_settings(values)
         config = from_dict(Config, values)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     for name, value in overrides.items():
-        _check_text(name, value, where)
+        _check_fits_command_line(name, value, where)
     return config
 
 
-def _copy_tree(tree: Any) -> Any:
+def _copy_nested_dicts(tree: Any) -> Any:
     return (
-        {key: _copy_tree(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+        {key: _copy_nested_dicts(value) for key, value in tree.items()}
+        if isinstance(tree, dict)
+        else tree
     )
 
 
 def _matching_width(
     first: ModelConfig, model: ModelConfig, sequence_length: int, match: str, where: str
 ) -> tuple[str, int]:
-    """Returns the name of the setting for the MLP width, and the width at which `model` is closest
-    to `first` in parameters or FLOPs per token.
+    """Returns the name of the setting for the MLP width, and the width with which `model` is
+    closest to `first` in parameters or FLOPs per token.
 
     Raises:
       UserError: `model` has more parameters or FLOPs than `first` even at the smallest width.
     """
     # This import loads JAX, which takes time. It is here so that mistakes in the sweep file are
     # reported without that delay.
-    from qwen3next_jax.sweeps.costs import model_size
+    from qwen3next_jax.sweeps.costs import parameters_or_flops_per_token
 
     name = "moe_intermediate_size" if model.has_experts else "intermediate_size"
 
     def amount(model: ModelConfig) -> float:
-        return model_size(model, sequence_length, match)
+        return parameters_or_flops_per_token(model, sequence_length, match)
 
     def with_width(width: int) -> ModelConfig:
         return dataclasses.replace(model, **{name: width})
@@ -538,33 +553,33 @@ def _matching_width(
     return f"model.{name}", steps * _WIDTH_STEP
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def flat_settings(config: Config) -> dict[str, Any]:
     """Returns dotted name → value for every setting, such as {"model.hidden_size": 64}, with values
-    that JSON can represent. "model.layer_types" lists the kind of every layer, in place of
-    "model.full_attention_interval" and "model.full_attention_placement".
+    that JSON can represent. Instead of "model.full_attention_interval" and
+    "model.full_attention_placement", the result has the kinds of all layers as "model.layer_types".
     """
     settings = flatten(_jsonable(to_dict(config))) | {
-        "model.layer_types": list(config.model.pattern)
+        "model.layer_types": list(config.model.resolved_layer_types)
     }
     del settings["model.full_attention_interval"], settings["model.full_attention_placement"]
     return settings
 
 
-def check_unchanged(
+def check_same_sweep(
     sweep: Sweep, before: dict[str, dict[str, Any]], where: str | pathlib.Path
 ) -> None:
-    """Checks that a sweep has the same points, with the same settings, as the sweep that a folder
-    records.
+    """Checks that a sweep has the same points, with the same settings, as the sweep that the
+    sweep.json of a folder records.
 
     Args:
-      sweep: the sweep with the points.
-      before: name of each recorded point → its settings.
-      where: the folder, which the error message names.
+      sweep: the sweep to check.
+      before: name of each recorded point → its recorded settings.
+      where: the folder, for error messages.
 
     Raises:
       UserError: the folder holds another sweep; the message names the first difference.
     """
-    now = {point.name: settings_of(point.config) for point in sweep.points}
+    now = {point.name: flat_settings(point.config) for point in sweep.points}
     for name in (*now, *before):
         if name not in before or name not in now:
             raise UserError(
@@ -582,21 +597,21 @@ def check_unchanged(
 
 
 def sweep_manifest(sweep: Sweep) -> dict[str, Any]:
-    """Returns the content of sweep.json. The "config" of a point has every setting. So a later
-    change of the base file is noticed (`check_unchanged`).
+    """Returns the content of sweep.json. The "config" of a point has every setting, so that
+    `check_same_sweep` notices a later change of the base file.
     """
     return {
         "format": FORMAT,
-        "base": sweep.base,
-        "x": sweep.x,
-        "match": sweep.match,
+        "base": sweep.base_path,
+        "x": sweep.x_axis,
+        "match": sweep.match_widths_by,
         "axes": sweep.axes,
         "points": [
             {
                 "name": p.name,
-                "values": p.values,
+                "values": p.axis_values,
                 "overrides": _jsonable(p.overrides),
-                "config": settings_of(p.config),
+                "config": flat_settings(p.config),
             }
             for p in sweep.points
         ],

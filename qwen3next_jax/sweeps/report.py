@@ -1,5 +1,5 @@
-"""Writes the report about a sweep: findings in words, charts of metrics and costs over the values
-of the sweep's x axis, a table of the points, and the command that repeats each point.
+"""Writes the report about a sweep: findings in sentences, charts of metrics and costs over the
+values of the sweep's x axis, a table of the points, and for each point the command that repeats it.
 """
 
 import html
@@ -9,30 +9,30 @@ import urllib.parse
 from collections.abc import Sequence
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.metrics import Metric, condition_text
-from qwen3next_jax.common.storage import write_whole
-from qwen3next_jax.reporting.charts import COLOURS, Line, Link, line_chart, table_html
+from qwen3next_jax.common.metrics import Metric, displayed_condition
+from qwen3next_jax.common.storage import write_text_atomically
+from qwen3next_jax.reporting.charts import COLOURS, Line, LinkCell, line_chart, table_html
 from qwen3next_jax.reporting.page import html_document
-from qwen3next_jax.reporting.speedup import comparisons_html, law_chart, to_record
+from qwen3next_jax.reporting.speedup import comparison_record, comparisons_html, law_chart
 from qwen3next_jax.sweeps.costs import count_costs
-from qwen3next_jax.sweeps.learning_rates import BestRate, best_along_x
+from qwen3next_jax.sweeps.learning_rates import BestRate, best_rates_along_x
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (
-    Result,
-    Spread,
+    PointResult,
+    SeedSpread,
     all_metrics,
     finding_sentences,
     lines_along_x,
     main_metrics,
     metric_along_x,
     metric_title,
-    pareto_front,
+    pareto_front_indices,
     seed_axes,
     source_metrics,
     to_csv,
     to_json,
 )
-from qwen3next_jax.sweeps.speedups import compare_arms, group_arms, speed_metric
+from qwen3next_jax.sweeps.speedups import comparable_arms, compare_arms, speed_up_metric
 
 # field of `Costs` → its name in the report
 COSTS = {
@@ -45,7 +45,7 @@ COSTS = {
 
 def write_report(
     sweep: Sweep,
-    results: Sequence[Result],
+    results: Sequence[PointResult],
     commands: dict[str, str],
     title: str,
     workdir: pathlib.Path,
@@ -56,7 +56,7 @@ def write_report(
       commands: name of each point → the command that repeats it.
     """
     try:
-        records = [to_record(comparison) for comparison in compare_arms(sweep, results)]
+        records = [comparison_record(comparison) for comparison in compare_arms(sweep, results)]
     except UserError:  # the page says why there are none
         records = []
     files = {
@@ -65,20 +65,20 @@ def write_report(
         "results.json": to_json(sweep, results, commands, records),
     }
     for name, text in files.items():
-        write_whole(workdir / name, text, errors="backslashreplace")
+        write_text_atomically(workdir / name, text, errors="backslashreplace")
 
 
 def render_report(
-    sweep: Sweep, results: Sequence[Result], commands: dict[str, str], title: str
+    sweep: Sweep, results: Sequence[PointResult], commands: dict[str, str], title: str
 ) -> str:
     """Returns the page report.html as HTML. `write_report` describes the arguments."""
     done = [result for result in results if result.done]
     sections = {
         "Findings": _findings_html(sweep, results, done),
         "Figures": _charts_html(sweep, done),
-        **_speed_ups(sweep, results),
-        "Losses": _loss_section(results),
-        **_learning_rates(sweep, results, done),
+        **_speed_up_section(sweep, results),
+        "Losses": _training_loss_section(results),
+        **_learning_rate_section(sweep, results, done),
         "Cost": _cost_section(sweep, results, done),
         "Points": _points_table(sweep, results),
         "Commands": _commands_html(commands),
@@ -90,27 +90,31 @@ def render_report(
     return html_document(title, _subtitle(sweep, results, len(done)), list(sections), body)
 
 
-def _subtitle(sweep: Sweep, results: Sequence[Result], done: int) -> str:
+def _subtitle(sweep: Sweep, results: Sequence[PointResult], done: int) -> str:
     configs = [result.point.config for result in results]
     budgets = {count_costs(c).tokens for c in configs}
     tokens = " and ".join(f"{budget / 1e6:.3g} M" for budget in sorted(budgets))
     match = ""
-    if sweep.match:
-        match = f", MLP widths chosen so that every point has the {sweep.match} of the first"
+    if sweep.match_widths_by:
+        match = (
+            f", MLP widths chosen so that every point has the {sweep.match_widths_by} of the first"
+        )
     seed = results[0].point.config.data.seed
     return (
-        f"{done} of {len(results)} points done · base {sweep.base} · {tokens} tokens a "
+        f"{done} of {len(results)} points done · base {sweep.base_path} · {tokens} tokens a "
         f"point{match} · data seed {seed}: points on the same data see the same rows in the same "
-        "order" + "".join(f" · {sentence}" for sentence in sweep.overridden)
+        "order" + "".join(f" · {sentence}" for sentence in sweep.override_sentences)
     )
 
 
-def _findings_html(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
-    """Returns the findings as an HTML list, after sentences about points that failed or are not
-    done. `done`: the results of the points that are done.
+def _findings_html(
+    sweep: Sweep, results: Sequence[PointResult], done: Sequence[PointResult]
+) -> str:
+    """Returns an HTML list: sentences about points that failed or are not done, and then the
+    findings. `done`: the results of the points that are done.
     """
     sentences = finding_sentences(sweep, done)
-    failed = sum(bool(result.failed) and not result.done for result in results)
+    failed = sum(bool(result.failure_reason) and not result.done for result in results)
     if left := len(results) - len(done) - failed:
         sentences.insert(
             0, f"{left} of {len(results)} points are not done yet: the findings may change."
@@ -126,15 +130,16 @@ def _findings_html(sweep: Sweep, results: Sequence[Result], done: Sequence[Resul
     return "<ul>" + "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
-def _charts_html(sweep: Sweep, done: Sequence[Result]) -> str:
+def _charts_html(sweep: Sweep, done: Sequence[PointResult]) -> str:
     """Returns one chart for each metric. If a metric was measured under several conditions
-    ("accuracy/8 pairs", "loss/64-127"), its chart has lines for each condition: the colour of a
-    line shows the condition, and its dash pattern shows the values of the axes other than x.
+    ("accuracy/8 pairs", "loss/64-127"), the chart has lines for each condition. The colour of a
+    line then shows the condition, and its dash pattern shows the values of all axes except the x
+    axis.
     """
     kinds: dict[tuple[str, bool, Metric], list[tuple[str, str]]] = {}
     for name, metric in all_metrics(done).items():
         kind, _, place = name.partition("/")
-        place = condition_text(kind.partition(" ")[2], place)
+        place = displayed_condition(kind.partition(" ")[2], place)
         kinds.setdefault((kind, bool(place), metric), []).append((name, place))
     seeds = "one seed"
     if seed_axes(sweep):
@@ -146,8 +151,8 @@ def _charts_html(sweep: Sweep, done: Sequence[Result]) -> str:
             line_chart(
                 metric_title(kind, metric),
                 _metric_lines(sweep, done, names),
-                x_label=sweep.x.rpartition(".")[2],
-                x_names=sweep.axes[sweep.x],
+                x_label=sweep.x_axis.rpartition(".")[2],
+                x_names=sweep.axes[sweep.x_axis],
                 from_zero=metric.unit == "share",
                 note=f"{better}{seeds}.",
             )
@@ -157,14 +162,17 @@ def _charts_html(sweep: Sweep, done: Sequence[Result]) -> str:
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
-def _metric_lines(sweep: Sweep, done: Sequence[Result], names: list[tuple[str, str]]) -> list[Line]:
+def _metric_lines(
+    sweep: Sweep, done: Sequence[PointResult], names: list[tuple[str, str]]
+) -> list[Line]:
     """Returns the lines of the chart of one metric.
 
     Args:
       done: the results of the points that are done.
-      names: (name of the metric with its condition, condition), for each condition.
+      names: (name of the metric, which includes the condition; the condition alone), for each
+        condition.
     """
-    values = sweep.axes[sweep.x]
+    values = sweep.axes[sweep.x_axis]
     along = {name: metric_along_x(sweep, done, name) for name, _ in names}
     labels = list(dict.fromkeys(label for lines in along.values() for label in lines))
     by_place = len(names) > 1
@@ -179,65 +187,65 @@ def _metric_lines(sweep: Sweep, done: Sequence[Result], names: list[tuple[str, s
                     place if place and len(labels) == 1 else title,
                     range(len(values)),
                     [s.mean if s else math.nan for s in spreads],
-                    low=[min(s.values) if s else math.nan for s in spreads],
-                    high=[max(s.values) if s else math.nan for s in spreads],
+                    band_low=[min(s.seed_values) if s else math.nan for s in spreads],
+                    band_high=[max(s.seed_values) if s else math.nan for s in spreads],
                     dots=True,
-                    colour=i if by_place else other_axes,
-                    dash=other_axes if by_place else 0,
-                    shade=i / (len(names) - 1) if len(names) > 4 else None,
+                    colour_index=i if by_place else other_axes,
+                    dash_index=other_axes if by_place else 0,
+                    gradient_position=i / (len(names) - 1) if len(names) > 4 else None,
                 )
             )
     return lines
 
 
-def _speed_ups(sweep: Sweep, results: Sequence[Result]) -> dict[str, str]:
-    """Returns the section about effective speed-ups, by its title; {} for a sweep that compares
-    nothing or has no loss.
+def _speed_up_section(sweep: Sweep, results: Sequence[PointResult]) -> dict[str, str]:
+    """Returns {title: HTML} of the section about effective speed-ups; {} if the sweep has no axis
+    of arms or no loss.
     """
     title = "Effective speed-up"
     try:
         comparisons = compare_arms(sweep, results)
     except UserError as error:
         return {title: f"<p>None: {html.escape(str(error))}.</p>"}
-    metric = speed_metric(results)
+    metric = speed_up_metric(results)
     if not comparisons or metric is None:
         return {}
     name = metric_title(metric, main_metrics(results)[metric])
-    charts = [law_chart(name, arms) for arms in group_arms(sweep, results, metric)]
+    charts = [law_chart(name, arms) for arms in comparable_arms(sweep, results, metric)]
     return {
         title: comparisons_html(comparisons) + f'<div class="charts">{"".join(charts)}</div>',
     }
 
 
-def _learning_rates(
-    sweep: Sweep, results: Sequence[Result], done: Sequence[Result]
+def _learning_rate_section(
+    sweep: Sweep, results: Sequence[PointResult], done: Sequence[PointResult]
 ) -> dict[str, str]:
-    """Returns the section about the best learning rate along the x axis, by its title; {} for a
-    sweep without it. It is about the first main metric of which lower values are better. `done`:
-    the results of the points that are done.
+    """Returns {title: HTML} of the section about the best learning rate at each value of the x
+    axis; {} if the sweep does not vary the learning rate. The best rate has the lowest value of the
+    first main metric for which lower is better. `done`: the results of the points that are done.
     """
     metrics = [name for name, metric in main_metrics(done).items() if metric.better == "lower"]
-    best = best_along_x(sweep, results, metrics[0]) if metrics else {}
+    best = best_rates_along_x(sweep, results, metrics[0]) if metrics else {}
     if not best:
         return {}
-    x = sweep.x.rpartition(".")[2]
+    x = sweep.x_axis.rpartition(".")[2]
     title = metric_title(metrics[0], main_metrics(done)[metrics[0]])
     charts = "".join(_learning_rate_chart(title, x, label, line) for label, line in best.items())
     sentences, rows = [], []
     for label, line in best.items():
-        moved = line[-1].moved
+        moved = line[-1].moved_sqrt2_steps
         edge = " (the best was the lowest or highest that was tried)"
         sentences.append(
-            f"{label + ': ' if label else ''}from {x} {line[0].x} to {line[-1].x} the best "
-            f"learning rate moves by {moved:+.1f} steps of √2"
+            f"{label + ': ' if label else ''}from {x} {line[0].x_value} to {line[-1].x_value} the "
+            f"best learning rate moves by {moved:+.1f} steps of √2"
             f"{edge if line[0].at_edge or line[-1].at_edge else ''}."
         )
         rows += [
             [
                 label,
-                one.x,
+                one.x_value,
                 f"{one.rate:.3g}" + (" (edge)" if one.at_edge else ""),
-                f"{one.moved:+.1f}",
+                f"{one.moved_sqrt2_steps:+.1f}",
             ]
             for one in line
         ]
@@ -252,13 +260,13 @@ def _learning_rate_chart(title: str, x: str, label: str, line: Sequence[BestRate
         title + (f" ({label})" if label else ""),
         [
             Line(
-                f"{x} {one.x}",
-                one.rates,
-                one.losses,
-                low=one.low,
-                high=one.high,
+                f"{x} {one.x_value}",
+                one.tried_rates,
+                one.mean_losses,
+                band_low=one.smallest_losses,
+                band_high=one.largest_losses,
                 dots=True,
-                shade=i / max(len(line) - 1, 1),
+                gradient_position=i / max(len(line) - 1, 1),
             )
             for i, one in enumerate(line)
         ],
@@ -269,9 +277,9 @@ def _learning_rate_chart(title: str, x: str, label: str, line: Sequence[BestRate
     )
 
 
-def _cost_section(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
-    """Returns the charts of the points' costs. A cost that is the same at all points has no
-    chart.
+def _cost_section(sweep: Sweep, results: Sequence[PointResult], done: Sequence[PointResult]) -> str:
+    """Returns the charts of the costs of the points, of their tokens per second, and of the main
+    metrics against the cache. A cost that is the same at all points has no chart.
     """
     charts = []
     for name, text in COSTS.items():
@@ -290,31 +298,36 @@ def _cost_section(sweep: Sweep, results: Sequence[Result], done: Sequence[Result
 
 
 def _cost_chart(
-    sweep: Sweep, title: str, lines: dict[str, dict[str, Spread]], note: str = ""
+    sweep: Sweep, title: str, lines: dict[str, dict[str, SeedSpread]], note: str = ""
 ) -> str:
-    """Returns a chart over the x axis with a line of means for each entry of `lines`, which
-    `results.lines_along_x` describes.
+    """Returns a chart over the x axis of a sweep, with a line of means for each entry of `lines`.
+    `results.lines_along_x` describes the form of `lines`.
     """
-    values = sweep.axes[sweep.x]
+    values = sweep.axes[sweep.x_axis]
     drawn = [
         Line(
             label,
             range(len(values)),
             [line[v].mean if v in line else math.nan for v in values],
-            colour=k,
+            colour_index=k,
             dots=True,
         )
         for k, (label, line) in enumerate(lines.items())
     ]
     return line_chart(
-        title, drawn, x_label=sweep.x.rpartition(".")[2], x_names=values, from_zero=True, note=note
+        title,
+        drawn,
+        x_label=sweep.x_axis.rpartition(".")[2],
+        x_names=values,
+        from_zero=True,
+        note=note,
     )
 
 
-def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
-    """Returns charts of each main metric against the bytes of cache per token of context. The
-    points with the same values on the axes other than x share a chart; there is a chart only if
-    their bytes differ.
+def _pareto_charts(sweep: Sweep, done: Sequence[PointResult]) -> list[str]:
+    """Returns charts of each main metric against the bytes of cache per token of context. Points
+    with the same values on all axes except the x axis share a chart. A chart is left out if all its
+    points need the same number of bytes.
     """
     charts = []
     costs = lines_along_x(sweep, ((r, r.costs["cache_bytes_per_token"]) for r in done))
@@ -325,14 +338,14 @@ def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
             points = [(costs[label][value].mean, line[value].mean) for value in line]
             if len({cost for cost, _ in points}) < 2:
                 continue
-            front = pareto_front(points, metric.better == "higher")
+            front = pareto_front_indices(points, metric.better == "higher")
             lines = [
-                Line(value, [cost], [mean], colour=k, dots=True)
+                Line(value, [cost], [mean], colour_index=k, dots=True)
                 for k, (value, (cost, mean)) in enumerate(zip(line, points))
             ]
             if len(front) > 1:
                 xs, ys = ([points[i][axis] for i in front] for axis in (0, 1))
-                lines.insert(0, Line("best for its cost", xs, ys, colour=7, dash=1))
+                lines.insert(0, Line("best for its cost", xs, ys, colour_index=7, dash_index=1))
             title = metric_title(name, metric) + (f" ({label})" if label else "")
             charts.append(
                 line_chart(
@@ -342,26 +355,28 @@ def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
     return charts
 
 
-def _loss_section(results: Sequence[Result]) -> str:
+def _training_loss_section(results: Sequence[PointResult]) -> str:
     """Returns a chart of the training loss of every point over its steps."""
     lines = [
         Line(
             result.point.name,
-            [step for step, _ in result.losses],
-            [loss for _, loss in result.losses],
-            colour=number % COLOURS,
-            dash=number // COLOURS,
+            [step for step, _ in result.training_losses],
+            [loss for _, loss in result.training_losses],
+            colour_index=number % COLOURS,
+            dash_index=number // COLOURS,
         )
         for number, result in enumerate(results)
-        if result.losses
+        if result.training_losses
     ]
     note = "the table of points leads to the page of each"
-    return line_chart("training loss, nats per token", lines, log=True, fit_late=True, note=note)
+    return line_chart(
+        "training loss, nats per token", lines, log_y=True, fit_y_to_late_values=True, note=note
+    )
 
 
-def _points_table(sweep: Sweep, results: Sequence[Result]) -> str:
-    """Returns the table of points with the main metrics, also of each source of the data;
-    results.csv has all metrics.
+def _points_table(sweep: Sweep, results: Sequence[PointResult]) -> str:
+    """Returns the table of points with the main metrics, over all held-out rows and for each source
+    of the data. (results.csv has all metrics.)
     """
     metrics = main_metrics(results) | source_metrics(results)
     head = [
@@ -377,29 +392,36 @@ def _points_table(sweep: Sweep, results: Sequence[Result]) -> str:
     rows = [
         [
             _point_cell(r),
-            *r.point.values.values(),
-            _state_text(r),
-            f"{r.step:,} of {r.point.config.train.steps:,}",
-            *(f"{r.metrics[name].value:.4g}" if name in r.metrics else "–" for name in metrics),
-            f"{r.tokens_per_second:,.0f}" if r.step else "–",
+            *r.point.axis_values.values(),
+            _point_state_text(r),
+            f"{r.last_step:,} of {r.point.config.train.steps:,}",
+            *(
+                f"{r.final_metrics[name].value:.4g}" if name in r.final_metrics else "–"
+                for name in metrics
+            ),
+            f"{r.tokens_per_second:,.0f}" if r.last_step else "–",
             *(f"{r.costs[name]:,.0f}" for name in COSTS),
-            f"{r.seconds:,.0f}",
+            f"{r.active_seconds:,.0f}",
         ]
         for r in results
     ]
     return table_html(head, rows, numeric=True)
 
 
-def _point_cell(result: Result) -> str | Link:
-    """Returns the name of a point, with a link to the page of its run if there is one."""
+def _point_cell(result: PointResult) -> str | LinkCell:
+    """Returns the name of a point. If its run has written a report, the name is a link to it."""
     name = result.point.name
-    return Link(name, f"points/{urllib.parse.quote(name)}/report.html") if result.has_page else name
+    return (
+        LinkCell(name, f"points/{urllib.parse.quote(name)}/report.html")
+        if result.has_report_page
+        else name
+    )
 
 
-def _state_text(result: Result) -> str:
+def _point_state_text(result: PointResult) -> str:
     if result.done:
         return "done"
-    return f"failed: {result.failed}" if result.failed else "not done yet"
+    return f"failed: {result.failure_reason}" if result.failure_reason else "not done yet"
 
 
 def _commands_html(commands: dict[str, str]) -> str:

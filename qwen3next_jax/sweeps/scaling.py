@@ -1,10 +1,10 @@
-"""Fits loss against the size of the model and the number of training tokens, over the runs of
-sweeps, and predicts runs from it. Nothing here trains.
+"""Fits the loss as a function of the size of the model and the number of training tokens, over the
+runs of sweeps, and predicts the losses of other runs from the fit.
 
     L(N, D) = E + A / N^α + B / D^β                      (Hoffmann et al., 2203.15556, approach 3)
 
-N is the size of the model, D the number of training tokens, L the held-out loss. E is the loss that
-no size and no number of tokens gets below. C is the number of FLOPs of a run, counted exactly by
+N is the size of the model, D the number of training tokens, L the held-out loss. The loss is above
+E at any size and any number of tokens. C is the number of FLOPs of a run, counted exactly by
 `model.flops`; the approximation C = 6 N D is not used.
 
 Letters: n runs, P = 5 constants (log E, log A, log B, α, β).
@@ -43,10 +43,10 @@ _EXTRAPOLATED = 10.0  # how far beyond the measured sizes an optimum is searched
 
 
 class ScalingRun(NamedTuple):
-    """One run, as a fit sees it.
+    """The numbers of one run that a fit uses.
 
     Attributes:
-      name: its name in the sweep.
+      name: the name of the run's point in the sweep.
       size: the size of the model, N.
       tokens: the number of training tokens, D.
       flops: the number of FLOPs of the whole run, C.
@@ -71,7 +71,7 @@ class LossFit:
     beta: float
 
     def __call__(self, size, tokens):
-        """Returns the loss at sizes and numbers of tokens, which broadcast."""
+        """Returns the losses at sizes and numbers of tokens; the two arrays broadcast."""
         return self.e + self.a / size**self.alpha + self.b / tokens**self.beta
 
     @property
@@ -80,7 +80,9 @@ class LossFit:
 
 
 class Interval(NamedTuple):
-    """A value, and the ends of its bootstrap interval (`CONFIDENCE`)."""
+    """A value, and the low and the high end of its bootstrap interval, which contains the share
+    `CONFIDENCE` of the resampled values.
+    """
 
     value: float
     low: float
@@ -88,107 +90,117 @@ class Interval(NamedTuple):
 
     @property
     def is_determined(self) -> bool:
-        """Whether the data tell the value, which is positive, up to the factor `DETERMINED`."""
+        """Whether the interval is positive and its high end is at most `DETERMINED` times its low
+        end. Then the data determine the value.
+        """
         return 0 < self.low and self.high <= DETERMINED * self.low
 
 
 class Optimum(NamedTuple):
     """The best use of `flops` FLOPs: the size, the number of tokens, and the loss.
 
-    `at_end` is true if the size is the smallest or the largest that was searched: by the fit, ever
-    smaller or ever larger models are better, and there is no best size.
+    `at_search_end` is true if the size is the smallest or the largest that was searched. In that
+    case, by the fit, ever smaller or ever larger models are better, and there is no best size.
     """
 
     flops: float
     size: Interval
     tokens: Interval
     loss: Interval
-    at_end: bool
+    at_search_end: bool
 
 
 class Prediction(NamedTuple):
-    """The loss of a run that the fit has not seen. `interval` holds the predicted loss."""
+    """The predicted loss of a run that was not fitted.
 
-    run: ScalingRun
-    interval: Interval
+    Attributes:
+      heldout_run: the run, with its measured loss.
+      predicted_loss: the predicted loss.
+    """
+
+    heldout_run: ScalingRun
+    predicted_loss: Interval
 
     @property
-    def error(self) -> float:
-        """The predicted loss over the measured loss, minus 1."""
-        return self.interval.value / self.run.loss - 1
+    def relative_error(self) -> float:
+        """The predicted loss divided by the measured loss, minus 1."""
+        return self.predicted_loss.value / self.heldout_run.loss - 1
 
 
 class Parabola(NamedTuple):
-    """The loss over log N at one budget, c₀ + c₁ x + c₂ x² with x = log(N / centre).
+    """The loss as a function of the size N at one budget of FLOPs: c₀ + c₁ x + c₂ x² with
+    x = log(N / centre_size).
 
     Attributes:
-      flops: the budget, the mean of the runs'.
-      runs: the runs of this budget, by size.
-      centre: the mean of the runs' sizes (geometric).
+      budget_flops: the mean FLOPs of the runs.
+      runs: the runs of this budget, in the order of their sizes.
+      centre_size: the geometric mean of the sizes of the runs.
       coefficients: c₂, c₁, c₀.
     """
 
-    flops: float
+    budget_flops: float
     runs: tuple[ScalingRun, ...]
-    centre: float
+    centre_size: float
     coefficients: tuple[float, float, float]
 
     def __call__(self, size):
-        return np.polyval(self.coefficients, np.log(np.asarray(size) / self.centre))
+        return np.polyval(self.coefficients, np.log(np.asarray(size) / self.centre_size))
 
     @property
-    def minimum(self) -> float:
+    def size_at_minimum(self) -> float:
         """The size at the minimum; NaN if the parabola has none."""
         c2, c1, _ = self.coefficients
-        return self.centre * math.exp(-c1 / (2 * c2)) if c2 > 0 else math.nan
+        return self.centre_size * math.exp(-c1 / (2 * c2)) if c2 > 0 else math.nan
 
     @property
-    def best_size(self) -> float:
-        """The size with the lowest loss. NaN if the minimum is not between the sizes of the runs,
-        where the runs do not tell it.
+    def best_size_within_runs(self) -> float:
+        """The size with the lowest loss. NaN if the minimum of the parabola lies outside the sizes
+        of the runs, where no loss was measured.
         """
-        size = self.minimum
+        size = self.size_at_minimum
         return size if self.runs[0].size <= size <= self.runs[-1].size else math.nan
 
 
-class IsoFlop(NamedTuple):
+class IsoFlopFit(NamedTuple):
     """IsoFLOP parabolas (2203.15556, approach 2).
 
     Attributes:
-      parabolas: one for each budget with at least three sizes, by budget.
-      exponent: a of the line N = G C^a through the minima; None if fewer than two budgets have one.
-      factor: G of this line; NaN if there is none.
+      parabolas: a parabola for each budget with at least three sizes, in the order of the budgets.
+      size_exponent: a of the line N = G C^a through the minima; None if fewer than two parabolas
+        have a minimum between the sizes of their runs.
+      size_factor: G of this line; NaN if `size_exponent` is None.
     """
 
     parabolas: tuple[Parabola, ...]
-    exponent: Interval | None
-    factor: float
+    size_exponent: Interval | None
+    size_factor: float
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaling:
-    """What a set of runs says about scaling.
+class ScalingAnalysis:
+    """The fits of a set of runs, and predictions from them.
 
     Attributes:
-      runs: the runs.
-      fit: the fit of the loss.
-      intervals: name of a constant → its interval.
-      resampled: fits of resampled data, from which the intervals are.
-      optima: the best use of some budgets: that of the largest run, and 10 and 100 times as much.
-      exponent: a of N_optimal ∝ C^a around the budget of the largest run, by the fit.
+      analysed_runs: the runs.
+      loss_fit: the fit of L(N, D) to the losses of all runs.
+      constant_intervals: name of a constant of the fit → its value and interval.
+      resampled_fits: fits of resampled losses, from which the intervals are computed.
+      optima: the best use of the budget with the most FLOPs, and of 10 and 100 times this budget.
+      optimal_size_exponent: a of N_optimal ∝ C^a by the fit, over the last factor of 10 below the
+        budget with the most FLOPs.
       iso_flop: the isoFLOP parabolas.
-      predictions: the name of a group of held-out runs → the predictions of these runs from the
-        other runs, or why there are none.
+      heldout_predictions: name of a group of held-out runs → the predictions of these runs from a
+        fit of the other runs, or a sentence that says why there are none.
     """
 
-    runs: tuple[ScalingRun, ...]
-    fit: LossFit
-    intervals: dict[str, Interval]
-    resampled: tuple[LossFit, ...]
+    analysed_runs: tuple[ScalingRun, ...]
+    loss_fit: LossFit
+    constant_intervals: dict[str, Interval]
+    resampled_fits: tuple[LossFit, ...]
     optima: tuple[Optimum, ...]
-    exponent: Interval
-    iso_flop: IsoFlop
-    predictions: dict[str, tuple[Prediction, ...] | str]
+    optimal_size_exponent: Interval
+    iso_flop: IsoFlopFit
+    heldout_predictions: dict[str, tuple[Prediction, ...] | str]
 
 
 def read_runs(
@@ -199,16 +211,16 @@ def read_runs(
     Args:
       paths: folders of sweeps, or files results.json.
       metric: the metric to fit, as results.json calls it.
-      size: what N counts. "parameters": all parameters. "flops": FLOPs per token / 6, the
-        parameters that a token uses, if attention and the recurrence counted as parameters; then
-        C = 6 N D.
+      size: what N counts. "parameters": all parameters. "flops": a sixth of the FLOPs per token, so
+        that C = 6 N D. A sixth of the FLOPs is about the number of parameters that a token uses,
+        plus a part for attention and the recurrence.
 
     Raises:
       UserError: a file cannot be read; a run has no such metric, or no count of parameters, tokens
         or FLOPs; or the paths hold a run twice.
     """
     runs: list[ScalingRun] = []
-    for path, record in map(_read_results, paths):
+    for path, record in map(_read_results_json, paths):
         for point in record["points"]:
             run = _read_run(point, metric, size, path)
             require(
@@ -220,12 +232,12 @@ def read_runs(
     return tuple(runs)
 
 
-def missing_points(paths: Sequence[pathlib.Path]) -> list[str]:
-    """Returns a sentence for each sweep with missing points, which failed or are not done.
-    `read_runs` explains the arguments and errors.
+def missing_point_sentences(paths: Sequence[pathlib.Path]) -> list[str]:
+    """Returns a sentence for each sweep in which points are missing because they failed or are not
+    done. `read_runs` explains the arguments and errors.
     """
     sentences = []
-    for path, record in map(_read_results, paths):
+    for path, record in map(_read_results_json, paths):
         axes = record.get("axes", {}).values()
         count, done = math.prod(map(len, axes)), len(record["points"])
         if axes and done < count:
@@ -236,7 +248,7 @@ def missing_points(paths: Sequence[pathlib.Path]) -> list[str]:
     return sentences
 
 
-def _read_results(given: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
+def _read_results_json(given: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
     """Returns the path and the content of the results.json of a sweep."""
     path = given / "results.json" if given.is_dir() else given
     try:
@@ -279,12 +291,12 @@ def _read_run(point: dict[str, Any], metric: str, size: str, path: pathlib.Path)
     )
 
 
-def check_runs(runs: Sequence[ScalingRun]) -> None:
+def check_runs_determine_fit(runs: Sequence[ScalingRun]) -> None:
     """Checks that the runs can determine the constants.
 
     Raises:
-      UserError: there are too few runs, sizes or numbers of tokens, or tokens and sizes grow
-        together.
+      UserError: there are too few runs, sizes or numbers of tokens; or the number of tokens is a
+        power of the size in all runs.
     """
     sizes, tokens = ({round(math.log(run[i]), 6) for run in runs} for i in (1, 2))
     least = len(CONSTANTS) + 1
@@ -308,14 +320,16 @@ def check_runs(runs: Sequence[ScalingRun]) -> None:
 
 
 def fit_loss(runs: Sequence[ScalingRun], near: LossFit | None = None) -> LossFit:
-    """Fits E, A, B, α and β: the sum over runs of the Huber loss of log L(N, D) - log L, with
-    log L(N, D) as the log of a sum of exponentials (2203.15556, equation 3).
+    """Fits the constants E, A, B, α and β of L(N, D) to the losses of the runs. The fit minimises
+    the sum over runs of the Huber loss of log L(N, D) - log L, where log L(N, D) is written as the
+    log of a sum of exponentials (2203.15556, equation 3).
 
-    `scipy.optimize.least_squares` minimises it from several starts. A start has α and β from a
-    table, and the E, A, B ≥ 0 that then have the least squared relative error.
+    `scipy.optimize.least_squares` minimises this sum from several starting points. A starting point
+    has a combination of `_START_EXPONENTS` as α and β, and the E, A, B ≥ 0 that have the least
+    squared relative error for this α and β.
 
     Args:
-      near: a fit to start from, in place of the table.
+      near: a fit that serves as the only starting point; None: the starting points above.
     """
     size, tokens, loss = (np.array([run[i] for run in runs]) for i in (1, 2, 4))
     # Logs relative to their means keep the constants apart from each other.
@@ -378,12 +392,12 @@ def fit_loss(runs: Sequence[ScalingRun], near: LossFit | None = None) -> LossFit
 def resample_fits(
     runs: Sequence[ScalingRun], fit: LossFit, resamples: int, seed: int
 ) -> tuple[LossFit, ...]:
-    """Fits resampled data: at the sizes and tokens of the runs, losses that are those of `fit`
-    times randomly chosen residuals of the runs.
+    """Returns fits of resampled losses. Each has the sizes and tokens of the runs; a loss is the
+    loss of `fit` times the exponential of the log residual of a randomly chosen run.
 
-    Residuals are resampled rather than runs because the runs of a ladder are chosen: without its
-    largest size a ladder of five would be another ladder. As a fit of P constants makes the
-    residuals of n runs too small, they are multiplied by √(n / (n - P)).
+    Residuals are resampled, not runs, because the sizes and tokens of the runs were chosen on
+    purpose, and a resample without the largest size would be another experiment. A fit of P
+    constants makes the residuals of n runs too small, so they are multiplied by √(n / (n - P)).
     """
     residuals = np.array([math.log(run.loss / fit(run.size, run.tokens)) for run in runs])
     residuals = _inflate_residuals(residuals, len(CONSTANTS))
@@ -400,8 +414,8 @@ def resample_fits(
 
 
 def _inflate_residuals(residuals: np.ndarray, constants: int) -> np.ndarray:
-    """Returns the residuals of a fit with so many constants, centred, with the variance of the
-    noise.
+    """Returns the residuals of a fit with `constants` constants, centred and scaled up so that
+    their variance estimates the variance of the noise.
     """
     degrees = max(len(residuals) - constants, 1)
     return (residuals - residuals.mean()) * math.sqrt(len(residuals) / degrees)
@@ -413,9 +427,9 @@ def _confidence_interval(value: float, resampled: Sequence[float]) -> Interval:
     return Interval(float(value), float(low), float(high))
 
 
-def flops_of_size(runs: Sequence[ScalingRun]) -> Callable[[float], float]:
-    """Returns the function size → FLOPs per token: exact at the runs' sizes, and between and beyond
-    them along straight lines of the logs.
+def flops_per_token_by_size(runs: Sequence[ScalingRun]) -> Callable[[float], float]:
+    """Returns a function that maps a size to FLOPs per token. The function is exact at the runs'
+    sizes; between and beyond these sizes, log FLOPs is piecewise linear in log size.
     """
     by_size: dict[float, list[float]] = {}
     for run in runs:
@@ -432,7 +446,7 @@ def flops_of_size(runs: Sequence[ScalingRun]) -> Callable[[float], float]:
     return flops_per_token
 
 
-def best_size(
+def compute_optimal_size(
     fit: LossFit,
     flops: float,
     flops_per_token: Callable[[float], float],
@@ -468,14 +482,15 @@ def fit_parabolas(runs: Sequence[ScalingRun]) -> tuple[Parabola, ...]:
     return tuple(found)
 
 
-def fit_iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFlop:
-    """Fits isoFLOP parabolas, and the line N = G C^a through the minima that lie between the sizes
-    of the runs. Its interval is from resampled residuals of these parabolas.
+def fit_iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFlopFit:
+    """Fits isoFLOP parabolas, and the line N = G C^a through those minima that lie between the
+    sizes of the runs. The interval of the exponent a is computed from fits of resampled residuals
+    of the parabolas.
     """
     found = fit_parabolas(runs)
-    used = [parabola for parabola in found if math.isfinite(parabola.best_size)]
+    used = [parabola for parabola in found if math.isfinite(parabola.best_size_within_runs)]
     if len(used) < 2:
-        return IsoFlop(found, None, math.nan)
+        return IsoFlopFit(found, None, math.nan)
     exponent, factor = _fit_line_of_minima(used)
     runs = [run for parabola in used for run in parabola.runs]
     fitted = np.concatenate([p([run.size for run in p.runs]) for p in used])
@@ -487,12 +502,12 @@ def fit_iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFl
         made = [run._replace(loss=loss) for run, loss in zip(runs, fitted + noise, strict=True)]
         exponents.append(_fit_line_of_minima(fit_parabolas(made))[0])
     exponents = [value for value in exponents if math.isfinite(value)]
-    return IsoFlop(found, _confidence_interval(exponent, exponents or [exponent]), factor)
+    return IsoFlopFit(found, _confidence_interval(exponent, exponents or [exponent]), factor)
 
 
 def _fit_line_of_minima(found: Sequence[Parabola]) -> tuple[float, float]:
     """Returns a and G of N = G C^a through the minima of the parabolas; NaN if one has none."""
-    points = np.log([(parabola.flops, parabola.minimum) for parabola in found])
+    points = np.log([(parabola.budget_flops, parabola.size_at_minimum) for parabola in found])
     if not np.isfinite(points).all():
         return math.nan, math.nan
     slope, offset = np.polyfit(*points.T, 1)
@@ -502,13 +517,13 @@ def _fit_line_of_minima(found: Sequence[Parabola]) -> tuple[float, float]:
 def predict_losses(
     seen: Sequence[ScalingRun], unseen: Sequence[ScalingRun], resamples: int, seed: int
 ) -> tuple[Prediction, ...]:
-    """Fits the runs `seen`, and predicts the loss of the runs `unseen`. The interval holds the
-    spread of resampled fits and the noise of a single run.
+    """Fits the runs `seen`, and predicts the losses of the runs `unseen`. The intervals of the
+    predictions include the spread of the resampled fits and the noise of a single run.
 
     Raises:
-      UserError: the runs `seen` cannot determine a fit (`check_runs`).
+      UserError: the runs `seen` cannot determine a fit (`check_runs_determine_fit`).
     """
-    check_runs(seen)
+    check_runs_determine_fit(seen)
     fit = fit_loss(seen)
     fits = resample_fits(seen, fit, resamples, seed)
     residuals = np.array([math.log(run.loss / fit(run.size, run.tokens)) for run in seen])
@@ -524,10 +539,12 @@ def predict_losses(
     return tuple(predictions)
 
 
-def _predictions(
+def _predict_heldout_groups(
     runs: Sequence[ScalingRun], resamples: int, seed: int
 ) -> dict[str, tuple[Prediction, ...] | str]:
-    """Returns `Scaling.predictions`: of the largest run, and of the runs of the highest budget."""
+    """Returns the predictions of two groups of held-out runs, each from a fit of all other runs:
+    the largest run, and the runs with the highest budget. (`ScalingAnalysis.heldout_predictions`)
+    """
     highest = max(run.flops for run in runs)
     budget = [run for run in runs if run.flops * (1 + SAME_BUDGET) >= highest]
     largest = max(budget, key=lambda run: run.size)
@@ -544,24 +561,26 @@ def _predictions(
     return predictions
 
 
-def analyse(runs: Sequence[ScalingRun], resamples: int = 200, seed: int = 0) -> Scaling:
-    """Fits and predicts all that `Scaling` holds.
+def analyse_scaling(
+    runs: Sequence[ScalingRun], resamples: int = 200, seed: int = 0
+) -> ScalingAnalysis:
+    """Computes all fields of a `ScalingAnalysis` of the runs.
 
     Args:
       resamples: the number of resampled fits for the intervals.
-      seed: of the resampling.
+      seed: the seed of the resampling.
 
     Raises:
-      UserError: the runs cannot determine a fit (`check_runs`).
+      UserError: the runs cannot determine a fit (`check_runs_determine_fit`).
     """
-    check_runs(runs)
+    check_runs_determine_fit(runs)
     fit = fit_loss(runs)
     fits = resample_fits(runs, fit, resamples, seed)
     intervals = {
         name: _confidence_interval(value, [one.constants[i] for one in fits])
         for i, (name, value) in enumerate(zip(CONSTANTS, fit.constants, strict=True))
     }
-    flops_per_token = flops_of_size(runs)
+    flops_per_token = flops_per_token_by_size(runs)
     sizes = [run.size for run in runs]
     highest = max(run.flops for run in runs)
 
@@ -569,7 +588,7 @@ def analyse(runs: Sequence[ScalingRun], resamples: int = 200, seed: int = 0) -> 
         return min(sizes) / _EXTRAPOLATED, max(sizes) * _EXTRAPOLATED * max(flops / highest, 1.0)
 
     def optimum(one: LossFit, flops: float) -> tuple[float, float, float]:
-        size = best_size(one, flops, flops_per_token, limits(flops))
+        size = compute_optimal_size(one, flops, flops_per_token, limits(flops))
         tokens = flops / flops_per_token(size)
         return size, tokens, float(one(size, tokens))
 
@@ -585,13 +604,13 @@ def analyse(runs: Sequence[ScalingRun], resamples: int = 200, seed: int = 0) -> 
         ends = [optimum(one, factor * highest)[0] for factor in (0.1, 1.0)]
         return math.log(ends[1] / ends[0]) / math.log(10)
 
-    return Scaling(
-        runs=tuple(runs),
-        fit=fit,
-        intervals=intervals,
-        resampled=fits,
+    return ScalingAnalysis(
+        analysed_runs=tuple(runs),
+        loss_fit=fit,
+        constant_intervals=intervals,
+        resampled_fits=fits,
         optima=tuple(optima),
-        exponent=_confidence_interval(slope(fit), [slope(one) for one in fits]),
+        optimal_size_exponent=_confidence_interval(slope(fit), [slope(one) for one in fits]),
         iso_flop=fit_iso_flop(runs, resamples, seed),
-        predictions=_predictions(runs, resamples, seed),
+        heldout_predictions=_predict_heldout_groups(runs, resamples, seed),
     )

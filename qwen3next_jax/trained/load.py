@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from qwen3next_jax.common.errors import UserError, require, similar_folder
+from qwen3next_jax.common.errors import UserError, require, similar_folder_hint
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, to_dict
-from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.pipeline import data_source_class
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.huggingface import load_hf
 from qwen3next_jax.interop.weights import modification_digest
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.layer_properties import split_sizes
+from qwen3next_jax.model.layer_properties import mesh_requirements
 from qwen3next_jax.processes import distributed
 from qwen3next_jax.processes.launch import Launch
-from qwen3next_jax.runs.checkpoint import Step, load_trained
+from qwen3next_jax.runs.checkpoint import StepChoice, load_trained
 from qwen3next_jax.runs.record import RunRecord, read_config, read_record
-from qwen3next_jax.sharding.mesh import check_divides, compute_mesh, make_mesh
+from qwen3next_jax.sharding.mesh import check_mesh_divides, make_mesh, mesh_unless_single_device
 from qwen3next_jax.sharding.rules import ROWS, num_shards
 
 
@@ -51,7 +51,7 @@ class LoadedModel(NamedTuple):
 
 def load_model(
     path: str | pathlib.Path,
-    step: Step = None,
+    step: StepChoice = None,
     mesh: MeshConfig | None = None,
     dtype: str | None = "float32",
     devices: Sequence[Any] | None = None,
@@ -115,7 +115,7 @@ def load_model(
     reason = "no such folder" if not folder.exists() else "it has neither run.json nor config.json"
     raise UserError(
         f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})"
-        f"{similar_folder(folder)}"
+        f"{similar_folder_hint(folder)}"
     )
 
 
@@ -134,7 +134,7 @@ def tokenizer_of_run(folder: pathlib.Path, record: RunRecord) -> Tokenizer:
     copy, data = folder / "tokenizer", config.data
     if copy.exists():
         data = dataclasses.replace(data, tokenizer=str(copy))
-    tokenizer = source_of(data).tokenizer_of(data, config.model.vocab_size)
+    tokenizer = data_source_class(data).tokenizer_of(data, config.model.vocab_size)
     if tokenizer.fingerprint != record.tokenizer:
         raise UserError(
             f"{data.tokenizer}: not the tokenizer that {folder} was trained with (its fingerprint "
@@ -193,7 +193,9 @@ def mesh_of_params(
         # Callers pad rows and tokens to multiples of the axes' sizes, so the numbers given here are
         # such multiples. Heads and widths are not padded, so their numbers are checked.
         rows = num_shards(mesh, *ROWS)
-        check_divides(model, rows, 1024 * mesh.shape["context"], mesh, *split_sizes(model))
+        check_mesh_divides(
+            model, rows, 1024 * mesh.shape["context"], mesh, *mesh_requirements(model)
+        )
     except UserError as error:
         raise UserError(
             f"--mesh: {error}"
@@ -201,4 +203,4 @@ def mesh_of_params(
             else f"{where} ({error}); choose another with --mesh, such as --mesh=data=-1 for all "
             "devices"
         ) from error
-    return compute_mesh(mesh)
+    return mesh_unless_single_device(mesh)

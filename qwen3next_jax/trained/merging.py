@@ -10,7 +10,6 @@ bit-identical in the mean.
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import pathlib
 import shutil
@@ -24,25 +23,26 @@ import numpy as np
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, require, require_path
+from qwen3next_jax.common.locks import lock_file
 from qwen3next_jax.common.storage import BucketPath, is_bucket
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import Config
-from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.config.compatibility import settings_incompatible_with_weights
 from qwen3next_jax.data.tokens import same_token_ids
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.facts import (
-    newest_complete_step,
-    read_saved_step,
-    require_saved,
+    newest_plausible_step,
+    read_checkpoint_status,
+    require_plausible_checkpoint,
     split_step,
 )
-from qwen3next_jax.runs.init_from import NOT_STRUCTURE, describe_scaling
+from qwen3next_jax.runs.init_from import NON_STRUCTURAL_SETTINGS, describe_optimizer_scaling
 from qwen3next_jax.runs.record import MergedCheckpoint, RunRecord, read_record
 from qwen3next_jax.runs.store.local import LocalStore
-from qwen3next_jax.runs.store.store import not_writable
+from qwen3next_jax.runs.store.store import not_writable_error
 from qwen3next_jax.runs.telemetry import MetricsFile
-from qwen3next_jax.runs.versions import check_versions
+from qwen3next_jax.runs.versions import check_module_versions
 from qwen3next_jax.trained.load import tokenizer_of_run
 from qwen3next_jax.training.parameter_groups import ParameterGroups, make_parameter_groups
 from qwen3next_jax.training.resolve import make_update_rules
@@ -182,12 +182,12 @@ def find_sources(names: Sequence[str]) -> list[MergeSource]:
             "times the mean of two matrices B is not the mean of their products: expected runs "
             "without adapters",
         )
-        for name in weights_differ(model, of_last):
+        for name in settings_incompatible_with_weights(model, of_last):
             theirs, ours = (
                 c.mixers if name == "layer_types" else getattr(c, name) for c in (model, of_last)
             )
             require(
-                name in NOT_STRUCTURE - {"mtp_depth"},
+                name in NON_STRUCTURAL_SETTINGS - {"mtp_depth"},
                 f"{source.name}: its model.{name} is {theirs}, that of {last.name} is {ours}: "
                 "expected checkpoints of the same model",
             )
@@ -197,7 +197,9 @@ def find_sources(names: Sequence[str]) -> list[MergeSource]:
             f"{source.run_record.tokenizer[:12]}, there {last.run_record.tokenizer[:12]}), so its "
             "ids have another meaning: expected runs with the same tokenizer",
         )
-        scaling, of_last = (describe_scaling(one.config.optimizer) for one in (source, last))
+        scaling, of_last = (
+            describe_optimizer_scaling(one.config.optimizer) for one in (source, last)
+        )
         require(
             scaling == of_last,
             f"{source.name}: its optimizer.scaling is {scaling}, that of {last.name} is {of_last}, "
@@ -219,12 +221,12 @@ def _find_source(name: str) -> MergeSource:
     record = read_record(folder)
     config = record.read_config(folder)
     if step is None:
-        step, _ = newest_complete_step(folder, record.id)
+        step, _ = newest_plausible_step(folder, record.id)
         require(step is not None, f"{name}: the run has no valid checkpoint")
-    saved = read_saved_step(folder, step, record.id)
-    require_saved(name, saved)
-    check_versions(folder, record.versions, record.code, config.model)
-    return MergeSource(name, folder, step, record, config, saved.digest)
+    status = read_checkpoint_status(folder, step, record.id)
+    require_plausible_checkpoint(name, status)
+    check_module_versions(folder, record.versions, record.code, config.model)
+    return MergeSource(name, folder, step, record, config, status.manifest_digest)
 
 
 # ---- Mean
@@ -350,7 +352,7 @@ def require_writable_new_folder(out: pathlib.Path | BucketPath) -> None:
         not is_bucket(out),
         f"--out={out}: a merged run is written to a file system: give a folder there, and copy it",
     )
-    LocalStore(out).check(f"--out={out}")
+    LocalStore(out).check_can_hold_run(f"--out={out}")
     require(
         not os.path.lexists(out),
         f"--out={out}: already there: expected a new folder; choose another, or remove it first",
@@ -396,18 +398,18 @@ def write_merged_run(
 
     def begin() -> None:
         partial.create_and_lock()
-        store.write_run_and_tokenizer(record, tokenizer, new=True)
+        store.write_run_json_and_tokenizer(record, tokenizer, new=True)
         with MetricsFile(store.open_events(), last.step) as metrics:
             metrics.write("merged", last.step, merged=[dataclasses.asdict(one) for one in merged])
 
     broadcast_from_process_0(begin)
     frozen_paths = _parameter_groups_of_config(last.config).frozen_paths
     with store.open_checkpoints(last.config.checkpoint, frozen_paths=frozen_paths) as checkpoints:
-        checkpoints.begin(last.step)
-        checkpoints.set_run()
+        checkpoints.prepare_folder(last.step)
+        checkpoints.read_run_id()
         checkpoints.save(last.step, state)
         checkpoints.wait()
-        events = checkpoints.events()
+        events = checkpoints.take_events()
     for name, _, values in events:
         reason = values.get("reason")
         require(name != "save_failed", f"--out={out}: not written ({reason}): make room")
@@ -451,15 +453,11 @@ class _PartialFolder:
                 "rename or remove that folder, or give another --out",
             )
             self._lock = mark.open("a")
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(
-                    f"--out={self._out}: another merge is writing there: wait for it, or give "
-                    "another folder"
-                ) from error
-            except OSError:
-                pass  # a file system without locks
+            require(
+                lock_file(self._lock, self.folder),
+                f"--out={self._out}: another merge is writing there: wait for it, or give another "
+                "folder",
+            )
             require_writable_new_folder(self._out)  # another merge may have ended meanwhile
             mark.write_text(self._CONTENT)
             for path in self.folder.iterdir():
@@ -468,7 +466,7 @@ class _PartialFolder:
                 elif path != mark:
                     path.unlink()
         except OSError as error:
-            raise not_writable(self._out, error, "--out") from error
+            raise not_writable_error(self._out, error, "--out") from error
 
     def _made_by_merge(self, mark: pathlib.Path) -> bool:
         """Whether a merge made the folder. A merge that was killed before it wrote the content of
@@ -493,4 +491,4 @@ class _PartialFolder:
             (self._out / self._MARK).unlink()
             self._lock.close()
         except OSError as error:
-            raise not_writable(self._out, error, "--out") from error
+            raise not_writable_error(self._out, error, "--out") from error

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layers import SINK_HEAD, ForwardOptions
 
 
@@ -41,7 +41,7 @@ def l2_norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
 
     norms = {}
     for name, group in tree.items():
-        if name == "layers":  # the parameters for each entry of `model.stacks`
+        if name == "layers":  # the parameters for each entry of `model.layer_stacks`
             squares = [
                 sum(sum_of_squares(leaf, 1) for leaf in jax.tree.leaves(group[j]))
                 for j in sorted(group)
@@ -66,7 +66,7 @@ def largest_norm_weight_by_layer(model: ModelConfig, params: dict) -> jax.Array:
             [
                 jnp.max(jnp.abs(leaf), axis=tuple(range(num_kept_axes, leaf.ndim)))
                 for name, leaf in leaves.items()
-                if declared(model)[name].kind == "norm"
+                if parameter_declarations(model)[name].kind == "norm"
             ]
         ).max(axis=0)
 
@@ -79,10 +79,10 @@ def largest_norm_weight_by_layer(model: ModelConfig, params: dict) -> jax.Array:
 
 def _in_layer_order(model: ModelConfig, values_of_blocks: list[jax.Array]) -> jax.Array:
     """Concatenates values of layers in the order of the layers, without the layer of the MTP
-    module. `values_of_blocks` holds one array for each entry of `ModelConfig.stacks`: the values of
-    the layers whose parameters are stacked in this entry.
+    module. `values_of_blocks` holds one array for each entry of `ModelConfig.layer_stacks`: the
+    values of the layers whose parameters are stacked in this entry.
     """
-    order = np.argsort([layer for layers in model.stacks for layer in layers])
+    order = np.argsort([layer for layers in model.layer_stacks for layer in layers])
     return jnp.concatenate(values_of_blocks)[order]
 
 

@@ -27,7 +27,7 @@ from flax import nnx
 from qwen3next_jax.model.layers import ForwardOptions
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.sharding.rules import SLICE, constrain, num_shards
-from qwen3next_jax.sharding.slices import add_up_gradients, on_each_slice, sum_over_slices
+from qwen3next_jax.sharding.slices import on_each_slice, sum_gradients_over_slices, sum_over_slices
 from qwen3next_jax.training.diagnostics import l2_norms_by_layer
 from qwen3next_jax.training.loss import (
     Counts,
@@ -123,7 +123,7 @@ def _sum_gradients_over_slices(
         return main_and_parts
 
     main, parts = on_each_slice(of_slice, run.mesh)(params, batch, counts)
-    main = add_up_gradients(
+    main = sum_gradients_over_slices(
         main, run.main_group_shardings, run.update_shardings, run.config.parallel.slice_gradients
     )
     return Gradients(main, {}), parts
@@ -224,8 +224,8 @@ class _GradientComputation:
                 batch["tokens"],
                 batch["segment_ids"],
                 mesh=mesh,
-                options=ForwardOptions(indexer=train.indexer_training),
-                expert_ids=batch.get("expert_ids"),
+                options=ForwardOptions(indexer_training=train.indexer_training),
+                replayed_expert_ids=batch.get("expert_ids"),
             )
             return expert_load(features, config, counts), None
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import Config
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.training.parameter_groups import ParameterGroups
 from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 
@@ -37,6 +37,6 @@ class FreezeIndexers(UpdateRule):
 
 def make_rule(config: Config, groups: ParameterGroups) -> FreezeIndexers | None:
     """Returns the update rule of indexers; None if the model has no indexer."""
-    parameters = declared(config.model)
+    parameters = parameter_declarations(config.model)
     paths = {path for path, parameter in parameters.items() if parameter.kind == "indexer"}
     return FreezeIndexers(frozenset(paths)) if paths else None

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.config import ModelConfig, OptimizerConfig
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layers import document_positions
 from qwen3next_jax.sharding import row_tables
 
@@ -43,7 +43,7 @@ def embedding_number_by_table_path(model: ModelConfig) -> dict[tuple[str | int, 
     """Returns path of a table in the parameters → number of the table's n-gram embedding, for all
     n-gram embeddings of the model.
     """
-    stacks = {layers[0]: j for j, layers in enumerate(model.stacks)}
+    stacks = {layers[0]: j for j, layers in enumerate(model.layer_stacks)}
     layers = sorted(i - 1 for i in model.ple.layer_ids)
     return {
         ("layers", stacks[layer], "embedding", "table"): number
@@ -63,7 +63,9 @@ def look_up_batch_rows(
     positions = document_positions(batch["segment_ids"])
     ids, rows = {}, {}
     for path, number in tables.items():
-        ids[number] = model.ple.module().ids(model, number, batch["tokens"], positions)
+        ids[number] = model.ple.embedding_class().ngram_ids(
+            model, number, batch["tokens"], positions
+        )
         table, of_table = leaf_at(params, path)[0], _declaration_at(model, path)
         rows[number] = row_tables.look_up_rows(
             table, ids[number], of_table, mesh, dtype=model.dtype
@@ -123,7 +125,7 @@ def update(
 
         def write(arrays, row_P, d_PW, scale, learning_rate, skip):
             w_PW, mu_PW, nu_PW, count_P1 = old = tuple(
-                x_VW.at[row_P].leaf_at(mode="fill", fill_value=0) for x_VW in arrays
+                x_VW.at[row_P].get(mode="fill", fill_value=0) for x_VW in arrays
             )
             d_PW = d_PW * scale
             count_P1 = count_P1 + 1
@@ -163,8 +165,8 @@ def leaf_at(tree: dict, path: tuple[str | int, ...]) -> jax.Array:
 def with_leaf_at(tree: dict, path: tuple[str | int, ...], leaf: jax.Array) -> dict:
     """Returns a copy of a nested dict with `leaf` at this path."""
     name, *rest = path
-    return tree | {name: with_leaf_at(tree.leaf_at(name, {}), tuple(rest), leaf) if rest else leaf}
+    return tree | {name: with_leaf_at(tree.get(name, {}), tuple(rest), leaf) if rest else leaf}
 
 
 def _declaration_at(model: ModelConfig, path: tuple[str | int, ...]):
-    return declared(model)["/".join(map(str, path))]
+    return parameter_declarations(model)["/".join(map(str, path))]

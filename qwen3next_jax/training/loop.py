@@ -2,10 +2,10 @@
 file to loss.
 
     mesh     `sharding.mesh.make_mesh` arranges the devices as a grid with named axes.
-    data     `data.preparation` packs documents into rows of tokens; `data.pipeline.Data` gives
-             row i of the endless training stream. Batch n of a stage holds B consecutive rows: row
-             n·B of the stage and the B − 1 rows after it. `stages.DataCursor` says with which row
-             of the stream the stage begins.
+    data     `data.preparation` packs documents into rows of tokens. `data.pipeline.DataSource`
+             gives row i of the endless training stream. Batch n of a stage holds B consecutive
+             rows: row n·B of the stage and the B − 1 rows after it. `stages.DataCursor` says with
+             which row of the stream the stage begins.
     model    `model.Qwen3Next` is the model. Its parameters are the entry "params" of the train
              state (see `state`).
     step     `make_train_step`, below, makes the function (state, batch) → (state, metrics). It is
@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.data.pipeline import DataSource
 from qwen3next_jax.ops.implementations import trace_and_record
 from qwen3next_jax.sharding.batch_layout import BatchLayout
 from qwen3next_jax.sharding.compiler_options import compiler_options
@@ -151,7 +151,7 @@ class Trainer:
     def __init__(
         self,
         run: ResolvedRun,
-        data: Sequence[Data],
+        data: Sequence[DataSource],
         cursors: DataCursors,
         make_step: Callable[[ResolvedRun, ResolvedStage], TrainStep] = make_train_step,
         on_hook_error: Callable[[str, int, Exception], None] = raise_hook_error,
@@ -169,7 +169,7 @@ class Trainer:
         self.run = run
         self.clock = Clock()
         self.stage: ResolvedStage | None = None
-        self.data: Data | None = None
+        self.data: DataSource | None = None
         self.cursor: DataCursor | None = None
         self._all_data = data
         self._cursors = cursors

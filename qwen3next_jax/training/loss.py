@@ -8,7 +8,7 @@ CE is the cross-entropy of the next token, and MTP_d the cross-entropy of multi-
 balance loss and the z-loss of a router, means over the batch's tokens; l runs over the layers with
 experts, including the layer of the MTP module. indexer_a is the loss with which a layer of sparse
 attention trains its indexer (`config.TrainConfig.indexer_training`), a mean over the tokens that
-`Mixer.loss_tokens` marks; a runs over the layers of sparse attention.
+`Mixer.loss_token_mask` marks; a runs over the layers of sparse attention.
 
 If the data give loss weights (`data.messages_field`), CE and MTP_d are weighted means: the sum of
 weight × cross-entropy over the targets, divided by the sum of their weights. The losses of routers
@@ -33,9 +33,9 @@ from qwen3next_jax.model import Features, Qwen3Next
 from qwen3next_jax.model.layer_properties import has_indexer, mixer_class
 from qwen3next_jax.model.layers import ForwardOptions, document_positions
 from qwen3next_jax.model.targets import (
-    later_tokens,
+    has_target_in_document,
+    target_tokens,
     target_weights,
-    targets_in_document,
 )
 from qwen3next_jax.sharding.slices import sum_over_slices
 
@@ -97,17 +97,18 @@ def count_tokens_and_targets(
         tuple(total_weight(2 + d) for d in depths),
         total(batch["segment_ids"] > 0),
         sum(
-            (total(targets_in_document(batch["segment_ids"], 2 + d)) for d in depths), jnp.zeros(())
+            (total(has_target_in_document(batch["segment_ids"], 2 + d)) for d in depths),
+            jnp.zeros(()),
         ),
         targets != 0,
     )
     if model is None or not has_indexer(model):
         return counts
-    mixers = [mixer_class(name) for name, _ in model.layer_kinds]
-    mixer = next(mixer for mixer in mixers if mixer.has_loss)
+    mixers = [mixer_class(name) for name, _ in model.mixers_and_sparsity]
+    mixer = next(mixer for mixer in mixers if mixer.has_indexer_loss)
     positions = document_positions(batch["segment_ids"])
-    learning = functools.partial(mixer.loss_tokens, model, positions)
-    behind = [learning(targets_in_document(batch["segment_ids"], 2 + d)) for d in depths]
+    learning = functools.partial(mixer.loss_token_mask, model, positions)
+    behind = [learning(has_target_in_document(batch["segment_ids"], 2 + d)) for d in depths]
     return counts._replace(
         indexer_tokens=total(learning(batch["segment_ids"] > 0)),
         mtp_indexer_tokens=sum(map(total, behind), jnp.zeros(())),
@@ -164,7 +165,7 @@ def total_loss(
         marks are targets. If it has loss_weights, [B, T] float32, they are the weights of the
         targets. If it has expert_ids, [B, T, layers, A] int16, the tokens use these experts
         (`Qwen3Next.features`). If it has layer_rows, they are the rows of n-gram embedding tables
-        that were looked up before (see `Context`).
+        that were looked up before (`Context.embedding_rows`).
       train: the weights of the terms of the loss, and `remat`.
       counts: the counts of the whole batch.
       load: [L, E] `expert_load` of the whole batch. None: the load is computed from `batch`, which
@@ -183,7 +184,7 @@ def total_loss(
         router_z, expert_load [L, E] and router_probability [L, E]: only if a layer has experts.
           `balance_loss` computes the balance loss from the sums of expert_load and
           router_probability over the batch.
-        required_bias [L, E, BINS]: the counts of `router.count_required_bias`, only if
+        required_bias [L, E, BINS]: the counts of `router.required_bias_histogram`, only if
           `train.router_bias_update` is "quantile".
         indexer_loss: only if an indexer is trained.
         total_loss: `total`.
@@ -194,11 +195,11 @@ def total_loss(
         remat=train.remat,
         mesh=mesh,
         options=ForwardOptions(
-            indexer=train.indexer_training,
+            indexer_training=train.indexer_training,
             count_required_bias=train.router_bias_update == "quantile",
         ),
-        layer_rows=batch.get("layer_rows"),
-        expert_ids=batch.get("expert_ids"),
+        embedding_rows=batch.get("layer_rows"),
+        replayed_expert_ids=batch.get("expert_ids"),
     )
 
     def cross_entropy(hidden_BTD, offset, targets, z_weight=0.0):
@@ -209,10 +210,10 @@ def total_loss(
         """
         weight_BT = target_weights(batch, offset) / targets
         found = model.cross_entropy(
-            hidden_BTD, later_tokens(batch, offset), weight_BT, mesh, z_weight
+            hidden_BTD, target_tokens(batch, offset), weight_BT, mesh, z_weight
         )
         top1, z = (jnp.sum(x * weight_BT) for x in (found.is_best, jnp.square(found.logsumexp)))
-        return found.loss, top1, z
+        return found.weighted_loss_sum, top1, z
 
     total, top1, output_z = cross_entropy(
         features.hidden, 1, counts.target_weight_sum, train.output_z_loss_weight
@@ -226,7 +227,7 @@ def total_loss(
         mtp_losses.append(mtp_loss)
         parts |= {f"mtp_loss/{d}": mtp_loss, f"mtp_top1/{d}": mtp_top1}
     total = total + train.mtp_loss_weight * sum(mtp_losses) / max(len(mtp_losses), 1)
-    if features.router or features.mtp_router:
+    if features.router_statistics or features.mtp_router_statistics:
         own_load = expert_load(features, model.config, counts)
         load = sum_over_slices(own_load, mesh) if load is None else load
         probability = _router_mean_by_layer(features, counts, "probability")
@@ -250,10 +251,10 @@ def total_loss(
 def _router_mean_by_layer(features: Features, counts: Counts, name: str) -> jax.Array:
     """Returns a router statistic of every layer with experts, [L, …]: the sum over the tokens of
     `features`, divided by the number of tokens of the whole batch. The layer of the MTP module is
-    last. `name`: a key of `Features.router`.
+    last. `name`: a key of `Features.router_statistics`.
     """
-    tokens = [counts.tokens] if features.router else []
-    if features.mtp_router:
+    tokens = [counts.tokens] if features.router_statistics else []
+    if features.mtp_router_statistics:
         tokens.append(counts.mtp_router_tokens)
     return jnp.concatenate(
         [x / n for x, n in zip(_router_sums_by_layer(features, name), tokens, strict=True)]
@@ -265,5 +266,7 @@ def _router_sums_by_layer(features: Features, name: str) -> list[jax.Array]:
     with experts, [L, …], then that of the layer of the MTP module, [1, …]. If the model lacks one
     of the two, the list has one entry, or none.
     """
-    layers = [features.router[name]] if features.router else []
-    return layers + ([features.mtp_router[name][None]] if features.mtp_router else [])
+    layers = [features.router_statistics[name]] if features.router_statistics else []
+    return layers + (
+        [features.mtp_router_statistics[name][None]] if features.mtp_router_statistics else []
+    )

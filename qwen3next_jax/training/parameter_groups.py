@@ -24,10 +24,15 @@ import numpy as np
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import Config, ModelConfig, OptimizerConfig, ParameterGroup
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.model.parameters import Declared
-from qwen3next_jax.model.selection import Choice, choose, expand, grid
+from qwen3next_jax.model.selection import (
+    ParameterChoice,
+    broadcast_to_parameter,
+    choose_parameters,
+    layer_and_part_counts,
+)
 from qwen3next_jax.training.optimizer import Scale
 from qwen3next_jax.training.scaling import scaling_factors
 from qwen3next_jax.training.update_rules import StepInput, UpdateRule
@@ -194,7 +199,7 @@ def make_parameter_groups(
         parameter of another group, or a table of lazy AdamW; or some tables of lazy AdamW are
         frozen, but not all.
     """
-    parameters = declared(model)
+    parameters = parameter_declarations(model)
     frozen, lines = _frozen_masks_and_summary_lines(model, parameters, freeze)
     if model.lora.rank:
         lines.insert(0, _freeze_all_but_adapters(model, parameters, frozen))
@@ -217,7 +222,10 @@ def make_parameter_groups(
     )
     lines += of_groups
     if lines:
-        trained = sum(Choice(~cells, parameters[path]).size for path, cells in frozen.items())
+        trained = sum(
+            ParameterChoice(~cells, parameters[path]).element_count
+            for path, cells in frozen.items()
+        )
         total = sum(parameter.size for parameter in parameters.values())
         lines.append(f"{trained:,} of {total:,} parameters are trained")
     return ParameterGroups(
@@ -249,9 +257,9 @@ def _main_group_and_frozen_parts(
         layers = np.flatnonzero(~cells.all(axis=1))
         if len(layers) < len(cells):
             trained_layers_by_stack[path] = layers
-            main[path] = dataclasses.replace(main[path], stack=(len(layers),))
+            main[path] = dataclasses.replace(main[path], stack_shape=(len(layers),))
         if cells.any():
-            frozen_element_masks[path] = expand(parameters[path], cells)
+            frozen_element_masks[path] = broadcast_to_parameter(parameters[path], cells)
     return main, trained_layers_by_stack, frozen_element_masks
 
 
@@ -296,13 +304,13 @@ def _frozen_masks_and_summary_lines(
     """Returns (path of every parameter → bool [layers, parts], true where it is frozen; one line
     for the terminal for each entry of `freeze`).
     """
-    frozen = {path: np.zeros(grid(one), bool) for path, one in parameters.items()}
+    frozen = {path: np.zeros(layer_and_part_counts(one), bool) for path, one in parameters.items()}
     lines = []
     for i, text in enumerate(freeze):
         setting = f"train.freeze[{i}]"
-        choices = choose(model, parameters, text, setting)
+        choices = choose_parameters(model, parameters, text, setting)
         for path, choice in choices.items():
-            frozen[path] |= choice.cells
+            frozen[path] |= choice.chosen_layer_parts
         lines.append(_describe_choice(f"{setting} = {text!r}", choices))
     require(
         not all(cells.all() for cells in frozen.values()),
@@ -371,30 +379,33 @@ def _group_numbers_and_summary_lines(
     for i, group in enumerate(groups):
         setting = f"optimizer.groups[{i}].parameters"
         where = f"{setting} = {group.parameters!r}"
-        choices = choose(model, parameters, group.parameters, setting)
+        choices = choose_parameters(model, parameters, group.parameters, setting)
         require(
             len(choices) < len(parameters) or not all(c.is_whole for c in choices.values()),
             f"{where}: it chooses every parameter: set optimizer.learning_rate and "
             "optimizer.weight_decay instead",
         )
         require(
-            any((choice.cells & ~frozen[path]).any() for path, choice in choices.items()),
+            any(
+                (choice.chosen_layer_parts & ~frozen[path]).any()
+                for path, choice in choices.items()
+            ),
             f"{where}: everything that it chooses is frozen (train.freeze): leave the group out",
         )
         for path, choice in choices.items():
-            of_path = numbers.setdefault(path, np.zeros(choice.cells.shape, int))
+            of_path = numbers.setdefault(path, np.zeros(choice.chosen_layer_parts.shape, int))
             require(
                 path not in table_paths,
                 f"{where}: it chooses {path}, which lazy AdamW updates with one rate for all rows: "
                 "choose others, or set optimizer.ngram_table = 'adamw'",
             )
-            others = of_path[choice.cells]
+            others = of_path[choice.chosen_layer_parts]
             require(
                 not others.any(),
                 f"{where}: {path} is in optimizer.groups[{others.max(initial=1) - 1}] too: choose "
                 "it once",
             )
-            of_path[choice.cells] = i + 1
+            of_path[choice.chosen_layer_parts] = i + 1
         decay = group.weight_decay
         effect = f"learning rate × {group.learning_rate_factor:g}"
         effect += "" if decay is None else f", weight decay {decay:g}"
@@ -410,16 +421,16 @@ def _value_per_element(parameter: Declared, numbers: np.ndarray, values: Sequenc
     of_cells = np.asarray(values, np.float32)[numbers]
     if (numbers == numbers.flat[0]).all():
         return float(values[numbers.flat[0]])
-    return expand(parameter, of_cells)
+    return broadcast_to_parameter(parameter, of_cells)
 
 
-def _describe_choice(what: str, choices: Mapping[str, Choice]) -> str:
+def _describe_choice(what: str, choices: Mapping[str, ParameterChoice]) -> str:
     """Returns a line for the terminal: the setting and the parameters that it chooses."""
     names = [path if c.is_whole else f"parts of {path}" for path, c in choices.items()]
     listed = ", ".join(names[:NAMES_SHOWN])
     if len(names) > NAMES_SHOWN:
         listed += ", …"
-    size = sum(choice.size for choice in choices.values())
+    size = sum(choice.element_count for choice in choices.values())
     arrays = "1 array" if len(names) == 1 else f"{len(names)} arrays"
     return f"{what}: {size:,} numbers in {arrays} ({listed})"
 

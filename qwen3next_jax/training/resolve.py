@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from qwen3next_jax.common.errors import UserError, error_message, require
 from qwen3next_jax.config import Config, ModelConfig, registry
-from qwen3next_jax.model.layer_properties import split_sizes
-from qwen3next_jax.sharding.mesh import check_divides, compute_mesh
+from qwen3next_jax.model.layer_properties import mesh_requirements
+from qwen3next_jax.sharding.mesh import check_mesh_divides, mesh_unless_single_device
 from qwen3next_jax.sharding.rules import SLICE, batch_sharding, num_shards, tree_shardings
 from qwen3next_jax.training import average, indexer, parameter_groups, router_bias, state
 from qwen3next_jax.training.parameter_groups import ParameterGroups, make_parameter_groups
@@ -61,7 +61,7 @@ class ResolvedRun:
         """The argument `mesh` of the model's functions: the mesh, or None if there is only one
         device.
         """
-        return compute_mesh(self.mesh)
+        return mesh_unless_single_device(self.mesh)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -121,12 +121,12 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
     """
     stages = resolve_stages(config)
     for stage in stages:
-        check_divides(
+        check_mesh_divides(
             config.model,
             stage.batch_size // stage.micro_batches,
             stage.sequence_length,
             mesh,
-            *split_sizes(config.model),
+            *mesh_requirements(config.model),
         )
     graphdef, _ = abstract_model(config.model)
     groups = make_parameter_groups(config.model, config.train.freeze, config.optimizer)

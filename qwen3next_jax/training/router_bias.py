@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import Config, ModelConfig
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.router import required_bias_range
 from qwen3next_jax.training.parameter_groups import ParameterGroups
 from qwen3next_jax.training.update_rules import StepInput, UpdateRule
@@ -85,7 +85,7 @@ def balance_by_quantile(model: ModelConfig, params: dict, counts_LEM: jax.Array)
     Args:
       model: the model's settings; its routers have a bias.
       params: the model's parameters.
-      counts_LEM: the counts of `router.count_required_bias` over the whole batch.
+      counts_LEM: the counts of `router.required_bias_histogram` over the whole batch.
     """
     share = model.num_experts_per_tok / model.num_experts
     return _map_router_biases(
@@ -101,7 +101,7 @@ def quantile_biases(counts_LEM: jax.Array, bias_LE: jax.Array, share: float) -> 
     than the width of a bin. Layers without tokens keep their biases.
 
     Args:
-      counts_LEM: the counts of `router.count_required_bias`.
+      counts_LEM: the counts of `router.required_bias_histogram`.
       bias_LE: the biases with which the tokens were counted.
       share: the share of the tokens that each expert is to get, 0 … 1.
     """
@@ -129,14 +129,14 @@ def _map_router_biases(
       update: a function (biases of some layers [n, E], numbers of these layers among the layers
         with experts [n]) → new biases [n, E].
     """
-    sparse = [layer for layer, (_, experts) in enumerate(model.layer_kinds) if experts]
+    sparse = [layer for layer, (_, experts) in enumerate(model.mixers_and_sparsity) if experts]
 
     def new(path, leaf):
         name = path_string(path)
         group, block, *_ = name.split("/") + [""]
-        if declared(model)[name].kind != "balance":
+        if parameter_declarations(model)[name].kind != "balance":
             return leaf
-        layers = (model.num_hidden_layers,) if group == "mtp" else model.stacks[int(block)]
+        layers = (model.num_hidden_layers,) if group == "mtp" else model.layer_stacks[int(block)]
         rows = jnp.array([sparse.index(layer) for layer in layers])
         return update(leaf.reshape(len(layers), -1), rows).reshape(leaf.shape)
 

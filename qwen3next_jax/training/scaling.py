@@ -37,7 +37,7 @@ from typing import NamedTuple
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig, OptimizerConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.parameters import Declared
 
 # Logical axes whose sizes grow with the width of the model. A dimension without an axis grows if it
@@ -82,7 +82,7 @@ def scaling_factors(
     if optimizer.scaling == "completep":
         depth = model.num_hidden_layers / optimizer.base_depth
     rate_over_width = _find_rate_over_width(model, optimizer)
-    wider = declared(dataclasses.replace(model, hidden_size=2 * model.hidden_size))
+    wider = parameter_declarations(dataclasses.replace(model, hidden_size=2 * model.hidden_size))
     found = {}
     for path, parameter in parameters.items():
         of_in, of_out = (
@@ -99,14 +99,14 @@ def scaling_factors(
 
 
 def _grows_with_width(parameter: Declared, wider: Declared, letter: str) -> bool:
-    """Whether a dimension of the parameter with this letter (`Declared.letters`) grows with the
+    """Whether a dimension of the parameter with this letter (`Declared.dim_roles`) grows with the
     width of the model. `wider`: the declaration of the same parameter in a model that is wider and
     otherwise equal.
     """
     return any(
         axis in GROWING or not axis and size != of_wider
         for size, of_wider, axis, own in zip(
-            parameter.shape, wider.shape, parameter.axes, parameter.letters
+            parameter.shape, wider.shape, parameter.axes, parameter.dim_roles
         )
         if own == letter
     )

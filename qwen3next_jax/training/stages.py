@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, DataConfig, OptimizerConfig, Stage, TrainConfig
-from qwen3next_jax.data.pipeline import Data, Epoch, open_data, rows_of_streams
+from qwen3next_jax.data.pipeline import DataSource, Epoch, open_data, row_counts_of_streams
 from qwen3next_jax.data.preparation import Progress
 
 # Name of a group of settings → the settings in this group that a stage can set.
@@ -177,7 +177,7 @@ def tokens_seen(stages: Sequence[ResolvedStage], step: int) -> int:
 
 def open_data_of_stages(
     stages: Sequence[ResolvedStage], vocab_size: int, progress: Progress | None = None
-) -> list[Data]:
+) -> list[DataSource]:
     """Opens the data of every stage, in order. If no earlier run has tokenised and packed the data,
     this function does.
 
@@ -225,7 +225,7 @@ class DataCursor(NamedTuple):
         """
         return step - 1 - self.step + data_offset
 
-    def for_next_stage(self, step: int, data: Data, data_offset: int = 0) -> "DataCursor":
+    def for_next_stage(self, step: int, data: DataSource, data_offset: int = 0) -> "DataCursor":
         """Returns the cursor of the next stage, given the cursor of the stage that contains step
         number `step` of the run.
 
@@ -239,10 +239,12 @@ class DataCursor(NamedTuple):
                 batch_size=data.batch_size,
                 step=step,
                 row=self._next_row_of_mix(step, data_offset),
-                streams=dict(data.streams),
+                streams=dict(data.stream_weights),
             )
         starts = self.rows_read_by_stream(step, data_offset)
-        return DataCursor(data.fingerprint, data.batch_size, step, 0, starts, dict(data.streams))
+        return DataCursor(
+            data.fingerprint, data.batch_size, step, 0, starts, dict(data.stream_weights)
+        )
 
     def rows_read_by_stream(self, step: int, data_offset: int = 0) -> dict[str, int]:
         """Returns name of a stream → the number of its rows that the run has read after `step`
@@ -295,9 +297,9 @@ def reading_by_source(
     Args:
       rows: name of a stream → the number of its rows that were read (the result of
         `DataCursor.rows_read_by_stream`).
-      epochs: name of a stream → one epoch of the stream (`Data.epochs`), for the streams of all
-        stages. Streams that never repeat have no epochs, so their sources are missing in the
-        result.
+      epochs: name of a stream → one epoch of the stream (`DataSource.stream_epochs`), for the
+        streams of all stages. Streams that never repeat have no epochs, so the result does not
+        have their sources.
     """
     found: dict[str, SourceReading] = {}
     for stream, epoch in epochs.items():
@@ -309,11 +311,11 @@ def reading_by_source(
     return found
 
 
-def epoch_by_stream(data: Sequence[Data]) -> dict[str, Epoch]:
+def epoch_by_stream(data: Sequence[DataSource]) -> dict[str, Epoch]:
     """Returns name of a stream → the sizes of one epoch of the stream, for the streams of all
     stages.
     """
-    return {name: epoch for rows in data for name, epoch in rows.epochs.items()}
+    return {name: epoch for rows in data for name, epoch in rows.stream_epochs.items()}
 
 
 # A model learns little more from data that it reads more often (Muennighoff et al. 2023,
@@ -376,11 +378,11 @@ def rows_taken_by_stream(streams: Mapping[str, float], rows: int) -> dict[str, i
     `streams`: name of a stream → its weight. If a stream is read from its row 0, its count is also
     the index of its next row.
     """
-    return dict(zip(streams, rows_of_streams(tuple(streams.values()), rows), strict=True))
+    return dict(zip(streams, row_counts_of_streams(tuple(streams.values()), rows), strict=True))
 
 
 def place_cursors(
-    stages: Sequence[ResolvedStage], data: Sequence[Data], first: DataCursor
+    stages: Sequence[ResolvedStage], data: Sequence[DataSource], first: DataCursor
 ) -> DataCursors:
     """Computes the cursor of every stage, and makes the data of each stage begin at its cursor.
 
@@ -399,7 +401,7 @@ def place_cursors(
         else:
             cursor = first.for_next_stage(first.step, rows)
         if cursor:
-            rows.begin(cursor.row, cursor.starts)
+            rows.set_start(cursor.row, cursor.starts)
         cursors.append(cursor)
     return cursors
 

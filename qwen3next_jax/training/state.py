@@ -21,8 +21,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qwen3next_jax.config import GuardConfig, ModelConfig, OptimizerConfig, SliceState
-from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.model.adapter_names import base_params, with_adapters
+from qwen3next_jax.model import Qwen3Next, parameter_declarations
+from qwen3next_jax.model.adapter_names import base_params, join_base_and_adapters
 from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training.guards import init_guards
 from qwen3next_jax.training.optimizer import make_optimizer
@@ -74,7 +74,7 @@ def abstract_train_state(
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         state,
-        tree_shardings(state, declared(model), mesh, slice_state),
+        tree_shardings(state, parameter_declarations(model), mesh, slice_state),
     )
 
 
@@ -113,7 +113,7 @@ def init_state(
         params = jax.device_put(params, shardings)
     else:
         add_random_adapters = jax.jit(
-            lambda base: with_adapters(base, random_params()),
+            lambda base: join_base_and_adapters(base, random_params()),
             out_shardings=shardings,
             donate_argnums=0,
         )

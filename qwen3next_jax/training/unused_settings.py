@@ -20,22 +20,22 @@ from qwen3next_jax.config import (
     Stage,
     to_dict,
 )
-from qwen3next_jax.config.files import UserInput, names_in_code
+from qwen3next_jax.config.files import UserInput, setting_names_in_code
 from qwen3next_jax.config.ngram import PLEConfig
 from qwen3next_jax.config.registry import EVALUATIONS, STREAM_SETTINGS, resolve
 from qwen3next_jax.config.streams import StreamsConfig
-from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.data.pipeline import data_source_class
 from qwen3next_jax.training.stages import STAGE_SETTINGS, ResolvedStage, resolve_stages
 
 # Setting → (function that returns whether the setting has an effect on a run of a configuration,
 # the reason if it has none).
 _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "model.linear_mixer": (
-        lambda c: LINEAR in c.model.pattern,
+        lambda c: LINEAR in c.model.resolved_layer_types,
         f"no layer of the pattern is {LINEAR!r}",
     ),
     "model.full_mixer": (
-        lambda c: FULL in c.model.pattern or c.model.mtp_depth > 0,
+        lambda c: FULL in c.model.resolved_layer_types or c.model.mtp_depth > 0,
         f"no layer of the pattern is {FULL!r}",
     ),
     "model.full_attention_interval": (
@@ -106,7 +106,7 @@ _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
     **dict.fromkeys(
         ("profile.steps", "profile.memory"),
         (
-            lambda c: c.profile.range.start <= c.train.steps,
+            lambda c: c.profile.traced_steps.start <= c.train.steps,
             "the run ends before those steps (train.steps)",
         ),
     ),
@@ -121,7 +121,7 @@ def find_unused(config: Config) -> dict[str, str]:
     of mixers and evaluations.
     """
     unused = {name: why for name, (reads, why) in _CONDITIONS.items() if not reads(config)}
-    read = source_of(config.data).settings(config.data)
+    read = data_source_class(config.data).settings_read(config.data)
     if read is not None:
         unused |= {
             f"data.{name}": f"data.source = {config.data.source!r} does not read it"
@@ -136,9 +136,9 @@ def find_unused_by_mixers_and_evals(config: Config) -> dict[str, str]:
     """Returns setting → reason, for settings of mixers and evaluations that have no effect on a run
     of `config`. This function imports JAX.
     """
-    from qwen3next_jax.model.layer_properties import has_indexer, unused_by_mixers
+    from qwen3next_jax.model.layer_properties import has_indexer, settings_unused_by_mixers
 
-    unused = {f"model.{name}": why for name, why in unused_by_mixers(config.model).items()}
+    unused = {f"model.{name}": why for name, why in settings_unused_by_mixers(config.model).items()}
     if not has_indexer(config.model):
         why = "no mixer of the model has an indexer"
         stages = [f"train.stages[{i}]" for i, _ in enumerate(config.train.stages)]
@@ -202,13 +202,14 @@ def find_unused_given_by_user(
         name: why for name, why in find(config).items() if settings[name] != DEFAULTS.get(name)
     }
     names_in_file, unused_in_file = frozenset(), {}
-    if user_input.file_config and changed:
-        names_in_file, unused_in_file = names_in_code(user_input.file), find(user_input.file_config)
+    if user_input.config_without_overrides and changed:
+        names_in_file = setting_names_in_code(user_input.config_file)
+        unused_in_file = find(user_input.config_without_overrides)
     for name, why in changed.items():
-        if name.partition("[")[0] in user_input.overrides:
+        if name.partition("[")[0] in user_input.overridden_settings:
             where = ""
         elif name.rpartition(".")[2] in names_in_file and name in unused_in_file:
-            where = f"{user_input.file}: "
+            where = f"{user_input.config_file}: "
         else:
             continue
         messages[name] = (
@@ -240,10 +241,10 @@ def check_tokens_to_train_on(config: Config, resumed: Config | None = None) -> N
     if not mixer or (resumed and resumed.model.mixer == mixer):
         return
     # This import loads JAX, so it happens only if mixers have settings.
-    from qwen3next_jax.model.visible_targets import check_prefix
+    from qwen3next_jax.model.visible_targets import check_rows_exceed_prefix
 
     for stage in resolve_stages(config):
-        check_prefix(config.model, stage.sequence_length)
+        check_rows_exceed_prefix(config.model, stage.sequence_length)
 
 
 def settings_by_name(config: Config) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.sharding.rules import storage_spec
 
 
@@ -26,7 +26,7 @@ def resize_abstract_vocabulary(params: dict, model: ModelConfig, vocab_size: int
       model: the settings of the model.
       vocab_size: the new size of the vocabulary.
     """
-    declarations = declared(model)
+    declarations = parameter_declarations(model)
 
     def resize(path, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         declaration = declarations[path_string(path)]
@@ -50,7 +50,7 @@ def grow_vocabulary(params: dict, like: dict, model: ModelConfig) -> dict:
       like: the parameters of `model`, as `jax.ShapeDtypeStruct`s with shardings.
       model: the settings of the model with the larger vocabulary.
     """
-    declarations = declared(model)
+    declarations = parameter_declarations(model)
 
     def grow(path, leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         axis = _vocabulary_axis(declarations[path_string(path)])
@@ -77,4 +77,4 @@ def _vocabulary_axis(declaration: Any) -> int | None:
     """
     if "vocab" not in declaration.axes:
         return None
-    return len(declaration.stack) + declaration.axes.index("vocab")
+    return len(declaration.stack_shape) + declaration.axes.index("vocab")

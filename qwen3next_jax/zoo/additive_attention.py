@@ -1,8 +1,8 @@
-"""Attention of the first neural translation models. A small network scores every pair of a query
-and a key (Bahdanau, 1409.0473, A.1.2), or a bilinear form qᵀ W k does (Luong, 1508.04025, the score
-"general"). Neither score depends on the positions of the tokens; only the causal mask does. So a
-model with one of these mixers needs another source of positions: recurrent layers, or the setting
-`model.block.positions`.
+"""Attention of the first neural translation models. The score of a query and a key is computed by a
+small network (Bahdanau, 1409.0473, A.1.2), or is a bilinear form qᵀ W k (Luong, 1508.04025, the
+score "general"). Neither score depends on the positions of the tokens; only the causal mask does.
+So a model with one of these mixers needs another source of positions: recurrent layers, or the
+setting `model.block.positions`.
 
 Letters: B batch, T queries, S keys, C queries of a chunk, D model, N query heads, M key/value
 heads, R = N/M, K head width.
@@ -11,7 +11,7 @@ heads, R = N/M, K head width.
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.model.gated_attention import attend, gated_projection, write
+from qwen3next_jax.model.gated_attention import attend, gated_projection, write_tokens_to_cache
 from qwen3next_jax.model.layers import token_mean
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.ops import blocks
@@ -20,7 +20,7 @@ from qwen3next_jax.zoo.attention_references import positions_and_causal_mask
 
 EXAMPLES = {"bahdanau": {"full_mixer": "bahdanau"}, "luong": {"full_mixer": "luong"}}
 # Queries computed at once. Each pair of a query and a key needs a vector of head_dim numbers.
-CHUNK = 16
+QUERIES_PER_CHUNK = 16
 
 
 class Bahdanau(Mixer):
@@ -28,7 +28,8 @@ class Bahdanau(Mixer):
     tokens j ≤ i, with a learned vector u for each head.
 
     Diagnostics: first_token_share [N], for each head the mean weight that tokens give to the first
-    token of their document. First tokens, and tokens outside of `Context.stats_mask`, are left out.
+    token of their document. The mean leaves out first tokens, and tokens outside of
+    `Context.stats_mask`.
     """
 
     cache_kind = "slots"
@@ -52,8 +53,8 @@ class Bahdanau(Mixer):
         k_BSMK = self.project_to_heads(x_BTD, self.k_proj, context)
         v_BSMK = self.project_to_heads(x_BTD, self.v_proj, context)
         if cache is not None:
-            k_BSMK = write(cache["k"], k_BSMK, context.positions)
-            v_BSMK = write(cache["v"], v_BSMK, context.positions)
+            k_BSMK = write_tokens_to_cache(cache["k"], k_BSMK, context.positions)
+            v_BSMK = write_tokens_to_cache(cache["v"], v_BSMK, context.positions)
             cache = {"k": k_BSMK, "v": v_BSMK}
         o_BTNK = self.attend(q_BTNK, k_BSMK, v_BSMK, context, cache is not None)
         diagnostics = {}
@@ -71,7 +72,7 @@ class Bahdanau(Mixer):
         """
         split = None if weight.shape[-2] % num_shards(context.mesh, TENSOR) else "heads"
         y_BTNK = jnp.einsum("btd,dnk->btnk", x_BTD, weight[...].astype(x_BTD.dtype))
-        return constrain(y_BTNK, context.mesh, "batch", context.time, split, None)
+        return constrain(y_BTNK, context.mesh, "batch", context.logical_time_axis, split, None)
 
     def attend(self, q_BTNK, k_BSMK, v_BSMK, context, cached: bool):
         """Returns the output of the heads, o [B, T, N, K]. If `cached` is true, keys and values are
@@ -83,7 +84,7 @@ class Bahdanau(Mixer):
             )
 
         def run(q, k, v, score, positions, ids):
-            axis = context.time_axis
+            axis = context.mesh_time_axis
             ids = jnp.ones_like(positions) if ids is None or cached else ids
             key_ids = jnp.ones(k.shape[:2], ids.dtype) if cached else ids
             at = positions
@@ -96,8 +97,8 @@ class Bahdanau(Mixer):
                 )
             return additive_attention(q, k, v, score, at, ids, key_ids)
 
-        heads = activation_spec("batch", context.time, "heads")
-        tokens = activation_spec("batch", context.time)
+        heads = activation_spec("batch", context.logical_time_axis, "heads")
+        tokens = activation_spec("batch", context.logical_time_axis)
         in_specs = (heads, heads, heads, activation_spec("heads"), tokens, tokens)
         return per_shard(run, context.mesh, in_specs, heads)(
             q_BTNK,
@@ -122,7 +123,7 @@ class Bahdanau(Mixer):
         return 2 * (length + 1) * config.num_attention_heads * config.head_dim
 
     @classmethod
-    def splits(cls, config):
+    def sizes_split_by_tensor(cls, config):
         return {"num_attention_heads": config.num_attention_heads}
 
 
@@ -180,7 +181,7 @@ def additive_attention(q_BTNK, k_BSMK, v_BSMK, score_NK, at_BT, ids_BT, key_ids_
         p = jax.nn.softmax(jnp.where(seen[..., None, None], s_BCSMR, -1e30), axis=2)
         return None, jnp.einsum("bcsmr,bsmk->bcmrk", p.astype(q.dtype), v_BSMK).reshape(q.shape)
 
-    chunks = blocks.to_chunks((q_BTNK, at_BT, ids_BT), 1, min(CHUNK, time))
+    chunks = blocks.to_chunks((q_BTNK, at_BT, ids_BT), 1, min(QUERIES_PER_CHUNK, time))
     _, o = blocks.scan_or_call_once(attend, None, chunks)
     return blocks.from_chunks(o, 1, time)
 
@@ -189,7 +190,7 @@ def additive_attention(q_BTNK, k_BSMK, v_BSMK, score_NK, at_BT, ids_BT, key_ids_
 # --------------------------------------------------------------------------------------------------
 
 
-def _scored_attention(config, params, x, scores):
+def _attention_with_scores(config, params, x, scores):
     """Returns causal attention [T, D] with the scores that the function `scores` computes: it maps
     q and k [T, N, K] to [N, T, T].
     """
@@ -208,14 +209,14 @@ def bahdanau_reference(config, params, x):
     def scores(q, k):
         return jnp.einsum("ijnk,nk->nij", jnp.tanh(q[:, None] + k[None]), params["score"])
 
-    return _scored_attention(config, params, x, scores)
+    return _attention_with_scores(config, params, x, scores)
 
 
 def luong_reference(config, params, x):
     def scores(q, k):
         return jnp.einsum("ina,nab,jnb->nij", q, params["score"], k)
 
-    return _scored_attention(config, params, x, scores)
+    return _attention_with_scores(config, params, x, scores)
 
 
 REFERENCES = {"bahdanau": bahdanau_reference, "luong": luong_reference}

@@ -2,9 +2,9 @@
 row [T, D] that is one document, computed for every pair of tokens.
 
 A reference is a function (config, params, x): the ModelConfig, the parameters by name, and the row.
-It uses only jax.numpy, so that autodiff computes its gradients. The mixers rotate queries and keys
-by their positions. The references rotate only the query, by its distance from the key, so that they
-check the rotary positions independently.
+A reference uses only jax.numpy, so that autodiff computes its gradients. The mixers rotate queries
+and keys by their positions. The references rotate only the query, by its distance from the key, so
+that they check the rotary positions independently.
 
 Letters: T queries, S keys, D model, N query heads, M key/value heads, K head width.
 """
@@ -87,7 +87,7 @@ def gated_attention(
     Returns:
       The output [T, D].
     """
-    settings, width = config.settings_of(config.mixers[0]), config.head_dim
+    settings, width = config.settings_of_mixer(config.mixers[0]), config.head_dim
     q = jnp.einsum("td,dnk->tnk", x, params["q_proj"]) + params.get("q_bias", 0)
     k = jnp.einsum("td,dmk->tmk", x, params["k_proj"]) + params.get("k_bias", 0)
     v = jnp.einsum("td,dmk->tmk", x, params["v_proj"]) + params.get("v_bias", 0)

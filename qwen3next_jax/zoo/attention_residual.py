@@ -1,6 +1,6 @@
 """Attention residuals (arXiv 2603.15031): every mixer and every MLP reads a weighted mean over
-depth, in place of the sum of all earlier outputs. This is the form with blocks of layers (section
-3.2 of the paper).
+depth, in place of the sum of all earlier outputs. This file implements the form of the paper that
+divides the layers into blocks (section 3.2).
 
 The layers form blocks of `model.streams.block_layers` layers; the last block may have fewer. Let
 b_0 be the embedding, and b_n the sum of the outputs of all mixers and MLPs in block n. A mixer or
@@ -8,10 +8,10 @@ an MLP f in block n, with a vector w and norms N and N_key of its own, reads
 
     s_j = w · N_key(V_j)     h = Σ_j softmax_j(s) V_j     f reads N(h)
 
-and its output is added to b_n. The sources V are b_0 … b_(n-1), and b_n as far as it is summed up;
-the first mixer of a block does not read its own b_n, which is still empty. The head reads N(h) over
-b_0 and all b_n. N_key is an RMSNorm with weights. Every w is 0 at the start, so that h is the mean
-of the sources.
+The output of f is added to b_n. The sources V_j are b_0 … b_(n-1), and b_n as far as it is summed
+up. The first mixer of block n does not read b_n, which is still 0. The head reads N(h) over b_0 and
+all b_n. N_key is an RMSNorm with weights. Every w is 0 at the start, so that h is the mean of the
+sources.
 
 The layer of the multi-token prediction module is a block of its own: b_0 is the module's input.
 
@@ -27,7 +27,7 @@ from flax import nnx
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import Block
-from qwen3next_jax.model.layers import keeping_inputs, rms_norm
+from qwen3next_jax.model.layers import call_saving_only_inputs, rms_norm
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import accumulation_dtype
@@ -42,12 +42,14 @@ EXAMPLES = {
 
 
 class DepthAttention(nnx.Module):
-    """The weighted mean of the sources that one mixer, one MLP or the head reads, and its norm."""
+    """Computes the input of one mixer, one MLP or the head: the norm of a weighted mean of the
+    sources.
+    """
 
     def __init__(self, config: ModelConfig, make: Make):
         self.config = config
         d = config.hidden_size
-        self.query = make.parameter(jnp.zeros, (d,), ".", kind="vector", operand=False)
+        self.query = make.parameter(jnp.zeros, (d,), ".", kind="vector", uses_model_dtype=False)
         self.key_norm = make.norm(d, plain=True)
         self.norm = make.norm(d)
 
@@ -56,7 +58,7 @@ class DepthAttention(nnx.Module):
 
         Args:
           v_BTE: all sources.
-          visible: how many of them are read, from the first on; at least 1.
+          visible: number of sources in the mean, counted from the first source; at least 1.
         """
         weight_D = self.query[...] * self.key_norm[...]
 
@@ -78,7 +80,7 @@ class DepthAttention(nnx.Module):
                 v_BTE.dtype
             )
 
-        return rms_norm(keeping_inputs(mean, v_BTE, weight_D), self.norm[...], self.config)
+        return rms_norm(call_saving_only_inputs(mean, v_BTE, weight_D), self.norm[...], self.config)
 
 
 class DepthMultiTokenPrediction(MultiTokenPrediction):
@@ -90,8 +92,10 @@ class DepthMultiTokenPrediction(MultiTokenPrediction):
         super().__init__(config, make)
         self.block.layers = (0,)
 
-    def input(self, hidden_BTD, embedded_BTD, context):
-        return super().input(hidden_BTD, embedded_BTD, context)[..., : 2 * self.config.hidden_size]
+    def join_state_and_embedding(self, hidden_BTD, embedded_BTD, context):
+        return super().join_state_and_embedding(hidden_BTD, embedded_BTD, context)[
+            ..., : 2 * self.config.hidden_size
+        ]
 
 
 class AttentionResidual(Block):
@@ -119,9 +123,9 @@ class AttentionResidual(Block):
     def make_norm(self, make):
         return DepthAttention(self.config, make)
 
-    def around(self, v_BTE, part, context):
+    def input_and_add_output(self, v_BTE, part, context):
         size, d = self.config.streams.block_layers, self.config.hidden_size
-        layer = jnp.array(self.layers)[context.layer]
+        layer = jnp.array(self.layers)[context.layer_in_stack]
         own = layer // size + 1  # the number of the layer's block
         visible = own + 1
         if part == "mixer":
@@ -134,26 +138,30 @@ class AttentionResidual(Block):
         return getattr(self, f"{part}_norm")(v_BTE, visible), add
 
     @staticmethod
-    def enter(x_BTD, config):
+    def residual_from_embeddings(x_BTD, config):
         blocks = -(-config.num_hidden_layers // config.streams.block_layers)
         return jnp.pad(x_BTD, ((0, 0), (0, 0), (0, blocks * config.hidden_size)))
 
     @staticmethod
-    def make_last(config, make):
+    def make_final_norm(config, make):
         return DepthAttention(config, make)
 
     @staticmethod
-    def leave(v_BTE, last, config):
+    def head_input(v_BTE, last, config):
         return last(v_BTE, v_BTE.shape[-1] // config.hidden_size)
 
     @staticmethod
-    def observed(v_BTE, config):
-        """The sum of all sources, which is the residual stream of the placement "pre"."""
+    def residual_for_diagnostics(v_BTE, config):
+        """Returns the sum of all sources. With the placement "pre", this sum is the residual
+        stream.
+        """
         return sum(jnp.split(v_BTE, v_BTE.shape[-1] // config.hidden_size, axis=-1))
 
     @staticmethod
     def residual_flops(config, layers):
-        """The scores and the mean of the sources that are read: 4 D for each of them."""
+        """Counts the FLOPs of the scores and of the weighted means: 4 D for each source that a
+        mixer, an MLP or the head reads.
+        """
         size = config.streams.block_layers
         read = 1 + -(-layers // size)  # by the head
         for layer in range(layers):
@@ -166,12 +174,12 @@ class AttentionResidual(Block):
 # --------------------------------------------------------------------------------------------------
 
 
-def depth_reference(config, params, last, embedding_D, blocks):
-    """Returns N(h) of the head [D] for one token, in the dtype of the inputs.
+def attention_residual_reference(config, params, last, embedding_D, blocks):
+    """Returns the head's input N(h) [D] for one token, in the dtype of the inputs.
 
     Args:
       params: list of the parameters of every mixer's and every MLP's `DepthAttention`, in order.
-      last: those of the head's.
+      last: the parameters of the head's `DepthAttention`.
       embedding_D: the token's embedding.
       blocks: functions from the input N(h) [D] of each mixer and MLP to its output [D].
     """

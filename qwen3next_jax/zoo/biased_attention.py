@@ -34,11 +34,11 @@ class BiasedAttention(BiasedProjections):
 class SinkAttention(BiasedProjections, PairAttention):
     """Attention in which each head has a learned logit s, which adds a term to the denominator of
     the softmax: p_ij = e^{s_ij} / (e^s + Σ_{j'} e^{s_ij'}), where s_ij is the score of query i and
-    key j. With this term a head can attend to nothing. The kernels of `ops.attention` do not
-    support the term, so XLA computes all T × T scores.
+    key j. The weights of a head may then sum to less than 1, so that a head can attend to nothing.
+    The kernels of `ops.attention` do not support the term, so XLA computes all T × T scores.
     """
 
-    weights_of = None
+    loads_weights_of = None
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)

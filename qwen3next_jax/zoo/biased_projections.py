@@ -42,8 +42,8 @@ class BiasedProjections(GatedAttention):
         if biased == "qkvo":
             self.o_bias = make.parameter(jnp.zeros, (c.hidden_size,), ".", kind="rate")
 
-    def project(self, x_BTD, context):
-        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = super().project(x_BTD, context)
+    def input_projections(self, x_BTD, context):
+        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = super().input_projections(x_BTD, context)
         if self.settings(self.config).attention_bias == "none":
             return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
         q_bias_NK, gate_bias_NK = jnp.split(self.q_bias[...], (self.config.head_dim,), axis=-1)

@@ -17,7 +17,7 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.gated_attention import GatedAttention
-from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm
+from qwen3next_jax.model.layers import Context, call_saving_only_inputs, rms_norm
 from qwen3next_jax.model.moe import DenseMLP
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.positions import NoPositions
@@ -67,8 +67,8 @@ class LayerNorm:
 
     @staticmethod
     def apply(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-        """Applies the norm over the last axis of x. It is computed in float32 and returned in the
-        dtype of x.
+        """Applies the norm over the last axis of x. The norm is computed in float32, and the result
+        has the dtype of x.
         """
 
         def normalise(x, weight):
@@ -80,7 +80,7 @@ class LayerNorm:
             scale = 1 + scale if config.zero_centered_norm else scale
             return (x32 * scale + bias).astype(x.dtype)
 
-        return keeping_inputs(normalise, x, weight)
+        return call_saving_only_inputs(normalise, x, weight)
 
 
 # ---- placements of norms (in the formulas N is a norm, f is the mixer or the MLP)
@@ -92,26 +92,26 @@ class PostNorm(Block):
     and f is the mixer or the MLP.
     """
 
-    def before(self, x_BTD, part):
+    def sublayer_input(self, x_BTD, part):
         return x_BTD
 
-    def after(self, x_BTD, y_BTD, part):
-        return super().before(x_BTD + y_BTD, part)
+    def add_output(self, x_BTD, y_BTD, part):
+        return super().sublayer_input(x_BTD + y_BTD, part)
 
 
-class Olmo2(Block):
+class Olmo2Norm(Block):
     """Norms of the outputs of mixer and MLP: x + N(f(x)), as in OLMo 2 (2501.00656). N is a norm
     and f is the mixer or the MLP.
     """
 
-    def before(self, x_BTD, part):
+    def sublayer_input(self, x_BTD, part):
         return x_BTD
 
-    def after(self, x_BTD, y_BTD, part):
-        return x_BTD + super().before(y_BTD, part)
+    def add_output(self, x_BTD, y_BTD, part):
+        return x_BTD + super().sublayer_input(y_BTD, part)
 
 
-class OlmoHybrid(Block):
+class OlmoHybridNorm(Block):
     """Norms of the inputs in recurrent layers, x + f(N(x)), and of the outputs in layers with
     attention, x + N(f(x)), as in Olmo Hybrid. N is a norm and f is the mixer or the MLP. A layer
     has attention if its mixer is a `GatedAttention`, or if its cache grows with the text.
@@ -123,11 +123,11 @@ class OlmoHybrid(Block):
             isinstance(self.mixer, GatedAttention) or self.mixer.cache_kind == "slots"
         )
 
-    def before(self, x_BTD, part):
-        return x_BTD if self.norms_outputs else super().before(x_BTD, part)
+    def sublayer_input(self, x_BTD, part):
+        return x_BTD if self.norms_outputs else super().sublayer_input(x_BTD, part)
 
-    def after(self, x_BTD, y_BTD, part):
-        return x_BTD + (super().before(y_BTD, part) if self.norms_outputs else y_BTD)
+    def add_output(self, x_BTD, y_BTD, part):
+        return x_BTD + (super().sublayer_input(y_BTD, part) if self.norms_outputs else y_BTD)
 
 
 class SandwichNorm(Block):
@@ -140,7 +140,7 @@ class SandwichNorm(Block):
         self.after_mixer_norm = make.norm(config.hidden_size)
         self.after_mlp_norm = make.norm(config.hidden_size)
 
-    def after(self, x_BTD, y_BTD, part):
+    def add_output(self, x_BTD, y_BTD, part):
         return x_BTD + rms_norm(y_BTD, getattr(self, f"after_{part}_norm")[...], self.config)
 
 
@@ -163,8 +163,8 @@ class DeepNorm(PostNorm):
             if getattr(getattr(parameter, "declared", None), "kind", None) == "matrix":
                 setattr(owner, name, parameter.replace(parameter[...] * beta))
 
-    def after(self, x_BTD, y_BTD, part):
-        return super().after(self.alpha * x_BTD, y_BTD, part)
+    def add_output(self, x_BTD, y_BTD, part):
+        return super().add_output(self.alpha * x_BTD, y_BTD, part)
 
 
 # ---- dense MLPs
@@ -178,13 +178,13 @@ class GeGLU(DenseMLP):
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
         gate_up = jnp.einsum("btd,dci->btci", x_BTD, self.gate_up[...].astype(x_BTD.dtype))
-        hidden_BTI = keeping_inputs(
+        hidden_BTI = call_saving_only_inputs(
             lambda gate_up: gelu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up
         )
         return hidden_BTI @ self.down[...].astype(x_BTD.dtype), {}
 
 
-class GELU(nnx.Module):
+class GELUMLP(nnx.Module):
     """The MLP down(gelu(up x)), where up and down are matrices."""
 
     activation = staticmethod(gelu)
@@ -195,17 +195,19 @@ class GELU(nnx.Module):
         self.down = make.matrix((i, d), "mlp -> embed")
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
-        hidden_BTI = keeping_inputs(self.activation, x_BTD @ self.up[...].astype(x_BTD.dtype))
+        hidden_BTI = call_saving_only_inputs(
+            self.activation, x_BTD @ self.up[...].astype(x_BTD.dtype)
+        )
         return hidden_BTI @ self.down[...].astype(x_BTD.dtype), {}
 
 
-class ReLU(GELU):
+class ReLUMLP(GELUMLP):
     """The MLP down(max(0, up x)), where up and down are matrices (1706.03762)."""
 
     activation = staticmethod(jax.nn.relu)
 
 
-class SquaredReLU(GELU):
+class SquaredReLUMLP(GELUMLP):
     """The MLP down(max(0, up x)²), where up and down are matrices (2109.08668)."""
 
     activation = staticmethod(lambda x: jnp.square(jax.nn.relu(x)))
@@ -247,7 +249,7 @@ class LearnedPositions(NoPositions):
       UserError: a row has more tokens than the table has positions.
     """
 
-    meaning = ("max_position_embeddings", "yarn_factor")
+    settings_fixed_by_weights = ("max_position_embeddings", "yarn_factor")
 
     def __init__(self, config: ModelConfig, make: Make):
         super().__init__(config, make)
@@ -268,34 +270,36 @@ class LearnedPositions(NoPositions):
 # ---- scaled rotary positions for texts `factor` times as long as the trained length `context`
 # --------------------------------------------------------------------------------------------------
 # `factor` is model.yarn_factor, and `context` is model.max_position_embeddings. There are `half`
-# pairs of rotated dimensions. Like `layers.yarn`, each function returns two values: an array [half]
-# by which the frequencies of the base `theta` are multiplied, and a number by which cos and sin are
-# multiplied.
+# pairs of rotated dimensions. Like `layers.yarn_frequency_scale`, each function returns two values:
+# an array [half] by which the frequencies of the base `theta` are multiplied, and a number by which
+# cos and sin are multiplied.
 
 
-def linear_scaling(
+def linear_rope_scaling(
     half: int, theta: float, factor: float, context: int
 ) -> tuple[np.ndarray, float]:
     """Computes position interpolation (2306.15595): divides all frequencies by `factor`."""
     return np.full(half, 1 / factor, np.float32), 1.0
 
 
-def ntk_scaling(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
+def ntk_rope_scaling(
+    half: int, theta: float, factor: float, context: int
+) -> tuple[np.ndarray, float]:
     """Computes NTK-aware scaling: multiplies the base by factor^(R / (R − 2)), where R = 2 · half
-    is the number of rotated dimensions. The fastest pair keeps its frequency, and the frequency of
-    the slowest pair is divided by `factor`.
+    is the number of rotated dimensions. The fastest pair of dimensions keeps its frequency, and the
+    frequency of the slowest pair is divided by `factor`.
     """
     return (factor ** (-np.arange(half) / max(half - 1, 1))).astype(np.float32), 1.0
 
 
-def truncated_scaling(
+def truncated_rope_scaling(
     half: int, theta: float, factor: float, context: int
 ) -> tuple[np.ndarray, float]:
-    """Computes a truncated basis (Giraffe, 2308.10882). A pair that makes at least one full turn
-    over `context` positions keeps its frequency. A slower pair that makes more than one turn over
-    `context` · `factor` positions gets the frequency of exactly one turn over `context` · `factor`
-    positions. The slowest pairs are not rotated. The paper does not specify the two limits; this
-    code chooses them.
+    """Computes a truncated basis (Giraffe, 2308.10882). A pair of dimensions that makes at least
+    one full turn over `context` positions keeps its frequency. A slower pair that makes more than
+    one turn over `context` · `factor` positions gets the frequency of exactly one turn over
+    `context` · `factor` positions. The slowest pairs are not rotated. The paper does not specify
+    the two limits; this code chooses them.
     """
     frequency = theta ** (-np.arange(half) / half)
     once = 2 * math.pi / context

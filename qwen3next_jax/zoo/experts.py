@@ -1,9 +1,10 @@
 """Experts other than the released model's SwiGLU, chosen by `model.moe.experts`: experts without a
 gate (Nemotron 3 Nano), and clipped experts with biases (gpt-oss).
 
-The function `sorted_moe` of `model.expert_forms` computes the routed experts, in plain XLA. If the
-mesh splits the experts, every shard gathers the tokens of all shards and computes the outputs of
-its own experts, and a reduce-scatter sums the outputs. No choice of an expert is dropped.
+The function `sorted_moe` of `model.expert_implementations` computes the routed experts, in plain
+XLA. If the mesh splits the experts, every shard gathers the tokens of all shards and computes the
+outputs of its own experts, and a reduce-scatter sums the outputs. No token is dropped: all chosen
+experts are computed.
 
 Letters: R tokens, D model, A choices per token, Q rows sorted by expert, E experts of this shard, I
 expert width, F width of a bias.
@@ -14,8 +15,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.model.expert_forms import sorted_moe
-from qwen3next_jax.model.layers import keeping_inputs
+from qwen3next_jax.model.expert_implementations import sorted_moe
+from qwen3next_jax.model.layers import call_saving_only_inputs
 from qwen3next_jax.model.moe import SparseMoE
 from qwen3next_jax.ops.grouped_matmul import grouped_matmul
 from qwen3next_jax.sharding.rules import EXPERT, TENSOR, num_shards
@@ -41,15 +42,16 @@ EXAMPLES = {
 ALPHA, LIMIT = 1.702, 7.0  # constants of the clipped SwiGLU, as in gpt-oss
 
 
-def expert_form_of_mlp(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, keep_hidden):
-    """Returns a function with the arguments and the result that `model.expert_forms` describes. It
-    computes the weighted sum of each token's chosen experts; `mlp` computes the experts.
+def routed_experts_from_mlp(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, keep_hidden):
+    """Returns a function with the arguments and the result that `model.expert_implementations`
+    describes. The returned function computes the weighted sum of each token's chosen experts; `mlp`
+    computes the experts.
 
     Args:
       mlp: (number of shards of the mesh axis `tensor`, x [Q, D], *experts, group_sizes [E]) →
         [Q, D], computes the experts of rows that are sorted by expert. `experts` are the arrays of
         the experts' parameters.
-      mesh, layer: see `model.expert_forms.expert_form`.
+      mesh, layer: see `model.expert_implementations.choose_expert_implementation`.
       dtype, in_tiles, few_tokens, keep_hidden: ignored. They are arguments because the same call is
         made for every class of experts.
     """
@@ -69,8 +71,8 @@ def expert_form_of_mlp(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, keep_hi
 
 def _run_on_tokens_of_all_shards(run, x_RD, weight_RA, expert_RA, *experts):
     """Gathers the tokens of all shards along the mesh axis `expert`, and applies `run` to them with
-    this shard's experts. Then sums the results of all shards with a reduce-scatter. Returns the
-    sums for this shard's tokens, [R, D].
+    this shard's experts. Then a reduce-scatter sums the results of all shards. Returns the sums for
+    this shard's tokens, [R, D].
     """
     x_RD, weight_RA, expert_RA = (
         jax.lax.all_gather(a, EXPERT, tiled=True) for a in (x_RD, weight_RA, expert_RA)
@@ -94,34 +96,39 @@ class SquaredReLUExperts(SparseMoE):
     expert compute down(max(0, up x)²) (2109.08668) with two matrices, up and down.
     """
 
-    expert_parameters = ("expert_up", "expert_down")
+    expert_parameter_names = ("expert_up", "expert_down")
 
     def make_experts(self, make, d, e, i):
-        self.expert_up = make.matrix((e, d, i), "experts | embed -> mlp", gathered="operator")
-        self.expert_down = make.matrix((e, i, d), "experts | mlp_in -> embed", gathered="operator")
+        self.expert_up = make.matrix((e, d, i), "experts | embed -> mlp", gathered_by="operator")
+        self.expert_down = make.matrix(
+            (e, i, d), "experts | mlp_in -> embed", gathered_by="operator"
+        )
 
-    def make_shared(self, make, d, i):
+    def make_shared_expert(self, make, d, i):
         self.shared_up = make.matrix((d, i), "embed -> mlp")
         self.shared_down = make.matrix((i, d), "mlp -> embed")
 
-    def shared(self, x_BTD):
+    def shared_expert_output(self, x_BTD):
         dtype = x_BTD.dtype
-        hidden_BTI = keeping_inputs(_squared_relu, x_BTD @ self.shared_up[...].astype(dtype))
+        hidden_BTI = call_saving_only_inputs(
+            _squared_relu, x_BTD @ self.shared_up[...].astype(dtype)
+        )
         return hidden_BTI @ self.shared_down[...].astype(dtype)
 
     @staticmethod
-    def expert_form(*args, **how):
-        return expert_form_of_mlp(_squared_relu_mlp, *args, **how)
+    def choose_expert_implementation(*args, **how):
+        return routed_experts_from_mlp(_squared_relu_experts, *args, **how)
 
 
 def _squared_relu(x):
     return jnp.square(jax.nn.relu(x))
 
 
-def _squared_relu_mlp(tensor_shards, x_QD, up_EDI, down_EID, sizes_E):
-    """Computes the routed experts of `SquaredReLUExperts`; the argument `mlp` of
-    `expert_form_of_mlp`."""
-    hidden_QI = keeping_inputs(_squared_relu, grouped_matmul(x_QD, up_EDI, sizes_E))
+def _squared_relu_experts(tensor_shards, x_QD, up_EDI, down_EID, sizes_E):
+    """Computes the routed experts of `SquaredReLUExperts`. `routed_experts_from_mlp` gets this
+    function as its argument `mlp`.
+    """
+    hidden_QI = call_saving_only_inputs(_squared_relu, grouped_matmul(x_QD, up_EDI, sizes_E))
     return grouped_matmul(hidden_QI, down_EID, sizes_E)
 
 
@@ -137,7 +144,7 @@ class ClippedSwiGLUExperts(SparseMoE):
     no weight decay.
     """
 
-    expert_parameters = (
+    expert_parameter_names = (
         "expert_gate_up",
         "expert_gate_up_bias",
         "expert_down",
@@ -151,15 +158,15 @@ class ClippedSwiGLUExperts(SparseMoE):
     def make_experts(self, make, d, e, i):
         super().make_experts(make, d, e, i)
         self.expert_gate_up_bias = make.parameter(
-            jnp.zeros, (e, 2, i), "experts | -> * mlp", kind="rate", gathered="operator"
+            jnp.zeros, (e, 2, i), "experts | -> * mlp", kind="rate", gathered_by="operator"
         )
         self.expert_down_bias = make.parameter(
-            jnp.zeros, (e, d), "experts | -> embed", kind="rate", gathered="operator"
+            jnp.zeros, (e, d), "experts | -> embed", kind="rate", gathered_by="operator"
         )
 
     @staticmethod
-    def expert_form(*args, **how):
-        return expert_form_of_mlp(_clipped_swiglu_mlp, *args, **how)
+    def choose_expert_implementation(*args, **how):
+        return routed_experts_from_mlp(_clipped_swiglu_experts, *args, **how)
 
 
 def _clipped_swiglu(gate_up):
@@ -171,12 +178,13 @@ def _clipped_swiglu(gate_up):
     return gate * jax.nn.sigmoid(ALPHA * gate) * (jnp.clip(up, -LIMIT, LIMIT) + 1)
 
 
-def _clipped_swiglu_mlp(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bias_ED, sizes_E):
-    """Computes the routed experts of `ClippedSwiGLUExperts`; the argument `mlp` of
-    `expert_form_of_mlp`."""
+def _clipped_swiglu_experts(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bias_ED, sizes_E):
+    """Computes the routed experts of `ClippedSwiGLUExperts`. `routed_experts_from_mlp` gets this
+    function as its argument `mlp`.
+    """
     gate_up = gate_up.reshape(*gate_up.shape[:2], -1)  # [E, D, 2, I] or [E, D, 2·I]
     gate_up_bias = gate_up_bias.reshape(len(sizes_E), -1)
-    hidden_QI = keeping_inputs(
+    hidden_QI = call_saving_only_inputs(
         _clipped_swiglu,
         grouped_matmul(x_QD, gate_up, sizes_E) + _bias_of_rows(gate_up_bias, sizes_E, len(x_QD)),
     )
@@ -187,9 +195,9 @@ def _clipped_swiglu_mlp(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bi
 
 
 def _bias_of_rows(bias_EF, sizes_E, rows):
-    """Returns the bias of each row's expert, [rows, F]. It is computed as a product with a one-hot
-    matrix, because the gradient of the lookup `bias[expert]` would be a scatter-add, which in
-    bfloat16 loses most of the sum to rounding.
+    """Returns the bias of each row's expert, [rows, F]. The biases are computed as a product with a
+    one-hot matrix, because the gradient of the lookup `bias[expert]` would be a scatter-add, which
+    in bfloat16 loses most of the sum to rounding.
 
     Args:
       bias_EF: the biases of all experts.
@@ -207,8 +215,8 @@ def _bias_of_rows(bias_EF, sizes_E, rows):
 
 
 def experts_reference(config, params, x):
-    """Computes the mixture of experts of one row, [T, D] → [T, D]. It computes all experts for
-    every token, and gives experts that are not chosen the weight 0.
+    """Computes the mixture of experts of one row, [T, D] → [T, D]. The reference computes all
+    experts for every token, and gives experts that are not chosen the weight 0.
     """
     c = config.moe
     logits = x @ params["router"] + params.get("logit_bias", 0)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.parameters import Part
-from qwen3next_jax.model.recurrent import Inputs
+from qwen3next_jax.model.parameters import ParameterPart
+from qwen3next_jax.model.recurrent import ProjectedInputs
 from qwen3next_jax.zoo.references import (
     causal_convolution,
     project_out,
@@ -42,7 +42,7 @@ class GatedDeltaProduct(GatedDeltaNet):
     single matrix is at most a reflection. The paper uses β between 0 and 2.
 
     With one write this is Gated DeltaNet. With n writes, the operator and kernels of Gated DeltaNet
-    run over rows of n T tokens. The diagnostic beta is the mean over the n writes.
+    run over rows of n T tokens. The diagnostic beta is the mean of β over the n writes.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -50,26 +50,26 @@ class GatedDeltaProduct(GatedDeltaNet):
         # number of writes to the state for each token (n_h of the paper); 1: Gated DeltaNet
         num_householder: Annotated[int, "at least 1"] = 2
 
-    names_kept = True
+    marks_saved_results = True
 
     @classmethod
-    def channels(cls, config: ModelConfig) -> tuple[int, int, int]:
-        query, key, values = super().channels(config)
+    def qkv_channel_counts(cls, config: ModelConfig) -> tuple[int, int, int]:
+        query, key, values = super().qkv_channel_counts(config)
         return query, _writes_per_token(config) * key, _writes_per_token(config) * values
 
     @classmethod
-    def gate_parts(cls, config: ModelConfig) -> tuple[Part, ...]:
+    def beta_and_decay_parts(cls, config: ModelConfig) -> tuple[ParameterPart, ...]:
         n = _writes_per_token(config)  # there are n β per head
         return tuple(
-            Part("b", n * part.width, n * part.width) if part.name == "b" else part
-            for part in super().gate_parts(config)
+            ParameterPart("b", n * part.width, n * part.width) if part.name == "b" else part
+            for part in super().beta_and_decay_parts(config)
         )
 
-    def uses_fused_layout(self) -> bool:
-        return _writes_per_token(self.config) == 1 and super().uses_fused_layout()
+    def concatenates_heads(self) -> bool:
+        return _writes_per_token(self.config) == 1 and super().concatenates_heads()
 
-    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
-        inputs = super().inputs(x_BTD, context)
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
+        inputs = super().project_inputs(x_BTD, context)
         if _writes_per_token(self.config) == 1 or inputs.beta is None:
             return inputs
         heads = self.config.linear_num_value_heads
@@ -84,16 +84,14 @@ class GatedDeltaProduct(GatedDeltaNet):
             beta_BTHn = jnp.broadcast_to(beta_BTHn[..., None], (*beta_BTHn.shape, n))
         ids = heads.segment_ids
         heads = heads._replace(
-            q=_place_at_write(heads.q, n - 1, n),
+            q=_zeros_at_other_writes(heads.q, n - 1, n),
             k=_writes_to_time_axis(heads.k, n),
             v=_writes_to_time_axis(heads.v, n),
-            g=_place_at_write(heads.g, 0, n),
+            log_decay=_zeros_at_other_writes(heads.log_decay, 0, n),
             beta=_writes_to_time_axis(beta_BTHn, n)[..., 0],
             segment_ids=None if ids is None else jnp.repeat(ids, n, axis=1),
         )
         o_BLHV, states = super().recurrence(heads, state)
-        if heads.return_all_states:
-            states = {name: x[:, n - 1 :: n] for name, x in states.items()}
         return o_BLHV[:, n - 1 :: n], states
 
     @classmethod
@@ -124,16 +122,17 @@ def _writes_to_time_axis(x_BTHC: jax.Array, n: int) -> jax.Array:
     return jnp.swapaxes(x_BTHnC, 2, 3).reshape(batch, time * n, heads, width // n)
 
 
-def _place_at_write(x: jax.Array, write: int, n: int) -> jax.Array:
-    """Returns [B, n T, …] for x [B, T, …]. Each token has n entries: number `write` (from 0) is the
-    token's entry of x, and the others are zeros.
+def _zeros_at_other_writes(x: jax.Array, write: int, n: int) -> jax.Array:
+    """Returns [B, n T, …] for x [B, T, …]. Each token gets n entries. Entry number `write`, counted
+    from 0, is the token's entry of x; the other entries are zeros.
     """
     others = [(0, 0), (0, 0), (write, n - 1 - write)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x[:, :, None], others).reshape(x.shape[0], -1, *x.shape[2:])
 
 
 def gated_deltaproduct_reference(config, params, x):
-    n, h = config.settings_of("gated_deltaproduct").num_householder, config.linear_num_value_heads
+    n = config.settings_of_mixer("gated_deltaproduct").num_householder
+    h = config.linear_num_value_heads
     r = h // config.linear_num_key_heads
     key, value = config.linear_key_head_dim, config.linear_value_head_dim
     y = jnp.einsum("td,dgc->tgc", x, params["in_proj_qkvz"])

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.zoo.ops import channel_delta_rule
-from qwen3next_jax.zoo.projections import make_low_rank, project_to_float32
+from qwen3next_jax.zoo.projections import make_low_rank_projection, project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
     project_out,
@@ -30,20 +30,20 @@ EXAMPLES = {
 GLA_RANK, GLA_TEMPERATURE = 16, 16
 
 
-class ChannelDecay(Recurrent):
+class ChannelDecayMixer(Recurrent):
     """The base class of the mixers in this file: S ← Diag(e^g) S + k vᵀ, o = Sᵀq, without a
     convolution.
     """
 
-    switches = ()
-    convolved = False
+    switches_read = ()
+    has_convolution_and_silu = False
 
     def recurrence(self, heads, state):
         o_BTHV, final_state = channel_delta_rule(
             heads.q,
             heads.k,
             heads.v,
-            g=heads.g,
+            g=heads.log_decay,
             beta=heads.beta,
             delta_term=False,
             initial_state=state and state["state"],
@@ -57,7 +57,7 @@ class ChannelDecay(Recurrent):
         return False
 
 
-class GLA(ChannelDecay):
+class GLA(ChannelDecayMixer):
     """Gated linear attention (2312.06635, equations 3–4): g = log σ(W₂ W₁ x + b) / 16 for each
     key channel, where W₂ W₁ is a projection of rank 16, and o = Sᵀq / √K. The activation of the
     output gate is a SiLU.
@@ -66,7 +66,9 @@ class GLA(ChannelDecay):
     def __init__(self, config, make, layers):
         self.config = c = config
         self.make_projection(make)
-        self.decay_down, self.decay_up = make_low_rank(make, GLA_RANK, c.linear_key_head_dim)
+        self.decay_down, self.decay_up = make_low_rank_projection(
+            make, GLA_RANK, c.linear_key_head_dim
+        )
         self.decay_bias = make.parameter(
             jnp.zeros,
             (c.linear_num_value_heads, c.linear_key_head_dim),
@@ -75,18 +77,20 @@ class GLA(ChannelDecay):
         )
         self.make_output(make)
 
-    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         logit_BTHK = (
             project_to_float32(x_BTD, self.decay_down, self.decay_up) + self.decay_bias[...]
         )
-        qkv, gate = self.project(x_BTD, context)
-        return Inputs(qkv, gate, g=jax.nn.log_sigmoid(logit_BTHK) / GLA_TEMPERATURE)
+        qkv, gate = self.project_qkv_and_gate(x_BTD, context)
+        return ProjectedInputs(
+            qkv, gate, log_decay=jax.nn.log_sigmoid(logit_BTHK) / GLA_TEMPERATURE
+        )
 
     def recurrence(self, heads, state):
         return super().recurrence(heads._replace(q=heads.q * heads.q.shape[-1] ** -0.5), state)
 
 
-class HGRN2(ChannelDecay):
+class HGRN2(ChannelDecayMixer):
     """HGRN-2 (2404.07904): each key channel has a decay f and the key 1 − f. The decay has a lower
     bound b, which starts higher in deeper layers.
 
@@ -101,7 +105,7 @@ class HGRN2(ChannelDecay):
         self.config = c = config
         shape = (c.linear_num_key_heads, c.linear_key_head_dim)
         bound = jnp.maximum(jnp.asarray(layers) / c.num_hidden_layers, 0.01).reshape(
-            *make.stack, 1, 1
+            *make.stack_shape, 1, 1
         )
         self.make_projection(make, gate=False)
         logit = jnp.log(bound) - jnp.log1p(-bound)
@@ -110,21 +114,21 @@ class HGRN2(ChannelDecay):
         )
         self.make_output(make)
 
-    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
-        qkv, _ = self.project(x_BTD, context)
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
         k = self.config.linear_key_head_dim
         q, key, v = jnp.split(qkv, (k, 2 * k), axis=-1)
         # g is computed from k = 1 − f: if f were rounded to 1, ln f would be 0.
         key = jax.nn.sigmoid(-self.bound[...]) * jax.nn.sigmoid(-key.astype(jnp.float32))
         g_BTGK = jnp.log1p(-key)
         repeats = self.config.linear_num_value_heads // self.config.linear_num_key_heads
-        return Inputs(
+        return ProjectedInputs(
             jnp.concatenate([jax.nn.silu(q), key.astype(q.dtype), v], axis=-1),
-            g=jnp.repeat(g_BTGK, repeats, axis=2),
+            log_decay=jnp.repeat(g_BTGK, repeats, axis=2),
         )
 
 
-class DFW(ChannelDecay):
+class DecayingFastWeights(ChannelDecayMixer):
     """Decaying fast weights (2210.04243): each key channel and each value channel has a decay.
 
     S ← Diag(σ(W x)) S Diag(σ(W' x)) + k vᵀ, o = Sᵀq. A norm of each head follows; there is no
@@ -140,18 +144,20 @@ class DFW(ChannelDecay):
         )
         self.make_output(make)
 
-    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
-        qkv, _ = self.project(x_BTD, context)
-        return Inputs(qkv, g=jax.nn.log_sigmoid(project_to_float32(x_BTD, self.decay_proj)))
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
+        return ProjectedInputs(
+            qkv, log_decay=jax.nn.log_sigmoid(project_to_float32(x_BTD, self.decay_proj))
+        )
 
     def recurrence(self, heads, state):
-        key_decay, value_decay = jnp.split(heads.g, (heads.q.shape[-1],), axis=-1)
+        key_decay, value_log_decay = jnp.split(heads.log_decay, (heads.q.shape[-1],), axis=-1)
         o_BTHV, final_state = channel_delta_rule(
             heads.q,
             heads.k,
             heads.v,
             g=key_decay,
-            value_decay=value_decay,
+            value_log_decay=value_log_decay,
             delta_term=False,
             initial_state=state and state["state"],
             segment_ids=heads.segment_ids,
@@ -177,14 +183,14 @@ def hgrn2_reference(config, params, x):
     return project_out(params, rms_norm(config, o) * params["norm"])
 
 
-def dfw_reference(config, params, x):
+def decaying_fast_weights_reference(config, params, x):
     q, k, v, _ = queries_keys_values_gate(config, params, x)
     decay = jax.nn.sigmoid(jnp.einsum("td,dhc->thc", x, params["decay_proj"]))
 
     def step(s, token):
         q, k, v, decay = token
-        key_decay, value_decay = decay[:, : k.shape[-1]], decay[:, k.shape[-1] :]
-        s = key_decay[..., None] * s * value_decay[:, None] + k[..., None] * v[:, None]
+        key_decay, value_log_decay = decay[:, : k.shape[-1]], decay[:, k.shape[-1] :]
+        s = key_decay[..., None] * s * value_log_decay[:, None] + k[..., None] * v[:, None]
         return s, jnp.einsum("hkv,hk->hv", s, q)
 
     empty = jnp.zeros((*k.shape[1:], v.shape[-1]))
@@ -192,4 +198,8 @@ def dfw_reference(config, params, x):
     return project_out(params, rms_norm(config, o) * params["norm"])
 
 
-REFERENCES = {"gla": gla_reference, "hgrn2": hgrn2_reference, "dfw": dfw_reference}
+REFERENCES = {
+    "gla": gla_reference,
+    "hgrn2": hgrn2_reference,
+    "dfw": decaying_fast_weights_reference,
+}

@@ -1,6 +1,6 @@
 """Several residual streams with gates in place of norms: the residual form of Qwen3.8-Flash-Next
-(transformers' `qwen4_exp`). It is the hyper-connections of arXiv 2409.19606 with a low-rank input
-gate.
+(transformers' `qwen4_exp`). These are the hyper-connections of arXiv 2409.19606 with a low-rank
+input gate.
 
 Every one of the S streams starts as the embedding. Around every block f (a mixer or an MLP), with n
 the RMSNorm of each stream alone and V, U, A weights,
@@ -8,7 +8,8 @@ the RMSNorm of each stream alone and V, U, A weights,
     w = sigmoid(U silu(V n / S))     x = mean over streams of w ∘ n       f reads x
     a = 2 sigmoid(A n / S)           h_s ← h_s + a_s · f(x)               for every stream s
 
-After the last layer, one more mix x of the same form is the head's input. There is no other norm.
+The head's input is computed from the streams after the last layer, by the formula of x, with
+weights of its own. There is no other norm.
 
 The streams of a token lie side by side, [B, T, S·D]. Letters: B batch, T time, S streams, D model,
 R rank of the input gate.
@@ -39,10 +40,12 @@ EXAMPLES = {
 
 
 class StreamMix(nnx.Module):
-    """Mixes the streams into the input of one block, and makes the factors of the block's output.
+    """Computes the input of one block from the streams, and the factors with which the block's
+    output is added to the streams.
 
     Args:
-      injects: whether a block follows the mix. No block follows the one after the last layer.
+      injects: whether the module computes the factors. The module that computes the head's input
+        does not.
     """
 
     def __init__(self, config: ModelConfig, make: Make, injects: bool = True):
@@ -59,18 +62,19 @@ class StreamMix(nnx.Module):
         if injects:
             self.inject = make.matrix((s, d, s), ". embed -> .")
 
-    def mix(
+    def block_input_and_factors(
         self, h_BTE: jax.Array, context: Context | None = None
     ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        """Makes the input of a block from the streams.
+        """Computes the input of a block, and the factors of its output.
 
         Args:
           h_BTE: the streams.
-          context: the inputs that all layers share; None: the mix runs in XLA alone.
+          context: the inputs that all layers share; None: XLA computes the results, without
+            kernels.
 
         Returns:
           x [B, T, D], the block's input; the factors a [B, T, S] float32 of the block's output, or
-          None if no block follows; the streams [B, T, S·D], to which the output is to be added.
+          None if no block follows; the streams [B, T, S·D], to which the caller adds the output.
         """
         dtype, rank = h_BTE.dtype, self.up.shape[0]
         down_SDX = self.down[...].astype(jnp.float32)
@@ -80,8 +84,8 @@ class StreamMix(nnx.Module):
         if context is None:
             where = {"implementation": "xla"}
         else:
-            where = {"mesh": context.mesh, "time": context.time}
-        x_BTD, inner_BTX, h_BTE = residual_streams.mix(
+            where = {"mesh": context.mesh, "time": context.logical_time_axis}
+        x_BTD, inner_BTX, h_BTE = residual_streams.mix_streams(
             h_BTE,
             scale_SD,
             (scale_SD[..., None] * down_SDX).astype(dtype),
@@ -99,18 +103,20 @@ class GatedMultiTokenPrediction(MultiTokenPrediction):
     """Multi-token prediction from all streams.
 
     Stream s of the module starts as x_s = fc_e norm(embedding) + fc_h n_s, where n is one RMSNorm
-    over all S·D numbers of the trunk's streams before the trunk's last mix. The module's own layer
-    and its own last mix follow. This is the module that vLLM serves; transformers has none.
+    over all S·D numbers of the model's streams after its last layer. A layer and a `StreamMix` that
+    belong to the module follow. vLLM serves this module; transformers does not have it.
     """
 
-    def make_input(self, make: Make) -> None:
+    def make_input_projection(self, make: Make) -> None:
         d, s = self.config.hidden_size, self.config.streams.hc_count
         self.embedding_norm = make.norm(d)
         self.hidden_norm = make.norm(s * d)
         self.fc_embedding = make.matrix((d, d), "embed -> embed_out")
         self.fc_hidden = make.matrix((d, d), "embed -> embed_out")
 
-    def input(self, state_BTE: jax.Array, embedded_BTD: jax.Array, context: Context) -> jax.Array:
+    def join_state_and_embedding(
+        self, state_BTE: jax.Array, embedded_BTD: jax.Array, context: Context
+    ) -> jax.Array:
         dtype = state_BTE.dtype
         n_BTE = rms_norm(state_BTE, self.hidden_norm[...], self.config)
         n_BTSD = n_BTE.reshape(*n_BTE.shape[:-1], -1, self.config.hidden_size)
@@ -119,11 +125,13 @@ class GatedMultiTokenPrediction(MultiTokenPrediction):
             n_BTSD @ self.fc_hidden[...].astype(dtype)
         )
         return save_for_backward(
-            constrain(x_BTSD.reshape(n_BTE.shape), context.mesh, "batch", context.time, None)
+            constrain(
+                x_BTSD.reshape(n_BTE.shape), context.mesh, "batch", context.logical_time_axis, None
+            )
         )
 
     @staticmethod
-    def state(x_BTE: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
+    def next_depth_state(x_BTE: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
         return x_BTE
 
 
@@ -135,31 +143,31 @@ class GatedResidual(Block):
     def make_norm(self, make):
         return StreamMix(self.config, make)
 
-    def around(self, h_BTE, part, context):
+    def input_and_add_output(self, h_BTE, part, context):
         norm = getattr(self, f"{part}_norm")
-        x_BTD, a_BTS, h_BTE = norm.mix(h_BTE, context)
-        return x_BTD, lambda y_BTD: residual_streams.write(
-            h_BTE, y_BTD, a_BTS, context.mesh, context.time
+        x_BTD, a_BTS, h_BTE = norm.block_input_and_factors(h_BTE, context)
+        return x_BTD, lambda y_BTD: residual_streams.add_to_streams(
+            h_BTE, y_BTD, a_BTS, context.mesh, context.logical_time_axis
         )
 
     @staticmethod
-    def enter(x_BTD, config):
+    def residual_from_embeddings(x_BTD, config):
         return jnp.tile(x_BTD, config.streams.hc_count)
 
     @staticmethod
-    def make_last(config, make):
+    def make_final_norm(config, make):
         return StreamMix(config, make, injects=False)
 
     @staticmethod
-    def leave(h_BTE, last, config):
-        return last.mix(h_BTE)[0]
+    def head_input(h_BTE, last, config):
+        return last.block_input_and_factors(h_BTE)[0]
 
 
 # ---- reference
 # --------------------------------------------------------------------------------------------------
 
 
-def _mix_reference(config, p, h_SD):
+def _block_input_and_factors_reference(config, p, h_SD):
     """Returns x [D] and a [S] (see the top of the file) for the streams of one token. a is None
     after the last layer.
     """
@@ -176,15 +184,16 @@ def _mix_reference(config, p, h_SD):
     return x_D, a_S
 
 
-def streams_reference(config, params, h_SD, blocks):
+def head_input_reference(config, params, h_SD, blocks):
     """Returns the head's input [D] for one token, computed by NumPy in the dtype of the inputs.
 
     Args:
-      params: list of the parameters of each block's mix, and last those of the mix for the head.
+      params: list of the parameters of each block's `StreamMix`, and last the parameters of the
+        head's `StreamMix`.
       h_SD: the token's streams before the first block.
       blocks: functions x [D] → output [D].
     """
     for p, block in zip(params[:-1], blocks):
-        x_D, a_S = _mix_reference(config, p, h_SD)
+        x_D, a_S = _block_input_and_factors_reference(config, p, h_SD)
         h_SD = h_SD + a_S[:, None] * block(x_D)[None]
-    return _mix_reference(config, params[-1], h_SD)[0]
+    return _block_input_and_factors_reference(config, params[-1], h_SD)[0]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.zoo.ops import channel_delta_rule, linear_scan, max_plus_scan
 from qwen3next_jax.zoo.projections import project_to_float32
 from qwen3next_jax.zoo.references import project_out, queries_keys_values_gate, rms_norm
@@ -26,7 +26,7 @@ EXAMPLES = {
 GSA_TEMPERATURE = 8  # divisor of the log of the forget gates, as in the paper
 
 
-class MemorySlots(Recurrent):
+class MemorySlotsMixer(Recurrent):
     """The base class of mixers whose heads have two states: Sₖ [K, M] holds a key for each slot,
     and Sᵥ [M, V] holds a value for each slot. A token gives each slot a log decay g [M] and a write
     strength w [M], which are the same for both states:
@@ -42,8 +42,8 @@ class MemorySlots(Recurrent):
         # number of memory slots, each of which holds a key and a value
         slots: Annotated[int, "at least 1"] = 64
 
-    switches = ()
-    convolved = False
+    switches_read = ()
+    has_convolution_and_silu = False
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -58,8 +58,8 @@ class MemorySlots(Recurrent):
         """Computes the gates g and w of every slot.
 
         Args:
-          heads: queries, keys, values; the field `g` holds the inputs of the gates, which the
-            method `inputs` computed.
+          heads: queries, keys, values; the field `log_decay` holds the inputs of the gates, which
+            the method `project_inputs` computed.
           state: {name: state before the row}; None if the row begins with empty states.
 
         Returns:
@@ -78,7 +78,7 @@ class MemorySlots(Recurrent):
             heads.k,
             strength_BTHM,
             g=no_decay_BTHK,
-            value_decay=g_BTHM,
+            value_log_decay=g_BTHM,
             initial_state=state and state["state"],
             **common,
         )
@@ -116,21 +116,21 @@ class MemorySlots(Recurrent):
         return False
 
 
-class GSA(MemorySlots):
+class GSA(MemorySlotsMixer):
     """Gated slot attention (2409.07146, equations 7–9): g = log σ(W x) / 8 is the log decay of a
     slot, and w = 1 − e^g is its write strength.
     """
 
-    def inputs(self, x_BTD, context) -> Inputs:
-        qkv, _ = self.project(x_BTD, context)
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
         logit_BTHM = project_to_float32(x_BTD, self.forget_proj)
-        return Inputs(qkv, g=jax.nn.log_sigmoid(logit_BTHM) / GSA_TEMPERATURE)
+        return ProjectedInputs(qkv, log_decay=jax.nn.log_sigmoid(logit_BTHM) / GSA_TEMPERATURE)
 
     def log_decay_and_write_strength(self, heads, state):
-        return heads.g, -jnp.expm1(heads.g), {}
+        return heads.log_decay, -jnp.expm1(heads.log_decay), {}
 
 
-class ABC(MemorySlots):
+class ABC(MemorySlotsMixer):
     """Attention with bounded-memory control (2110.02488, equations 4 and 9, causal). A slot holds
     weighted means over the tokens j of the document so far: Σ e^{s_j} k_j / Σ e^{s_j} for its key,
     and the same mean of v_j for its value. The scores of a token are s = W x, one for each slot.
@@ -140,12 +140,13 @@ class ABC(MemorySlots):
     where m, the state "largest", is the largest s so far.
     """
 
-    def inputs(self, x_BTD, context) -> Inputs:
-        qkv, _ = self.project(x_BTD, context)
-        return Inputs(qkv, g=project_to_float32(x_BTD, self.forget_proj))  # the field g holds s
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
+        # the field `log_decay` holds s
+        return ProjectedInputs(qkv, log_decay=project_to_float32(x_BTD, self.forget_proj))
 
     def log_decay_and_write_strength(self, heads, state):
-        s_BTHM = heads.g
+        s_BTHM = heads.log_decay
         common = dict(segment_ids=heads.segment_ids, axis_name=heads.axis_name)
         m, m_before, largest = max_plus_scan(
             jnp.zeros_like(s_BTHM), s_BTHM, initial_state=state and state["largest"], **common

@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.model.gated_attention import write
+from qwen3next_jax.model.gated_attention import write_tokens_to_cache
 from qwen3next_jax.model.layers import token_mean
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.ops import causal_conv1d, checks
@@ -21,18 +21,18 @@ from qwen3next_jax.sharding.rules import activation_spec, per_shard
 EXAMPLES = {"hyena": {"linear_mixer": "hyena"}}
 ORDER = 2  # number of long convolutions
 # The network that computes the filters:
-BANDS = 8  # number of frequencies whose cosines and sines of the distance are inputs
-WIDTH = 64  # width of the hidden layers
-FREQUENCY = 10.0  # factor of the argument of the hidden layers' sines
+FILTER_FREQUENCIES = 8  # number of frequencies whose cosines and sines of the distance are inputs
+FILTER_NETWORK_WIDTH = 64  # width of the hidden layers
+FILTER_SINE_FACTOR = 10.0  # factor of the argument of the hidden layers' sines
 # Each filter is multiplied by a window that decays with the distance. At the start of training, the
-# window of the fastest channel falls to 1 % over FASTEST × max_position_embeddings tokens, and the
-# window of the slowest channel over SLOWEST × max_position_embeddings tokens. FLOOR is added to the
-# window.
-FASTEST = 0.3
-SLOWEST = 1.5
-FLOOR = 0.05
+# window of the fastest channel falls to 1 % over FASTEST_WINDOW × max_position_embeddings tokens,
+# and the window of the slowest channel over SLOWEST_WINDOW × max_position_embeddings tokens.
+# WINDOW_FLOOR is added to the window.
+FASTEST_WINDOW = 0.3
+SLOWEST_WINDOW = 1.5
+WINDOW_FLOOR = 0.05
 # Cached decoding convolves up to this many tokens by sums, and more tokens by Fourier transforms.
-FEW_TOKENS = 8
+MOST_TOKENS_BY_SUMS = 8
 
 
 class Hyena(Mixer):
@@ -49,8 +49,8 @@ class Hyena(Mixer):
     Diagnostics: gate_size [H], the mean of |x₁ x₂| for each head.
     """
 
-    switches = ("linear_conv_kernel_dim",)
-    meaning = ("max_position_embeddings",)
+    switches_read = ("linear_conv_kernel_dim",)
+    settings_fixed_by_weights = ("max_position_embeddings",)
     cache_kind = "slots"
 
     def __init__(self, config, make, layers):
@@ -61,13 +61,15 @@ class Hyena(Mixer):
 
         def scaled(shape):
             start = jax.random.uniform(make.rngs.params(), shape, minval=-1, maxval=1)
-            return start * shape[len(make.stack)] ** -0.5
+            return start * shape[len(make.stack_shape)] ** -0.5
 
         def windows(shape):
-            rates = jnp.linspace(1 / FASTEST, 1 / SLOWEST, h * v).reshape(h, v) * jnp.log(100)
+            rates = jnp.linspace(1 / FASTEST_WINDOW, 1 / SLOWEST_WINDOW, h * v).reshape(
+                h, v
+            ) * jnp.log(100)
             return jnp.broadcast_to(rates, shape)
 
-        vector = functools.partial(make.parameter, scaled, kind="vector", operand=False)
+        vector = functools.partial(make.parameter, scaled, kind="vector", uses_model_dtype=False)
         self.in_proj = make.matrix((d, h, width), "embed -> value_heads .", parts=parts)
         self.conv_kernel = make.matrix(
             (c.linear_conv_kernel_dim, h, width),
@@ -75,16 +77,16 @@ class Hyena(Mixer):
             kind="convolution",
             parts=parts,
         )
-        self.filter_in = vector((2 * BANDS + 1, WIDTH), ". embed_out")
-        self.filter_hidden = vector((WIDTH, WIDTH), ". embed_out")
-        self.filter_out = vector((WIDTH, ORDER, h, v), ". . value_heads .")
+        self.filter_in = vector((2 * FILTER_FREQUENCIES + 1, FILTER_NETWORK_WIDTH), ". embed_out")
+        self.filter_hidden = vector((FILTER_NETWORK_WIDTH, FILTER_NETWORK_WIDTH), ". embed_out")
+        self.filter_out = vector((FILTER_NETWORK_WIDTH, ORDER, h, v), ". . value_heads .")
         self.bias = make.parameter(jnp.ones, (ORDER, h, v), ". value_heads .", kind="rate")
         self.window = make.parameter(windows, (h, v), "value_heads .", kind="rate")
         self.out_proj = make.matrix((h, v, d), "value_heads . -> embed")
 
     def __call__(self, x_BTD, context, cache=None):
         u_BTHC = jnp.einsum("btd,dhc->bthc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
-        axis = context.time_axis
+        axis = context.mesh_time_axis
 
         def run(u, kernel, network, bias, window, positions, ids, cache):
             if cache is None:
@@ -95,20 +97,20 @@ class Hyena(Mixer):
             if cache is None:
                 u, _ = causal_conv1d(u, kernel, activation=None, segment_ids=ids, axis_name=axis)
             else:
-                cache = dict(cache, input=write(cache["input"], u, positions))
-                u = short_convolution_of_cache(cache["input"], kernel, positions)
+                cache = dict(cache, input=write_tokens_to_cache(cache["input"], u, positions))
+                u = short_convolution_over_cache(cache["input"], kernel, positions)
             z, *gates = jnp.split(u, ORDER + 1, axis=-1)
             for n, gate in enumerate(gates):
                 if cache is None:
                     y = fft_convolution(z, filters_OLHV[n], segment_ids=ids, axis_name=axis)
                 else:
-                    cache[f"z_{n}"] = write(cache[f"z_{n}"], z, positions)
-                    y = long_convolution_of_cache(cache[f"z_{n}"], filters_OLHV[n], positions)
+                    cache[f"z_{n}"] = write_tokens_to_cache(cache[f"z_{n}"], z, positions)
+                    y = long_convolution_over_cache(cache[f"z_{n}"], filters_OLHV[n], positions)
                 z = (gate * (y.astype(jnp.float32) + bias[n] * z)).astype(u.dtype)
             return z, jnp.abs(gates[0] * gates[1]).mean(axis=-1), cache
 
-        rows = activation_spec("batch", context.time, "heads")
-        tokens = activation_spec("batch", context.time)
+        rows = activation_spec("batch", context.logical_time_axis, "heads")
+        tokens = activation_spec("batch", context.logical_time_axis)
         slots = activation_spec("batch", None, "heads")
         narrow = activation_spec(None, "heads")
         network = (activation_spec(), activation_spec(), activation_spec(None, None, "heads"))
@@ -134,16 +136,16 @@ class Hyena(Mixer):
 
         Args:
           length: L, the number of distances.
-          filter_in, filter_hidden, filter_out: the weights of the network, [2 BANDS + 1, W], [W, W]
-            and [W, ORDER, H, V].
+          filter_in, filter_hidden, filter_out: the weights of the network, [2 FILTER_FREQUENCIES +
+            1, W], [W, W] and [W, ORDER, H, V].
           window_HV: the decay rate α of each channel's window.
         """
         at_L1 = jnp.arange(length)[:, None] / self.config.max_position_embeddings
-        angle = 2 * jnp.pi * at_L1 * jnp.arange(BANDS)
+        angle = 2 * jnp.pi * at_L1 * jnp.arange(FILTER_FREQUENCIES)
         x = jnp.concatenate([at_L1, jnp.cos(angle), jnp.sin(angle)], axis=-1)
         for weight in (filter_in, filter_hidden):
-            x = jnp.sin(FREQUENCY * (x @ weight))
-        window_LHV = jnp.exp(-at_L1[..., None] * window_HV) + FLOOR
+            x = jnp.sin(FILTER_SINE_FACTOR * (x @ weight))
+        window_LHV = jnp.exp(-at_L1[..., None] * window_HV) + WINDOW_FLOOR
         return jnp.einsum("lw,wohv->olhv", x, filter_out) * window_LHV
 
     @classmethod
@@ -155,10 +157,10 @@ class Hyena(Mixer):
 
     @classmethod
     def activation_flops(cls, config, length):
-        """Counts the FLOPs per token of the long convolutions. Each needs a Fourier transform and
-        an inverse transform of n ≥ 2 `length` points, with 2.5 n log₂ n operations each, and the
-        product with the transformed filter. The computation of the filters is not counted, because
-        all rows share it.
+        """Counts the FLOPs per token of the long convolutions. Each long convolution needs a
+        Fourier transform and an inverse transform of n ≥ 2 `length` points, with 2.5 n log₂ n
+        operations each, and the product with the transformed filter. The computation of the filters
+        is not counted, because all rows share it.
         """
         doubled = 1 << (2 * length - 1).bit_length()
         channels = config.linear_num_value_heads * config.linear_value_head_dim
@@ -166,7 +168,7 @@ class Hyena(Mixer):
         return ORDER * channels * (transforms + 3 * doubled) / length
 
     @classmethod
-    def splits(cls, config):
+    def sizes_split_by_tensor(cls, config):
         return {"linear_num_value_heads": config.linear_num_value_heads}
 
     @classmethod
@@ -174,7 +176,7 @@ class Hyena(Mixer):
         return config.linear_conv_kernel_dim - 1
 
 
-def short_convolution_of_cache(u_BSHC, kernel_WHC, positions_BT):
+def short_convolution_over_cache(u_BSHC, kernel_WHC, positions_BT):
     """Applies the short convolution to the tokens in a cache's slots, and returns its output at the
     positions `positions_BT`, [B, T, H, C].
     """
@@ -184,13 +186,13 @@ def short_convolution_of_cache(u_BSHC, kernel_WHC, positions_BT):
     return jnp.einsum("btwhc,whc->bthc", taps, kernel_WHC)
 
 
-def long_convolution_of_cache(z_BSHV, filter_SHV, positions_BT):
+def long_convolution_over_cache(z_BSHV, filter_SHV, positions_BT):
     """Applies a long convolution to the tokens in a cache's slots, and returns its output at the
-    positions `positions_BT`, [B, T, H, V]. Up to FEW_TOKENS positions are computed by sums, more by
-    Fourier transforms.
+    positions `positions_BT`, [B, T, H, V]. Up to MOST_TOKENS_BY_SUMS positions are computed by
+    sums, more by Fourier transforms.
     """
     slots = z_BSHV.shape[1]
-    if positions_BT.shape[1] > FEW_TOKENS:
+    if positions_BT.shape[1] > MOST_TOKENS_BY_SUMS:
         return jax.vmap(lambda y, at: y[at])(fft_convolution(z_BSHV, filter_SHV), positions_BT)
     # The zeros are the weights of the slots after the position.
     backwards = jnp.concatenate([filter_SHV[::-1], jnp.zeros_like(filter_SHV)])
@@ -236,8 +238,7 @@ def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None
     each channel separately. The sum is over the tokens s of the document of token t.
 
     A transform mixes all tokens of a row, so the documents of a row are transformed one after
-    another. The work is the work for rows of one document, times the largest number of documents in
-    a row.
+    another. The work is proportional to the largest number of documents in a row.
 
     Args:
       x: [B, T, *channels].
@@ -259,12 +260,12 @@ def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None
     channels = x.shape[2:]
     shard_count = 1 if axis_name is None else jax.lax.axis_size(axis_name)
     length = x.shape[1] * shard_count
-    checks.shapes(
+    checks.check_shapes(
         x=(x, ("B", "T", *channels)),
         kernel=(kernel, ("L", *channels)),
         segment_ids=(segment_ids, "BT"),
     )
-    checks.integers(segment_ids=segment_ids)
+    checks.check_integers(segment_ids=segment_ids)
     if kernel.shape[0] < length:
         raise ValueError(f"kernel has {kernel.shape[0]} rows: expected at least the {length} of x")
     size = math.prod(channels)
@@ -282,14 +283,14 @@ def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None
         )
         if segment_ids is not None:
             segment_ids = jax.lax.all_gather(segment_ids, axis_name, axis=1, tiled=True)
-    y_BTC = _convolve(x_BTC, kernel_TC, _number_documents(segment_ids, x_BTC.shape[:2]))
+    y_BTC = _convolve_documents(x_BTC, kernel_TC, _document_numbers(segment_ids, x_BTC.shape[:2]))
     if axis_name is not None:
         y_BTC = jax.lax.all_to_all(y_BTC, axis_name, split_axis=1, concat_axis=2, tiled=True)
         y_BTC = y_BTC[..., :size]
     return y_BTC.reshape(x.shape).astype(x.dtype)
 
 
-def _number_documents(segment_ids, shape):
+def _document_numbers(segment_ids, shape):
     """Returns the number of each token's document, [B, T]. The documents of a row have the numbers
     1, 2, …; padding has the number 0. If `segment_ids` is None, all tokens have the number 1.
     """
@@ -309,7 +310,7 @@ def _fold_over_documents(step, start, document_BT, *arrays):
       step: function (result of the previous call, mask [B, T, 1] of the document's tokens, *arrays)
         → result. The arrays that it gets are 0 outside the document.
       start: the first argument of the first call.
-      document_BT: the result of `_number_documents`.
+      document_BT: the result of `_document_numbers`.
       arrays: arrays [B, T, C].
 
     Returns:
@@ -327,10 +328,10 @@ def _fold_over_documents(step, start, document_BT, *arrays):
     return jax.lax.while_loop(is_left, one, (jnp.ones((), jnp.int32), start))[1]
 
 
-def _fourier_transforms(time: int):
-    """Returns two functions. The first computes the real Fourier transform along the second-last
-    axis, padded to a power of two of at least 2 · `time` - 1 entries. The second computes the
-    inverse transform and returns the first `time` entries.
+def _transform_and_inverse(time: int):
+    """Returns two functions. The first function computes the real Fourier transform along the
+    second-last axis, padded to a power of two of at least 2 · `time` - 1 entries. The second
+    function computes the inverse transform and returns the first `time` entries.
     """
     n = 1 << (2 * time - 1).bit_length()
     there = functools.partial(jnp.fft.rfft, n=n, axis=-2)
@@ -338,11 +339,11 @@ def _fourier_transforms(time: int):
 
 
 @jax.custom_vjp
-def _convolve(x_BTC, kernel_TC, document_BT):
+def _convolve_documents(x_BTC, kernel_TC, document_BT):
     """Returns y [B, T, C], the convolution within each document. `document_BT` is the result of
-    `_number_documents`.
+    `_document_numbers`.
     """
-    there, back = _fourier_transforms(x_BTC.shape[1])
+    there, back = _transform_and_inverse(x_BTC.shape[1])
     transformed = there(kernel_TC)
     return _fold_over_documents(
         lambda y, here, x: y + jnp.where(here, back(there(x) * transformed), 0),
@@ -352,9 +353,9 @@ def _convolve(x_BTC, kernel_TC, document_BT):
     )
 
 
-def _convolve_backward(residuals, dy_BTC):
+def _convolve_documents_backward(residuals, dy_BTC):
     x_BTC, kernel_TC, document_BT = residuals
-    there, back = _fourier_transforms(x_BTC.shape[1])
+    there, back = _transform_and_inverse(x_BTC.shape[1])
     mirrored = jnp.conj(there(kernel_TC))
 
     def step(total, here, x, dy):
@@ -369,4 +370,6 @@ def _convolve_backward(residuals, dy_BTC):
     return dx, back(dkernel), None
 
 
-_convolve.defvjp(lambda *inputs: (_convolve(*inputs), inputs), _convolve_backward)
+_convolve_documents.defvjp(
+    lambda *inputs: (_convolve_documents(*inputs), inputs), _convolve_documents_backward
+)

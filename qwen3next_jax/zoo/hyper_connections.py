@@ -12,15 +12,17 @@ vec(X) [S·D] is their numbers in one row. Around every block f (a mixer or an M
 
 sinkhorn(L) takes exp(L), divides every column by its sum, then every row by its sum, and repeats
 both `model.streams.sinkhorn_iterations` times. All numbers of H_res are positive, its rows sum to
-1, and its columns nearly do. So no number of layers can make the streams grow by mixing them.
+1, and its columns nearly do. So the streams do not grow by being mixed, whatever the number of
+layers.
 
 The head reads the norm of the sum of the streams, as in the hyper-connections of 2409.19606. The
 layer of the multi-token prediction module has streams of its own, which start as its input. The
 weight of the norm of vec(X) is part of φ, as in the paper.
 
-Start values: α = 0.01, as in the paper. The paper does not give those of the biases. Here b_pre and
-b_post are 0, and b_res is 0 except for its diagonal (`DIAGONAL`). So the streams are equal at first
-and hardly mix, and each of them is nearly the stream of the placement "pre".
+Every α starts at 0.01, as in the paper. The paper does not give the start values of the biases.
+In this code, b_pre and b_post start at 0, and b_res starts at 0 except for its diagonal
+(`INITIAL_DIAGONAL`). So the streams are equal at first and hardly mix, and each of them is nearly
+the residual stream of the placement "pre".
 
 Letters: B batch, T time, S streams, D model, E = S·D, X = S + S + S².
 """
@@ -32,12 +34,12 @@ from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import Block
-from qwen3next_jax.model.layers import keeping_inputs, rms_norm
+from qwen3next_jax.model.layers import call_saving_only_inputs, rms_norm
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import accumulation_dtype, save_for_backward
 
-ALPHA = 0.01  # the start of every α
-DIAGONAL = 5.0  # the start of the diagonal of b_res: 4 streams keep 98 % of themselves
+INITIAL_ALPHA = 0.01  # the start of every α
+INITIAL_DIAGONAL = 5.0  # the start of the diagonal of b_res: 4 streams keep 98 % of themselves
 
 # A configuration for the tests, with numbers that are not the defaults.
 EXAMPLES = {
@@ -46,7 +48,9 @@ EXAMPLES = {
 
 
 class HyperConnection(nnx.Module):
-    """The three maps around one block, and the norm of the block's input."""
+    """Computes the three maps H_pre, H_post and H_res around one block. The module also holds the
+    norm of the block's input.
+    """
 
     def __init__(self, config: ModelConfig, make: Make):
         self.config = config
@@ -56,19 +60,22 @@ class HyperConnection(nnx.Module):
         self.phi = make.matrix(
             (s, d, sum(widths)), ". embed -> .", parts=tuple(zip(("pre", "post", "res"), widths))
         )
-        bias_X = jnp.concatenate((jnp.zeros(2 * s), (DIAGONAL * jnp.eye(s)).reshape(-1)))
-        self.alpha = make.parameter(lambda shape: jnp.full(shape, ALPHA), (3,), ".", kind="rate")
+        bias_X = jnp.concatenate((jnp.zeros(2 * s), (INITIAL_DIAGONAL * jnp.eye(s)).reshape(-1)))
+        self.alpha = make.parameter(
+            lambda shape: jnp.full(shape, INITIAL_ALPHA), (3,), ".", kind="rate"
+        )
         self.bias = make.parameter(
             lambda shape: jnp.broadcast_to(bias_X, shape), bias_X.shape, ".", kind="rate"
         )
 
-    def maps(self, h_BTE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def pre_post_and_res_maps(self, h_BTE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Computes the maps of every token from its streams h [B, T, E].
 
         Returns:
-          H_pre [S, B, T]; H_post [S, B, T]; H_res [S, S, B, T], first the new stream, then the old
-          one; in float32 or, if h is wider, in the dtype of h. The streams stand first because an
-          accelerator pads the last two dimensions of an array.
+          H_pre [S, B, T]; H_post [S, B, T]; H_res [S, S, B, T], with the new streams along the
+          first axis and the old streams along the second. All maps are float32 or, if h is wider,
+          have the dtype of h. The axes of the streams come first, because an accelerator pads the
+          last two axes of an array.
         """
         exact, s = accumulation_dtype(h_BTE), self.config.streams.hc_count
         slices = jnp.split(h_BTE, s, axis=-1)
@@ -93,11 +100,11 @@ class HyperConnection(nnx.Module):
 
 def sinkhorn(logits: jax.Array, iterations: int) -> jax.Array:
     """Returns matrices [S, S, …] of positive numbers whose rows sum to 1 and whose columns nearly
-    do. It divides the columns of exp(logits) by their sums, then the rows, `iterations` times. It
-    computes with logarithms, so that no sum overflows or becomes 0.
+    do. The function divides the columns of exp(logits) by their sums, then the rows, `iterations`
+    times. It computes with logarithms, so that no sum overflows or becomes 0.
 
     Args:
-      logits: [S, S, …], first the number of the row.
+      logits: [S, S, …]; the first axis numbers the rows, the second axis the columns.
       iterations: how often the columns and the rows are divided.
     """
 
@@ -111,26 +118,26 @@ def sinkhorn(logits: jax.Array, iterations: int) -> jax.Array:
     return jax.nn.softmax(logits, axis=1)
 
 
-def _read(h_BTE: jax.Array, pre_SBT: jax.Array) -> jax.Array:
+def _block_input(h_BTE: jax.Array, pre_SBT: jax.Array) -> jax.Array:
     """Returns H_pre X, [B, T, D]."""
     slices = jnp.split(h_BTE, len(pre_SBT), axis=-1)
-    return _weighted(pre_SBT, slices).astype(h_BTE.dtype)
+    return _weighted_sum(pre_SBT, slices).astype(h_BTE.dtype)
 
 
-def _write(
+def _streams_after_block(
     h_BTE: jax.Array, y_BTD: jax.Array, post_SBT: jax.Array, res_SSBT: jax.Array
 ) -> jax.Array:
     """Returns H_res X + H_postᵀ y, [B, T, E], for the output y of the block."""
     slices = jnp.split(h_BTE, len(post_SBT), axis=-1)
     y_BTD = y_BTD.astype(post_SBT.dtype)
     new = [
-        (_weighted(row_SBT, slices) + own_BT[..., None] * y_BTD).astype(h_BTE.dtype)
+        (_weighted_sum(row_SBT, slices) + own_BT[..., None] * y_BTD).astype(h_BTE.dtype)
         for row_SBT, own_BT in zip(res_SSBT, post_SBT)
     ]
     return jnp.concatenate(new, axis=-1)
 
 
-def _weighted(weight_SBT: jax.Array, slices: list[jax.Array]) -> jax.Array:
+def _weighted_sum(weight_SBT: jax.Array, slices: list[jax.Array]) -> jax.Array:
     """Returns the sum of the streams [B, T, D], each times its weight."""
     return sum(
         w_BT[..., None] * h_BTD.astype(w_BT.dtype) for w_BT, h_BTD in zip(weight_SBT, slices)
@@ -145,27 +152,31 @@ class MHC(Block):
     def make_norm(self, make):
         return HyperConnection(self.config, make)
 
-    def around(self, h_BTE, part, context):
+    def input_and_add_output(self, h_BTE, part, context):
         connection = getattr(self, f"{part}_norm")
-        pre_SBT, post_SBT, res_SSBT = connection.maps(h_BTE)
-        x_BTD = keeping_inputs(_read, h_BTE, pre_SBT)
-        return rms_norm(x_BTD, connection.norm[...], self.config), lambda y_BTD: keeping_inputs(
-            _write, h_BTE, y_BTD, post_SBT, res_SSBT
+        pre_SBT, post_SBT, res_SSBT = connection.pre_post_and_res_maps(h_BTE)
+        x_BTD = call_saving_only_inputs(_block_input, h_BTE, pre_SBT)
+        return rms_norm(
+            x_BTD, connection.norm[...], self.config
+        ), lambda y_BTD: call_saving_only_inputs(
+            _streams_after_block, h_BTE, y_BTD, post_SBT, res_SSBT
         )
 
     @staticmethod
-    def enter(x_BTD, config):
+    def residual_from_embeddings(x_BTD, config):
         return jnp.tile(x_BTD, config.streams.hc_count)
 
     @staticmethod
-    def leave(h_BTE, last, config):
+    def head_input(h_BTE, last, config):
         slices = jnp.split(h_BTE, config.streams.hc_count, axis=-1)
         x_BTD = sum(h_BTD.astype(accumulation_dtype(h_BTE)) for h_BTD in slices).astype(h_BTE.dtype)
         return rms_norm(x_BTD, last[...], config)
 
     @staticmethod
     def residual_flops(config, layers):
-        """H_pre X, H_res X and H_postᵀ y, around the mixer and the MLP of every layer."""
+        """Counts the FLOPs of H_pre X, H_res X and H_postᵀ y, around the mixer and the MLP of every
+        layer.
+        """
         s = config.streams.hc_count
         return layers * 2 * 2.0 * (s + s * s + s) * config.hidden_size
 
@@ -174,7 +185,7 @@ class MHC(Block):
 # --------------------------------------------------------------------------------------------------
 
 
-def streams_reference(config, params, h_SD, blocks):
+def streams_after_blocks_reference(config, params, h_SD, blocks):
     """Returns the streams of one token after some blocks, [S, D], in the dtype of the inputs.
 
     Args:

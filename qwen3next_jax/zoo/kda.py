@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from qwen3next_jax.model.gated_deltanet import DECAY_INITS, log_of_uniform
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.recurrent import Inputs, Recurrent, write_strength
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent, write_strength
 from qwen3next_jax.zoo.ops import channel_delta_rule
-from qwen3next_jax.zoo.projections import l2_normalize, make_low_rank, project_to_float32
+from qwen3next_jax.zoo.projections import l2_normalize, make_low_rank_projection, project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
     project_out,
@@ -35,8 +35,8 @@ class KDA(Recurrent):
     (times `model.beta_range`). The activation of the output gate is a sigmoid.
     """
 
-    switches = ("short_convolution", "linear_conv_kernel_dim", "decay_init", "beta_range")
-    activation = staticmethod(jax.nn.sigmoid)
+    switches_read = ("short_convolution", "linear_conv_kernel_dim", "decay_init", "beta_range")
+    gate_activation = staticmethod(jax.nn.sigmoid)
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -44,8 +44,8 @@ class KDA(Recurrent):
         self.make_projection(make, gate=False)
         self.make_convolution(make)
         self.beta_proj = make.matrix((c.hidden_size, h), "embed -> value_heads")
-        self.decay_down, self.decay_up = make_low_rank(make, v, k)
-        self.gate_down, self.gate_up = make_low_rank(make, v, v)
+        self.decay_down, self.decay_up = make_low_rank_projection(make, v, k)
+        self.gate_down, self.gate_up = make_low_rank_projection(make, v, v)
         init_a_log, init_dt_bias = DECAY_INITS[c.decay_init]
         if c.decay_init == "log_uniform":
             init_a_log = log_of_uniform(1.0)  # the initial values of fla and transformers
@@ -60,19 +60,19 @@ class KDA(Recurrent):
         )
         self.make_output(make)
 
-    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         step_BTHK = jax.nn.softplus(
             project_to_float32(x_BTD, self.decay_down, self.decay_up) + self.dt_bias[...]
         )
-        return Inputs(
-            self.project(x_BTD, context)[0],
+        return ProjectedInputs(
+            self.project_qkv_and_gate(x_BTD, context)[0],
             project_to_float32(x_BTD, self.gate_down, self.gate_up),
-            g=-jnp.exp(self.a_log[...])[:, None] * step_BTHK,
+            log_decay=-jnp.exp(self.a_log[...])[:, None] * step_BTHK,
             beta=self.beta_of_logits(project_to_float32(x_BTD, self.beta_proj)),
         )
 
     def beta_of_logits(self, logit_BTH: jax.Array) -> jax.Array:
-        """Computes the field `beta` of `Inputs` from the projection by `beta_proj`."""
+        """Computes the field `beta` of `ProjectedInputs` from the projection by `beta_proj`."""
         return write_strength(logit_BTH, self.config)
 
     def recurrence(self, heads, state):
@@ -91,7 +91,7 @@ class KDA(Recurrent):
             (l2_normalize(heads.q) * scale).astype(dtype),
             k_BTGK,
             heads.v,
-            g=heads.g,
+            g=heads.log_decay,
             beta=beta_BTH,
             initial_state=state and state["state"],
             segment_ids=heads.segment_ids,
@@ -111,8 +111,8 @@ class GDN2(KDA):
     products of the matrices I − k (b ⊙ k)ᵀ, which are not symmetric, may grow.
     """
 
-    switches = ("short_convolution", "linear_conv_kernel_dim", "decay_init")
-    activation = staticmethod(jax.nn.silu)
+    switches_read = ("short_convolution", "linear_conv_kernel_dim", "decay_init")
+    gate_activation = staticmethod(jax.nn.silu)
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
@@ -137,7 +137,7 @@ class GDN2(KDA):
             (l2_normalize(heads.q) * scale).astype(dtype),
             k_BTGK.astype(dtype),
             (write_BTHV * heads.v).astype(dtype),
-            g=heads.g,
+            g=heads.log_decay,
             erase_key=erase_BTHK * jnp.repeat(k_BTGK, repeats, axis=2),
             initial_state=state and state["state"],
             segment_ids=heads.segment_ids,
@@ -154,7 +154,7 @@ def _project_low_rank(params, name, x):
 
 
 def _log_decay(params, x):
-    """Returns g [T, H, K] for the inputs x [T, D]."""
+    """Returns the log decay g [T, H, K] for the inputs x [T, D]."""
     step = jax.nn.softplus(_project_low_rank(params, "decay", x) + params["dt_bias"])
     return -jnp.exp(params["a_log"])[:, None] * step
 

@@ -3,8 +3,8 @@ lightning attention, gated retention and gated random feature attention.
 
 In the formulas, x is a token's input; q, k and v are its query, key and value; S [K, V] is the
 recurrent state of a head; g is the log decay; β is the write strength; o is the head's output. The
-output Sᵀq is a weighted sum of values. Some mixers divide it by the sum of the weights, zᵀq, where
-z [K] is a second state.
+output Sᵀq is a weighted sum of values. Some mixers divide the output by the sum of the weights,
+zᵀq, where z [K] is a second state.
 
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.model.recurrent import Heads, Inputs, Recurrent
-from qwen3next_jax.zoo.ops import normalizer
+from qwen3next_jax.model.recurrent import ProjectedInputs, RecurrenceInputs, Recurrent
+from qwen3next_jax.zoo.ops import attention_weight_sums
 from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
@@ -44,20 +44,20 @@ GATED_RETENTION_TEMPERATURE = 16.0  # τ of the paper
 RFA_EPSILON = 1e-6
 
 
-class ScalarDecay(Recurrent):
+class ScalarDecayMixer(Recurrent):
     """The base class of the mixers in this file: S ← e^g S + β k vᵀ, o = Sᵀq. There is no
     convolution, and q and k are not normalised.
 
-    If `normalises` returns True, there is a second state z [K], z ← e^g z + β k, and a subclass
-    divides o by the sum of the weights, zᵀq.
+    If `divides_by_weight_sum` returns True, there is a second state z [K], z ← e^g z + β k, and a
+    subclass divides o by the sum of the weights, zᵀq.
     """
 
-    switches = ("delta_rule",)
-    convolved = False
+    switches_read = ("delta_rule",)
+    has_convolution_and_silu = False
     normalize_qk = False
 
     @classmethod
-    def normalises(cls, config) -> bool:
+    def divides_by_weight_sum(cls, config) -> bool:
         """Returns whether the mixer divides its output by the sum of the weights."""
         return False
 
@@ -65,22 +65,22 @@ class ScalarDecay(Recurrent):
     def uses_delta_term(cls, config):
         return False
 
-    def recurrence(self, heads: Heads, state):
+    def recurrence(self, heads: RecurrenceInputs, state):
         # `gated_delta_rule` divides by √K
         return super().recurrence(heads._replace(q=heads.q * heads.q.shape[-1] ** 0.5), state)
 
-    def recurrence_and_weight_sum(self, heads: Heads, state):
+    def recurrence_and_weight_sum(self, heads: RecurrenceInputs, state):
         """Computes the recurrence of S and of z.
 
         Returns:
           o [B, T, H, V] in float32; the sum of the weights zᵀq [B, T, H]; {name: state after the
           row} for both states.
         """
-        o_BTHV, states = ScalarDecay.recurrence(self, heads, state)
-        weight_BTH, z_BHK = normalizer(
+        o_BTHV, states = ScalarDecayMixer.recurrence(self, heads, state)
+        weight_BTH, z_BHK = attention_weight_sums(
             heads.q,
             heads.k,
-            g=heads.g,
+            g=heads.log_decay,
             beta=heads.beta,
             initial_state=state and state["normaliser"],
             segment_ids=heads.segment_ids,
@@ -91,7 +91,7 @@ class ScalarDecay(Recurrent):
     @classmethod
     def init_cache(cls, config, batch, length):
         cache = super().init_cache(config, batch, length)
-        if cls.normalises(config):
+        if cls.divides_by_weight_sum(config):
             cache["normaliser"] = jnp.zeros(cache["state"].shape[:-1])
         return cache
 
@@ -99,12 +99,12 @@ class ScalarDecay(Recurrent):
     def activation_flops(cls, config, length):
         """Counts the FLOPs per token of writing and reading the states S and z."""
         flops = super().activation_flops(config, length)
-        if cls.normalises(config):
+        if cls.divides_by_weight_sum(config):
             flops += 4 * config.linear_num_value_heads * config.linear_key_head_dim
         return flops
 
 
-class LinearAttention(ScalarDecay):
+class LinearAttention(ScalarDecayMixer):
     """Linear attention (2006.16236, equations 16–20): it replaces the weight e^{q·k} of softmax
     attention by the product φ(q)·φ(k) of feature vectors.
 
@@ -132,9 +132,9 @@ class LinearAttention(ScalarDecay):
         self.make_projection(make, gate=False)
         self.make_output(make)
 
-    def inputs(self, x_BTD, context) -> Inputs:
-        qkv, _ = self.project(x_BTD, context)
-        return Inputs(qkv)
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
+        return ProjectedInputs(qkv)
 
     def recurrence(self, heads, state):
         if self.settings(self.config).feature_map == "elu":
@@ -145,11 +145,11 @@ class LinearAttention(ScalarDecay):
         return (o_BTHV / (weight_BTH[..., None] + LINEAR_EPSILON)).astype(heads.v.dtype), states
 
     @classmethod
-    def normalises(cls, config):
+    def divides_by_weight_sum(cls, config):
         return cls.settings(config).normaliser
 
 
-class Retention(ScalarDecay):
+class Retention(ScalarDecayMixer):
     """The base class of RetNet and gated retention: S ← γ S + k vᵀ, o = Sᵀq / √K, where q and k
     are rotated by their positions (2307.08621, equations 5–8). A norm of each head and a SiLU gate
     follow. A subclass computes ln γ in `log_decay`.
@@ -164,14 +164,14 @@ class Retention(ScalarDecay):
         """Returns the log decay ln γ of every token and head, [B, T, H]."""
         raise NotImplementedError
 
-    def inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         k = self.config.linear_key_head_dim
-        qkv, gate = self.project(x_BTD, context)
+        qkv, gate = self.project_qkv_and_gate(x_BTD, context)
         q_BTGK, k_BTGK, v_BTGV = jnp.split(qkv, (k, 2 * k), axis=-1)
         q_BTGK = _rotate(q_BTGK, context.positions)
         k_BTGK = _rotate(k_BTGK, context.positions)
         qkv = jnp.concatenate([q_BTGK, k_BTGK, v_BTGV], axis=-1)
-        return Inputs(qkv, gate, g=self.log_decay(x_BTD))
+        return ProjectedInputs(qkv, gate, log_decay=self.log_decay(x_BTD))
 
     def recurrence(self, heads, state):
         # The operator divides by √K, as the paper does.
@@ -188,8 +188,8 @@ class Retention(ScalarDecay):
 
 def _rotate(x_BTGK, positions_BT):
     """Applies rotary positions with the base ROTATION_BASE to all K dimensions of x; dimension i
-    and dimension i + K/2 form a pair. The settings `rope_theta` and `partial_rotary_factor` do not
-    apply here.
+    and dimension i + K/2 form a pair. The settings `rope_theta` and `partial_rotary_factor` have no
+    effect.
     """
     first, second = jnp.split(x_BTGK.astype(jnp.float32), 2, axis=-1)
     half = first.shape[-1]
@@ -228,7 +228,7 @@ class GatedRetention(Retention):
         return jax.nn.log_sigmoid(logit_BTH) / GATED_RETENTION_TEMPERATURE
 
 
-class Lightning(ScalarDecay):
+class LightningAttention(ScalarDecayMixer):
     """Lightning attention (MiniMax-01, 2501.08313): each head of each layer has a constant decay,
     which is not trained.
 
@@ -237,37 +237,37 @@ class Lightning(ScalarDecay):
     sigmoid gate follow. The layer of the multi-token prediction module has the number l = L − 1.
     """
 
-    activation = staticmethod(jax.nn.sigmoid)
+    gate_activation = staticmethod(jax.nn.sigmoid)
 
     def __init__(self, config, make, layers):
         self.config = c = config
         h = c.linear_num_value_heads
         self.make_projection(make)
         depth = 1 - jnp.asarray(layers) / (c.num_hidden_layers - 1 + 1e-5) + 1e-5
-        slopes = depth.reshape(*make.stack, 1) * 2.0 ** (-8 * (jnp.arange(h) + 1) / h)
+        slopes = depth.reshape(*make.stack_shape, 1) * 2.0 ** (-8 * (jnp.arange(h) + 1) / h)
         self.log_decay = make.parameter(
             lambda shape: jnp.broadcast_to(-slopes, shape), (h,), "value_heads", kind="rate"
         )
         self.make_output(make, per_head=True)
 
-    def inputs(self, x_BTD, context) -> Inputs:
-        qkv, gate = self.project(x_BTD, context)
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
+        qkv, gate = self.project_qkv_and_gate(x_BTD, context)
         log_decay_H = jax.lax.stop_gradient(self.log_decay[...])
-        return Inputs(
+        return ProjectedInputs(
             jax.nn.silu(qkv),
             gate,
-            g=jnp.broadcast_to(log_decay_H, (*x_BTD.shape[:2], *log_decay_H.shape)),
+            log_decay=jnp.broadcast_to(log_decay_H, (*x_BTD.shape[:2], *log_decay_H.shape)),
         )
 
     def norm_and_gate(self, o_BTHV, norm_HV, gate_BTGRV):
         o = o_BTHV.astype(jnp.float32)
         mean_square = jnp.mean(o * o, axis=(-2, -1), keepdims=True)
         o = o * jax.lax.rsqrt(mean_square + self.config.rms_norm_eps) * norm_HV
-        gate = self.activation(gate_BTGRV.reshape(o.shape).astype(jnp.float32))
+        gate = self.gate_activation(gate_BTGRV.reshape(o.shape).astype(jnp.float32))
         return (o * gate).astype(o_BTHV.dtype)
 
 
-class GatedRFA(ScalarDecay):
+class GatedRFA(ScalarDecayMixer):
     """Gated random feature attention (2103.02143, equations 4 and 7).
 
     The features of a query or key y are φ(y) = [sin ωy, cos ωy] / √(K/2), where ω [K/2, K] has
@@ -290,16 +290,18 @@ class GatedRFA(ScalarDecay):
         )
         self.make_output(make)
 
-    def inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         logit_BTH = project_to_float32(x_BTD, self.decay_proj)
-        qkv, _ = self.project(x_BTD, context)
-        return Inputs(qkv, g=jax.nn.log_sigmoid(logit_BTH), beta=jax.nn.sigmoid(-logit_BTH))
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
+        return ProjectedInputs(
+            qkv, log_decay=jax.nn.log_sigmoid(logit_BTH), beta=jax.nn.sigmoid(-logit_BTH)
+        )
 
-    def head_weights(self):
+    def recurrence_parameters(self):
         return (jax.lax.stop_gradient(self.frequencies[...]),)
 
     def recurrence(self, heads, state):
-        (frequencies_GFK,) = heads.weights
+        (frequencies_GFK,) = heads.recurrence_parameters
 
         def features(x_BTGK):
             angle = jnp.einsum(
@@ -316,7 +318,7 @@ class GatedRFA(ScalarDecay):
         return (o_BTHV / weight_BTH[..., None]).astype(heads.v.dtype), states
 
     @classmethod
-    def normalises(cls, config):
+    def divides_by_weight_sum(cls, config):
         return True
 
     @classmethod

@@ -1,6 +1,7 @@
 """Variants of gated attention that use its trained weights for texts longer than the training
-texts. They limit the distances by which queries and keys are rotated, divide a text into parallel
-windows, select keys, or increase the base of the rotary positions with the length of the text.
+texts. The variants limit the distances by which queries and keys are rotated, divide a text into
+parallel windows, select keys, or increase the base of the rotary positions with the length of the
+text.
 
 Letters: B batch, T queries, S keys (the tokens of the row; with a cache, its slots), C queries that
 are computed at once (a chunk), N query heads, M key/value heads, H = N // M, K head width, P pairs
@@ -42,8 +43,8 @@ EXAMPLES = {
 
 class ReRoPE(PairAttention):
     """ReRoPE (Su, 2023). A query and a key are rotated relative to each other by their distance if
-    it is less than `window`, and by `window` if it is not. The mixer computes two scores for each
-    pair, one for each case, and chooses between them by the distance.
+    it is less than `window`, and by `window` if it is not. The mixer computes both scores of each
+    pair of a query and a key, and then chooses one of the two by their distance.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -53,20 +54,21 @@ class ReRoPE(PairAttention):
         # including its own
         window: Annotated[int, "at least 1"] = 1024
 
-    read_time = ("window",)
+    settings_free_after_training = ("window",)
 
-    def queries(self, q_BTNK, t_BT):
-        far_BT = self.far_positions(t_BT, self.settings(self.config).window)
+    def queries_for_score(self, q_BTNK, t_BT):
+        far_BT = self.far_rotary_positions(t_BT, self.settings(self.config).window)
         return rotate(q_BTNK, t_BT, self.config), rotate(q_BTNK, far_BT, self.config)
 
-    def keys(self, k_BSMK, s_BS):
-        far_BS = self.far_positions(s_BS, 0)
+    def keys_for_score(self, k_BSMK, s_BS):
+        far_BS = self.far_rotary_positions(s_BS, 0)
         return rotate(k_BSMK, s_BS, self.config), rotate(k_BSMK, far_BS, self.config)
 
-    def far_positions(self, positions, window):
-        """Returns the positions by which queries or keys are rotated for the scores of far keys.
-        For queries, `window` is the setting `window`; for keys it is 0. A query's result minus a
-        key's result is the distance by which the two are rotated relative to each other.
+    def far_rotary_positions(self, positions, window):
+        """Returns the positions by which queries or keys are rotated for the scores of keys beyond
+        the window. The argument `window` is the setting `window` for queries, and 0 for keys. The
+        position returned for a query minus the position returned for a key is the distance by which
+        the two are rotated relative to each other.
         """
         return jnp.full_like(positions, window)
 
@@ -85,14 +87,14 @@ class LeakyReRoPE(ReRoPE):
         # factor by which distances beyond the window grow more slowly than the true distances
         stretch: Annotated[float, "at least 1"] = 16.0
 
-    read_time = ("window", "stretch")
+    settings_free_after_training = ("window", "stretch")
 
-    def far_positions(self, positions, window):
+    def far_rotary_positions(self, positions, window):
         stretch = self.settings(self.config).stretch
         return window - window / stretch + positions.astype(jnp.float32) / stretch
 
 
-class LambdaWindow(ReRoPE):
+class LambdaWindowAttention(ReRoPE):
     """The Λ-shaped mask of LM-Infinite (2308.16137): a query sees the last `window` keys
     and the first `first_tokens` keys of its document. As in `ReRoPE`, a query and a key are rotated
     relative to each other by at most `window`.
@@ -103,25 +105,25 @@ class LambdaWindow(ReRoPE):
         # number of keys at the start of a document that stay visible beyond the window
         first_tokens: Annotated[int, "0 or more"] = 0
 
-    read_time = ("window", "first_tokens")
+    settings_free_after_training = ("window", "first_tokens")
 
-    def seen(self, t_BC1, s_B1S):
-        return _lambda_mask(self.settings(self.config), t_BC1, s_B1S)
+    def attention_mask(self, t_BC1, s_B1S):
+        return _lambda_window_mask(self.settings(self.config), t_BC1, s_B1S)
 
     @classmethod
-    def pairs(cls, config, length):
-        return _lambda_pair_count(cls.settings(config), length)
+    def visible_pair_count(cls, config, length):
+        return _lambda_window_pair_count(cls.settings(config), length)
 
 
-def _lambda_mask(settings, t_BC1, s_B1S):
-    """Returns the mask of `LambdaWindow`, bool [B, C, S]."""
+def _lambda_window_mask(settings, t_BC1, s_B1S):
+    """Returns the mask of `LambdaWindowAttention`, bool [B, C, S]."""
     in_window = t_BC1 - s_B1S < settings.window
     return (s_B1S <= t_BC1) & (in_window | (s_B1S < settings.first_tokens))
 
 
-def _lambda_pair_count(settings, length):
-    """Returns the number of pairs for which the mask of `LambdaWindow` is true, in a row of
-    `length` tokens that is one document.
+def _lambda_window_pair_count(settings, length):
+    """Returns the number of pairs for which the mask of `LambdaWindowAttention` is true, in a row
+    of `length` tokens that is one document.
     """
     window = min(settings.window, length)
     # A query at t ≥ window sees the last `window` keys, and up to `first_tokens` of the
@@ -132,41 +134,43 @@ def _lambda_pair_count(settings, length):
     return window * (window + 1) / 2 + beyond * window + first
 
 
-class SelectedTokens(ReRoPE):
-    """`LambdaWindow` with selected keys: between the first tokens and the window, each query and
-    head also sees the `selected` keys with the highest scores. These keys are rotated as if their
-    distance were `window`. InfLLM (2402.04617) selects blocks of keys; this mixer selects single
-    keys.
+class SelectedTokensAttention(ReRoPE):
+    """`LambdaWindowAttention` with selected keys: between the first tokens and the window, each
+    query and head also sees the `selected` keys with the highest scores. The selected keys are
+    rotated as if their distance were `window`. InfLLM (2402.04617) selects blocks of keys; this
+    mixer selects single keys.
     """
 
     @dataclasses.dataclass(frozen=True)
-    class Settings(LambdaWindow.Settings):
+    class Settings(LambdaWindowAttention.Settings):
         # number of selected keys beyond the window, for each query and head
         selected: Annotated[int, "at least 1"] = 64
 
-    read_time = ("window", "first_tokens", "selected")
+    settings_free_after_training = ("window", "first_tokens", "selected")
 
     @property
-    def num_selected(self):
+    def num_selected_keys(self):
         return self.settings(self.config).selected
 
-    def seen(self, t_BC1, s_B1S):
-        always = _lambda_mask(self.settings(self.config), t_BC1, s_B1S)
+    def attention_mask(self, t_BC1, s_B1S):
+        always = _lambda_window_mask(self.settings(self.config), t_BC1, s_B1S)
         return always, (s_B1S <= t_BC1) & ~always
 
     @classmethod
-    def pairs(cls, config, length):
-        """Returns half the number of causal pairs plus half the number of pairs that the mask
-        leaves. `activation_flops` counts two products per pair, a score and a weighted value. Here
-        all causal pairs need a score, but only the pairs that the mask leaves have a weighted
-        value.
+    def visible_pair_count(cls, config, length):
+        """Returns the mean of two numbers: the number of causal pairs of a query and a key, which
+        all need a score, and the number of pairs of a query and a key that it sees, which also need
+        a weighted value. `activation_flops` counts one score and one weighted value for every pair
+        of the result.
         """
         s = cls.settings(config)
         causal = length * (length + 1) / 2
-        return (causal + min(causal, _lambda_pair_count(s, length) + s.selected * length)) / 2
+        return (
+            causal + min(causal, _lambda_window_pair_count(s, length) + s.selected * length)
+        ) / 2
 
 
-class ParallelWindows(PairAttention):
+class ParallelWindowsAttention(PairAttention):
     """Parallel context windows (2212.10947). The first `contexts` × `window` tokens of a document
     form `contexts` windows. The tokens of a window have the positions 0 … `window` - 1 and do not
     see other windows. The tokens after the windows have the positions from `window` on and see all
@@ -180,7 +184,7 @@ class ParallelWindows(PairAttention):
         # number of tokens of each window
         window: Annotated[int, "at least 1"] = 1024
 
-    read_time = ("contexts", "window")
+    settings_free_after_training = ("contexts", "window")
 
     def rotary_positions(self, positions):
         """Returns the positions for the rotation (RoPE). `positions` are the positions of the
@@ -192,19 +196,19 @@ class ParallelWindows(PairAttention):
             positions < in_windows, positions % s.window, positions - in_windows + s.window
         )
 
-    def queries(self, q_BTNK, t_BT):
+    def queries_for_score(self, q_BTNK, t_BT):
         return rotate(q_BTNK, self.rotary_positions(t_BT), self.config)
 
-    def keys(self, k_BSMK, s_BS):
+    def keys_for_score(self, k_BSMK, s_BS):
         return rotate(k_BSMK, self.rotary_positions(s_BS), self.config)
 
-    def seen(self, t_BC1, s_B1S):
+    def attention_mask(self, t_BC1, s_B1S):
         s = self.settings(self.config)
         same_window = t_BC1 // s.window == s_B1S // s.window
         return (s_B1S <= t_BC1) & ((t_BC1 >= s.contexts * s.window) | same_window)
 
     @classmethod
-    def pairs(cls, config, length):
+    def visible_pair_count(cls, config, length):
         s = cls.settings(config)
         in_windows = min(s.contexts * s.window, length)
         full, rest = divmod(in_windows, s.window)
@@ -212,22 +216,23 @@ class ParallelWindows(PairAttention):
         return within + (length * (length + 1) - in_windows * (in_windows + 1)) / 2
 
 
-class DynamicNTK(PairAttention):
+class DynamicNTKAttention(PairAttention):
     """Attention whose rotary base grows with the length of the text (dynamic NTK scaling). L is the
     trained length, `max_position_embeddings`; f is `yarn_factor`; R is the number of rotated
     dimensions. A query at position t ≥ L, and the keys that it reads, are rotated with the base
     θ (f (t + 1) / L - f + 1)^(R / (R - 2)); at t < L the base is θ. So the base of a query depends
-    only on the query's own position, not on the tokens after it. Other implementations cache
-    rotated keys, so that a query meets keys that were rotated with other bases.
+    only on the query's own position, not on the tokens after it. The cache holds keys that are not
+    rotated. An implementation that caches rotated keys compares a query with keys that were rotated
+    with other bases.
     """
 
-    switches = ("attention_output_gate", "qk_norm", "yarn_factor")
+    switches_read = ("attention_output_gate", "qk_norm", "yarn_factor")
     chunk = 8  # each query rotates all keys anew, so memory must hold chunk × T rotated keys
 
-    def queries(self, q_BTNK, t_BT):
+    def queries_for_score(self, q_BTNK, t_BT):
         return q_BTNK
 
-    def keys(self, k_BSMK, s_BS):
+    def keys_for_score(self, k_BSMK, s_BS):
         return k_BSMK
 
     def score(self, q_BCNK, k_BSMK, t_BC1, s_B1S):
@@ -268,13 +273,13 @@ class DynamicNTK(PairAttention):
 
 
 def rerope_reference(config, params, x):
-    window = config.settings_of("rerope").window
+    window = config.settings_of_mixer("rerope").window
     i, j, causal = positions_and_causal_mask(x)
     return gated_attention(config, params, x, seen=causal, distance=np.minimum(i - j, window))
 
 
 def leaky_rerope_reference(config, params, x):
-    s = config.settings_of("leaky_rerope")
+    s = config.settings_of_mixer("leaky_rerope")
     i, j, causal = positions_and_causal_mask(x)
     far = s.window + (i - j - s.window) / s.stretch
     distance = np.where(i - j < s.window, i - j, far)
@@ -282,7 +287,7 @@ def leaky_rerope_reference(config, params, x):
 
 
 def lambda_window_reference(config, params, x):
-    s = config.settings_of(config.mixers[0])
+    s = config.settings_of_mixer(config.mixers[0])
     i, j, causal = positions_and_causal_mask(x)
     seen = causal & ((i - j < s.window) | (j < s.first_tokens))
     selected = (causal & ~seen, s.selected) if hasattr(s, "selected") else None
@@ -291,7 +296,7 @@ def lambda_window_reference(config, params, x):
 
 
 def parallel_windows_reference(config, params, x):
-    s = config.settings_of("parallel_windows")
+    s = config.settings_of_mixer("parallel_windows")
     i, j, causal = positions_and_causal_mask(x)
     in_windows = s.contexts * s.window
     place = np.array(

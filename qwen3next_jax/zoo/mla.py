@@ -61,9 +61,9 @@ class MLA(Mixer):
         # epsilon of the norms of latent vectors; 0: rms_norm_eps
         latent_norm_eps: Annotated[float, "0 or more"] = 0.0
 
-    switches = ("attention_output_gate", "yarn_factor", "block.rope_scaling")
+    switches_read = ("attention_output_gate", "yarn_factor", "block.rope_scaling")
     cache_kind = "slots"
-    in_place = True
+    writes_cache_in_place = True
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -94,7 +94,7 @@ class MLA(Mixer):
 
     def __call__(self, x_BTD, context, cache=None):
         c, shared = self.config, _shared_key_width(self.config)
-        q_BTNP, q_BTNR = self.query_parts(x_BTD, context)
+        q_BTNP, q_BTNR = self.own_and_shared_query_parts(x_BTD, context)
         latent_BTL, k_BT1R = self.latents_and_shared_keys(x_BTD, context)
         gate_BTNP = None
         if c.attention_output_gate:
@@ -125,22 +125,23 @@ class MLA(Mixer):
         return getattr(self, name)[...].astype(x.dtype)
 
     def norm_latent(self, x, weight):
-        """Applies the norm to a latent vector, with the epsilon `latent_norm_eps`, or
-        `rms_norm_eps` if that is 0.
+        """Applies RMSNorm to latent vectors x. The epsilon of the norm is `latent_norm_eps`, or
+        `rms_norm_eps` if `latent_norm_eps` is 0.
         """
         eps = self.settings(self.config).latent_norm_eps or self.config.rms_norm_eps
         return rms_norm(x, weight[...], dataclasses.replace(self.config, rms_norm_eps=eps))
 
-    def query_parts(self, x_BTD, context):
-        """Returns two parts of the queries: q_p [B, T, N, P], which is multiplied with a head's own
-        part of a key, and q_r [B, T, N, R], rotated, which is multiplied with the shared part.
+    def own_and_shared_query_parts(self, x_BTD, context):
+        """Returns two parts of the queries: q_p [B, T, N, P], which is multiplied with the part of
+        a key that belongs to the head, and q_r [B, T, N, R], rotated, which is multiplied with the
+        part that all heads share.
         """
         c, plain = self.config, self.config.head_dim - _shared_key_width(self.config)
         y = x_BTD
         if self.settings(c).query_rank:
             y = self.norm_latent(x_BTD @ self.parameter_like("q_down", x_BTD), self.q_norm)
         q_BTNK = jnp.einsum("btd,dnk->btnk", y, self.parameter_like("q_proj", x_BTD))
-        q_BTNK = constrain(q_BTNK, context.mesh, "batch", context.time, "heads", None)
+        q_BTNK = constrain(q_BTNK, context.mesh, "batch", context.logical_time_axis, "heads", None)
         return q_BTNK[..., :plain], rotate(q_BTNK[..., plain:], context.positions, c)
 
     def latents_and_shared_keys(self, x_BTD, context):
@@ -158,7 +159,7 @@ class MLA(Mixer):
         """Computes attention on the latent vectors in a cache.
 
         Args:
-          q_BTNP, q_BTNR: the result of `query_parts`.
+          q_BTNP, q_BTNR: the result of `own_and_shared_query_parts`.
           latent_BTL, k_BT1R: the result of `latents_and_shared_keys`, which this method writes into
             the cache.
 
@@ -193,7 +194,7 @@ class MLA(Mixer):
         )
 
     @classmethod
-    def splits(cls, config):
+    def sizes_split_by_tensor(cls, config):
         return {"num_attention_heads": config.num_attention_heads}
 
     @classmethod
@@ -217,7 +218,7 @@ def _shared_key_width(config) -> int:
 
 
 def mla_reference(config, params, x):
-    s, plain = config.settings_of("mla"), config.head_dim - _shared_key_width(config)
+    s, plain = config.settings_of_mixer("mla"), config.head_dim - _shared_key_width(config)
     i, j, causal = positions_and_causal_mask(x)
     heads = lambda y, name: jnp.einsum("tl,lnk->tnk", y, params[name])
     y = x

@@ -1,8 +1,8 @@
 """mLSTM (xLSTM, 2405.04517, equations 19–27): linear attention with an exponential input gate.
 
 The code subtracts m_t = max(ln σ(f_t) + m_{t−1}, i_t) from all exponents, so that no exponent is
-above 0. Here f_t and i_t are the inputs of the forget gate and of the input gate. The output does
-not depend on m.
+above 0. In the formula, f_t and i_t are the inputs of the forget gate and of the input gate. The
+output does not depend on m.
 
 Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
 """
@@ -10,8 +10,8 @@ Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a v
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
-from qwen3next_jax.zoo.ops import max_plus_scan, normalizer
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
+from qwen3next_jax.zoo.ops import attention_weight_sums, max_plus_scan
 from qwen3next_jax.zoo.projections import project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
@@ -29,10 +29,10 @@ class MLSTM(Recurrent):
     and a sigmoid gate follow. There is no convolution. The diagnostic beta is the mean of i.
     """
 
-    switches = ("delta_rule",)
-    convolved = False
+    switches_read = ("delta_rule",)
+    has_convolution_and_silu = False
     normalize_qk = False
-    activation = staticmethod(jax.nn.sigmoid)
+    gate_activation = staticmethod(jax.nn.sigmoid)
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -51,18 +51,18 @@ class MLSTM(Recurrent):
         )
         self.make_output(make)
 
-    def inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         log_forget_BTH = jax.nn.log_sigmoid(
             project_to_float32(x_BTD, self.forget_proj) + self.forget_bias[...]
         )
-        qkv, gate = self.project(x_BTD, context)
+        qkv, gate = self.project_qkv_and_gate(x_BTD, context)
         log_input_BTH = project_to_float32(x_BTD, self.input_proj) + self.input_bias[...]
         # The fields g and beta hold the logarithms of the forget gate and of the input gate.
-        return Inputs(qkv, gate, g=log_forget_BTH, beta=log_input_BTH)
+        return ProjectedInputs(qkv, gate, log_decay=log_forget_BTH, beta=log_input_BTH)
 
     def recurrence(self, heads, state):
         split = dict(segment_ids=heads.segment_ids, axis_name=heads.axis_name)
-        log_forget, log_input = heads.g, heads.beta
+        log_forget, log_input = heads.log_decay, heads.beta
         m, m_before, last_m = max_plus_scan(
             log_forget, log_input, initial_state=state and state["largest"], **split
         )
@@ -74,17 +74,17 @@ class MLSTM(Recurrent):
             - log_forget
         )
         heads = heads._replace(
-            k=heads.k * heads.k.shape[-1] ** -0.5, g=g, beta=jnp.exp(log_input - m)
+            k=heads.k * heads.k.shape[-1] ** -0.5, log_decay=g, beta=jnp.exp(log_input - m)
         )
         # `gated_delta_rule` divides by √K
         o_BTHV, states = super().recurrence(
             heads._replace(q=heads.q * heads.q.shape[-1] ** 0.5), state
         )
         o_BTHV = o_BTHV.astype(jnp.float32)
-        nq_BTH, n_BHK = normalizer(
+        nq_BTH, n_BHK = attention_weight_sums(
             heads.q,
             heads.k,
-            g=heads.g,
+            g=heads.log_decay,
             beta=heads.beta,
             initial_state=state and state["normaliser"],
             **split,

@@ -28,7 +28,7 @@ import numpy as np
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm
+from qwen3next_jax.model.layers import Context, call_saving_only_inputs, rms_norm
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.sharding import row_tables
@@ -45,20 +45,21 @@ class NgramEmbedding(nnx.Module):
         its own hash functions and its own table.
 
     Attributes:
-      whole_rows: as `whole_rows` of `model.mixer.Mixer`.
+      whole_rows: True, because the module needs whole rows on one device (as in
+        `model.mixer.Mixer`).
     """
 
-    whole_rows = True
+    needs_whole_rows = True
 
     def __init__(self, config: ModelConfig, make: Make, number: int):
         self.config, self.number = config, number
         ple, d = config.ple, config.hidden_size
         s = stream_count(config)
         self.table = make.matrix(
-            (ple.rows(number), ple.head_width),
+            (ple.table_rows(number), ple.head_width),
             "table_rows table_width",
             kind="embedding",
-            gathered="operator",
+            gathered_by="operator",
         )
         self.key_proj = make.matrix((ple.embed_dim, s, d), ". -> . embed")
         self.value_proj = make.matrix((ple.embed_dim, d), ". -> embed")
@@ -82,13 +83,18 @@ class NgramEmbedding(nnx.Module):
         c, (before_BK, before_BCE) = self.config, (None, None)
         if cache is not None:
             before_BK, before_BCE = cache["tokens"], cache["conv"]
-        if context.layer_rows is None:
+        if context.embedding_rows is None:
             ids_BTH = ngram_ids(c, self.number, context.tokens, context.positions, before_BK)
             e_BTP = row_tables.look_up_rows(
-                self.table[...], ids_BTH, self.table.declared, context.mesh, context.time, c.dtype
+                self.table[...],
+                ids_BTH,
+                self.table.declared,
+                context.mesh,
+                context.logical_time_axis,
+                c.dtype,
             )
         else:
-            e_BTP = context.layer_rows[self.number].astype(h_BTE.dtype)
+            e_BTP = context.embedding_rows[self.number].astype(h_BTE.dtype)
         e_BTP = save_for_backward(e_BTP)
         v_BTE = self._gated_value(e_BTP, h_BTE)
         n_BTE = self._norm_each_stream(v_BTE, self.conv_norm[...]).reshape(v_BTE.shape)
@@ -97,10 +103,12 @@ class NgramEmbedding(nnx.Module):
             return y_BTE, None
         ends = context.segment_ids
         return y_BTE, {
-            "tokens": _last_entries(
+            "tokens": _last_entries_for_cache(
                 before_BK, context.tokens, ends, context.options.return_all_states
             ),
-            "conv": _last_entries(before_BCE, n_BTE, ends, context.options.return_all_states),
+            "conv": _last_entries_for_cache(
+                before_BCE, n_BTE, ends, context.options.return_all_states
+            ),
         }
 
     def _norm_each_stream(self, x_BTE: jax.Array, weight_E: jax.Array) -> jax.Array:
@@ -126,7 +134,7 @@ class NgramEmbedding(nnx.Module):
             open_BTS = jax.nn.sigmoid(s_BTS).astype(dtype)
             return (open_BTS[..., None] * value_BTD[:, :, None]).reshape(h_BTE.shape)
 
-        return keeping_inputs(gate, h_BTE, key_BTSD, value_BTD)
+        return call_saving_only_inputs(gate, h_BTE, key_BTSD, value_BTD)
 
     def _convolve(
         self, n_BTE: jax.Array, positions_BT: jax.Array, before_BCE: jax.Array | None
@@ -153,15 +161,15 @@ class NgramEmbedding(nnx.Module):
         return y_BTE
 
     @staticmethod
-    def ids(config, number, tokens_BT, positions_BT, before_BK=None) -> jax.Array:
+    def ngram_ids(config, number, tokens_BT, positions_BT, before_BK=None) -> jax.Array:
         """Returns `ngram_ids` of the same arguments."""
         return ngram_ids(config, number, tokens_BT, positions_BT, before_BK)
 
     @classmethod
     def init_cache(cls, config: ModelConfig, batch: int) -> dict[str, jax.Array]:
-        """Returns the cache before the first token. It has space for the last tokens and for the
-        last inputs of the convolution. The zeros in it are never read as tokens, because readers
-        look back no further than a token's position.
+        """Returns the cache before the first token. The cache has space for the last tokens and for
+        the last inputs of the convolution. The zeros in the cache are never read as tokens, because
+        an n-gram and the convolution look back no further than the start of the document.
         """
         ple = config.ple
         reach, width = (ple.conv_kernel_size - 1) * ple.ngram_size, stream_count(config)
@@ -175,14 +183,14 @@ def stream_count(config: ModelConfig) -> int:
     """Returns the number of residual streams of the model."""
     return (
         jax.eval_shape(
-            lambda x: config.block.resolve("placement").enter(x, config),
+            lambda x: config.block.import_part("placement").residual_from_embeddings(x, config),
             jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.float32),
         ).shape[-1]
         // config.hidden_size
     )
 
 
-def _last_entries(
+def _last_entries_for_cache(
     before_BKx: jax.Array, new_BTx: jax.Array, segment_ids_BT: jax.Array | None, each: bool
 ) -> jax.Array:
     """Appends the new entries to `before`, drops the padding at the right (segment id 0), and
@@ -222,8 +230,8 @@ def ngram_ids(
       before_BK: the ngram_size - 1 tokens before `tokens_BT`; None: there are none.
     """
     ple, time = config.ple, tokens_BT.shape[1]
-    factors = ple.multipliers(number, config.vocab_size)
-    sizes, offsets = ple.table_sizes(number), ple.offsets(number)
+    factors = ple.hash_multipliers(number, config.vocab_size)
+    sizes, offsets = ple.table_rows_per_head(number), ple.head_row_offsets(number)
     reach = ple.ngram_size - 1
     if before_BK is None:
         padded_BX = jnp.pad(tokens_BT, ((0, 0), (reach, 0)))
@@ -267,8 +275,8 @@ def _multiply_32_bits(a: jax.Array, b: int) -> Words:
 def _remainder(words: Words, size_H: np.ndarray) -> jax.Array:
     """Returns [..., H] uint32, the remainder of each 64-bit number divided by each size.
 
-    It is a long division. Each step appends as many further bits of the number to the remainder as
-    fit into 32 bits.
+    The function computes a long division. Each step of the division appends as many further bits of
+    the number to the remainder as fit into 32 bits.
 
     Args:
       words: the numbers [...].
@@ -291,8 +299,8 @@ def _remainder(words: Words, size_H: np.ndarray) -> jax.Array:
 def ngram_ids_reference(config: ModelConfig, number: int, tokens: Any) -> np.ndarray:
     """Returns `ngram_ids` [T, H] of one document, computed with Python's integers."""
     ple, eos = config.ple, config.eos_token_id
-    factors = ple.multipliers(number, config.vocab_size)
-    sizes, offsets = ple.table_sizes(number), ple.offsets(number)
+    factors = ple.hash_multipliers(number, config.vocab_size)
+    sizes, offsets = ple.table_rows_per_head(number), ple.head_row_offsets(number)
     ids = []
     for t in range(len(tokens)):
         seen, hashed, row = [int(tokens[t])], int(tokens[t]) * factors[0], []

@@ -1,5 +1,5 @@
-"""The base class of the mixers in `pairwise.py` and `long_context.py`: gated attention with scores
-or masks that the fast kernels do not support. It computes all T × T scores.
+"""The base class of mixers that are gated attention with scores or masks that the fast kernels do
+not support. The base class computes all T × T scores.
 
 Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
 key/value heads, K head width.
@@ -8,35 +8,40 @@ key/value heads, K head width.
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.model.gated_attention import GatedAttention, write
+from qwen3next_jax.model.gated_attention import GatedAttention, write_tokens_to_cache
 from qwen3next_jax.model.layers import rotate, token_mean
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, num_shards, per_shard
-from qwen3next_jax.zoo.ops.pair_attention import CHUNK, pair_attention, scaled_dot
+from qwen3next_jax.zoo.ops.pair_attention import QUERIES_PER_CHUNK, pair_attention, scaled_dot
 
 
 class PairAttention(GatedAttention):
-    """Gated attention with overridable scores and masks. A subclass may override `queries` and
-    `keys`, which return the arrays, or trees of arrays, from which scores are computed; `score`,
-    which computes the scores; `seen`, which computes the mask; and `pairs`, which counts the pairs
-    that the mask leaves. The cache holds keys that are not rotated.
+    """Gated attention with overridable scores and masks. A subclass may override
+    `queries_for_score` and `keys_for_score`, which return the arrays, or trees of arrays, from
+    which scores are computed; `score`, which computes the scores; `attention_mask`, which computes
+    the mask; and `visible_pair_count`, which counts the pairs of a query and a key that the mask
+    allows. The cache holds keys that are not rotated.
     """
 
-    weights_of = GatedAttention
-    in_place = False
-    chunk = CHUNK  # number of queries computed at once
+    loads_weights_of = GatedAttention
+    writes_cache_in_place = False
+    chunk = QUERIES_PER_CHUNK  # number of queries computed at once
 
     def with_positions(self, x_BTNK, positions_BT):
-        return x_BTNK  # unchanged, because `queries` and `keys` rotate
+        return x_BTNK  # unchanged, because `queries_for_score` and `keys_for_score` rotate
 
-    def queries(self, q_BTNK, t_BT):
-        """Returns what `score` takes for the queries q at the positions t: here q, rotated."""
+    def queries_for_score(self, q_BTNK, t_BT):
+        """Returns the argument `q` of `score` for the queries q at the positions t. This class
+        returns q, rotated.
+        """
         return rotate(q_BTNK, t_BT, self.config)
 
-    def keys(self, k_BSMK, s_BS):
-        """Returns what `score` takes for the keys k at the positions s: here k, rotated."""
+    def keys_for_score(self, k_BSMK, s_BS):
+        """Returns the argument `k` of `score` for the keys k at the positions s. This class returns
+        k, rotated.
+        """
         return rotate(k_BSMK, s_BS, self.config)
 
-    def arrays_per_head(self) -> tuple[jax.Array, ...]:
+    def score_arrays_per_head(self) -> tuple[jax.Array, ...]:
         """Returns arrays [N, …], such as parameters, that `score` gets after its other
         arguments.
         """
@@ -46,27 +51,29 @@ class PairAttention(GatedAttention):
         """Computes the scores of a chunk of queries and all keys.
 
         Args:
-          q: the chunk's part of the result of `queries`, [B, C, N, K] for an array.
-          k: the result of `keys`, [B, S, M, K] for an array.
+          q: the chunk's part of the result of `queries_for_score`, [B, C, N, K] for an array.
+          k: the result of `keys_for_score`, [B, S, M, K] for an array.
           t_BC1, s_B1S: the positions of the queries and keys in their documents.
-          per_head: this device's part of the result of `arrays_per_head`.
+          per_head: this device's part of the result of `score_arrays_per_head`.
 
         Returns:
           The scores [B, N, C, S], float32.
         """
         return scaled_dot(q, k)
 
-    def seen(self, t_BC1, s_B1S):
+    def attention_mask(self, t_BC1, s_B1S):
         """Returns the mask of a chunk of queries, bool [B, C, S]: whether each query sees each key
         of its document. `pair_attention` hides the keys of other documents whatever the mask is. If
-        `self.num_selected` is not 0, returns two masks, as the argument `seen` of `pair_attention`
-        explains.
+        `self.num_selected_keys` is not 0, returns two masks: the keys that the query always sees,
+        and the keys from which it selects.
         """
         return s_B1S <= t_BC1
 
     @property
-    def num_selected(self) -> int:
-        """The number of keys that each query and head selects by their scores; 0 for none."""
+    def num_selected_keys(self) -> int:
+        """The number of keys with the highest scores that each head of a query selects and sees in
+        addition; 0 for none.
+        """
         return 0
 
     def sink_logit(self) -> jax.Array | None:
@@ -76,9 +83,9 @@ class PairAttention(GatedAttention):
         return None
 
     @classmethod
-    def pairs(cls, config, length: int) -> float:
-        """Returns the number of pairs of a query and a key that it sees, in a row of `length`
-        tokens that is one document.
+    def visible_pair_count(cls, config, length: int) -> float:
+        """Returns the number of pairs of a query and a key that the query sees, in a row of
+        `length` tokens that is one document.
         """
         return length * (length + 1) / 2
 
@@ -86,7 +93,10 @@ class PairAttention(GatedAttention):
         mesh, t_BT = context.mesh, context.positions
         k, v, s_BS, ids = k_BTMK, v_BTMK, t_BT, context.segment_ids
         if cache is not None:
-            cache = {"k": write(cache["k"], k_BTMK, t_BT), "v": write(cache["v"], v_BTMK, t_BT)}
+            cache = {
+                "k": write_tokens_to_cache(cache["k"], k_BTMK, t_BT),
+                "v": write_tokens_to_cache(cache["v"], v_BTMK, t_BT),
+            }
             k, v, ids = cache["k"], cache["v"], None
             s_BS = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32), k.shape[:2])
         if k.shape[2] % num_shards(mesh, TENSOR):
@@ -98,29 +108,29 @@ class PairAttention(GatedAttention):
                 k,
                 v,
                 score=lambda *pair: self.score(*pair, *per_head),
-                seen=self.seen,
+                seen=self.attention_mask,
                 positions=t,
                 kv_positions=s,
                 segment_ids=ids,
                 kv_segment_ids=ids,
-                num_selected=self.num_selected,
+                num_selected_keys=self.num_selected_keys,
                 sink=sink,
-                axis_name=context.time_axis,
+                axis_name=context.mesh_time_axis,
                 chunk=self.chunk,
             )
 
-        heads = activation_spec("batch", context.time, "heads")
-        tokens = activation_spec("batch", context.time)
+        heads = activation_spec("batch", context.logical_time_axis, "heads")
+        tokens = activation_spec("batch", context.logical_time_axis)
         by_head = activation_spec("heads")
         in_specs = (heads, heads, heads, tokens, tokens, tokens, by_head, by_head)
         o_BTNK = per_shard(run, mesh, in_specs, heads)(
-            self.queries(q_BTNK, t_BT),
-            self.keys(k, s_BS),
+            self.queries_for_score(q_BTNK, t_BT),
+            self.keys_for_score(k, s_BS),
             v,
             t_BT,
             s_BS,
             ids,
-            self.arrays_per_head(),
+            self.score_arrays_per_head(),
             self.sink_logit(),
         )
         return o_BTNK, cache
@@ -147,4 +157,10 @@ class PairAttention(GatedAttention):
         """Counts the FLOPs per token of two products of K numbers for each key that a query sees:
         one for the score, one for the weighted sum of values.
         """
-        return 4 * config.num_attention_heads * config.head_dim * cls.pairs(config, length) / length
+        return (
+            4
+            * config.num_attention_heads
+            * config.head_dim
+            * cls.visible_pair_count(config, length)
+            / length
+        )

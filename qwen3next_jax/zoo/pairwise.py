@@ -29,12 +29,12 @@ EXAMPLES = {
 
 
 class NoPEAttention(GatedAttention):
-    """`GatedAttention` whose queries and keys are not rotated. Some models have such layers among
-    layers with positions (SmolLM3, Llama 4; 2501.18795).
+    """`GatedAttention` whose queries and keys are not rotated. Some models have layers without
+    rotary positions among layers with rotary positions (SmolLM3, Llama 4; 2501.18795).
     """
 
-    switches = ("attention_output_gate", "qk_norm")
-    weights_of = GatedAttention
+    switches_read = ("attention_output_gate", "qk_norm")
+    loads_weights_of = GatedAttention
 
     def with_positions(self, x_BTNK, positions_BT):
         return x_BTNK
@@ -66,9 +66,9 @@ class MaskedAttention(PairAttention):
                 "and 0",
             )
 
-    read_time = ("mask", "prefix_tokens")
+    settings_free_after_training = ("mask", "prefix_tokens")
 
-    def seen(self, t_BC1, s_B1S):
+    def attention_mask(self, t_BC1, s_B1S):
         s = self.settings(self.config)
         is_before = s_B1S <= t_BC1
         if s.mask == "prefix":
@@ -85,7 +85,7 @@ class MaskedAttention(PairAttention):
         return super().attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
 
     @classmethod
-    def tokens_seen_ahead(cls, config):
+    def noncausal_prefix_tokens(cls, config):
         s = cls.settings(config)
         return math.inf if s.mask == "bidirectional" else s.prefix_tokens
 
@@ -105,7 +105,7 @@ class MaskedAttention(PairAttention):
         )
 
     @classmethod
-    def pairs(cls, config, length):
+    def visible_pair_count(cls, config, length):
         s = cls.settings(config)
         if s.mask == "bidirectional":
             return length**2
@@ -118,8 +118,8 @@ class ALiBi(MaskedAttention):
     slope. `alibi_slopes` returns the slopes.
     """
 
-    switches = ("attention_output_gate", "qk_norm")
-    weights_of = None
+    switches_read = ("attention_output_gate", "qk_norm")
+    loads_weights_of = None
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
@@ -131,13 +131,13 @@ class ALiBi(MaskedAttention):
             kind="rate",
         )
 
-    def queries(self, q_BTNK, t_BT):
+    def queries_for_score(self, q_BTNK, t_BT):
         return q_BTNK
 
-    def keys(self, k_BSMK, s_BS):
+    def keys_for_score(self, k_BSMK, s_BS):
         return k_BSMK
 
-    def arrays_per_head(self):
+    def score_arrays_per_head(self):
         return (jax.lax.stop_gradient(self.slopes[...]),)
 
     def score(self, q, k, t_BC1, s_B1S, slopes_N):
@@ -155,13 +155,13 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes + [2 ** (-8 * (n + 1) / (2 * power)) for n in range(0, 2 * (heads - power), 2)]
 
 
-class T5Bias(MaskedAttention):
+class T5BiasAttention(MaskedAttention):
     """T5's relative position bias (1910.10683, section 2.1). A bucket is a range of distances; each
     head adds a learned number for the bucket of the distance to the score. If the mask is causal,
     all buckets are for earlier keys; otherwise half of them are for earlier keys and half for later
     keys. The first half of the buckets of one direction hold one distance each. The ranges of the
     second half grow geometrically up to `max_distance`. In contrast to T5, each layer has its own
-    numbers, and the scores are scaled by K^-1/2.
+    learned numbers, and the scores are scaled by K^-1/2.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -180,10 +180,10 @@ class T5Bias(MaskedAttention):
                 f"model.mixer.buckets = {self.buckets}, which are exact",
             )
 
-    switches = ("attention_output_gate", "qk_norm")
-    weights_of = None
+    switches_read = ("attention_output_gate", "qk_norm")
+    loads_weights_of = None
     # `mask` is not listed, because the mask determines the distances that the buckets hold.
-    read_time = ("prefix_tokens",)
+    settings_free_after_training = ("prefix_tokens",)
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
@@ -194,13 +194,13 @@ class T5Bias(MaskedAttention):
             kind="rate",
         )
 
-    def queries(self, q_BTNK, t_BT):
+    def queries_for_score(self, q_BTNK, t_BT):
         return q_BTNK
 
-    def keys(self, k_BSMK, s_BS):
+    def keys_for_score(self, k_BSMK, s_BS):
         return k_BSMK
 
-    def arrays_per_head(self):
+    def score_arrays_per_head(self):
         return (self.bias[...],)
 
     def score(self, q, k, t_BC1, s_B1S, bias_NR):
@@ -245,7 +245,7 @@ def nope_attention_reference(config, params, x):
 
 def _mask_reference(config, x):
     """Returns the mask of `MaskedAttention` for a row x of T tokens, bool [T, T]."""
-    s = config.settings_of(config.mixers[0])
+    s = config.settings_of_mixer(config.mixers[0])
     i, j, causal = positions_and_causal_mask(x)
     if s.mask == "prefix":
         return causal | (i < s.prefix_tokens) & (j < s.prefix_tokens)
@@ -267,7 +267,7 @@ def alibi_reference(config, params, x):
 
 
 def t5_bias_reference(config, params, x):
-    s = config.settings_of("t5_bias")
+    s = config.settings_of_mixer("t5_bias")
     i, j, _ = positions_and_causal_mask(x)
     both_ways = s.mask != "causal"
     bucket = np.vectorize(

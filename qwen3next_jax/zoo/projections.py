@@ -10,7 +10,7 @@ from flax import nnx
 from qwen3next_jax.model.parameters import Make
 
 
-def make_low_rank(make: Make, rank: int, width: int) -> tuple[nnx.Param, nnx.Param]:
+def make_low_rank_projection(make: Make, rank: int, width: int) -> tuple[nnx.Param, nnx.Param]:
     """Makes the two matrices [D, rank] and [rank, H, width] of a projection of low rank."""
     c = make.config
     down = make.matrix((c.hidden_size, rank), "embed -> .")

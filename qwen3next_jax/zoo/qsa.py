@@ -1,16 +1,16 @@
 """Qwen Sparse Attention (QSA): gated attention in which an indexer chooses, for each query, the
 blocks of keys that the query sees (Qwen3.8-Flash-Next; transformers' `qwen4_exp`).
 
-The indexer has H small query heads and one key head. Its keys are averaged over blocks of `ratio`
-consecutive tokens, counted from the document's start. A block is complete for a query if the query
-is at the block's last token or after it. A query sees the tokens of the budget / ratio complete
-blocks with the highest scores
+The indexer has H small query heads and one key head. The indexer's keys are averaged over blocks of
+`ratio` consecutive tokens; the first block begins at the document's start. A block is complete for
+a query if the query is at the block's last token or after it. A query sees the tokens of the budget
+/ ratio complete blocks with the highest scores
 
     Σ over heads of relu(⟨q, k⟩) / √d        with d the width of the indexer's heads
 
-and all tokens up to its own that follow the last complete block. If two blocks have the same score,
-the earlier one is preferred (relu makes many scores 0). A query sees all earlier tokens if its
-document has at most budget + ratio - 1 tokens so far.
+The query also sees the tokens after the last complete block, up to its own. If two blocks have the
+same score, the earlier one is preferred (relu makes many scores 0). A query sees all earlier tokens
+if its document has at most budget + ratio - 1 tokens so far.
 
 No gradient passes through the selection, so the language model's loss does not train the indexer.
 The indexer has its own loss (`TrainConfig.indexer_training`), which follows the technical report
@@ -21,10 +21,10 @@ and Megatron-LM's implementation:
     student   softmax of the blocks' scores
     loss      KL(teacher ‖ student), averaged over the queries that see a complete block
 
-In the mode "sparse" the blocks are the selected ones. In the mode "dense", a warm-up, attention
-sees all tokens and the blocks are all complete ones. An incomplete block has no score, so the loss
-leaves it out. The teacher and the indexer's input are constants, so the loss trains only the
-indexer.
+In the mode "sparse", the loss is computed over the blocks that a query selects. In the mode
+"dense", which is a warm-up, attention sees all tokens, and the loss is computed over all complete
+blocks. An incomplete block has no score, so the loss leaves it out. No gradient passes to the
+teacher or to the indexer's input, so the loss trains only the indexer.
 
 A position is counted from the start of the token's document.
 
@@ -48,13 +48,13 @@ from qwen3next_jax.model.gated_attention import (
     attend,
     attention_diagnostics,
     gated_projection,
-    write,
+    write_tokens_to_cache,
 )
 from qwen3next_jax.model.layers import Context, rms_norm, rotate, token_mean
 from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compile_target
-from qwen3next_jax.ops.implementations import Form, choose
+from qwen3next_jax.ops.implementations import XlaImplementation, choose_implementation
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, num_shards, per_shard
 from qwen3next_jax.zoo.attention_references import (
     apply_norm,
@@ -63,14 +63,14 @@ from qwen3next_jax.zoo.attention_references import (
     rotate_by_distance,
 )
 from qwen3next_jax.zoo.ops.gathered_attention import (
-    gather_tokens,
     gathered_attention,
-    queries_at_once,
-    scores,
-    take_rows,
+    gathered_scores,
+    queries_per_chunk,
+    take_entries,
+    token_indices_and_mask,
 )
 from qwen3next_jax.zoo.ops.indexed_attention import TokensAndBlocks, indexed_attention
-from qwen3next_jax.zoo.ops.pair_attention import CHUNK, scaled_dot
+from qwen3next_jax.zoo.ops.pair_attention import QUERIES_PER_CHUNK, scaled_dot
 
 # A configuration for the tests. With this ratio and budget, even short rows can end in an
 # incomplete block, and have queries that do not see every block.
@@ -93,31 +93,31 @@ _HIDDEN = -1e30  # score of a key or block that the query does not see
 # v5p. Where the TPU kernels fit, they run at every length: by the same model, gathering would be
 # faster than the kernels only beyond some 100 times the budget, or more if the heads are split over
 # devices (docs/notes/models.md).
-GATHER_BEYOND = {"cpu": 4, "gpu": 16, "tpu": 16}
+GATHER_BEYOND_BUDGETS = {"cpu": 4, "gpu": 16, "tpu": 16}
 
 
-class Blocks(NamedTuple):
+class CompleteBlocks(NamedTuple):
     """The complete blocks of every row, in the order of their tokens.
 
     Attributes:
-      key: [B, G, I], the mean of the indexer's keys in each block, normed and rotated.
-      first_position: [B, G] int32, the position of each block's first token.
-      segment: [B, G] int32, the segment id of each block's document; 0 for entries after the row's
-        last block.
-      last_index: [B, G] int32, the index in the row of each block's last token.
-      block_of_token: [B, S] int32, the index of the block of each token. For a token of an
+      pooled_key: [B, G, I], the mean of the indexer's keys in each block, normed and rotated.
+      first_token_position: [B, G] int32, the position of each block's first token.
+      segment_id: [B, G] int32, the segment id of each block's document; 0 for entries after the
+        row's last block.
+      last_token_index: [B, G] int32, the index in the row of each block's last token.
+      block_index_of_token: [B, S] int32, the index of the block of each token. For a token of an
         incomplete block it is the number of complete blocks before the token in the row.
     """
 
-    key: jax.Array
-    first_position: jax.Array
-    segment: jax.Array
-    last_index: jax.Array
-    block_of_token: jax.Array
+    pooled_key: jax.Array
+    first_token_position: jax.Array
+    segment_id: jax.Array
+    last_token_index: jax.Array
+    block_index_of_token: jax.Array
 
 
-class Tokens(NamedTuple):
-    """The tokens of the queries and the tokens of the keys of a call.
+class QueryAndKeyPositions(NamedTuple):
+    """The positions and documents of the queries and of the keys of a call.
 
     Attributes:
       query_position: [B, T] int32, the position of each query.
@@ -138,13 +138,14 @@ class Tokens(NamedTuple):
 class QSA(GatedAttention):
     """Gated attention to the blocks of keys that an indexer selects.
 
-    Besides keys and values, the cache holds the indexer's key of every token and the pooled key of
-    every block, which is written when the block becomes complete.
+    Besides keys and values, the cache holds the indexer's key of every token, and one pooled key of
+    every complete block: the mean of the indexer's keys in the block, normed and rotated.
 
     Diagnostics: those of `GatedAttention`, computed for the keys that each query sees, and
     indexer_overlap []. If a query selects n blocks, its overlap is the share of the n blocks with
     the largest probabilities in dense attention that the indexer selects. indexer_overlap is the
-    mean over the counted queries that have more complete blocks than the budget allows.
+    mean over the queries that have more complete blocks than they may select. Queries outside of
+    `Context.stats_mask` are left out.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -168,10 +169,10 @@ class QSA(GatedAttention):
                 "are selected",
             )
 
-    read_time = ("indexer_budget",)
-    in_place = False
-    has_loss = True
-    whole_rows = True
+    settings_free_after_training = ("indexer_budget",)
+    writes_cache_in_place = False
+    has_indexer_loss = True
+    needs_whole_rows = True
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
@@ -181,7 +182,7 @@ class QSA(GatedAttention):
             (config.hidden_size, s.indexer_n_heads + 1, s.indexer_head_dim),
             "embed -> . .",
             kind="indexer",
-            operand=True,
+            uses_model_dtype=True,
         )
         start = jnp.zeros if config.zero_centered_norm else jnp.ones
         self.index_q_norm, self.index_k_norm = (
@@ -197,12 +198,18 @@ class QSA(GatedAttention):
             )
             return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), {}, cache
 
-        is_sparse = context.options.indexer != "dense" and self.is_sparse(x_BTD.shape[1])
+        is_sparse = context.options.indexer_training != "dense" and self.is_sparse_at_length(
+            x_BTD.shape[1]
+        )
         row_blocks = None
-        if is_sparse or context.options.indexer != "frozen" or context.options.collect_stats:
-            row_blocks = self.blocks_of_rows(index_k_BTI, context)
+        if (
+            is_sparse
+            or context.options.indexer_training != "frozen"
+            or context.options.collect_stats
+        ):
+            row_blocks = self.complete_blocks_of_rows(index_k_BTI, context)
         if is_sparse:
-            o_BTNK = self._selected_attention(
+            o_BTNK = self._sparse_attention_on_each_device(
                 q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, row_blocks, context
             )
         else:
@@ -213,7 +220,7 @@ class QSA(GatedAttention):
             def attend_as_above(q_BTNK, k_BTMK, v_BTMK):
                 if not is_sparse:
                     return attend(q_BTNK, k_BTMK, v_BTMK, context)
-                return self._selected_attention(
+                return self._sparse_attention_on_each_device(
                     q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, row_blocks, context
                 )
 
@@ -221,13 +228,13 @@ class QSA(GatedAttention):
             diagnostics["indexer_overlap"] = self._indexer_overlap(
                 q_BTNK, k_BTMK, index_q_BTHI, row_blocks, context
             )
-        if context.options.indexer != "frozen":
+        if context.options.indexer_training != "frozen":
             diagnostics["mixer_loss"] = self._indexer_loss(
                 q_BTNK, k_BTMK, index_q_BTHI, row_blocks, context
             )
         return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, None
 
-    def is_sparse(self, length: int) -> bool:
+    def is_sparse_at_length(self, length: int) -> bool:
         """Whether some query in a document of `length` tokens does not see all earlier tokens."""
         s = self.settings(self.config)
         return length > s.indexer_budget + s.indexer_compress_ratio - 1
@@ -243,7 +250,7 @@ class QSA(GatedAttention):
         q_BTHI = rms_norm(qk_BTHI[:, :, :-1], self.index_q_norm[...], self.config)
         return rotate(q_BTHI, context.positions, self.config), qk_BTHI[:, :, -1]
 
-    def block_keys(self, mean_BGI: jax.Array, start_BG: jax.Array) -> jax.Array:
+    def pooled_block_keys(self, mean_BGI: jax.Array, start_BG: jax.Array) -> jax.Array:
         """Returns the pooled keys [B, G, I]: the means of the blocks' keys, normed, and rotated to
         the positions of the blocks' first tokens.
 
@@ -254,10 +261,10 @@ class QSA(GatedAttention):
         k_BGI = rms_norm(mean_BGI, self.index_k_norm[...], self.config)
         return rotate(k_BGI[:, :, None], start_BG, self.config)[:, :, 0]
 
-    def blocks_of_rows(self, index_k_BTI: jax.Array, context: Context) -> Blocks:
+    def complete_blocks_of_rows(self, index_k_BTI: jax.Array, context: Context) -> CompleteBlocks:
         """Returns the complete blocks of all documents of each row."""
         ratio, t_BT = self.settings(self.config).indexer_compress_ratio, context.positions
-        segment_BT = _document_ids(context)
+        segment_BT = _segment_ids_of_tokens(context)
         ends_BT = ((t_BT + 1) % ratio == 0) & (segment_BT > 0)
         before_BT = jnp.cumsum(ends_BT, axis=1) - ends_BT
         count = t_BT.shape[1] // ratio
@@ -271,8 +278,8 @@ class QSA(GatedAttention):
 
         mean_BGI = jnp.mean(take(index_k_BTI, tokens_BGR).astype(jnp.float32), axis=2)
         start_BG = take(t_BT, last_BG) - (ratio - 1)
-        return Blocks(
-            self.block_keys(mean_BGI.astype(index_k_BTI.dtype), start_BG),
+        return CompleteBlocks(
+            self.pooled_block_keys(mean_BGI.astype(index_k_BTI.dtype), start_BG),
             start_BG,
             jnp.where(there_BG, take(segment_BT, last_BG), 0),
             last_BG,
@@ -282,10 +289,11 @@ class QSA(GatedAttention):
     def attention_mask(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """Returns [B, T, T] bool: whether each query (second axis) sees each token (third axis)."""
         index_q_BTHI, index_k_BTI = self.index_queries_and_keys(x_BTD, context)
-        row_blocks, t_BT = self.blocks_of_rows(index_k_BTI, context), context.positions
-        segment_BT, settings = _document_ids(context), self.settings(self.config)
-        selected_BTG, *_ = select_blocks(index_q_BTHI, row_blocks, t_BT, segment_BT, settings)
-        return seen_tokens(selected_BTG, row_blocks, t_BT, t_BT, segment_BT, segment_BT, settings)
+        row_blocks = self.complete_blocks_of_rows(index_k_BTI, context)
+        positions, settings = query_and_key_positions(context), self.settings(self.config)
+        of_queries = positions.query_position, positions.query_segment
+        selected_BTG, *_ = select_blocks(index_q_BTHI, row_blocks, *of_queries, settings)
+        return seen_tokens_mask(selected_BTG, row_blocks, *of_queries, positions, settings)
 
     def _attend_cached(
         self, q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, index_k_BTI, context: Context, cache: dict
@@ -293,9 +301,9 @@ class QSA(GatedAttention):
         """Returns the attention output o [B, T, N, K], and the cache with these tokens written."""
         ratio, t_BT = self.settings(self.config).indexer_compress_ratio, context.positions
         cache = {
-            "k": write(cache["k"], k_BTMK, t_BT),
-            "v": write(cache["v"], v_BTMK, t_BT),
-            "index_k": write(cache["index_k"], index_k_BTI, t_BT),
+            "k": write_tokens_to_cache(cache["k"], k_BTMK, t_BT),
+            "v": write_tokens_to_cache(cache["v"], v_BTMK, t_BT),
+            "index_k": write_tokens_to_cache(cache["index_k"], index_k_BTI, t_BT),
             "block_k": cache["block_k"],
         }
         batch, slots = cache["k"].shape[:2]
@@ -306,13 +314,13 @@ class QSA(GatedAttention):
         tokens_BGR = jnp.minimum(touched_BG[..., None] * ratio + jnp.arange(ratio), slots - 1)
         raw_BGRI = jax.vmap(lambda x, i: x[i])(cache["index_k"], tokens_BGR)
         mean_BGI = jnp.mean(raw_BGRI.astype(jnp.float32), axis=2).astype(raw_BGRI.dtype)
-        pooled_BGI = self.block_keys(mean_BGI, touched_BG * ratio)
+        pooled_BGI = self.pooled_block_keys(mean_BGI, touched_BG * ratio)
         place_BG = jnp.where(complete_BG, touched_BG, count)
-        cache["block_k"] = write(cache["block_k"], pooled_BGI, place_BG)
+        cache["block_k"] = write_tokens_to_cache(cache["block_k"], pooled_BGI, place_BG)
 
         start_BG = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32) * ratio, (batch, count))
         s_BS = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, slots))
-        row_blocks = Blocks(
+        row_blocks = CompleteBlocks(
             cache["block_k"],
             start_BG,
             jnp.ones_like(start_BG),
@@ -321,16 +329,23 @@ class QSA(GatedAttention):
         )
         # No query sees the padding at the right, because its slots come after the query's.
         context = context._replace(segment_ids=None)
-        o_BTNK = self._selected_attention(
+        o_BTNK = self._sparse_attention_on_each_device(
             q_BTNK, cache["k"], cache["v"], index_q_BTHI, row_blocks, context, s_BS
         )
         return o_BTNK, cache
 
-    def _selected_attention(
-        self, q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, row_blocks: Blocks, context: Context, s_BS=None
+    def _sparse_attention_on_each_device(
+        self,
+        q_BTNK,
+        k_BSMK,
+        v_BSMK,
+        index_q_BTHI,
+        row_blocks: CompleteBlocks,
+        context: Context,
+        s_BS=None,
     ):
-        """Runs `sparse_attention` with the heads split over the mesh axis `tensor`. Every shard of
-        `tensor` selects the same blocks.
+        """Runs `block_sparse_attention` with the heads split over the mesh axis `tensor`. Every
+        shard of `tensor` selects the same blocks.
 
         Args:
           s_BS: the positions of the keys; None if the keys are those of the queries' tokens.
@@ -338,48 +353,54 @@ class QSA(GatedAttention):
         settings = self.settings(self.config)
 
         def run(q, k, v, *rest):
-            return sparse_attention(q, k, v, *rest, settings, cached=s_BS is not None)
+            return block_sparse_attention(q, k, v, *rest, settings, cached=s_BS is not None)
 
         heads = activation_spec("batch", None, "heads")
-        return self._on_each_device(run, (q_BTNK, k_BSMK, v_BSMK), heads, context)(
+        return self._per_device_function(run, (q_BTNK, k_BSMK, v_BSMK), heads, context)(
             index_q_BTHI, row_blocks, query_and_key_positions(context, s_BS)
         )
 
-    def _indexer_loss(self, q_BTNK, k_BTMK, index_q_BTHI, row_blocks: Blocks, context: Context):
-        """Returns [], the sum of the KL divergence over the counted tokens of `loss_tokens`."""
-        if not row_blocks.key.shape[1]:  # rows shorter than a block
+    def _indexer_loss(
+        self, q_BTNK, k_BTMK, index_q_BTHI, row_blocks: CompleteBlocks, context: Context
+    ):
+        """Returns a scalar: the sum of the KL divergence of the indexer's loss over the tokens that
+        `loss_token_mask` marks and `Context.stats_mask` does not leave out.
+        """
+        if not row_blocks.pooled_key.shape[1]:  # rows shorter than a block
             return jnp.zeros(())
 
-        settings, axis = self.settings(self.config), self._head_axis(context)
-        dense = context.options.indexer == "dense"
+        settings, axis = self.settings(self.config), self._mesh_axis_of_heads(context)
+        dense = context.options.indexer_training == "dense"
         gathers = _should_gather(k_BTMK.shape[1], settings) and not dense
 
         def run(q, k, *rest):
             if gathers:
-                return selected_indexer_divergence(q, k, *rest, settings, axis)
+                return gathered_indexer_divergence(q, k, *rest, settings, axis)
             return indexer_divergence(q, k, *rest, settings, dense, axis)
 
         heads = (jax.lax.stop_gradient(q_BTNK), jax.lax.stop_gradient(k_BTMK))
-        kl_BT = self._on_each_device(run, heads, activation_spec("batch"), context)(
+        kl_BT = self._per_device_function(run, heads, activation_spec("batch"), context)(
             index_q_BTHI, row_blocks, query_and_key_positions(context)
         )
-        counted_BT = self.loss_tokens(
+        counted_BT = self.loss_token_mask(
             self.config, context.positions, jnp.ones_like(context.positions, bool)
         )
         if context.stats_mask is not None:
             counted_BT &= context.stats_mask
         return jnp.sum(kl_BT, where=counted_BT)
 
-    def _indexer_overlap(self, q_BTNK, k_BTMK, index_q_BTHI, row_blocks: Blocks, context: Context):
+    def _indexer_overlap(
+        self, q_BTNK, k_BTMK, index_q_BTHI, row_blocks: CompleteBlocks, context: Context
+    ):
         settings = self.settings(self.config)
-        if not row_blocks.key.shape[1]:
+        if not row_blocks.pooled_key.shape[1]:
             return jnp.zeros(())
 
         def run(q, k, *rest):
-            return indexer_overlap(q, k, *rest, settings, self._head_axis(context))
+            return indexer_overlap(q, k, *rest, settings, self._mesh_axis_of_heads(context))
 
         row = activation_spec("batch")
-        share_BT = self._on_each_device(run, (q_BTNK, k_BTMK), row, context)(
+        share_BT = self._per_device_function(run, (q_BTNK, k_BTMK), row, context)(
             index_q_BTHI, row_blocks, query_and_key_positions(context)
         )
         ratio = settings.indexer_compress_ratio
@@ -388,7 +409,7 @@ class QSA(GatedAttention):
             has_choice_BT &= context.stats_mask
         return token_mean(share_BT, has_choice_BT)
 
-    def _on_each_device(self, run, heads, out_spec, context: Context):
+    def _per_device_function(self, run, heads, out_spec, context: Context):
         """Returns a function of the remaining arguments that calls `run` on each device, with the
         device's own rows and heads.
 
@@ -399,7 +420,7 @@ class QSA(GatedAttention):
         """
         mesh = context.mesh
         require(
-            context.time_axis is None,
+            context.mesh_time_axis is None,
             "parallel.mesh.context splits rows, and the mixer 'qsa' selects among the blocks of "
             "whole rows: expected parallel.mesh.context = 1 (docs/qwen3_8_flash_next.md says what "
             "it would take)",
@@ -412,12 +433,12 @@ class QSA(GatedAttention):
         return lambda *rest: per_shard(run, mesh, in_specs, out_spec)(q_BTNK, *keys, *rest)
 
     @staticmethod
-    def _head_axis(context: Context) -> str | None:
+    def _mesh_axis_of_heads(context: Context) -> str | None:
         return TENSOR if num_shards(context.mesh, TENSOR) > 1 else None
 
     @classmethod
-    def loss_tokens(cls, config, positions_BT, counted_BT):
-        """Returns [B, T] bool: the counted tokens that see a complete block."""
+    def loss_token_mask(cls, config, positions_BT, counted_BT):
+        """Returns [B, T] bool: the tokens of `counted_BT` that see a complete block."""
         return counted_BT & (positions_BT + 1 >= cls.settings(config).indexer_compress_ratio)
 
     @classmethod
@@ -454,27 +475,36 @@ class QSA(GatedAttention):
         )
 
 
-def _document_ids(context: Context) -> jax.Array:
+def _segment_ids_of_tokens(context: Context) -> jax.Array:
     """Returns [B, T], the segment id of each token's document; 0 for padding."""
     if context.segment_ids is None:
         return jnp.ones_like(context.positions)
     return context.segment_ids
 
 
-def query_and_key_positions(context: Context, s_BS: jax.Array | None = None) -> Tokens:
-    """Returns the tokens of the queries and of the keys. `s_BS` has the same meaning as in
-    `QSA._selected_attention`.
+def query_and_key_positions(
+    context: Context, s_BS: jax.Array | None = None
+) -> QueryAndKeyPositions:
+    """Returns the positions and documents of the queries and of the keys.
+
+    Args:
+      context: the inputs that all layers share; the queries are its tokens.
+      s_BS: the positions of the keys in a cache; None if the keys are those of the queries' tokens.
     """
-    t_BT, segment_BT = context.positions, _document_ids(context)
+    t_BT, segment_BT = context.positions, _segment_ids_of_tokens(context)
     if s_BS is None:
         index_BT = jnp.broadcast_to(jnp.arange(t_BT.shape[1], dtype=jnp.int32), t_BT.shape)
-        return Tokens(t_BT, t_BT, segment_BT, segment_BT, index_BT)
+        return QueryAndKeyPositions(t_BT, t_BT, segment_BT, segment_BT, index_BT)
     # In a cache, the position of a token is its slot.
-    return Tokens(t_BT, s_BS, segment_BT, jnp.ones_like(s_BS), t_BT)
+    return QueryAndKeyPositions(t_BT, s_BS, segment_BT, jnp.ones_like(s_BS), t_BT)
 
 
 def score_blocks(
-    index_q_BCHI: jax.Array, row_blocks: Blocks, t_BC: jax.Array, segment_BC: jax.Array, settings
+    index_q_BCHI: jax.Array,
+    row_blocks: CompleteBlocks,
+    t_BC: jax.Array,
+    segment_BC: jax.Array,
+    settings,
 ) -> tuple[jax.Array, jax.Array]:
     """Scores the blocks of every row for each query.
 
@@ -490,16 +520,20 @@ def score_blocks(
       visible [B, C, G] bool: whether the block is complete for the query, and of its document.
     """
     s_BHCG = jnp.einsum(
-        "bchi,bgi->bhcg", index_q_BCHI, row_blocks.key, preferred_element_type=jnp.float32
+        "bchi,bgi->bhcg", index_q_BCHI, row_blocks.pooled_key, preferred_element_type=jnp.float32
     )
     score_BCG = jnp.sum(jax.nn.relu(s_BHCG), axis=1) * settings.indexer_head_dim**-0.5
-    last_BG = row_blocks.first_position + settings.indexer_compress_ratio - 1
+    last_BG = row_blocks.first_token_position + settings.indexer_compress_ratio - 1
     visible_BCG = last_BG[:, None] <= t_BC[..., None]
-    return score_BCG, visible_BCG & (row_blocks.segment[:, None] == segment_BC[..., None])
+    return score_BCG, visible_BCG & (row_blocks.segment_id[:, None] == segment_BC[..., None])
 
 
 def select_blocks(
-    index_q_BCHI: jax.Array, row_blocks: Blocks, t_BC: jax.Array, segment_BC: jax.Array, settings
+    index_q_BCHI: jax.Array,
+    row_blocks: CompleteBlocks,
+    t_BC: jax.Array,
+    segment_BC: jax.Array,
+    settings,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Selects complete blocks for each query. The arguments are those of `score_blocks`.
 
@@ -509,15 +543,15 @@ def select_blocks(
     """
     score_BCG, visible_BCG = score_blocks(index_q_BCHI, row_blocks, t_BC, segment_BC, settings)
     count = settings.indexer_budget // settings.indexer_compress_ratio
-    return best_blocks(score_BCG, visible_BCG, count), score_BCG, visible_BCG
+    return best_blocks_mask(score_BCG, visible_BCG, count), score_BCG, visible_BCG
 
 
-def list_blocks(
+def list_selected_blocks(
     score_BCG: jax.Array, visible_BCG: jax.Array, settings: "QSA.Settings"
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the blocks that `best_blocks` marks as a list of J blocks for each query: the index
-    of each block [B, C, J], and [B, C, J] bool, whether the entry is a selected block. The other
-    entries are blocks that the query does not see.
+    """Returns the blocks that `best_blocks_mask` marks as a list of J blocks for each query: the
+    index of each block [B, C, J], and [B, C, J] bool, whether the entry is a selected block. A list
+    with fewer than J selected blocks ends with blocks that the query does not see.
     """
     count = settings.indexer_budget // settings.indexer_compress_ratio
     ranked_BCG = jnp.where(visible_BCG, jax.lax.stop_gradient(score_BCG), -jnp.inf)
@@ -526,7 +560,7 @@ def list_blocks(
     return number_BCJ, best > -jnp.inf
 
 
-def best_blocks(score_BCG: jax.Array, visible_BCG: jax.Array, count: int) -> jax.Array:
+def best_blocks_mask(score_BCG: jax.Array, visible_BCG: jax.Array, count: int) -> jax.Array:
     """Returns [B, C, G] bool: whether a block is one of the `count` visible blocks with the highest
     scores. Of blocks with equal scores, the earlier ones are preferred.
     """
@@ -541,41 +575,59 @@ def best_blocks(score_BCG: jax.Array, visible_BCG: jax.Array, count: int) -> jax
     return visible_BCG & (above_BCG | first_BCG)
 
 
-def seen_tokens(
-    selected_BCG, row_blocks: Blocks, t_BC, s_BS, segment_BC, segment_BS, settings
+def seen_tokens_mask(
+    selected_BCG: jax.Array,
+    row_blocks: CompleteBlocks,
+    t_BC: jax.Array,
+    segment_BC: jax.Array,
+    positions: QueryAndKeyPositions,
+    settings: QSA.Settings,
 ) -> jax.Array:
     """Returns [B, C, S] bool: whether the query sees the token. A query sees the tokens of the
     blocks that it selected, and the tokens up to its own after the last complete block.
+
+    Args:
+      selected_BCG: bool, whether the query selected the block.
+      row_blocks: the blocks of every row.
+      t_BC, segment_BC: the position of each query, and the segment id of its document.
+      positions: the positions and documents of the keys.
+      settings: the settings of the mixer.
     """
     ratio = settings.indexer_compress_ratio
     incomplete_BC1 = ((t_BC + 1) // ratio * ratio)[..., None]
-    s_B1S = s_BS[:, None]
+    s_B1S = positions.key_position[:, None]
     tail_BCS = (s_B1S >= incomplete_BC1) & (s_B1S <= t_BC[..., None])
-    same_document_BCS = segment_BS[:, None] == segment_BC[..., None]
+    same_document_BCS = positions.key_segment[:, None] == segment_BC[..., None]
     tail_BCS &= same_document_BCS
     if not selected_BCG.shape[-1]:
         return tail_BCS
-    # `block_of_token` gives an incomplete block at the end of a document the index of the next
-    # document's first block. At the end of a row, this index may lie beyond the last block.
-    inside_BS = row_blocks.block_of_token < selected_BCG.shape[-1]
-    number_BS = jnp.where(inside_BS, row_blocks.block_of_token, 0)
+    # An incomplete block at the end of a document has, in `block_index_of_token`, the index of the
+    # next document's first block. At the end of a row, this index may lie beyond the last block.
+    inside_BS = row_blocks.block_index_of_token < selected_BCG.shape[-1]
+    number_BS = jnp.where(inside_BS, row_blocks.block_index_of_token, 0)
     chosen_BCS = jax.vmap(lambda selected, number: selected[:, number])(selected_BCG, number_BS)
     return tail_BCS | (chosen_BCS & inside_BS[:, None] & same_document_BCS)
 
 
-def blocks_to_read(
-    number_BCJ, is_selected_BCJ, row_blocks: Blocks, t_BC, index_BC, settings: "QSA.Settings"
+def key_ranges_to_read(
+    number_BCJ,
+    is_selected_BCJ,
+    row_blocks: CompleteBlocks,
+    t_BC,
+    index_BC,
+    settings: "QSA.Settings",
 ) -> tuple[jax.Array, jax.Array]:
     """Returns which keys each query reads: the index of the first key of each of its blocks, and
     how many keys it reads of the block, both int32 [B, C, J + 1]. The last block is the incomplete
     one at the end, of 0 to ratio - 1 tokens.
 
     Args:
-      number_BCJ, is_selected_BCJ: as `list_blocks` returns them.
-      t_BC, index_BC: `query_position` and `own_key_index` of `Tokens`, for these queries.
+      number_BCJ, is_selected_BCJ: as `list_selected_blocks` returns them.
+      t_BC, index_BC: `query_position` and `own_key_index` of `QueryAndKeyPositions`, for these
+        queries.
     """
     ratio = settings.indexer_compress_ratio
-    start_BCJ = take_rows(row_blocks.last_index, number_BCJ) - (ratio - 1)
+    start_BCJ = take_entries(row_blocks.last_token_index, number_BCJ) - (ratio - 1)
     tail_BC1 = ((t_BC + 1) % ratio)[..., None]
     return (
         jnp.concatenate((start_BCJ, index_BC[..., None] - tail_BC1 + 1), axis=-1),
@@ -584,25 +636,25 @@ def blocks_to_read(
 
 
 def _should_gather(num_keys: int, settings: "QSA.Settings") -> bool:
-    """Whether attention to rows of `num_keys` keys gathers the selected ones. The answer depends on
-    the platform that the program is compiled for.
+    """Whether attention gathers the selected keys of each query if a row has `num_keys` keys. The
+    answer depends on the platform that the program is compiled for.
     """
-    return num_keys > GATHER_BEYOND[compile_target().platform] * settings.indexer_budget
+    return num_keys > GATHER_BEYOND_BUDGETS[compile_target().platform] * settings.indexer_budget
 
 
-def sparse_attention(
+def block_sparse_attention(
     q_BTNK: jax.Array,
     k_BSMK: jax.Array,
     v_BSMK: jax.Array,
     index_q_BTHI: jax.Array,
-    row_blocks: Blocks,
-    tokens: Tokens,
+    row_blocks: CompleteBlocks,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
     cached: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Computes `masked_attention` by the best implementation. The arguments that are not listed are
-    those of `masked_attention`.
+    """Computes the result of `masked_block_attention` with the fastest implementation. The
+    arguments that are not listed are those of `masked_block_attention`.
 
     Args:
       cached: whether the keys are those of a cache. No kernel runs then.
@@ -611,104 +663,97 @@ def sparse_attention(
     ratio = settings.indexer_compress_ratio
     if cached and implementation is None:
         implementation = "gathered" if _should_gather(k_BSMK.shape[1], settings) else "masked"
-    chosen = choose(
+    chosen = choose_implementation(
         "indexed_attention",
         implementation,
-        FORMS,
+        XLA_IMPLEMENTATIONS,
         tokens=q_BTNK.shape[1],
         heads=q_BTNK.shape[2],
         key_heads=k_BSMK.shape[2],
         width=q_BTNK.shape[3],
         index_heads=index_q_BTHI.shape[2],
         index_width=index_q_BTHI.shape[3],
-        blocks=row_blocks.key.shape[1],
+        blocks=row_blocks.pooled_key.shape[1],
         dtype=q_BTNK.dtype,
     )
     if chosen.is_kernel:
         rows = TokensAndBlocks(
-            position=tokens.query_position,
-            segment=tokens.query_segment,
-            blocks_before=row_blocks.block_of_token,
-            block_key=row_blocks.key,
-            block_end_position=row_blocks.first_position + ratio - 1,
-            block_segment=row_blocks.segment,
+            position=positions.query_position,
+            segment=positions.query_segment,
+            complete_blocks_before=row_blocks.block_index_of_token,
+            block_key=row_blocks.pooled_key,
+            block_end_position=row_blocks.first_token_position + ratio - 1,
+            block_segment=row_blocks.segment_id,
         )
         count = settings.indexer_budget // ratio
         return indexed_attention(chosen, ratio, count, rows, index_q_BTHI, q_BTNK, k_BSMK, v_BSMK)
-    attend = masked_attention
+    attend = masked_block_attention
     if (
         chosen.name == "gathered"
         or implementation is None
         and _should_gather(k_BSMK.shape[1], settings)
     ):
-        attend = selected_attention
-    return attend(q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, row_blocks, tokens, settings)
+        attend = gathered_block_attention
+    return attend(q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, row_blocks, positions, settings)
 
 
-def masked_attention(
+def masked_block_attention(
     q_BTNK: jax.Array,
     k_BSMK: jax.Array,
     v_BSMK: jax.Array,
     index_q_BTHI: jax.Array,
-    row_blocks: Blocks,
-    tokens: Tokens,
+    row_blocks: CompleteBlocks,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
 ) -> jax.Array:
     """Returns o [B, T, N, K], in v's dtype: attention of each query to the keys that it sees, with
     the softmax in float32.
 
-    It multiplies all queries and keys of a row, chunk of queries by chunk, and hides the keys that
-    a query does not see. Memory grows with chunk × S, and work with T × S.
+    The function computes the scores of all queries and keys of a row, one chunk of queries after
+    another, and hides the keys that a query does not see. Memory grows with chunk × S, and work
+    with T × S.
 
     Args:
       q_BTNK, k_BSMK, v_BSMK: attention's queries, keys and values.
       index_q_BTHI: the indexer's queries.
       row_blocks: the blocks of every row.
-      tokens: the positions and documents of the queries and keys.
+      positions: the positions and documents of the queries and keys.
       settings: the settings of the mixer.
     """
 
     def attend_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
         selected_BCG, *_ = select_blocks(index_q_BCHI, row_blocks, t_BC, segment_BC, settings)
-        seen_BCS = seen_tokens(
-            selected_BCG,
-            row_blocks,
-            t_BC,
-            tokens.key_position,
-            segment_BC,
-            tokens.key_segment,
-            settings,
-        )
-        p_BNCS = probabilities(q_BCNK, k_BSMK, seen_BCS)
+        seen_BCS = seen_tokens_mask(selected_BCG, row_blocks, t_BC, segment_BC, positions, settings)
+        p_BNCS = attention_probabilities(q_BCNK, k_BSMK, seen_BCS)
         b, n, c, keys = p_BNCS.shape
         p_BMHCS = p_BNCS.astype(v_BSMK.dtype).reshape(b, v_BSMK.shape[2], -1, c, keys)
         o = jnp.einsum("bmhcs,bsmk->bcmhk", p_BMHCS, v_BSMK, preferred_element_type=jnp.float32)
         return o.reshape(b, c, n, v_BSMK.shape[3]).astype(v_BSMK.dtype)
 
     return _map_chunks_of_queries(
-        attend_chunk, q_BTNK, index_q_BTHI, tokens.query_position, tokens.query_segment
+        attend_chunk, q_BTNK, index_q_BTHI, positions.query_position, positions.query_segment
     )
 
 
-def selected_attention(
+def gathered_block_attention(
     q_BTNK: jax.Array,
     k_BSMK: jax.Array,
     v_BSMK: jax.Array,
     index_q_BTHI: jax.Array,
-    row_blocks: Blocks,
-    tokens: Tokens,
+    row_blocks: CompleteBlocks,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
 ) -> jax.Array:
-    """Computes `masked_attention` from the selected blocks alone: it gathers their keys and values
-    for each query. Memory grows with T + S. The work of attention grows with T × budget; only the
-    indexer's scores grow with T × S.
+    """Computes the result of `masked_block_attention` from the selected blocks alone: it gathers
+    their keys and values for each query. Memory grows with T + S. The work of attention grows with
+    T × budget; only the indexer's scores grow with T × S.
     """
 
     def list_chunk(index_q_BCHI, t_BC, segment_BC, index_BC):
-        listed = list_blocks(
+        listed = list_selected_blocks(
             *score_blocks(index_q_BCHI, row_blocks, t_BC, segment_BC, settings), settings
         )
-        return blocks_to_read(*listed, row_blocks, t_BC, index_BC, settings)
+        return key_ranges_to_read(*listed, row_blocks, t_BC, index_BC, settings)
 
     # the selection has no gradient, so the backward pass needs its result alone
     index_q_BTHI, row_blocks = jax.lax.stop_gradient((index_q_BTHI, row_blocks))
@@ -716,9 +761,9 @@ def selected_attention(
         _map_chunks_of_queries(
             list_chunk,
             index_q_BTHI,
-            tokens.query_position,
-            tokens.query_segment,
-            tokens.own_key_index,
+            positions.query_position,
+            positions.query_segment,
+            positions.own_key_index,
         )
     )
     ratio = settings.indexer_compress_ratio
@@ -726,76 +771,69 @@ def selected_attention(
 
 
 # Without a name, the length of the row decides between the two forms (`_should_gather`).
-FORMS = Form("masked", ("cpu", "gpu", "tpu"), {}), Form("gathered", (), {})
+XLA_IMPLEMENTATIONS = (
+    XlaImplementation("masked", ("cpu", "gpu", "tpu"), {}),
+    XlaImplementation("gathered", (), {}),
+)
 
 
 def indexer_divergence(
     q_BTNK: jax.Array,
     k_BTMK: jax.Array,
     index_q_BTHI: jax.Array,
-    row_blocks: Blocks,
-    tokens: Tokens,
+    row_blocks: CompleteBlocks,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
     dense: bool,
     head_axis: str | None = None,
 ) -> jax.Array:
     """Returns [B, T] float32: KL(teacher ‖ student) over the blocks of each query; 0 for a query
-    without blocks. The arguments that are not listed are those of `masked_attention`.
+    without blocks. The arguments that are not listed are those of `masked_block_attention`.
 
     Args:
       dense: whether the loss is that of the mode "dense", over all complete blocks.
-      head_axis: the mesh axis that splits the heads; the teacher is summed over this axis. None if
-        no mesh axis splits the heads.
+      head_axis: the mesh axis that splits the heads, over which attention's probabilities are
+        summed. None if no mesh axis splits the heads.
     """
 
     def of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
-        of_queries = (t_BC, segment_BC)
         selected_BCG, score_BCG, visible_BCG = select_blocks(
-            index_q_BCHI, row_blocks, *of_queries, settings
+            index_q_BCHI, row_blocks, t_BC, segment_BC, settings
         )
         kept_BCG = visible_BCG if dense else selected_BCG
-        seen_BCS = seen_tokens(
-            kept_BCG,
-            row_blocks,
-            t_BC,
-            tokens.key_position,
-            segment_BC,
-            tokens.key_segment,
-            settings,
+        teacher_BCG = indexer_teacher_probabilities(
+            q_BCNK, k_BTMK, kept_BCG, row_blocks, t_BC, segment_BC, positions, settings, head_axis
         )
-        share_BCG = block_shares(
-            q_BCNK, k_BTMK, seen_BCS, kept_BCG, row_blocks, settings, head_axis
-        )
-        return _kl(share_BCG, jnp.where(kept_BCG, score_BCG, _HIDDEN))
+        return _kl_divergence(teacher_BCG, jnp.where(kept_BCG, score_BCG, _HIDDEN))
 
     return _map_chunks_of_queries(
-        of_chunk, q_BTNK, index_q_BTHI, tokens.query_position, tokens.query_segment
+        of_chunk, q_BTNK, index_q_BTHI, positions.query_position, positions.query_segment
     )
 
 
-def selected_indexer_divergence(
+def gathered_indexer_divergence(
     q_BTNK: jax.Array,
     k_BTMK: jax.Array,
     index_q_BTHI: jax.Array,
-    row_blocks: Blocks,
-    tokens: Tokens,
+    row_blocks: CompleteBlocks,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
     head_axis: str | None = None,
 ) -> jax.Array:
-    """Computes `indexer_divergence` in the mode "sparse" from the selected blocks alone, whose keys
-    it gathers for each query. The arguments are those of `indexer_divergence`.
+    """Computes the result of `indexer_divergence` in the mode "sparse" from the selected blocks
+    alone, whose keys it gathers for each query. The arguments are those of `indexer_divergence`.
     """
     ratio, keys = settings.indexer_compress_ratio, k_BTMK.shape[1]
 
     def of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC, index_BC):
         score_BCG, visible_BCG = score_blocks(index_q_BCHI, row_blocks, t_BC, segment_BC, settings)
-        number_BCJ, is_selected_BCJ = list_blocks(score_BCG, visible_BCG, settings)
-        start, size = blocks_to_read(
+        number_BCJ, is_selected_BCJ = list_selected_blocks(score_BCG, visible_BCG, settings)
+        start, size = key_ranges_to_read(
             number_BCJ, is_selected_BCJ, row_blocks, t_BC, index_BC, settings
         )
-        token_BCX, seen_BCX = gather_tokens(start, size, ratio, keys)
+        token_BCX, seen_BCX = token_indices_and_mask(start, size, ratio, keys)
         q_BCMHK = q_BCNK.reshape(*q_BCNK.shape[:2], k_BTMK.shape[2], -1, q_BCNK.shape[3])
-        s_BCMHX = scores(q_BCMHK, take_rows(k_BTMK, token_BCX), seen_BCX)
+        s_BCMHX = gathered_scores(q_BCMHK, take_entries(k_BTMK, token_BCX), seen_BCX)
         p_BCX = jnp.sum(jax.nn.softmax(s_BCMHX, axis=-1), axis=(2, 3))
         if head_axis is not None:
             p_BCX = jax.lax.psum(p_BCX, head_axis)
@@ -804,7 +842,7 @@ def selected_indexer_divergence(
         largest_BCJ = jnp.where(is_selected_BCJ, largest_BCJ, 0)
         total_BC1 = jnp.sum(largest_BCJ, axis=-1, keepdims=True)
         score_BCJ = jnp.take_along_axis(score_BCG, number_BCJ, axis=-1)
-        return _kl(
+        return _kl_divergence(
             largest_BCJ / jnp.where(total_BC1 > 0, total_BC1, 1),
             jnp.where(is_selected_BCJ, score_BCJ, _HIDDEN),
         )
@@ -812,15 +850,15 @@ def selected_indexer_divergence(
     of_queries = (
         q_BTNK,
         index_q_BTHI,
-        tokens.query_position,
-        tokens.query_segment,
-        tokens.own_key_index,
+        positions.query_position,
+        positions.query_segment,
+        positions.own_key_index,
     )
-    size = queries_at_once(*q_BTNK.shape[:2])
+    size = queries_per_chunk(*q_BTNK.shape[:2])
     return _map_chunks_of_queries(of_chunk, *of_queries, size=size)
 
 
-def _kl(teacher_BCG: jax.Array, logits_BCG: jax.Array) -> jax.Array:
+def _kl_divergence(teacher_BCG: jax.Array, logits_BCG: jax.Array) -> jax.Array:
     """Returns [B, C], KL(teacher ‖ softmax(logits)), without a gradient to the teacher."""
     teacher_BCG = jax.lax.stop_gradient(teacher_BCG)
     student_BCG = jax.nn.log_softmax(logits_BCG, axis=-1)
@@ -832,15 +870,15 @@ def indexer_overlap(
     q_BTNK: jax.Array,
     k_BTMK: jax.Array,
     index_q_BTHI: jax.Array,
-    row_blocks: Blocks,
-    tokens: Tokens,
+    row_blocks: CompleteBlocks,
+    positions: QueryAndKeyPositions,
     settings: QSA.Settings,
     head_axis: str | None = None,
 ) -> jax.Array:
-    """Returns [B, T], the overlap of each query (see indexer_overlap of `QSA`): of the n blocks
-    with the largest `block_shares` of dense attention, the share that the query selects. Here n is
-    the largest number of blocks that a query can select. The arguments are those of
-    `indexer_divergence`.
+    """Returns [B, T], the overlap of each query (see indexer_overlap of `QSA`): of the n blocks to
+    which the teacher of dense attention gives the largest probabilities, the share that the query
+    selects. The number n is the largest number of blocks that a query can select. The arguments are
+    those of `indexer_divergence`.
     """
     count = settings.indexer_budget // settings.indexer_compress_ratio
 
@@ -848,44 +886,63 @@ def indexer_overlap(
         selected_BCG, _, visible_BCG = select_blocks(
             index_q_BCHI, row_blocks, t_BC, segment_BC, settings
         )
-        seen_BCS = seen_tokens(
+        teacher_BCG = indexer_teacher_probabilities(
+            q_BCNK,
+            k_BTMK,
             visible_BCG,
             row_blocks,
             t_BC,
-            tokens.key_position,
             segment_BC,
-            tokens.key_segment,
+            positions,
             settings,
+            head_axis,
         )
-        share_BCG = block_shares(
-            q_BCNK, k_BTMK, seen_BCS, visible_BCG, row_blocks, settings, head_axis
-        )
-        own_BCG = best_blocks(share_BCG, visible_BCG, count)
-        return jnp.sum(own_BCG & selected_BCG, axis=-1) / count
+        best_BCG = best_blocks_mask(teacher_BCG, visible_BCG, count)
+        return jnp.sum(best_BCG & selected_BCG, axis=-1) / count
 
     return _map_chunks_of_queries(
-        of_chunk, q_BTNK, index_q_BTHI, tokens.query_position, tokens.query_segment
+        of_chunk, q_BTNK, index_q_BTHI, positions.query_position, positions.query_segment
     )
 
 
-def block_shares(
-    q_BCNK, k_BTMK, seen_BCS, kept_BCG, row_blocks: Blocks, settings: QSA.Settings, head_axis
+def indexer_teacher_probabilities(
+    q_BCNK: jax.Array,
+    k_BTMK: jax.Array,
+    kept_BCG: jax.Array,
+    row_blocks: CompleteBlocks,
+    t_BC: jax.Array,
+    segment_BC: jax.Array,
+    positions: QueryAndKeyPositions,
+    settings: QSA.Settings,
+    head_axis: str | None,
 ) -> jax.Array:
-    """Returns [B, C, G] float32, the teacher of the indexer (see the top of the file) over the
-    blocks that `kept_BCG` marks. Other blocks have 0.
+    """Returns [B, C, G] float32: the teacher of the indexer's loss, a distribution over the blocks
+    of each query. Attention's probabilities are summed over the heads, and a block has the largest
+    of its tokens' sums, divided by the total of these largest sums over the query's blocks.
+
+    Args:
+      q_BCNK, k_BTMK: attention's queries and keys.
+      kept_BCG: bool, the blocks of each query. The query attends to the tokens of these blocks, and
+        to the tokens up to its own after the last complete block. All other blocks get 0.
+      row_blocks: the blocks of every row.
+      t_BC, segment_BC: the position of each query, and the segment id of its document.
+      positions: the positions and documents of the keys.
+      settings: the settings of the mixer.
+      head_axis: as in `indexer_divergence`.
     """
-    p_BCS = jnp.sum(probabilities(q_BCNK, k_BTMK, seen_BCS), axis=1)
+    seen_BCS = seen_tokens_mask(kept_BCG, row_blocks, t_BC, segment_BC, positions, settings)
+    p_BCS = jnp.sum(attention_probabilities(q_BCNK, k_BTMK, seen_BCS), axis=1)
     if head_axis is not None:
         p_BCS = jax.lax.psum(p_BCS, head_axis)
     back = jnp.arange(settings.indexer_compress_ratio)
-    tokens_BGR = jnp.maximum(row_blocks.last_index[..., None] - back, 0)
+    tokens_BGR = jnp.maximum(row_blocks.last_token_index[..., None] - back, 0)
     p_BCGR = jax.vmap(lambda p_CS, tokens_GR: p_CS[:, tokens_GR])(p_BCS, tokens_BGR)
     largest_BCG = jnp.where(kept_BCG, jnp.max(p_BCGR, axis=-1, initial=0.0), 0)
     total_BC1 = jnp.sum(largest_BCG, axis=-1, keepdims=True)
     return largest_BCG / jnp.where(total_BC1 > 0, total_BC1, 1)
 
 
-def _map_chunks_of_queries(of_chunk, *of_queries: jax.Array, size: int = CHUNK) -> Any:
+def _map_chunks_of_queries(of_chunk, *of_queries: jax.Array, size: int = QUERIES_PER_CHUNK) -> Any:
     """Applies `of_chunk` to the queries, one chunk of `size` at a time. In the forward and in the
     backward pass, the intermediate arrays of only one chunk are in memory at any time.
     """
@@ -901,7 +958,7 @@ def _map_chunks_of_queries(of_chunk, *of_queries: jax.Array, size: int = CHUNK) 
     return blocks.from_chunks(results, 1, time)
 
 
-def probabilities(q_BCNK: jax.Array, k_BSMK: jax.Array, seen_BCS: jax.Array) -> jax.Array:
+def attention_probabilities(q_BCNK: jax.Array, k_BSMK: jax.Array, seen_BCS: jax.Array) -> jax.Array:
     """Returns attention's probabilities [B, N, C, S] float32 of every query head."""
     return jax.nn.softmax(
         jnp.where(seen_BCS[:, None], scaled_dot(q_BCNK, k_BSMK), _HIDDEN), axis=-1
@@ -912,9 +969,9 @@ def probabilities(q_BCNK: jax.Array, k_BSMK: jax.Array, seen_BCS: jax.Array) -> 
 # --------------------------------------------------------------------------------------------------
 
 
-def scores_reference(config, params, x) -> jax.Array:
+def block_scores_reference(config, params, x) -> jax.Array:
     """Returns [T, blocks]: the score of every complete block of one document for every query."""
-    ratio = config.settings_of("qsa").indexer_compress_ratio
+    ratio = config.settings_of_mixer("qsa").indexer_compress_ratio
     qk = jnp.einsum("td,dhi->thi", jax.lax.stop_gradient(x), params["index_qk_proj"])
     position = np.arange(len(x))
     q = rotate_by_distance(
@@ -930,9 +987,9 @@ def scores_reference(config, params, x) -> jax.Array:
 
 def attention_mask_reference(config, params, x) -> jax.Array:
     """Returns [T, T] bool: whether each query (first axis) of one document sees each key."""
-    s = config.settings_of("qsa")
+    s = config.settings_of_mixer("qsa")
     ratio, count = s.indexer_compress_ratio, s.indexer_budget // s.indexer_compress_ratio
-    score, position, seen = scores_reference(config, params, x), np.arange(len(x)), []
+    score, position, seen = block_scores_reference(config, params, x), np.arange(len(x)), []
     for t in range(len(x)):
         complete = (t + 1) // ratio
         best = jnp.argsort(-score[t, :complete], stable=True)[:count]
@@ -949,11 +1006,11 @@ def qsa_reference(config, params, x):
     return gated_attention(config, params, x, seen=seen, distance=i - j)
 
 
-def teachers_reference(config, params, x, dense: bool) -> list[tuple[jax.Array, jax.Array]]:
+def indexer_teachers_reference(config, params, x, dense: bool) -> list[tuple[jax.Array, jax.Array]]:
     """Returns a pair for each query t ≥ ratio - 1 of one document: the teacher [blocks], and
     [blocks] bool, the blocks over which the teacher is a distribution.
     """
-    ratio, width = config.settings_of("qsa").indexer_compress_ratio, config.head_dim
+    ratio, width = config.settings_of_mixer("qsa").indexer_compress_ratio, config.head_dim
     seen, position = attention_mask_reference(config, params, x), np.arange(len(x))
     params, x = jax.lax.stop_gradient((params, x))
 
@@ -978,23 +1035,27 @@ def teachers_reference(config, params, x, dense: bool) -> list[tuple[jax.Array, 
     return teachers
 
 
-def divergence_reference(config, params, x, dense: bool) -> jax.Array:
+def indexer_loss_reference(config, params, x, dense: bool) -> jax.Array:
     """Returns the indexer's loss, summed over the queries of one document one by one."""
-    ratio, total = config.settings_of("qsa").indexer_compress_ratio, 0.0
-    score = scores_reference(config, params, x)
-    for t, (teacher, kept) in enumerate(teachers_reference(config, params, x, dense), ratio - 1):
+    ratio, total = config.settings_of_mixer("qsa").indexer_compress_ratio, 0.0
+    score = block_scores_reference(config, params, x)
+    for t, (teacher, kept) in enumerate(
+        indexer_teachers_reference(config, params, x, dense), ratio - 1
+    ):
         student = jax.nn.softmax(jnp.where(kept, score[t], -jnp.inf))
         ratio_of_both = jnp.where(kept, teacher, 1) / jnp.where(kept, student, 1)
         total += jnp.sum(teacher * jnp.log(ratio_of_both))
     return total
 
 
-def overlap_reference(config, params, x) -> float:
+def indexer_overlap_reference(config, params, x) -> float:
     """Returns indexer_overlap of one document."""
-    s = config.settings_of("qsa")
+    s = config.settings_of_mixer("qsa")
     ratio, count = s.indexer_compress_ratio, s.indexer_budget // s.indexer_compress_ratio
-    score, shares = scores_reference(config, params, x), []
-    for t, (teacher, _) in enumerate(teachers_reference(config, params, x, True), ratio - 1):
+    score, shares = block_scores_reference(config, params, x), []
+    for t, (teacher, _) in enumerate(
+        indexer_teachers_reference(config, params, x, True), ratio - 1
+    ):
         complete = (t + 1) // ratio
         if complete > count:
             best, chosen = (

@@ -2,12 +2,12 @@
 layer for one row [T, D] that is one document, written as plainly as possible.
 
 A reference is a function (config, params, x): the ModelConfig, the parameters by name, and the row.
-It computes the recurrence token by token, as the paper prints it, in the dtype of its arguments.
-Autodiff computes its gradients. Every file of zoo/ that defines mixers has two dicts: `REFERENCES`
-maps the name of a mixer to its reference, and `EXAMPLES` maps the same name to the settings that
-select the mixer, with small values of its own settings. tests/zoo/test_mixers.py makes the mixer of
-a small configuration with these settings, and compares its output and gradients with those of the
-reference.
+A reference computes the recurrence token by token, as the paper prints it, in the dtype of its
+arguments. Autodiff computes its gradients. Every file of zoo/ that defines mixers has two dicts:
+`REFERENCES` maps the name of a mixer to its reference, and `EXAMPLES` maps the same name to the
+settings that select the mixer, with small values of its own settings. tests/zoo/test_mixers.py
+makes the mixer of a small configuration with these settings, and compares its output and gradients
+with those of the reference.
 
 Letters: T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """

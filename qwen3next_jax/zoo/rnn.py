@@ -1,4 +1,4 @@
-"""Recurrent networks whose new state is a nonlinear function of the old one: the simple recurrent
+"""Recurrent networks whose new state is a nonlinear function of the old state: the simple recurrent
 network (Elman, 1990) and long short-term memory (LSTM). The state after a token can only be
 computed from the state before it, so the tokens are computed one after another. If a row is split
 over shards, each shard waits for the final state of the shard before it.
@@ -23,14 +23,14 @@ class RecurrentNetwork(Mixer):
     `tensor` can split the groups; with one group, U is a full matrix as in the original networks.
     The output is a projection of the state "h" to the model's width.
 
-    A subclass declares the names of the gates and states of its cell (`gates`, `states`), and
-    computes the cell in `cell`.
+    A subclass declares the names of the gates and states of its cell (`gate_names`, `state_names`),
+    and computes the cell in `cell`.
 
     Diagnostics: state_norm [H], ‖h‖ of each group after the last token, averaged over rows.
     """
 
-    gates: tuple[str, ...]
-    states: tuple[str, ...]
+    gate_names: tuple[str, ...]
+    state_names: tuple[str, ...]
 
     def cell(self, state: dict[str, jax.Array], x_BHC: jax.Array) -> dict[str, jax.Array]:
         """Computes the states after one token.
@@ -44,7 +44,7 @@ class RecurrentNetwork(Mixer):
         """
         raise NotImplementedError
 
-    def init_bias(self, shape: tuple[int, ...]) -> jax.Array:
+    def initial_bias(self, shape: tuple[int, ...]) -> jax.Array:
         """Returns the initial value of the bias b. `shape` is [H, C] or, for stacked layers,
         [layers, H, C].
         """
@@ -52,25 +52,25 @@ class RecurrentNetwork(Mixer):
 
     def __init__(self, config, make, layers):
         d, h, v = config.hidden_size, config.linear_num_value_heads, config.linear_value_head_dim
-        width = len(self.gates) * v
+        width = len(self.gate_names) * v
         self.in_proj = make.matrix(
-            (d, h, width), "embed -> value_heads .", parts=[(name, v) for name in self.gates]
+            (d, h, width), "embed -> value_heads .", parts=[(name, v) for name in self.gate_names]
         )
         self.recurrent = make.parameter(
             lambda shape: jax.random.normal(make.rngs.params(), shape) * v**-0.5,
             (h, v, width),
             "value_heads . .",
             kind="vector",
-            operand=False,
+            uses_model_dtype=False,
         )
-        self.bias = make.parameter(self.init_bias, (h, width), "value_heads .", kind="rate")
+        self.bias = make.parameter(self.initial_bias, (h, width), "value_heads .", kind="rate")
         self.out_proj = make.matrix((h, v, d), "value_heads . -> embed")
 
     def __call__(self, x_BTD, context, cache=None):
-        rows = activation_spec("batch", context.time, "heads")
+        rows = activation_spec("batch", context.logical_time_axis, "heads")
         first = activation_spec("batch", "heads")
         heads = activation_spec("heads")
-        tokens = activation_spec("batch", context.time)
+        tokens = activation_spec("batch", context.logical_time_axis)
 
         def run(x_BTHC, u_HVC, bias_HC, segment_ids, state):
             def step(state, x_BHC):
@@ -79,13 +79,13 @@ class RecurrentNetwork(Mixer):
 
             if state is None:
                 shape = (x_BTHC.shape[0], *u_HVC.shape[:2])
-                state = {name: jnp.zeros(shape, jnp.float32) for name in self.states}
+                state = {name: jnp.zeros(shape, jnp.float32) for name in self.state_names}
             return token_scan(
                 step,
                 x_BTHC.astype(jnp.float32) + bias_HC,
                 state,
                 segment_ids=segment_ids,
-                axis_name=context.time_axis,
+                axis_name=context.mesh_time_axis,
             )
 
         x_BTHC = jnp.einsum("btd,dhc->bthc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
@@ -110,23 +110,28 @@ class RecurrentNetwork(Mixer):
     @classmethod
     def init_cache(cls, config, batch, length):
         shape = (batch, config.linear_num_value_heads, config.linear_value_head_dim)
-        return {name: jnp.zeros(shape) for name in cls.states}
+        return {name: jnp.zeros(shape) for name in cls.state_names}
 
     @classmethod
     def activation_flops(cls, config, length):
         """Counts the FLOPs per token of the product U h."""
-        return 2 * config.linear_num_value_heads * len(cls.gates) * config.linear_value_head_dim**2
+        return (
+            2
+            * config.linear_num_value_heads
+            * len(cls.gate_names)
+            * config.linear_value_head_dim**2
+        )
 
     @staticmethod
-    def splits(config):
+    def sizes_split_by_tensor(config):
         return {"linear_num_value_heads": config.linear_num_value_heads}
 
 
 class RNN(RecurrentNetwork):
     """The simple recurrent network (Elman, 1990): h ← tanh(W x + U h + b)."""
 
-    gates = ("input",)
-    states = ("h",)
+    gate_names = ("input",)
+    state_names = ("h",)
 
     def cell(self, state, x_BHC):
         return {"h": jnp.tanh(x_BHC)}
@@ -140,11 +145,11 @@ class LSTM(RecurrentNetwork):
     of f starts at 1, all other biases at 0.
     """
 
-    gates = ("input", "forget", "new", "output")
-    states = ("h", "c")
+    gate_names = ("input", "forget", "new", "output")
+    state_names = ("h", "c")
 
-    def init_bias(self, shape):
-        one_gate = shape[-1] // len(self.gates)
+    def initial_bias(self, shape):
+        one_gate = shape[-1] // len(self.gate_names)
         return jnp.broadcast_to(jnp.repeat(jnp.array([0.0, 1.0, 0.0, 0.0]), one_gate), shape)
 
     def cell(self, state, x_BHC):

@@ -11,11 +11,11 @@ import numpy as np
 
 from qwen3next_jax.model.layers import Context, token_mean
 from qwen3next_jax.model.mixer import Mixer
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.ops import causal_conv1d
 from qwen3next_jax.sharding.rules import activation_spec, per_shard
 from qwen3next_jax.zoo.ops import channel_delta_rule, linear_scan, max_plus_scan
-from qwen3next_jax.zoo.projections import make_low_rank, project_to_float32
+from qwen3next_jax.zoo.projections import make_low_rank_projection, project_to_float32
 from qwen3next_jax.zoo.references import (
     outer_product_recurrence,
     project_out,
@@ -24,8 +24,8 @@ from qwen3next_jax.zoo.references import (
 )
 
 EXAMPLES = {"rwkv4": {"linear_mixer": "rwkv4"}, "rwkv6": {"linear_mixer": "rwkv6"}}
-RWKV4_STATES = ("largest", "weighted", "total")
-RWKV6_INPUTS = ("decay", "key", "value", "receptance", "gate")
+RWKV4_STATE_NAMES = ("largest", "weighted", "total")
+RWKV6_INPUT_NAMES = ("decay", "key", "value", "receptance", "gate")
 RWKV6_MIX_RANK, RWKV6_DECAY_RANK = 32, 64  # the values of the paper
 
 
@@ -52,10 +52,10 @@ def token_shift(
             activation=None,
             initial_state=before,
             segment_ids=segment_ids,
-            axis_name=context.time_axis,
+            axis_name=context.mesh_time_axis,
         )
 
-    rows = activation_spec("batch", context.time)
+    rows = activation_spec("batch", context.logical_time_axis)
     first = activation_spec("batch")
     return per_shard(run, context.mesh, (rows, rows, first), (rows, first))(
         x_BTD, context.segment_ids, before_B1D
@@ -101,13 +101,13 @@ class RWKV4(Mixer):
         r = mixed[0] @ self.receptance_proj[...].astype(dtype)
         k = mixed[1] @ self.key_proj[...].astype(dtype)
         v = mixed[2] @ self.value_proj[...].astype(dtype)
-        rows = activation_spec("batch", context.time)
+        rows = activation_spec("batch", context.logical_time_axis)
         first = activation_spec("batch")
         whole = activation_spec()
-        state = cache and tuple(cache[name] for name in RWKV4_STATES)
+        state = cache and tuple(cache[name] for name in RWKV4_STATE_NAMES)
 
         def run(k, v, w, bonus, segment_ids, state):
-            return self._weighted_mean(k, v, w, bonus, segment_ids, context.time_axis, state)
+            return self._weighted_mean(k, v, w, bonus, segment_ids, context.mesh_time_axis, state)
 
         o, state = per_shard(
             run, context.mesh, (rows, rows, whole, whole, rows, first), (rows, first)
@@ -120,7 +120,7 @@ class RWKV4(Mixer):
                 "half_life": jnp.log(2) * jnp.exp(-self.decay[...]),
                 "receptance": token_mean(jax.nn.sigmoid(r), context.stats_mask),
             }
-        return y, diagnostics, cache and dict(zip(RWKV4_STATES, state)) | {"shift": last}
+        return y, diagnostics, cache and dict(zip(RWKV4_STATE_NAMES, state)) | {"shift": last}
 
     def _weighted_mean(self, k, v, w, bonus, segment_ids, axis_name, state):
         """Computes the weighted mean of the values v [B, T, D] for the keys k [B, T, D].
@@ -130,10 +130,11 @@ class RWKV4(Mixer):
           w: [D], the logarithm of each channel's decay rate.
           bonus: [D], u.
           segment_ids, axis_name: as in `linear_scan`.
-          state: the states before the row, in the order of RWKV4_STATES; None for empty states.
+          state: the states before the row, in the order of RWKV4_STATE_NAMES; None for empty
+            states.
 
         Returns:
-          The mean [B, T, D], float32; the states after the row, in the order of RWKV4_STATES.
+          The mean [B, T, D], float32; the states after the row, in the order of RWKV4_STATE_NAMES.
         """
         split = dict(segment_ids=segment_ids, axis_name=axis_name)
         largest, weighted, total = (None, None, None) if state is None else state
@@ -158,7 +159,7 @@ class RWKV4(Mixer):
 
     @staticmethod
     def init_cache(config, batch, length):
-        states = {name: jnp.zeros((batch, config.hidden_size)) for name in RWKV4_STATES}
+        states = {name: jnp.zeros((batch, config.hidden_size)) for name in RWKV4_STATE_NAMES}
         # "largest" starts at -∞, the maximum of no keys. If it started at 0, e^{k − 0} would
         # underflow where all keys are far below 0.
         states["largest"] = jnp.full_like(states["largest"], -jnp.inf)
@@ -185,15 +186,15 @@ class RWKV6(Recurrent):
     LayerNorm of each head and a SiLU gate follow. There is no convolution.
     """
 
-    switches = ()
-    convolved = False
+    switches_read = ()
+    has_convolution_and_silu = False
 
     def __init__(self, config, make, layers):
         self.config = c = config
         d, g, h = c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads
         r, k = h // g, c.linear_key_head_dim
         v = r * c.linear_value_head_dim
-        count, rank = len(RWKV6_INPUTS), RWKV6_MIX_RANK
+        count, rank = len(RWKV6_INPUT_NAMES), RWKV6_MIX_RANK
 
         def half(shape):
             return jnp.full(shape, 0.5)
@@ -205,7 +206,7 @@ class RWKV6(Recurrent):
         for part in (("receptance", k), ("key", k), ("value", v, r), ("gate", v, r)):
             projection = make.matrix((d, g, part[1]), "embed -> key_heads .", parts=(part,))
             setattr(self, f"{part[0]}_proj", projection)
-        self.decay_down, self.decay_up = make_low_rank(make, RWKV6_DECAY_RANK, k)
+        self.decay_down, self.decay_up = make_low_rank_projection(make, RWKV6_DECAY_RANK, k)
         self.decay = make.parameter(
             lambda shape: jnp.broadcast_to(jnp.linspace(-6.0, -1.0, k), shape),
             (h, k),
@@ -223,8 +224,8 @@ class RWKV6(Recurrent):
         return y_BTD, diagnostics, other_states and other_states | {"shift": last}
 
     def mix_inputs(self, x_and_before_BTE: jax.Array) -> jax.Array:
-        """Returns the mixed inputs [P, B, T, D], in the order of RWKV6_INPUTS. The argument holds
-        x and x₋₁ side by side.
+        """Returns the mixed inputs [P, B, T, D], in the order of RWKV6_INPUT_NAMES.
+        `x_and_before_BTE` holds x and x₋₁ side by side.
         """
         x, before = jnp.split(x_and_before_BTE, 2, axis=-1)
         change = before - x
@@ -238,9 +239,9 @@ class RWKV6(Recurrent):
         )
         return x + change * delta
 
-    def inputs(self, x_and_before_BTE: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_and_before_BTE: jax.Array, context: Context) -> ProjectedInputs:
         dtype = x_and_before_BTE.dtype
-        mixed = dict(zip(RWKV6_INPUTS, self.mix_inputs(x_and_before_BTE)))
+        mixed = dict(zip(RWKV6_INPUT_NAMES, self.mix_inputs(x_and_before_BTE)))
 
         def project(name):
             weight_DGC = getattr(self, f"{name}_proj")[...].astype(dtype)
@@ -249,18 +250,18 @@ class RWKV6(Recurrent):
         low = jnp.tanh(project_to_float32(mixed["decay"], self.decay_down)).astype(dtype)
         w_BTHK = self.decay[...] + project_to_float32(low, self.decay_up)
         qkv = jnp.concatenate([project("receptance"), project("key"), project("value")], axis=-1)
-        return Inputs(qkv, project("gate"), g=-jnp.exp(w_BTHK))
+        return ProjectedInputs(qkv, project("gate"), log_decay=-jnp.exp(w_BTHK))
 
-    def head_weights(self):
+    def recurrence_parameters(self):
         return (self.bonus[...],)
 
     def recurrence(self, heads, state):
-        (bonus_HK,) = heads.weights
+        (bonus_HK,) = heads.recurrence_parameters
         o_BTHV, final_state = channel_delta_rule(
             heads.q,
             heads.k,
             heads.v,
-            g=heads.g,
+            g=heads.log_decay,
             beta=heads.beta,
             delta_term=False,
             read="before",
@@ -314,7 +315,7 @@ def rwkv6_reference(config, params, x):
     )
     mixed = {
         name: x + (before - x) * (params["mix"][i] + low[:, i] @ params["mix_up"][i])
-        for i, name in enumerate(RWKV6_INPUTS)
+        for i, name in enumerate(RWKV6_INPUT_NAMES)
     }
 
     def project(name):

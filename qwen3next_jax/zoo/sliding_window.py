@@ -29,11 +29,11 @@ EXAMPLES = {
         },
     }
 }
-CHUNK = 128  # number of queries computed at once
+QUERIES_PER_CHUNK = 128  # number of queries computed at once
 _HIDDEN = -1e30  # score of a masked key; finite, so that a query without any key gives no NaN
 
 
-class SlidingWindow(BiasedProjections):
+class SlidingWindowAttention(BiasedProjections):
     """`GatedAttention` whose queries see only the last `window` keys. The cache holds the keys and
     values of the window (and of the first tokens), so that its size is constant.
     """
@@ -47,9 +47,9 @@ class SlidingWindow(BiasedProjections):
         # whether each head has a learned sink logit s, which adds e^s to the softmax's denominator
         sink_logit: bool = False
 
-    read_time = ("window", "first_tokens")
+    settings_free_after_training = ("window", "first_tokens")
     cache_kind = "state"
-    in_place = False
+    writes_cache_in_place = False
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
@@ -68,7 +68,7 @@ class SlidingWindow(BiasedProjections):
             k = jnp.concatenate([cache["k"], k], axis=1)
             v = jnp.concatenate([cache["v"], v], axis=1)
             kv_ids = jnp.concatenate([jnp.where(is_cached, 1, -1), ids], axis=1)
-            cache = self._cache_after(cache, k, v, k_BTMK, v_BTMK, ids, positions)
+            cache = self._cache_after_tokens(cache, k, v, k_BTMK, v_BTMK, ids, positions)
         if s.first_tokens and cache is None:
             first = (k, v, jnp.arange(positions.shape[1]) - positions)
         elif s.first_tokens:
@@ -90,11 +90,11 @@ class SlidingWindow(BiasedProjections):
                 sink=sink,
                 first=first and FirstTokens(*first, positions, s.first_tokens),
                 window=s.window,
-                axis_name=context.time_axis,
+                axis_name=context.mesh_time_axis,
             )
 
-        heads = activation_spec("batch", context.time, "heads")
-        tokens = activation_spec("batch", context.time)
+        heads = activation_spec("batch", context.logical_time_axis, "heads")
+        tokens = activation_spec("batch", context.logical_time_axis)
         firsts = first and (heads, heads, tokens)
         in_specs = (heads, heads, heads, tokens, tokens, firsts, tokens, activation_spec("heads"))
         sink = self.sink[...] if s.sink_logit else None
@@ -103,7 +103,7 @@ class SlidingWindow(BiasedProjections):
         )
         return o_BTNK, cache
 
-    def _cache_after(self, cache, k_BSMK, v_BSMK, k_BTMK, v_BTMK, ids_BT, positions_BT):
+    def _cache_after_tokens(self, cache, k_BSMK, v_BSMK, k_BTMK, v_BTMK, ids_BT, positions_BT):
         """Returns the cache after these tokens, without the padding at their end.
 
         Args:
@@ -156,7 +156,7 @@ class SlidingWindow(BiasedProjections):
 
 
 def sliding_window_reference(config, params, x):
-    s = config.settings_of("sliding_window")
+    s = config.settings_of_mixer("sliding_window")
     i, j, causal = positions_and_causal_mask(x)
     seen = causal & ((i - j < s.window) | (j < s.first_tokens))
     return gated_attention(config, params, x, seen=seen, distance=i - j, sink=params.get("sink"))
@@ -173,17 +173,19 @@ class FirstTokens(NamedTuple):
     """The first tokens of documents, which stay visible beyond the window.
 
     Attributes:
-      k, v: keys and values [B, S, M, K], which include the first tokens of all documents.
-      start: [B, T], for each query the index along S of the first token of its document.
-      position: [B, T], the position of each query in its document.
-      count: F, the number of first tokens of a document that stay visible.
+      k, v: keys and values, [B, S, M, K]. Those of the first tokens of every document are among
+        them.
+      query_document_start: [B, T], for each query the index along S of the first token of its
+        document.
+      query_position: [B, T], the position of each query in its document.
+      tokens_per_document: F, the number of first tokens of a document that stay visible.
     """
 
     k: jax.Array
     v: jax.Array
-    start: jax.Array
-    position: jax.Array
-    count: int
+    query_document_start: jax.Array
+    query_position: jax.Array
+    tokens_per_document: int
 
 
 def window_attention(
@@ -213,8 +215,9 @@ def window_attention(
       sink: [N] or None, a logit s of each head that adds e^s to the softmax's denominator.
       first: the first tokens of documents, which stay visible beyond the window; or None.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order. k then has T
-        keys, `first.k` and `first.v` are k and v of this shard, and the indices in `first.start`
-        are indices in the whole row. The function gathers the keys and values of the whole row.
+        keys, `first.k` and `first.v` are k and v of this shard, and the indices in
+        `first.query_document_start` are indices in the whole row. The function gathers the keys and
+        values of the whole row.
       window: the number of keys that a query sees, 1 or more.
 
     Returns:
@@ -228,10 +231,10 @@ def window_attention(
     before = window - 1
     ids = jnp.ones((batch, time), jnp.int32) if segment_ids is None else segment_ids
     if kv_segment_ids is None:
-        k, v, kv_ids, first = _with_keys_before(k, v, ids, first, before, axis_name)
+        k, v, kv_ids, first = _prepend_earlier_keys(k, v, ids, first, before, axis_name)
     else:
         kv_ids = kv_segment_ids
-    size = min(CHUNK, time)
+    size = min(QUERIES_PER_CHUNK, time)
     end = [(0, 0), (0, -time % size)]
     k_padded, v_padded = (jnp.pad(x, end + [(0, 0), (0, 0)]) for x in (k, v))
     ids_padded = jnp.pad(kv_ids, end, constant_values=-1)
@@ -244,7 +247,9 @@ def window_attention(
         )
         return start + size, o_BCNK
 
-    by_query = (q, ids) if first is None else (q, ids, first.start, first.position)
+    by_query = (
+        (q, ids) if first is None else (q, ids, first.query_document_start, first.query_position)
+    )
     _, o = blocks.scan_or_call_once(attend, 0, blocks.to_chunks(by_query, 1, size))
     return blocks.from_chunks(o, 1, time)
 
@@ -252,14 +257,14 @@ def window_attention(
 def _check_shapes(q, k, v, segment_ids, kv_segment_ids, window):
     if window < 1:
         raise ValueError(f"window = {window}: expected 1 or more")
-    checks.shapes(
+    checks.check_shapes(
         q=(q, "BTND"),
         segment_ids=(segment_ids, "BT"),
         k=(k, "BSMD"),
         v=(v, "BSMD"),
         kv_segment_ids=(kv_segment_ids, "BS"),
     )
-    checks.integers(segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
+    checks.check_integers(segment_ids=segment_ids, kv_segment_ids=kv_segment_ids)
     heads, groups, time, keys = q.shape[2], k.shape[2], q.shape[1], k.shape[1]
     if heads % groups:
         raise ValueError(
@@ -281,8 +286,8 @@ def _attend_chunk(chunk, k_BSMK, v_BSMK, kv_ids_BS, sink, first, window):
     """Computes the output o [B, C, N, K] of a chunk of queries.
 
     Args:
-      chunk: (q [B, C, N, K], document ids [B, C]), and with `first` also `first.start` and
-        `first.position` of these queries.
+      chunk: (q [B, C, N, K], document ids [B, C]), and with `first` also
+        `first.query_document_start` and `first.query_position` of these queries.
       k_BSMK, v_BSMK, kv_ids_BS: the W + C keys that these queries may see, their values and their
         documents.
       sink, first, window: as for `window_attention`.
@@ -303,9 +308,9 @@ def _attend_chunk(chunk, k_BSMK, v_BSMK, kv_ids_BS, sink, first, window):
     columns = [jnp.where(seen_BCS[:, None, None], s_BMHCS, _HIDDEN)]
     if first is not None:
         start_BC, position_BC = first_of_chunk
-        first_k, first_v = _first_keys_and_values(first, start_BC, groups, width)
+        first_k, first_v = _keys_and_values_of_first_tokens(first, start_BC, groups, width)
         s_BMHCF = scores("bcmhd,bcfmd->bmhcf", first_k)
-        is_beyond = position_BC[..., None] - jnp.arange(first.count) >= window
+        is_beyond = position_BC[..., None] - jnp.arange(first.tokens_per_document) >= window
         columns.append(jnp.where(is_beyond[:, None, None], s_BMHCF, _HIDDEN))
     if sink is not None:
         logit = sink.astype(jnp.float32).reshape(groups, -1)[None, :, :, None, None]
@@ -315,18 +320,20 @@ def _attend_chunk(chunk, k_BSMK, v_BSMK, kv_ids_BS, sink, first, window):
     sums = lambda pattern, p, v: jnp.einsum(pattern, p, v, preferred_element_type=jnp.float32)
     o = sums("bmhcs,bsmd->bcmhd", p[..., :keys], v_BSMK)
     if first is not None:
-        p_first = p[..., keys:][..., : first.count]
+        p_first = p[..., keys:][..., : first.tokens_per_document]
         o = o + sums("bmhcf,bcfmd->bcmhd", p_first, first_v)
     return o.reshape(q_BCNK.shape).astype(q_BCNK.dtype)
 
 
-def _first_keys_and_values(first: FirstTokens, start_BC, groups, width):
+def _keys_and_values_of_first_tokens(first: FirstTokens, start_BC, groups, width):
     """Returns the keys and the values [B, C, F, M, K] of the first tokens of each query's
     document.
     """
     # If a document has fewer than F tokens, other tokens take the missing places. `_attend_chunk`
     # hides them, because it shows only tokens that are a window or more before the query.
-    index = jnp.clip(start_BC[..., None] + jnp.arange(first.count), 0, first.k.shape[1] - 1)
+    index = jnp.clip(
+        start_BC[..., None] + jnp.arange(first.tokens_per_document), 0, first.k.shape[1] - 1
+    )
     flat = index.reshape(index.shape[0], -1, 1, 1)
     return (
         jnp.take_along_axis(x, flat, axis=1).reshape(*index.shape, groups, width)
@@ -334,8 +341,8 @@ def _first_keys_and_values(first: FirstTokens, start_BC, groups, width):
     )
 
 
-def _with_keys_before(k, v, ids, first, before: int, axis_name):
-    """Returns k, v and ids with W = `before` more entries before the first query. These entries
+def _prepend_earlier_keys(k, v, ids, first, before: int, axis_name):
+    """Returns k, v and ids with W = `before` more entries before the first query. The added entries
     come from the shards before this one, or are padding at the start of the row. The fourth result
     is `first` with the keys and values of the whole row.
     """

@@ -18,10 +18,10 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.gated_deltanet import DECAY_INITS, log_uniform_dt_bias
 from qwen3next_jax.model.layers import Context, token_mean
 from qwen3next_jax.model.mixer import Mixer
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.ops import causal_conv1d
 from qwen3next_jax.sharding.rules import activation_spec, per_shard
-from qwen3next_jax.zoo.ops import expanded_scan
+from qwen3next_jax.zoo.ops import low_memory_linear_scan
 from qwen3next_jax.zoo.projections import project_to_float32
 from qwen3next_jax.zoo.references import (
     causal_convolution,
@@ -38,7 +38,7 @@ EXAMPLES = {
 }
 
 
-class ChannelStates(Mixer):
+class ChannelStateMixer(Mixer):
     """The base class of mixers with a small state for each of linear_num_value_heads ×
     linear_value_head_dim channels.
     """
@@ -56,11 +56,11 @@ class ChannelStates(Mixer):
         return 4 * channels * cls.settings(config).state_size
 
     @staticmethod
-    def splits(config):
+    def sizes_split_by_tensor(config):
         return {"linear_num_value_heads": config.linear_num_value_heads}
 
 
-class Mamba(ChannelStates):
+class Mamba(ChannelStateMixer):
     """Mamba (S6, 2312.00752, algorithm 2). Every channel has a state h [N], whose decay and update
     depend on the token.
 
@@ -72,7 +72,7 @@ class Mamba(ChannelStates):
     Diagnostics: step [H], the mean of Δ over the tokens and the channels of each head.
     """
 
-    switches = ("linear_conv_kernel_dim",)
+    switches_read = ("linear_conv_kernel_dim",)
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -123,12 +123,12 @@ class Mamba(ChannelStates):
 
     def _convolve(self, x_BTHV, context: Context, state):
         """Applies the convolution and the SiLU to x. Returns the outputs [B, T, H, V] and the
-        inputs that the convolution of the next tokens needs. `state` holds these inputs before the
-        row; None means zeros.
+        inputs that the convolution of the next tokens needs. `state` holds the inputs of the
+        convolution before the row; None means zeros.
         """
-        rows = activation_spec("batch", context.time, "heads")
+        rows = activation_spec("batch", context.logical_time_axis, "heads")
         first = activation_spec("batch", None, "heads")
-        tokens = activation_spec("batch", context.time)
+        tokens = activation_spec("batch", context.logical_time_axis)
 
         def convolve(x, kernel, segment_ids, state):
             return causal_conv1d(
@@ -137,7 +137,7 @@ class Mamba(ChannelStates):
                 activation="silu",
                 initial_state=state,
                 segment_ids=segment_ids,
-                axis_name=context.time_axis,
+                axis_name=context.mesh_time_axis,
             )
 
         in_specs = (rows, activation_spec(None, "heads"), tokens, first)
@@ -178,12 +178,17 @@ class Mamba(ChannelStates):
             inputs = [y.astype(jnp.float32) for y in (x, step, b, c)]
             if state is None:
                 state = jnp.zeros((x.shape[0], *a_log.shape), jnp.float32)
-            return expanded_scan(
-                expand, read, inputs, state, segment_ids=segment_ids, axis_name=context.time_axis
+            return low_memory_linear_scan(
+                expand,
+                read,
+                inputs,
+                state,
+                segment_ids=segment_ids,
+                axis_name=context.mesh_time_axis,
             )
 
-        rows = activation_spec("batch", context.time, "heads")
-        tokens = activation_spec("batch", context.time)
+        rows = activation_spec("batch", context.logical_time_axis, "heads")
+        tokens = activation_spec("batch", context.logical_time_axis)
         heads = activation_spec("heads")
         states = activation_spec("batch", "heads")
         in_specs = (rows, rows, tokens, tokens, heads, tokens, states)
@@ -205,7 +210,7 @@ class Mamba(ChannelStates):
         return config.linear_conv_kernel_dim - 1
 
 
-class S4D(ChannelStates):
+class S4D(ChannelStateMixer):
     """S4D (2206.11893, equations 3–5). Every channel has a complex state h [N], whose complex decay
     is learned and does not depend on the token.
 
@@ -244,7 +249,7 @@ class S4D(ChannelStates):
         )
         # C, with its real and imaginary parts in the last dimension
         self.read = make.parameter(
-            normal, (h, v, n, 2), "value_heads . . .", kind="vector", operand=False
+            normal, (h, v, n, 2), "value_heads . . .", kind="vector", uses_model_dtype=False
         )
         self.skip = make.parameter(normal, (h, v), "value_heads .", kind="rate")
         self.out_proj = make.matrix((h, v, 2, d), "value_heads . -> * embed")
@@ -279,19 +284,24 @@ class S4D(ChannelStates):
 
             if state is None:
                 state = jnp.zeros((x.shape[0], *a.shape), a.dtype)
-            return expanded_scan(
+            return low_memory_linear_scan(
                 lambda x: (rate, write * x[..., None]),
                 read,
                 x,
                 state,
                 segment_ids=segment_ids,
-                axis_name=context.time_axis,
+                axis_name=context.mesh_time_axis,
             )
 
-        rows = activation_spec("batch", context.time, "heads")
+        rows = activation_spec("batch", context.logical_time_axis, "heads")
         heads = activation_spec("heads")
         states = activation_spec("batch", "heads")
-        in_specs = (rows, *(heads,) * 5, activation_spec("batch", context.time), states)
+        in_specs = (
+            rows,
+            *(heads,) * 5,
+            activation_spec("batch", context.logical_time_axis),
+            states,
+        )
         parameters = (self.log_step, self.a_log, self.a_imag, self.read, self.skip)
         return per_shard(run, context.mesh, in_specs, (rows, states))(
             x_BTHV,
@@ -326,7 +336,7 @@ class Mamba2(Recurrent):
     none.
     """
 
-    switches = (*Recurrent.switches, "decay_init")
+    switches_read = (*Recurrent.switches_read, "decay_init")
     normalize_qk = False
 
     def __init__(self, config, make, layers):
@@ -345,16 +355,18 @@ class Mamba2(Recurrent):
         self.skip = make.parameter(jnp.ones, (h,), "value_heads", kind="rate")
         self.make_output(make, per_head=True)
 
-    def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
+    def project_inputs(self, x_BTD: jax.Array, context: Context) -> ProjectedInputs:
         step_BTH = jax.nn.softplus(project_to_float32(x_BTD, self.step_proj) + self.dt_bias[...])
-        qkv, gate = self.project(x_BTD, context)
-        return Inputs(qkv, gate, g=-jnp.exp(self.a_log[...]) * step_BTH, beta=step_BTH)
+        qkv, gate = self.project_qkv_and_gate(x_BTD, context)
+        return ProjectedInputs(
+            qkv, gate, log_decay=-jnp.exp(self.a_log[...]) * step_BTH, beta=step_BTH
+        )
 
-    def head_weights(self):
+    def recurrence_parameters(self):
         return (self.skip[...],)
 
     def recurrence(self, heads, state):
-        (skip_H,) = heads.weights
+        (skip_H,) = heads.recurrence_parameters
         # `gated_delta_rule` divides by √K
         q_BTGK = heads.q * heads.q.shape[-1] ** 0.5
         o_BTHV, states = super().recurrence(heads._replace(q=q_BTGK), state)

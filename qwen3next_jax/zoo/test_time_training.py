@@ -1,8 +1,8 @@
 """Mixers that change their recurrent state by one step of gradient descent per token: TTT-Linear
 and Titans.
 
-Both divide a document into blocks of `mixer.block` tokens. The gradients of all tokens of a block
-are computed at the state before the block.
+Both mixers divide a document into blocks of `mixer.block` tokens. The gradients of all tokens of a
+block are computed at the state before the block.
 
 Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
 """
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import ProjectedInputs, Recurrent
 from qwen3next_jax.zoo.ops import token_scan
 from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
 from qwen3next_jax.zoo.references import (
@@ -30,8 +30,8 @@ EXAMPLES = {
 }
 
 
-class TrainedState(Recurrent):
-    """The base class of both mixers. The cache has three parts: "state", the current state;
+class GradientStepMixer(Recurrent):
+    """The base class of `TTT` and `Titans`. The cache has three parts: "state", the current state;
     "start", the state before the current block, at which the gradients are computed; and "count",
     the number of tokens of the current block so far.
     """
@@ -74,7 +74,8 @@ class TrainedState(Recurrent):
 
     def states_after_token(self, states, new_BHKV):
         """Returns the parts of the cache after a token, where `new_BHKV` is the new "state". After
-        the last token of a block, "start" gets this value too, for the gradients of the next block.
+        the last token of a block, `new_BHKV` also becomes "start", the state at which the gradients
+        of the next block are computed.
         """
         count_BH = states["count"] + 1
         is_last = count_BH == self.settings(self.config).block
@@ -96,7 +97,7 @@ class TrainedState(Recurrent):
         return cache | cls.empty_states(cache["state"])
 
 
-class TTT(TrainedState):
+class TTT(GradientStepMixer):
     """TTT-Linear (2407.04620): the state of a head is a matrix W [K, V], the weights of a linear
     model f(y; W) = y + LN(Wᵀy) that learns to map keys to values.
 
@@ -106,8 +107,8 @@ class TTT(TrainedState):
     diagnostic beta is the mean of η.
     """
 
-    switches = ()
-    convolved = False
+    switches_read = ()
+    has_convolution_and_silu = False
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -119,25 +120,25 @@ class TTT(TrainedState):
             (h, k, k),
             "value_heads . .",
             kind="vector",
-            operand=False,
+            uses_model_dtype=False,
         )
         self.scale = make.parameter(jnp.ones, (h, k), "value_heads .", kind="norm")
         self.shift = make.parameter(jnp.zeros, (h, k), "value_heads .", kind="rate")
         self.make_output(make)
 
-    def inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         rate_BTH = (
             jax.nn.sigmoid(project_to_float32(x_BTD, self.rate_proj))
             / self.config.linear_key_head_dim
         )
-        qkv, _ = self.project(x_BTD, context)
-        return Inputs(qkv, beta=rate_BTH)
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
+        return ProjectedInputs(qkv, beta=rate_BTH)
 
-    def head_weights(self):
+    def recurrence_parameters(self):
         return self.start[...], self.scale[...], self.shift[...]
 
     def recurrence(self, heads, state):
-        start_HKV, scale_HV, shift_HV = (x.astype(jnp.float32) for x in heads.weights)
+        start_HKV, scale_HV, shift_HV = (x.astype(jnp.float32) for x in heads.recurrence_parameters)
         eps = self.config.rms_norm_eps
 
         def f(x_BHK, w_BHKV):  # w is W − W₀
@@ -169,19 +170,19 @@ class TTT(TrainedState):
         )
 
 
-class Titans(TrainedState):
+class Titans(GradientStepMixer):
     """The long-term memory of Titans (2501.00663, equations 9–14). The state of a head is a linear
     memory M [K, V], which gradient descent with momentum changes, and which decays.
 
     P ← η P − θ ∇½‖Mᵀk − v‖², M ← (1 − α) M + P, o = Mᵀq, with the gradient at the M before the
     block. q and k are normalised to length 1. The token's input x gives the share 1 − α of the
-    memory that is kept, the momentum η, and the learning rate θ: 1 − α and η are σ(W x + b), and
-    θ = σ(w x + b) / mixer.block. The divisor keeps a block of equal keys from overshooting. With
-    blocks of one token and without momentum, this resembles Gated DeltaNet. There is no output
-    gate. The diagnostic beta is the mean of η and θ.
+    memory that is kept, the momentum η, and the learning rate θ: 1 − α and η are σ(W x + b), and θ
+    = σ(w x + b) / mixer.block. The divisor keeps the memory from overshooting if all keys of a
+    block are equal. With blocks of one token and without momentum, the mixer resembles Gated
+    DeltaNet. There is no output gate. The diagnostic beta is the mean of η and θ.
     """
 
-    switches = ("short_convolution", "linear_conv_kernel_dim")
+    switches_read = ("short_convolution", "linear_conv_kernel_dim")
 
     def __init__(self, config, make, layers):
         self.config = c = config
@@ -201,13 +202,15 @@ class Titans(TrainedState):
         )
         self.make_output(make)
 
-    def inputs(self, x_BTD, context) -> Inputs:
+    def project_inputs(self, x_BTD, context) -> ProjectedInputs:
         logits_BTH3 = project_to_float32(x_BTD, self.gates_proj) + self.gates_bias[...]
         momentum_rate_BTH2 = jax.nn.sigmoid(logits_BTH3[..., 1:]) / jnp.array(
             [1, self.settings(self.config).block]
         )
-        qkv, _ = self.project(x_BTD, context)
-        return Inputs(qkv, g=jax.nn.log_sigmoid(logits_BTH3[..., 0]), beta=momentum_rate_BTH2)
+        qkv, _ = self.project_qkv_and_gate(x_BTD, context)
+        return ProjectedInputs(
+            qkv, log_decay=jax.nn.log_sigmoid(logits_BTH3[..., 0]), beta=momentum_rate_BTH2
+        )
 
     def recurrence(self, heads, state):
         def step(states, token):
@@ -221,7 +224,7 @@ class Titans(TrainedState):
             states = self.states_after_token(states | {"momentum": p}, m)
             return states, jnp.einsum("bhkv,bhk->bhv", m, q)
 
-        gates_BTH3 = jnp.concatenate([jnp.exp(heads.g)[..., None], heads.beta], axis=-1)
+        gates_BTH3 = jnp.concatenate([jnp.exp(heads.log_decay)[..., None], heads.beta], axis=-1)
         heads = heads._replace(q=l2_normalize(heads.q), k=l2_normalize(heads.k))
         return self.scan_tokens(step, heads, gates_BTH3, state)
 

@@ -13,14 +13,14 @@ import sys
 import pytest
 
 from qwen3next_jax.commands import config_flags
-from qwen3next_jax.commands.help import help_on
-from qwen3next_jax.commands.run_flags import read_step
+from qwen3next_jax.commands.help import help_on_word
+from qwen3next_jax.commands.run_flags import parse_step_flag
 from qwen3next_jax.common import installation
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
 from qwen3next_jax.config.describe import list_settings
 from qwen3next_jax.config.files import apply_overrides, load_config_file
 from qwen3next_jax.runs.store import open_store
-from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
+from qwen3next_jax.runs.vocabulary import fill_vocabulary_from_tokenizer
 from qwen3next_jax.sweeps.points import load_sweep
 from tests.records import record
 from tests.refusals import refused
@@ -47,9 +47,14 @@ def _run(*command, input=None, **environment):
 
 @pytest.mark.parametrize("text", ["bset", "-1", "1e3", "", "٣"])
 def test_a_step_is_a_number_or_best(text):
-    assert [read_step(given) for given in (None, "0", "500", "best")] == [None, 0, 500, "best"]
+    assert [parse_step_flag(given) for given in (None, "0", "500", "best")] == [
+        None,
+        0,
+        500,
+        "best",
+    ]
     with refused(f"--step={text}", "best"):
-        read_step(text)
+        parse_step_flag(text)
 
 
 # command → what the one line names with which it ends
@@ -259,8 +264,8 @@ def test_help_shows_the_commands_own_flags(command):
 
 
 def test_help_on_a_word_shows_what_has_it(monkeypatch):
-    monkeypatch.setattr(config_flags, "_reads_settings", True)
-    shown = help_on("Warmup")
+    monkeypatch.setattr(config_flags, "_accepts_setting_flags", True)
+    shown = help_on_word("Warmup")
     names = re.findall(r"--config\.([\w.]+)", shown)
     assert "optimizer.warmup_steps" in names
     assert all("warmup" in entry.lower() for entry in re.split(r"\n  (?=-)", shown))
@@ -290,7 +295,7 @@ def test_a_command_that_a_scheduler_ends_says_so():
         "def main():\n"
         "    interrupts.interrupt_at_sigterm()\n    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(60)\n"
-        "cli.run(types.SimpleNamespace(main=main, __doc__=''))\n"
+        "cli.run_command(types.SimpleNamespace(main=main, __doc__=''))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (130, "error: interrupted\n")
@@ -356,7 +361,7 @@ def test_the_command_line_sets_values_of_every_type():
 def test_the_tokenizer_sets_what_the_model_leaves_to_it():
     values = default_config()
     values["model"]["vocab_size"] = 0
-    fill_from_tokenizer(values)
+    fill_vocabulary_from_tokenizer(values)
     assert (values["model"]["vocab_size"], values["model"]["eos_token_id"]) == (257, 256)
 
 
@@ -366,12 +371,12 @@ def test_a_resumed_run_keeps_its_vocabulary(tmp_path):
     values["train"]["init_from"] = str(tmp_path / "gone")
     # no parent is no reason to read bytes
     with refused("train.init_from", "gone"):
-        fill_from_tokenizer(values, tmp_path)
-    open_store(tmp_path).write_run(
+        fill_vocabulary_from_tokenizer(values, tmp_path)
+    open_store(tmp_path).write_run_json(
         record(config={"model": {"vocab_size": 2000, "eos_token_id": 7}})
     )
     (tmp_path / "checkpoints/4").mkdir(parents=True)
-    fill_from_tokenizer(values, tmp_path)
+    fill_vocabulary_from_tokenizer(values, tmp_path)
     assert (values["model"]["vocab_size"], values["model"]["eos_token_id"]) == (2000, 7)
 
 
@@ -406,5 +411,5 @@ def test_a_compiler_for_tpus_alone_is_not_started(tmp_path, monkeypatch, chips, 
     monkeypatch.setattr(installation, "GPU_DEVICES", (tmp_path / "none",))
     monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: name == "libtpu")
     environment = dict(chosen)
-    installation.skip_absent_tpu(environment)
+    installation.exclude_absent_tpu_from_jax(environment)
     assert environment.get("JAX_PLATFORMS") == platforms

@@ -12,18 +12,18 @@ from qwen3next_jax import kernels as plugin
 from qwen3next_jax.commands import doctor
 from qwen3next_jax.common import installation
 from qwen3next_jax.ops import implementations
-from qwen3next_jax.ops.implementations import Form, choose
+from qwen3next_jax.ops.implementations import XlaImplementation, choose_implementation
 
 
 def test_every_part_traces_and_asks_for_its_operators():
-    results = doctor.tested_parts(1, 128)
+    results = doctor.tested_operators(1, 128)
     for part in results:
         decisions = implementations.trace_and_record(
-            lambda: jax.jit(part.function).trace(*part.shapes)
+            lambda: jax.jit(part.forward_and_backward).trace(*part.argument_shapes)
         )
         found = {decision.operator for decision in decisions}
-        assert found >= {part.operators[-1]}, part.name
-        assert part.bytes > 0, part.name
+        assert found >= {part.operator_names[-1]}, part.table_name
+        assert part.memory_bytes > 0, part.table_name
 
 
 @pytest.fixture
@@ -38,18 +38,18 @@ def kernel(monkeypatch):
     implementations.kernels_by_name.cache_clear()
 
 
-FORMS = (Form("xla", ("cpu", "gpu"), {"run": lambda x: x + x}),)
+FORMS = (XlaImplementation("xla", ("cpu", "gpu"), {"run": lambda x: x + x}),)
 
 
 def part():
     """Returns a part with a function of its own, which JAX has not traced yet."""
-    return doctor.TestedPart(
+    return doctor.TestedOperator(
         "double",
         ("doubled",),
-        lambda x: choose("doubled", None, FORMS, x=x).function_named("run")(x),
+        lambda x: choose_implementation("doubled", None, FORMS, x=x).function_named("run")(x),
         (jax.ShapeDtypeStruct((1024,), jnp.float32),),
         flops=0,
-        bytes=8 * 1024,
+        memory_bytes=8 * 1024,
     )
 
 
@@ -87,10 +87,10 @@ def no_memory(x):
 def test_the_exit_code_says_what_is_wrong(kernel, capsys, change, code, why):
     vars(kernel).update(change)
     device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
-    (result,) = doctor.check_parts([part()], device)
-    assert doctor._verdict([result]) == result.code == code
-    assert why in result.why
-    assert (result.share is None) == (result.seconds is None) == ("run" in change)
+    (result,) = doctor.check_operators([part()], device)
+    assert doctor._print_verdict([result]) == result.exit_code == code
+    assert why in result.reason_or_error
+    assert (result.share_of_peak is None) == (result.shortest_seconds is None) == ("run" in change)
     assert ("double" in capsys.readouterr().out) == (code > 0)
 
 
@@ -103,9 +103,11 @@ def test_a_second_trace_forgets_the_first_error(kernel, monkeypatch):
     twice = lambda trace: (trace(), trace())[:0]
     monkeypatch.setattr(implementations, "trace_and_record", twice)
     device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
-    (result,) = doctor.check_parts([dataclasses.replace(part(), function=function)], device)
-    assert result.code == 0
-    assert result.seconds is not None
+    (result,) = doctor.check_operators(
+        [dataclasses.replace(part(), forward_and_backward=function)], device
+    )
+    assert result.exit_code == 0
+    assert result.shortest_seconds is not None
 
 
 @pytest.mark.parametrize(
@@ -132,9 +134,11 @@ def test_a_gpu_that_jax_does_not_use_is_named(
     monkeypatch.setattr(installation, "NVIDIA_DRIVER", driver)
     monkeypatch.setattr(installation, "GPU_DEVICES", (device,))
     monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: plugin_found or None)
-    monkeypatch.setattr(installation, "has_cuda_library", lambda: library)
-    installation.skip_absent_tpu(environment)  # as every command begins; libtpu is there
-    line = installation.unused_gpu(environment, platform)
+    monkeypatch.setattr(installation, "has_cuda_driver_library", lambda: library)
+    installation.exclude_absent_tpu_from_jax(
+        environment
+    )  # as every command begins; libtpu is there
+    line = installation.unused_gpu_message(environment, platform)
     assert bool(line) == bool(says)
     assert says in line
     assert not line or "driver 580.82.07" in line
@@ -142,7 +146,7 @@ def test_a_gpu_that_jax_does_not_use_is_named(
 
 def test_a_gpu_without_driver_is_missed_where_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(installation, "NVIDIA_DRIVER", tmp_path / "absent")
-    assert installation.unused_gpu({}, "cpu") == ""
-    asked = installation.unused_gpu({"JAX_PLATFORMS": "cuda,cpu"}, "cpu")
+    assert installation.unused_gpu_message({}, "cpu") == ""
+    asked = installation.unused_gpu_message({"JAX_PLATFORMS": "cuda,cpu"}, "cpu")
     assert "JAX_PLATFORMS=cuda,cpu" in asked
     assert str(tmp_path / "absent") in asked

@@ -10,16 +10,16 @@ import jax
 import pytest
 from flax import nnx
 
-from qwen3next_jax.commands.config_flags import load_settings
+from qwen3next_jax.commands.config_flags import load_settings_of_file_or_run
 from qwen3next_jax.commands.show import layers_text
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict
 from qwen3next_jax.config.files import load_config_file
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.description import context_memory, layer_kinds
 from qwen3next_jax.model.flops import parameter_counts
-from qwen3next_jax.model.language_model import declared
-from qwen3next_jax.reporting.architecture import LayerBox, draw_model
-from qwen3next_jax.runs.record import run_text
+from qwen3next_jax.model.language_model import parameter_declarations
+from qwen3next_jax.reporting.architecture import LayerKindPanel, draw_model
+from qwen3next_jax.runs.record import run_json_text
 from tests.records import record
 from tests.refusals import refused
 
@@ -34,22 +34,24 @@ def test_kinds_of_layers_add_up_to_the_model(name):
     kinds, counts = layer_kinds(model), parameter_counts(model)
     shapes = nnx.eval_shape(lambda: Qwen3Next(model, rngs=nnx.Rngs(0)))
     layers = jax.tree.leaves(nnx.state(shapes, nnx.Param)["layers"])
-    assert sum(kind.size * len(kind.layers) for kind in kinds) == sum(
+    assert sum(kind.parameter_count * len(kind.layer_indices) for kind in kinds) == sum(
         math.prod(leaf.shape) for leaf in layers
     )
-    used = sum(kind.used * len(kind.layers) for kind in kinds)
+    used = sum(kind.parameters_per_token * len(kind.layer_indices) for kind in kinds)
     others = sum(
         parameter.size
-        for path, parameter in declared(model).items()
+        for path, parameter in parameter_declarations(model).items()
         if not path.startswith(("layers/", "mtp/")) and parameter.kind not in ("embedding", "head")
     )
     assert used + others == counts.active
-    assert sorted(i for kind in kinds for i in kind.layers) == [*range(model.num_hidden_layers)]
+    assert sorted(i for kind in kinds for i in kind.layer_indices) == [
+        *range(model.num_hidden_layers)
+    ]
 
 
 def test_the_released_model_s_context_memory():
     """12 attention layers with 2 heads of 256 keys and values each, in bfloat16."""
-    assert context_memory(ModelConfig()).per_token == 12 * 2 * 2 * 256 * 2
+    assert context_memory(ModelConfig()).bytes_per_token == 12 * 2 * 2 * 256 * 2
 
 
 @pytest.mark.parametrize(
@@ -67,9 +69,9 @@ def test_layers_are_written_briefly(layers, text):
 
 def test_figure_has_every_layer_and_is_well_formed():
     kinds = [
-        LayerBox("a < b", range(0, 60, 2), "dense", [("mixer/w", "2 × 3")], "6 parameters"),
-        LayerBox("c", range(1, 60, 2), "dense", [("mixer/v", "2")], "2 parameters"),
-        LayerBox("c", (), "dense", [("mixer/v", "2")], "2 parameters"),
+        LayerKindPanel("a < b", range(0, 60, 2), "dense", [("mixer/w", "2 × 3")], "6 parameters"),
+        LayerKindPanel("c", range(1, 60, 2), "dense", [("mixer/v", "2")], "2 parameters"),
+        LayerKindPanel("c", (), "dense", [("mixer/v", "2")], "2 parameters"),
     ]
     root = xml.etree.ElementTree.fromstring(draw_model("model & more", "sub", kinds))
     texts = [element.text or "" for element in root.iter() if element.tag.endswith("text")]
@@ -87,11 +89,11 @@ def test_show_refuses_a_third_config():
 def test_a_run_is_shown_by_its_folder(tmp_path):
     config = default_config()
     config["model"] |= {"num_hidden_layers": 3, "num_experts": 0}
-    (tmp_path / "run.json").write_text(run_text(record(config=config)))
-    assert load_settings(str(tmp_path))["model"]["num_hidden_layers"] == 3
+    (tmp_path / "run.json").write_text(run_json_text(record(config=config)))
+    assert load_settings_of_file_or_run(str(tmp_path))["model"]["num_hidden_layers"] == 3
     (tmp_path / "run.json").unlink()
     with refused(tmp_path, "run.json"):
-        load_settings(str(tmp_path))
+        load_settings_of_file_or_run(str(tmp_path))
 
 
 def test_an_unwritable_figure_is_one_line():

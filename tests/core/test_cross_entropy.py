@@ -47,7 +47,9 @@ def test_value_gradients_and_rows(chunk, chip, monkeypatch):
     if chip:
         described = types.SimpleNamespace(
             platform="tpu",
-            tpu=types.SimpleNamespace(mem_bw_bytes_per_second=1.64e12, bf16_ops_per_second=9.2e14),
+            tpu_info=types.SimpleNamespace(
+                mem_bw_bytes_per_second=1.64e12, bf16_ops_per_second=9.2e14
+            ),
         )
         monkeypatch.setattr("qwen3next_jax.ops.cross_entropy.compile_target", lambda: described)
     x, w, targets, weights = problem()
@@ -76,7 +78,9 @@ def test_z_loss_and_softcap_are_those_of_autodiff(z_weight, softcap, chip, monke
     if chip:
         described = types.SimpleNamespace(
             platform="tpu",
-            tpu=types.SimpleNamespace(mem_bw_bytes_per_second=1.64e12, bf16_ops_per_second=9.2e14),
+            tpu_info=types.SimpleNamespace(
+                mem_bw_bytes_per_second=1.64e12, bf16_ops_per_second=9.2e14
+            ),
         )
         monkeypatch.setattr("qwen3next_jax.ops.cross_entropy.compile_target", lambda: described)
     x, w, targets, weights = problem()

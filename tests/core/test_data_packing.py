@@ -25,12 +25,15 @@ def pack(lengths, row_length, buffered_tokens, seed=0, at_once=1):
     for batch in [*batches, *packer.finish()]:
         pieces = list(
             zip(
-                [batch.tokens[s : s + n] for s, n in zip(batch.starts, batch.lengths)],
-                batch.parts.tolist(),
-                batch.records.tolist(),
+                [batch.tokens[s : s + n] for s, n in zip(batch.piece_starts, batch.piece_lengths)],
+                batch.part_indices.tolist(),
+                batch.record_indices.tolist(),
             )
         )
-        rows += [pieces[a:b] for a, b in zip([0, *batch.ends[:-1]], batch.ends)]
+        rows += [
+            pieces[a:b]
+            for a, b in zip([0, *batch.row_ends_in_pieces[:-1]], batch.row_ends_in_pieces)
+        ]
     return rows, packer
 
 

@@ -70,7 +70,7 @@ def pieces_by_document(rows):
     """Pieces of a document may stand in any rows; its record number collects them."""
     texts = {}
     for row in rows:
-        for segment, origin in enumerate(row.origins, start=1):
+        for segment, origin in enumerate(row.document_origins, start=1):
             texts.setdefault(origin, []).append(bytes_of(row.tokens[row.segment_ids == segment]))
     return texts
 
@@ -142,7 +142,10 @@ def test_resume_and_repetition_give_the_same_batches(config):
 @pytest.mark.parametrize("shares", [([0, 1], [2, 3]), ([0, 2], [1], [3])])
 def test_hosts_share_the_same_batches(config, shares):
     data = load(config)
-    for start, stream in ((3, data.batches), (None, lambda _, **share: data.heldout(**share))):
+    for start, stream in (
+        (3, data.batches),
+        (None, lambda _, **share: data.heldout_batches(**share)),
+    ):
         whole = take(stream(start), 6)
         for share in shares:
             assert_same(
@@ -153,13 +156,13 @@ def test_hosts_share_the_same_batches(config, shares):
 
 def test_heldout_is_fixed_disjoint_and_padded_with_empty_rows(config):
     data = load(config)
-    batches = take(data.heldout(), 100)
-    assert_same(take(load(config).heldout(), 100), batches)
+    batches = take(data.heldout_batches(), 100)
+    assert_same(take(load(config).heldout_batches(), 100), batches)
     filled = np.concatenate([batch["segment_ids"].any(axis=1) for batch in batches])
     assert filled.sum() == data.heldout_rows
     assert filled[: data.heldout_rows].all()
     assert all(batch["tokens"].shape == (B, T) for batch in batches)
-    assert_same(take(data.heldout(B), 100), batches[:1])
+    assert_same(take(data.heldout_batches(B), 100), batches[:1])
     train = {
         piece for batch in take(data.batches(0), data.rows // B + 1) for piece in pieces_of(batch)
     }
@@ -170,7 +173,7 @@ def test_heldout_is_fixed_disjoint_and_padded_with_empty_rows(config):
 
 def test_document_names_say_where_the_rows_come_from(config):
     data = load(config)
-    batch, names = next(data.batches(2)), data.document_names(2)
+    batch, names = next(data.batches(2)), data.document_names_of_batch(2)
     assert [len(n) for n in names] == batch["segment_ids"].max(axis=1).tolist()
     lines = {
         f"{name}.jsonl:{i + 1}": text
@@ -306,16 +309,16 @@ def test_a_small_source_has_its_least_rows(config, tmp_path):
     write_jsonl(tmp_path / "small.jsonl", TEXTS[:20])
     both = load(config, path=f"large={config.path},small={tmp_path}/small.jsonl")
     assert both.heldout_sources == ["large", "small"]
-    held = len(both.heldout_places(None, 0)["small"])
+    held = len(both.heldout_places_by_source(None, 0)["small"])
     assert held >= 1
-    assert not both.heldout_places(1, 0)["small"]
-    places = both.heldout_places(1, held + 5)
+    assert not both.heldout_places_by_source(1, 0)["small"]
+    places = both.heldout_places_by_source(1, held + 5)
     assert places["large"][0] == 0
     assert len(places["large"]) == held + 5
     assert len(places["small"]) == held
-    read = [row for batch in both.heldout(1, least=held + 5) for row in batch["tokens"]]
-    every = [row for batch in both.heldout() for row in batch["tokens"]]
-    where = both.heldout_places(None, 0)
+    read = [row for batch in both.heldout_batches(1, least=held + 5) for row in batch["tokens"]]
+    every = [row for batch in both.heldout_batches() for row in batch["tokens"]]
+    where = both.heldout_places_by_source(None, 0)
     for source, own in places.items():
         np.testing.assert_array_equal(
             [read[i] for i in own], [every[i] for i in where[source][: held + 5]]

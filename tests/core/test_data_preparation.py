@@ -38,9 +38,9 @@ from qwen3next_jax.data.datatrove_step import PrepareShare
 from qwen3next_jax.data.digest_cache import DigestCache
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize_source
-from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Recipe
-from qwen3next_jax.data.sources import NothingFound, find_files_of_glob
-from qwen3next_jax.data.store import Store, write_json
+from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, RowRecipe
+from qwen3next_jax.data.sources import NothingFound, find_source_of_glob
+from qwen3next_jax.data.store import Store, write_json_with_digest
 from qwen3next_jax.data.text import LONG
 from qwen3next_jax.data.tokens import load_tokenizer
 from tests.corpora import TEXTS, jsonl, write_jsonl
@@ -58,8 +58,8 @@ def texts(tmp_path):
 
 
 def run(path, prepared_dir, length=64, fraction=0.1, seed=0, **arguments):
-    recipe = Recipe(length, fraction, seed)
-    return prepare([find_files_of_glob(path, "text")], BYTES, recipe, prepared_dir, **arguments)[0]
+    recipe = RowRecipe(length, fraction, seed)
+    return prepare([find_source_of_glob(path, "text")], BYTES, recipe, prepared_dir, **arguments)[0]
 
 
 def all_rows(prepared):
@@ -140,20 +140,20 @@ def test_workers_prepare_the_same_bytes(texts, tmp_path, monkeypatch):
     one = run(texts, tmp_path / "one", workers=1)
     assert len(list((tmp_path / "one").glob("tokens/*/*.tokens"))) > 8
     assert all_rows(one) == all_rows(whole)
-    origins = lambda p: [p.rows[TRAIN][i].origins for i in range(len(p.rows[TRAIN]))]
+    origins = lambda p: [p.rows[TRAIN][i].document_origins for i in range(len(p.rows[TRAIN]))]
     assert origins(one) == origins(whole)  # lines are counted over the parts of a file
     monkeypatch.setattr(preparation, "_BYTES_PER_WORKER", 1)
     monkeypatch.setattr(preparation, "_TOKENS_PER_WORKER", 1)
     monkeypatch.setattr(row_groups, "_GROUP_TOKENS", 4000)
     two = run(texts, tmp_path / "two", workers=2)
-    assert len(two.directories) > 3
+    assert len(two.row_folders) > 3
     groups = run(texts, tmp_path / "groups", workers=1)
     assert files(tmp_path / "two") == files(tmp_path / "groups")
     pieces = lambda p: sorted(
         (origin, tuple(row.tokens[row.segment_ids == segment].tolist()))
         for reader in p.rows.values()
         for row in (reader[i] for i in range(len(reader)))
-        for segment, origin in enumerate(row.origins, start=1)
+        for segment, origin in enumerate(row.document_origins, start=1)
     )
     total = lambda p: sum(len(tokens) for _, tokens in pieces(p))
     assert (
@@ -185,12 +185,12 @@ def test_ranks_share_the_work(texts, tmp_path):
 
 def test_ranks_that_pack_at_once_begin_with_different_rows(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(row_groups, "_GROUP_TOKENS", 2000)
-    source = find_files_of_glob(texts, "text")
+    source = find_source_of_glob(texts, "text")
     tokenize_source(source, BYTES, Store(tmp_path / "p"))
-    packed, documents = [], row_groups._read_documents
+    packed, documents = [], row_groups._documents_of_group
 
     def packs(group, *rest):
-        packed.append((rank, group.first))
+        packed.append((rank, group.first_part))
         if len(packed) == 1:  # meanwhile, the other rank packs everything that is missing
             other_rank()
         yield from documents(group, *rest)
@@ -201,7 +201,7 @@ def test_ranks_that_pack_at_once_begin_with_different_rows(texts, tmp_path, monk
         run(texts, tmp_path / "p", share=Share(1, 2))
         rank = 0
 
-    monkeypatch.setattr(row_groups, "_read_documents", packs)
+    monkeypatch.setattr(row_groups, "_documents_of_group", packs)
     rank = 0
     run(texts, tmp_path / "p", share=Share(0, 2))
     groups = len(list((tmp_path / "p" / "rows").iterdir()))
@@ -256,7 +256,7 @@ def test_the_text_is_not_needed_any_more(texts, tmp_path, capsys):
     shutil.rmtree(tmp_path / "texts")
     after = TextData(config, 64, 4)
     assert after.fingerprint == before.fingerprint
-    assert after.document_names(0) == before.document_names(0)
+    assert after.document_names_of_batch(0) == before.document_names_of_batch(0)
     assert texts in capsys.readouterr().err
     TextData(config, 32, 4)  # not even for rows of another length
     with refused("'texts'", error=NothingFound):
@@ -271,11 +271,11 @@ def test_digests_are_kept_until_files_change(texts, tmp_path, monkeypatch):
     from qwen3next_jax.data import digest_cache
 
     monkeypatch.setattr(digest_cache, "_SMALLEST", 0)
-    for file in find_files_of_glob(texts, "text").files:
+    for file in find_source_of_glob(texts, "text").files:
         os.utime(file.path, (1, 1))
     read, digest = [], readers.part_digest
     monkeypatch.setattr(
-        readers, "part_digest", lambda f, *rest: read.append(f.label) or digest(f, *rest)
+        readers, "part_digest", lambda f, *rest: read.append(f.relative_path) or digest(f, *rest)
     )
     before = run(texts, tmp_path / "p")
     assert sorted(set(read)) == ["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"]
@@ -298,7 +298,7 @@ def test_lines_that_are_no_digests_are_left_out(texts, tmp_path):
     (folder := tmp_path / "p" / "digests").mkdir(parents=True)
     lines = ["null", "[[1], 2]", "[1, 2, 3]", '["a"]', "[" * 10**5, "{}", '["kept", "digest"]']
     (folder / "a.jsonl").write_text("\n".join(lines))
-    cache = DigestCache(Store(tmp_path / "p"), find_files_of_glob(texts, "text"))
+    cache = DigestCache(Store(tmp_path / "p"), find_source_of_glob(texts, "text"))
     assert cache._known == {"kept": "digest"}
 
 
@@ -314,7 +314,7 @@ def test_neither_side_of_a_small_corpus_is_empty(tmp_path, count, fraction):
     for side in (TRAIN, HELDOUT):  # in which order a document is cut into pieces is random
         reader = prepared.rows[side]
         for row in (reader[i] for i in range(len(reader))):
-            for segment, (_, record) in enumerate(row.origins, start=1):
+            for segment, (_, record) in enumerate(row.document_origins, start=1):
                 piece = row.tokens[row.segment_ids == segment]
                 together.setdefault(record, []).extend(piece[piece < 256].tolist())
     assert [sorted(together[i]) for i in range(count)] == [
@@ -349,15 +349,15 @@ def test_variants_of_a_document_stay_together(texts, tmp_path):
         write_jsonl(tmp_path / f"{name}.jsonl", [change(text) for text in TEXTS])
     globs = [texts, *(f"{tmp_path}/{name}.jsonl" for name in ("same", "spaces", "decomposed"))]
     prepared = prepare(
-        [find_files_of_glob(glob, "text") for glob in globs],
+        [find_source_of_glob(glob, "text") for glob in globs],
         BYTES,
-        Recipe(64, 0.3, 0),
+        RowRecipe(64, 0.3, 0),
         tmp_path / "p",
     )
     heldout = []
     for one in prepared:
         reader = one.rows[HELDOUT]
-        origins = {o for i in range(len(reader)) for o in reader[i].origins}
+        origins = {o for i in range(len(reader)) for o in reader[i].document_origins}
         heldout.append({35 * file + record for file, record in origins})
     in_first = set(range(140))  # the files of the first glob lack the last texts
     assert heldout[0] == heldout[1] & in_first
@@ -383,7 +383,7 @@ def test_a_small_glob_without_held_out_documents_says_so(texts, tmp_path, capsys
     ]
     assert documents[0][1] > 3
     assert documents[1:] == [[1, 0], [1, 1]]
-    assert len(list(data.heldout())) == -(-data.heldout_rows // 4)
+    assert len(list(data.heldout_batches())) == -(-data.heldout_rows // 4)
 
 
 # ---- bad records
@@ -464,13 +464,13 @@ def test_other_rows_give_another_fingerprint(texts, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "_shuffle_seed", lambda seed, source: 1)
         assert TextData(config, 64, 4).fingerprint != before
-    decode = rows.RowReader._decode
+    decode = rows.RowReader._decode_row
 
     def shifted(*arguments):
         row = decode(*arguments)
         return row._replace(tokens=np.roll(row.tokens, 1))
 
-    monkeypatch.setattr(rows.RowReader, "_decode", shifted)
+    monkeypatch.setattr(rows.RowReader, "_decode_row", shifted)
     assert TextData(config, 64, 4).fingerprint != before
 
 
@@ -479,7 +479,7 @@ def test_rows_of_streams_are_those_of_the_mix(weights):
     mix = pipeline.mix_streams(weights)
     counts = [0] * len(weights)
     for row in range(400):
-        assert pipeline.rows_of_streams(weights, row) == counts
+        assert pipeline.row_counts_of_streams(weights, row) == counts
         counts[mix[row][0]] += 1
 
 
@@ -498,7 +498,7 @@ def test_lossy_tokenizers_give_no_bits_per_byte(texts, tmp_path, capsys):
         for _ in range(2):  # the second time from the index
             data = TextData(config, 64, 4)
             is_counted = data.describe()["bits_per_nat"] is not None
-            assert is_counted == data.token_bytes.any() == (tokenizer == "bytes")
+            assert is_counted == data.token_byte_counts.any() == (tokenizer == "bytes")
             assert ("bits per byte" in capsys.readouterr().err) != is_counted
 
 
@@ -534,11 +534,11 @@ def test_killed_preparations_go_on_and_give_the_same_bytes(texts, tmp_path, monk
         "readers._PART_BYTES = 1500\n"
         "preparation._BYTES_PER_WORKER = 1\n"
         "rename = store.pathlib.Path.replace\n"
-        "source = preparation.sources.find_files_of_glob(sys.argv[1], 'text')\n"
+        "source = preparation.sources.find_source_of_glob(sys.argv[1], 'text')\n"
         "def slowly(*a):\n    time.sleep(0.1)\n    return rename(*a)\n"
         "store.pathlib.Path.replace = slowly\n"
         "preparation.prepare([source], load_tokenizer('bytes'),\n"
-        "    preparation.Recipe(64, 0.1, 0), sys.argv[2], workers=int(sys.argv[3]))\n"
+        "    preparation.RowRecipe(64, 0.1, 0), sys.argv[2], workers=int(sys.argv[3]))\n"
     )
     made = lambda: len(list((tmp_path / "p").glob("tokens/*/*.json")))
     command = [sys.executable, str(slow), texts, str(tmp_path / "p")]
@@ -593,9 +593,9 @@ def test_a_dead_worker_is_named(texts, tmp_path, monkeypatch):
         def __reduce__(self):  # when a worker unpickles the tokenizer
             return os._exit, (9,)
 
-    source = find_files_of_glob(texts, "text")
+    source = find_source_of_glob(texts, "text")
     with refused(9):
-        prepare([source], Fatal(), Recipe(64, 0.1, 0), tmp_path / "q", workers=2)
+        prepare([source], Fatal(), RowRecipe(64, 0.1, 0), tmp_path / "q", workers=2)
 
 
 def test_damaged_parts_are_named(texts, tmp_path):
@@ -634,14 +634,14 @@ def test_a_full_disk_leaves_nothing(texts, tmp_path, monkeypatch):
 
 
 def test_a_file_that_changes_leaves_nothing(texts, tmp_path, monkeypatch):
-    source = find_files_of_glob(texts, "text")
+    source = find_source_of_glob(texts, "text")
     monkeypatch.setattr(
         tokenized_parts.readers,
-        "read_part",
+        "read_records",
         lambda file, *rest: file.path.write_text("{}") and iter(()),
     )
     with refused(".jsonl"):
-        prepare([source], BYTES, Recipe(64, 0.1, 0), tmp_path / "p")
+        prepare([source], BYTES, RowRecipe(64, 0.1, 0), tmp_path / "p")
     assert files(tmp_path / "p") == {}
 
 
@@ -655,7 +655,7 @@ def test_two_preparations_at_once_do_no_harm(texts, tmp_path):
 
 
 def test_rows_of_another_folder_are_refused(texts, tmp_path):
-    first, second = (run(texts, tmp_path / "p", seed=seed).directory for seed in (0, 1))
+    first, second = (run(texts, tmp_path / "p", seed=seed).common_row_folder for seed in (0, 1))
     first.rename(tmp_path / "aside")
     second.rename(first)
     with refused(first, second.name):
@@ -679,9 +679,11 @@ def indexed(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(row_groups, "_GROUP_TOKENS", 4000)
     monkeypatch.setattr(rows, "_SHARD_BYTES", 5 * 2 * 64)
     read = []
-    read_metadata = row_groups.read_metadata
+    read_group_metadata = row_groups.read_group_metadata
     monkeypatch.setattr(
-        row_groups, "read_metadata", lambda path: read.append(path.name) or read_metadata(path)
+        row_groups,
+        "read_group_metadata",
+        lambda path: read.append(path.name) or read_group_metadata(path),
     )
     data = TextData(config, 64, 4)
     folders = sorted(path.name for path in (tmp_path / "p" / "rows").iterdir())
@@ -694,13 +696,15 @@ def indexed(texts, tmp_path, monkeypatch):
 def test_an_index_opens_unchanged_rows(indexed, monkeypatch):
     """It says all that the manifests say."""
     config, before, read = indexed
-    monkeypatch.setattr(tokenized_parts, "find_part", None)  # no manifest of a part is read, either
+    monkeypatch.setattr(
+        tokenized_parts, "find_part_by_key", None
+    )  # no manifest of a part is read, either
     after = TextData(config, 64, 4)
     assert read == []
     assert after.describe() == before.describe()
     assert after.fingerprint == before.fingerprint
     assert all_rows(after._prepared[0]) == all_rows(before._prepared[0])
-    assert after.document_names(1) == before.document_names(1)
+    assert after.document_names_of_batch(1) == before.document_names_of_batch(1)
 
 
 def test_an_index_that_may_be_wrong_is_not_used(indexed, tmp_path):
@@ -740,7 +744,7 @@ def _change_record(path, **changes):
     """Writes other values to a JSON file, with the digest of what it then holds."""
     content = json.loads(path.read_text()) | changes
     content.pop("digest")
-    store.write_json(path, content)
+    store.write_json_with_digest(path, content)
 
 
 def _exchange(folder, pattern):
@@ -840,7 +844,7 @@ def test_few_shards_are_open_at_once(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "_MOST_OPEN", 8)
     prepared = run(texts, tmp_path / "p")
     reader = prepared.rows[TRAIN]
-    assert len(list(prepared.directory.glob("train-*"))) > 50
+    assert len(list(prepared.common_row_folder.glob("train-*"))) > 50
     rows._open.clear()
     descriptors = lambda: len(list(pathlib.Path("/proc/self/fd").iterdir()))
     before = descriptors()
@@ -936,7 +940,7 @@ def test_progress_is_reported(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenized_parts, "_BATCH_CHARACTERS", 1000)
     seen = []
     run(texts, tmp_path / "p", progress=lambda *figures: seen.append(figures))
-    source = find_files_of_glob(texts, "text")
+    source = find_source_of_glob(texts, "text")
     done = [read for name, read, total in seen if (name, total) == (texts, source.size)]
     assert len(done) > 10
     assert done == sorted(done)
@@ -963,12 +967,12 @@ def test_parts_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeyp
     small.train_from_iterator(TEXTS, trainer)
     small.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
-    assert "tiktoken" in tokenizer.libraries
-    source, recipe = find_files_of_glob(texts, "text"), Recipe(64, 0.1, 0)
+    assert "tiktoken" in tokenizer.library_versions
+    source, recipe = find_source_of_glob(texts, "text"), RowRecipe(64, 0.1, 0)
     (fast,) = prepare([source], tokenizer, recipe, tmp_path / "p")
-    (slow,) = prepare([source], tokenizer.fallback, recipe, tmp_path / "q")
+    (slow,) = prepare([source], tokenizer.slower_tokenizer, recipe, tmp_path / "q")
     assert fast.fingerprint == slow.fingerprint
-    compare, calls = type(tokenizer)._compare, []
+    compare, calls = type(tokenizer)._check_same_ids, []
 
     def differs_in_the_second_file(self, text):
         calls.append(text)
@@ -976,7 +980,7 @@ def test_parts_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeyp
             raise fast_bpe.DifferentIds
         compare(self, text)
 
-    monkeypatch.setattr(type(tokenizer), "_compare", differs_in_the_second_file)
+    monkeypatch.setattr(type(tokenizer), "_check_same_ids", differs_in_the_second_file)
     (mixed,) = prepare([source], tokenizer, recipe, tmp_path / "r")
     assert mixed.fingerprint == fast.fingerprint
     assert len(calls) == 4
@@ -986,14 +990,14 @@ def test_parts_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeyp
     assert len(keys[0] & keys[1]) == 3
     assert len(keys[1]) == 4
     monkeypatch.setattr(preparation, "_WORTH_TIKTOKEN", 1)
-    prepare([source], tokenizer.fallback, recipe, tmp_path / "s")
+    prepare([source], tokenizer.slower_tokenizer, recipe, tmp_path / "s")
     assert "tiktoken" not in capsys.readouterr().err
     monkeypatch.setattr(fast_bpe, "tiktoken_version", lambda: None)
     prepare([source], load_tokenizer(str(tmp_path)), recipe, tmp_path / "t")
     assert "tiktoken" in capsys.readouterr().err
     # Where tiktoken would not help, nothing is said.
     np.save(tmp_path / "tokens.npy", np.resize(np.array([5, 6, 7, 0], np.uint16), 400))
-    of_tokens = find_files_of_glob(str(tmp_path / "tokens.npy"), "text")
+    of_tokens = find_source_of_glob(str(tmp_path / "tokens.npy"), "text")
     prepare([of_tokens], load_tokenizer(str(tmp_path)), recipe, tmp_path / "v")
     assert "tiktoken" not in capsys.readouterr().err
 
@@ -1003,7 +1007,7 @@ def test_what_an_older_version_prepared_is_no_damage(texts, tmp_path):
     manifest = next((tmp_path / "p").glob("tokens/*/*.json"))
     content = json.loads(manifest.read_text())
     del content["digest"], content["miscounted_bytes"]
-    write_json(manifest, content)
+    write_json_with_digest(manifest, content)
     (tmp_path / "p" / "indexes" / "0.npz").write_bytes(b"")
     found = dict(verify(tmp_path / "p"))
     assert not any(found.values())

@@ -23,13 +23,13 @@ from qwen3next_jax.data import readers, sources, tokenized_parts
 from qwen3next_jax.data import text as texts
 from qwen3next_jax.data.readers import (
     Part,
-    describe_place,
+    document_name,
     file_parts,
     part_digest,
     read_documents,
-    read_part,
+    read_records,
 )
-from qwen3next_jax.data.sources import content_digest, find_files_of_glob
+from qwen3next_jax.data.sources import content_digest, find_source_of_glob
 from tests.corpora import jsonl
 from tests.refusals import refused
 
@@ -37,8 +37,11 @@ TEXTS = ["first\n", "zweites: größe\r\n", "третий 😀"]
 
 
 def read(path, text_field="text"):
-    source = find_files_of_glob(str(path), text_field)
-    return [(describe_place(source, d.file, d.record), d.text) for d in read_documents(source)]
+    source = find_source_of_glob(str(path), text_field)
+    return [
+        (document_name(source, d.file_index, d.index_in_file), d.text)
+        for d in read_documents(source)
+    ]
 
 
 def write_parquet(path, columns):
@@ -233,7 +236,7 @@ def test_text_outside_utf8_is_named(tmp_path, capsys):
     pyarrow.parquet.write_table(pyarrow.table({"text": strings}), tmp_path / "d.parquet")
     texts = {
         policy: [
-            d.text for d in read_documents(find_files_of_glob(str(tmp_path / "*"), "text", policy))
+            d.text for d in read_documents(find_source_of_glob(str(tmp_path / "*"), "text", policy))
         ]
         for policy in ("skip", "replace")
     }
@@ -288,10 +291,10 @@ def _read_line(path, policy):
     """What becomes of a file of one line: (text, hash, size and type of the text, bad records), or
     the error.
     """
-    (file,) = find_files_of_glob(str(path), "größe").files
+    (file,) = find_source_of_glob(str(path), "größe").files
     bad = readers.BadRecords(policy, "stop" if policy == "stop" else "skip")
     try:
-        (record,) = read_part(file, file_parts(file)[0], "größe", bad)
+        (record,) = read_records(file, file_parts(file)[0], "größe", bad)
     except UserError as error:
         return str(error), None
     found = record.text
@@ -350,7 +353,7 @@ def test_the_parts_of_a_file_are_the_file(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_parts_of_a_file_have_digests_of_their_own(tmp_path, monkeypatch, name):
     monkeypatch.setattr(readers, "_PART_BYTES", 400)
-    (file,) = find_files_of_glob(str(large_file(tmp_path / name)), "text").files
+    (file,) = find_source_of_glob(str(large_file(tmp_path / name)), "text").files
     found = file_parts(file)
     assert len(found) > 5
     assert len({part_digest(file, part, "text") for part in found}) == len(found)
@@ -360,16 +363,16 @@ def test_parts_of_a_file_have_digests_of_their_own(tmp_path, monkeypatch, name):
 def test_reading_a_part_goes_forward(tmp_path, monkeypatch, name):
     """As progress displays show it."""
     monkeypatch.setattr(readers, "_PART_BYTES", 400)
-    (file,) = find_files_of_glob(str(large_file(tmp_path / name)), "text").files
+    (file,) = find_source_of_glob(str(large_file(tmp_path / name)), "text").files
     for part in file_parts(file):
-        positions = [record.position for record in read_part(file, part, "text", None)]
+        positions = [record.bytes_read for record in read_records(file, part, "text", None)]
         assert positions == sorted(positions)
         assert 0 < positions[-1] <= file.size
 
 
 def test_a_text_file_has_one_part(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "_PART_BYTES", 400)
-    (file,) = find_files_of_glob(str(large_file(tmp_path / "a.txt")), "text").files
+    (file,) = find_source_of_glob(str(large_file(tmp_path / "a.txt")), "text").files
     assert file_parts(file) == [Part(0, file.size)]
 
 
@@ -378,7 +381,7 @@ def test_appended_lines_change_the_last_part(tmp_path, monkeypatch):
     path = large_file(tmp_path / "a.jsonl")
 
     def digests():
-        (file,) = find_files_of_glob(str(path), "text").files
+        (file,) = find_source_of_glob(str(path), "text").files
         found = file_parts(file)
         assert sum(part.stop - part.start for part in found) == file.size
         return [part_digest(file, part, "text") for part in found]
@@ -397,8 +400,8 @@ def test_a_bad_line_of_a_part_has_its_number(tmp_path, monkeypatch):
 
 
 def test_the_default_corpus_is_the_standard_library():
-    source = find_files_of_glob("", "text")
-    labels = [file.label for file in source.files]
+    source = find_source_of_glob("", "text")
+    labels = [file.relative_path for file in source.files]
     assert labels == sorted(labels)
     assert {"os.py", "json/decoder.py"} <= set(labels)
     for label in labels:
@@ -446,26 +449,26 @@ def test_remote_paths_are_read_and_globbed(monkeypatch, no_cached_filesystem):
         }
     )
     assert read("gs://bucket/data/**") == [("a.txt", "one"), ("deep/b.jsonl:1", "two")]
-    assert content_digest(find_files_of_glob("gs://bucket/data/a.txt", "text").files[0])
+    assert content_digest(find_source_of_glob("gs://bucket/data/a.txt", "text").files[0])
     with refused("gs://bucket/absent/*.txt"):
-        find_files_of_glob("gs://bucket/absent/*.txt", "text")
+        find_source_of_glob("gs://bucket/absent/*.txt", "text")
     with refused("http://host/a.txt"):
-        find_files_of_glob("http://host/a.txt", "text")
+        find_source_of_glob("http://host/a.txt", "text")
 
     def unreachable(*_, **__):
         raise type("ConnectError", (Exception,), {})("Name or service\nnot known")
 
-    (file,) = find_files_of_glob("gs://bucket/data/a.txt", "text").files
+    (file,) = find_source_of_glob("gs://bucket/data/a.txt", "text").files
     with monkeypatch.context() as patch, refused("gs://bucket/data/*"):
         patch.setattr(FakeBucket, "glob", unreachable)
-        find_files_of_glob("gs://bucket/data/*", "text")
+        find_source_of_glob("gs://bucket/data/*", "text")
 
     def not_installed(*_, **__):
         raise ImportError("Install gcsfs to access GCS")
 
     with monkeypatch.context() as patch, refused("--extra remote"):
         patch.setattr(FakeBucket, "glob", not_installed)
-        find_files_of_glob("gs://bucket/data/*", "text")
+        find_source_of_glob("gs://bucket/data/*", "text")
     with monkeypatch.context() as patch, refused("a.txt"):
         patch.setattr(FakeBucket, "_open", unreachable)
         patch.setattr(FakeBucket, "cat_file", unreachable)
@@ -580,7 +583,7 @@ def test_flipped_bytes_in_arrow_files_are_refused(name, tmp_path):
     for position in range(0, len(good), max(1, len(good) // 40)):
         path.write_bytes(good[:position] + bytes([good[position] ^ 0x55]) + good[position + 1 :])
         try:
-            source = find_files_of_glob(str(path), "text", on_bad_text="replace")
+            source = find_source_of_glob(str(path), "text", on_bad_text="replace")
             assert sum(len(document.text) for document in read_documents(source)) < 2 * 11_800
         except UserError:
             detected += 1
@@ -597,12 +600,12 @@ def test_paths_that_match_nothing_say_what_is_there(tmp_path):
         "nothing/": ["nothing/**/*.log"],
     }.items():
         with refused(path, *expected):
-            find_files_of_glob(os.path.join(tmp_path, path), "text")
+            find_source_of_glob(os.path.join(tmp_path, path), "text")
 
 
 def test_unreadable_file_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("a")
-    source = find_files_of_glob(str(tmp_path / "a.txt"), "text")
+    source = find_source_of_glob(str(tmp_path / "a.txt"), "text")
     (tmp_path / "a.txt").unlink()  # vanished between listing and reading
     with refused("a.txt"):
         list(read_documents(source))

@@ -11,8 +11,8 @@ import pytest
 
 from qwen3next_jax.data import token_files
 from qwen3next_jax.data.preparation import prepare, tokenize_source
-from qwen3next_jax.data.row_groups import Recipe
-from qwen3next_jax.data.sources import find_files_of_glob
+from qwen3next_jax.data.row_groups import RowRecipe
+from qwen3next_jax.data.sources import find_source_of_glob
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import load_tokenizer
 from tests.corpora import write_jsonl
@@ -104,9 +104,9 @@ def test_tokens_give_the_rows_of_their_text(name, tmp_path, monkeypatch):
     write_jsonl(tmp_path / "text.jsonl", TEXTS)
     prepared = [
         prepare(
-            [find_files_of_glob(f"{tmp_path}/{glob}", "text")],
+            [find_source_of_glob(f"{tmp_path}/{glob}", "text")],
             BYTES,
-            Recipe(64, 0.2, 0),
+            RowRecipe(64, 0.2, 0),
             tmp_path / "p",
         )
         for glob in (f"tokens/{'shard_*' if name == 'levanter' else '*'}", "text.jsonl")
@@ -254,5 +254,5 @@ def test_mistakes_are_one_line(name, tmp_path):
     spoil(tmp_path / "tokens")
     with refused(*names):
         tokenize_source(
-            find_files_of_glob(f"{tmp_path}/tokens/*", "text"), BYTES, Store(tmp_path / "p")
+            find_source_of_glob(f"{tmp_path}/tokens/*", "text"), BYTES, Store(tmp_path / "p")
         )

@@ -111,7 +111,7 @@ def test_padding_has_no_part_in_diagnostics(measured):
         0,
         0,
     ]
-    kinds = [name for name, _ in MODEL.layer_kinds]
+    kinds = [name for name, _ in MODEL.mixers_and_sparsity]
     for name, owner in (("beta", "gated_deltanet"), ("gate_mean", "gated_attention")):
         assert [value is not None for value in record[name]] == [kind == owner for kind in kinds]
     assert set(record["groups"]) == {"embedding", "final_norm", "head"}
@@ -156,7 +156,9 @@ def test_activations_are_those_of_the_hidden_states(measured):
     states = jax.jit(
         lambda rows: (
             model.features(
-                rows["tokens"], rows["segment_ids"], options=ForwardOptions(capture=True)
+                rows["tokens"],
+                rows["segment_ids"],
+                options=ForwardOptions(capture_layer_outputs=True),
             ).hidden_states
         )
     )(rows)

@@ -64,11 +64,15 @@ def test_forward_flops_are_weights_and_mixers(config):
         routed = name in ("expert_gate_up", "expert_down")
         expected += 2 * repeats * size * (c.num_experts_per_tok / c.num_experts if routed else 1)
     expected += 2 * c.hidden_size * c.vocab_size * (c.mtp_depth + c.tie_word_embeddings)
-    full = c.pattern.count("full_attention") + c.mtp_depth
+    full = c.resolved_layer_types.count("full_attention") + c.mtp_depth
     keys = sum(range(1, t + 1)) / t  # of a query, on average
     expected += full * c.num_attention_heads * c.head_dim * keys * 2 * 2
     erase_write_read = 3 * 2 * c.linear_key_head_dim * c.linear_value_head_dim
-    expected += c.pattern.count("linear_attention") * c.linear_num_value_heads * erase_write_read
+    expected += (
+        c.resolved_layer_types.count("linear_attention")
+        * c.linear_num_value_heads
+        * erase_write_read
+    )
     assert sum(forward_flops_per_token(c, t).values()) == pytest.approx(expected, rel=1e-12)
     assert flops_per_token(c, t) == pytest.approx(3 * expected, rel=1e-12)
 
@@ -91,5 +95,5 @@ def test_half_a_chip_has_half_its_flops():
 
 
 def test_no_kind_has_two_chips():
-    kinds = [kind for chip in CHIPS.values() for kind in chip.kinds]
+    kinds = [kind for chip in CHIPS.values() for kind in chip.device_kinds]
     assert len(set(kinds)) == len(kinds)

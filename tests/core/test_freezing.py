@@ -112,7 +112,7 @@ def test_frozen_parameters_have_no_gradients_or_updates():
 
     @jax.jit
     def reference_step(params, opt_state, batch):
-        grads = jax.tree.map(lambda g, m: g * m, gradients(params, batch)[0].main, masks)
+        grads = jax.tree.map(lambda g, m: g * m, gradients(params, batch)[0].main_group, masks)
         directions, opt_state = adam.update(grads, opt_state)
         params = jax.tree.map(
             lambda p, d, m, s: jnp.where(m, p - 1e-2 * s[0] * (d + s[1] * p), p),

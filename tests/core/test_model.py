@@ -160,9 +160,9 @@ def test_scanned_layers_equal_the_same_layers_one_by_one(monkeypatch):
     """Two periods, which a TPU takes without a loop."""
     stacks = ((0, 2), (1, 3))
     config = dataclasses.replace(UNEVEN, mtp_depth=0)
-    assert config.stacks == stacks
+    assert config.layer_stacks == stacks
     apart = dataclasses.replace(config, num_hidden_layers=6, mlp_only_layers=(0, 1))
-    assert apart.stacks == ((0,), (1,), (2, 4), (3, 5))
+    assert apart.layer_stacks == ((0,), (1,), (2, 4), (3, 5))
     graphdef, params = _model(config)
     tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, UNEVEN.vocab_size)
 
@@ -279,6 +279,6 @@ def test_text_of_a_model_is_short():
     """A line for each part, whether the parameters are arrays or shapes."""
     model = nnx.eval_shape(lambda: Qwen3Next(UNEVEN, rngs=nnx.Rngs(0)))
     for text in (repr(model), str(model)):
-        assert len(text.splitlines()) == 3 + len(UNEVEN.stacks)
+        assert len(text.splitlines()) == 3 + len(UNEVEN.layer_stacks)
         assert UNEVEN.linear_mixer in text
         assert UNEVEN.full_mixer in text

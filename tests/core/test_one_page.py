@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from qwen3next_jax.config import OptimizerConfig, TrainConfig
-from qwen3next_jax.model.language_model import declared
+from qwen3next_jax.model.language_model import parameter_declarations
 from qwen3next_jax.training.loss import count_tokens_and_targets, total_loss
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from tests.models import HYBRID, drawn_model
@@ -86,7 +86,7 @@ def results(batch):
     def of_page(params):
         inputs = batch["tokens"], batch["segment_ids"], CONFIG
         logits, _ = PAGE.forward(params, *inputs)
-        (loss, _), gradients = jax.value_and_grad(PAGE.loss_of, has_aux=True)(params, *inputs)
+        (loss, _), gradients = jax.value_and_grad(PAGE.training_loss, has_aux=True)(params, *inputs)
         return logits[0], loss, gradients
 
     logits, loss, gradients = of_package(params)
@@ -122,7 +122,10 @@ def test_its_optimizer_is_the_packages(results):
     """Two updates, with gradients that are clipped and that are not."""
     gradients, params = results[1][2], results[2]
     config = OptimizerConfig(learning_rate=3e-3, warmup_steps=50)
-    by_path = {path.rpartition("/")[2]: parameter for path, parameter in declared(MODEL).items()}
+    by_path = {
+        path.rpartition("/")[2]: parameter
+        for path, parameter in parameter_declarations(MODEL).items()
+    }
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     names = {f"{i}/{path[-1].key}": path[-1].key for i, (path, _) in enumerate(leaves)}
     flat = lambda tree: dict(zip(names, jax.tree.leaves(tree)))

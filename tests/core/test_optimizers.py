@@ -120,7 +120,7 @@ def test_parts_of_a_slab_are_matrices(per_head):
         "gate_up": matrix((2, 6, 2, 5), "experts | embed -> * mlp", (3,)),
     }
     config = dataclasses.replace(MUON, muon=MuonConfig(per_head=per_head))
-    tree = {name: random(*one.stack, *one.shape) for name, one in declared.items()}
+    tree = {name: random(*one.stack_shape, *one.shape) for name, one in declared.items()}
     done = jax.jit(lambda tree: orthogonalised(tree, declared, config, None))(tree)
     expected = {name: np.zeros(x.shape) for name, x in tree.items()}
 
@@ -203,7 +203,7 @@ def test_eight_devices_divide_muon_s_products():
         "down": matrix((4, 12, 16), "experts | mlp -> embed", (3,)),
     }
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, expert=2, tensor=2)), jax.devices()[:8])
-    tree = {name: random(*one.stack, *one.shape) for name, one in declared.items()}
+    tree = {name: random(*one.stack_shape, *one.shape) for name, one in declared.items()}
     lies = tree_shardings(tree, declared, mesh)
 
     def done(mesh):

@@ -11,9 +11,9 @@ import pytest
 
 from qwen3next_jax.config import Config, TrainConfig
 from qwen3next_jax.config.moe import MoEConfig
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.moe import choose_experts
-from qwen3next_jax.model.router import BINS, count_required_bias
+from qwen3next_jax.model.router import BINS, required_bias_histogram
 from qwen3next_jax.training.router_bias import balance_by_sign, quantile_biases
 from tests.models import HYBRID
 from tests.refusals import refused
@@ -87,17 +87,17 @@ def test_experts_and_weights_are_those_of_the_rule(scoring, groups, biased):
 @pytest.mark.slow
 def test_the_bias_follows_the_load_layer_by_layer():
     """Five layers, the first dense, the others stacked in pairs, and the prediction module's."""
-    assert MODEL.stacks == ((0,), (1, 3), (2, 4))
+    assert MODEL.layer_stacks == ((0,), (1, 3), (2, 4))
     params = {}
     counts = np.random.default_rng(0).multinomial(3_000_001, np.ones(8) / 8, size=5)
     counts[2] = 375_000  # balanced: nothing moves
     load = jnp.asarray(counts / counts.sum(axis=1, keepdims=True) * 8, jnp.float32)
-    for path, parameter in declared(MODEL).items():
+    for path, parameter in parameter_declarations(MODEL).items():
         *groups, name = path.split("/")
         place = params
         for group in groups:
             place = place.setdefault(int(group) if group.isdecimal() else group, {})
-        place[name] = jnp.zeros(parameter.stack + parameter.shape)
+        place[name] = jnp.zeros(parameter.stack_shape + parameter.shape)
     after = balance_by_sign(MODEL, params, load, rate=0.01)
     moves = 0.01 * np.sign(counts.mean(axis=1, keepdims=True) - counts)
     for place, rows in (
@@ -107,7 +107,9 @@ def test_the_bias_follows_the_load_layer_by_layer():
     ):
         np.testing.assert_array_equal(place["mlp"].pop("router_bias"), np.float32(moves[rows]))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(after))
-    assert not any(p.decays(True) for p in declared(MODEL).values() if p.kind == "balance")
+    assert not any(
+        p.decays(True) for p in parameter_declarations(MODEL).values() if p.kind == "balance"
+    )
 
 
 def _skewed_scores(tokens):
@@ -117,7 +119,7 @@ def _skewed_scores(tokens):
     return (1 / (1 + np.exp(-logits))).astype(np.float32), rng.random(tokens) < 0.9
 
 
-_count = jax.jit(count_required_bias, static_argnums=2)
+_count = jax.jit(required_bias_histogram, static_argnums=2)
 _quantile = jax.jit(quantile_biases, static_argnums=2)
 
 

@@ -75,10 +75,10 @@ def test_a_key_recalls_the_value_of_the_parity():
         for t in range(12, len(row.tokens) - 1):
             token = row.tokens[t]
             parity ^= token == 2
-            assert row.targets[t + 1] == (token in table)
+            assert row.target_mask[t + 1] == (token in table)
             if token in table:
                 assert row.labels[t + 1] == table[token][parity]
-        assert row.targets.sum() > 10
+        assert row.target_mask.sum() > 10
 
 
 def test_the_loss_is_that_of_the_labels():
@@ -110,6 +110,6 @@ def test_a_task_that_does_not_fit_is_refused(task, length, vocab_size, names):
 def test_drafts_of_labels_are_refused():
     data = DataConfig(source="parity")
     with refused("model.mtp_depth = 1"):
-        from qwen3next_jax.data.pipeline import source_of
+        from qwen3next_jax.data.pipeline import data_source_class
 
-        source_of(data).check_model(data, dataclasses.replace(ModelConfig(), mtp_depth=1))
+        data_source_class(data).check_model(data, dataclasses.replace(ModelConfig(), mtp_depth=1))

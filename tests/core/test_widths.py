@@ -17,7 +17,7 @@ from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import LoRAConfig, MuonConfig, OptimizerConfig
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, PLACEMENTS
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.runs.changes import may_change
 from qwen3next_jax.training.optimizer import make_optimizer
@@ -68,7 +68,7 @@ def optimizer(name="adamw", scaling="completep", width=16, depth=2, **changes):
 def test_at_the_base_size_nothing_changes():
     config = model(16)
     for name in OPTIMIZERS:
-        assert scaling_factors(config, optimizer(name), declared(config)) == {}
+        assert scaling_factors(config, optimizer(name), parameter_declarations(config)) == {}
         groups = make_parameter_groups(config, (), optimizer(name))
         assert not groups.init_scale_factors
         assert not groups.learning_rate_factors
@@ -85,7 +85,7 @@ def test_factors_are_those_of_the_papers():
         shared_expert_intermediate_size=32,
         mtp_depth=1,
     )
-    parameters = declared(config)
+    parameters = parameter_declarations(config)
     adamw, muon = (
         scaling_factors(config, optimizer(name), parameters) for name in ("adamw", "muon")
     )
@@ -119,7 +119,11 @@ def test_a_narrower_model_has_the_inverse_factors():
     """What a model of width 64 has for the base 16, and one of width 16 for the base 64."""
     for name in ("adamw", "muon"):
         wide, narrow = (
-            scaling_factors(model(width), optimizer(name, width=80 - width), declared(model(width)))
+            scaling_factors(
+                model(width),
+                optimizer(name, width=80 - width),
+                parameter_declarations(model(width)),
+            )
             for width in (64, 16)
         )
         assert wide.keys() == narrow.keys()
@@ -134,11 +138,11 @@ def test_a_full_rank_does_not_grow():
     def latent(rank):
         mixer = {"latent_rank": rank, "shared_key_width": 4}
         config = model(64, full_mixer="mla", mixer=mixer)
-        return scaling_factors(config, optimizer(), declared(config))
+        return scaling_factors(config, optimizer(), parameter_declarations(config))
 
     assert latent(64) == latent(65)
     rwkv = model(64, linear_mixer="rwkv4")
-    found = scaling_factors(rwkv, optimizer(depth=2), declared(rwkv))
+    found = scaling_factors(rwkv, optimizer(depth=2), parameter_declarations(rwkv))
     assert found["layers/0/mixer/key_proj"] == pytest.approx(ScalingFactors(1 / 2, 1 / 4))
 
 
@@ -160,7 +164,9 @@ def test_completep_is_the_model_of_its_paper():
     config, one = model(64, 4, hybrid=False), optimizer(eps=1e-30)
     m, l = 4, 2
     matrices = {
-        path for path, declaration in declared(config).items() if declaration.kind == "matrix"
+        path
+        for path, declaration in parameter_declarations(config).items()
+        if declaration.kind == "matrix"
     }
     divisors = {"head": m} | {path: l for path in matrices if path.endswith(("o_proj", "down"))}
     graphdef, drawn = nnx.split(drawn_model(config))
@@ -170,7 +176,7 @@ def test_completep_is_the_model_of_its_paper():
         return map_leaves(lambda path, leaf: leaf / divisors.get(path, 1), params)
 
     def trained(params, loss, factors):
-        adam = make_optimizer(one, declared(config), lambda _: 1e-2, None, factors)
+        adam = make_optimizer(one, parameter_declarations(config), lambda _: 1e-2, None, factors)
 
         @jit
         def step(params, state, batch):
@@ -205,7 +211,7 @@ def coordinates(config, one, steps=(1, 10)):
     params = groups.scale_initial_params(nnx.to_pure_dict(params))
     updater = make_optimizer(
         one,
-        declared(config),
+        parameter_declarations(config),
         lambda _: one.learning_rate,
         None,
         groups.learning_rate_factors,
@@ -289,7 +295,7 @@ def test_what_has_no_rule_is_refused(monkeypatch, changes, of_optimizer, name):
     monkeypatch.setitem(OPTIMIZERS, "mine", f"{__name__}:my_direction")
     config = dataclasses.replace(model(32), **changes)
     with refused(name):
-        scaling_factors(config, optimizer(**of_optimizer), declared(config))
+        scaling_factors(config, optimizer(**of_optimizer), parameter_declarations(config))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +331,9 @@ def test_starts_scaled_by_depth_are_those_of_gpt2():
     )
     plain = dataclasses.replace(plain, mlp_only_layers=(1,))
     last = ("o_proj", "out_proj", "down", "expert_down", "shared_down")
-    parameters = {path.rpartition("/")[2]: one for path, one in declared(plain).items()}
+    parameters = {
+        path.rpartition("/")[2]: one for path, one in parameter_declarations(plain).items()
+    }
     assert {name for name, one in parameters.items() if one.writes_to_residual} == set(last)
 
     def start(config, dims):

@@ -8,7 +8,7 @@ import pytest
 from qwen3next_jax.commands import verify
 from qwen3next_jax.data import contamination, preparation
 from qwen3next_jax.data.contamination import NGRAM, NgramIndex, find_contamination
-from qwen3next_jax.data.sources import find_files_of_glob
+from qwen3next_jax.data.sources import find_source_of_glob
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.evals.contamination import contamination_of_tasks
@@ -31,7 +31,7 @@ def prepared(tmp_path):
     for name, some in (("a", DOCUMENTS[:25]), ("b", DOCUMENTS[25:])):
         write_jsonl(tmp_path / f"{name}.jsonl", some)
     preparation.tokenize_source(
-        find_files_of_glob(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(tmp_path / "p")
+        find_source_of_glob(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(tmp_path / "p")
     )
     return str(tmp_path / "p")
 
@@ -49,8 +49,8 @@ def test_exactly_the_shared_ngrams_are_found(dtype, monkeypatch):
     held = set(ngrams(data.tolist()))
     index = NgramIndex(texts)
     found = np.zeros(len(index.ngrams), bool)
-    index.mark(data, found)
-    for text, share in zip(texts, index.shares(found), strict=True):
+    index.mark_contained(data, found)
+    for text, share in zip(texts, index.contained_shares(found), strict=True):
         covered = np.zeros(len(text), bool)
         for i, ngram in enumerate(ngrams(text.tolist())):
             covered[i : i + NGRAM] |= ngram in held
@@ -67,21 +67,21 @@ def test_the_shared_part_of_a_text_is_found(prepared, monkeypatch, workers):
     over_an_end = DOCUMENTS[3][-10:] + DOCUMENTS[4][:10]  # stands nowhere, though both halves do
     texts = [DOCUMENTS[30][50:150], text_of(100), half, "short", over_an_end, DOCUMENTS[0]]
     found = find_contamination(texts, BYTES, prepared, workers)
-    shares = found.shares.round(2).tolist()
+    shares = found.contained_shares.round(2).tolist()
     assert shares[0] == shares[5] == 1.0
     assert shares[1] == shares[4] == 0.0
     assert 0.3 < shares[2] < 0.7
     assert np.isnan(shares[3])
-    assert [i for i, _ in found.worst()] == [0, 5, 2]
+    assert [i for i, _ in found.worst_texts()] == [0, 5, 2]
 
 
 def test_all_tokens_are_compared(prepared):
     found = find_contamination([text_of(100)], BYTES, prepared)
-    assert found.tokens == sum(len(text.encode()) + 1 for text in DOCUMENTS)
+    assert found.data_token_count == sum(len(text.encode()) + 1 for text in DOCUMENTS)
 
 
 def test_no_texts_are_not_contaminated(prepared):
-    assert not np.nan_to_num(find_contamination([], BYTES, prepared).shares).any()
+    assert not np.nan_to_num(find_contamination([], BYTES, prepared).contained_shares).any()
 
 
 def test_verify_and_the_harness_report_it(prepared, tmp_path, capsys):
@@ -99,7 +99,10 @@ def test_verify_and_the_harness_report_it(prepared, tmp_path, capsys):
     }
     found = contamination_of_tasks(samples, BYTES, prepared)
     kinds = ("contaminated", "in_part", "clean", "too_short")
-    counts = {task: [of_task.counts()[kind] for kind in kinds] for task, of_task in found.items()}
+    counts = {
+        task: [of_task.counts_by_verdict()[kind] for kind in kinds]
+        for task, of_task in found.items()
+    }
     assert counts == {"one": [1, 0, 0, 0], "two": [0, 0, 1, 1]}
 
 
@@ -108,7 +111,7 @@ def test_tokens_of_another_tokenizer_are_not_compared(prepared, monkeypatch, tmp
     other.fingerprint = "other"
     with refused(prepared):
         find_contamination(DOCUMENTS, other, prepared)
-    (name,) = Store(prepared).names("corpora/*.json")
+    (name,) = Store(prepared).names_matching("corpora/*.json")
     content = Store(prepared).read_json(name)
     content["format"] -= 1  # of another format
     Store(prepared).write_json(name, content)
@@ -116,6 +119,6 @@ def test_tokens_of_another_tokenizer_are_not_compared(prepared, monkeypatch, tmp
         find_contamination(DOCUMENTS, BYTES, prepared)
     assert "qwen3next prepare" in capsys.readouterr().err
     preparation.tokenize_source(
-        find_files_of_glob(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(prepared)
+        find_source_of_glob(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(prepared)
     )
-    assert find_contamination(DOCUMENTS, BYTES, prepared).shares.min() == 1.0
+    assert find_contamination(DOCUMENTS, BYTES, prepared).contained_shares.min() == 1.0

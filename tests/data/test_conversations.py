@@ -12,10 +12,10 @@ import tokenizers
 from qwen3next_jax.config import DataConfig, TrainConfig
 from qwen3next_jax.data import chat_template
 from qwen3next_jax.data.chat_template import ChatTemplate
-from qwen3next_jax.data.conversations import LARGEST_WEIGHT, LEAST_WEIGHT, find_fault
+from qwen3next_jax.data.conversations import LARGEST_WEIGHT, LEAST_WEIGHT, conversation_fault
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.tokens import extends_tokenizer, load_tokenizer
-from qwen3next_jax.runs.dry_run import _describe_data
+from qwen3next_jax.runs.dry_run import _read_first_documents
 from qwen3next_jax.training.loss import count_tokens_and_targets, total_loss
 from tests.corpora import write_jsonl
 from tests.models import SMALLEST, drawn_model
@@ -118,7 +118,9 @@ def test_a_prompt_of_generation_is_what_training_saw(tmp_path, folder):
     """So the first token that counts is the first that generation makes."""
     data = open_data(config(tmp_path, folder), 256, 2)
     prompts = {
-        tuple(data.tokenizer.encode(ChatTemplate.of_folder(folder, "").prompt(c[:1])).tolist())
+        tuple(
+            data.tokenizer.encode(ChatTemplate.of_folder(folder, "").render_prompt(c[:1])).tolist()
+        )
         for c in CONVERSATIONS[:4]
     }
     seen = {tuple(t[: w.argmax()].tolist()) for t, w in pieces(data)}
@@ -151,7 +153,7 @@ def test_prepare_counts_what_rows_hold(with_long):
     assert counts["tokens"] == sum(len(tokens) for tokens, _ in found)
     in_loss = sum(int((weights > 0).sum()) for _, weights in found)
     assert counts["tokens"] - counts["ignored_tokens"] == in_loss
-    text_bytes = sum(data.tokenizer.token_bytes[t[w > 0]].sum() for t, w in found)
+    text_bytes = sum(data.tokenizer.token_byte_counts[t[w > 0]].sum() for t, w in found)
     assert counts["bytes"] == text_bytes
 
 
@@ -172,7 +174,7 @@ def test_a_title_names_what_is_lost(with_long):
     counts = open_data(settings, 96, 2).describe()
     for number in (counts["cut_documents"], len(records), 96, f"{counts['dropped_tokens']:,}"):
         assert str(number) in counts["title"]
-    assert counts["title"].partition("; ")[2] in _describe_data(settings, 259, [96]).text
+    assert counts["title"].partition("; ")[2] in _read_first_documents(settings, 259, [96]).text
 
 
 def test_rows_too_short_for_conversations_are_refused(with_long):
@@ -205,7 +207,7 @@ def test_packed_conversations_have_separate_ones_losses(tmp_path, marked):
         found, of = loss(batch), counts(batch)
         return (
             np.array([found["loss"], found["mtp_loss/0"]]),
-            np.array([of.targets, of.mtp_targets[0]]),
+            np.array([of.target_weight_sum, of.mtp_target_weight_sums[0]]),
         )
 
     total, weight = measured(packed)
@@ -241,7 +243,7 @@ def test_texts_beside_conversations_count_in_full(tmp_path, marked):
         tmp_path, marked, path=f"{one.path},{texts}", messages_field="messages,", weights="1,1"
     )
     data = open_data(both, 128, 2)
-    names = [data.names(i)[0].partition(":")[0] for i in range(8)]
+    names = [data.document_names_of_row(i)[0].partition(":")[0] for i in range(8)]
     assert set(names) == {"chat.jsonl", "texts.jsonl"}
     for i, name in enumerate(names):
         row = data.row(i)
@@ -261,7 +263,7 @@ def test_texts_alone_need_no_weights(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["one text"])
     settings = dict(path=str(tmp_path / "a.jsonl"), prepared_dir=str(tmp_path / "prepared"))
     data = open_data(DataConfig(**settings), 16, 1)
-    assert set(data.row(0)) == set(data.kinds) == {"tokens", "segment_ids"}
+    assert set(data.row(0)) == set(data.array_dtypes) == {"tokens", "segment_ids"}
     assert not list(tmp_path.glob("prepared/tokens/*/*.weights"))
     # Rows of texts have no loss weights, so their name does not depend on them.
     assert [p.name for p in tmp_path.glob("prepared/rows/*")] == ["e1c687a7625d433a5de9"]
@@ -339,9 +341,9 @@ def test_templates_get_what_transformers_gives_them(tmp_path):
     rendering = ChatTemplate.of_folder(make_folder(tmp_path, template), "")
     reasons = [{"role": "a", name: "why"} for name in ("thinking", "reasoning_content")]
     for reason in reasons:
-        first, dumped, rest = rendering.prompt([{"role": "ä"}, reason, {"thinking": None}]).split(
-            "|"
-        )
+        first, dumped, rest = rendering.render_prompt(
+            [{"role": "ä"}, reason, {"thinking": None}]
+        ).split("|")
         assert first == '{"role": "ä"}'
         assert rest == "whywhyFalse"
         assert dumped == json.dumps(
@@ -351,10 +353,10 @@ def test_templates_get_what_transformers_gives_them(tmp_path):
 
 def test_weights_outside_the_range_that_float32_sums_are_refused():
     for weight in (0, 1, 1e-9, 1e9, 2.5, 10**9):
-        assert not find_fault(says("a", "b", weight=weight))
+        assert not conversation_fault(says("a", "b", weight=weight))
     wrong = (3e38, 1e308, 10**308, 1e-50, 1.01e9, 9e-10, -1, np.inf, np.nan, None, "1", [], True)
     for weight in wrong:
-        fault = find_fault(says("a", "b", weight=weight))
+        fault = conversation_fault(says("a", "b", weight=weight))
         assert "weight" in fault
         assert len(fault) < 200
     many = jnp.full(1 << 20, LARGEST_WEIGHT, jnp.float32).at[::2].set(LEAST_WEIGHT)
@@ -426,7 +428,7 @@ def test_a_copy_of_the_tokenizer_has_the_template(tmp_path, marked):
     """A run and an export keep such a copy, and chat with it."""
     load_tokenizer(str(marked)).save(tmp_path)
     asked = says("a")[:1]
-    prompts = [ChatTemplate.of_folder(f, "").prompt(asked) for f in (marked, tmp_path)]
+    prompts = [ChatTemplate.of_folder(f, "").render_prompt(asked) for f in (marked, tmp_path)]
     assert prompts[0] == prompts[1] != ""
 
 
@@ -435,7 +437,7 @@ def test_the_limit_of_time_is_one_of_each_conversation(tmp_path, monkeypatch):
     monkeypatch.setattr(chat_template, "_MAX_CPU_SECONDS", 2)
     template = ChatTemplate.of_folder(make_folder(tmp_path, UNMARKED), "")
     long = says(*["x" * 50] * 300)  # by turns, the time grows with the square of their number
-    assert not any(one.fault for one in template.conversations([long] * 14))
+    assert not any(one.fault for one in template.render_conversations([long] * 14))
 
 
 def test_further_added_tokens_alone_extend_a_tokenizer(tmp_path, marked):

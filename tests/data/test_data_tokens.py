@@ -86,9 +86,9 @@ def test_text_survives_and_tokens_account_for_every_byte(tokenizer):
     ids = tokenizer.encode(TEXT)
     assert ids.dtype == np.int32
     assert tokenizer.decode(ids) == TEXT
-    assert tokenizer.token_bytes.shape == (tokenizer.vocab_size,)
-    assert tokenizer.token_bytes[ids].sum() == len(TEXT.encode())
-    assert tokenizer.token_bytes[tokenizer.eos_id] == 0
+    assert tokenizer.token_byte_counts.shape == (tokenizer.vocab_size,)
+    assert tokenizer.token_byte_counts[ids].sum() == len(TEXT.encode())
+    assert tokenizer.token_byte_counts[tokenizer.eos_id] == 0
 
 
 def test_documents_end_with_eos(tokenizer):
@@ -97,7 +97,7 @@ def test_documents_end_with_eos(tokenizer):
     assert first[-1] == second[-1] == tokenizer.eos_id
     assert tokenizer.eos_id not in first[:-1]
     assert tokenizer.decode(first[:-1]) == quoted
-    assert tokenizer.token_bytes[first].sum() == len(quoted)
+    assert tokenizer.token_byte_counts[first].sum() == len(quoted)
 
 
 def test_long_documents_are_tokenized_in_parts_without_loss(byte_level):
@@ -117,7 +117,7 @@ def test_long_texts_get_the_same_ids(tokenizer, monkeypatch):
                 patch.setattr(cuts, "_AROUND", 3)
                 patch.setattr(texts, "_PIECE", piece)
                 patch.setattr(tokens, "_ENCODED_AT_ONCE", 10)
-                long = np.concatenate(list(tokenizer.encode_long(text.encode())))
+                long = np.concatenate(list(tokenizer.encode_long_text(text.encode())))
             np.testing.assert_array_equal(short, long)
 
 
@@ -158,7 +158,7 @@ def test_export_keeps_what_the_tokenizer_is(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     again = load_tokenizer(str(tmp_path))
     assert (again.vocab_size, again.eos_id) == (tokenizer.vocab_size, tokenizer.eos_id)
-    np.testing.assert_array_equal(again.token_bytes, tokenizer.token_bytes)
+    np.testing.assert_array_equal(again.token_byte_counts, tokenizer.token_byte_counts)
     np.testing.assert_array_equal(again.encode(TEXT), tokenizer.encode(TEXT))
     # The tokenizers library alone, without this package, gives the same ids.
     plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -244,7 +244,7 @@ def test_text_has_only_named_special_tokens(byte_level, byte_fallback):
     special = load_tokenizer(byte_level, None, ["<|im_end|>"])
     (ids,) = special.encode_documents([text])
     assert ids.tolist().count(1) == 1
-    assert special.token_bytes[ids].sum() == len(text.encode())
+    assert special.token_byte_counts[ids].sum() == len(text.encode())
     for spec, token, names in (
         (byte_level, "<thin>", ("'<thin>'", "'<think>'")),
         (byte_level, END_OF_TEXT, (END_OF_TEXT,)),
@@ -257,10 +257,10 @@ def test_text_has_only_named_special_tokens(byte_level, byte_fallback):
 def test_tiktoken_gives_the_same_ids_or_is_not_used(byte_level, byte_fallback, tmp_path):
     pytest.importorskip("tiktoken")
     fast = load_tokenizer(byte_level, None, ["<|im_end|>"])
-    slow = fast.fallback
-    assert "tiktoken" in fast.libraries
-    assert "tokenizers" in slow.libraries
-    assert load_tokenizer(byte_fallback).fallback is None  # no byte-level BPE
+    slow = fast.slower_tokenizer
+    assert "tiktoken" in fast.library_versions
+    assert "tokenizers" in slow.library_versions
+    assert load_tokenizer(byte_fallback).slower_tokenizer is None  # no byte-level BPE
     texts = [TEXT, "", TEXT * 9000, "e\u0301 <think><|im_end|> " * 50, *TRAINING]
     assert len(TEXT * 9000) > 1 << 18  # in parts
     for one, other in zip(fast.encode_documents(texts), slow.encode_documents(texts), strict=True):
@@ -279,7 +279,9 @@ def test_tiktoken_gives_the_same_ids_or_is_not_used(byte_level, byte_fallback, t
 def test_tiktoken_splits_as_the_tokenizer_does(byte_level, texts):
     pytest.importorskip("tiktoken")
     tokenizer = load_tokenizer(byte_level)
-    both = zip(tokenizer._encode_fast(texts), tokenizer._encode_slowly(texts), strict=True)
+    both = zip(
+        tokenizer._encode_by_tiktoken(texts), tokenizer._encode_by_tokenizers(texts), strict=True
+    )
     assert all(np.array_equal(fast, slow) for fast, slow in both)
 
 
@@ -295,11 +297,11 @@ def _with_added(path, folder, special=(), others=()):
 def test_added_runs_of_spaces_are_one_token_in_documents(byte_level, tmp_path):
     tokenizer = load_tokenizer(_with_added(byte_level, tmp_path, others=["    "]))
     text = "def f():\n    return 1\n        x\n"
-    for one in filter(None, (tokenizer, tokenizer.fallback)):  # with tiktoken and without
+    for one in filter(None, (tokenizer, tokenizer.slower_tokenizer)):  # with tiktoken and without
         (ids,) = one.encode_documents([text])
         np.testing.assert_array_equal(ids[:-1], tokenizer.encode(text))
         assert ids.tolist().count(tokenizer.vocab_size - 1) == 3
-    assert tokenizer.token_bytes[ids].sum() == len(text)
+    assert tokenizer.token_byte_counts[ids].sum() == len(text)
 
 
 def test_a_named_token_gets_its_own_id_in_documents(byte_level, tmp_path):
@@ -326,7 +328,7 @@ def test_text_never_gives_special_tokens(tmp_path):
 
 def _counted(tokenizer, text):
     (ids,) = tokenizer.encode_documents([text])
-    return int(tokenizer.token_bytes[ids].sum())
+    return int(tokenizer.token_byte_counts[ids].sum())
 
 
 @pytest.fixture
@@ -345,7 +347,7 @@ def with_spaces(byte_fallback):
 def test_a_run_of_spaces_counts_its_bytes(with_spaces, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(with_spaces))
     tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.token_bytes[tokenizer.encode("    ")].tolist() == [4]
+    assert tokenizer.token_byte_counts[tokenizer.encode("    ")].tolist() == [4]
     assert _counted(tokenizer, "a\n    b\n") == 8
 
 
@@ -668,7 +670,7 @@ def test_any_tokenizer_has_one_meaning(
         )
         if not has_special:
             assert prompt == ids[:-1].tolist()
-        counted = int(tokenizer.token_bytes[ids].sum())
+        counted = int(tokenizer.token_byte_counts[ids].sum())
         decoded = library.decode(prompt, skip_special_tokens=False)
         if not has_special and decoded == text and not text.startswith("##"):
             assert tokens.miscounted_bytes(counted, len(text.encode())) == 0
@@ -677,7 +679,7 @@ def test_any_tokenizer_has_one_meaning(
         patch.setattr(cuts, "_AROUND", 12)
         text = "".join(several) * 3
         (short,) = tokenizer.encode_documents([text])
-        long = np.concatenate(list(tokenizer.encode_long(text.encode())))
+        long = np.concatenate(list(tokenizer.encode_long_text(text.encode())))
     (whole,) = tokenizer.encode_documents([text])
     np.testing.assert_array_equal(whole, short)
     np.testing.assert_array_equal(whole, long)

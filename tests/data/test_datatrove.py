@@ -94,9 +94,9 @@ def corpus(tmp_path):
     data = {"path": f"{tmp_path}/texts/*.jsonl", "prepared_dir": f"{tmp_path}/prepared"}
     alone = DataConfig(**data)
     preparation.prepare(
-        [sources.find_files_of_glob(alone.path, "text")],
+        [sources.find_source_of_glob(alone.path, "text")],
         load_tokenizer("bytes"),
-        preparation.Recipe(64, alone.heldout_fraction, alone.seed),
+        preparation.RowRecipe(64, alone.heldout_fraction, alone.seed),
         tmp_path / "undisturbed",
         workers=1,
     )

@@ -76,13 +76,15 @@ def make_tokenizer(family: Family, folder: pathlib.Path):
 def describe_tokenizer(family: Family, ours, library) -> list[str]:
     def documents(text):
         """The ids by both ways in which documents are encoded, which have to be equal."""
-        (one,), *others = (t.encode_documents([text]) for t in (ours, ours.fallback) if t)
+        (one,), *others = (t.encode_documents([text]) for t in (ours, ours.slower_tokenizer) if t)
         assert all(np.array_equal(one, other) for (other,) in others)
         assert one[-1] == ours.eos_id
         return one[:-1]
 
     def miscounted(text):
-        return miscounted_bytes(int(ours.token_bytes[documents(text)].sum()), len(text.encode()))
+        return miscounted_bytes(
+            int(ours.token_byte_counts[documents(text)].sum()), len(text.encode())
+        )
 
     given = library.encode(TEXT, add_special_tokens=False).ids
     same = documents(TEXT).tolist() == ours.encode(TEXT).tolist() == given
@@ -99,7 +101,7 @@ def describe_tokenizer(family: Family, ours, library) -> list[str]:
             for name, text in (("lines", LINES), ("words", WORDS))
             if len(list(ours._cutter.cut([text]))) > 1
         ]
-    fast = "tiktoken" if ours._table_if_installed() else "tokenizers"
+    fast = "tiktoken" if ours._tiktoken_table_if_installed() else "tokenizers"
     names = ["SentencePiece's BPE" if family.sentencepiece else "bytes' BPE"]
     names += ["yes" if same else "no", "yes" if is_text else "no", bits]
     return [*names, ", ".join(places) or "no", fast]
@@ -111,10 +113,14 @@ def describe_tokenizer(family: Family, ours, library) -> list[str]:
 class InThisProcess(ChatTemplate):
     """Renders without a process of its own, which takes a tenth of a second."""
 
-    def _run(self, request):
-        more = {"template": self._file.text, "special": self._file.special, "date": self._date}
+    def _run_renderer(self, request):
+        more = {
+            "template": self._file.text,
+            "special": self._file.special_tokens,
+            "date": self._date,
+        }
         request |= more | {"characters": 1 << 20, "seconds": 10}
-        with mock.patch.object(render_template, "_limit_time"):  # it would end the tests
+        with mock.patch.object(render_template, "_limit_cpu_time"):  # it would end the tests
             return render_template.render_request(request)
 
 
@@ -156,12 +162,12 @@ def describe_template(family: Family, tokenizer) -> list[str]:
         return InThisProcess(TemplateFile(PAGE, text, special), date)
 
     def needs(marked, messages):
-        (rendered,) = template(marked).conversations([messages])
+        (rendered,) = template(marked).render_conversations([messages])
         assert not rendered.fault or "{% generation %}" in rendered.fault
         return bool(rendered.fault)
 
     try:
-        template(True, "").conversations([QUESTIONS])
+        template(True, "").render_conversations([QUESTIONS])
         dated = "no"
     except UserError as error:
         assert "data.template_date" in str(error)
@@ -172,16 +178,16 @@ def describe_template(family: Family, tokenizer) -> list[str]:
     blocks = "yes" if plain else "with reasoning" if reasoned else "no"
     (encoded,) = conversations.encode_conversations([QUESTIONS], tokenizer, template(True))
     assert not encoded.fault
-    ends = int((encoded.weights[encoded.tokens == tokenizer.eos_id] > 0).sum())
-    counted = tokenizer.decode(encoded.tokens[encoded.weights > 0])
+    ends = int((encoded.loss_weights[encoded.tokens == tokenizer.eos_id] > 0).sum())
+    counted = tokenizer.decode(encoded.tokens[encoded.loss_weights > 0])
     assert "a1" in counted
     assert "a2" in counted
     assert "q" not in counted
-    (text,) = (r.text for r in template(True).conversations([REASONED]))
+    (text,) = (r.text for r in template(True).render_conversations([REASONED]))
     reasoning = [name for name, why in (("earlier", "why1"), ("last", "why2")) if why in text]
     written = []
     for name, messages in WITH.items():
-        (rendered,) = template(True).conversations([messages])
+        (rendered,) = template(True).render_conversations([messages])
         if "WRITTEN" in rendered.text:
             written.append(name)
     if "calls" in written and "calls as text" in written:

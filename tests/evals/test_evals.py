@@ -18,7 +18,7 @@ from models import drawn_model
 from page import example, line
 
 from qwen3next_jax.commands import evaluate
-from qwen3next_jax.common.metrics import event_fields, to_metric_values
+from qwen3next_jax.common.metrics import evaluation_event_fields, pair_with_declarations
 from qwen3next_jax.config import (
     Config,
     DataConfig,
@@ -30,7 +30,7 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.config.registry import EVALUATIONS
 from qwen3next_jax.data.pipeline import open_data
-from qwen3next_jax.data.synthetic import TaskTokens
+from qwen3next_jax.data.synthetic import TaskTokenizer
 from qwen3next_jax.data.tokens import ByteTokenizer
 from qwen3next_jax.evals import continuation, evaluation, heldout, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
@@ -40,7 +40,7 @@ from qwen3next_jax.inference.decode import generate_to_end
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.runs.checks import check_without_devices
-from qwen3next_jax.sharding.mesh import compute_mesh, make_mesh
+from qwen3next_jax.sharding.mesh import make_mesh, mesh_unless_single_device
 from qwen3next_jax.sweeps.points import Point
 from qwen3next_jax.sweeps.results import main_metrics, read_result
 from qwen3next_jax.training.state import abstract_model
@@ -48,7 +48,7 @@ from tests.in_process import resolved
 from tests.models import HYBRID
 from tests.refusals import refused
 
-BYTES, IDS = ByteTokenizer(), TaskTokens(257)
+BYTES, IDS = ByteTokenizer(), TaskTokenizer(257)
 TEXT = np.frombuffer(
     b"the quick brown fox jumps over the lazy dog and runs away. " * 40, np.uint8
 ).astype(np.int32)
@@ -343,7 +343,7 @@ def test_eval_refuses_data_that_do_not_fit_before_it_opens_them(tmp_path, monkey
 
     loaded = Loaded(), IDS, None, None, None
     monkeypatch.setattr(evaluate, "load_model", lambda *_, **__: loaded)
-    monkeypatch.setattr(evaluate, "tokenizer_of_model", lambda path: "bytes")
+    monkeypatch.setattr(evaluate, "tokenizer_of_init_from", lambda path: "bytes")
     monkeypatch.setattr(evaluate, "open_data", None)
     (tmp_path / "config.json").touch()
     config = dataclasses.replace(NANO, data=DataConfig(source="mqar"))
@@ -419,7 +419,7 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     values = made.run(None)
     assert values == {"accuracy/8 tokens": 1.0, "accuracy/16 tokens": 1.0, "rows_read": 32}
 
-    evaluate._print_values("repetition", to_metric_values(values, made.metrics))
+    evaluate._print_values("repetition", pair_with_declarations(values, made.metrics))
     printed = capsys.readouterr().out
     assert "accuracy 8 tokens" in printed
     assert "100.0%" in printed
@@ -433,7 +433,7 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     events = [
         {"event": "heldout", "loss": 1.0},
         old,
-        {"event": "suite", "suite": "repetition", **event_fields(values, made.metrics)},
+        {"event": "suite", "suite": "repetition", **evaluation_event_fields(values, made.metrics)},
     ]
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps(event | {"step": 5, "time": 1.0}) + "\n" for event in events)
@@ -452,7 +452,7 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
         Config(train=TrainConfig(steps=5), eval=EvalConfig(suites=("repetition",))),
     )
     result = read_result(point, folder)
-    assert {name: value.value for name, value in result.metrics.items()} == {
+    assert {name: value.value for name, value in result.final_metrics.items()} == {
         "heldout loss": 1.0,
         "gone loss/1-1": 2.0,
         **{f"repetition {name}": value for name, value in values.items()},
@@ -500,7 +500,12 @@ def test_a_mesh_evaluates_as_one_device():
         # three rows, which two devices cannot divide evenly
         options = evaluation.EvalOptions(rows=3, pair_counts=(3,))
         eval_context = evaluation.EvalContext(
-            NANO.model, graphdef, data.tokenizer, lambda: data, options, compute_mesh(mesh)
+            NANO.model,
+            graphdef,
+            data.tokenizer,
+            lambda: data,
+            options,
+            mesh_unless_single_device(mesh),
         )
         params = resolved(NANO, mesh).init_state()["params"]
         evaluations = evaluation.make_evaluations(("heldout", "mqar"), eval_context)
@@ -518,7 +523,7 @@ def test_a_mesh_evaluates_as_one_device():
                 max_new_tokens=8,
                 seed=3,
                 temperature=1.0,
-                mesh=compute_mesh(mesh),
+                mesh=mesh_unless_single_device(mesh),
             )
         )
     assert found[1] == pytest.approx(found[0], rel=1e-4)

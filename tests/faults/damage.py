@@ -30,7 +30,7 @@ def _fallback(workdir: pathlib.Path) -> int | None:
     from qwen3next_jax.runs.checkpoint import Checkpoints
 
     with contextlib.redirect_stderr(io.StringIO()) as said, Checkpoints(workdir) as checkpoints:
-        step = checkpoints.newest_good_step()
+        step = checkpoints.newest_valid_step()
     return step if step == checkpoints.steps()[-1] or "is skipped" in said.getvalue() else None
 
 
@@ -361,7 +361,7 @@ def _rows(data: TextData) -> list[bytes]:
 def flips_in_shard(lab: Lab, count: int) -> list[Trial]:
     """A random bit of the prepared shards, every row of which is then read."""
     data = _prepared(lab, "flips")
-    right, trials, folder = _rows(data), [], data._prepared[0].directory
+    right, trials, folder = _rows(data), [], data._prepared[0].common_row_folder
     for path, position, bit in random_bits(folder, count, seed=8, pattern="*.array_record"):
         flip_bit(path, position, bit)
         try:
@@ -392,7 +392,7 @@ def missing_shards(lab: Lab, _: int) -> list[Trial]:
     same.
     """
     data = _prepared(lab, "missing")
-    right, trials, folder = _rows(data), [], data._prepared[0].directory
+    right, trials, folder = _rows(data), [], data._prepared[0].common_row_folder
     for path in sorted(folder.glob("*.array_record")):
         for half in (False, True):
             content = path.read_bytes()

@@ -88,7 +88,7 @@ def disk_stays_full(lab: Lab, seed: int) -> list[Trial]:
 
 def _wait_for_seal(workdir: pathlib.Path, step: int, process) -> None:
     patience = Patience(200, f"step {step} was not sealed")
-    while not (workdir / "checkpoints" / str(step) / manifest.NAME).exists():
+    while not (workdir / "checkpoints" / str(step) / manifest.FILE_NAME).exists():
         assert process.is_alive()
         patience.wait()
 

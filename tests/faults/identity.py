@@ -77,7 +77,7 @@ def other_runs(lab: Lab, _: int) -> list[Trial]:
     from qwen3next_jax.runs.changes import compare_data
     from qwen3next_jax.runs.facts import read_facts
     from qwen3next_jax.runs.record import read_record
-    from qwen3next_jax.runs.start import decide
+    from qwen3next_jax.runs.start import decide_start
 
     workdir = lab.reference()
     record, trials = (workdir / "run.json").read_bytes(), []
@@ -87,7 +87,7 @@ def other_runs(lab: Lab, _: int) -> list[Trial]:
     for name, value in OTHER_RUNS:
         section, field = name.split(".")
         other = lab.with_(**{section: {field: value}})
-        trials.append(_refused(lambda: decide(other, read_facts(other, workdir)), name, name))
+        trials.append(_refused(lambda: decide_start(other, read_facts(other, workdir)), name, name))
     trials.append(
         _refused(
             lambda: compare_data(folder, run, ["0" * 20], run.tokenizer),

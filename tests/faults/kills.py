@@ -224,7 +224,7 @@ workdir, pids, spec = sys.argv[1:]
 command = ["/bin/sh", "-c", 'echo $$ >> "$0"; exec "$@"', pids]
 command += [sys.executable, "-m", "tests.faults.worker", spec]
 workdir = pathlib.Path(workdir)
-sys.exit(supervisor.supervise(workdir, 100, command, open_store(workdir).run_files))
+sys.exit(supervisor.supervise(workdir, 100, command, open_store(workdir).run_file_identities))
 """
 
 
@@ -349,13 +349,13 @@ def export(out: str, config: dict, workdir: str, pace: float) -> None:
     from qwen3next_jax.commands import export
     from qwen3next_jax.interop import writing
 
-    write = writing.PartialExport.write
+    write = writing.LocalExport.write
 
     def slow(self, name, blocks):
         time.sleep(pace)
         write(self, name, blocks)
 
-    writing.MAX_SHARD_BYTES, writing.PartialExport.write = 20_000, slow
+    writing.MAX_SHARD_BYTES, writing.LocalExport.write = 20_000, slow
     flags.FLAGS(["export", f"--workdir={workdir}", f"--out={out}"])
     raise SystemExit(export.main())
 
@@ -366,13 +366,13 @@ def _phase(workdir: pathlib.Path) -> str:
     names = [p.name for p in folder.iterdir()] if folder.exists() else []
     if any("tmp" in name for name in names):
         return "arrays being written"
-    if any(name.isdigit() and not (folder / name / manifest.NAME).exists() for name in names):
+    if any(name.isdigit() and not (folder / name / manifest.FILE_NAME).exists() for name in names):
         return "written, not sealed"
     return "deletion" if any(name.startswith(".") for name in names) else "no save open"
 
 
 def _newest(workdir: pathlib.Path) -> int:
-    sealed = (workdir / "checkpoints").glob(f"*/{manifest.NAME}")
+    sealed = (workdir / "checkpoints").glob(f"*/{manifest.FILE_NAME}")
     return max((int(p.parent.name) for p in sealed if p.parent.name.isdigit()), default=0)
 
 

@@ -18,7 +18,7 @@ def train_plain(
     import orbax.checkpoint as ocp
 
     from qwen3next_jax.config import Config, from_dict
-    from qwen3next_jax.model import declared
+    from qwen3next_jax.model import parameter_declarations
     from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.gradients import make_gradients
     from qwen3next_jax.training.loss import total_loss
@@ -35,12 +35,12 @@ def train_plain(
         loss_of = worker.poisoned_loss
     gradients = make_gradients(run, stage, loss_of)
     schedule = learning_rate_schedule(config.optimizer, config.train.steps)
-    optimizer = make_optimizer(config.optimizer, declared(config.model), schedule)
+    optimizer = make_optimizer(config.optimizer, parameter_declarations(config.model), schedule)
 
     @jax.jit
     def step(params, opt_state, batch):
         grads, parts, *_ = gradients(params, batch)
-        updates, opt_state = optimizer.update(grads.main, opt_state, params)
+        updates, opt_state = optimizer.update(grads.main_group, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, parts["loss"]
 
     rng = np.random.default_rng(0)

@@ -196,7 +196,7 @@ def changing_sources(lab: Lab, _: int) -> list[Trial]:
             folder = lab.new_folder()
             for other in ("a.txt", "m.txt", "z.txt"):
                 (folder / other).write_text(f"{other} aaaa bbbb " * 300)
-            source = sources.find_files_of_glob(f"{folder}/*.txt", "text")
+            source = sources.find_source_of_glob(f"{folder}/*.txt", "text")
             tokenizer = load_tokenizer("bytes")
             encode = tokenizer.encode_documents
 
@@ -205,7 +205,7 @@ def changing_sources(lab: Lab, _: int) -> list[Trial]:
                 return encode(texts)
 
             tokenizer.encode_documents = meanwhile
-            recipe = preparation.Recipe(64, 0.1, 0)
+            recipe = preparation.RowRecipe(64, 0.1, 0)
             with _small_batches():
                 trials.append(
                     _refused(
@@ -248,7 +248,7 @@ def parquet_pages(lab: Lab, count: int) -> list[Trial]:
     def read():
         return [
             document.text
-            for document in readers.read_documents(sources.find_files_of_glob(str(path), "text"))
+            for document in readers.read_documents(sources.find_source_of_glob(str(path), "text"))
         ]
 
     trials = []
@@ -280,7 +280,7 @@ def links(lab: Lab, _: int) -> list[Trial]:
         ("a/**/*.txt", 3),
         ("**/b/**/*.txt", 3),
     ):
-        found = sources.find_files_of_glob(f"{folder}/{pattern}", "text").files
+        found = sources.find_source_of_glob(f"{folder}/{pattern}", "text").files
         trials.append(
             Trial(told=False, harmless=len(found) == count, note=f"{pattern}: {len(found)}")
         )

@@ -177,7 +177,7 @@ def device_counts(lab: Lab, _: int) -> list[Trial]:
         os.kill(process.pid, signal.SIGTERM)
         assert wait(process, 240) == ExitCode.INTERRUPTED, lab.log(workdir)[-2000:]
         with Checkpoints(workdir) as checkpoints:
-            step = checkpoints.newest_good_step()
+            step = checkpoints.newest_valid_step()
             saved = jax.device_get(
                 checkpoints.restore(
                     step, resolve_run(lab.config, single_device_mesh()).abstract_state

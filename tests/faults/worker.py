@@ -124,7 +124,7 @@ def _prepare_faults(spec: dict) -> None:
 def _tell_moves(progress: int, pace: float) -> None:
     from qwen3next_jax.runs.store.local import LocalStore
 
-    rename, move_aside = pathlib.Path.rename, LocalStore.move_aside
+    rename, move_old_run_aside = pathlib.Path.rename, LocalStore.move_old_run_aside
 
     def told_rename(path, target):
         os.write(progress, b"move\n")
@@ -134,11 +134,11 @@ def _tell_moves(progress: int, pace: float) -> None:
     def told_move(store):
         pathlib.Path.rename = told_rename
         try:
-            move_aside(store)
+            move_old_run_aside(store)
         finally:
             pathlib.Path.rename = rename
 
-    LocalStore.move_aside = told_move
+    LocalStore.move_old_run_aside = told_move
 
 
 def _marked(segment_ids, mark):

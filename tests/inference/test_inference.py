@@ -376,7 +376,9 @@ def test_drafting_on_a_mesh_is_drafting_on_one_device(model, prompts, greedy):
 
 @pytest.mark.slow
 def test_states_after_each_token(model):
-    """A mixer's own `each_token` gives what the default gives, which goes token by token."""
+    """A mixer's own `call_returning_all_states` gives what the default gives, which goes token by
+    token.
+    """
     rng = np.random.default_rng(0)
     graphdef, params = nnx.split(model.layers[0].mixer)
     mixer = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], params))
@@ -386,11 +388,13 @@ def test_states_after_each_token(model):
         mixer.init_cache(CONFIG, 2, 64),
     )
     context = Context(
-        jnp.tile(jnp.arange(3), (2, 1)), time=None, options=ForwardOptions(return_all_states=True)
+        jnp.tile(jnp.arange(3), (2, 1)),
+        logical_time_axis=None,
+        options=ForwardOptions(return_all_states=True),
     )
     at_once, one_by_one = (
         jax.jit(lambda x, cache, f=f: f(mixer, x, context, cache)[::2])(x, cache)
-        for f in (type(mixer).each_token, Mixer.each_token)
+        for f in (type(mixer).call_returning_all_states, Mixer.call_returning_all_states)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), at_once, one_by_one)
 
@@ -567,10 +571,10 @@ def test_chat_templates(template, names, tmp_path, monkeypatch):
     )
     messages = [{"role": "user", "content": "hello"}]
     if names is None:
-        assert ChatTemplate.of_folder(tmp_path, "").prompt(messages) == "hello<E>"
+        assert ChatTemplate.of_folder(tmp_path, "").render_prompt(messages) == "hello<E>"
         return
     with refused(*names):
-        ChatTemplate.of_folder(tmp_path, "").prompt(messages)
+        ChatTemplate.of_folder(tmp_path, "").render_prompt(messages)
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])

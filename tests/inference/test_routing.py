@@ -12,7 +12,7 @@ from flax import nnx
 
 from qwen3next_jax.config import DataConfig, TrainConfig
 from qwen3next_jax.data.pipeline import open_data
-from qwen3next_jax.data.recorded import RecordedData, read_recorded, write_recorded
+from qwen3next_jax.data.recorded import RecordedData, read_recorded_text, write_recorded_text
 from qwen3next_jax.inference.decode import concatenate_tokens_by_row, generate
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layers import ForwardOptions
@@ -55,7 +55,7 @@ def recorded(model, tmp_path_factory):
     new = concatenate_tokens_by_row(stream, len(PROMPTS))
     texts = [np.concatenate(pair) for pair in zip(PROMPTS, new)]
     for text, experts, prompt in zip(texts, stream.routed_experts, PROMPTS):
-        write_recorded(folder, MODEL, text, experts, len(prompt))
+        write_recorded_text(folder, MODEL, text, experts, len(prompt))
     return folder, texts, stream.routed_experts
 
 
@@ -82,7 +82,7 @@ def test_replayed_logits_are_the_recorded_ones(model):
 
     @jax.jit
     def run(model, expert_ids):
-        features = model.features(tokens, expert_ids=expert_ids, options=RECORD)
+        features = model.features(tokens, replayed_expert_ids=expert_ids, options=RECORD)
         return features.hidden, features.expert_ids
 
     hidden, chosen = run(model, jnp.full(other.shape, -1, jnp.int16))
@@ -122,7 +122,7 @@ def test_recorded_texts_are_rows(recorded):
     folder, texts, experts = recorded
     data = open_data(DataConfig(source="recorded", path=str(folder)), 16, 2, 257)
     assert data.heldout_rows == 1
-    (heldout,) = data.heldout()
+    (heldout,) = data.heldout_batches()
     batch = next(iter(data.batches(0)))
     assert batch["expert_ids"].shape == (2, 16, 3, 2)
     assert batch["expert_ids"].dtype == np.int16
@@ -185,7 +185,7 @@ def test_files_of_other_programs(arrays, names, tmp_path):
     config = DataConfig(source="recorded", path=f"{tmp_path}/*.safetensors")
     safetensors.numpy.save_file(good, tmp_path / "a.safetensors")
     RecordedData.check_model(config, MODEL)
-    assert read_recorded(tmp_path / "a.safetensors").prompt_tokens == 1
+    assert read_recorded_text(tmp_path / "a.safetensors").prompt_length == 1
     bad = {name: x for name, x in (good | arrays).items() if x is not None}
     safetensors.numpy.save_file(bad, tmp_path / "b.safetensors")
     with refused(*names):

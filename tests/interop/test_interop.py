@@ -39,7 +39,7 @@ from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import stored_parameters
 from qwen3next_jax.interop.source import config_for_export
 from qwen3next_jax.interop.weights import Weights
-from qwen3next_jax.interop.writing import PartialExport
+from qwen3next_jax.interop.writing import LocalExport
 from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.runs.init_from import EXPERT_SETTINGS
 from qwen3next_jax.sharding.mesh import make_mesh
@@ -208,7 +208,10 @@ SMALLEST, OLMO_7B = (
 )
 def test_released_models_have_their_published_inventory(config, inventory):
     shapes = [
-        part.shape for p in stored_parameters(config) for _ in p.prefixes for part in p.entry.slices
+        part.shape
+        for p in stored_parameters(config)
+        for _ in p.layer_prefixes
+        for part in p.entry.slices
     ]
     assert (len(shapes), sum(int(np.prod(shape)) for shape in shapes)) == inventory
 
@@ -220,7 +223,7 @@ def test_export_then_import_gives_the_same_bits_and_config(tmp_path, variant):
     again = load_hf(tmp_path / "out")
     # settings that not every form stores
     not_stored = {"intermediate_size"} if model.config.num_experts else EXPERT_SETTINGS
-    assert set(again.config.differs(model.config)) <= not_stored
+    assert set(again.config.differing_settings(model.config)) <= not_stored
     assert bits(again) == bits(model)
 
 
@@ -245,7 +248,7 @@ def test_both_namings_of_olmo_hybrid_s_norms_are_read_and_the_released_one_is_wr
 def test_forms_name_settings_that_exist():
     assert FORMS.keys() == set(typing.get_args(typing.get_type_hints(ModelConfig)["hf_form"]))
     for form in FORMS.values():
-        assert form.stored_settings | NOT_IN_FILES <= ModelConfig.__dataclass_fields__.keys()
+        assert form.supported_settings | NOT_IN_FILES <= ModelConfig.__dataclass_fields__.keys()
         assert form.mixer_entries.keys() <= registry.MIXERS.keys()
 
 
@@ -335,14 +338,14 @@ def test_all_processes_read_the_same_bits():
             (slice(0, 3), slice(1, 6), slice(1, 4), slice(2, 3)),
         ):
             sizes = tuple(side.stop - side.start for side in part)
-            gather = arrays._gather_slice(array.sharding, sizes)
+            gather = arrays._make_slice_gather(array.sharding, sizes)
             found = gather(array, np.array([side.start for side in part], np.int32))
             assert np.asarray(found).tobytes() == np.asarray(values)[part].tobytes()
 
 
 def test_a_killed_export_keeps_whole_files(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 8192)
-    model, write, written = new_model(), PartialExport.write, []
+    model, write, written = new_model(), LocalExport.write, []
     save_hf(model, tmp_path / "expected")
 
     def kill_after(count):
@@ -356,7 +359,7 @@ def test_a_killed_export_keeps_whole_files(tmp_path, monkeypatch, capsys):
             written.append(name)
             write(export, name, blocks)
 
-        monkeypatch.setattr(PartialExport, "write", write_or_die)
+        monkeypatch.setattr(LocalExport, "write", write_or_die)
 
     kill_after(3)
     for _ in range(2):  # the second attempt writes no file and loses none
@@ -395,7 +398,7 @@ def test_a_killed_export_keeps_whole_files(tmp_path, monkeypatch, capsys):
 
 
 def test_an_export_killed_at_its_end_recovers(tmp_path, monkeypatch):
-    model, finish, done = new_model(), PartialExport.finish, False
+    model, finish, done = new_model(), LocalExport.finish, False
     save_hf(model, tmp_path / "expected")
     for operations in itertools.count():
         out, left = tmp_path / f"out{operations}", iter(range(operations))
@@ -415,7 +418,7 @@ def test_an_export_killed_at_its_end_recovers(tmp_path, monkeypatch):
                 finish(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(PartialExport, "finish", killed_at_its_end)
+            patch.setattr(LocalExport, "finish", killed_at_its_end)
             with contextlib.suppress(KeyboardInterrupt):
                 save_hf(model, out, identity="a")
                 done = True

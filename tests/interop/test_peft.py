@@ -18,7 +18,7 @@ from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.interop.huggingface import hf_tensors
 from qwen3next_jax.interop.peft import save_adapter
-from qwen3next_jax.model.adapter_names import base_params, is_adapter, without_adapters
+from qwen3next_jax.model.adapter_names import base_params, config_without_adapters, is_adapter
 from qwen3next_jax.model.adapters import merge_adapters
 from tests.models import HYBRID, drawn_model
 from tests.refusals import refused
@@ -38,7 +38,7 @@ def _exported(config, out):
     params = jax.device_get(nnx.to_pure_dict(params))
     adapters = map_leaves(lambda path, leaf: leaf if is_adapter(path) else None, params)
     save_adapter(config, adapters, out, "base", "digest")
-    plain = without_adapters(config)
+    plain = config_without_adapters(config)
     return hf_tensors(base_params(params), plain), hf_tensors(base_params(merged), plain)
 
 

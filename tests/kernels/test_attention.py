@@ -18,7 +18,7 @@ from qwen3next_jax.ops import cached_attention as cached
 from qwen3next_jax.ops.attention import dispatch
 from qwen3next_jax.ops.cached_attention import cached_attention, write_to_cache
 from qwen3next_jax.ops.compile_target import compiling_for
-from qwen3next_jax.ops.implementations import choose
+from qwen3next_jax.ops.implementations import choose_implementation
 
 EPSILON = 2.0**-24  # of float32
 RNG_SEED = 0
@@ -206,7 +206,11 @@ def test_a_query_without_keys_gives_zeros():
     q, k, v, do = inputs(1, 3, 2, 1, 8, s=80)
     kv_segment_ids = np.repeat((1, 0), (70, 10))[None]
     options, arrays = (
-        dispatch.Options(choose("attention", None, dispatch.FORMS), 8**-0.5, causal=False),
+        dispatch.AttentionOptions(
+            choose_implementation("attention", None, dispatch.XLA_IMPLEMENTATIONS),
+            8**-0.5,
+            causal=False,
+        ),
         (q, k, v, np.array([[1, 2, 2]]), kv_segment_ids),
     )
     o, logsumexp = dispatch.forward(options, *arrays)
@@ -240,7 +244,7 @@ def test_splash_interpreted_equals_the_plain_softmax(t, d, private, monkeypatch)
     # each key/value head on a core of its own; blocks of queries larger than those of keys in a
     # product
     if private:
-        two_cores = types.SimpleNamespace(tpu=types.SimpleNamespace(num_cores=2))
+        two_cores = types.SimpleNamespace(tpu_info=types.SimpleNamespace(num_cores=2))
         monkeypatch.setattr(splash, "compile_target", lambda: two_cores)
         monkeypatch.setattr(splash, "BLOCK", 128)
         monkeypatch.setattr(splash, "LONG_BLOCK", 256)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from qwen3next_jax.kernels.gpu import causal_conv1d as gpu_kernels
 from qwen3next_jax.kernels.tpu import causal_conv1d as tpu_kernels
 from qwen3next_jax.ops import causal_conv1d
-from qwen3next_jax.ops.implementations import Form
+from qwen3next_jax.ops.implementations import XlaImplementation
 
 # its name in the package is that of the function
 module = sys.modules["qwen3next_jax.ops.causal_conv1d"]
@@ -151,7 +151,9 @@ def test_the_kernels_interpreted_match_the_products(width, activation, time, doc
     blocks = dict.fromkeys(("FORWARD_BLOCK", "BACKWARD_BLOCK"), (16, 128))
     with (
         mock.patch.multiple(tpu_kernels, **blocks),
-        mock.patch.object(module, "FORMS", (Form("interpreted", ("cpu",), functions),)),
+        mock.patch.object(
+            module, "XLA_IMPLEMENTATIONS", (XlaImplementation("interpreted", ("cpu",), functions),)
+        ),
     ):
         got = both_ways(jnp.float32)
     for a, b in zip(got, want):

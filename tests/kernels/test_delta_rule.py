@@ -212,9 +212,9 @@ def test_pieces_of_a_long_sequence(dtype, settings, monkeypatch):
     inputs, cotangents = problem(batch=2, time=2 * CHUNK + 7)
     two = 2 * inputs["v"][:, :CHUNK].size
     # two pieces of two, the last padded
-    limits = chunked.BlockLimits(single_chunk=two * CHUNK, elements=two)
-    forms = dispatch.chunked_form(("cpu",), limits), *dispatch.FORMS[1:]
-    monkeypatch.setattr(dispatch, "FORMS", forms)
+    limits = chunked.BlockLimits(single_chunk_multiply_adds=two * CHUNK, block_elements=two)
+    forms = dispatch.chunked_implementation(("cpu",), limits), *dispatch.XLA_IMPLEMENTATIONS[1:]
+    monkeypatch.setattr(dispatch, "XLA_IMPLEMENTATIONS", forms)
     # a document that starts with a piece, and one that goes on
     ids = np.array([[1] * 60 + [2] * 68 + [3] * 7, [2] * 130 + [0] * 5])
     check(inputs, cotangents, "chunked", dtype, *BARS[dtype], segment_ids=ids, **settings)

@@ -22,8 +22,8 @@ from qwen3next_jax.kernels.gpu import tokamax
 from qwen3next_jax.model.expert_parallelism import local_moe
 from qwen3next_jax.ops import implementations
 from qwen3next_jax.ops.compile_target import compiling_for
-from qwen3next_jax.ops.grouped_matmul import FORMS
-from qwen3next_jax.ops.routed_experts.layout import _tile_sizes
+from qwen3next_jax.ops.grouped_matmul import XLA_IMPLEMENTATIONS
+from qwen3next_jax.ops.routed_experts.layout import _tile_size_and_counts
 
 TRITON = "without triton, which is not installed: expected the extra gpu"
 OLD = "on a GPU of compute capability 8.0: expected 9.0 (H100, H200)"
@@ -121,7 +121,7 @@ def test_the_self_test_refuses_shifted_groups(stand_ins, monkeypatch):
 @given(st.integers(1, 400_000), st.integers(1, 600), st.integers(1, 450_000))
 def test_every_layout_of_a_gpu_consists_of_whole_tiles(choices, experts, capacity):
     with compiling_for("gpu"):
-        size, tiles, _ = _tile_sizes(choices, experts, capacity)
+        size, tiles, _ = _tile_size_and_counts(choices, experts, capacity)
     in_whole_tiles(jax.ShapeDtypeStruct((64, tiles * size), jnp.bfloat16))
 
 
@@ -224,12 +224,16 @@ def test_mosaic_computes_dw_where_tritons_fails(monkeypatch, failing, enabled):
     found = []
     (decision,) = implementations.trace_and_record(
         lambda: found.append(
-            implementations.choose("grouped_matmul", None, FORMS, x=x, weights=[w])
+            implementations.choose_implementation(
+                "grouped_matmul", None, XLA_IMPLEMENTATIONS, x=x, weights=[w]
+            )
         )
     )
     assert found[-1].is_kernel == decision.is_kernel == enabled
     if enabled:
-        assert "gradients of the experts' weights to take several times as long" in decision.reason
+        assert (
+            "gradients of the experts' weights to take several times as long" in decision.why_chosen
+        )
         assert kernels._choose_kernels(128, 64)[:2] == ("mosaic", "mosaic")
 
 
@@ -237,10 +241,12 @@ def test_few_rows_are_no_reason_for_a_warning(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 128), (4, 128, 64)))
     (decision,) = implementations.trace_and_record(
-        lambda: implementations.choose("grouped_matmul", None, FORMS, x=x, weights=[w])
+        lambda: implementations.choose_implementation(
+            "grouped_matmul", None, XLA_IMPLEMENTATIONS, x=x, weights=[w]
+        )
     )
-    assert "has 64 rows" in decision.refusal
-    assert decision.consequence == ""
+    assert "has 64 rows" in decision.why_no_kernels
+    assert decision.slowness_warning == ""
 
 
 def test_a_call_waits_for_no_process_that_lacks_tokamax(monkeypatch):

@@ -15,7 +15,7 @@ from qwen3next_jax.kernels.tpu import indexed_attention as tpu_kernels
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.compile_target import compiling_for
-from qwen3next_jax.ops.implementations import choose
+from qwen3next_jax.ops.implementations import choose_implementation
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.zoo import qsa
 from tests.models import drawn
@@ -26,8 +26,9 @@ PACKED = (1, 2, 140, 100, 30, 27), (150, 3, 1, 60, 86, 0)
 
 
 def problem(lengths, ratio, budget, dtype, ties=True):
-    """Returns the arguments of `qsa.sparse_attention`, and the gradient of its result. With `ties`,
-    the indexer's numbers are few small integers, so that its scores are exact, and often equal.
+    """Returns the arguments of `qsa.block_sparse_attention`, and the gradient of its result. With
+    `ties`, the indexer's numbers are few small integers, so that its scores are exact, and often
+    equal.
     """
     rng = np.random.default_rng(0)
     segments = np.stack([np.repeat([*range(1, len(n)), 0], n) for n in lengths]).astype(np.int32)
@@ -43,7 +44,7 @@ def problem(lengths, ratio, budget, dtype, ties=True):
     last = np.stack([np.pad(np.flatnonzero(e), (0, count - e.sum())) for e in ends])
     there = np.arange(count) < ends.sum(1, keepdims=True)
     of_row = lambda x: np.take_along_axis(x, last, axis=1).astype(np.int32)
-    row_blocks = qsa.Blocks(
+    row_blocks = qsa.CompleteBlocks(
         jnp.asarray(block_k, dtype),
         of_row(place) - (ratio - 1),
         np.where(there, of_row(segments), 0),
@@ -74,7 +75,7 @@ def problem(lengths, ratio, budget, dtype, ties=True):
 def seen_by_oracle(index_q, row_blocks, tokens, settings):
     """Returns [B, T, T] bool, query by query."""
     ratio = settings.indexer_compress_ratio
-    index_q, block_k = (np.asarray(x, np.float64) for x in (index_q, row_blocks.key))
+    index_q, block_k = (np.asarray(x, np.float64) for x in (index_q, row_blocks.pooled_key))
     place, segment = np.asarray(tokens.query_position), np.asarray(tokens.query_segment)
     seen = np.zeros((*place.shape, place.shape[1]), bool)
     for b, t in zip(*np.nonzero(segment)):
@@ -138,7 +139,7 @@ def test_results_and_gradients_are_those_of_the_formulas(
     monkeypatch.setattr(tpu_kernels, "CHUNK", 128)  # the work on padding takes most of the time
     (*qkv, index_q, row_blocks, tokens, settings), do = problem(lengths, ratio, budget, dtype)
     rest = index_q, row_blocks, tokens, settings
-    attend = lambda *qkv: qsa.sparse_attention(*qkv, *rest, implementation="pallas_tpu")
+    attend = lambda *qkv: qsa.block_sparse_attention(*qkv, *rest, implementation="pallas_tpu")
     got = outputs_and_gradients(attend, qkv, do)
     seen = seen_by_oracle(*rest)
     with jax.enable_x64(True):
@@ -165,7 +166,7 @@ def test_the_kernels_select_what_xla_selects(ties, monkeypatch):
     for name in ("pallas_tpu", "masked"):
         o = [
             jax.jit(
-                lambda v: qsa.sparse_attention(
+                lambda v: qsa.block_sparse_attention(
                     q, q, v, index_q, row_blocks, tokens, settings, implementation=name
                 )
             )(v)
@@ -183,13 +184,15 @@ def test_the_kernels_select_what_xla_selects(ties, monkeypatch):
 def test_devices_run_kernels_on_their_own_part(monkeypatch):
     """Four shards of `tensor` have fewer key heads than shards."""
     (*qkv, index_q, row_blocks, tokens, settings), do = problem(PACKED, 3, 24, jnp.float32)
-    one = functools.partial(qsa.sparse_attention, implementation="masked")
+    one = functools.partial(qsa.block_sparse_attention, implementation="masked")
     attend = lambda *qkv: one(*qkv, index_q, row_blocks, tokens, settings)
     want = outputs_and_gradients(attend, qkv, do)
     monkeypatch.setattr(
         qsa,
-        "choose",
-        lambda operator, _, *forms, **call: choose(operator, "pallas_tpu", *forms, **call),
+        "choose_implementation",
+        lambda operator, _, *forms, **call: choose_implementation(
+            operator, "pallas_tpu", *forms, **call
+        ),
     )
     config = ModelConfig(
         hidden_size=32,
@@ -199,7 +202,7 @@ def test_devices_run_kernels_on_their_own_part(monkeypatch):
     mixer = drawn(lambda: qsa.QSA(config, Make(config, nnx.Rngs(0)), (0,)))
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, tensor=4)), jax.devices()[:8])
     context = Context(tokens.query_position, tokens.query_segment, mesh=mesh)
-    split = lambda *qkv: mixer._selected_attention(*qkv, index_q, row_blocks, context)
+    split = lambda *qkv: mixer._sparse_attention_on_each_device(*qkv, index_q, row_blocks, context)
     found = errors(
         outputs_and_gradients(split, qkv, do), want, np.asarray(tokens.query_segment) > 0
     )
@@ -212,7 +215,7 @@ def test_a_tpu_takes_the_kernels_that_fit(width, cached, runs):
     (*qkv, index_q, row_blocks, tokens, settings), do = problem(PACKED, 3, 24, jnp.float32)
 
     def run(qkv, do):
-        attend = lambda *qkv: qsa.sparse_attention(
+        attend = lambda *qkv: qsa.block_sparse_attention(
             *qkv, index_q, row_blocks, tokens, settings, cached=cached
         )
         return jax.vjp(attend, *qkv)[1](do)

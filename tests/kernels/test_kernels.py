@@ -19,10 +19,10 @@ from qwen3next_jax import kernels as plugin
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, ForwardOptions
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.remat import keeps_hidden, rematerialized
+from qwen3next_jax.model.remat import keeps_expert_hidden, rematerialized
 from qwen3next_jax.ops import attention, gated_delta_rule, implementations
 from qwen3next_jax.ops.compile_target import CompileTarget, compile_target, compiling_for
-from qwen3next_jax.ops.implementations import Form, choose
+from qwen3next_jax.ops.implementations import XlaImplementation, choose_implementation
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEP = """
@@ -101,7 +101,11 @@ def test_every_listed_module_says_what_it_supports():
             assert callable(importlib.import_module(module).unsupported_reason), module
 
 
-FORMS = Form("xla", ("cpu",), {}), Form("xla", ("gpu", "tpu"), {}), Form("other", (), {})
+FORMS = (
+    XlaImplementation("xla", ("cpu",), {}),
+    XlaImplementation("xla", ("gpu", "tpu"), {}),
+    XlaImplementation("other", (), {}),
+)
 
 
 @pytest.fixture
@@ -140,11 +144,11 @@ def test_the_choice(two_kernels, platform, named, size, expected):
     with compiling_for(platform):
         if isinstance(expected, str):
             with pytest.raises(NotImplementedError, match=expected):
-                choose("test", named, FORMS, size=size)
+                choose_implementation("test", named, FORMS, size=size)
             return
-        chosen = choose("test", named, FORMS, size=size)
+        chosen = choose_implementation("test", named, FORMS, size=size)
         assert (chosen.name, chosen.interpret) == expected
-        assert chosen == choose("test", named, FORMS, size=size)
+        assert chosen == choose_implementation("test", named, FORMS, size=size)
         assert hash(chosen)
         if chosen.name == "xla":
             assert platform in chosen.implementation.platforms
@@ -154,7 +158,7 @@ def test_a_listed_module_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setitem(plugin.KERNELS, "test", {"broken": ("tpu", "qwen3next_jax.kernels.none")})
     implementations.kernels_by_name.cache_clear()
     with compiling_for("tpu"), pytest.raises(ImportError, match=r"qwen3next_jax\.kernels\.none"):
-        choose("test", None, FORMS, size=4)
+        choose_implementation("test", None, FORMS, size=4)
     implementations.kernels_by_name.cache_clear()
 
 
@@ -218,7 +222,7 @@ def test_what_a_policy_saves_is_not_computed_again(policy, runs):
         linear_num_value_heads=1,
         dtype="bfloat16",
     )
-    layer = config.block.resolve("placement")
+    layer = config.block.import_part("placement")
     graphdef, params = nnx.split(
         nnx.eval_shape(
             lambda: layer(config, "gated_deltanet", True, Make(config, nnx.Rngs(0)), (0,))
@@ -230,7 +234,7 @@ def test_what_a_policy_saves_is_not_computed_again(policy, runs):
         context = Context(
             positions_BT,
             jnp.ones_like(positions_BT),
-            options=ForwardOptions(keep_hidden=keeps_hidden(policy)),
+            options=ForwardOptions(keep_expert_hidden=keeps_expert_hidden(policy)),
         )
         return nnx.merge(graphdef, params)(x_BTD, context, None)[0]
 

@@ -67,10 +67,10 @@ def errors(implementation, monkeypatch, dtype, mesh=None, **sizes):
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (values, gradients))
         wanted = [np.asarray(w) for w in results_and_gradients(oracle)(*exact)]
-    choose = residual_streams.choose
+    choose = residual_streams.choose_implementation
     monkeypatch.setattr(
         residual_streams,
-        "choose",
+        "choose_implementation",
         lambda name, _, *args, **call: choose(name, implementation, *args, **call),
     )
     config = ModelConfig(
@@ -84,8 +84,8 @@ def errors(implementation, monkeypatch, dtype, mesh=None, **sizes):
         own = jax.tree.map(lambda x: x, params)
         for name, value in zip(NAMES[2:], p):
             own[name] = own[name].replace(value)
-        x, a, h = nnx.merge(graph, own).mix(h, Context(None, mesh=mesh))
-        return x, residual_streams.write(h, y, a, mesh)
+        x, a, h = nnx.merge(graph, own).block_input_and_factors(h, Context(None, mesh=mesh))
+        return x, residual_streams.add_to_streams(h, y, a, mesh)
 
     got = results_and_gradients(block)(values, gradients)
     names = ("x", "after", *(f"d{name}" for name in NAMES))

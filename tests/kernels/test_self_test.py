@@ -11,9 +11,13 @@ import pytest
 from qwen3next_jax import kernels as plugin
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.ops import implementations
-from qwen3next_jax.ops.implementations import Form, choose, trace_and_record
+from qwen3next_jax.ops.implementations import (
+    XlaImplementation,
+    choose_implementation,
+    trace_and_record,
+)
 
-FORMS = (Form("xla", ("cpu", "gpu"), {"run": lambda x: x}),)
+FORMS = (XlaImplementation("xla", ("cpu", "gpu"), {"run": lambda x: x}),)
 
 
 @pytest.fixture
@@ -50,7 +54,7 @@ def step():
     """Returns a new function that calls both operators, jitted."""
 
     def call(operator, x):
-        return choose(operator, None, FORMS, x=x).function_named("run")(x)
+        return choose_implementation(operator, None, FORMS, x=x).function_named("run")(x)
 
     return jax.jit(lambda x: call("attention", x) + call("b", x))
 
@@ -59,7 +63,8 @@ def traced(function, x=jnp.ones(3)):
     """Returns operator → (implementation, reason or refusal, consequence), and the result."""
     decisions = trace_and_record(lambda: function.trace(x))
     return {
-        d.operator: (d.implementation, d.refusal or d.reason, d.consequence) for d in decisions
+        d.operator: (d.implementation, d.why_no_kernels or d.why_chosen, d.slowness_warning)
+        for d in decisions
     }, float(function(x)[0])
 
 
@@ -132,7 +137,7 @@ def test_a_test_without_memory_runs_again(operators, tmp_path):
 
 def test_what_a_caller_names_has_no_consequence(operators):
     function = jax.jit(
-        lambda x: choose("attention", "xla", FORMS, x=x).function_named("run")(x),
+        lambda x: choose_implementation("attention", "xla", FORMS, x=x).function_named("run")(x),
     )
     assert traced(function) == ({"attention": ("xla", "named by the caller", "")}, 1.0)
 
@@ -160,7 +165,7 @@ def test_an_error_of_a_trace_is_raised(operators):
 
 
 def test_a_line_not_printed_while_recording_is_printed_later(capsys):
-    with implementations._recording():
+    with implementations._recording_decisions():
         self_test.print_once("a line")
     for _ in range(2):
         self_test.print_once("a line")
@@ -170,4 +175,4 @@ def test_a_line_not_printed_while_recording_is_printed_later(capsys):
 def test_a_trace_that_fails_leaves_nothing_recording(operators):
     with pytest.raises(ZeroDivisionError):
         trace_and_record(lambda: 1 / 0)
-    assert not implementations.is_recording()
+    assert not implementations.is_recording_decisions()

@@ -2,22 +2,26 @@
 that compete for HBM.
 """
 
+import dataclasses
 import importlib.util
+import inspect
 import statistics
 
 import pytest
 
 from benchmarks.planner.kernel_validation import predict, read_kernels
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.model import expert_parallelism
+from qwen3next_jax.ops.routed_experts import layout
 from qwen3next_jax.planner import hlo, topology
-from qwen3next_jax.planner.calibrated import RATES, rates_of
+from qwen3next_jax.planner.calibrated import RATES, TRIPS_BY_FUNCTION, rates_of_chip
 from qwen3next_jax.planner.estimate import estimate_time
-from qwen3next_jax.planner.expert_load import ExpertLayout, expert_load
+from qwen3next_jax.planner.expert_load import ExpertLayout, ExpertLoad, mean_expert_load
 from qwen3next_jax.planner.ideal import SHARED_LINKS, ideal_time
-from qwen3next_jax.planner.parts import cost_by_part, part_name
-from qwen3next_jax.planner.roofline import SourceCost
+from qwen3next_jax.planner.parts import cost_by_part, part_of_function
+from qwen3next_jax.planner.roofline import FunctionCost
 from qwen3next_jax.planner.schedule import Schedule
-from qwen3next_jax.planner.search import Candidate, choose_to_compile
+from qwen3next_jax.planner.search import Candidate, candidates_to_compile
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.mesh import make_mesh
 from tests.refusals import refused
@@ -44,23 +48,27 @@ def estimate(name, mesh, text, before="", **options):
 
 def test_measured_sizes_take_the_measured_seconds():
     rates = RATES["tpu7x"]
-    assert rates.products.seconds(2 * 1024**3) == pytest.approx(2 * 1024**3 / 350e12)
-    assert rates.products.seconds(80 * 8192**3) == pytest.approx(80 * 8192**3 / 956e12)
-    assert rates.hbm.seconds(2**22) == pytest.approx(2**22 / 1379e9)
-    assert rates.hbm.seconds(2**40) == pytest.approx(2**40 / 3210e9)
-    assert rates.hbm.start < rates.hbm.seconds(1) < rates.hbm.seconds(2**22)
-    assert rates.hbm.seconds(0) == 0
+    assert rates.product_curve.seconds(2 * 1024**3) == pytest.approx(2 * 1024**3 / 350e12)
+    assert rates.product_curve.seconds(80 * 8192**3) == pytest.approx(80 * 8192**3 / 956e12)
+    assert rates.hbm_curve.seconds(2**22) == pytest.approx(2**22 / 1379e9)
+    assert rates.hbm_curve.seconds(2**40) == pytest.approx(2**40 / 3210e9)
+    assert (
+        rates.hbm_curve.empty_kernel_seconds
+        < rates.hbm_curve.seconds(1)
+        < rates.hbm_curve.seconds(2**22)
+    )
+    assert rates.hbm_curve.seconds(0) == 0
 
 
 def test_unmeasured_chips_reach_their_neighbour_s_share():
     v5p, v6e = RATES["v5p"], RATES["v6e"]
     size = 1e15
-    assert v5p.products.seconds(size) == pytest.approx(size / (827.5e12 * 459 / 918), rel=1e-3)
-    assert v5p.hbm.seconds(size) == pytest.approx(size / (3210e9 * 2765 / 3690))
-    assert "nearest, v6e" in v5p.sources["products"]
-    assert "v6e" not in v6e.sources["products"]
+    assert v5p.product_curve.seconds(size) == pytest.approx(size / (827.5e12 * 459 / 918), rel=1e-3)
+    assert v5p.hbm_curve.seconds(size) == pytest.approx(size / (3210e9 * 2765 / 3690))
+    assert "nearest, v6e" in v5p.rate_sources["products"]
+    assert "v6e" not in v6e.rate_sources["products"]
     with refused("H100"):
-        rates_of(CHIPS["H100"])
+        rates_of_chip(CHIPS["H100"])
 
 
 MESH = "mesh['data'={data},'expert'={expert},'context'=1,'tensor'=1]"
@@ -104,7 +112,7 @@ def test_collectives_at_once_share_links():
     assert alone[1] < 1e-5
     whole = estimate("v6e:16x16", axes, long + end).seconds
     assert both.seconds == pytest.approx(whole + alone[1], rel=1e-9)
-    assert both.bound["network data+expert"] == pytest.approx(2 * alone[1])
+    assert both.seconds_by_resource["network data+expert"] == pytest.approx(2 * alone[1])
 
 
 @needs_compiler
@@ -118,7 +126,7 @@ def test_collectives_take_a_start_and_their_bytes(kind, sent):
     text += f"replica_groups={MESH.format(**axes)} {{'data'}}, dimensions={{0}}"
     seconds = 2 * size * sent / (4 * 86.3 * GB)
     found = estimate("v5p:4x4x4", axes, text)
-    assert found.bound == {"network data": pytest.approx(4.55e-6 + seconds, rel=1e-3)}
+    assert found.seconds_by_resource == {"network data": pytest.approx(4.55e-6 + seconds, rel=1e-3)}
 
 
 COPY = """  %x = f32[50000000]{0} parameter(0)
@@ -135,10 +143,10 @@ def test_an_early_copy_takes_idle_hbm():
     rates = RATES["v5p"]
     copy = 2e8 / (3210e9 * 2765 / 3690)  # the target is in VMEM
     beside_hbm = estimate(name, axes, COPY.replace("WORK", MOVE)).seconds
-    assert beside_hbm == pytest.approx(rates.hbm.seconds(6e8) + copy)
+    assert beside_hbm == pytest.approx(rates.hbm_curve.seconds(6e8) + copy)
     product = "  %p = bf16[8192,8192]{1,0:S(1)} parameter(1)\n" + COPY.replace("WORK", PRODUCT)
     beside_product = estimate(name, axes, product).seconds
-    assert beside_product == pytest.approx(rates.products.seconds(2 * 8192**3))
+    assert beside_product == pytest.approx(rates.product_curve.seconds(2 * 8192**3))
 
 
 SHORT_COPY = """  %x = f32[50000000]{0} parameter(0)
@@ -178,7 +186,9 @@ FROM_HOST = """  %stack = bf16[8,1000000]{1,0:S(5)} parameter(0)
 @pytest.mark.parametrize("text, direction", [(TO_HOST, "to"), (FROM_HOST, "from")])
 def test_copies_to_the_host_take_their_link(text, direction):
     found = estimate("v6e:2x2", dict(data=4), text)
-    assert found.bound == {f"copies {direction} the host": pytest.approx(2e6 / (32 * GB))}
+    assert found.seconds_by_resource == {
+        f"copies {direction} the host": pytest.approx(2e6 / (32 * GB))
+    }
     assert found.hbm_bytes == 2e6
 
 
@@ -208,7 +218,7 @@ KERNEL = """  %tile = s32[30]{0} parameter(0)
   %g = bf16[4,4096,8192]{2,1,0} parameter(4)
   %d = bf16[4,4096,4096]{2,1,0} parameter(5)
   ROOT %expert_forward.1 = bf16[480,4096]{1,0} custom-call(%tile, %used, %x, %w, %g, %d), custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"flops":"1000000000000","bytes_accessed":"1"}}"""  # noqa: E501
-LAYOUT = ExpertLayout(shards=2, experts=4, tiles=30, tile=16)
+LAYOUT = ExpertLayout(expert_shards=2, experts_per_shard=4, tile_count=30, tile_rows=16)
 LOOP = """%body (a: f32[]) -> f32[] {
   %a = bf16[8192,8192]{1,0:S(1)} parameter(0)
   ROOT %b = bf16[8192,8192]{1,0:S(1)} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
@@ -225,7 +235,7 @@ def test_experts_take_the_tiles_in_use(fused, monkeypatch):
     """Balanced experts leave some tiles empty and no choice over; a skewed router fills the tiles,
     and its further choices go through loops.
     """
-    axes, product = dict(data=2, expert=2), RATES["v5p"].products.seconds(2 * 8192**3)
+    axes, product = dict(data=2, expert=2), RATES["v5p"].product_curve.seconds(2 * 8192**3)
     start = "  %a = bf16[8192,8192]{1,0:S(1)} parameter(6)\n  %loop = bf16[8192,8192]{1,0:S(1)} "
     kernel, before = KERNEL, LOOP
     if fused:  # as the compiler fuses a kernel with an update in place
@@ -234,16 +244,16 @@ def test_experts_take_the_tiles_in_use(fused, monkeypatch):
         kernel = KERNEL.split(" custom-call(")[0] + " " + call
     text = f"{start}while(%a), condition=%condition, body=%body\n{kernel}"
     seconds = {}
-    function = lambda _, i: "layout _for_experts_beyond" if i.opcode == "while" else ""
+    function = lambda _, i: "layout _loop_over_overflowing_experts" if i.opcode == "while" else ""
     monkeypatch.setattr(hlo.Program, "source_function", function)
     for skew in (0.0, 1.5):
         found = estimate(
             "v5p:2x2x1", axes, text, before, skew=skew, source=lambda instruction: instruction.name
         )
-        seconds[skew] = {name: cost.seconds for name, cost in found.by_source.items()}
-    kernel, full = "expert_forward.1", RATES["v5p"].products.seconds(1e12)
+        seconds[skew] = {name: cost.seconds for name, cost in found.cost_by_function.items()}
+    kernel, full = "expert_forward.1", RATES["v5p"].product_curve.seconds(1e12)
     # On average half a tile of each of the 4 experts is empty.
-    balanced, skewed = (expert_load(LAYOUT, skew) for skew in (0.0, 1.5))
+    balanced, skewed = (mean_expert_load(LAYOUT, skew) for skew in (0.0, 1.5))
     filled = balanced.fullest * 448 / 1.125 / 16
     assert seconds[0.0][kernel] == pytest.approx(full * (filled + 4 / 2) / 30, rel=0.02)
     assert seconds[1.5][kernel] == pytest.approx(full * skewed.used)
@@ -268,8 +278,8 @@ def test_experts_take_their_products_and_a_start(name, cores):
     text = in_vmem.replace("expert_forward", name)
     found = estimate("v5p:2x2x1", axes, text, schedules=schedules, skew=1.5)
     steps = 30 / (cores if name == "expert_forward" else 1)
-    seconds = 1e9 / (v5p.bf16_flops / 2 * cores) + steps * RATES["v5p"].step_start
-    assert found.seconds == pytest.approx(seconds * expert_load(LAYOUT, 1.5).used)
+    seconds = 1e9 / (v5p.bf16_flops / 2 * cores) + steps * RATES["v5p"].grid_step_start_seconds
+    assert found.seconds == pytest.approx(seconds * mean_expert_load(LAYOUT, 1.5).used)
 
 
 GROUPED = """  %ends = s32[6]{{0}} parameter(0)
@@ -305,9 +315,9 @@ def test_a_grouped_product_takes_all_touched_tiles(operands, width, out):
     def seconds(columns):
         """The seconds of a core that has so many of the tiles of columns."""
         steps, blocks = visits * tiles[0] * columns, 5 * tiles[0] * columns
-        of_step = 2 * 256 * 512 * 256 / (v5p.bf16_flops / 2) + rates.step_start
+        of_step = 2 * 256 * 512 * 256 / (v5p.bf16_flops / 2) + rates.grid_step_start_seconds
         added = blocks * 512 * 256 if of_matrices else steps * 256 * 256 / 2
-        return steps * of_step + added / 1024 / v5p.clock
+        return steps * of_step + added / 1024 / v5p.clock_hz
 
     given = dict(operands=operands, width=width, out=out)
     by_xla = GROUPED.format(tiling='frontend_attributes={ragged_dot_tiling="256,512,256"}', **given)
@@ -323,7 +333,7 @@ def test_a_grouped_product_takes_all_touched_tiles(operands, width, out):
     assert found.seconds == pytest.approx(seconds(tiles[1]))
     # The schedule of XLA's kernel is that of one step.
     slow = {"k.1": Schedule(1e5, 0.0, states_all_trips=False, cores=2)}
-    in_steps = visits * tiles[0] * -(-tiles[1] // 2) * 1e5 / v5p.clock
+    in_steps = visits * tiles[0] * -(-tiles[1] // 2) * 1e5 / v5p.clock_hz
     found = estimate("v5p:2x2x1", dict(data=4), by_xla, schedules=slow)
     assert found.seconds == pytest.approx(in_steps)
 
@@ -348,7 +358,7 @@ def test_the_ideal_adds_up_what_shares_links():
     found = ideal_time(ModelConfig(), TrainConfig(batch_size=256), slice_, mesh)
     sums = found.bound["network data"] + found.bound["network expert"]
     assert found.bound[SHARED_LINKS] == found.seconds == pytest.approx(sums)
-    assert found.realistic == pytest.approx(sums / RATES["v6e"].link_share)
+    assert found.realistic == pytest.approx(sums / RATES["v6e"].reached_link_share)
 
 
 def test_a_search_compiles_every_expert_size():
@@ -359,30 +369,43 @@ def test_a_search_compiles_every_expert_size():
 
     sizes = (8, 1), (8, 1), (1, 8), (16, 1), (4, 1), (8, 1), (2, 1), (1, 1), (1, 1)
     fitting = [candidate(*size, seconds) for seconds, size in enumerate(sizes)]
-    assert [c.seconds for c in choose_to_compile(fitting, 5)] == [0, 1, 4, 6, 7]
-    assert [c.seconds for c in choose_to_compile(fitting[:4], 3)] == [0, 1, 2]
+    assert [c.step_seconds for c in candidates_to_compile(fitting, 5)] == [0, 1, 4, 6, 7]
+    assert [c.step_seconds for c in candidates_to_compile(fitting[:4], 3)] == [0, 1, 2]
 
 
 def test_parts_have_names_for_readers_and_lose_nothing():
     sources = {
-        "expert_forms split_experts": "experts",
+        "expert_implementations split_experts": "experts",
         "moe choose": "router",
         "gated_deltanet GatedDeltaNet.inputs.<genexpr>": "recurrent layers: projections, gates",
         "splash_mha_fwd_segmented_residuals": "attention: scores",
         "cross_entropy _chunk": "head and loss",
         "?": "other",
     }
-    costs = {name: SourceCost(2.0**i, 1.0, 3.0) for i, name in enumerate(sources)}
-    parts = cost_by_part(costs | {"moe route": SourceCost(100.0, 1.0, 3.0)})
-    assert parts["router"] == SourceCost(102.0, 2.0, 6.0)
+    costs = {name: FunctionCost(2.0**i, 1.0, 3.0) for i, name in enumerate(sources)}
+    parts = cost_by_part(costs | {"moe route": FunctionCost(100.0, 1.0, 3.0)})
+    assert parts["router"] == FunctionCost(102.0, 2.0, 6.0)
     assert next(iter(parts)) == "router"
-    assert all(part_name(name) == part for name, part in sources.items())
+    assert all(part_of_function(name) == part for name, part in sources.items())
     assert sum(part.seconds for part in parts.values()) == 163.0
+
+
+def test_loops_are_known_by_their_functions():
+    functions = {
+        member.__qualname__
+        for owner in (layout, expert_parallelism._AllToAllExperts)
+        for member in vars(owner).values()
+        if inspect.isfunction(member)
+    }
+    assert set(TRIPS_BY_FUNCTION) <= functions
+    assert set(TRIPS_BY_FUNCTION.values()) <= {
+        field.name for field in dataclasses.fields(ExpertLoad)
+    }
 
 
 def test_only_such_loops_have_choices_beyond():
     one, gathered, ragged = (
-        expert_load(ExpertLayout(shards, 32, 400, 64), 1.0) for shards in (1, 8, 16)
+        mean_expert_load(ExpertLayout(shards, 32, 400, 64), 1.0) for shards in (1, 8, 16)
     )
     assert one.beyond == one.experts_beyond == one.rounds == 0
     assert gathered.beyond > 0

@@ -19,8 +19,8 @@ from qwen3next_jax.planner.compiled import (
     hbm_bytes,
     instruction_flops,
     memory_use,
+    parse_replica_groups,
     program_collectives,
-    replica_groups,
     shard_bytes,
 )
 
@@ -101,10 +101,10 @@ def test_collectives_inside_a_scan(mesh, name):
     body, kind, axes, group, sent = KNOWN[name]
     text = compile_text(mesh, looped(mesh, body), ((8 * M, N), P(AXES)))
     (found,) = program_collectives(hlo.parse_program(text), mesh)
-    assert (found.kind, found.axes, found.times) == (kind, axes, TRIPS)
-    assert found.group == group
-    assert found.sent == sent
-    assert found.total == TRIPS * sent
+    assert (found.kind, found.axes, found.run_count) == (kind, axes, TRIPS)
+    assert found.group_size == group
+    assert found.sent_bytes == sent
+    assert found.total_sent_bytes == TRIPS * sent
 
 
 # As libtpu 0.0.50 writes reduce-scatters (numbers shortened): of one array, padded, and of two.
@@ -142,7 +142,7 @@ ENTRY %main (p: bf16[62,128], q: f32[64,128]) -> f32[64,128] {
 
 def test_a_sliced_all_reduce_is_a_reduce_scatter(mesh):
     found = program_collectives(hlo.parse_program(FUSED), mesh)
-    assert [(c.kind, c.axes, c.sent) for c in found] == [
+    assert [(c.kind, c.axes, c.sent_bytes) for c in found] == [
         ("reduce-scatter", ("data", "expert"), 64 * 128 * 2 * 3 / 4),
         ("reduce-scatter", ("data", "expert"), 2 * 64 * 128 * 4 * 3 / 4),
         ("all-reduce", ("data", "expert"), 2 * 64 * 128 * 4 * 3 / 4),
@@ -159,7 +159,7 @@ def test_a_ragged_exchange_sends_what_both_buffers_hold(mesh):
 """  # noqa: E501
     for operands in ("%a, %b", "%b, %a"):
         (found,) = program_collectives(hlo.parse_program(text.replace("OPERANDS", operands)), mesh)
-        assert (found.kind, found.axes, found.sent) == (
+        assert (found.kind, found.axes, found.sent_bytes) == (
             "ragged-all-to-all",
             ("tensor",),
             40 * 128 * 2 / 2,
@@ -181,8 +181,8 @@ def test_a_ragged_exchange_sends_what_both_buffers_hold(mesh):
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_replica_groups_in_every_form(text, groups):
-    assert sorted(map(sorted, replica_groups(text).tolist())) == sorted(map(sorted, groups))
-    assert replica_groups("replica_groups={}") is None
+    assert sorted(map(sorted, parse_replica_groups(text).tolist())) == sorted(map(sorted, groups))
+    assert parse_replica_groups("replica_groups={}") is None
 
 
 def total(text, of):
@@ -192,11 +192,11 @@ def total(text, of):
         name
         for step in program.walk()
         if step.instruction.opcode == "fusion"
-        for name in step.instruction.called
+        for name in step.instruction.called_computations
     }
     inside = {id(i) for name in fused for i in program.computations[name].values()}
     return sum(
-        s.times * of(program, s.computation, s.instruction)
+        s.run_count * of(program, s.computation, s.instruction)
         for s in program.walk()
         if id(s.instruction) not in inside
     )
@@ -275,14 +275,14 @@ def test_trips_of_a_loop_are_counted(end, direction, trips):
     text = LOOP.replace("constant(11)", f"constant({end})")
     program = hlo.parse_program(text.replace("direction=LT", f"direction={direction}"))
     entry = program.computations["main"]
-    assert program.trips(entry, entry["while"]) == trips
+    assert program.loop_trips(entry, entry["while"]) == trips
 
 
 def test_a_loop_without_stated_trips_is_named():
-    assert not hlo.parse_program(LOOP).unstated_loops()
-    assert hlo.parse_program(LOOP.replace("constant(11)", "parameter(2)")).unstated_loops() == [
-        "LOOPNAME"
-    ]
+    assert not hlo.parse_program(LOOP).loops_of_unknown_length()
+    assert hlo.parse_program(
+        LOOP.replace("constant(11)", "parameter(2)")
+    ).loops_of_unknown_length() == ["LOOPNAME"]
 
 
 def test_flops_of_a_kernel_are_those_it_states():

@@ -37,8 +37,8 @@ from qwen3next_jax.ops.preferences import UNROLLED
 from qwen3next_jax.planner import planning, subprocess_plan, topology
 from qwen3next_jax.planner.search import (
     RECOMPUTED,
-    estimated_bytes,
-    estimated_seconds,
+    estimated_hbm_bytes,
+    estimated_step_seconds,
     rank_candidates,
 )
 from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
@@ -250,11 +250,11 @@ def test_libtpu_missing(monkeypatch):
 )
 def test_mesh_flag(text, names):
     from qwen3next_jax.commands.plan import with_mesh
-    from qwen3next_jax.commands.run_flags import read_mesh
+    from qwen3next_jax.commands.run_flags import parse_mesh_flag
 
     with refused(*names):
-        with_mesh(ParallelConfig(), read_mesh(text))
-    assert with_mesh(ParallelConfig(), read_mesh("expert=2,tensor=2")).mesh == MeshConfig(
+        with_mesh(ParallelConfig(), parse_mesh_flag(text))
+    assert with_mesh(ParallelConfig(), parse_mesh_flag("expert=2,tensor=2")).mesh == MeshConfig(
         data=-1, expert=2, tensor=2
     )
 
@@ -340,9 +340,9 @@ of_both_kinds = pytest.mark.parametrize(
 @of_both_kinds
 def test_a_plan_of_a_real_step_fits(interval):
     plan = plan_of(interval)
-    assert plan.fits, plan.reason
+    assert plan.fits, plan.failure_reason
     assert plan.mesh == {"slice": 1, "data": 2, "expert": 2, "context": 1, "tensor": 1}
-    assert not plan.unknown_kernels
+    assert not plan.kernels_of_unknown_cost
 
 
 @pytest.mark.needs("kernels")
@@ -360,8 +360,8 @@ def test_the_memory_of_a_plan_adds_up(interval):
 @needs_compiler
 def test_only_the_rounds_of_experts_are_unstated(plan):
     """They depend on the router."""
-    assert plan.unstated_loops
-    assert all("shard_map/while" in name for name in plan.unstated_loops)
+    assert plan.loops_of_unknown_length
+    assert all("shard_map/while" in name for name in plan.loops_of_unknown_length)
 
 
 @pytest.mark.needs("kernels")
@@ -372,15 +372,15 @@ def test_flops_of_a_plan_are_the_recomputed_model_s(interval):
     plan = plan_of(interval)
     assert 1.2 < plan.estimate.flops / plan.model_flops < 3
     assert 0 < plan.mfu < plan.as_dict()["mfu_roofline"] < 0.5
-    assert dataclasses.replace(plan, unknown_kernels=("k",)).mfu is None
+    assert dataclasses.replace(plan, kernels_of_unknown_cost=("k",)).mfu is None
 
 
 @pytest.mark.needs("kernels")
 @needs_compiler
 def test_the_parts_of_an_estimate_are_its_seconds(plan):
-    for estimate in (plan.estimate, plan.estimates["calibrated"]):
-        assert sum(estimate.bound.values()) == pytest.approx(estimate.seconds)
-    parts = plan.estimate.by_source
+    for estimate in (plan.estimate, plan.estimate_by_cost_model["calibrated"]):
+        assert sum(estimate.seconds_by_resource.values()) == pytest.approx(estimate.seconds)
+    parts = plan.estimate.cost_by_function
     assert sum(part.seconds for part in parts.values()) == pytest.approx(plan.estimate.seconds)
     assert any("GatedDeltaNet." in name for name in parts)
 
@@ -389,9 +389,12 @@ def test_the_parts_of_an_estimate_are_its_seconds(plan):
 @needs_compiler
 def test_estimates_are_in_their_order(plan):
     """The model's needs at the peaks, the program's, its schedule, and measured rates."""
-    roofline, calibrated = plan.estimates["roofline"], plan.estimates["calibrated"]
+    roofline, calibrated = (
+        plan.estimate_by_cost_model["roofline"],
+        plan.estimate_by_cost_model["calibrated"],
+    )
     assert roofline.seconds < plan.estimate.seconds < calibrated.seconds
-    assert plan.ideal.seconds < min(roofline.seconds, plan.ideal.realistic * 1.001)
+    assert plan.ideal_time.seconds < min(roofline.seconds, plan.ideal_time.realistic * 1.001)
 
 
 @pytest.mark.needs("kernels")
@@ -400,7 +403,7 @@ def test_estimates_are_in_their_order(plan):
 def test_collectives_of_a_plan_follow_its_mesh(interval):
     plan = plan_of(interval)
     assert {axis for c in plan.collectives for axis in c.axes} == {"data", "expert"}
-    assert {c.times for c in plan.collectives} >= {1, len(plan.model.stacks[-1])}
+    assert {c.run_count for c in plan.collectives} >= {1, len(plan.model.layer_stacks[-1])}
 
 
 @pytest.mark.slow
@@ -417,7 +420,7 @@ def test_a_layer_alone_gathers_weights_and_exchanges_rows():
 def test_plan_is_shown_written_and_drawn(plan, tmp_path):
     from rich.console import Console
 
-    from qwen3next_jax.commands.plan import draw_plans, show
+    from qwen3next_jax.commands.plan import draw_memory_bars, print_plan
 
     values = json.loads(json.dumps(plan.as_dict()))
     assert values.keys() >= {
@@ -433,13 +436,13 @@ def test_plan_is_shown_written_and_drawn(plan, tmp_path):
     }
     assert values["tokens_per_second"] == pytest.approx(8 * 256 / values["step_seconds"])
     console = Console(record=True, width=150, file=open(os.devnull, "w"))
-    show(plan, console)
+    print_plan(plan, console)
     text = console.export_text()
     assert "data=2 expert=2: fits" in text
-    assert "bound by " + plan.binding in text
+    assert "bound by " + plan.slowest_resource in text
     assert "ideal: max(" in text
     assert "rates of v5e by calibrated: no product measured: the nearest, v6e" in text
-    draw_plans([plan], tmp_path / "plan.png")
+    draw_memory_bars([plan], tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -458,9 +461,11 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
     monkeypatch.setattr(planning, "make_train_step", too_large)
     plan = planning.make_plan(config(data=4), topology.describe_topology("v6e:2x2"))
     assert not plan.fits
-    assert plan.needs > plan.usable_hbm
-    assert plan.usable_hbm == pytest.approx(CHIPS["v6e"].usable_hbm, rel=1e-3)
-    assert plan.reason.startswith(f"needs {plan.needs / 2**30:.2f} GiB of 31.24 GiB")
+    assert plan.needed_hbm_bytes > plan.usable_hbm
+    assert plan.usable_hbm == pytest.approx(CHIPS["v6e"].usable_hbm_per_device, rel=1e-3)
+    assert plan.failure_reason.startswith(
+        f"needs {plan.needed_hbm_bytes / 2**30:.2f} GiB of 31.24 GiB"
+    )
     assert plan.as_dict()["mfu"] is None
 
 
@@ -479,12 +484,14 @@ def test_what_nearly_fits_has_a_time(table_s_share, monkeypatch):
 
     monkeypatch.setattr(planning, "make_train_step", slightly_too_large)
     slice_ = topology.describe_topology("v6e:2x2")
-    chip = dataclasses.replace(slice_.chip, usable_hbm=table_s_share * slice_.chip.usable_hbm)
+    chip = dataclasses.replace(
+        slice_.chip, usable_hbm_per_device=table_s_share * slice_.chip.usable_hbm_per_device
+    )
     plan = planning.make_plan(config(data=4), slice_._replace(chip=chip))
-    over = plan.needs - plan.usable_hbm
+    over = plan.needed_hbm_bytes - plan.usable_hbm
     assert plan.verdict == "does not fit"
     assert 0 < over < planning.NEAR * plan.usable_hbm
-    assert f"{over / 2**30:.2f} GiB" in plan.reason
+    assert f"{over / 2**30:.2f} GiB" in plan.failure_reason
     product_seconds = 3 * 2 * 131_584**2 * 128 / CHIPS["v6e"].device_flops
     assert plan.as_dict()["step_seconds"] > product_seconds
 
@@ -498,11 +505,11 @@ def test_the_compiler_s_share_of_memory_counts(monkeypatch):
         lambda config, mesh: jax.jit(lambda state, batch: jnp.sum(batch["tokens"])),
     )
     slice_ = topology.describe_topology("v6e:2x2")
-    small = slice_._replace(chip=dataclasses.replace(slice_.chip, usable_hbm=1000.0))
+    small = slice_._replace(chip=dataclasses.replace(slice_.chip, usable_hbm_per_device=1000.0))
     assert planning.make_plan(config(data=4), slice_, "O1").fits
     plan = planning.make_plan(config(data=4), small, "O1")
     assert plan.verdict == "does not fit"
-    assert plan.needs > plan.usable_hbm == 1000
+    assert plan.needed_hbm_bytes > plan.usable_hbm == 1000
 
 
 @needs_compiler
@@ -520,7 +527,7 @@ def test_an_error_of_the_compiler_is_a_row(monkeypatch):
     monkeypatch.setattr(planning, "make_train_step", lambda config, mesh: Lowered())
     plan = planning.make_plan(config(data=4), topology.describe_topology("v6e:2x2"))
     assert plan.verdict == "failed"
-    assert plan.reason == "the compiler's error: INTERNAL: Mosaic failed"
+    assert plan.failure_reason == "the compiler's error: INTERNAL: Mosaic failed"
 
 
 # ---- a process for the compiler
@@ -563,15 +570,15 @@ def test_a_compiler_that_ends_its_process_is_one_line(
 ):
     from rich.console import Console
 
-    from qwen3next_jax.commands.plan import show
+    from qwen3next_jax.commands.plan import print_plan
 
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", program))
     plan = make_plan_in_subprocess(config(data=4), topology.describe_topology("v6e:2x2"))
     assert plan.verdict == "failed"
-    assert plan.reason == reason
+    assert plan.failure_reason == reason
     assert plan.as_dict()["peak_hbm_bytes"] is None
     console = Console(record=True, width=200, file=open(os.devnull, "w"))
-    show(plan, console)
+    print_plan(plan, console)
     assert f"data=4 failed: {reason}" in console.export_text()
     # what Python said goes on
     assert ("in passing" in capfd.readouterr().err) == ("planner crashed" in reason)
@@ -639,8 +646,8 @@ def test_the_smallest_slices_have_a_ranking(slice_):
     config = load_config("small")
     found = rank_candidates(config.model, config.train, topology.describe_topology(slice_))
     only_tensor = [c for c in found if c.mesh.tensor > 1 and c.mesh.data == c.mesh.expert == 1]
-    assert not found[0].reason
-    assert any(not c.reason for c in only_tensor)
+    assert not found[0].unusable_reason
+    assert any(not c.unusable_reason for c in only_tensor)
 
 
 @pytest.fixture(scope="module")
@@ -655,17 +662,17 @@ def candidates():
 
 @needs_compiler
 def test_what_fits_comes_first_the_fastest_first(candidates):
-    fitting = [c for c in candidates if not c.reason]
+    fitting = [c for c in candidates if not c.unusable_reason]
     assert fitting
     assert candidates[: len(fitting)] == fitting
-    per_token = [c.seconds / c.tokens for c in fitting]
+    per_token = [c.step_seconds / c.tokens_per_step for c in fitting]
     assert per_token == sorted(per_token)
     assert {c.train.batch_size for c in fitting} == {256, 512}
 
 
 @needs_compiler
 def test_each_mesh_has_its_fastest_remat(candidates):
-    fitting = [c for c in candidates if not c.reason]
+    fitting = [c for c in candidates if not c.unusable_reason]
     assert len({(c.mesh, c.train.batch_size) for c in fitting}) == len(fitting)
     # Nobody would train 81 B parameters without recomputation on 32 GB chips in one piece.
     assert all(c.train.remat != "none" for c in fitting[:3])
@@ -674,13 +681,13 @@ def test_each_mesh_has_its_fastest_remat(candidates):
 
 @needs_compiler
 def test_candidates_use_all_devices(candidates):
-    assert all(np.prod(list(c.sizes.values())) == 256 for c in candidates)
-    assert all(c.sizes["context"] == 1 for c in candidates)
+    assert all(np.prod(list(c.mesh_sizes.values())) == 256 for c in candidates)
+    assert all(c.mesh_sizes["context"] == 1 for c in candidates)
 
 
 @needs_compiler
 def test_what_does_not_fit_has_its_reason(candidates):
-    reasons = [c.reason for c in candidates]
+    reasons = [c.unusable_reason for c in candidates]
     assert any("31 GiB" in reason for reason in reasons)
     assert any("divide" in reason for reason in reasons)
     on_v5e = rank_candidates(
@@ -689,7 +696,11 @@ def test_what_does_not_fit_has_its_reason(candidates):
         topology.describe_topology("v5e:16x16"),
         {"expert": 16},
     )
-    assert all("ragged_all_to_all" in c.reason for c in on_v5e if "divide" not in c.reason)
+    assert all(
+        "ragged_all_to_all" in c.unusable_reason
+        for c in on_v5e
+        if "divide" not in c.unusable_reason
+    )
 
 
 @needs_compiler
@@ -700,8 +711,8 @@ def test_named_axes_keep_their_sizes():
         topology.describe_topology("v6e:16x16"),
         {"expert": 4},
     )
-    assert all(c.sizes["expert"] == 4 for c in named)
-    assert {c.sizes["tensor"] for c in named} == {1, 2, 4, 8, 16}
+    assert all(c.mesh_sizes["expert"] == 4 for c in named)
+    assert {c.mesh_sizes["tensor"] for c in named} == {1, 2, 4, 8, 16}
 
 
 @needs_compiler
@@ -721,7 +732,9 @@ def test_long_or_few_rows_are_split(rows, length, sizes):
         dict(data=sizes[0], expert=sizes[1]),
     )
     wanted = (1, *sizes)
-    assert any(tuple(c.sizes.values()) == wanted and "divide" not in c.reason for c in few)
+    assert any(
+        tuple(c.mesh_sizes.values()) == wanted and "divide" not in c.unusable_reason for c in few
+    )
 
 
 @needs_compiler
@@ -730,7 +743,8 @@ def test_a_line_is_slower_than_a_ring():
     v5p = topology.describe_topology("v5p:8x8x8")
     train = TrainConfig(batch_size=2048, sequence_length=4096, remat="dots")
     ring, line = (
-        estimated_seconds(ModelConfig(), train, MeshConfig(1, 512 // n, n), v5p) for n in (8, 4)
+        estimated_step_seconds(ModelConfig(), train, MeshConfig(1, 512 // n, n), v5p)
+        for n in (8, 4)
     )
     assert ring < line
 
@@ -740,7 +754,7 @@ def test_muon_saves_a_moment_of_each_matrix():
     train = TrainConfig(batch_size=2048, sequence_length=4096, remat="dots")
     mesh = MeshConfig(1, 64, 8)
     muon, adamw = (
-        estimated_bytes(ModelConfig(), train, mesh, optimizer=OptimizerConfig(name=name))
+        estimated_hbm_bytes(ModelConfig(), train, mesh, optimizer=OptimizerConfig(name=name))
         for name in ("muon", "adamw")
     )
     assert -4 < (muon - adamw) / (81_324_862_720 / 512) < -3.9
@@ -750,7 +764,7 @@ def test_muon_saves_a_moment_of_each_matrix():
 def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
     from rich.console import Console
 
-    from qwen3next_jax.commands.plan import search
+    from qwen3next_jax.commands.plan import search_and_compile
 
     compiled = []
 
@@ -758,8 +772,8 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
         compiled.append(config)
         other = {
             1: {},
-            2: dict(failed=True, reason="the compiler aborted: Check failed: x"),
-            3: dict(needs=2**36, reason="needs 64.00 GiB of 31.24 GiB"),
+            2: dict(failed=True, failure_reason="the compiler aborted: Check failed: x"),
+            3: dict(needed_hbm_bytes=2**36, failure_reason="needs 64.00 GiB of 31.24 GiB"),
         }
         return (
             dataclasses.replace(plan, fits=False, **other[len(compiled)])
@@ -770,7 +784,7 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
     monkeypatch.setattr(subprocess_plan, "make_plan_in_subprocess", pretend)
     console = Console(record=True, width=200, file=open(os.devnull, "w"))
     released = Config(train=TrainConfig(batch_size=256, sequence_length=4096))
-    found = search(released, topology.describe_topology("v6e:16x16"), "", console, {})
+    found = search_and_compile(released, topology.describe_topology("v6e:16x16"), "", console, {})
     text = console.export_text()
     assert len(compiled) == len(found) == 5 == len(set(compiled))
     assert [p.verdict for p in found] == 3 * ["fits"] + ["does not fit", "failed"]
@@ -782,7 +796,7 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
     ):
         assert part in text
     with refused(256):
-        search(
+        search_and_compile(
             Config(train=TrainConfig(batch_size=7, sequence_length=4097)),
             topology.describe_topology("v6e:16x16"),
             "",
@@ -790,7 +804,7 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
             {},
         )
     with refused("data=3, expert=2"):
-        search(
+        search_and_compile(
             Config(), topology.describe_topology("v6e:16x16"), "", console, {"data": 3, "expert": 2}
         )
 
@@ -812,11 +826,11 @@ def test_search_prices_the_network_between_slices():
     ):
         parallel = ParallelConfig(slice_gradients=dtype, slice_state=state)
         best = rank_candidates(model, train, two, fixed, parallel=parallel)[0]
-        assert best.sizes == {"slice": 2, "data": 32, **fixed}
-        assert not best.reason
-        crossing = best.seconds - estimated_seconds(model, best.train, best.mesh, two)
+        assert best.mesh_sizes == {"slice": 2, "data": 32, **fixed}
+        assert not best.unusable_reason
+        crossing = best.step_seconds - estimated_step_seconds(model, best.train, best.mesh, two)
         assert crossing == pytest.approx(stored * bytes_of_parameter / 12.5e9)
-        saved = estimated_bytes(model, best.train, best.mesh) - best.bytes
+        saved = estimated_hbm_bytes(model, best.train, best.mesh) - best.hbm_bytes
         assert saved == pytest.approx(stored * (8 - moments))
     with refused("tpu7x", "v5e", "v5p", "v6e"):
         rank_candidates(model, train, topology.describe_topology("tpu7x:4x4x4", 2), fixed)

@@ -72,7 +72,7 @@ def test_the_experts_of_maxtext_are_their_formula():
     hidden = of_gate / (1 + np.exp(-of_gate)) * of_up
     expected = np.einsum("ra,rai,raid->rd", weight, hidden, down[expert])
     inputs = [a.astype(np.float32) for a in (x, weight)]
-    matrices = [experts[n].astype(np.float32) for n in MaxTextExperts.expert_parameters]
+    matrices = [experts[n].astype(np.float32) for n in MaxTextExperts.expert_parameter_names]
     found = jax.jit(experts_of_maxtext)(*inputs, expert.astype(np.int32), *matrices)
     # float32 sums of 12 terms of size 3
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
@@ -93,8 +93,8 @@ def test_a_row_installs_the_published_settings(monkeypatch):
     rows = script["ROWS"]
     mixture = script["configuration"](rows["hunyuan3_v5p"]).model.moe.mixture_class()
     with refused("decoding", error=ValueError):
-        mixture.expert_form(None, layer=0)
-    assert mixture.expert_form(None, layer=None) is experts_of_maxtext
+        mixture.choose_expert_implementation(None, layer=0)
+    assert mixture.choose_expert_implementation(None, layer=None) is experts_of_maxtext
     measured_kernels.install(rows["qwen3_235b_tpu7x_64"].kernels, 4096, 1536)
     assert measured_kernels._tile(4096, 1536) == (512, 2048, 1536)
     assert measured_kernels._tile(1536, 4096) == (512, 1536, 2048)

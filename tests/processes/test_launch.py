@@ -292,7 +292,7 @@ def test_a_gpu_that_the_user_did_not_ask_for_is_not_required(monkeypatch, tmp_pa
     monkeypatch.setattr(installation, "has_tpu_chips", lambda: False)
     monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: name)
     environment = {}
-    installation.skip_absent_tpu(environment)
+    installation.exclude_absent_tpu_from_jax(environment)
     assert environment["JAX_PLATFORMS"] == "cuda,cpu"
     distributed.check_platform("cuda,cpu", environment)
-    assert installation.unused_gpu(environment, "cpu") == ""
+    assert installation.unused_gpu_message(environment, "cpu") == ""

@@ -84,7 +84,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's back
 def main(arguments):
     threading.Timer(0.3, pathlib.Path(arguments[0]).touch).start()  # when this thread is in the line below
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)  # as XLA's compiler: Python's handler waits until it is back
-cli.run(sys.modules["__main__"], "FILE")
+cli.run_command(sys.modules["__main__"], "FILE")
 """  # noqa: E501
 
 
@@ -102,7 +102,7 @@ import functools, pathlib, sys, time
 from qwen3next_jax.processes.watchdog import Watchdog
 from qwen3next_jax.runs.store import open_store
 store = open_store(pathlib.Path(sys.argv[1]))
-with Watchdog(functools.partial(store.write_stacks, 0), tick=0.05) as watchdog:
+with Watchdog(functools.partial(store.write_thread_stacks, 0), tick=0.05) as watchdog:
     watchdog.set_time_limit(0, "a step", 1)  # no limit
     time.sleep(0.3)
     def stalled_loader(): time.sleep(60)
@@ -133,7 +133,7 @@ from qwen3next_jax.processes import supervisor
 from qwen3next_jax.runs.store import open_store
 supervisor.FIRST_PAUSE = 0.05
 workdir, command = pathlib.Path(sys.argv[1]), ["/bin/sh", "-c", sys.argv[3]]
-find_run = open_store(workdir).run_files if sys.argv[4:] else None
+find_run = open_store(workdir).run_file_identities if sys.argv[4:] else None
 sys.exit(supervisor.supervise(workdir, int(sys.argv[2]), command, find_run))
 """
 # Each start saves the next of three checkpoints; the third ends well.

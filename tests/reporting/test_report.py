@@ -148,12 +148,12 @@ def test_a_reader_chooses_among_many_runs(tmp_path):
     assert shown["raw"] == 2
     assert shown["moved"]
     run = load_run(folders[3])
-    expected = {f'"run3 training",{e["step"]},{e["loss"]:.5g}' for e in run.events["train"]}
+    expected = {f'"run3 training",{e["step"]},{e["loss"]:.5g}' for e in run.events_by_kind["train"]}
     recorded = {",".join(line.split(",")[:3]) for line in shown["csv"]}
     assert expected <= recorded
     assert len(shown["csv"]) == 1 + 2 * 2 * len(expected)
     assert shown["link"] == "@50"
-    assert f"{run.events['train'][4]['loss']:.5g}" in shown["held"]
+    assert f"{run.events_by_kind['train'][4]['loss']:.5g}" in shown["held"]
 
 
 def test_runs_that_cannot_be_compared_are_named(tmp_path):
@@ -186,13 +186,13 @@ def test_runs_are_compared_at_common_steps(tmp_path):
     write_run(tmp_path / "b", steps=300)
     warning, of_rates, _ = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
     assert "(a: 200, b: 300)" in warning
-    events = load_run(tmp_path / "b").events["train"]
+    events = load_run(tmp_path / "b").events_by_kind["train"]
     (rate,) = (event["learning_rate"] for event in events if event["step"] == 200)
     assert f"b: {rate:.1e}" in of_rates
     assert "200" in of_rates
     rows = re.findall("<tr data-run.*?</tr>", (tmp_path / "page.html").read_text())
     for name, row in zip("ab", rows, strict=True):
-        events = load_run(tmp_path / name).events
+        events = load_run(tmp_path / name).events_by_kind
         for kind, field in ("train", "loss"), ("heldout", "bits_per_byte"):
             (value,) = (event[field] for event in events[kind] if event["step"] == 200)
             assert f"{value:.4f}" in row
@@ -218,7 +218,7 @@ def test_a_run_without_metrics_is_named(tmp_path):
 
 def test_ticks_of_steps_are_whole_numbers():
     for last in (1, 2, 3, 7, 13, 120):
-        ticks = Axis(0, last, 0, 600, whole=True).ticks(6)
+        ticks = Axis(0, last, 0, 600, whole_ticks=True).tick_values(6)
         assert len(ticks) > 1
         assert all(tick == int(tick) for tick in ticks)
 
@@ -236,25 +236,25 @@ def shortened():
     y = np.sin(x / 1e4)
     y[31_415], y[500:700], y[92_653] = 99.0, np.nan, np.inf
     series = runs.downsample(x, y, 400)
-    assert len(series.x) <= 400
-    assert (np.diff(series.x) > 0).all()
+    assert len(series.steps) <= 400
+    assert (np.diff(series.steps) > 0).all()
     return series
 
 
 def test_a_shortened_series_keeps_its_spike(shortened):
-    assert np.nanmax(shortened.high) == 99.0
+    assert np.nanmax(shortened.largest) == 99.0
 
 
 def test_a_shortened_series_lies_in_its_range(shortened):
-    inside = np.isfinite(shortened.y)
-    assert (shortened.low[inside] <= shortened.y[inside]).all()
-    assert (shortened.y[inside] <= shortened.high[inside]).all()
+    inside = np.isfinite(shortened.means)
+    assert (shortened.smallest[inside] <= shortened.means[inside]).all()
+    assert (shortened.means[inside] <= shortened.largest[inside]).all()
 
 
 def test_a_shortened_series_is_close(shortened):
-    quiet = np.isfinite(shortened.y) & (shortened.high < 2)
+    quiet = np.isfinite(shortened.means) & (shortened.largest < 2)
     assert quiet.sum() >= 398
-    assert np.abs(shortened.y - np.sin(shortened.x / 1e4))[quiet].max() < 0.02
+    assert np.abs(shortened.means - np.sin(shortened.steps / 1e4))[quiet].max() < 0.02
 
 
 def test_goodput_is_the_share_of_training_that_stayed():
@@ -285,7 +285,7 @@ def test_goodput_is_the_share_of_training_that_stayed():
         {"event": "train", "step": 30, "time": 110.0, "seconds": 10.0},
     ]
     run = runs.run_from_events("r", {}, events)
-    share = runs.goodput(runs.wall_time_spans(run))
+    share = runs.wall_time_shares(runs.wall_time_spans(run))
     assert {use: round(value * 110, 6) for use, value in share.items()} == {
         TRAINING: 30,
         STARTING: 35,
@@ -293,10 +293,12 @@ def test_goodput_is_the_share_of_training_that_stayed():
         LOST: 10,
         DOWN: 30,
     }
-    _, columns = runs.wall_time_columns(runs.wall_time_spans(run), 37)
+    _, columns = runs.wall_time_shares_by_column(runs.wall_time_spans(run), 37)
     np.testing.assert_allclose(columns.sum(axis=1), 1, atol=1e-9)
     np.testing.assert_allclose(columns.mean(axis=0), list(share.values()), atol=1e-9)
-    assert [(fault.kind, fault.step) for fault in runs.faults(run)] == [("restart", 20)]
+    assert [(fault.kind, fault.step) for fault in runs.faults_and_restarts(run)] == [
+        ("restart", 20)
+    ]
 
 
 def test_a_step_logged_with_its_compilation_is_no_training():
@@ -305,7 +307,7 @@ def test_a_step_logged_with_its_compilation_is_no_training():
         {"event": "train", "step": 1, "time": 9.0, "seconds": 8.0},
         {"event": "train", "step": 2, "time": 10.0, "seconds": 1.0},
     ]
-    assert runs.goodput(runs.wall_time_spans(runs.run_from_events("r", {}, events)))[
+    assert runs.wall_time_shares(runs.wall_time_spans(runs.run_from_events("r", {}, events)))[
         TRAINING
     ] == pytest.approx(0.1)
 
@@ -454,7 +456,7 @@ def test_the_page_shows_bad_records(tmp_path):
         bad_records_limit=1.0,
     )
     stages = [TextData(config, length, 1) for length in (8, 16)]
-    bad_records = train._bad_records(stages)
+    bad_records = train._bad_records_by_glob(stages)
     event = {"event": "start", "step": 0, "time": 0.0, "bad_records": bad_records}
     (tmp_path / "run.json").write_text('{"config": {}}')
     (tmp_path / "metrics.jsonl").write_text(json.dumps(event))

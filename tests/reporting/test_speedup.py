@@ -17,13 +17,13 @@ from qwen3next_jax.reporting.speedup import (
     Arm,
     SpeedUp,
     arms_of_runs,
-    compare,
-    comparison_sentence,
+    compare_in_every_unit,
+    comparison_record,
     comparisons_html,
-    confidence,
     fit_law,
+    interval_confidence,
     speed_up,
-    to_record,
+    speed_up_sentence,
 )
 from tests.refusals import refused
 
@@ -80,7 +80,7 @@ def test_the_interval_holds_the_factor_as_often_as_it_says(faster):
     """
     rng = np.random.default_rng(0)
     found = [speed_up(noisy(1.0, 3, rng), noisy(faster, 3, rng), "flops") for _ in range(64)]
-    assert confidence((3, 3)) == pytest.approx(0.9)
+    assert interval_confidence((3, 3)) == pytest.approx(0.9)
     assert sum(one.low <= faster <= one.high for one in found) > 50
     assert np.median([one.high / one.low for one in found]) < 1.25
     assert all(one.low <= one.factor <= one.high for one in found)
@@ -92,14 +92,16 @@ def test_the_confidence_is_that_of_separate_ranks():
     for n, m in ((2, 2), (3, 2), (3, 3)):
         first, second = rng.random((20_000, n)), rng.random((20_000, m))
         apart = (first.min(1) > second.max(1)) | (first.max(1) < second.min(1))
-        assert confidence((n, m)) == pytest.approx(1 - apart.mean(), abs=4 * 0.5 / 20_000**0.5)
+        assert interval_confidence((n, m)) == pytest.approx(
+            1 - apart.mean(), abs=4 * 0.5 / 20_000**0.5
+        )
 
 
 def test_one_seed_each_has_no_interval():
-    found = compare(arm(law(BUDGETS)), arm(law(BUDGETS, 2.0)))
-    assert found.found["steps"].low is None
-    assert str(found.found["steps"]) == "2"
-    assert "no interval" in comparison_sentence(found)
+    found = compare_in_every_unit(arm(law(BUDGETS)), arm(law(BUDGETS, 2.0)))
+    assert found.speed_ups_by_unit["steps"].low is None
+    assert str(found.speed_ups_by_unit["steps"]) == "2"
+    assert "no interval" in speed_up_sentence(found)
     assert "One seed" in comparisons_html([found])
 
 
@@ -109,7 +111,7 @@ def test_a_seed_beyond_the_budgets_leaves_its_end_open():
     assert found.high == math.inf
     assert found.low == pytest.approx(2.0, rel=TOLERANCE)
     assert str(found).endswith("(2 or more)")
-    record = to_record(compare(arm(law(BUDGETS)), arm(fast)))
+    record = comparison_record(compare_in_every_unit(arm(law(BUDGETS)), arm(fast)))
     assert json.loads(json.dumps(record, allow_nan=False))["flops"]["high"] == "inf"
 
 
@@ -143,13 +145,13 @@ def test_losses_that_tell_no_compute_are_refused(losses, budgets, names, swapped
 
 
 def test_wall_times_of_other_devices_are_refused():
-    first = arm(law(BUDGETS), devices=frozenset({"1 × H100"}))
-    second = arm(law(BUDGETS, 2.0), devices=frozenset({"1 × H200"}))
-    found = compare(first, second)
-    assert isinstance(found.found["flops"], SpeedUp)
-    assert "1 × H100" in found.found["seconds"]
-    assert "1 × H200" in found.found["seconds"]
-    assert found.found["seconds"] in comparison_sentence(found)
+    first = arm(law(BUDGETS), device_names=frozenset({"1 × H100"}))
+    second = arm(law(BUDGETS, 2.0), device_names=frozenset({"1 × H200"}))
+    found = compare_in_every_unit(first, second)
+    assert isinstance(found.speed_ups_by_unit["flops"], SpeedUp)
+    assert "1 × H100" in found.speed_ups_by_unit["seconds"]
+    assert "1 × H200" in found.speed_ups_by_unit["seconds"]
+    assert found.speed_ups_by_unit["seconds"] in speed_up_sentence(found)
 
 
 def test_a_rising_law_is_flat():
@@ -173,8 +175,8 @@ def run_of(name, faster=1.0, rate=lambda step: 1e-3, flops=6e6, **data):
 
 def test_two_runs_at_a_constant_rate_are_compared():
     _, *arms = arms_of_runs(run_of("a"), run_of("b", 2.0, flops=12e6))
-    comparison = compare(*arms)
-    factors = {unit: found.factor for unit, found in comparison.found.items()}
+    comparison = compare_in_every_unit(*arms)
+    factors = {unit: found.factor for unit, found in comparison.speed_ups_by_unit.items()}
     assert factors == pytest.approx({"steps": 2.0, "flops": 1.0, "seconds": 2.0}, rel=TOLERANCE)
     text = page.render_report([run_of("a"), run_of("b", 2.0)])
     assert "Effective speed-up" in text
@@ -185,16 +187,18 @@ def test_only_evaluations_at_the_highest_rate_count():
     """A rate that falls over the last fifth of the steps, as "warmup_stable_decay" does."""
     falling = run_of("b", 2.0, rate=lambda step: 1e-3 * min(step / 200, 1.0, (1000 - step) / 200))
     *_, other = arms_of_runs(run_of("a"), falling)
-    assert other.spent["steps"].tolist() == [[200, 300, 400, 500, 600, 700, 800]]
+    assert other.budgets_by_unit["steps"].tolist() == [[200, 300, 400, 500, 600, 700, 800]]
 
 
 def test_an_evaluation_between_two_rates_does_not_count():
     """Also if the second rate is 0."""
     for last in (0.0, 1e-4):
         falling = run_of("b", 2.0, rate=lambda step: last if step > 900 else 1e-3)
-        falling.events["train"] = [e for e in falling.events["train"] if e["step"] % 200 == 0]
+        falling.events_by_kind["train"] = [
+            e for e in falling.events_by_kind["train"] if e["step"] % 200 == 0
+        ]
         *_, other = arms_of_runs(run_of("a"), falling)
-        assert other.spent["steps"].max() == 800
+        assert other.budgets_by_unit["steps"].max() == 800
 
 
 def test_a_misfit_is_told_beside_an_exact_law():

@@ -21,9 +21,9 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.runs.checks import resolve_start
-from qwen3next_jax.runs.first_state import describe_first_state, first_state
-from qwen3next_jax.runs.record import BaseModel, Parent, read_record
+from qwen3next_jax.runs.checks import check_and_resolve_run
+from qwen3next_jax.runs.first_state import describe_first_state, make_first_state
+from qwen3next_jax.runs.record import BaseModel, ParentCheckpoint, read_record
 from qwen3next_jax.runs.start import prepare_start
 from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sharding.mesh import make_mesh
@@ -117,9 +117,9 @@ def test_the_base_of_an_adapter_is_the_directory_that_holds_its_matrices(base, f
         (folder := tmp_path / name).mkdir()
         config = json.loads(json.dumps(of.config))
         config["model"]["vocab_size"] = vocab_size
-        parent = parent and Parent(str(parent), 2, "", read_record(parent).id)
+        parent = parent and ParentCheckpoint(str(parent), 2, "", read_record(parent).id)
         of = dataclasses.replace(of, config=config, parent=parent, source=source)
-        open_store(folder).write_run(of)
+        open_store(folder).write_run_json(of)
         return folder
 
     trained, direct = copy("trained", of_base), copy("direct", of_adapters)
@@ -155,12 +155,12 @@ def test_a_vocabulary_grows_by_the_mean_of_its_rows(base, tmp_path):
         train=dataclasses.replace(BASE.train, init_from=str(base)),
     )
     start = prepare_start(grown, tmp_path)
-    run = resolve_start(start, make_mesh(grown.parallel, jax.devices()[:1]))
+    run = check_and_resolve_run(start, make_mesh(grown.parallel, jax.devices()[:1]))
     data = open_data_of_stages(run.stages, grown.model.vocab_size)
     assert f"{SMALLEST.vocab_size} grows to {grown.model.vocab_size}" in describe_first_state(
         run, data, start
     )
-    state, _ = first_state(run, data, start)
+    state, _ = make_first_state(run, data, start)
     old = leaves_by_path(_state(BASE, base, 2)["params"])
     changed = set()
     for path, leaf in leaves_by_path(jax.device_get(state["params"])).items():

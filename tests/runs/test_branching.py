@@ -32,11 +32,11 @@ from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.config.run import MuonConfig, SyntheticConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.runs import checkpoint, manifest
-from qwen3next_jax.runs.begin import base_model
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.facts import ParentRun, read_facts
-from qwen3next_jax.runs.first_state import describe_first_state, first_state
-from qwen3next_jax.runs.record import BaseModel, Parent, read_record, settings_as_json
+from qwen3next_jax.runs.first_state import describe_first_state, make_first_state
+from qwen3next_jax.runs.lock_and_record import base_model_record
+from qwen3next_jax.runs.record import BaseModel, ParentCheckpoint, read_record, settings_as_json
 from qwen3next_jax.runs.start import prepare_start
 from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.trained import load as trained_load
@@ -125,9 +125,9 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(tmp_path)
     }
     same(saved(tmp_path / "branch", STEPS, routed()), trained)
     assert np.any(trained["params"]["layers"][0]["mlp"]["router_bias"])
-    digest = digests.sha256_file(parent / "checkpoints" / str(BRANCHED) / manifest.NAME)[:20]
+    digest = digests.sha256_file(parent / "checkpoints" / str(BRANCHED) / manifest.FILE_NAME)[:20]
     record = read_record(tmp_path / "branch").parent
-    assert record == Parent(str(gone), BRANCHED, digest, read_record(parent).id)
+    assert record == ParentCheckpoint(str(gone), BRANCHED, digest, read_record(parent).id)
 
     shutil.rmtree(gone)
     shutil.rmtree(tmp_path / "branch" / "checkpoints" / "30")
@@ -147,7 +147,7 @@ def opened(run):
 def begun(config, mesh=None):
     """→ (its first state, the cursor of its first step)."""
     run = resolved(config, mesh)
-    return first_state(run, opened(run), prepare_start(config, pathlib.Path("nowhere")))
+    return make_first_state(run, opened(run), prepare_start(config, pathlib.Path("nowhere")))
 
 
 @pytest.mark.slow
@@ -262,7 +262,7 @@ def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when
             happens()
         elif when == "while it is read":
             monkeypatch.setattr(checkpoint, "read_arrays", read)
-        first_state(run, opened(run), start)
+        make_first_state(run, opened(run), start)
     assert "\n" not in str(told.value)
 
 
@@ -282,7 +282,7 @@ def test_a_run_exchanged_while_it_is_read_is_refused(parent, tmp_path, monkeypat
     state = saved(parent, STEPS)
     state["params"] = jax.tree.map(lambda leaf: leaf + 1, state["params"])
     shutil.rmtree(other / "checkpoints")
-    open_store(other).write_run(dataclasses.replace(read_record(other), id="other"))
+    open_store(other).write_run_json(dataclasses.replace(read_record(other), id="other"))
     with open_store(other).open_checkpoints(CheckpointConfig()) as checkpoints:
         checkpoints.save(STEPS, state)
 
@@ -298,8 +298,8 @@ def test_a_run_exchanged_while_it_is_read_is_refused(parent, tmp_path, monkeypat
 
     module, name = {
         "record": (trained_load, "read_record"),
-        "settings": (checkpoint, "check_versions"),
-        "newest step": (Checkpoints, "newest_good_step"),
+        "settings": (checkpoint, "check_module_versions"),
+        "newest step": (Checkpoints, "newest_valid_step"),
         "structure": (checkpoint, "abstract_model"),
     }[when]
     assert load_model(folder).step == STEPS
@@ -326,10 +326,10 @@ def test_a_run_records_what_its_parent_began_with(tmp_path):
     """So the folders of the runs before it need not be kept."""
     for source in (None, BaseModel(f"{tmp_path}/hf", "qwen3_5")):
         (tmp_path / "first").mkdir(exist_ok=True)
-        open_store(tmp_path / "first").write_run(record(source=source))
+        open_store(tmp_path / "first").write_run_json(record(source=source))
         assert find_base_model(tmp_path / "first") == source
         first = read_record(tmp_path / "first")
-        assert base_model(ParentRun(tmp_path / "first", first, CONFIG, None, {})) == source
+        assert base_model_record(ParentRun(tmp_path / "first", first, CONFIG, None, {})) == source
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,9 @@ def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are
     abstract_model(bound)  # without the folder of this mixer, the test ends here
     shutil.copytree(parent, folder)
     trained = dataclasses.replace(CONFIG, model=bound)
-    open_store(folder).write_run(dataclasses.replace(read_record(folder), config=to_dict(trained)))
+    open_store(folder).write_run_json(
+        dataclasses.replace(read_record(folder), config=to_dict(trained))
+    )
     begins = dataclasses.replace(CONFIG.train, init_from=str(folder))
 
     def start(model):
@@ -360,7 +362,7 @@ def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are
     wider = dataclasses.replace(bound, max_position_embeddings=2**19)
     for meets in (
         lambda: start(wider),
-        lambda: evaluate._check_same_weights(wider, bound, folder),
+        lambda: evaluate._check_weights_fit_config(wider, bound, folder),
     ):
         with (
             contextlib.nullcontext()
@@ -399,9 +401,9 @@ def test_a_branch_killed_before_it_was_saved_begins_with_the_step_that_it_began_
 ):
     """Although its parent has saved later ones since."""
     config = with_(train={"init_from": str(parent)})
-    assert read_facts(config, tmp_path).source.saved.step == STEPS
-    begun = Parent(str(parent), BRANCHED, "0" * 20, "0")
+    assert read_facts(config, tmp_path).initial_model.checkpoint.step == STEPS
+    begun = ParentCheckpoint(str(parent), BRANCHED, "0" * 20, "0")
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 1.0}\n')
     (tmp_path / "checkpoints" / "11").mkdir(parents=True)  # of which the manifest is not there yet
-    open_store(tmp_path).write_run(record(config=settings_as_json(config), parent=begun))
-    assert read_facts(config, tmp_path).source.saved.step == BRANCHED
+    open_store(tmp_path).write_run_json(record(config=settings_as_json(config), parent=begun))
+    assert read_facts(config, tmp_path).initial_model.checkpoint.step == BRANCHED

@@ -15,7 +15,13 @@ from qwen3next_jax.commands.verify import verify
 from qwen3next_jax.common import object_stores
 from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.common.events import read_events
-from qwen3next_jax.common.storage import ABSENT, Conflict, Unavailable, check_bucket, to_path
+from qwen3next_jax.common.storage import (
+    ABSENT,
+    StoreUnavailable,
+    VersionConflict,
+    check_bucket_access,
+    to_path,
+)
 from qwen3next_jax.config import (
     CheckpointConfig,
     Config,
@@ -138,12 +144,12 @@ def test_one_process_has_the_lease_and_who_lost_it_writes_nothing(bucket, monkey
     second.run_locked(lambda: None)
     content = (workdir / "metrics/000000.jsonl").read_bytes()
     successor = BucketEvents(workdir / "metrics.jsonl", second, patience)
-    successor.keep(1)
+    successor.remove_events_after(1)
     successor.close()
     pieces.append(b'{"event": "train", "step": 2, "time": 2}\n')
-    with pytest.raises(Conflict):
-        pieces._put(workdir / "metrics/000000.jsonl", b"stale", pieces._version)
-    first._beat()
+    with pytest.raises(VersionConflict):
+        pieces._write_piece(workdir / "metrics/000000.jsonl", b"stale", pieces._version)
+    first._renew_or_ping()
     assert set(ended) == {ExitCode.TAKEN_OVER}
     assert (workdir / "metrics/000000.jsonl").read_bytes() == content
     pieces._pending = b""
@@ -167,7 +173,7 @@ def test_the_same_events_are_kept_on_a_disk_and_in_a_bucket(bucket, tmp_path):
         with open_store(workdir) as store:
             store.run_locked(lambda: None)
             log = store.open_events()
-            before = log.keep(2, ["heldout"])
+            before = log.remove_events_after(2, ["heldout"])
             log.append(lines[2].encode() + b"\n")
             log.close()
         found.append((before, read_events(workdir / "metrics.jsonl")))
@@ -179,7 +185,7 @@ def test_the_same_events_are_kept_on_a_disk_and_in_a_bucket(bucket, tmp_path):
 
 
 def test_a_folder_copied_into_a_bucket_is_compared_with_its_digests(bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "PIECE", 100)
+    monkeypatch.setattr(manifest, "PIECE_BYTES", 100)
     copy = to_path("gs://bucket/copy")
     for name, size in {"empty": 0, "large": 250}.items():
         (tmp_path / name).write_bytes(bytes(size))
@@ -206,7 +212,7 @@ def test_the_owner_replaces_a_manifest_that_an_earlier_owner_wrote_late(bucket):
 
 @pytest.mark.parametrize("failures, outcome", [(2, 0), (3, ExitCode.STORAGE)])
 def test_the_supervisor_asks_again_while_the_bucket_does_not_answer(monkeypatch, failures, outcome):
-    answers = [Unavailable(503, "busy", "gs://bucket/run")] * failures + [(0, 0)]
+    answers = [StoreUnavailable(503, "busy", "gs://bucket/run")] * failures + [(0, 0)]
 
     def newest_checkpoint(_):
         if isinstance(answer := answers.pop(0) if len(answers) > 1 else answers[0], Exception):
@@ -228,10 +234,10 @@ def test_requests_that_fail_are_repeated_and_writes_are_not_done_twice(bucket):
     for i in range(8):
         version = path.write(f"{i}".encode(), replaces=version)
         assert path.read_text() == f"{i}"
-    with pytest.raises(Conflict):
+    with pytest.raises(VersionConflict):
         path.write(b"other", replaces=ABSENT)
     bucket.faults["fail"] = 1.0
-    with pytest.raises(Unavailable):
+    with pytest.raises(StoreUnavailable):
         path.with_patience(0.3).write(b"never")
 
 
@@ -240,7 +246,7 @@ def test_a_bucket_that_is_absent_or_forbidden_is_one_line(bucket):
         train(CONFIG, to_path("gs://absent/run"))
     bucket.faults["forbidden"] = 1.0
     with pytest.raises(UserError, match="403"):
-        check_bucket("--workdir", to_path("gs://bucket/run"))
+        check_bucket_access("--workdir", to_path("gs://bucket/run"))
     bucket.faults.update(forbidden=0.0, read_only=1.0)
     with pytest.raises(UserError, match="403"):
         train(CONFIG, to_path("gs://bucket/run"))
@@ -287,7 +293,7 @@ def test_the_owner_of_a_lock_is_printed_without_control_characters(bucket, capfd
 def test_a_bucket_that_turns_read_only_prints_no_traceback(bucket, monkeypatch, capfd):
     """The writes of a failed save end when Orbax's event loop is closed."""
     workdir, ended, raised = to_path("gs://bucket/[run]*"), [], []
-    monkeypatch.setattr(arrays, "_print_before", raised.append)
+    monkeypatch.setattr(arrays, "_previous_hook", raised.append)
     monkeypatch.setattr(Lease, "end_process", lambda self, code, _: ended.append(code) or 1 / 0)
     state = {f"{i}": jax.numpy.arange(1000.0) for i in range(60)}
     with Lease(workdir, 1.2) as lease:
@@ -295,7 +301,7 @@ def test_a_bucket_that_turns_read_only_prints_no_traceback(bucket, monkeypatch, 
         lease._done.set()
         retention = dataclasses.replace(CONFIG.checkpoint, patience=1)
         with BucketCheckpoints(workdir, retention, (), lease) as checkpoints:
-            checkpoints.begin(0)
+            checkpoints.prepare_folder(0)
             bucket.faults["read_only"] = 1.0
             checkpoints.save(2, state)
             with pytest.raises(ZeroDivisionError):
@@ -315,20 +321,20 @@ def test_a_bucket_keeps_the_best_and_waits_for_it(bucket, monkeypatch):
     with Lease(workdir, 60) as lease:
         lease.run_locked(lambda: None)
         with BucketCheckpoints(workdir, retention, (), lease) as checkpoints:
-            checkpoints.begin(0)
+            checkpoints.prepare_folder(0)
             # as if every save were still being written when the next one begins
             monkeypatch.setattr(checkpoints, "_is_saving", lambda: checkpoints._saving is not None)
             for step, loss in {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.0}.items():
-                checkpoints.hear({"event": "heldout", "step": step, "loss": loss})
+                checkpoints.note_heldout_loss({"event": "heldout", "step": step, "loss": loss})
                 checkpoints.save(step, state, may_skip=step < 4)
             checkpoints.wait()
             assert checkpoints.steps() == [2, 4]
             checkpoints.save(5, state)
             checkpoints.wait()
             assert checkpoints.steps() == [2, 4, 5]
-            assert [step for event, step, _ in checkpoints.events() if event == "save_failed"] == [
-                3
-            ]
+            assert [
+                step for event, step, _ in checkpoints.take_events() if event == "save_failed"
+            ] == [3]
 
 
 @pytest.mark.slow
@@ -366,7 +372,7 @@ def test_rows_in_a_bucket_are_the_local_rows_and_damage_is_named(bucket, tmp_pat
     assert remote.fingerprint == local.fingerprint
     for ours, theirs in (
         (remote.batches(2), local.batches(2)),
-        (remote.heldout(), local.heldout()),
+        (remote.heldout_batches(), local.heldout_batches()),
     ):
         for found, expected, _ in zip(ours, theirs, range(3)):
             for name, values in expected.items():
@@ -375,7 +381,7 @@ def test_rows_in_a_bucket_are_the_local_rows_and_damage_is_named(bucket, tmp_pat
     content = bytearray(bucket.objects[name]["data"])
     content[200] ^= 1
     to_path(f"gs://bucket/{name}").write_bytes(bytes(content))
-    remote_shard._cache = remote_shard._Cache(0)
+    remote_shard._cache = remote_shard._ChunkCache(0)
     with pytest.raises(UserError, match="damaged"):
         damaged = opened("gs://bucket/prepared")  # it samples rows for its fingerprint
         for i in range(damaged.rows):

@@ -28,13 +28,13 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.runs import manifest
-from qwen3next_jax.runs.begin import lock_folder, make_record
 from qwen3next_jax.runs.changes import MAY_CHANGE
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.facts import read_facts
 from qwen3next_jax.runs.folder import best_step
+from qwen3next_jax.runs.lock_and_record import lock_folder, make_record
 from qwen3next_jax.runs.record import read_record
-from qwen3next_jax.runs.start import decide
+from qwen3next_jax.runs.start import decide_start
 from qwen3next_jax.runs.store import arrays, local_checkpoints, open_store
 from qwen3next_jax.runs.store.local_checkpoints import LocalCheckpoints
 from qwen3next_jax.training.stages import DataCursor
@@ -53,11 +53,11 @@ def _save(workdir, steps, **keep):
     """Saves at `steps`, one process after another. → the events told."""
     told = []
     with LocalCheckpoints(workdir, CheckpointConfig(**keep)) as checkpoints:
-        checkpoints.begin(max(checkpoints.steps(), default=0))
+        checkpoints.prepare_folder(max(checkpoints.steps(), default=0))
         for step in steps:
             checkpoints.save(step, STATE)
             checkpoints.wait()
-            told += checkpoints.events()
+            told += checkpoints.take_events()
     return told
 
 
@@ -80,12 +80,12 @@ def test_the_newest_and_every_so_many_are_kept(tmp_path):
 def _save_evaluated(workdir, losses, start=0):
     """Saves at the steps of `losses`, step → held-out loss, and records the losses."""
     with LocalCheckpoints(workdir, CheckpointConfig(keep_last=2, keep_best=True)) as checkpoints:
-        checkpoints.begin(start)
+        checkpoints.prepare_folder(start)
         for step, loss in losses.items():
             event = {"event": "heldout", "step": step, "time": 1, "loss": loss}
             with (workdir / "metrics.jsonl").open("a") as record:
                 record.write(json.dumps(event) + "\n")
-            checkpoints.hear(event)
+            checkpoints.note_heldout_loss(event)
             checkpoints.save(step, STATE)
             checkpoints.wait()
     return _steps(workdir)
@@ -179,8 +179,8 @@ def test_what_a_killed_save_or_deletion_left_is_removed(tmp_path):
     for name in ("20.orbax-checkpoint-tmp", ".deleted-5"):
         (tmp_path / "checkpoints" / name).mkdir()
     with LocalCheckpoints(tmp_path, CheckpointConfig()) as checkpoints:
-        assert checkpoints.newest_good_step() == 10
-        checkpoints.begin(10)
+        assert checkpoints.newest_valid_step() == 10
+        checkpoints.prepare_folder(10)
     assert _steps(tmp_path) == [10]
 
 
@@ -196,7 +196,7 @@ def test_names_with_pattern_characters_hold_checkpoints(tmp_path):
 )
 def test_names_that_orbax_takes_for_others_are_refused(name):
     with pytest.raises(UserError, match="--workdir=") as caught:
-        open_store(to_path(name)).check(f"--workdir={name}")
+        open_store(to_path(name)).check_can_hold_run(f"--workdir={name}")
     assert str(caught.value).isprintable()
 
 
@@ -220,7 +220,7 @@ def test_verify_compares_frozen_parameters_with_the_checkpoints(tmp_path):
         with LocalCheckpoints(
             tmp_path / name, CheckpointConfig(), frozen_paths=frozenset(frozen)
         ) as checkpoints:
-            checkpoints.begin(0)
+            checkpoints.prepare_folder(0)
             checkpoints.save(10, state)
 
     def damages():
@@ -235,7 +235,7 @@ def test_verify_compares_frozen_parameters_with_the_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("size", [0, 1, 100, 250])
 def test_every_piece_of_a_file_is_compared(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(manifest, "PIECE", 100)
+    monkeypatch.setattr(manifest, "PIECE_BYTES", 100)
     content = np.random.default_rng(0).bytes(size)
     (tmp_path / "data").write_bytes(content)
     assert manifest.write_manifest(tmp_path) == size
@@ -254,7 +254,7 @@ def _verify(*paths):
 
 
 def test_verify_names_the_damaged_checkpoint(tmp_path):
-    open_store(tmp_path).write_run(record())
+    open_store(tmp_path).write_run_json(record())
     _save(tmp_path, [10, 20], keep_last=2)
     assert _verify(tmp_path).returncode == 0
     _flip(tmp_path / "checkpoints" / "10")
@@ -276,12 +276,12 @@ SMALL = ModelConfig(hidden_size=16, num_hidden_layers=1, full_attention_interval
 def _open(workdir, config, data="data", tokens="tokens"):
     """→ the changes, written down as a run does before its first step."""
     rows = SimpleNamespace(fingerprint=data, tokenizer=SimpleNamespace(fingerprint=tokens))
-    store, start = open_store(workdir), decide(config, read_facts(config, workdir))
+    store, start = open_store(workdir), decide_start(config, read_facts(config, workdir))
     with lock_folder(start, [rows], store) as start:
         run = SimpleNamespace(config=start.config, model=config.model)
         cursors = [DataCursor(data, config.train.batch_size)]
         if now := make_record(start, run, cursors, tokens):
-            store.write_run(now)
+            store.write_run_json(now)
     return [str(change) for change in start.changes]
 
 
@@ -355,8 +355,8 @@ def test_what_is_moved_aside_does_not_fill_the_disk(tmp_path):
     (tmp_path / "damaged" / "1-1").write_text("mine")
     (tmp_path / "damaged" / "notes.txt").write_text("mine")
     with LocalCheckpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:
-        assert checkpoints.newest_good_step() is None
-        checkpoints.begin(0)
+        assert checkpoints.newest_valid_step() is None
+        checkpoints.prepare_folder(0)
     moved = [re.match("([0-9]+)-[0-9]{9}", p.name) for p in (tmp_path / "damaged").iterdir()]
     assert {match[1] for match in moved if match} == {"10", "11"}
     assert all((tmp_path / stray).is_dir() for stray in strays)

@@ -13,7 +13,7 @@ from qwen3next_jax.config import EvalConfig, Stage
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.runs import hooks
 from qwen3next_jax.runs.folder import saved_steps
-from qwen3next_jax.runs.hooks import sample_prompt
+from qwen3next_jax.runs.hooks import choose_sample_prompt
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.training import loop
 from qwen3next_jax.training.hooks import Hook, hook_exit_code
@@ -84,15 +84,15 @@ def test_a_chat_run_samples_the_first_turn_of_its_data():
     rows = [{"tokens": row, "loss_weights": weights} for weights in (row > 0, is_answer)]
     data = SimpleNamespace(
         heldout_rows=2,
-        kinds=("tokens", "loss_weights"),
+        array_dtypes=("tokens", "loss_weights"),
         heldout_row=rows.__getitem__,
         tokenizer=tokenizer,
     )
-    assert sample_prompt(EvalConfig(), data, 99)[0] == "user: Lima? bot: "
-    assert tokenizer.decode(sample_prompt(EvalConfig(), data, 5)[1]) == "bot: "
-    assert sample_prompt(EvalConfig(sample_prompt="mine"), data, 99)[0] == "mine"
-    data.kinds = ("tokens",)
-    assert sample_prompt(EvalConfig(), data, 99)[0] == EvalConfig.sample_prompt
+    assert choose_sample_prompt(EvalConfig(), data, 99)[0] == "user: Lima? bot: "
+    assert tokenizer.decode(choose_sample_prompt(EvalConfig(), data, 5)[1]) == "bot: "
+    assert choose_sample_prompt(EvalConfig(sample_prompt="mine"), data, 99)[0] == "mine"
+    data.array_dtypes = ("tokens",)
+    assert choose_sample_prompt(EvalConfig(), data, 99)[0] == EvalConfig.sample_prompt
 
 
 FAILING = """

@@ -78,9 +78,9 @@ def test_a_move_that_was_cut_short_is_finished(tmp_path, monkeypatch, renames):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(pathlib.Path, "rename", killed)
-        store.move_aside()
+        store.move_old_run_aside()
     assert store.is_restart_unfinished()
-    store.move_aside()
+    store.move_old_run_aside()
     assert not store.is_restart_unfinished()
     (aside,) = run.iterdir()
     assert {name: (aside / name).read_text() for name in contents} == contents
@@ -88,7 +88,7 @@ def test_a_move_that_was_cut_short_is_finished(tmp_path, monkeypatch, renames):
     aside.rename(run / "before-20260101-000000.partial")
     (run / "run.json").write_text("new")
     with pytest.raises(UserError, match="run.json"):
-        store.move_aside()
+        store.move_old_run_aside()
     assert (run / "run.json").read_text() == "new"
 
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from qwen3next_jax import load_hf, save_hf
-from qwen3next_jax.common.storage import ABSENT, Conflict, to_path
+from qwen3next_jax.common.storage import ABSENT, VersionConflict, to_path
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.pipeline import TextData
 from tests.refusals import refused
@@ -55,10 +55,10 @@ def test_objects(bucket):
 def test_a_write_on_a_condition(bucket):
     path = to_path(f"{bucket}/lock")
     version = path.write(b"one", replaces=ABSENT)
-    with pytest.raises(Conflict):
+    with pytest.raises(VersionConflict):
         path.write(b"two", replaces=ABSENT)
     path.write(b"two", replaces=version)
-    with pytest.raises(Conflict):
+    with pytest.raises(VersionConflict):
         path.write(b"three", replaces=version)
     assert path.read_bytes() == b"two"
 

@@ -13,11 +13,11 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import Config, DataConfig, Stage, TrainConfig, from_dict, to_dict
 from qwen3next_jax.data.estimate import Estimate
-from qwen3next_jax.runs.dry_run import estimate_reading, parent_reading
+from qwen3next_jax.runs.dry_run import estimate_source_readings, find_data_read_by_parent
 from qwen3next_jax.runs.facts import read_facts
 from qwen3next_jax.runs.folder import saved_steps
-from qwen3next_jax.runs.record import Parent
-from qwen3next_jax.runs.start import decide
+from qwen3next_jax.runs.record import ParentCheckpoint
+from qwen3next_jax.runs.start import decide_start
 from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.training.stages import (
     DataCursor,
@@ -143,12 +143,12 @@ def test_resumed_around_a_boundary_it_is_the_run_that_was_resumed_at_one(staged,
 )
 def test_only_what_comes_may_change(tmp_path, config, message):
     (tmp_path / "checkpoints" / "15").mkdir(parents=True)
-    open_store(tmp_path).write_run(record(config=to_dict(STAGED)))
+    open_store(tmp_path).write_run_json(record(config=to_dict(STAGED)))
     if message:
         with pytest.raises(UserError, match=message):
-            decide(config, read_facts(config, tmp_path))
+            decide_start(config, read_facts(config, tmp_path))
     else:
-        decide(config, read_facts(config, tmp_path))
+        decide_start(config, read_facts(config, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,11 @@ def mixed(texts):
     for stage, read, cursor in zip(stages, rows, cursors, strict=True):
         first = cursor.batch_index(stage.steps_before + 1, 0)
         drawn.append(
-            [name[0] for step in range(first, first + 6) for name in read.document_names(step)]
+            [
+                name[0]
+                for step in range(first, first + 6)
+                for name in read.document_names_of_batch(step)
+            ]
         )
     return config, rows, cursors, drawn
 
@@ -228,7 +232,7 @@ def mixed(texts):
 def test_epochs_count_the_rows_that_stages_read(mixed):
     _, rows, cursors, drawn = mixed
     epochs = epoch_by_stream(rows)
-    lengths = [{epoch.source: epoch.rows for epoch in read.epochs.values()} for read in rows]
+    lengths = [{epoch.source: epoch.rows for epoch in read.stream_epochs.values()} for read in rows]
     for number, cursor in enumerate(cursors):
         read = reading_by_source(cursor.rows_read_by_stream(6 * number + 6), epochs)
         for name in "abc":
@@ -249,18 +253,18 @@ def test_a_dry_run_counts_the_epochs_of_a_branch_as_its_training_does(mixed):
     (rows,), stages = opened(branch), resolve_stages(branch)
     begun = DataCursor(rows.fingerprint, 4).for_next_stage(0, rows).for_next_stage(9, rows)
     (cursor,) = place_cursors(stages, [rows], begun)
-    exact = reading_by_source(cursor.rows_read_by_stream(18), rows.epochs)
-    sizes = {epoch.source: epoch.rows for epoch in rows.epochs.values()}
+    exact = reading_by_source(cursor.rows_read_by_stream(18), rows.stream_epochs)
+    sizes = {epoch.source: epoch.rows for epoch in rows.stream_epochs.values()}
     estimates = [Estimate(sizes.get(name, 1) * 16, 1) for name in "abc"]
 
     def estimated(parent, data, record):
         source = SimpleNamespace(config=dataclasses.replace(branch, data=data))
-        facts = SimpleNamespace(source=source, folder=SimpleNamespace(record=record))
+        facts = SimpleNamespace(initial_model=source, folder=SimpleNamespace(record=record))
         start = SimpleNamespace(config=branch, parent=parent, facts=facts)
-        reading = parent_reading(SimpleNamespace(stages=stages), start)
-        return estimate_reading(stages, estimates, reading)
+        reading = find_data_read_by_parent(SimpleNamespace(stages=stages), start)
+        return estimate_source_readings(stages, estimates, reading)
 
-    parent, other = Parent("parent", 9, "", ""), dataclasses.replace(config.data, seed=1)
+    parent, other = ParentCheckpoint("parent", 9, "", ""), dataclasses.replace(config.data, seed=1)
     for name in "ab":
         close = {"abs": 1 / sizes[name]}  # a row
         for read in (
@@ -281,13 +285,14 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(mixed, texts):
     for stage, read, cursor in zip(stages, rows, cursors, strict=True):
         first = cursor.batch_index(stage.steps_before + 1, 0)
         np.testing.assert_array_equal(
-            next(read.batches(first))["tokens"][0], read.row(read._first_row_of(first))["tokens"]
+            next(read.batches(first))["tokens"][0],
+            read.row(read._first_row_of_batch(first))["tokens"],
         )
     whole = dataclasses.replace(config, train=dataclasses.replace(train, stages=(), steps=18))
     (plain,) = opened(whole)
     assert sum(drawn[:3], []) == [
-        name[0] for step in range(12) for name in plain.document_names(step)
-    ] + [plain.names(i)[0] for i in range(48, 66)]
+        name[0] for step in range(12) for name in plain.document_names_of_batch(step)
+    ] + [plain.document_names_of_row(i)[0] for i in range(48, 66)]
     for i, name in enumerate("abc"):
         (alone,) = opened(
             dataclasses.replace(
@@ -299,7 +304,7 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(mixed, texts):
         )
         found = [one for stage in (0, 1, 2, 3, 5) for one in drawn[stage] if one.startswith(name)]
         assert found, name
-        assert found == [alone.names(n)[0] for n in range(len(found))], name
+        assert found == [alone.document_names_of_row(n)[0] for n in range(len(found))], name
 
 
 def test_what_rewinds_passed_over_stays_passed_over():

@@ -13,13 +13,18 @@ from rich.console import Console
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import read_events
-from qwen3next_jax.common.metrics import event_fields
+from qwen3next_jax.common.metrics import evaluation_event_fields
 from qwen3next_jax.config import Config, ProfileConfig, TrainConfig
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.runs import display as display_module
 from qwen3next_jax.runs.display import Display
 from qwen3next_jax.runs.store.local_events import LocalEvents
-from qwen3next_jax.runs.telemetry import MetricsFile, TensorBoard, WeightsAndBiases, scalars
+from qwen3next_jax.runs.telemetry import (
+    MetricsFile,
+    TensorBoard,
+    WeightsAndBiases,
+    scalars_of_event,
+)
 from qwen3next_jax.training.stages import resolve_stages
 
 TRAIN = {
@@ -64,7 +69,7 @@ HELDOUT = {
     "event": "heldout",
     "step": 125,
     "time": 2.0,
-    **event_fields(
+    **evaluation_event_fields(
         {"loss": 1.9, "bits_per_byte": 2.741, "mtp_acceptance/0": 0.75}, Heldout.metrics
     ),
 }
@@ -73,7 +78,7 @@ HELDOUT = {
 def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(LocalEvents(path), 0) as metrics:
-        metrics.start(0, start_time=100.0, devices=1)
+        metrics.write_start(0, start_time=100.0, devices=1)
         for step in (10, 20, 30):
             metrics.write(
                 "train",
@@ -87,9 +92,9 @@ def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
     with path.open("a") as file:
         file.write('{"event": "train", "st')  # torn by a kill
     with MetricsFile(LocalEvents(path), 20) as metrics:
-        metrics.start(20, start_time=200.0)
+        metrics.write_start(20, start_time=200.0)
         metrics.write("train", 40, time=240.0)
-        metrics.rewind(30)
+        metrics.remove_events_after(30)
         metrics.write("train", 35, time=245.0)
     events = read_events(path)
     assert [(e["event"], e["step"]) for e in events] == [
@@ -115,20 +120,21 @@ def test_other_processes_write_and_show_nothing(tmp_path, capsys):
         MetricsFile(None, 0, [lambda event: pytest.fail("process 1 shows an event")]) as metrics,
         Display("title", stages_of(10), 0, visible=False) as display,
     ):
-        metrics.start(0, start_time=1.0)
+        metrics.write_start(0, start_time=1.0)
         metrics.write("train", 1)
-        metrics.rewind(0)
+        metrics.remove_events_after(0)
         display(TRAIN)
     assert capsys.readouterr().out == ""
 
 
 def test_a_long_compilation_is_announced_before_xla_warns_about_it(monkeypatch, capsys):
-    monkeypatch.setattr(display_module, "XLA_BANNER", 10.05)  # the message comes 10 s earlier
+    # the message comes 10 s earlier
+    monkeypatch.setattr(display_module, "XLA_WARNING_SECONDS", 10.05)
     with Display("title", stages_of(10), 0) as display:
         time.sleep(0.3)
     assert "nothing is wrong" in capsys.readouterr().out
     with Display("title", stages_of(10), 0) as display:
-        display.step(0)  # the first step was dispatched, so it is compiled
+        display.advance_to(0)  # the first step was dispatched, so it is compiled
         time.sleep(0.3)
     assert "nothing is wrong" not in capsys.readouterr().out
 
@@ -235,15 +241,15 @@ def test_without_a_terminal_the_display_prints_plain_lines(capsys):
 
 def test_what_a_run_waits_for_is_said_once_in_lines_and_each_time_in_the_panel(capsys):
     with Display("title", stages_of(500), 0) as display:
-        display.step(1)
+        display.advance_to(1)
         for _ in range(2):
-            with display.during("evaluating nothing"):
+            with display.show_activity("evaluating nothing"):
                 pass
     assert capsys.readouterr().out.count("evaluating nothing") == 1
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     display = Display("title", stages_of(500), 0, console=console)
     for _ in range(2):
-        with display.during("evaluating nothing"):
+        with display.show_activity("evaluating nothing"):
             console.print(display.panel())
         console.print(display.panel())
     assert console.file.getvalue().count("evaluating nothing") == 2
@@ -328,7 +334,7 @@ def test_a_resumed_run_continues_its_weights_and_biases_run(tmp_path, monkeypatc
 
 
 def test_scalars_are_the_numbers_of_an_event():
-    assert scalars(
+    assert scalars_of_event(
         {
             "event": "stop",
             "step": 1,
@@ -355,5 +361,5 @@ def test_scalars_are_the_numbers_of_an_event():
 def test_profile_ranges_are_checked(change):
     with pytest.raises(UserError, match="profile."):
         ProfileConfig(**change)
-    assert list(ProfileConfig(steps="10:13").range) == [10, 11, 12]
-    assert not ProfileConfig().range
+    assert list(ProfileConfig(steps="10:13").traced_steps) == [10, 11, 12]
+    assert not ProfileConfig().traced_steps

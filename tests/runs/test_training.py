@@ -38,9 +38,9 @@ from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.interop import huggingface
 from qwen3next_jax.interop.huggingface import load_params, save_hf
 from qwen3next_jax.interop.weights import modification_digest
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.runs.first_state import first_state
+from qwen3next_jax.runs.first_state import make_first_state
 from qwen3next_jax.runs.record import BaseModel, read_record
 from qwen3next_jax.runs.start import prepare_start
 from qwen3next_jax.runs.store import open_store
@@ -291,7 +291,7 @@ def test_the_last_step_of_every_schedule_is_at_its_final_fraction(schedule):
 
 
 def test_decay_rates_never_decay_and_norms_only_if_asked():
-    for path, parameter in declared(dataclasses.replace(MODEL, mtp_depth=1)).items():
+    for path, parameter in parameter_declarations(dataclasses.replace(MODEL, mtp_depth=1)).items():
         for decay_norms in (True, False):
             name = path.rpartition("/")[2]
             assert parameter.decays(decay_norms) == (
@@ -308,7 +308,7 @@ def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(
     )
     shutil.copytree(finished, tmp_path / "run")
     tokenizer = load_tokenizer(moved.data.tokenizer)
-    open_store(tmp_path / "run").write_run_and_tokenizer(
+    open_store(tmp_path / "run").write_run_json_and_tokenizer(
         dataclasses.replace(
             read_record(tmp_path / "run"), config=to_dict(moved), tokenizer=tokenizer.fingerprint
         ),
@@ -335,7 +335,7 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path, monkey
     run = resolved(again)
     data = stages.open_data_of_stages(run.stages, MODEL.vocab_size)
     start = prepare_start(again, tmp_path / "new")
-    state, _ = first_state(run, data, start)
+    state, _ = make_first_state(run, data, start)
     _same(state["params"], nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     assert int(state["step"]) == 0
     with pytest.raises(UserError, match="hidden_size is 16, model.hidden_size = 32"):
@@ -353,7 +353,7 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path, monkey
     events.write_text(
         "".join(line for line in events.open() if json.loads(line)["event"] != "checkpoint")
     )
-    first_state(run, data, start)
+    make_first_state(run, data, start)
     weights = tmp_path / "hf" / "model.safetensors"
 
     def replaced_while_it_is_read(*args):
@@ -363,10 +363,10 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path, monkey
     with monkeypatch.context() as patched:
         patched.setattr(huggingface, "load_params", replaced_while_it_is_read)
         with pytest.raises(UserError, match="files .*were replaced"):
-            first_state(run, data, start)
+            make_first_state(run, data, start)
     os.utime(weights, (1, 1))
     for begin in (
-        lambda: first_state(run, data, start),
+        lambda: make_first_state(run, data, start),
         lambda: train(again, tmp_path / "begun"),
     ):
         with pytest.raises(UserError, match="files .*were replaced"):
@@ -402,7 +402,7 @@ def test_a_run_reads_the_tokens_of_the_model_that_it_begins_with(config, finishe
     shutil.copytree(finished, tmp_path / "run of swapped")
     record = read_record(tmp_path / "run of swapped")
     record = dataclasses.replace(record, tokenizer=swapped.fingerprint)
-    open_store(tmp_path / "run of swapped").write_run_and_tokenizer(record, swapped, new=False)
+    open_store(tmp_path / "run of swapped").write_run_json_and_tokenizer(record, swapped, new=False)
     for parent in ("hf of swapped", "run of swapped"):
         assert taken(begins(tmp_path / parent)) == swapped.fingerprint
         assert taken(begins(tmp_path / parent, str(file))) == swapped.fingerprint
@@ -446,7 +446,7 @@ def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_pa
             mlp_only_layers=(0, 2, 5, 11),
         ),
     )
-    assert len(long.model.stacks) == 12
+    assert len(long.model.layer_stacks) == 12
     rng = np.random.default_rng(0)
     state = jax.tree.map(
         lambda s: jnp.asarray(rng.integers(0, 1000, s.shape), s.dtype),

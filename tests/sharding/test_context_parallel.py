@@ -227,9 +227,9 @@ def test_delta_rule_in_pieces(monkeypatch):
     """With the chunks' inverses known, of which every piece takes its own."""
     want = delta_rule_on_one_device(True, implementation="chunked")
     # a chunk a piece
-    limits = chunked.BlockLimits(single_chunk=1, elements=1)
-    forms = dispatch.chunked_form(("cpu",), limits), *dispatch.FORMS[1:]
-    monkeypatch.setattr(dispatch, "FORMS", forms)
+    limits = chunked.BlockLimits(single_chunk_multiply_adds=1, block_elements=1)
+    forms = dispatch.chunked_implementation(("cpu",), limits), *dispatch.XLA_IMPLEMENTATIONS[1:]
+    monkeypatch.setattr(dispatch, "XLA_IMPLEMENTATIONS", forms)
     f, by_time, whole = delta_rule_case(160)
     assert_equal(results(f, by_time, whole, 2, jnp.asarray(layout(160))), want)
 

@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.config.moe import MoEConfig
-from qwen3next_jax.model import declared, expert_forms
+from qwen3next_jax.model import expert_implementations, parameter_declarations
 from qwen3next_jax.model import expert_parallelism as exchange
 from qwen3next_jax.model.layers import Context, ForwardOptions
 from qwen3next_jax.model.moe import SparseMoE
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.remat import keeps_hidden, rematerialized
+from qwen3next_jax.model.remat import keeps_expert_hidden, rematerialized
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.runs.checkpoint import Checkpoints
@@ -84,13 +84,13 @@ def test_what_follows_no_parameter_is_an_error():
     with refused("opt_state/mu/layers/0/mixer/new_proj", error=ValueError):
         tree_shardings(
             {"opt_state": {"mu": {"layers": [{"mixer": {"new_proj": jnp.zeros((2, 2))}}]}}},
-            declared(RELEASED.model),
+            parameter_declarations(RELEASED.model),
             _mesh(data=2),
         )
 
 
 def test_dimensions_take_the_axes_that_divide_them():
-    parameters = declared(RELEASED.model)
+    parameters = parameter_declarations(RELEASED.model)
     axes = {axis for p in parameters.values() for axis in p.axes}
     assert axes | {"table_rows", "table_width"} == set(LOGICAL_AXES)
     # The first axis of a dimension splits it in computation too; the others split only its storage.
@@ -101,7 +101,7 @@ def test_dimensions_take_the_axes_that_divide_them():
         ("mixer/k_proj", {"data": 2, "context": 4}, P(None, ("context", "data"), None, None)),
     ):
         parameter = parameters[f"layers/3/{name}"]
-        shape = parameter.stack + parameter.shape
+        shape = parameter.stack_shape + parameter.shape
         assert storage_spec(parameter, shape, _mesh(**axes)) == expected
 
 
@@ -209,13 +209,13 @@ def test_axes_that_do_not_divide(mesh, model, train, names):
 def _outputs_and_gradients(mesh, x, weight, expert, gate_up, down, keep_hidden=False):
     """(output of the experts, its four gradients): expert parallel on `mesh`; None: one device."""
     if mesh is None:
-        moe = expert_forms.sorted_moe
+        moe = expert_implementations.sorted_moe
     else:
         rows, experts = P(("data", "expert")), P("expert")
         moe = functools.partial(
             exchange.expert_parallel_moe,
-            axis="expert",
-            axes=("data", "expert"),
+            expert_axis="expert",
+            token_axes=("data", "expert"),
             keep_hidden=keep_hidden,
         )
         moe = per_shard(moe, mesh, (rows, rows, rows, experts, experts), rows)
@@ -242,7 +242,7 @@ def test_split_experts_are_exact_at_any_imbalance(
     monkeypatch.setattr(exchange, "GATHERED_SHARDS", gathered_shards)
     monkeypatch.setattr(exchange, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(exchange, "OVERLAP_ROWS", overlap_rows)
-    monkeypatch.setattr(exchange, "_capacity", lambda balanced: balanced // 2 + 3)
+    monkeypatch.setattr(exchange, "_buffer_rows", lambda balanced: balanced // 2 + 3)
     rng = np.random.default_rng(0)
     x, gate_up, down = (
         jnp.asarray(rng.standard_normal(s), jnp.float32)
@@ -351,7 +351,7 @@ def test_every_device_counts_required_biases_and_replays_its_tokens():
             jnp.zeros((8, 16), jnp.int32),
             stats_mask=mask_BT,
             mesh=mesh,
-            expert_ids=jnp.asarray(choices),
+            replayed_expert_ids=jnp.asarray(choices),
             options=ForwardOptions(count_required_bias=True, record_routing=True),
         )
 
@@ -484,9 +484,9 @@ def test_a_policy_decides_what_experts_recompute(policy, gathers, sorts, hidden)
     )
     f = functools.partial(
         exchange.expert_parallel_moe,
-        axis="expert",
-        axes=("expert",),
-        keep_hidden=keeps_hidden(policy),
+        expert_axis="expert",
+        token_axes=("expert",),
+        keep_hidden=keeps_expert_hidden(policy),
     )
     split = P("expert")
     layer = per_shard(

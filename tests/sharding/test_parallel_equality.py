@@ -29,7 +29,7 @@ from qwen3next_jax.config import (
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.model import expert_parallelism as exchange
 from qwen3next_jax.model.router import BINS
-from qwen3next_jax.model.row_groups import row_groups
+from qwen3next_jax.model.row_groups import row_group_count
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding
 from tests.in_process import resolved, step_of
@@ -171,7 +171,7 @@ def test_the_run_equals_that_on_one_device(axes, overlap, monkeypatch):
     rows = jax.ShapeDtypeStruct(
         (CONFIG.train.batch_size, CONFIG.train.sequence_length, MODEL.hidden_size), jnp.float32
     )
-    groups = functools.partial(row_groups, config=MODEL, mesh=_config_and_mesh(axes, QUICK)[1])
+    groups = functools.partial(row_group_count, config=MODEL, mesh=_config_and_mesh(axes, QUICK)[1])
     assert groups(rows) == (2 if overlap else 1)
     assert groups(rows.update(shape=(6, 64, 32))) == 1, "an odd number of rows on a device"
     _check(axes, QUICK, steps=4)

@@ -29,7 +29,7 @@ from qwen3next_jax.planner.topology import describe_topology
 
 mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=16)), describe_topology("v5e:4x4").devices)
 rows, experts = P(("data", "expert")), P("expert")
-run = per_shard(functools.partial(expert_parallel_moe, axis="expert", axes=("data", "expert", "context")), mesh,
+run = per_shard(functools.partial(expert_parallel_moe, expert_axis="expert", token_axes=("data", "expert", "context")), mesh,
             (rows, rows, rows, experts, experts), rows)
 
 def gradients(x, weight, expert, gate_up, down):

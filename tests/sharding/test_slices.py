@@ -24,7 +24,7 @@ from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding
-from qwen3next_jax.sharding.slices import add_up_gradients, on_each_slice
+from qwen3next_jax.sharding.slices import on_each_slice, sum_gradients_over_slices
 from tests.in_process import resolved, shared_step
 from tests.models import DIVISIBLE, numpy_draws
 from tests.refusals import refused
@@ -151,7 +151,9 @@ def test_gradients_cross_in_the_dtype_that_is_asked_for():
     grads = jax.device_put(values, NamedSharding(mesh, PartitionSpec("slice", "data")))
     for after in (stored, shared):
         for dtype, least, most in (("float32", 0.0, 2**-23), ("bfloat16", 2**-12, 2 * 2**-8)):
-            total = jax.jit(lambda grads: add_up_gradients(grads, stored, after, dtype))(grads)
+            total = jax.jit(lambda grads: sum_gradients_over_slices(grads, stored, after, dtype))(
+                grads
+            )
             assert total.sharding.is_equivalent_to(after, 1)
             assert total.dtype == np.float32
             error = np.abs(np.asarray(total) / values.sum(0) - 1).max()
@@ -248,7 +250,7 @@ def test_only_gradients_cross_between_slices():
 
     def step(params, x):
         grads, parts = on_each_slice(_layers, mesh)(params, x, {})
-        return add_up_gradients(grads, stored, stored, "bfloat16"), parts
+        return sum_gradients_over_slices(grads, stored, stored, "bfloat16"), parts
 
     params = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=s) for s in stored]
     x = jax.ShapeDtypeStruct(
@@ -259,11 +261,11 @@ def test_only_gradients_cross_between_slices():
     lowered = jax.jit(step, out_shardings=out, compiler_options=options).lower(params, x)
     program = hlo.parse_program(lowered.compile().as_text())
     crossing = [c for c in program_collectives(program, mesh) if "slice" in c.axes]
-    gradients = [c for c in crossing if c.sent > 1000]
+    gradients = [c for c in crossing if c.sent_bytes > 1000]
     assert {c.kind for c in crossing} == {"all-reduce"}
-    assert [c.total for c in gradients] == [1024 * 1024 / 4 * 2] * 3
+    assert [c.total_sent_bytes for c in gradients] == [1024 * 1024 / 4 * 2] * 3
     assert len(crossing) == 4
-    assert min(c.total for c in crossing) <= 512
-    opcodes = [i.opcode for i in program.computations[program.entry].values()]
+    assert min(c.total_sent_bytes for c in crossing) <= 512
+    opcodes = [i.opcode for i in program.computations[program.entry_computation].values()]
     last_send = max(i for i, opcode in enumerate(opcodes) if opcode == "send")
     assert last_send < opcodes.index("recv-done")

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qwen3next_jax.common.metrics import to_metric_values
+from qwen3next_jax.common.metrics import pair_with_declarations
 from qwen3next_jax.evals.heldout import Heldout
-from qwen3next_jax.sweeps.learning_rates import best_along_x, best_rate
+from qwen3next_jax.sweeps.learning_rates import best_rate, best_rates_along_x
 from qwen3next_jax.sweeps.points import load_sweep
 from qwen3next_jax.sweeps.report import render_report
-from qwen3next_jax.sweeps.results import Result
+from qwen3next_jax.sweeps.results import PointResult
 
 ROOT = Path(__file__).parents[2]
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
@@ -61,24 +61,26 @@ def test_a_report_says_how_far_the_best_rate_moves(tmp_path, monkeypatch):
         best = 6e-3 / (4 if drop else 1)
         value = loss(point.config.optimizer.learning_rate, best) + 0.01 * point.config.train.seed
         name = METRIC.partition(" ")[2]
-        metrics = {METRIC: to_metric_values({name: value}, Heldout.metrics)[0]}
-        results.append(Result(point, 500, metrics, 100.0, 1.0))
-    found = best_along_x(sweep, results, METRIC)
-    assert [one.moved for one in found["scaling none"]] == pytest.approx([0, -4])
-    assert [one.moved for one in found["scaling mup"]] == pytest.approx([0, 0], abs=1e-9)
-    assert found["scaling mup"][0].high[0] - found["scaling mup"][0].low[0] == pytest.approx(0.01)
+        metrics = {METRIC: pair_with_declarations({name: value}, Heldout.metrics)[0]}
+        results.append(PointResult(point, 500, metrics, 100.0, 1.0))
+    found = best_rates_along_x(sweep, results, METRIC)
+    assert [one.moved_sqrt2_steps for one in found["scaling none"]] == pytest.approx([0, -4])
+    narrow, wide = found["scaling mup"]
+    assert [narrow.moved_sqrt2_steps, wide.moved_sqrt2_steps] == pytest.approx([0, 0], abs=1e-9)
+    assert narrow.largest_losses[0] - narrow.smallest_losses[0] == pytest.approx(0.01)
     # Where a seed of the best rate failed, the best is another; where it is not done, nothing is
     # said of this rate.
-    assert found["scaling mup"][0].rate == pytest.approx(6e-3)
+    assert narrow.rate == pytest.approx(6e-3)
     places = ("mup", "64", "0.008", "1")
-    (one,) = (i for i, r in enumerate(results) if tuple(r.point.values.values()) == places)
-    left_out = dataclasses.replace(results[one], metrics={})
-    results[one] = dataclasses.replace(left_out, failed="diverged")
-    best = best_along_x(sweep, results, METRIC)["scaling mup"][0]
-    assert best.losses[3] == np.inf
+    (one,) = (i for i, r in enumerate(results) if tuple(r.point.axis_values.values()) == places)
+    left_out = dataclasses.replace(results[one], final_metrics={})
+    results[one] = dataclasses.replace(left_out, failure_reason="diverged")
+    best = best_rates_along_x(sweep, results, METRIC)["scaling mup"][0]
+    assert best.mean_losses[3] == np.inf
     assert (best.rate, best.at_edge) == (4e-3, False)
     results[one] = left_out
-    assert best_along_x(sweep, results, METRIC)["scaling mup"][0].rates == (*RATES[:3], RATES[4])
+    rates = best_rates_along_x(sweep, results, METRIC)["scaling mup"][0].tried_rates
+    assert rates == (*RATES[:3], RATES[4])
     page = render_report(sweep, results, {point.name: "" for point in sweep.points}, "widths")
     assert 'id="learning-rate"' in page
     assert "-4.0 steps" in page

@@ -14,12 +14,12 @@ from qwen3next_jax.sweeps.scaling import (
     CONSTANTS,
     LossFit,
     ScalingRun,
-    analyse,
-    best_size,
+    analyse_scaling,
+    compute_optimal_size,
     fit_loss,
     fit_parabolas,
-    flops_of_size,
-    missing_points,
+    flops_per_token_by_size,
+    missing_point_sentences,
     predict_losses,
     read_runs,
     resample_fits,
@@ -70,10 +70,10 @@ def test_the_best_size_is_that_of_the_closed_form():
     factor = (c.alpha * c.a / (c.beta * c.b)) ** (1 / (c.alpha + c.beta))
     for flops in (1e18, 1e21):
         expected = factor * (flops / 6) ** (c.beta / (c.alpha + c.beta))
-        found = best_size(c, flops, flops_of_size(runs), (1e6, 1e12))
+        found = compute_optimal_size(c, flops, flops_per_token_by_size(runs), (1e6, 1e12))
         assert found == pytest.approx(expected, rel=1e-2)
-    found = analyse(runs, resamples=20)
-    assert found.exponent.value == pytest.approx(c.beta / (c.alpha + c.beta), abs=0.01)
+    found = analyse_scaling(runs, resamples=20)
+    assert found.optimal_size_exponent.value == pytest.approx(c.beta / (c.alpha + c.beta), abs=0.01)
 
 
 def test_parabolas_find_minima_between_sizes_only():
@@ -85,41 +85,41 @@ def test_parabolas_find_minima_between_sizes_only():
         ]
 
     inside, outside = fit_parabolas(budget(1e15, 3e6) + budget(1e16, 2e7))
-    assert inside.best_size == pytest.approx(3e6, rel=1e-6)
-    assert math.isnan(outside.best_size)
+    assert inside.best_size_within_runs == pytest.approx(3e6, rel=1e-6)
+    assert math.isnan(outside.best_size_within_runs)
 
 
 def test_unseen_runs_are_predicted_within_the_interval():
     runs = ladder(noise=2e-3, seed=3)
     (found,) = predict_losses(runs[:-1], runs[-1:], resamples=40, seed=0)
-    assert found.interval.low <= runs[-1].loss <= found.interval.high
-    assert abs(found.error) < 0.02
+    assert found.predicted_loss.low <= runs[-1].loss <= found.predicted_loss.high
+    assert abs(found.relative_error) < 0.02
 
 
 @pytest.mark.slow
 def test_what_the_data_do_not_tell_is_named():
     """One budget of nearly equal models: no constant is known."""
     runs = ladder(noise=1e-2, budgets=(1e18, 1.3e18), sizes=4)
-    scaling = analyse(runs, resamples=20)
-    assert not scaling.intervals["E"].is_determined
+    scaling = analyse_scaling(runs, resamples=20)
+    assert not scaling.constant_intervals["E"].is_determined
     assert "do not tell E" in " ".join(result_sentences(scaling, 20))
-    told = analyse(ladder(noise=1e-3), resamples=20)
-    assert all(told.intervals[name].is_determined for name in ("E", "α", "β"))
+    told = analyse_scaling(ladder(noise=1e-3), resamples=20)
+    assert all(told.constant_intervals[name].is_determined for name in ("E", "α", "β"))
 
 
 def test_a_fit_without_a_best_size_is_named():
     """The loss does not depend on the size, so ever smaller models are better."""
     flat = LossFit(1.69, 1e-9, 410.7, 0.34, 0.28)
-    scaling = analyse(ladder(flat), resamples=20)
-    assert scaling.optima[0].at_end
-    assert not analyse(ladder(), resamples=20).optima[2].at_end
+    scaling = analyse_scaling(ladder(flat), resamples=20)
+    assert scaling.optima[0].at_search_end
+    assert not analyse_scaling(ladder(), resamples=20).optima[2].at_search_end
     text = " ".join(result_sentences(scaling, 20))
     assert "no best N" in text
     assert "grows as" not in text
 
 
 def test_text_page_and_json_are_whole():
-    scaling = analyse(ladder(noise=3e-3), resamples=20)
+    scaling = analyse_scaling(ladder(noise=3e-3), resamples=20)
     assert set(json.loads(as_json(scaling))["constants"]) == set(CONSTANTS)
     assert "largest" in as_text(scaling, 20)
     text = render_page(scaling, "title", "heldout loss", 20)
@@ -139,7 +139,7 @@ def test_too_few_runs_are_refused():
         (in_step, "the numbers of tokens are a power"),
     ):
         with refused(name):
-            analyse(wrong)
+            analyse_scaling(wrong)
 
 
 def test_results_without_counts_are_refused(tmp_path):
@@ -152,9 +152,9 @@ def test_results_without_counts_are_refused(tmp_path):
 
     axes = {"a": ["1", "2"], "train.seed": ["0", "1"]}
     file.write_text(json.dumps({"axes": axes, "points": [point]}))
-    assert ["3 of 4" in sentence for sentence in missing_points([tmp_path])] == [True]
+    assert ["3 of 4" in sentence for sentence in missing_point_sentences([tmp_path])] == [True]
     write(point)
-    assert missing_points([tmp_path]) == []
+    assert missing_point_sentences([tmp_path]) == []
     assert read_runs([tmp_path], size="flops") == (ScalingRun("a=1", 10.0, 100.0, 6000.0, 2.0),)
     with refused("a=1"):
         read_runs([tmp_path, file])
@@ -188,7 +188,7 @@ def test_an_axis_of_flops_gives_every_point_its_budget(tmp_path):
         costs, train = count_costs(point.config), point.config.train
         of_step = costs.flops_per_token * train.batch_size * train.sequence_length
         flops = costs.flops_per_token * costs.tokens
-        assert abs(flops - float(point.values["flops"])) <= of_step / 2
+        assert abs(flops - float(point.axis_values["flops"])) <= of_step / 2
         assert point.overrides["train.steps"] == train.steps
     with refused("train.steps"):
         load_sweep(path, {"train.steps": 3})

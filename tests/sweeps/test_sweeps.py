@@ -19,22 +19,22 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import ExitCode, UserError
-from qwen3next_jax.common.metrics import Metric, to_metric_values
+from qwen3next_jax.common.metrics import Metric, pair_with_declarations
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import apply_overrides, load_config_file
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.sweeps import points, runner
-from qwen3next_jax.sweeps.check import check_points, check_settings
-from qwen3next_jax.sweeps.folder import open_folder
+from qwen3next_jax.sweeps.check import check_points_can_run, check_settings_have_effect
+from qwen3next_jax.sweeps.folder import open_sweep_folder
 from qwen3next_jax.sweeps.points import load_sweep, sweep_manifest
 from qwen3next_jax.sweeps.report import render_report, write_report
 from qwen3next_jax.sweeps.results import (
-    Result,
+    PointResult,
     finding_sentences,
     is_done,
     metric_along_x,
-    pareto_front,
+    pareto_front_indices,
     read_result,
     to_csv,
     to_json,
@@ -95,13 +95,14 @@ def test_points_are_all_combinations(ratios):
         "ratio=0-1,size=b,seed=0",
     ]
     assert len(ratios.points) == 12
-    assert ratios.x == "ratio"
-    check_points(ratios)
+    assert ratios.x_axis == "ratio"
+    check_points_can_run(ratios)
 
 
 def test_points_have_the_settings_of_their_axes(ratios):
     full = {
-        p.values["ratio"]: p.config.model.pattern.count("full_attention") for p in ratios.points
+        p.axis_values["ratio"]: p.config.model.resolved_layer_types.count("full_attention")
+        for p in ratios.points
     }
     assert full == {"0:1": 8, "3:1": 2, "1:0": 0}
     assert {p.config.model.hidden_size for p in ratios.points} == {64, 128}
@@ -117,8 +118,10 @@ def test_the_command_of_a_point_is_plain(ratios):
 def test_a_shipped_sweep_is_checked_in_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sweep = load_sweep("configs/sweeps/ratio.py")
-    check_settings(sweep)
-    assert all("--config=configs/tiny.py" in line for line in runner.shell_lines(sweep, tmp_path))
+    check_settings_have_effect(sweep)
+    assert all(
+        "--config=configs/tiny.py" in line for line in runner.one_line_commands(sweep, tmp_path)
+    )
 
 
 def test_a_billion_points_are_refused_at_once(tmp_path):
@@ -152,9 +155,9 @@ def test_the_printed_command_of_a_point_is_that_point(tmp_path, monkeypatch):
         },
     }
     record["axes"]["long"] = {"y" * 300: {"train.seed": 1}, "y" * 300 + "z": {"train.seed": 2}}
-    monkeypatch.setattr(points, "call_file", lambda *_: record)
+    monkeypatch.setattr(points, "call_function_of_file", lambda *_: record)
     sweep, workdir = load_sweep("sweep.py"), tmp_path / "out $1"
-    lines = runner.shell_lines(sweep, workdir)
+    lines = runner.one_line_commands(sweep, workdir)
     for point, line in zip(sweep.points, lines, strict=True):
         said = subprocess.run(
             ["sh", "-c", f"uv() {{ printf '%s\\0' \"$@\"; }}; {line}"],
@@ -172,7 +175,7 @@ def test_the_printed_command_of_a_point_is_that_point(tmp_path, monkeypatch):
         assert folder.parent == workdir / "points"
     record["set"] = {"eval.sample_prompt": "two\nlines"}
     with refused("--emit"):
-        runner.shell_lines(load_sweep("sweep.py"), workdir)
+        runner.one_line_commands(load_sweep("sweep.py"), workdir)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +305,7 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
 )
 def test_a_sweep_that_cannot_run_is_refused(tmp_path, record, names):
     with refused(*names):
-        check_points(load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py"} | record)))
+        check_points_can_run(load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py"} | record)))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +349,7 @@ def test_the_command_line_replaces_the_file_s_settings(tmp_path):
         settings = [
             (p.config.train.steps, p.config.train.seed, p.config.eval.rows) for p in sweep.points
         ]
-        return settings, len(sweep.overridden)
+        return settings, len(sweep.override_sentences)
 
     assert points() == ([(3, 0, 8), (3, 0, 8), (3, 1, 8), (3, 1, 8)], 0)
     assert points(train__steps=5) == ([(5, 0, 8), (5, 0, 8), (5, 1, 8), (5, 1, 8)], 1)
@@ -394,13 +397,15 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
             )
         )
 
-    runner.open_sweep(load([0, 1]), tmp_path / "w")
-    runner.open_sweep(load([0, 1]), tmp_path / "w")
+    runner.create_or_check_sweep_folder(load([0, 1]), tmp_path / "w")
+    runner.create_or_check_sweep_folder(load([0, 1]), tmp_path / "w")
     with refused("seed=2"):
-        runner.open_sweep(load([0, 1, 2]), tmp_path / "w")
+        runner.create_or_check_sweep_folder(load([0, 1, 2]), tmp_path / "w")
     with refused("seed=0", "train.steps = 2", "9"):
         load([0, 1])
-        runner.open_sweep(load_sweep(tmp_path / "sweep.py", {"train.steps": 9}), tmp_path / "w")
+        runner.create_or_check_sweep_folder(
+            load_sweep(tmp_path / "sweep.py", {"train.steps": 9}), tmp_path / "w"
+        )
 
     base = tmp_path / "base.py"
     for width in (64, 32):
@@ -411,19 +416,21 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
         )
         sweep = load_sweep(sweep_file(tmp_path, {"base": str(base), "axes": {"train.seed": [0]}}))
         if width == 64:
-            runner.open_sweep(sweep, tmp_path / "v")
+            runner.create_or_check_sweep_folder(sweep, tmp_path / "v")
     with refused("seed=0", "model.hidden_size = 64", "32"):
-        runner.open_sweep(sweep, tmp_path / "v")  # of the same overrides, on a base that was edited
+        runner.create_or_check_sweep_folder(
+            sweep, tmp_path / "v"
+        )  # of the same overrides, on a base that was edited
     recorded = tmp_path / "v" / "sweep.json"
     now = recorded.read_text()
     recorded.write_text(now.replace('"format": 3', '"format": 2'))
     with refused("sweep.json"):
-        runner.open_sweep(sweep, tmp_path / "v")
+        runner.create_or_check_sweep_folder(sweep, tmp_path / "v")
     recorded.write_text(now)
     for text in ("", "[]", '{"points": [3]}', recorded.read_text().replace('"config"', '"was"')):
         recorded.write_text(text)
         with refused("sweep.json"):
-            runner.open_sweep(sweep, tmp_path / "v")
+            runner.create_or_check_sweep_folder(sweep, tmp_path / "v")
 
 
 @pytest.mark.slow
@@ -488,7 +495,7 @@ def _runner(tmp_path, monkeypatch, script, seeds=(0,), retries=2):
     (tmp_path / "train.py").write_text(f"import os, pathlib, signal, sys, time\n{script}\n")
     monkeypatch.setattr(runner, "TRAIN", tmp_path / "train.py")
     monkeypatch.setattr(runner, "_POLL", 0.01)
-    runner.open_sweep(sweep, tmp_path / "w")
+    runner.create_or_check_sweep_folder(sweep, tmp_path / "w")
     told, after = [], []
     found = runner.Runner(
         sweep,
@@ -566,7 +573,7 @@ def test_a_signal_reaches_a_starting_point(tmp_path, monkeypatch):
 def test_a_second_runner_leaves_the_report_alone(tmp_path, monkeypatch):
     r, _, after = _runner(tmp_path, monkeypatch, "")
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with open_folder(r.workdir).locked(), refused(r.workdir):
+    with open_sweep_folder(r.workdir).locked(), refused(r.workdir):
         r.run()
     assert not after
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -615,7 +622,9 @@ def test_a_point_is_done_with_all_evaluations(tmp_path):
         with path.open("a") as file:
             file.write(json.dumps(event | last) + "\n")
         assert is_done(tmp_path, point.config.train.steps, point.config.eval.suites) == done
-    assert {name: value.value for name, value in read_result(point, tmp_path).metrics.items()} == {
+    assert {
+        name: value.value for name, value in read_result(point, tmp_path).final_metrics.items()
+    } == {
         "heldout loss": 1.0,
         "heldout accuracy": 0.5,
         "position loss": 1.0,
@@ -641,8 +650,12 @@ def _results(tmp_path, figures):
         )
     )
     return sweep, [
-        Result(
-            p, 500, measured(figures[p.values["ratio"], int(p.values["train.seed"])]), 100.0, 1.0
+        PointResult(
+            p,
+            500,
+            measured(figures[p.axis_values["ratio"], int(p.axis_values["train.seed"])]),
+            100.0,
+            1.0,
         )
         for p in sweep.points
     ]
@@ -652,7 +665,7 @@ def measured(values):
     """As a run that declared its figures records them."""
     declared = Heldout.metrics | {"accuracy": Metric("accuracy", "share", "higher", main=True)}
     return {
-        name: to_metric_values({name.partition(" ")[2]: value}, declared)[0]
+        name: pair_with_declarations({name.partition(" ")[2]: value}, declared)[0]
         for name, value in values.items()
     }
 
@@ -673,7 +686,7 @@ def test_findings_say_no_more_than_the_seeds_do(tmp_path):
         "Heldout: bits per byte is lowest at ratio 3:1: 2 (1.9 to 2.1, 2 seeds). 1:1 (2.1) "
         "overlaps with it, seed by seed. Every run of 7:1 (2.55) is above every run of it."
     ]
-    one = [r for r in results if r.point.values["train.seed"] == "0"]
+    one = [r for r in results if r.point.axis_values["train.seed"] == "0"]
     assert finding_sentences(sweep, one)[0].endswith(
         "One seed only: differences of this size may be chance."
     )
@@ -712,8 +725,8 @@ def test_each_source_of_the_data_has_its_finding(tmp_path):
 
 def test_pareto_keeps_what_nothing_beats_in_both():
     points = [(0, 0.5), (1, 0.5), (1, 0.7), (2, 0.6), (3, 0.9)]
-    assert pareto_front(points, higher=True) == [0, 2, 4]
-    assert pareto_front(points, higher=False) == [0]
+    assert pareto_front_indices(points, higher=True) == [0, 2, 4]
+    assert pareto_front_indices(points, higher=False) == [0]
 
 
 def test_report_and_table_hold_every_point_and_its_command(tmp_path):
@@ -768,7 +781,7 @@ def two_tasks(tmp_path):
     )
     places = [f"position accuracy/{n}" for n in range(6)]
     return sweep, [
-        Result(
+        PointResult(
             p,
             500,
             measured({"heldout accuracy": 0.1 * i} | dict.fromkeys(places, 0.5)),
@@ -800,7 +813,7 @@ def test_charts_keep_apart_what_other_axes_change(two_tasks, monkeypatch):
             ratio: [layers * 2 * 2 * bytes_per_head]
             for ratio, layers in (("0:1", 4), ("1:1", 2), ("3:1", 1))
         }
-    styles = [(line.shade, line.dash) for line in drawn["Position: accuracy"]]
+    styles = [(line.gradient_position, line.dash_index) for line in drawn["Position: accuracy"]]
     assert len(set(styles)) == 12
     assert {shade for shade, _ in styles} == {0, 0.2, 0.4, 0.6, 0.8, 1}
 
@@ -837,7 +850,7 @@ def test_a_point_leads_to_the_page_of_its_run(tmp_path):
         read_result(point, runner.point_folder(tmp_path, point)) for point in (first, second)
     ]
     page = render_report(sweep, results, {}, "x")
-    assert [r.losses for r in results] == [((1, 3.0), (2, 1.5)), ()]
+    assert [r.training_losses for r in results] == [((1, 3.0), (2, 1.5)), ()]
     (href,) = re.findall(r'href="(points/[^"]*)"', page)
     assert (tmp_path / urllib.parse.unquote(href)) == folder / "report.html"
 
@@ -858,7 +871,7 @@ def _ladder(tmp_path, faster=2.0, **record):
         speed = faster if config.optimizer.name == "muon" else 1.0
         loss = 1.5 + (speed * config.train.steps) ** -0.3 + 1e-3 * (config.train.seed - 0.5)
         values = measured({"heldout bits_per_byte": loss})
-        results.append(Result(point, config.train.steps, values, 100.0 / speed, 1.0))
+        results.append(PointResult(point, config.train.steps, values, 100.0 / speed, 1.0))
     return sweep, results
 
 
@@ -867,9 +880,9 @@ def test_a_sweep_over_budgets_gives_the_speed_up(tmp_path, x):
     """Muon takes half the steps and FLOPs, and each step twice the time."""
     sweep, results = _ladder(tmp_path, x=x)
     (comparison,) = compare_arms(sweep, results)
-    assert (comparison.arm, comparison.baseline) == ("muon", "adamw")
+    assert (comparison.arm_name, comparison.baseline_name) == ("muon", "adamw")
     for unit, factor in (("steps", 2.0), ("flops", 2.0), ("seconds", 1.0)):
-        found = comparison.found[unit]
+        found = comparison.speed_ups_by_unit[unit]
         assert found.factor == pytest.approx(factor, rel=1e-3)
         assert found.seeds == (2, 2)
         assert found.low < factor < found.high
@@ -887,10 +900,10 @@ def test_the_page_and_results_have_the_speed_up(tmp_path):
 
 def test_a_seed_without_every_budget_is_left_out(tmp_path):
     sweep, results = _ladder(tmp_path)
-    results[0] = dataclasses.replace(results[0], metrics={})
-    assert compare_arms(sweep, results)[0].found["steps"].seeds == (1, 2)
-    results[1] = dataclasses.replace(results[1], metrics={})
-    assert "adamw" in compare_arms(sweep, results)[0].found["steps"]
+    results[0] = dataclasses.replace(results[0], final_metrics={})
+    assert compare_arms(sweep, results)[0].speed_ups_by_unit["steps"].seeds == (1, 2)
+    results[1] = dataclasses.replace(results[1], final_metrics={})
+    assert "adamw" in compare_arms(sweep, results)[0].speed_ups_by_unit["steps"]
 
 
 def test_a_speed_up_from_one_budget_is_refused(tmp_path):
@@ -909,6 +922,6 @@ def test_each_value_of_another_axis_is_compared_alone(tmp_path):
         "flops": [1e12, 3e12, 9e12],
     }
     sweep, results = _ladder(tmp_path, axes=axes)
-    assert [(c.baseline, c.arm) for c in compare_arms(sweep, results)] == [
+    assert [(c.baseline_name, c.arm_name) for c in compare_arms(sweep, results)] == [
         (f"adamw (num_hidden_layers {n})", f"muon (num_hidden_layers {n})") for n in (4, 8)
     ]

@@ -9,11 +9,11 @@ import pytest
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.files import UserInput, apply_overrides, load_config_file
-from qwen3next_jax.model.layer_properties import partial_ablations
-from qwen3next_jax.runs.record import recorded_config
+from qwen3next_jax.model.layer_properties import partial_ablation_lines
+from qwen3next_jax.runs.record import read_config_if_readable
 from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sweeps import points, runner
-from qwen3next_jax.sweeps.check import check_settings
+from qwen3next_jax.sweeps.check import check_settings_have_effect
 from qwen3next_jax.sweeps.points import load_sweep
 from qwen3next_jax.training import unused_settings
 from tests.records import record
@@ -150,7 +150,7 @@ def test_a_file_is_held_to_what_it_says_itself(tmp_path, monkeypatch):
             assert refused(file) == set(), file
         if "get_sweep" in functions:
             sweep = load_sweep(file)
-            check_settings(sweep)
+            check_settings_have_effect(sweep)
             assert "--allow-unused" not in runner.train_arguments(sweep, sweep.points[0], Path("w"))
 
 
@@ -165,17 +165,21 @@ def test_a_file_is_held_to_what_it_says_itself(tmp_path, monkeypatch):
 def test_a_run_that_has_begun_goes_on_with_what_it_has(tmp_path, overrides, message):
     config, settings = given(TINY, **overrides)
     with pytest.raises(UserError, match=message):
-        unused_settings.check_effect_and_targets(config, settings, recorded_config(tmp_path))
-    open_store(tmp_path).write_run(record(config=to_dict(config)))
-    unused_settings.check_effect_and_targets(config, settings, recorded_config(tmp_path))
+        unused_settings.check_effect_and_targets(
+            config, settings, read_config_if_readable(tmp_path)
+        )
+    open_store(tmp_path).write_run_json(record(config=to_dict(config)))
+    unused_settings.check_effect_and_targets(config, settings, read_config_if_readable(tmp_path))
     with pytest.raises(UserError, match=message):
         unused_settings.check_effect_and_targets(config, settings)
     changed = to_dict(config)
     changed["train"]["router_z_loss_weight"] = 0.2
     changed["data"]["path"], changed["model"]["mixer"]["prefix_tokens"] = "", 3
-    open_store(tmp_path).write_run(record(config=changed))
+    open_store(tmp_path).write_run_json(record(config=changed))
     with pytest.raises(UserError, match=message):
-        unused_settings.check_effect_and_targets(config, settings, recorded_config(tmp_path))
+        unused_settings.check_effect_and_targets(
+            config, settings, read_config_if_readable(tmp_path)
+        )
 
 
 def test_a_sweep_may_give_what_some_points_read(tmp_path, monkeypatch):
@@ -184,15 +188,15 @@ def test_a_sweep_may_give_what_some_points_read(tmp_path, monkeypatch):
         "set": {"model.linear_mixer": "kda", "model.mtp_depth": 0},
         "axes": {"ratio": ["0:1", "3:1"]},
     }
-    monkeypatch.setattr(points, "call_file", lambda *_: record)
+    monkeypatch.setattr(points, "call_function_of_file", lambda *_: record)
     monkeypatch.setattr(points, "load_config_file", lambda *_: load_config_file(ROOT / TINY))
     sweep = load_sweep("sweep.py")
-    check_settings(sweep)
+    check_settings_have_effect(sweep)
     allowed = ["--allow-unused" in runner.train_arguments(sweep, p, tmp_path) for p in sweep.points]
     assert allowed == [True, False]
     record["axes"] = {"ratio": ["0:1"], "train.seed": [0, 1]}
     with pytest.raises(UserError, match="point ratio=0-1,seed=0: model.linear_mixer = 'kda'"):
-        check_settings(load_sweep("sweep.py"))
+        check_settings_have_effect(load_sweep("sweep.py"))
 
 
 def test_an_ablation_of_some_layers_says_which():
@@ -202,7 +206,7 @@ def test_an_ablation_of_some_layers_says_which():
         beta_gate=False,
         zero_centered_norm=False,
     )
-    (line,) = partial_ablations(small)
+    (line,) = partial_ablation_lines(small)
     assert "beta_gate" in line
     assert "0-1, 3 (gated_deltanet)" in line
     assert "2, 4-5 (kda, mla)" in line

@@ -209,7 +209,7 @@ def test_runs_that_do_not_fit_are_refused(run, tmp_path):
         record = read_record(run)
         for group, values in (of_config or {}).items():
             record.config[group] |= values
-        open_store(folder).write_run(dataclasses.replace(record, **entries))
+        open_store(folder).write_run_json(dataclasses.replace(record, **entries))
         return f"{folder}@2"
 
     lora = dataclasses.asdict(LoRAConfig(rank=2))

@@ -193,4 +193,6 @@ def test_placement_of_the_full_layer_in_its_interval(placement, expected):
         full_attention_placement=placement,
         layer_types=(),
     )
-    assert config.pattern == tuple({"L": LINEAR, "F": FULL}[letter] for letter in expected)
+    assert config.resolved_layer_types == tuple(
+        {"L": LINEAR, "F": FULL}[letter] for letter in expected
+    )

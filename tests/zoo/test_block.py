@@ -16,13 +16,13 @@ from mixer_references import errors
 
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.config.block import BlockConfig
-from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.config.compatibility import settings_incompatible_with_weights
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.config.registry import EXPERTS, MLPS, NORMS, PLACEMENTS, STREAM_SETTINGS
 from qwen3next_jax.inference.decode import checked_prompts
 from qwen3next_jax.interop.layout import check_hf_form
-from qwen3next_jax.model import declared
+from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context, rotate
 from qwen3next_jax.model.parameters import Make
@@ -68,7 +68,7 @@ def test_a_block_is_its_formula(name):
     }
     c = dataclasses.replace(BASE, **settings)
     with numpy_draws():
-        block = c.block.resolve("placement")(
+        block = c.block.import_part("placement")(
             c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,)
         )
     graph, params = nnx.split(block)
@@ -231,7 +231,7 @@ def test_gradients_of_experts_biases_sum_many_rows():
         x_, up_, up_bias, down_, down_bias = (
             a.astype(jnp.bfloat16) for a in (x, up, biases[0], down, biases[1])
         )
-        y = experts._clipped_swiglu_mlp(1, x_, up_, up_bias, down_, down_bias, sizes)
+        y = experts._clipped_swiglu_experts(1, x_, up_, up_bias, down_, down_bias, sizes)
         return jnp.sum(y.astype(jnp.float32))
 
     _, down_bias = jax.jit(jax.grad(loss))(biases)
@@ -243,7 +243,7 @@ def test_deep_norm_starts_smaller():
         c = dataclasses.replace(BASE, block=BlockConfig(placement=name))
         return nnx.to_pure_dict(
             nnx.state(
-                c.block.resolve("placement")(
+                c.block.import_part("placement")(
                     c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,)
                 )
             )
@@ -369,7 +369,7 @@ def test_stretched_rotations():
         ("ntk", (theta * 4 ** (8 / 6)) ** (-2 * i / 8)),
         ("truncated", truncated),
     ):
-        slower, gain = BlockConfig(rope_scaling=name).resolve("rope_scaling")(4, theta, 4.0, 64)
+        slower, gain = BlockConfig(rope_scaling=name).import_part("rope_scaling")(4, theta, 4.0, 64)
         np.testing.assert_allclose(plain * slower, frequency, rtol=1e-6)
         assert gain == 1
     c = dataclasses.replace(
@@ -462,7 +462,7 @@ def test_positions_that_are_added():
 )
 def test_settings_that_do_not_fit(settings, names):
     with refused(*names):
-        declared(dataclasses.replace(BASE, **settings))
+        parameter_declarations(dataclasses.replace(BASE, **settings))
 
 
 @pytest.mark.parametrize(
@@ -488,34 +488,38 @@ def test_weights_of_attention_serve_as_their_kin():
         full_mixer="lambda_window",
         mixer=trained.mixer | {"window": 8, "first_tokens": 2},
     )
-    assert other.differs(trained) == ("layer_types", "mixer")
-    assert weights_differ(other, trained) == ()
+    assert other.differing_settings(trained) == ("layer_types", "mixer")
+    assert settings_incompatible_with_weights(other, trained) == ()
     of_prefix = trained.mixer | PREFIX
     assert (
-        weights_differ(
+        settings_incompatible_with_weights(
             dataclasses.replace(trained, full_mixer="masked_attention", mixer=of_prefix), trained
         )
         == ()
     )
     t5 = dataclasses.replace(trained, full_mixer="t5_bias")
-    assert weights_differ(dataclasses.replace(t5, mixer=of_prefix), t5) == ("mixer",)
+    assert settings_incompatible_with_weights(dataclasses.replace(t5, mixer=of_prefix), t5) == (
+        "mixer",
+    )
     longer = dataclasses.replace(trained, yarn_factor=4.0, block=BlockConfig(rope_scaling="ntk"))
-    assert weights_differ(longer, trained) == ()
+    assert settings_incompatible_with_weights(longer, trained) == ()
     longer = dataclasses.replace(longer, max_position_embeddings=256)
-    assert weights_differ(longer, trained) == ()
+    assert settings_incompatible_with_weights(longer, trained) == ()
     for settings, names in [
         ({"block": BlockConfig(positions="learned")}, {"max_position_embeddings", "yarn_factor"}),
         ({"full_mixer": "hyena", "mixer": MixerConfig()}, {"max_position_embeddings"}),
     ]:
         bound = [dataclasses.replace(c, **settings) for c in (longer, trained)]
-        assert set(weights_differ(*bound)) - {"block"} == names
+        assert set(settings_incompatible_with_weights(*bound)) - {"block"} == names
     for settings, name in [
         ({"full_mixer": "alibi"}, "layer_types"),
         ({"layer_types": ("rerope", "gated_attention")}, "layer_types"),
         ({"mixer": MixerConfig()}, "mixer"),
         ({"block": BlockConfig(placement="olmo2")}, "block"),
     ]:
-        assert weights_differ(dataclasses.replace(trained, **settings), trained) == (name,)
+        assert settings_incompatible_with_weights(
+            dataclasses.replace(trained, **settings), trained
+        ) == (name,)
 
 
 def test_pairs_are_counted_as_they_are_seen():
@@ -530,5 +534,5 @@ def test_pairs_are_counted_as_they_are_seen():
         config, kind = dataclasses.replace(BASE, full_mixer=name, mixer=mixer), mixer_class(name)
         layer = types.SimpleNamespace(config=config, settings=kind.settings)
         for length in (5, 10, 14, 23):
-            seen = kind.seen(layer, t[:length], s[:, :length])
-            assert kind.pairs(config, length) == np.sum(seen), (name, mixer, length)
+            seen = kind.attention_mask(layer, t[:length], s[:, :length])
+            assert kind.visible_pair_count(config, length) == np.sum(seen), (name, mixer, length)

@@ -67,7 +67,7 @@ def recurrence(x, delta_term=True, read="after"):
     """The rule as printed (2510.26692, equation 1), with the gradient of a step by hand: o, S
     and, of cotangents, all gradients.
     """
-    names = ("q", "k", "v", "g", "beta", "initial_state", "bonus", "value_decay", "erase_key")
+    names = ("q", "k", "v", "g", "beta", "initial_state", "bonus", "value_log_decay", "erase_key")
     q, k, v, g, beta, s, bonus, gv, erased = map(x.get, names)
     (t_max, h), states, o = (v.shape[1], v.shape[2]), [s[0]], np.zeros(v.shape)
     repeat = lambda y: np.repeat(y[0], h // y.shape[2], axis=1)
@@ -91,7 +91,9 @@ def recurrence(x, delta_term=True, read="after"):
             do[0],
             {
                 n: np.zeros(y.shape)
-                for n, y in dict(q=q, k=k, v=v, g=g, beta=beta, value_decay=gv, erase_key=k).items()
+                for n, y in dict(
+                    q=q, k=k, v=v, g=g, beta=beta, value_log_decay=gv, erase_key=k
+                ).items()
             },
         )
         d["bonus"] = np.zeros(k.shape[1:])
@@ -112,7 +114,7 @@ def recurrence(x, delta_term=True, read="after"):
                     "hkv,hv->hk", decayed, de
                 )
                 ds = ds - np.einsum("hk,hv->hkv", erased[t], de)
-            d["g"][t], d["value_decay"][t] = (
+            d["g"][t], d["value_log_decay"][t] = (
                 np.sum(ds * decayed, axis=2),
                 np.sum(ds * decayed, axis=1),
             )
@@ -204,7 +206,7 @@ def form(name, **sizes):
     if name == "rwkv":
         x["bonus"] = rng.normal(size=(2, 8))
     if name.startswith("two-sided"):
-        x["value_decay"] = -np.exp(2 * rng.normal(size=x["v"].shape) - 1)
+        x["value_log_decay"] = -np.exp(2 * rng.normal(size=x["v"].shape) - 1)
     if name == "delta term, own key":
         x["erase_key"] = rng.uniform(size=x["g"].shape) * np.repeat(x["k"], 2, axis=2)
     return x, cotangents
@@ -299,7 +301,7 @@ def test_arguments_that_do_not_fit():
     for change, message in [
         (dict(), "bonus with read='after'"),
         (dict(bonus=None, read="later"), "read='later': expected"),
-        (dict(bonus=None, value_decay=x["v"]), "value_decay with delta_term=True"),
+        (dict(bonus=None, value_log_decay=x["v"]), "value_log_decay with delta_term=True"),
         (
             dict(bonus=None, erase_key=x["g"], delta_term=False),
             "erase_key with delta_term=False: expected delta_term=True",

@@ -14,7 +14,7 @@ import pytest
 
 from qwen3next_jax.config import Config, MixerConfig, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.bounds import check_declared_bounds
-from qwen3next_jax.config.describe import mixer_settings
+from qwen3next_jax.config.describe import settings_by_mixer
 from qwen3next_jax.config.files import apply_overrides
 from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.model.gated_attention import GatedAttention
@@ -35,7 +35,7 @@ def test_equal_models_have_equal_settings():
     again = from_dict(Config, json.loads(json.dumps(to_dict(config))))
     assert again == config
     assert hash(again.model) == hash(config.model)
-    assert again.model.settings_of("sliding_window").window == 8
+    assert again.model.settings_of_mixer("sliding_window").window == 8
 
 
 def test_a_flag_is_of_the_type_that_the_mixer_declares(tmp_path, monkeypatch):
@@ -88,11 +88,13 @@ def test_a_bound_that_is_not_known_is_refused():
 def test_what_a_mixer_says_of_its_settings_is_so(name):
     mixer = mixer_class(name)
     names = {field.name for field in dataclasses.fields(mixer.Settings)}
-    assert set(mixer.read_time) <= names
-    if mixer.weights_of is not None:  # it then reads all that gives those weights their meaning
-        others = {field.name for field in dataclasses.fields(mixer.weights_of.Settings)}
-        assert mixer.weights_of is GatedAttention
-        assert names - set(mixer.read_time) == others
+    assert set(mixer.settings_free_after_training) <= names
+    if (
+        mixer.loads_weights_of is not None
+    ):  # it then reads all that gives those weights their meaning
+        others = {field.name for field in dataclasses.fields(mixer.loads_weights_of.Settings)}
+        assert mixer.loads_weights_of is GatedAttention
+        assert names - set(mixer.settings_free_after_training) == others
 
 
 # ---- the page
@@ -108,7 +110,7 @@ BEGIN, END = "<!-- {} -->\n", "<!-- end of {} -->"
 def settings() -> str:
     """Every setting with its default, what it may be, its meaning and the mixers that read it."""
     readers = {}
-    for mixer, own in mixer_settings().items():
+    for mixer, own in settings_by_mixer().items():
         for setting in own:
             readers.setdefault(setting, []).append(f"`{mixer}`")
     rows = ["| setting | default | expected | meaning | mixers |", "|---|---|---|---|---|"]
@@ -155,7 +157,7 @@ def page() -> str:
 
 def test_the_page_lists_all_mixer_settings():
     mixer_class("sliding_window")  # is there, or the test is skipped
-    assert all(setting.meaning for own in mixer_settings().values() for setting in own)
+    assert all(setting.meaning for own in settings_by_mixer().values() for setting in own)
     assert page() == PAGE.read_text(), "python tests/zoo/test_mixer_settings.py writes the tables"
 
 

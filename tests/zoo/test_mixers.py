@@ -33,16 +33,16 @@ from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import gated_norm as gpu_gated_norm
 from qwen3next_jax.kernels.tpu import attention_heads as tpu_attention_heads
 from qwen3next_jax.kernels.tpu import gated_norm as tpu_gated_norm
-from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.model import Qwen3Next, parameter_declarations
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layer_properties import READ_BY_PART, mixer_class
 from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.recurrent import Heads
+from qwen3next_jax.model.recurrent import RecurrenceInputs
 from qwen3next_jax.ops import attention_heads, gated_delta_rule, gated_norm
 from qwen3next_jax.ops.compile_target import compiling_for
-from qwen3next_jax.ops.implementations import Form
+from qwen3next_jax.ops.implementations import XlaImplementation
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, gather_params, storage_spec
 from qwen3next_jax.zoo.projections import l2_normalize
@@ -101,12 +101,12 @@ READING = (
     "attend",
     "init_cache",
     "inputs",
-    "finish",
+    "norm_and_gate",
     "_scan",
     "cell",
-    "queries",
-    "keys",
-    "seen",
+    "queries_for_score",
+    "keys_for_score",
+    "attention_mask",
     "score",
 )
 
@@ -161,7 +161,7 @@ def test_packed_documents_are_as_separate_ones_and_the_cache_continues_them(mixe
 
     step = jax.jit(lambda x, positions, cache: _run(graph, params, x, Context(positions), cache))
     cache, outs = mixer_class(name).init_cache(base(name), 2, T), []
-    if mixer_class(name).in_place:
+    if mixer_class(name).writes_cache_in_place:
         cache = jax.tree.map(lambda leaf: leaf[None], cache)
     for part in (slice(0, T // 2), *(slice(t, t + 1) for t in range(T // 2, T))):
         out, _, cache = step(X[:, part], positions[:, part], cache)
@@ -283,7 +283,7 @@ def test_a_mixer_declares_what_gives_its_weights_meaning(name):
     if same and str(jax.make_jaxpr(one)(params)) != str(jax.make_jaxpr(other)(params)):
         filled = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1, leaf.dtype), params)
         same = np.array_equal(one(filled), other(filled))
-    assert same == ("max_position_embeddings" not in mixer_class(name).meaning)
+    assert same == ("max_position_embeddings" not in mixer_class(name).settings_fixed_by_weights)
 
 
 # Mixers with another operator, or another way to call it, in a `__call__` that others have, too.
@@ -292,7 +292,7 @@ WITH_OPERATORS = ("kda", "linear", "mlstm", "gsa", "gated_deltaproduct", "titans
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*one_of_each("__call__", "attend", "head_weights"), *WITH_OPERATORS]
+    "name", [*one_of_each("__call__", "attend", "recurrence_parameters"), *WITH_OPERATORS]
 )
 def test_a_mesh_gives_what_one_device_gives(name):
     """Rows, tokens and heads are each on two devices, all at once."""
@@ -437,13 +437,13 @@ def test_rounded_keys_let_no_state_of_kda_grow():
     key = keys[jnp.argmax(jnp.sum(jnp.square(rounded), axis=-1))]
     time, start = 32_768, jnp.asarray(rng.normal(size=(1, h, k, k)), jnp.float32)
     repeated = jnp.broadcast_to(key, (1, time, 1, k))
-    heads = Heads(
+    heads = RecurrenceInputs(
         q=repeated,
         k=repeated,
         v=jnp.zeros((1, time, h, k), jnp.bfloat16),
-        g=jnp.zeros((1, time, h, k)),
+        log_decay=jnp.zeros((1, time, h, k)),
         beta=jnp.full((1, time, h), 2.0),
-        weights=(),
+        recurrence_parameters=(),
         segment_ids=None,
         axis_name=None,
         return_all_states=False,
@@ -618,7 +618,11 @@ def test_kernels_of_norm_and_gate_match_the_products():
         for name in ("forward", "backward")
     }
     with (
-        mock.patch.object(gated_norm, "FORMS", (Form("interpreted", ("cpu",), functions),)),
+        mock.patch.object(
+            gated_norm,
+            "XLA_IMPLEMENTATIONS",
+            (XlaImplementation("interpreted", ("cpu",), functions),),
+        ),
         mock.patch.object(tpu_gated_norm, "BLOCK", (16, 128)),
     ):
         got = both_ways(jnp.float32)
@@ -648,7 +652,7 @@ def test_kernels_beside_attention_match_the_products(width, half):
         for shape in (*[(2, time, heads * width)] * 3, *[(2, heads, time, width)] * 2)
     )
     weight, angles = rng.normal(size=width), 3 * rng.normal(size=(2, time, half))
-    cos, sin = attention_heads.rotation_by_lane(np.cos(angles), np.sin(angles))
+    cos, sin = attention_heads.cosine_and_sine_by_lane(np.cos(angles), np.sin(angles))
 
     def products():
         def rotate(x, weight):
@@ -738,7 +742,7 @@ def test_every_delta_rule_can_be_trained_with():
 def declarations(request):
     """(name, configuration of two layers, path → declaration of the parameters of a mixer)."""
     config = base(request.param)
-    found = declared(config)
+    found = parameter_declarations(config)
     return request.param, config, {path: p for path, p in found.items() if "/mixer/" in path}
 
 
@@ -747,7 +751,9 @@ def test_counts_are_those_of_the_parameters(declarations):
     layer = nnx.eval_shape(lambda: mixer_class(name)(config, Make(config, nnx.Rngs(0)), (0,)))
     of_layer = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(layer, nnx.Param)))
     assert sum(p.size for p in of_mixer.values()) == 2 * of_layer
-    assert parameter_counts(config).total == sum(p.size for p in declared(config).values())
+    assert parameter_counts(config).total == sum(
+        p.size for p in parameter_declarations(config).values()
+    )
 
 
 def test_flops_are_weights_and_the_mixer_s(declarations):
@@ -811,15 +817,15 @@ SWAPPED = dataclasses.replace(
 
 def test_names_of_the_pattern_stand_for_mixers():
     assert SWAPPED.mixers == ("gated_attention", "gated_deltanet")
-    assert SWAPPED.layer_kinds[-1] == ("gated_deltanet", True)
+    assert SWAPPED.mixers_and_sparsity[-1] == ("gated_deltanet", True)
 
 
 def test_the_same_mixers_are_the_same_model():
     same = dataclasses.replace(SWAPPED, layer_types=("gated_attention", FULL))
     assert same.mixers == SWAPPED.mixers
-    assert not SWAPPED.differs(same)
+    assert not SWAPPED.differing_settings(same)
     other = dataclasses.replace(HYBRID, layer_types=(FULL, LINEAR))
-    assert HYBRID.differs(other) == ("layer_types",)
+    assert HYBRID.differing_settings(other) == ("layer_types",)
 
 
 @pytest.mark.parametrize(
@@ -829,11 +835,11 @@ def test_the_same_mixers_are_the_same_model():
 def test_layers_of_a_kind_are_stacked(layers, stacks):
     """Where they come in periods, after the first dense ones."""
     config = dataclasses.replace(HYBRID, num_hidden_layers=layers, mlp_only_layers=(0, 1))
-    assert config.stacks == stacks
+    assert config.layer_stacks == stacks
 
 
 def test_the_released_model_is_stacked_by_period():
-    assert ModelConfig().stacks == tuple(tuple(range(i, 48, 4)) for i in range(4))
+    assert ModelConfig().layer_stacks == tuple(tuple(range(i, 48, 4)) for i in range(4))
 
 
 @pytest.mark.parametrize(
@@ -872,7 +878,7 @@ def test_the_released_model_is_stacked_by_period():
 def test_names_and_settings_that_fit_no_layer(monkeypatch, settings, names):
     monkeypatch.setitem(MIXERS, "broken", "my_mixer:Missing")
     with refused(*names):
-        declared(dataclasses.replace(HYBRID, **settings))
+        parameter_declarations(dataclasses.replace(HYBRID, **settings))
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -891,7 +897,7 @@ def test_every_line_traces_in_bfloat16(name):
     read.clear()  # of its own checks
     graph, params = nnx.split(nnx.eval_shape(lambda: kind(config, Make(config, nnx.Rngs(0)), (0,))))
     # what it says of the settings that are refused where no layer reads them
-    assert read & set(READ_BY_PART) == set(kind.switches) & set(READ_BY_PART)
+    assert read & set(READ_BY_PART) == set(kind.switches_read) & set(READ_BY_PART)
     x, one = (
         jax.ShapeDtypeStruct((2, length, config.hidden_size), jnp.bfloat16) for length in (T, 1)
     )
@@ -903,7 +909,8 @@ def test_every_line_traces_in_bfloat16(name):
     )
     cache = jax.eval_shape(
         lambda: jax.tree.map(
-            lambda leaf: leaf[None] if kind.in_place else leaf, kind.init_cache(config, 2, T)
+            lambda leaf: leaf[None] if kind.writes_cache_in_place else leaf,
+            kind.init_cache(config, 2, T),
         )
     )
     y, _, after = jax.eval_shape(step, params, one, cache)
@@ -913,7 +920,7 @@ def test_every_line_traces_in_bfloat16(name):
     assert all(jax.tree.leaves(jax.tree.map(alike, cache, after)))
     rates = [
         p
-        for p in declared(dataclasses.replace(config, linear_mixer=name)).values()
+        for p in parameter_declarations(dataclasses.replace(config, linear_mixer=name)).values()
         if p.kind == "rate"
     ]
     assert all(stored_dtype(rate, "bfloat16") == np.float32 for rate in rates)
@@ -929,7 +936,9 @@ def test_a_parameter_without_a_decision_is_an_error(monkeypatch):
 
     monkeypatch.setattr(layer, "make_output", forgetful)
     with refused("layers/0/mixer/extra", "my_mixer:Retention", error=ValueError):
-        declared(dataclasses.replace(HYBRID, linear_mixer="retention", rope_theta=77.0))
+        parameter_declarations(
+            dataclasses.replace(HYBRID, linear_mixer="retention", rope_theta=77.0)
+        )
     make = Make(HYBRID, nnx.Rngs(0))
     with refused("'embd'", "'embed'", error=ValueError):
         make.matrix((4, 4), "embd -> mlp")

@@ -46,13 +46,13 @@ from qwen3next_jax.config.streams import StreamsConfig
 from qwen3next_jax.inference import generate_to_end
 from qwen3next_jax.interop import arrays, huggingface
 from qwen3next_jax.interop.layout import check_hf_form
-from qwen3next_jax.model import declared
-from qwen3next_jax.model.layer_properties import split_sizes
+from qwen3next_jax.model import parameter_declarations
+from qwen3next_jax.model.layer_properties import mesh_requirements
 from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import row_tables
-from qwen3next_jax.sharding.mesh import check_divides, make_mesh
+from qwen3next_jax.sharding.mesh import check_mesh_divides, make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
 from qwen3next_jax.training import lazy_adamw, loop
 from qwen3next_jax.training.loss import count_tokens_and_targets, total_loss
@@ -170,16 +170,16 @@ def test_streams_are_their_formula(streams):
     @jax.jit
     def mixed(h):
         for mix, f in zip(mixes, maps):
-            x, a, h = mix.mix(h)
-            h = residual_streams.write(h, f(x[0, 0])[None, None], a)
-        return mixes[2].mix(h)[0][0, 0]
+            x, a, h = mix.block_input_and_factors(h)
+            h = residual_streams.add_to_streams(h, f(x[0, 0])[None, None], a)
+        return mixes[2].block_input_and_factors(h)[0][0, 0]
 
     got = mixed(h.reshape(1, 1, -1))
     params = [
         jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(nnx.state(mix)))
         for mix in mixes
     ]
-    want = gated_residual.streams_reference(config, params, h.astype(np.float64), maps)
+    want = gated_residual.head_input_reference(config, params, h.astype(np.float64), maps)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -209,7 +209,7 @@ def test_hashing_is_exact(vocabulary, ple, layers):
             for i in (1, 2, 3)
         ]
         np.testing.assert_array_equal(got[0], np.concatenate(want))
-        assert got.max() < ple.rows(number)
+        assert got.max() < ple.table_rows(number)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_gathered_blocks_are_attention_under_a_mask(ratio, budget):
     mixer = drawn(lambda: qsa.QSA(config, Make(config, nnx.Rngs(0)), (0,)))
     # relu and rounding make equal scores
     index_q, index_k = jnp.round(draw(2, 77, 2, 8)), jnp.round(draw(2, 77, 8))
-    row_blocks = mixer.blocks_of_rows(index_k, context)
+    row_blocks = mixer.complete_blocks_of_rows(index_k, context)
     tokens = qsa.query_and_key_positions(context)
     weight = draw(2, 77, 4, 16) * (segments > 0)[..., None, None]
 
@@ -261,14 +261,14 @@ def test_gathered_blocks_are_attention_under_a_mask(ratio, budget):
         return jnp.sum(jnp.sin(o) * weight), o * (segments > 0)[..., None, None]
 
     def loss(diverge, index_q, block_k):
-        kl = diverge(q, k, index_q, row_blocks._replace(k=block_k), tokens, settings)
+        kl = diverge(q, k, index_q, row_blocks._replace(pooled_key=block_k), tokens, settings)
         return jnp.sum(kl * (segments > 0)), kl * (segments > 0)
 
     q, k, v = draw(2, 77, 4, 16), draw(2, 77, 2, 16), draw(2, 77, 2, 16)
     masked_loss = functools.partial(qsa.indexer_divergence, dense=False)
     for f, forms, arguments in (
-        (attention, (qsa.masked_attention, qsa.selected_attention), (q, k, v)),
-        (loss, (masked_loss, qsa.selected_indexer_divergence), (index_q, row_blocks.key)),
+        (attention, (qsa.masked_block_attention, qsa.gathered_block_attention), (q, k, v)),
+        (loss, (masked_loss, qsa.gathered_indexer_divergence), (index_q, row_blocks.pooled_key)),
     ):
         run = jax.jit(
             jax.value_and_grad(f, argnums=range(1, 1 + len(arguments)), has_aux=True),
@@ -299,7 +299,7 @@ def test_diagnostics_describe_what_attention_sees(budget):
     graph, state = nnx.split(mixer)
     found = jax.jit(lambda state: nnx.merge(graph, state)(x, context)[1])(state)
     params = nnx.to_pure_dict(state)
-    overlap = qsa.overlap_reference(config, params, x[0, :20])
+    overlap = qsa.indexer_overlap_reference(config, params, x[0, :20])
     assert 0 < overlap < 1
     assert float(found["indexer_overlap"]) == pytest.approx(overlap, abs=1e-6)
     q, _, k, _ = mixer.queries_gate_keys_values(x, context)
@@ -446,7 +446,7 @@ def test_the_indexer_learns_by_its_formula(mode, ratio, budget):
             document_positions(segments),
             segments,
             segments > 0,
-            options=ForwardOptions(indexer=mode),
+            options=ForwardOptions(indexer_training=mode),
         )
         _, found, _ = nnx.merge(graph, params)(x[None], context)
         return found["mixer_loss"]
@@ -457,7 +457,9 @@ def test_the_indexer_learns_by_its_formula(mode, ratio, budget):
 
     def theirs(params, x):
         documents = [x[a:b] for a, b in zip(cuts, cuts[1:]) if b - a >= ratio]
-        return sum(qsa.divergence_reference(config, params, d, mode == "dense") for d in documents)
+        return sum(
+            qsa.indexer_loss_reference(config, params, d, mode == "dense") for d in documents
+        )
 
     with jax.enable_x64(True):
         wide = jax.tree.map(
@@ -469,7 +471,7 @@ def test_the_indexer_learns_by_its_formula(mode, ratio, budget):
         want, d_want = of_indexer(indexer)
     assert want > 0.1
     assert float(got) == pytest.approx(float(want), rel=1e-5)
-    counted = qsa.QSA.loss_tokens(config, document_positions(segments), segments > 0)
+    counted = qsa.QSA.loss_token_mask(config, document_positions(segments), segments > 0)
     assert int(counted.sum()) == sum(max(n - ratio + 1, 0) for n in np.diff(cuts))
     for name, d in d_want.items():
         np.testing.assert_allclose(d_params.pop(name), d, rtol=1e-3, atol=1e-5 * np.abs(d).max())
@@ -505,7 +507,7 @@ def test_lazy_adamw_is_adamw_for_used_rows():
     (path,) = tables
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    table = draw(*declared(config)["/".join(map(str, path))].shape)
+    table = draw(*parameter_declarations(config)["/".join(map(str, path))].shape)
     own = lazy_adamw.with_leaf_at({}, path, table[None])
     state = lazy_adamw.init(tables, own)
     adamw = optax.adamw(0.1, settings.beta1, settings.beta2, settings.eps, weight_decay=0.3)
@@ -664,7 +666,7 @@ def test_context_is_refused():
     sizes = {"slice": 1, "data": 1, "expert": 1, "context": 2, "tensor": 1}
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     with refused("context = 2", "'qsa'", "'ngram'"):
-        check_divides(config_of(), 2, 64, mesh, *split_sizes(config_of()))
+        check_mesh_divides(config_of(), 2, 64, mesh, *mesh_requirements(config_of()))
 
 
 TABLE = "layers/1/embedding/table"

@@ -20,8 +20,8 @@ from qwen3next_jax.config.registry import STREAM_SETTINGS
 from qwen3next_jax.config.streams import StreamsConfig
 from qwen3next_jax.inference import generate_to_end
 from qwen3next_jax.interop.layout import check_hf_form
-from qwen3next_jax.model import apply_block, declared
-from qwen3next_jax.model.apply_block import measured
+from qwen3next_jax.model import apply_block, parameter_declarations
+from qwen3next_jax.model.apply_block import run_with_diagnostics
 from qwen3next_jax.model.flops import forward_flops_per_token, parameter_counts
 from qwen3next_jax.model.layers import Context, ForwardOptions
 from qwen3next_jax.model.parameters import Make
@@ -81,9 +81,9 @@ MAPS = [lambda x: 2 * x, lambda x: -x[::-1], lambda x: x**2, jnp.sin, lambda x: 
 def oracle(config, params, last, x_D):
     """What the head reads, by the reference of each form."""
     if config.block.placement == "attention_residual":
-        return attention_residual.depth_reference(config, params, last, x_D, MAPS)
+        return attention_residual.attention_residual_reference(config, params, last, x_D, MAPS)
     h_SD = jnp.tile(x_D, (config.streams.hc_count, 1))
-    sum_D = hyper_connections.streams_reference(config, params, h_SD, MAPS).sum(axis=0)
+    sum_D = hyper_connections.streams_after_blocks_reference(config, params, h_SD, MAPS).sum(axis=0)
     return sum_D / jnp.sqrt(jnp.mean(sum_D**2) + config.rms_norm_eps) * (1 + last)
 
 
@@ -91,31 +91,33 @@ class Stack(nnx.Module):
     """Three layers and what follows them, without mixers and MLPs."""
 
     def __init__(self, config):
-        placement, make = config.block.resolve("placement"), Make(config, nnx.Rngs(0))
-        layers = (0, 1, 2)  # a layer finds its number among these by `Context.layer`
+        placement, make = config.block.import_part("placement"), Make(config, nnx.Rngs(0))
+        layers = (0, 1, 2)  # a layer finds its number among these by `layer_in_stack`
         blocks = [placement(config, "gated_attention", False, make, layers) for _ in layers]
         for block in blocks:
             del block.mixer, block.mlp
-        self.blocks, self.last = nnx.List(blocks), placement.make_last(config, make)
+        self.blocks, self.last = nnx.List(blocks), placement.make_final_norm(config, make)
 
 
 @forms
 def test_a_residual_stream_is_its_formula(name):
     """Output and all gradients in float64, with functions in place of mixers and MLPs."""
     config = config_of(name)
-    placement = config.block.resolve("placement")
+    placement = config.block.import_part("placement")
     graph, params = nnx.split(drawn(lambda: Stack(config)))
     params = moved(params)
     x, weight = np.random.default_rng(1).normal(size=(2, config.hidden_size))
 
     def ours(params, x):
         stack = nnx.merge(graph, params)
-        h = placement.enter(x[None, None], config)
+        h = placement.residual_from_embeddings(x[None, None], config)
         for number, f in enumerate(MAPS):
             layer, part = number // 2, ("mixer", "mlp")[number % 2]
-            read, add = stack.blocks[layer].around(h, part, Context(None, layer=layer))
+            read, add = stack.blocks[layer].input_and_add_output(
+                h, part, Context(None, layer_in_stack=layer)
+            )
             h = add(f(read[0, 0])[None, None])
-        y = placement.leave(h, stack.last, config)[0, 0]
+        y = placement.head_input(h, stack.last, config)[0, 0]
         return y @ weight, y
 
     def theirs(params, x):
@@ -236,11 +238,13 @@ def test_scanned_layers_are_those_of_a_loop(name):
 
     @jax.jit
     def loop(model):
-        x = config.block.resolve("placement").enter(model.embed(tokens), config)
+        x = config.block.import_part("placement").residual_from_embeddings(
+            model.embed(tokens), config
+        )
         for i in range(config.num_hidden_layers):
             block = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], params))
-            x, aux, _ = measured(block, x, Context(positions, layer=i))
-        left = model.leave(x)
+            x, aux, _ = run_with_diagnostics(block, x, Context(positions, layer_in_stack=i))
+        left = model.head_input(x)
         if name == "attention_residual":
             x = x.reshape(*x.shape[:2], -1, config.hidden_size).sum(axis=2)
         return left, jnp.abs(x).max(), aux["diagnostics"]
@@ -260,7 +264,7 @@ def test_the_module_is_a_model_of_one_layer(name):
     module = model_of(config).mtp
     streams = dataclasses.replace(config.streams, block_layers=1)
     one = dataclasses.replace(config, num_hidden_layers=1, streams=streams)
-    placement = config.block.resolve("placement")
+    placement = config.block.import_part("placement")
     graph, _ = nnx.split(
         nnx.eval_shape(
             lambda: placement(one, "gated_attention", False, Make(one, nnx.Rngs(0)), (0,))
@@ -271,10 +275,10 @@ def test_the_module_is_a_model_of_one_layer(name):
 
     @jax.jit
     def run(module, state, embedded):
-        x = module.input(state, embedded, context)[..., : config.hidden_size]
+        x = module.join_state_and_embedding(state, embedded, context)[..., : config.hidden_size]
         layer = nnx.merge(graph, nnx.state(module.block))
-        after, _, _ = layer(placement.enter(x, one), context)
-        return module(state, embedded, context)[0], placement.leave(after, module.norm, one)
+        after, _, _ = layer(placement.residual_from_embeddings(x, one), context)
+        return module(state, embedded, context)[0], placement.head_input(after, module.norm, one)
 
     found, want = run(module, jnp.asarray(state, jnp.float32), jnp.asarray(embedded, jnp.float32))
     np.testing.assert_allclose(found, want, **CLOSE)
@@ -345,7 +349,7 @@ def test_meshes_and_groups_of_rows_give_what_one_device_gives(name, axes, monkey
     want = loss_and_gradient(config, batch_of(8))
     groups = []
     split = apply_block.split_rows
-    monkeypatch.setattr(apply_block, "row_groups", lambda x, *_: 2 if "expert" in axes else 1)
+    monkeypatch.setattr(apply_block, "row_group_count", lambda x, *_: 2 if "expert" in axes else 1)
     monkeypatch.setattr(
         apply_block, "split_rows", lambda x, context, n: groups.append(n) or split(x, context, n)
     )
@@ -416,9 +420,11 @@ def test_a_stream_of_nothing_is_refused(setting):
 def test_what_attention_residuals_cannot_have_is_one_line():
     config = config_of("attention_residual")
     with refused("model.streams.block_layers = 4", "model.num_hidden_layers = 3"):
-        declared(dataclasses.replace(config, streams=StreamsConfig(block_layers=4)))
+        parameter_declarations(dataclasses.replace(config, streams=StreamsConfig(block_layers=4)))
     with refused("model.ple.layer_ids = (2,)", "'attention_residual'"):
-        declared(dataclasses.replace(config, eos_token_id=3, ple=PLEConfig(layer_ids=(2,))))
+        parameter_declarations(
+            dataclasses.replace(config, eos_token_id=3, ple=PLEConfig(layer_ids=(2,)))
+        )
 
 
 @forms

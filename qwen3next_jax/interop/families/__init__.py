@@ -25,7 +25,7 @@ FORMS: dict[str, Form] = {
 }
 
 
-def form_of(fields: Fields, where: str) -> Form:
+def form_of_config(fields: Fields, where: str) -> Form:
     """Returns the form (`form.Form`) of a config.json with these fields, which follows from its
     `model_type`.
 

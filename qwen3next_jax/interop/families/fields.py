@@ -78,7 +78,7 @@ def refuse_other_values(fields: Fields, supported: Mapping[str, tuple], where: s
         )
 
 
-def note_unknown(fields: Fields, known: Collection[str], where: str) -> None:
+def note_unknown_fields(fields: Fields, known: Collection[str], where: str) -> None:
     """Prints a note that names the fields that are not among the `known` ones, if there are any."""
     unknown = sorted(
         name
@@ -100,14 +100,14 @@ def note_once(message: str) -> None:
     warn(message, "note")
 
 
-def fields_from_source(source: Fields) -> Fields:
+def fields_to_copy(source: Fields) -> Fields:
     """Returns the fields that an export copies from its source, unless it writes them itself."""
     return {name: value for name, value in source.items() if name not in _NOT_COPIED}
 
 
-def token_fields(config: ModelConfig, source: Fields) -> Fields:
-    """Returns the fields `bos_token_id` and `eos_token_id` of an export. If the source has a list
-    of tokens that contains the model's token, the list is copied.
+def token_id_fields(config: ModelConfig, source: Fields) -> Fields:
+    """Returns the fields `bos_token_id` and `eos_token_id` of an exported config.json. If the
+    source has a list of tokens that contains the model's token, the list is copied.
     """
     tokens = {}
     for name in ("bos_token_id", "eos_token_id"):

@@ -2,9 +2,9 @@
 
 The other files of this folder, except `fields.py` and `rope.py`, are families of models. A family
 has one or more forms, and the setting `model.hf_form` names a form. A form converts config.json to
-settings and back, says which tensors hold which parameters (its entries, `interop.entries.Entry`),
-and refuses models that it cannot store. It consists of data and plain functions; nothing here
-imports JAX or the model.
+settings and back, says which tensors hold which parameters (its entries,
+`interop.entries.ParameterEntry`), and refuses models that it cannot store. A form consists of data
+and plain functions; nothing here imports JAX or the model.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.interop.entries import Entry, EntryFunction, vector_entry
+from qwen3next_jax.interop.entries import EntryFunction, ParameterEntry, vector_entry
 
 Fields = dict[str, Any]  # the fields of a config.json, or of a group in it
 
 
-def layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[Entry]:
-    """Yields the entries of the two norms of a layer with this mixer."""
+def layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[ParameterEntry]:
+    """Yields the entries (`ParameterEntry`) of the two norms of a layer with the mixer `mixer`."""
     yield vector_entry("mixer_norm", "input_layernorm.weight", config.hidden_size)
     yield vector_entry("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
 
 
-def final_norm_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entry of the norm after the last layer."""
+def final_norm_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields the entry (`ParameterEntry`) of the norm after the last layer."""
     yield vector_entry("final_norm", "norm.weight", config.hidden_size)
 
 
@@ -36,19 +36,20 @@ class Form:
 
     Attributes:
       name: the value of `model.hf_form`.
-      title: the name of the form's models in messages.
+      display_name: the name of the form's models in messages.
       model_types: each value of `model_type` in config.json → the `model_type` of its text model.
         The two differ only in a wrapper (a text model with a vision tower).
       read_settings: function (fields of the text model, where) → settings of `ModelConfig`.
         `hf_config.parse_hf_config` adds the settings that all forms store in the same way. `where`
         names the file in messages. Raises UserError for a model that this project does not compute.
-      write_fields: function (config, dtype, text, wrapper) → the fields of config.json. `dtype` is
-        the dtype of the stored weights. `text` and `wrapper` are the fields of the text model and
-        of the wrapper in the checkpoint with which the model was initialised; {} if there is none.
+      write_config_fields: function (config, dtype, text, wrapper) → the fields of config.json.
+        `dtype` is the dtype of the stored weights. `text` and `wrapper` are the fields of the text
+        model and of the wrapper in the checkpoint with which the model was initialised; {} if there
+        is none.
       check_model: function (config) that raises UserError for a model that this form cannot store.
         `layout.check_hf_form` calls it last: every mixer of the model then has entries, and every
-        setting that is neither in `stored_settings` nor in `NOT_IN_FILES` has its default.
-      stored_settings: the names of the settings of `ModelConfig` that config.json holds or that
+        setting that is neither in `supported_settings` nor in `NOT_IN_FILES` has its default.
+      supported_settings: the names of the settings of `ModelConfig` that config.json holds or that
         `check_model` checks. Every other setting that is not in `NOT_IN_FILES` must have its
         default.
       mixer_entries: name of a mixer (`config.registry.MIXERS`) → the function that yields its
@@ -56,52 +57,54 @@ class Form:
       expert_entries: function that yields the entries of a layer's mixture of experts.
       mtp_entries: function that yields the entries of the multi-token prediction module
         without its decoder layer; None: the form has no such module.
-      width_fields: groups of fields; the product of a group's values is a width of a tensor.
-        `hf_config.check_sizes` compares these widths with the tensors before anything is built.
+      width_field_groups: groups of fields; the product of a group's values is a width of a tensor.
+        `hf_config.check_claimed_sizes` compares these widths with the tensors before anything is
+        built.
       trunk_prefix: the prefix of the tensors' names in the model without its head and its
         multi-token prediction module.
       vision_prefix: the prefix of the names of a vision tower's tensors; "": the form has no
         tower.
-      text_group: the name of the group in config.json that holds the fields of the text model;
-        "": they are not in a group.
-      text_fields: function (fields of config.json, where) → the fields of the text model, under the
-        names that `read_settings` and `width_fields` use.
-      tensor_name: function from the name of a tensor in the file to its name in the entries.
-      shape_advice: function from the name of a tensor (as in the entries) to the end of the error
-        message about an unexpected shape of this tensor; "": the message needs no end.
+      text_config_group: the name of the group in config.json that holds the fields of the text
+        model; "": they are not in a group.
+      read_text_fields: function (fields of config.json, where) → the fields of the text model,
+        under the names that `read_settings` and `width_field_groups` use.
+      tensor_name_in_entries: function from the name of a tensor in the file to its name in the
+        entries.
+      wrong_shape_advice: function from the name of a tensor (as in the entries) to the end of the
+        error message about an unexpected shape of this tensor; "": the message needs no end.
       layer_norm_entries: function (config, mixer) that yields the entries of the norms
         (`Block.make_norm`) of a layer with the mixer that has this name.
       final_norm_entries: function that yields the entries of the norm after the last layer
-        (`Block.make_last`).
+        (`Block.make_final_norm`).
       layer_embedding_entries: function (config, number) that yields the entries of a layer's own
         embedding (`model.ple`). `number` counts the layers that have one. None: the form has no
         such embeddings.
-      layer_constants: function (config, number) → {name of a tensor: its integers}, for the tensors
-        without parameters in the layer that has embedding number `number`. The integers follow from
-        the settings.
+      layer_constant_tensors: function (config, number) → {name of a tensor: its integers}, for the
+        tensors without parameters in the layer that has embedding number `number`. The integers
+        follow from the settings.
     """
 
     name: str
-    title: str
+    display_name: str
     model_types: Mapping[str, str]
     read_settings: Callable[[Fields, str], Fields]
-    write_fields: Callable[[ModelConfig, str, Fields, Fields], Fields]
+    write_config_fields: Callable[[ModelConfig, str, Fields, Fields], Fields]
     check_model: Callable[[ModelConfig], None]
-    stored_settings: frozenset[str]
+    supported_settings: frozenset[str]
     mixer_entries: Mapping[str, EntryFunction]
     expert_entries: EntryFunction
     mtp_entries: EntryFunction | None
-    width_fields: tuple[tuple[str, ...], ...]
+    width_field_groups: tuple[tuple[str, ...], ...]
     trunk_prefix: str = "model."
     vision_prefix: str = ""
-    text_group: str = ""
-    text_fields: Callable[[Fields, str], Fields] = lambda fields, where: fields
-    tensor_name: Callable[[str], str] = lambda name: name
-    shape_advice: Callable[[str], str] = lambda name: ""
-    layer_norm_entries: Callable[[ModelConfig, str], Iterator[Entry]] = layer_norm_entries
+    text_config_group: str = ""
+    read_text_fields: Callable[[Fields, str], Fields] = lambda fields, where: fields
+    tensor_name_in_entries: Callable[[str], str] = lambda name: name
+    wrong_shape_advice: Callable[[str], str] = lambda name: ""
+    layer_norm_entries: Callable[[ModelConfig, str], Iterator[ParameterEntry]] = layer_norm_entries
     final_norm_entries: EntryFunction = final_norm_entries
-    layer_embedding_entries: Callable[[ModelConfig, int], Iterator[Entry]] | None = None
-    layer_constants: Callable[[ModelConfig, int], Mapping[str, np.ndarray]] | None = None
+    layer_embedding_entries: Callable[[ModelConfig, int], Iterator[ParameterEntry]] | None = None
+    layer_constant_tensors: Callable[[ModelConfig, int], Mapping[str, np.ndarray]] | None = None
 
 
 # Settings that need no field in config.json. They say how the model is computed, how its weights

@@ -16,7 +16,7 @@ from typing import Any
 from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
 from qwen3next_jax.interop.entries import (
-    Entry,
+    ParameterEntry,
     TensorSlice,
     one_tensor_entry,
     swiglu_entries,
@@ -25,10 +25,10 @@ from qwen3next_jax.interop.entries import (
 from qwen3next_jax.interop.families import rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
-    fields_from_source,
-    note_unknown,
+    fields_to_copy,
+    note_unknown_fields,
     refuse_other_values,
-    token_fields,
+    token_id_fields,
 )
 from qwen3next_jax.interop.families.form import Fields, Form
 
@@ -130,7 +130,8 @@ _SAME_NAME_IF_MIXTURE = (
 )
 # Fields that have the name and the meaning of a setting of `model.moe`.
 _SAME_NAME_IN_ROUTER = ("n_group", "topk_group", "routed_scaling_factor")
-# The settings that config.json holds, or that `_check_model` looks at (see `Form.stored_settings`).
+# The settings that config.json holds, or that `_check_model` looks at (see
+# `Form.supported_settings`).
 _SETTINGS = frozenset(
     (
         *_SAME_NAME,
@@ -162,7 +163,7 @@ _SETTINGS = frozenset(
         "zero_centered_norm",
     )
 )
-# See `Form.width_fields`.
+# See `Form.width_field_groups`.
 _WIDTH_FIELDS = (
     ("num_experts",),
     ("linear_num_heads", "linear_head_dim"),
@@ -174,7 +175,7 @@ _WIDTH_FIELDS = (
 )
 
 
-def _text_fields(fields: Fields, where: str) -> Fields:
+def _with_transformers_names(fields: Fields, where: str) -> Fields:
     """Returns `fields` under the names of transformers, with `layer_types` and `mlp_layer_types`
     added if the file lacks them.
 
@@ -209,7 +210,7 @@ def _text_fields(fields: Fields, where: str) -> Fields:
         f"{where}: num_hidden_layers = {short_repr(count)}: expected a number of layers",
     )
     if "layer_types" not in renamed:
-        renamed["layer_types"] = _layer_types(inner, count, where)
+        renamed["layer_types"] = _layer_types_from_lists(inner, count, where)
     if "mlp_layer_types" not in renamed:
         dense = renamed.get("first_k_dense_replace", _DEFAULTS["first_k_dense_replace"])
         require(
@@ -220,7 +221,7 @@ def _text_fields(fields: Fields, where: str) -> Fields:
     return renamed
 
 
-def _layer_types(linear_attn_config: Fields, count: int, where: str) -> list[str]:
+def _layer_types_from_lists(linear_attn_config: Fields, count: int, where: str) -> list[str]:
     """Returns `layer_types` for a file without that field: from the lists of layers in
     `linear_attn_config`, or the default of transformers if that group has no lists.
     """
@@ -245,7 +246,7 @@ def _layer_types(linear_attn_config: Fields, count: int, where: str) -> list[str
 
 def _read_settings(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, _SUPPORTED, where)
-    note_unknown(fields, {*_READ, *IGNORED, *rope.FIELDS}, where)
+    note_unknown_fields(fields, {*_READ, *IGNORED, *rope.FIELDS}, where)
     fields = _DEFAULTS | fields
     _check_fields(fields, where)
     settings = {
@@ -330,9 +331,9 @@ def _write_fields(config: ModelConfig, dtype: str, source: Fields, wrapper: Fiel
     key_and_value_width = c.head_dim - latent.shared_key_width
     numbered_mixers = list(enumerate(c.mixers, 1))
     fields = {"pad_token_id": None, "use_cache": True}
-    fields |= {name: v for name, v in fields_from_source(source).items() if name not in _WRITTEN}
+    fields |= {name: v for name, v in fields_to_copy(source).items() if name not in _WRITTEN}
     fields |= {name: getattr(c, name) for name in _SAME_NAME}
-    fields |= token_fields(config, source)
+    fields |= token_id_fields(config, source)
     fields |= {
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",
@@ -433,15 +434,16 @@ def _mla_settings(config: ModelConfig) -> Any:
     """Returns the settings of the mixer `mla`: latent_rank, query_rank, shared_key_width,
     latent_norm_eps.
     """
-    return config.settings_of("mla")
+    return config.settings_of_mixer("mla")
 
 
 # ---- tensors
 
 
-def _kda_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of `kda`. q, k and v have a tensor each. The projections of the decay and
-    of the gate have two tensors each, because each is a product of two low-rank factors.
+def _kda_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of the mixer `kda`. q, k and v have a tensor each.
+    The projections of the decay and of the gate have two tensors each, because each is a product of
+    two low-rank factors.
     """
     d, heads = config.hidden_size, config.linear_num_value_heads
     k = config.linear_key_head_dim  # the width of a head's keys, and of its values
@@ -460,8 +462,8 @@ def _kda_entries(config: ModelConfig) -> Iterator[Entry]:
         )
         for name, index in index_of.items()
     )
-    yield Entry("in_proj", (1, 2, 0), projections)
-    yield Entry("conv_kernel", (1, 2, 0), convolutions)
+    yield ParameterEntry("in_proj", (1, 2, 0), projections)
+    yield ParameterEntry("conv_kernel", (1, 2, 0), convolutions)
     yield one_tensor_entry("beta_proj", "self_attn.b_proj.weight", (1, 0), (heads, d))
     yield one_tensor_entry("decay_down", "self_attn.f_a_proj.weight", (1, 0), (k, d))
     yield one_tensor_entry("decay_up", "self_attn.f_b_proj.weight", (1, 2, 0), (heads * k, k))
@@ -473,9 +475,9 @@ def _kda_entries(config: ModelConfig) -> Iterator[Entry]:
     yield one_tensor_entry("out_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * k))
 
 
-def _mla_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of `mla`. Keys and values are projections of a latent. So are queries if
-    `query_rank` > 0.
+def _mla_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of the mixer `mla`. Keys and values are projections
+    of a latent. If `query_rank` > 0, queries are projections of another latent.
     """
     d, heads, latent = config.hidden_size, config.num_attention_heads, _mla_settings(config)
     rank, query_rank, shared = latent.latent_rank, latent.query_rank, latent.shared_key_width
@@ -497,9 +499,9 @@ def _mla_entries(config: ModelConfig) -> Iterator[Entry]:
     yield one_tensor_entry("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * own))
 
 
-def _expert_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of a mixture of experts with a router bias and an ungated shared
-    expert.
+def _expert_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of a mixture of experts with a router bias and an
+    ungated shared expert.
     """
     d, width = config.hidden_size, config.moe_intermediate_size
     count, mlp = config.num_experts, "block_sparse_moe"
@@ -514,8 +516,8 @@ def _expert_entries(config: ModelConfig) -> Iterator[Entry]:
     )
     yield one_tensor_entry("router", f"{mlp}.gate.weight", (1, 0), (count, d))
     yield vector_entry("router_bias", f"{mlp}.gate.e_score_correction_bias", count)
-    yield Entry("expert_gate_up", (0, 2, 3, 1), gate_and_up)
-    yield Entry("expert_down", (0, 2, 1), down)
+    yield ParameterEntry("expert_gate_up", (0, 2, 3, 1), gate_and_up)
+    yield ParameterEntry("expert_down", (0, 2, 1), down)
     yield from swiglu_entries(
         "shared_", f"{mlp}.shared_experts", d, config.shared_expert_intermediate_size
     )
@@ -524,25 +526,25 @@ def _expert_entries(config: ModelConfig) -> Iterator[Entry]:
 _DENSE_MLP_AS_EXPERTS = re.compile(r"(layers\.\d+)\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
 
 
-def _tensor_name(name: str) -> str:
+def _tensor_name_in_entries(name: str) -> str:
     """Renames the tensors of dense MLPs to the name of released files, `mlp`. transformers saves
-    them under the name of the experts' module, `block_sparse_moe`, but reads both names.
+    these tensors under the name of the experts' module, `block_sparse_moe`, but reads both names.
     """
     return _DENSE_MLP_AS_EXPERTS.sub(r"\1.mlp.", name)
 
 
 FORM = Form(
     name="kimi_linear",
-    title="Kimi Linear",
+    display_name="Kimi Linear",
     model_types={"kimi_linear": "kimi_linear"},
     read_settings=_read_settings,
-    write_fields=_write_fields,
+    write_config_fields=_write_fields,
     check_model=_check_model,
-    stored_settings=_SETTINGS,
+    supported_settings=_SETTINGS,
     mixer_entries={"kda": _kda_entries, "mla": _mla_entries},
     expert_entries=_expert_entries,
     mtp_entries=None,
-    width_fields=_WIDTH_FIELDS,
-    text_fields=_text_fields,
-    tensor_name=_tensor_name,
+    width_field_groups=_WIDTH_FIELDS,
+    read_text_fields=_with_transformers_names,
+    tensor_name_in_entries=_tensor_name_in_entries,
 )

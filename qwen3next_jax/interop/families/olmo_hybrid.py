@@ -3,13 +3,14 @@ multi-token prediction.
 
 Every projection and every convolution of a recurrent layer is a tensor of its own. In recurrent
 layers, the norms stand before the mixer and before the MLP; in attention layers, after the mixer
-and after the MLP. The norm of queries, and that of keys, is over all heads together.
+and after the MLP. The norm of the queries is over all heads together, and so is the norm of the
+keys.
 
 The norms of layers have two sets of tensor names: the names in the released files, and the names
-that `save_pretrained` of transformers writes. An import reads both; an export writes the released
-names. `save_pretrained` also cuts the three convolutions of a layer, one behind the other, into
-three parts of equal size. An import refuses such files, unless queries, keys and values are equally
-wide.
+that `save_pretrained` of transformers writes. An import reads both sets of names; an export writes
+the released names. `save_pretrained` also cuts the three convolutions of a layer, one behind the
+other, into three parts of equal size. An import refuses such files, unless queries, keys and values
+are equally wide.
 """
 
 from collections.abc import Iterator
@@ -17,13 +18,18 @@ from collections.abc import Iterator
 from qwen3next_jax.common.errors import UserError, require, short_repr
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
 from qwen3next_jax.config.block import BlockConfig
-from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor_entry, vector_entry
+from qwen3next_jax.interop.entries import (
+    ParameterEntry,
+    TensorSlice,
+    one_tensor_entry,
+    vector_entry,
+)
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
-    fields_from_source,
-    note_unknown,
+    fields_to_copy,
+    note_unknown_fields,
     refuse_other_values,
-    token_fields,
+    token_id_fields,
 )
 from qwen3next_jax.interop.families.form import Fields, Form
 
@@ -108,7 +114,7 @@ _SETTINGS = frozenset(
         "eos_token_id",
     )
 )
-# See `Form.width_fields`.
+# See `Form.width_field_groups`.
 _WIDTH_FIELDS = (
     ("num_attention_heads",),
     ("num_key_value_heads",),
@@ -121,8 +127,10 @@ _WIDTH_FIELDS = (
 def _read_settings(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, _SUPPORTED, where)
     known = {*_SAME_NAME, *_SUPPORTED, *_START_VALUES, *_ROPE, *IGNORED}
-    note_unknown(fields, known | {"layer_types", "head_dim", "linear_allow_neg_eigval"}, where)
-    positions = _read_positions(fields, where)
+    note_unknown_fields(
+        fields, known | {"layer_types", "head_dim", "linear_allow_neg_eigval"}, where
+    )
+    positions = _read_rotary_settings(fields, where)
     fields = _with_defaults(fields, where)
     settings = {name: fields[name] for name in (*_SAME_NAME, "head_dim", "layer_types")}
     return settings | {
@@ -149,14 +157,14 @@ def _with_defaults(fields: Fields, where: str) -> Fields:
     """
     fields = _DEFAULTS | {name: value for name, value in fields.items() if value is not None}
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
-        _require_count(fields, name, where)
+        _require_positive_integer(fields, name, where)
     heads, layers = fields["num_attention_heads"], fields["num_hidden_layers"]
     for name in ("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"):
         fields.setdefault(name, heads)
-    _require_count(fields, "linear_num_key_heads", where)
+    _require_positive_integer(fields, "linear_num_key_heads", where)
     key = int(0.75 * fields["hidden_size"] / fields["linear_num_key_heads"])
     fields.setdefault("linear_key_head_dim", key)
-    _require_count(fields, "linear_key_head_dim", where)
+    _require_positive_integer(fields, "linear_key_head_dim", where)
     fields.setdefault("linear_value_head_dim", 2 * fields["linear_key_head_dim"])
     fields.setdefault("head_dim", fields["hidden_size"] // heads)
     require(
@@ -178,7 +186,7 @@ def _with_defaults(fields: Fields, where: str) -> Fields:
     return fields
 
 
-def _require_count(fields: Fields, name: str, where: str) -> None:
+def _require_positive_integer(fields: Fields, name: str, where: str) -> None:
     """Raises UserError if the field `name` is not a positive number below 2^16."""
     value = fields[name]
     require(
@@ -187,7 +195,7 @@ def _require_count(fields: Fields, name: str, where: str) -> None:
     )
 
 
-def _read_positions(fields: Fields, where: str) -> Fields:
+def _read_rotary_settings(fields: Fields, where: str) -> Fields:
     """Returns the settings of rotary positions. If the file has the field `rope_theta` with the
     value null, queries and keys are not rotated.
 
@@ -207,7 +215,7 @@ def _read_positions(fields: Fields, where: str) -> Fields:
             "'default' (remove the scaling to use the model within its trained context)"
         )
     refuse_other_values(group, {"partial_rotary_factor": (1.0,)}, f"{where}: {name}")
-    note_unknown(group, ("rope_theta", "rope_type", "type", "partial_rotary_factor"), where)
+    note_unknown_fields(group, ("rope_theta", "rope_type", "type", "partial_rotary_factor"), where)
     theta = group.get("rope_theta", fields.get("rope_theta", _ROPE_THETA))
     if theta is None:
         return {"partial_rotary_factor": 0.0}
@@ -216,9 +224,9 @@ def _read_positions(fields: Fields, where: str) -> Fields:
 
 def _write_fields(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
     fields = {"pad_token_id": None, "use_cache": True} | _START_VALUES
-    fields |= fields_from_source(source)
+    fields |= fields_to_copy(source)
     fields |= {name: getattr(config, name) for name in _SAME_NAME}
-    fields |= token_fields(config, source)
+    fields |= token_id_fields(config, source)
     theta = config.rope_theta if config.partial_rotary_factor else None
     fields |= {
         "architectures": ["OlmoHybridForCausalLM"],
@@ -274,8 +282,10 @@ def _check_model(config: ModelConfig) -> None:
 # ---- tensors
 
 
-def _gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of Gated DeltaNet, with a tensor for each projection and convolution."""
+def _gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of Gated DeltaNet. Each projection and each
+    convolution is a tensor.
+    """
     d, groups, heads = (
         config.hidden_size,
         config.linear_num_key_heads,
@@ -303,17 +313,19 @@ def _gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
     r = heads // groups
     b = TensorSlice((slice(None), slice(r)), "linear_attn.b_proj.weight", (heads, d))
     a = TensorSlice((slice(None), slice(r, None)), "linear_attn.a_proj.weight", (heads, d))
-    yield Entry("in_proj_qkvz", (1, 2, 0), slices("qkvg", "proj", d))
-    yield Entry("in_proj_ba", (1, 2, 0), (b, a))
-    yield Entry("conv_kernel", (1, 2, 0), slices("qkv", "conv1d", 1, config.linear_conv_kernel_dim))
+    yield ParameterEntry("in_proj_qkvz", (1, 2, 0), slices("qkvg", "proj", d))
+    yield ParameterEntry("in_proj_ba", (1, 2, 0), (b, a))
+    yield ParameterEntry(
+        "conv_kernel", (1, 2, 0), slices("qkv", "conv1d", 1, config.linear_conv_kernel_dim)
+    )
     yield vector_entry("a_log", "linear_attn.A_log", heads)
     yield vector_entry("dt_bias", "linear_attn.dt_bias", heads)
     yield vector_entry("norm", "linear_attn.o_norm.weight", config.linear_value_head_dim)
     yield one_tensor_entry("out_proj", "linear_attn.o_proj.weight", (2, 0, 1), (d, groups * values))
 
 
-def _attention_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields an entry for each parameter of an attention layer, which has no output gate."""
+def _attention_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of an attention layer, which has no output gate."""
     d = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -325,9 +337,9 @@ def _attention_entries(config: ModelConfig) -> Iterator[Entry]:
     yield vector_entry("k_norm", "self_attn.k_norm.weight", keys)
 
 
-def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[Entry]:
-    """Yields the entries of a layer's norms. In a recurrent layer, `post_attention_layernorm` is
-    the norm before the MLP; in an attention layer, it is the norm after the attention.
+def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold a layer's norms. In a recurrent layer, `post_attention_layernorm`
+    is the norm before the MLP; in an attention layer, it is the norm after the attention.
     """
     names = ("input_layernorm", "post_attention_layernorm")
     if mixer == _MIXER_OF_LAYER_TYPE[FULL]:
@@ -336,7 +348,7 @@ def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[Entry]:
         yield vector_entry(path, f"{name}.weight", config.hidden_size)
 
 
-def _tensor_name(name: str) -> str:
+def _tensor_name_in_entries(name: str) -> str:
     """Returns the released name of a tensor. `save_pretrained` of transformers writes other names
     of norms.
     """
@@ -356,20 +368,20 @@ def _shape_advice(name: str) -> str:
 
 FORM = Form(
     name="olmo_hybrid",
-    title="OlmoHybrid",
+    display_name="OlmoHybrid",
     model_types={"olmo_hybrid": "olmo_hybrid"},
     read_settings=_read_settings,
-    write_fields=_write_fields,
+    write_config_fields=_write_fields,
     check_model=_check_model,
-    stored_settings=_SETTINGS,
+    supported_settings=_SETTINGS,
     mixer_entries={
         "gated_deltanet": _gated_deltanet_entries,
         "gated_attention": _attention_entries,
     },
     expert_entries=lambda config: iter(()),
     mtp_entries=None,
-    width_fields=_WIDTH_FIELDS,
-    tensor_name=_tensor_name,
-    shape_advice=_shape_advice,
+    width_field_groups=_WIDTH_FIELDS,
+    tensor_name_in_entries=_tensor_name_in_entries,
+    wrong_shape_advice=_shape_advice,
     layer_norm_entries=_layer_norm_entries,
 )

@@ -3,8 +3,8 @@ no layer.
 
 A directory holds either the text model alone (`qwen3_5_text`), or a wrapper around a text model and
 a vision tower (`qwen3_5`). The config.json of a wrapper has the fields of its text model in the
-group `text_config`. A recurrent layer has four tensors for its input projections. One holds q of
-all heads, then k of all heads, then v of all heads; z, b and a have one each.
+group `text_config`. A recurrent layer has four tensors for its input projections. The first tensor
+holds q of all heads, then k of all heads, then v of all heads; z, b and a have a tensor each.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.interop.entries import Entry, TensorSlice
+from qwen3next_jax.interop.entries import ParameterEntry, TensorSlice
 from qwen3next_jax.interop.families import qwen3_next, rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
-    fields_from_source,
-    note_unknown,
+    fields_to_copy,
+    note_unknown_fields,
     present_fields,
     refuse_other_values,
 )
@@ -86,10 +86,10 @@ def _read_settings(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, _SUPPORTED, where)
     kind = _MIXTURE if fields["model_type"].startswith("qwen3_5_moe") else _DENSE
     known = {*_SAME_NAME[kind], *_SUPPORTED, *IGNORED, *rope.FIELDS, "mtp_num_hidden_layers"}
-    note_unknown(fields, known, where)
+    note_unknown_fields(fields, known, where)
     settings = _DEFAULTS[kind] | present_fields(fields, _SAME_NAME[kind])
     context = settings["max_position_embeddings"]
-    return settings | rope.read_rope(fields, context, where, ignored=rope.IMAGE_POSITIONS)
+    return settings | rope.read_rope_settings(fields, context, where, ignored=rope.IMAGE_POSITIONS)
 
 
 def text_fields_in_wrapper(fields: Fields, where: str) -> Fields:
@@ -128,7 +128,7 @@ def text_fields_in_wrapper(fields: Fields, where: str) -> Fields:
             "remove it",
         )
     known = _WRAPPER_FIELDS | IGNORED | rope.FIELDS | set(_TEXT_FIELDS_OF_WRAPPER)
-    note_unknown(fields, known, where)
+    note_unknown_fields(fields, known, where)
     return (
         present_fields(fields, _TEXT_FIELDS_OF_WRAPPER)
         | present_fields(text, list(text))
@@ -136,7 +136,7 @@ def text_fields_in_wrapper(fields: Fields, where: str) -> Fields:
     )
 
 
-def _write_text(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
+def _write_text_fields(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
     """Returns the fields of config.json for a text model."""
     kind = _MIXTURE if config.num_experts else _DENSE
     fields = qwen3_next.text_model_fields(config, dtype, source, _SAME_NAME[kind])
@@ -150,8 +150,10 @@ def _write_text(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields
     }
 
 
-def _write_wrapper(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
-    text = _write_text(config, dtype, source, {})
+def _write_wrapper_fields(
+    config: ModelConfig, dtype: str, source: Fields, wrapper: Fields
+) -> Fields:
+    text = _write_text_fields(config, dtype, source, {})
     return wrapper_fields(text, _ARCHITECTURES[text["model_type"]], config, dtype, wrapper)
 
 
@@ -159,12 +161,12 @@ def wrapper_fields(
     text: Fields, architecture: str, config: ModelConfig, dtype: str, wrapper: Fields
 ) -> Fields:
     """Returns the fields of a wrapper around a text model. `text`: the fields of the text model.
-    `architecture`: the beginning of the name of transformers' class. `Form.write_fields` explains
-    the other arguments.
+    `architecture`: the beginning of the name of transformers' class. `Form.write_config_fields`
+    explains the other arguments.
     """
     kind = text["model_type"]
     text = {name: value for name, value in text.items() if name != "architectures"}
-    return fields_from_source(wrapper) | {
+    return fields_to_copy(wrapper) | {
         "architectures": [f"{architecture}ForConditionalGeneration"],
         "model_type": kind.removesuffix("_text"),
         "text_config": text,
@@ -191,13 +193,13 @@ def _check_model(config: ModelConfig) -> None:
 # ---- tensors
 
 
-def gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of Gated DeltaNet, with one tensor for q, k and v, and one each for z, b
-    and a.
+def gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of Gated DeltaNet: the input projections have one
+    tensor for q, k and v, and one each for z, b and a.
     """
     d, heads = config.hidden_size, config.linear_num_value_heads
     value_heads_per_key_head = heads // config.linear_num_key_heads
-    order = qwen3_next.file_channel_order(config)
+    order = qwen3_next.conv_channel_order_in_files(config)
     channels_per_key_head = len(order) // config.linear_num_key_heads
     value_width = heads * config.linear_value_head_dim
     all_key_heads = slice(None)
@@ -205,7 +207,7 @@ def gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
     z = (all_key_heads, slice(channels_per_key_head, None))
     b = (all_key_heads, slice(value_heads_per_key_head))
     a = (all_key_heads, slice(value_heads_per_key_head, None))
-    yield Entry(
+    yield ParameterEntry(
         "in_proj_qkvz",
         (1, 2, 0),
         (
@@ -213,7 +215,7 @@ def gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
             TensorSlice(z, "linear_attn.in_proj_z.weight", (value_width, d)),
         ),
     )
-    yield Entry(
+    yield ParameterEntry(
         "in_proj_ba",
         (1, 2, 0),
         (
@@ -221,29 +223,29 @@ def gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
             TensorSlice(a, "linear_attn.in_proj_a.weight", (heads, d)),
         ),
     )
-    yield from qwen3_next.recurrence_entries(config)
+    yield from qwen3_next.deltanet_entries_after_in_proj(config)
 
 
 TEXT = Form(
     name="qwen3_5_text",
-    title="Qwen3.5",
+    display_name="Qwen3.5",
     model_types={_DENSE: _DENSE, _MIXTURE: _MIXTURE},
     read_settings=_read_settings,
-    write_fields=_write_text,
+    write_config_fields=_write_text_fields,
     check_model=_check_model,
-    stored_settings=qwen3_next.SETTINGS,
+    supported_settings=qwen3_next.SETTINGS,
     mixer_entries=qwen3_next.MIXERS | {"gated_deltanet": gated_deltanet_entries},
     expert_entries=qwen3_next.expert_entries,
     mtp_entries=qwen3_next.mtp_entries,
-    width_fields=qwen3_next.WIDTH_FIELDS,
+    width_field_groups=qwen3_next.WIDTH_FIELDS,
     vision_prefix="model.visual.",
 )
 WRAPPER = dataclasses.replace(
     TEXT,
     name="qwen3_5",
     model_types={"qwen3_5": _DENSE, "qwen3_5_moe": _MIXTURE},
-    write_fields=_write_wrapper,
+    write_config_fields=_write_wrapper_fields,
     trunk_prefix="model.language_model.",
-    text_group="text_config",
-    text_fields=text_fields_in_wrapper,
+    text_config_group="text_config",
+    read_text_fields=text_fields_in_wrapper,
 )

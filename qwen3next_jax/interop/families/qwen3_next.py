@@ -13,8 +13,8 @@ import numpy as np
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import FULL, LINEAR, MixerConfig, ModelConfig
 from qwen3next_jax.interop.entries import (
-    Entry,
     EntryFunction,
+    ParameterEntry,
     TensorSlice,
     one_tensor_entry,
     swiglu_entries,
@@ -23,11 +23,11 @@ from qwen3next_jax.interop.entries import (
 from qwen3next_jax.interop.families import rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
-    fields_from_source,
-    note_unknown,
+    fields_to_copy,
+    note_unknown_fields,
     present_fields,
     refuse_other_values,
-    token_fields,
+    token_id_fields,
 )
 from qwen3next_jax.interop.families.form import Fields, Form
 
@@ -87,7 +87,7 @@ SUPPORTED = {
     "quantization_config": (None,),
     "attn_output_gate": (True,),
 }
-# See `Form.width_fields`.
+# See `Form.width_field_groups`.
 WIDTH_FIELDS = (
     ("num_experts",),
     ("num_attention_heads", "head_dim"),
@@ -103,9 +103,9 @@ _LAYER_TYPES = {"gated_deltanet": LINEAR, "gated_attention": FULL}
 
 def _read_settings(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, SUPPORTED, where)
-    note_unknown(fields, {*_SAME_NAME, *SUPPORTED, *IGNORED, *rope.FIELDS}, where)
+    note_unknown_fields(fields, {*_SAME_NAME, *SUPPORTED, *IGNORED, *rope.FIELDS}, where)
     settings = _DEFAULTS | present_fields(fields, _SAME_NAME)
-    return settings | rope.read_rope(fields, settings["max_position_embeddings"], where)
+    return settings | rope.read_rope_settings(fields, settings["max_position_embeddings"], where)
 
 
 def _write_fields(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
@@ -134,13 +134,13 @@ def text_model_fields(
     fields = {"pad_token_id": None, "use_cache": True}
     if "num_experts" in same_name:
         fields |= {"output_router_logits": False, "router_aux_loss_coef": 0.001}
-    fields |= fields_from_source(source)
+    fields |= fields_to_copy(source)
     fields |= {name: getattr(config, name) for name in same_name}
     fields["layer_types"] = [_LAYER_TYPES.get(mixer, mixer) for mixer in config.mixers]
     if not _layers_follow_the_interval(config):
         fields.pop("full_attention_interval", None)
     fields |= rope.rope_fields(config, source)
-    fields |= token_fields(config, source)
+    fields |= token_id_fields(config, source)
     return fields | {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -179,9 +179,9 @@ def check_model(config: ModelConfig) -> None:
 # ---- tensors
 
 
-def gated_attention_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of gated attention. q_proj holds, for each head, the query and then its
-    gate.
+def gated_attention_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of gated attention. q_proj holds, for each head, the
+    query and then its gate.
     """
     d, k = config.hidden_size, config.head_dim
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
@@ -193,9 +193,9 @@ def gated_attention_entries(config: ModelConfig) -> Iterator[Entry]:
     yield vector_entry("k_norm", "self_attn.k_norm.weight", k)
 
 
-def _gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of Gated DeltaNet. Its input projections are grouped by key head, as the
-    parameters are.
+def _gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of Gated DeltaNet. The tensors of its input
+    projections are grouped by key head, as the parameters are.
     """
     d = config.hidden_size
     key_width = config.linear_num_key_heads * config.linear_key_head_dim
@@ -212,13 +212,13 @@ def _gated_deltanet_entries(config: ModelConfig) -> Iterator[Entry]:
         (1, 2, 0),
         (2 * config.linear_num_value_heads, d),
     )
-    yield from recurrence_entries(config)
+    yield from deltanet_entries_after_in_proj(config)
 
 
-def recurrence_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of Gated DeltaNet without its input projections."""
+def deltanet_entries_after_in_proj(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold the parameters of Gated DeltaNet after its input projections."""
     heads, value_dim = config.linear_num_value_heads, config.linear_value_head_dim
-    order = file_channel_order(config)
+    order = conv_channel_order_in_files(config)
     yield one_tensor_entry(
         "conv_kernel",
         "linear_attn.conv1d.weight",
@@ -237,7 +237,7 @@ def recurrence_entries(config: ModelConfig) -> Iterator[Entry]:
     )
 
 
-def file_channel_order(config: ModelConfig) -> np.ndarray:
+def conv_channel_order_in_files(config: ModelConfig) -> np.ndarray:
     """Returns the order of the convolution's channels in files, [channels]: q of all heads, k of
     all heads, v of all heads. Element i is the position of the file's channel i in the parameter.
     The parameter's channels are grouped by key head, [q | k | v] each.
@@ -250,9 +250,9 @@ def file_channel_order(config: ModelConfig) -> np.ndarray:
     return np.concatenate([q.ravel(), k.ravel(), v.ravel()])
 
 
-def expert_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of a mixture of experts. Each expert has tensors of its own, or all
-    experts share a fused tensor (`Entry.all_experts`).
+def expert_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of a mixture of experts. Each expert has tensors of
+    its own, or all experts share a fused tensor (`ParameterEntry.all_experts_slice`).
     """
     d, width = config.hidden_size, config.moe_intermediate_size
     count, shared = config.num_experts, config.shared_expert_intermediate_size
@@ -266,25 +266,27 @@ def expert_entries(config: ModelConfig) -> Iterator[Entry]:
         for expert in range(count)
     )
     yield one_tensor_entry("router", "mlp.gate.weight", (1, 0), (count, d))
-    yield Entry(
+    yield ParameterEntry(
         "expert_gate_up",
         (0, 2, 3, 1),
         gate_and_up,
-        all_experts=TensorSlice((), "mlp.experts.gate_up_proj", (count, 2 * width, d)),
+        all_experts_slice=TensorSlice((), "mlp.experts.gate_up_proj", (count, 2 * width, d)),
     )
-    yield Entry(
+    yield ParameterEntry(
         "expert_down",
         (0, 2, 1),
         down,
-        all_experts=TensorSlice((), "mlp.experts.down_proj", (count, d, width)),
+        all_experts_slice=TensorSlice((), "mlp.experts.down_proj", (count, d, width)),
     )
     if shared:
         yield from swiglu_entries("shared_", "mlp.shared_expert", d, shared)
         yield one_tensor_entry("shared_gate", "mlp.shared_expert_gate.weight", (0,), (1, d))
 
 
-def mtp_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of the multi-token prediction module without its decoder layer."""
+def mtp_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold the parameters of the multi-token prediction module, without its
+    decoder layer.
+    """
     d = config.hidden_size
     yield vector_entry("embedding_norm", "pre_fc_norm_embedding.weight", d)
     yield vector_entry("hidden_norm", "pre_fc_norm_hidden.weight", d)
@@ -299,14 +301,14 @@ MIXERS: dict[str, EntryFunction] = {
 
 FORM = Form(
     name="qwen3_next",
-    title="Qwen3Next",
+    display_name="Qwen3Next",
     model_types={"qwen3_next": "qwen3_next"},
     read_settings=_read_settings,
-    write_fields=_write_fields,
+    write_config_fields=_write_fields,
     check_model=check_model,
-    stored_settings=SETTINGS,
+    supported_settings=SETTINGS,
     mixer_entries=MIXERS,
     expert_entries=expert_entries,
     mtp_entries=mtp_entries,
-    width_fields=WIDTH_FIELDS,
+    width_field_groups=WIDTH_FIELDS,
 )

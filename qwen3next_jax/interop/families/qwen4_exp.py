@@ -14,11 +14,16 @@ import numpy as np
 
 from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
-from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor_entry, vector_entry
+from qwen3next_jax.interop.entries import (
+    ParameterEntry,
+    TensorSlice,
+    one_tensor_entry,
+    vector_entry,
+)
 from qwen3next_jax.interop.families import qwen3_5, qwen3_next, rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
-    note_unknown,
+    note_unknown_fields,
     present_fields,
     refuse_other_values,
 )
@@ -99,18 +104,18 @@ _WIDTH_FIELDS = (
 def _read_settings(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, _SUPPORTED, where)
     known = {*_SAME, *_STREAMS, *_INDEXER, *_PLE, *_SUPPORTED, *_IGNORED, *IGNORED, *rope.FIELDS}
-    note_unknown(fields, known | {"layer_types", "full_attention_interval"}, where)
+    note_unknown_fields(fields, known | {"layer_types", "full_attention_interval"}, where)
     settings = _DEFAULTS | present_fields(fields, (*_SAME, "full_attention_interval"))
     if fields.get("layer_types") is not None:
-        settings["layer_types"] = _layer_types(fields["layer_types"], where)
-    settings |= rope.read_rope(
+        settings["layer_types"] = _read_layer_types(fields["layer_types"], where)
+    settings |= rope.read_rope_settings(
         fields, settings["max_position_embeddings"], where, ignored=rope.IMAGE_POSITIONS
     )
     ple = {_PLE[name]: value for name, value in present_fields(fields, tuple(_PLE)).items()}
     ple.setdefault("embed_dim", settings["hidden_size"])
     ple.setdefault("split_ngram_parts", 512)
     if "layer_ids" in ple:
-        ple["layer_ids"] = _layer_ids(ple["layer_ids"], where)
+        ple["layer_ids"] = _read_ple_layer_ids(ple["layer_ids"], where)
     return settings | {
         "full_mixer": "qsa",
         "block": {"placement": "gated_residual"},
@@ -123,7 +128,7 @@ def _read_settings(fields: Fields, where: str) -> Fields:
     }
 
 
-def _layer_ids(ids: object, where: str) -> list[int]:
+def _read_ple_layer_ids(ids: object, where: str) -> list[int]:
     """Returns the numbers of the layers with an n-gram embedding, each once, in order, given the
     field `ple_layer_ids`.
 
@@ -137,7 +142,7 @@ def _layer_ids(ids: object, where: str) -> list[int]:
     return sorted(set(ids))
 
 
-def _layer_types(names: object, where: str) -> list[str]:
+def _read_layer_types(names: object, where: str) -> list[str]:
     """Converts the field `layer_types` to the setting `layer_types`.
 
     Raises:
@@ -150,9 +155,9 @@ def _layer_types(names: object, where: str) -> list[str]:
     return [_LAYER_TYPES[name] for name in names]
 
 
-def _write_text(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
+def _write_text_fields(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
     fields = qwen3_next.text_model_fields(config, dtype, source, _SAME)
-    indexer = config.settings_of("qsa")
+    indexer = config.settings_of_mixer("qsa")
     return fields | {
         "architectures": ["Qwen4ExpForCausalLM"],
         "model_type": _TEXT,
@@ -171,8 +176,10 @@ def _write_text(config: ModelConfig, dtype: str, source: Fields, around: Fields)
     }
 
 
-def _write_wrapper(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
-    text = _write_text(config, dtype, source, {})
+def _write_wrapper_fields(
+    config: ModelConfig, dtype: str, source: Fields, around: Fields
+) -> Fields:
+    text = _write_text_fields(config, dtype, source, {})
     return qwen3_5.wrapper_fields(text, "Qwen4Exp", config, dtype, around)
 
 
@@ -225,8 +232,8 @@ def _check_model(config: ModelConfig) -> None:
 
 def _stream_mix_entries(
     config: ModelConfig, path: str, name: str, injects: bool
-) -> Iterator[Entry]:
-    """Yields the entries of the parameters of a `StreamMix`.
+) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of a `StreamMix`.
 
     Args:
       path: the path of the `StreamMix` in the parameters.
@@ -247,16 +254,16 @@ def _stream_mix_entries(
         yield one_tensor_entry(f"{path}/inject", tensor, (2, 0, 1), (streams, width))
 
 
-def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[Entry]:
+def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[ParameterEntry]:
     yield from _stream_mix_entries(config, "mixer_norm", "attn_hyper_connection", injects=True)
     yield from _stream_mix_entries(config, "mlp_norm", "mlp_hyper_connection", injects=True)
 
 
-def _final_norm_entries(config: ModelConfig) -> Iterator[Entry]:
+def _final_norm_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
     yield from _stream_mix_entries(config, "final_norm", "hyper_connection_mixer", injects=False)
 
 
-def _mtp_entries(config: ModelConfig) -> Iterator[Entry]:
+def _mtp_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
     d = config.hidden_size
     yield vector_entry("embedding_norm", "pre_fc_norm_embedding.weight", d)
     yield vector_entry("hidden_norm", "pre_fc_norm_hidden.weight", config.streams.hc_count * d)
@@ -265,12 +272,12 @@ def _mtp_entries(config: ModelConfig) -> Iterator[Entry]:
     yield from _stream_mix_entries(config, "norm", "hyper_connection_mixer", injects=False)
 
 
-def _qsa_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of gated attention and of its indexer. The indexer's projection has the
-    rows of all query heads first, then those of the key head.
+def _qsa_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of gated attention and of its indexer. The indexer's
+    projection has the rows of all query heads first, then those of the key head.
     """
     yield from qwen3_next.gated_attention_entries(config)
-    s, name = config.settings_of("qsa"), "self_attn.indexer"
+    s, name = config.settings_of_mixer("qsa"), "self_attn.indexer"
     height = (s.indexer_n_heads + 1) * s.indexer_head_dim
     tensor = f"{name}.index_qk_proj.weight"
     yield one_tensor_entry("index_qk_proj", tensor, (1, 2, 0), (height, config.hidden_size))
@@ -278,9 +285,9 @@ def _qsa_entries(config: ModelConfig) -> Iterator[Entry]:
     yield vector_entry("index_k_norm", f"{name}.k_layernorm.weight", s.indexer_head_dim)
 
 
-def _layer_embedding_entries(config: ModelConfig, number: int) -> Iterator[Entry]:
-    """Yields the tensors of a layer's n-gram embedding, whose table is stored in several tensors.
-    `number`: the index of the embedding, from 0.
+def _layer_embedding_entries(config: ModelConfig, number: int) -> Iterator[ParameterEntry]:
+    """Yields which tensors hold each parameter of a layer's n-gram embedding. Several tensors hold
+    its table. `number`: the index of the embedding, from 0.
     """
     ple, d, width = config.ple, config.hidden_size, config.streams.hc_count * config.hidden_size
     shards = tuple(
@@ -289,9 +296,9 @@ def _layer_embedding_entries(config: ModelConfig, number: int) -> Iterator[Entry
             f"ple.ple_embedding.ngram_embedding.shard_{part}.weight",
             (rows.stop - rows.start, ple.head_width),
         )
-        for part, rows in enumerate(ple.parts(number))
+        for part, rows in enumerate(ple.table_row_slices(number))
     )
-    yield Entry("table", (0, 1), shards)
+    yield ParameterEntry("table", (0, 1), shards)
     yield one_tensor_entry("key_proj", "ple.key_proj.weight", (1, 2, 0), (width, ple.embed_dim))
     yield one_tensor_entry("value_proj", "ple.value_proj.weight", (1, 0), (d, ple.embed_dim))
     yield vector_entry("key_norm", "ple.norm_key.weight", width)
@@ -303,14 +310,14 @@ def _layer_embedding_entries(config: ModelConfig, number: int) -> Iterator[Entry
 
 
 def _layer_constants(config: ModelConfig, number: int) -> dict[str, np.ndarray]:
-    """Returns the constants of a layer's hash functions by the name of their tensor. They follow
-    from the settings; an import compares them with the stored ones.
+    """Returns the constants of a layer's hash functions by the name of their tensor. The constants
+    follow from the settings; an import compares them with the stored tensors.
     """
     ple, name = config.ple, "ple.ple_embedding"
     numbers = {
-        "layer_multipliers": ple.multipliers(number, config.vocab_size),
-        "ngram_heads_offsets": ple.offsets(number),
-        "ngram_heads_vocab_sizes": ple.table_sizes(number),
+        "layer_multipliers": ple.hash_multipliers(number, config.vocab_size),
+        "ngram_heads_offsets": ple.head_row_offsets(number),
+        "ngram_heads_vocab_sizes": ple.table_rows_per_head(number),
     }
     return {f"{name}.{key}": np.array(value, np.int64) for key, value in numbers.items()}
 
@@ -318,26 +325,26 @@ def _layer_constants(config: ModelConfig, number: int) -> dict[str, np.ndarray]:
 TEXT = dataclasses.replace(
     qwen3_5.TEXT,
     name=_TEXT,
-    title="Qwen4Exp",
+    display_name="Qwen4Exp",
     model_types={_TEXT: _TEXT},
     read_settings=_read_settings,
-    write_fields=_write_text,
+    write_config_fields=_write_text_fields,
     check_model=_check_model,
-    stored_settings=_SETTINGS,
+    supported_settings=_SETTINGS,
     mixer_entries={"gated_deltanet": qwen3_5.gated_deltanet_entries, "qsa": _qsa_entries},
     mtp_entries=_mtp_entries,
-    width_fields=_WIDTH_FIELDS,
+    width_field_groups=_WIDTH_FIELDS,
     layer_norm_entries=_layer_norm_entries,
     final_norm_entries=_final_norm_entries,
     layer_embedding_entries=_layer_embedding_entries,
-    layer_constants=_layer_constants,
+    layer_constant_tensors=_layer_constants,
 )
 WRAPPER: Form = dataclasses.replace(
     TEXT,
     name="qwen4_exp",
     model_types={"qwen4_exp": _TEXT},
-    write_fields=_write_wrapper,
+    write_config_fields=_write_wrapper_fields,
     trunk_prefix="model.language_model.",
-    text_group="text_config",
-    text_fields=qwen3_5.text_fields_in_wrapper,
+    text_config_group="text_config",
+    read_text_fields=qwen3_5.text_fields_in_wrapper,
 )

@@ -1,7 +1,7 @@
 """Reads and writes the settings of rotary positions in the config.json of Qwen3-Next and Qwen3.5.
 
-Such a file has one of two notations: the fields `rope_theta`, `partial_rotary_factor` and
-`rope_scaling` at the top level, or the group `rope_parameters`.
+A config.json has one of two notations for rotary positions: the fields `rope_theta`,
+`partial_rotary_factor` and `rope_scaling` at the top level, or the group `rope_parameters`.
 """
 
 import math
@@ -11,7 +11,7 @@ from qwen3next_jax.common.errors import UserError, require, short_repr
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.families.fields import (
     note_once,
-    note_unknown,
+    note_unknown_fields,
     present_fields,
     refuse_other_values,
 )
@@ -37,7 +37,7 @@ _YARN_KNOWN = frozenset(
 )
 
 
-def read_rope(
+def read_rope_settings(
     fields: Fields, context: Any, where: str, ignored: frozenset[str] = frozenset()
 ) -> Fields:
     """Reads the settings of `ModelConfig` about rotary positions.
@@ -71,7 +71,7 @@ def read_rope(
             "'default' or 'yarn' (remove the scaling to use the model within its trained context)"
         )
     unknown = {name: value for name, value in rope.items() if name not in known}
-    note_unknown({f"rope_parameters.{name}": v for name, v in unknown.items()}, (), where)
+    note_unknown_fields({f"rope_parameters.{name}": v for name, v in unknown.items()}, (), where)
     return settings
 
 
@@ -118,13 +118,13 @@ def _read_yarn(rope: Fields, context: Any, where: str) -> Fields:
 
 
 def rope_fields(config: ModelConfig, source: Fields) -> Fields:
-    """Returns the fields `max_position_embeddings` and `rope_parameters` of an export. Fields about
-    the positions of image tokens are copied from `source`.
+    """Returns the fields `max_position_embeddings` and `rope_parameters` of an exported
+    config.json. Fields about the positions of image tokens are copied from `source`.
     """
-    scaling = _scaling_fields(config, source)
+    scaling = _rope_scaling_fields(config, source)
     return {
         "max_position_embeddings": config.context_length,
-        "rope_parameters": scaling | _rotation_fields(config),
+        "rope_parameters": scaling | _theta_and_factor_fields(config),
     }
 
 
@@ -132,18 +132,18 @@ def top_level_rope_fields(config: ModelConfig, source: Fields) -> Fields:
     """Returns the settings of `rope_fields` in the older notation, as fields at the top level:
     `rope_theta`, `partial_rotary_factor`, and `rope_scaling`, which is None without YaRN.
     """
-    scaling = _scaling_fields(config, source) if config.yarn_factor > 1 else None
-    return _rotation_fields(config) | {"rope_scaling": scaling}
+    scaling = _rope_scaling_fields(config, source) if config.yarn_factor > 1 else None
+    return _theta_and_factor_fields(config) | {"rope_scaling": scaling}
 
 
-def _rotation_fields(config: ModelConfig) -> Fields:
+def _theta_and_factor_fields(config: ModelConfig) -> Fields:
     return {
         "rope_theta": config.rope_theta,
         "partial_rotary_factor": config.partial_rotary_factor,
     }
 
 
-def _scaling_fields(config: ModelConfig, source: Fields) -> Fields:
+def _rope_scaling_fields(config: ModelConfig, source: Fields) -> Fields:
     scaling = {"rope_type": "default"}
     if config.yarn_factor > 1:
         scaling = {

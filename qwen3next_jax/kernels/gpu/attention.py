@@ -70,7 +70,7 @@ def is_default(q, k, v, split: bool) -> bool:
     """
     if q.shape[1] < ROWS:
         few = f"has rows of {q.shape[1]} tokens: cuDNN runs {ROWS} or more"
-        implementations.give_reason(False, f"{few} {implementations.BY_DEFAULT}")
+        implementations.record_why_default(False, f"{few} {implementations.BY_DEFAULT}")
         return False
     reason = unsupported_reason(q, k, v, split)
     return self_test.kernels_run_by_default(
@@ -239,7 +239,7 @@ def _short_documents_forward(q, k, v, segment_ids, short_BT, scale):
     queries, own, earlier = _short_documents_blocks(q, k, v, segment_ids, short_BT)
     settings = dict(scale=scale, block=SHORT)
     (q, ids), (k, v, kv_ids), (k0, v0, kv_ids0) = queries, own, earlier
-    o, logsumexp = xla.combine_key_sets(
+    o, logsumexp = xla.merge_attention_over_key_sets(
         xla.forward(q, k, v, ids, kv_ids, causal=True, **settings),
         xla.forward(q, k0, v0, ids, kv_ids0, causal=False, **settings),
     )

@@ -45,7 +45,7 @@ def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
     """
     if x.q.shape[1] <= C // 2:  # XLA takes shorter chunks for such short rows
         few = f"has rows of {x.q.shape[1]} tokens: the kernels run longer ones"
-        implementations.give_reason(False, f"{few} {implementations.BY_DEFAULT}")
+        implementations.record_why_default(False, f"{few} {implementations.BY_DEFAULT}")
         return False
     refusal = unsupported_reason(x, settings, split)
     # The heads of a call that the kernels refuse may be narrower than a tile: nothing to split.

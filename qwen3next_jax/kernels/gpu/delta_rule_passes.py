@@ -26,7 +26,7 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import C, tile_memory
 from qwen3next_jax.ops.delta_rule import associative, chunk_math
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
-EXACT = chunk_math.Products(jnp.float32)
+EXACT = chunk_math.MatrixProducts(jnp.float32)
 
 
 def forward(
@@ -129,7 +129,7 @@ def backward(
         remove_padding(p.sum_over_value_heads(gradients[name]), x.q.shape) for name in ("dq", "dk")
     )
     dg, dbeta = (
-        remove_padding(p.chunks_to_tokens(gradients["sums"][:, :, :, i]), x.g.shape)
+        remove_padding(p.chunks_to_tokens(gradients["sums"][:, :, :, i]), x.log_decay.shape)
         for i in range(2)
     )
     return (
@@ -202,7 +202,7 @@ def _run_state_pass(
         [p.value_width, p.value_width + p.key_width],
         axis=-1,
     )
-    firsts, after = associative.states_before_maps(
+    firsts, after = associative.states_before_each_map(
         (m, u), transpose_last_axes(made["last"]), EXACT, reverse=False
     )
     firsts = jnp.concatenate([firsts, after[None]]).reshape(-1, *p.state_shape[1:])

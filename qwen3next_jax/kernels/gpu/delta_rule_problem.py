@@ -238,14 +238,16 @@ class Problem:
         by_chunk = lambda x_BTH: jnp.moveaxis(
             self.pad_time(x_BTH).reshape(self.batch, self.chunks, C, -1), 3, 1
         ).astype(jnp.float32)
-        g, beta = by_chunk(x.g), by_chunk(x.beta)
+        g, beta = by_chunk(x.log_decay), by_chunk(x.beta)
         total = jnp.matmul(
             g, chunk_math.lower_mask(C).astype(jnp.float32).T, precision=chunk_math.HIGHEST
         )
         gamma, rho, document = total, total[..., -1:] - total, jnp.zeros_like(total)
-        if x.segments is not None:
-            signed = self.pad_time(x.segments, "edge").reshape(self.batch, self.chunks, C)
-            index = jnp.swapaxes(chunk_math.document_index(jnp.swapaxes(signed, 0, 1)), 0, 1)
+        if x.signed_segment_ids is not None:
+            signed = self.pad_time(x.signed_segment_ids, "edge").reshape(self.batch, self.chunks, C)
+            index = jnp.swapaxes(
+                chunk_math.document_index_in_chunk(jnp.swapaxes(signed, 0, 1)), 0, 1
+            )
             signed, index = signed[:, None], index[:, None].astype(jnp.float32)
             gamma = jnp.where(index == 0, gamma, -jnp.inf)
             rho = jnp.where(index == index[..., -1:], rho, -jnp.inf)

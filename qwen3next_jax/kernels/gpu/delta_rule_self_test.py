@@ -76,7 +76,7 @@ def max_error(
         array(1, time, heads, value),
     )
     scale = 1 if normalize else key**-0.5
-    segments = chunk_math.encode_segments(jnp.asarray([[1] * 40 + [2] * (time - 44) + [0] * 4]))
+    segments = chunk_math.signed_segment_ids(jnp.asarray([[1] * 40 + [2] * (time - 44) + [0] * 4]))
     decay = 0.01 if split.pieces_per_row > 1 else 1
     is_token = segments[:, :, None] > 0
     g, beta = (

@@ -58,7 +58,7 @@ def is_default(x, weights) -> bool:
     """
     if x.shape[0] < MIN_ROWS:
         few = f"has {x.shape[0]} rows: the kernels run {MIN_ROWS} or more"
-        implementations.give_reason(False, f"{few} {implementations.BY_DEFAULT}")
+        implementations.record_why_default(False, f"{few} {implementations.BY_DEFAULT}")
         return False
     refusal = unsupported_reason(x, weights)
     shapes = [w.shape[1:] for w in weights]

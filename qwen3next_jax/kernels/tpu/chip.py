@@ -7,7 +7,7 @@ SMALLEST_VMEM = 16 * 2**20  # bytes of VMEM of a TPU v4, assumed if the chip is 
 
 def vmem_bytes() -> int:
     """Returns the bytes of VMEM of one core; SMALLEST_VMEM if the chip is not known."""
-    tpu = compile_target().tpu
+    tpu = compile_target().tpu_info
     return tpu.vmem_capacity_bytes if tpu else SMALLEST_VMEM
 
 
@@ -20,5 +20,5 @@ def vmem_budget_bytes() -> float:
 
 def core_count() -> int:
     """Returns the number of cores of one JAX device of this chip; 1 if the chip is not known."""
-    tpu = compile_target().tpu
+    tpu = compile_target().tpu_info
     return tpu.num_cores if tpu else 1

@@ -229,7 +229,7 @@ class _ChunkOfHeads:
         if normalize:
             squares = products[:, :size, : 2 * size], products[:, size:, 2 * size :]
             k_row, q_row = (
-                chunk_math.inverse_root(jnp.sum(jnp.where(on_diagonal, x, 0), axis=1))
+                chunk_math.rsqrt_with_epsilon(jnp.sum(jnp.where(on_diagonal, x, 0), axis=1))
                 for x in squares
             )
         q_row = q_row * p.unpadded_key_width**-0.5

@@ -284,7 +284,7 @@ class Problem:
             )
             signed = signed.reshape(self.batch, self.chunks, self.chunk_size)
             index = jnp.swapaxes(
-                chunk_math.document_index(jnp.swapaxes(signed, 0, 1)), 0, 1
+                chunk_math.document_index_in_chunk(jnp.swapaxes(signed, 0, 1)), 0, 1
             ).astype(jnp.float32)
             # A padding row whose document has the index i gets -1 - i instead.
             index = jnp.where(signed > 0, index, -1 - index)

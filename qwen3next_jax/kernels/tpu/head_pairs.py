@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from qwen3next_jax.kernels.tpu.grids import LANES
 from qwen3next_jax.ops.delta_rule.chunk_math import (
     HIGHEST,
-    Products,
+    MatrixProducts,
+    concatenate_split_operands,
     row_and_column_indices,
-    split_precision,
-    stack_for_product,
+    split_high_and_low,
 )
 
 
@@ -97,7 +97,7 @@ def broadcast_pairs_over_lanes_by_product(rows_EC):
     row, column = row_and_column_indices(3 * count, count * LANES)
     pick = (row % count == column // LANES).astype(jnp.bfloat16)
     # [2C, LANES] each
-    x = jnp.split(Products(jnp.bfloat16).tn(jnp.concatenate(parts), pick), count, axis=1)
+    x = jnp.split(MatrixProducts(jnp.bfloat16).tn(jnp.concatenate(parts), pick), count, axis=1)
     return jnp.stack(x).reshape(-1, size, LANES)
 
 
@@ -160,25 +160,25 @@ class PairProducts:
 
     def split_into_parts(self, x):
         """Returns x as a tuple of parts."""
-        return split_precision(x, self.operand_dtype)
+        return split_high_and_low(x, self.operand_dtype)
 
     @property
     def plain_products(self):
         """Products whose operands are single arrays, not tuples of parts."""
-        return Products(self.operand_dtype)
+        return MatrixProducts(self.operand_dtype)
 
     def nn(self, x_parts, y_parts):
         """Returns [I, R, X]: for each head, the head's half [R, C] of the pairs x [E, R, 2C] times
         the head's y [I, C, X].
         """
-        x, y = stack_for_product(x_parts, [block_diagonal(y) for y in y_parts], -1, -2)
+        x, y = concatenate_split_operands(x_parts, [block_diagonal(y) for y in y_parts], -1, -2)
         return split_pair(self.plain_products.nn(x, y))
 
     def tn(self, x_parts, y_parts):
         """Returns [I, C, X]: for each head, the transpose of the head's half [R, C] of the pairs x
         [E, R, 2C] times the head's y [I, R, X].
         """
-        x, y = stack_for_product(x_parts, [concat_pair(y) for y in y_parts], -2, -2)
+        x, y = concatenate_split_operands(x_parts, [concat_pair(y) for y in y_parts], -2, -2)
         return diagonal_blocks(self.plain_products.tn(x, y))
 
     def nn_pairs(self, x_parts, y_parts):
@@ -228,7 +228,7 @@ class PairProducts:
         before = ((row < column) & ((row < lanes // 2) == (column < lanes // 2))).astype(
             self.operand_dtype
         )
-        x, y = stack_for_product(self.split_into_parts(x_ECC), [before], -1, -2)
+        x, y = concatenate_split_operands(self.split_into_parts(x_ECC), [before], -1, -2)
         return jax.lax.dot_general(
             x,
             y,

@@ -336,8 +336,8 @@ def _mask_inputs_and_limits(sizes: _CallSizes, ratio: int, rows, chosen, index_q
     queries = _stack_as_padded_rows(
         sizes.padded_tokens, rows.position, rows.segment, tail, *chosen, filler=-2
     )
-    inside = rows.blocks_before < count
-    number = jnp.minimum(rows.blocks_before, count - 1)
+    inside = rows.complete_blocks_before < count
+    number = jnp.minimum(rows.complete_blocks_before, count - 1)
     take = jax.vmap(lambda x, i: x[i])
     complete = inside & (take(rows.block_segment, number) == rows.segment) & (rows.segment > 0)
     end = jnp.where(complete, take(rows.block_end_position, number), LAST)
@@ -692,7 +692,7 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
     # For each tile of queries, the first block of the document of its first query, and the block of
     # its last query. `number` never decreases along a row: it counts the complete blocks before a
     # token.
-    number = jnp.pad(rows.blocks_before, ((0, 0), (0, all_queries - tokens)), mode="edge")
+    number = jnp.pad(rows.complete_blocks_before, ((0, 0), (0, all_queries - tokens)), mode="edge")
     start = _pad_end(_document_starts(rows.segment), all_queries)
     first = jnp.take_along_axis(number, start[:, ::tile], axis=1)
     last = number[:, tile - 1 :: tile]

@@ -204,7 +204,7 @@ def backward(
     """Takes and returns the same as `ops.attention.xla.backward`, whose docstring gives the shapes,
     but has no argument `block`. `interpret` says whether a CPU interprets the kernels.
     """
-    (t, n), chip = q.shape[1:3], compile_target().tpu
+    (t, n), chip = q.shape[1:3], compile_target().tpu_info
     # On a chip with several cores, the cores share only those grid axes of the backward kernels
     # that vmap adds. So the heads are split into one part for each core, and vmap maps over the
     # parts.

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention over packed documents. Its memory is linear in the length of the
+"""Causal grouped-query attention over packed documents. Memory is linear in the length of the
 sequence, because no array holds the scores of all pairs of tokens.
 
 B batch, T time, N query heads, M key/value heads (query head n reads head n // (N // M)), D head
@@ -11,7 +11,7 @@ import jax
 
 from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.attention import dispatch
-from qwen3next_jax.ops.implementations import choose
+from qwen3next_jax.ops.implementations import choose_implementation
 
 IMPLEMENTATIONS = ("xla", "splash", "cudnn")
 
@@ -52,24 +52,34 @@ def attention(
       ValueError: shapes, dtypes or the implementation's name do not fit.
       NotImplementedError: the named implementation cannot run these arrays here.
     """
-    _check(q, k, v, segment_ids, implementation)
+    _check_arguments(q, k, v, segment_ids, implementation)
     if axis_name is not None:
-        _check_split(axis_name, q)
-    chosen = choose(
-        "attention", implementation, dispatch.FORMS, q=q, k=k, v=v, split=axis_name is not None
+        _check_tokens_per_shard(axis_name, q)
+    chosen = choose_implementation(
+        "attention",
+        implementation,
+        dispatch.XLA_IMPLEMENTATIONS,
+        q=q,
+        k=k,
+        v=v,
+        split=axis_name is not None,
     )
-    options = dispatch.Options(chosen, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    options = dispatch.AttentionOptions(
+        chosen, q.shape[-1] ** -0.5 if scale is None else float(scale)
+    )
     if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
         from qwen3next_jax.ops.attention import ring
 
         return ring.ring_attention(options, axis_name, q, k, v, segment_ids)
-    return _operator(options, q, k, v, segment_ids, segment_ids)
+    return _differentiable_attention(options, q, k, v, segment_ids, segment_ids)
 
 
-def _check(q, k, v, segment_ids, implementation):
-    checks.implementation(implementation, IMPLEMENTATIONS)
-    checks.shapes(q=(q, "BTND"), k=(k, "BTMD"), v=(v, "BTMD"), segment_ids=(segment_ids, "BT"))
-    checks.integers(segment_ids=segment_ids)
+def _check_arguments(q, k, v, segment_ids, implementation):
+    checks.check_implementation_name(implementation, IMPLEMENTATIONS)
+    checks.check_shapes(
+        q=(q, "BTND"), k=(k, "BTMD"), v=(v, "BTMD"), segment_ids=(segment_ids, "BT")
+    )
+    checks.check_integers(segment_ids=segment_ids)
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"q has {q.shape[2]} heads and k {k.shape[2]}: expected query heads to be a multiple "
@@ -77,7 +87,7 @@ def _check(q, k, v, segment_ids, implementation):
         )
 
 
-def _check_split(axis_name, q):
+def _check_tokens_per_shard(axis_name, q):
     if q.shape[1] % 2 and jax.lax.axis_size(axis_name) > 1:
         raise ValueError(
             f"q has {q.shape[1]} tokens a shard of axis {axis_name!r}: expected an even number, "
@@ -90,20 +100,20 @@ def _check_split(axis_name, q):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _operator(options, *inputs):
+def _differentiable_attention(options, *inputs):
     return dispatch.forward(options, *inputs)[0]
 
 
-def _operator_forward(options, *inputs):
+def _attention_forward(options, *inputs):
     o, logsumexp_BNT = dispatch.forward(options, *inputs)
-    axes = options.saved_axes  # swaps two axes or none, so it is its own inverse
+    axes = options.saved_axis_order  # swaps two axes or none, so it is its own inverse
     o, logsumexp_BNT = blocks.save_for_backward((o.transpose(axes), logsumexp_BNT), "attention")
     o = o.transpose(axes)
     return o, (inputs, o, logsumexp_BNT)
 
 
-def _operator_backward(options, residuals, do):
+def _attention_backward(options, residuals, do):
     return *dispatch.backward(options, *residuals, do), None, None
 
 
-_operator.defvjp(_operator_forward, _operator_backward)
+_differentiable_attention.defvjp(_attention_forward, _attention_backward)

@@ -33,7 +33,7 @@ from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.attention import dispatch, xla
 
 
-def ring_attention(options: dispatch.Options, axis_name: str, q, k, v, segment_ids):
+def ring_attention(options: dispatch.AttentionOptions, axis_name: str, q, k, v, segment_ids):
     """Returns o [B, T, N, D], the attention of this shard's queries to the keys of the whole row.
 
     Args:
@@ -45,15 +45,18 @@ def ring_attention(options: dispatch.Options, axis_name: str, q, k, v, segment_i
     """
     n = jax.lax.axis_size(axis_name)
     q, k, v, segment_ids = (
-        None if x is None else _to_balanced(x, axis_name, n) for x in (q, k, v, segment_ids)
+        None if x is None else _exchange_to_balanced_blocks(x, axis_name, n)
+        for x in (q, k, v, segment_ids)
     )
-    return _from_balanced(_ring(options, axis_name, q, k, v, segment_ids), axis_name, n)
+    return _exchange_from_balanced_blocks(
+        _differentiable_ring(options, axis_name, q, k, v, segment_ids), axis_name, n
+    )
 
 
 # ---- which shard computes which block
 
 
-def _holders_and_workers(n: int):
+def _holding_and_computing_shards(n: int):
     """Returns two lists, the first for the even blocks and the second for the odd ones. Each entry
     is (the shard that holds a block, the shard that computes it).
     """
@@ -61,22 +64,24 @@ def _holders_and_workers(n: int):
     return tuple([(i, worker(2 * i + odd)) for i in range(n)] for odd in (0, 1))
 
 
-def _to_balanced(x, axis_name, n):
+def _exchange_to_balanced_blocks(x, axis_name, n):
     """Exchanges blocks between the shards. x [B, T, ...] of shard i holds blocks 2i and 2i+1; the
     result, of the same shape, holds blocks i and 2n-1-i.
     """
     even, odd = (
         jax.lax.ppermute(block, axis_name, pairs)
-        for block, pairs in zip(jnp.split(x, 2, axis=1), _holders_and_workers(n))
+        for block, pairs in zip(jnp.split(x, 2, axis=1), _holding_and_computing_shards(n))
     )
     return _concatenate_swapped_on_odd_shards(even, odd, axis_name)
 
 
-def _from_balanced(x, axis_name, n):
-    """The reverse of `_to_balanced`."""
+def _exchange_from_balanced_blocks(x, axis_name, n):
+    """The reverse of `_exchange_to_balanced_blocks`."""
     low, high = jnp.split(x, 2, axis=1)
     even, odd = jnp.split(_concatenate_swapped_on_odd_shards(low, high, axis_name), 2, axis=1)
-    back = [[(worker, holder) for holder, worker in pairs] for pairs in _holders_and_workers(n)]
+    back = [
+        [(worker, holder) for holder, worker in pairs] for pairs in _holding_and_computing_shards(n)
+    ]
     return jnp.concatenate(
         [jax.lax.ppermute(block, axis_name, pairs) for block, pairs in zip((even, odd), back)],
         axis=1,
@@ -95,31 +100,34 @@ def _concatenate_swapped_on_odd_shards(first, second, axis_name):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ring(options, axis_name, q, k, v, segment_ids):
+def _differentiable_ring(options, axis_name, q, k, v, segment_ids):
     return _ring_forward(options, axis_name, q, k, v, segment_ids)[0]
 
 
 def _ring_forward(options, axis_name, q, k, v, segment_ids):
     o, logsumexp = dispatch.forward(options, q, k, v, segment_ids, segment_ids)
-    result = _split_blocks(o.astype(logsumexp.dtype), 1), _split_blocks(logsumexp, 2)
+    result = (
+        _split_low_high_blocks(o.astype(logsumexp.dtype), 1),
+        _split_low_high_blocks(logsumexp, 2),
+    )
     mine, visiting = (
-        tuple(_split_blocks(x, 1) for x in (q, segment_ids)),
-        tuple(_split_blocks(x, 1) for x in (k, v, segment_ids)),
+        tuple(_split_low_high_blocks(x, 1) for x in (q, segment_ids)),
+        tuple(_split_low_high_blocks(x, 1) for x in (k, v, segment_ids)),
     )
 
     def pair(queries, keys, done):
         (q, ids), (k, v, kv_ids) = queries, keys
         new = dispatch.forward(options._replace(causal=False), q, k, v, ids, kv_ids)
-        return xla.combine_key_sets(done, new)
+        return xla.merge_attention_over_key_sets(done, new)
 
     def step(earlier, visiting, result):
-        for query, key in _query_key_pairs(earlier):
+        for query, key in _query_key_block_pairs(earlier):
             arguments = (
                 _take_block(mine, query),
                 _take_block(visiting, key),
                 _take_block(result, query),
             )
-            done = _if_document_shared(
+            done = _call_if_document_shared(
                 arguments[0][1], arguments[1][2], pair, lambda queries, keys, done: done, *arguments
             )
             result = _replace_block(result, query, done)
@@ -127,7 +135,8 @@ def _ring_forward(options, axis_name, q, k, v, segment_ids):
 
     _, (o, logsumexp) = _send_around_ring(axis_name, visiting, (), result, step)
     o, logsumexp = blocks.save_for_backward(
-        (_merge_blocks(o, 1).astype(q.dtype), _merge_blocks(logsumexp, 2)), "attention"
+        (_merge_low_high_blocks(o, 1).astype(q.dtype), _merge_low_high_blocks(logsumexp, 2)),
+        "attention",
     )
     return o, (q, k, v, segment_ids, o, logsumexp)
 
@@ -138,9 +147,12 @@ def _ring_backward(options, axis_name, residuals, do):
         x.astype(logsumexp.dtype)
         for x in dispatch.backward(options, (q, k, v, segment_ids, segment_ids), o, logsumexp, do)
     )
-    mine = *(_split_blocks(x, 1) for x in (q, segment_ids, o, do)), _split_blocks(logsumexp, 2)
-    visiting = tuple(_split_blocks(x, 1) for x in (k, v, segment_ids))
-    dkv = tuple(_split_blocks(x, 1) for x in dkv)
+    mine = (
+        *(_split_low_high_blocks(x, 1) for x in (q, segment_ids, o, do)),
+        _split_low_high_blocks(logsumexp, 2),
+    )
+    visiting = tuple(_split_low_high_blocks(x, 1) for x in (k, v, segment_ids))
+    dkv = tuple(_split_low_high_blocks(x, 1) for x in dkv)
 
     def pair(queries, keys, done):
         (q, ids, o, do, logsumexp), (k, v, kv_ids) = queries, keys
@@ -151,10 +163,10 @@ def _ring_backward(options, axis_name, residuals, do):
 
     def step(earlier, visiting, dq):
         dkv_visiting = jax.tree.map(jnp.zeros_like, dkv)
-        for query, key in _query_key_pairs(earlier):
+        for query, key in _query_key_block_pairs(earlier):
             done = _take_block(dq, query), *_take_block(dkv_visiting, key)
             arguments = _take_block(mine, query), _take_block(visiting, key), done
-            new = _if_document_shared(
+            new = _call_if_document_shared(
                 arguments[0][1], arguments[1][2], pair, lambda queries, keys, done: done, *arguments
             )
             dq, dkv_visiting = (
@@ -163,12 +175,14 @@ def _ring_backward(options, axis_name, residuals, do):
             )
         return dkv_visiting, dq
 
-    dkv, dq = _send_around_ring(axis_name, visiting, dkv, _split_blocks(dq, 1), step)
-    dq, dk, dv = (_merge_blocks(x, 1).astype(like.dtype) for x, like in zip((dq, *dkv), (q, k, v)))
+    dkv, dq = _send_around_ring(axis_name, visiting, dkv, _split_low_high_blocks(dq, 1), step)
+    dq, dk, dv = (
+        _merge_low_high_blocks(x, 1).astype(like.dtype) for x, like in zip((dq, *dkv), (q, k, v))
+    )
     return dq, dk, dv, None
 
 
-_ring.defvjp(_ring_forward, _ring_backward)
+_differentiable_ring.defvjp(_ring_forward, _ring_backward)
 
 
 def _send_around_ring(axis_name, visiting, gradients, result, step):
@@ -205,7 +219,7 @@ def _send_around_ring(axis_name, visiting, gradients, result, step):
     return send(gradients), result
 
 
-def _query_key_pairs(earlier):
+def _query_key_block_pairs(earlier):
     """Returns the two pairs (query block, key block) of a step. 0 is the low block and 1 is the
     high block. `earlier` says whether the keys come from an earlier shard.
     """
@@ -213,7 +227,7 @@ def _query_key_pairs(earlier):
     return (1, 0), (same, same)
 
 
-def _if_document_shared(ids, kv_ids, pair, skip, *arguments):
+def _call_if_document_shared(ids, kv_ids, pair, skip, *arguments):
     """Returns pair(*arguments) if in any row of the batch the block of queries and the block of
     keys have a document in common, else skip(*arguments). The block of keys lies before the block
     of queries.
@@ -233,14 +247,14 @@ def _if_document_shared(ids, kv_ids, pair, skip, *arguments):
 # ---- the two blocks of a shard, stacked on a leading axis
 
 
-def _split_blocks(x, axis: int):
+def _split_low_high_blocks(x, axis: int):
     """Splits `axis` into the low and the high block, on a new leading axis. Returns None if x is
     None.
     """
     return None if x is None else jnp.stack(jnp.split(x, 2, axis=axis))
 
 
-def _merge_blocks(x, axis: int):
+def _merge_low_high_blocks(x, axis: int):
     """Concatenates the two blocks x[0] and x[1] along `axis`."""
     return jnp.concatenate([x[0], x[1]], axis=axis)
 

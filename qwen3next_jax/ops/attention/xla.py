@@ -23,7 +23,7 @@ _HIDDEN = -1e30
 UNSEEN = -_HIDDEN
 
 
-def _plan_blocks(block, causal, q, k, segment_ids, kv_segment_ids):
+def _block_sizes_positions_ids(block, causal, q, k, segment_ids, kv_segment_ids):
     """Returns how queries and keys are split into blocks, as a tuple of five entries:
 
     1. the number of queries in a block (C of the queries);
@@ -44,7 +44,7 @@ def _plan_blocks(block, causal, q, k, segment_ids, kv_segment_ids):
     )
 
 
-def _query_blocks(q_BTND, groups, size):
+def _to_query_blocks(q_BTND, groups, size):
     """Rearranges queries [B, T, N, D] into blocks [n, B, M, L, D]."""
     b, t, n, d = q_BTND.shape
     q_BMHTD = q_BTND.reshape(b, t, groups, n // groups, d).transpose(0, 2, 3, 1, 4)
@@ -53,7 +53,7 @@ def _query_blocks(q_BTND, groups, size):
 
 
 def _from_query_blocks(x, t, n):
-    """The reverse of `_query_blocks`: rearranges [n, B, M, L, D] into [B, T, N, D]."""
+    """The reverse of `_to_query_blocks`: rearranges [n, B, M, L, D] into [B, T, N, D]."""
     count, b, m, _, d = x.shape
     x_BMHTD = blocks.from_chunks(x.reshape(count, b, m, n // m, -1, d), 3, t)
     return x_BMHTD.transpose(0, 3, 1, 2, 4).reshape(b, t, n, d)
@@ -88,7 +88,7 @@ def _masked_scores(scale, q_BMLD, k_BMCD, mask):
     return jnp.where(mask, grouped, _HIDDEN).reshape(s_BMLC.shape)
 
 
-def _key_range(position_BC, segment_BC, kv_segments, size_k, keys):
+def _visible_key_blocks(position_BC, segment_BC, kv_segments, size_k, keys):
     """Returns the index of the first block of keys that any query of this block may attend to, and
     one more than the index of the last such block.
     """
@@ -108,7 +108,7 @@ def _add_at_index(x, j, term):
     return jax.lax.dynamic_update_index_in_dim(x, x[j] + term, j, 0)
 
 
-def _normalize_sums(o, largest, total):
+def _normalize_softmax_sums(o, largest, total):
     """Returns (o [..., D], logsumexp [...]) of each query from its sums over the keys.
 
     Args:
@@ -122,7 +122,7 @@ def _normalize_sums(o, largest, total):
     )
 
 
-def combine_key_sets(done, new):
+def merge_attention_over_key_sets(done, new):
     """Combines the results of attention to two disjoint sets of keys. `done` and `new` are pairs
     (o, logsumexp), one for each set. Returns the pair (o, logsumexp) for both sets together.
     """
@@ -154,7 +154,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
       o [B, T, N, D] in q's dtype, and logsumexp [B, N, T] in float32 (float64 for float64). For a
       query that may attend to no key, o is 0 and logsumexp is UNSEEN.
     """
-    size_q, size_k, position, segment, kv_segment = _plan_blocks(
+    size_q, size_k, position, segment, kv_segment = _block_sizes_positions_ids(
         block, causal, q, k, segment_ids, kv_segment_ids
     )
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
@@ -190,13 +190,13 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
         if size_k >= s:
             o_BMLD, largest_BML, total_BML = key_block(0, zero)
         else:
-            first, last = _key_range(position_BC, segment_BC, kv_segment, size_k, s)
+            first, last = _visible_key_blocks(position_BC, segment_BC, kv_segment, size_k, s)
             o_BMLD, largest_BML, total_BML = jax.lax.fori_loop(first, last, key_block, zero)
-        o_BMLD, logsumexp_BML = _normalize_sums(o_BMLD, largest_BML, total_BML)
+        o_BMLD, logsumexp_BML = _normalize_softmax_sums(o_BMLD, largest_BML, total_BML)
         return carry, (o_BMLD.astype(q.dtype), logsumexp_BML)
 
     _, (o, logsumexp) = blocks.scan_or_call_once(
-        query_block, None, (_query_blocks(q, m, size_q), position, segment)
+        query_block, None, (_to_query_blocks(q, m, size_q), position, segment)
     )
     logsumexp_BTN = _from_query_blocks(logsumexp[..., None], t, n)[..., 0]
     return _from_query_blocks(o, t, n), logsumexp_BTN.swapaxes(1, 2)
@@ -207,7 +207,7 @@ def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scal
     `forward`. Returns dq [B, T, N, D], dk and dv [B, S, M, D], given do [B, T, N, D], the gradient
     of o.
     """
-    size_q, size_k, position, segment, kv_segment = _plan_blocks(
+    size_q, size_k, position, segment, kv_segment = _block_sizes_positions_ids(
         block, causal, q, k, segment_ids, kv_segment_ids
     )
     (t, n), (s, m) = q.shape[1:3], k.shape[1:3]
@@ -250,12 +250,16 @@ def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scal
             dq_BMLD, *carry = key_block(0, zero)
         else:
             dq_BMLD, *carry = jax.lax.fori_loop(
-                *_key_range(position_BC, segment_BC, kv_segment, size_k, s), key_block, zero
+                *_visible_key_blocks(position_BC, segment_BC, kv_segment, size_k, s),
+                key_block,
+                zero,
             )
         return tuple(carry), dq_BMLD.astype(q.dtype)
 
     logsumexp_BTN1 = logsumexp_BNT.swapaxes(1, 2)[..., None]
-    by_query = (_query_blocks(x, m, size_q) for x in (q, do, logsumexp_BTN1, delta_BTN[..., None]))
+    by_query = (
+        _to_query_blocks(x, m, size_q) for x in (q, do, logsumexp_BTN1, delta_BTN[..., None])
+    )
     zero = jnp.zeros(k_blocks.shape, wide), jnp.zeros(k_blocks.shape, wide)
     carry, dq = blocks.scan_or_call_once(query_block, zero, (*by_query, position, segment))
     dk, dv = (blocks.from_chunks(x, 2, s).swapaxes(1, 2).astype(k.dtype) for x in carry)

@@ -1,5 +1,5 @@
-"""`gated_delta_rule`, the public function: it checks the arguments, chooses an implementation and
-wraps it in one custom gradient.
+"""Defines `gated_delta_rule`, which checks its arguments, chooses an implementation and gives it a
+custom gradient.
 
 B batch, T time, G key heads, H value heads (value head h reads key head h // (H // G)), K key
 width, V value width.
@@ -36,8 +36,8 @@ def gated_delta_rule(
     """Applies the gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) to whole
     sequences.
 
-    Each value head has a state S [K, V]. For each token t the state decays, then the token is
-    written into it, then the output is read from it:
+    Each value head has a state S [K, V]. For each token t, the state decays, then the token is
+    written into the state, then the output is read from the state:
 
         S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = K^{-1/2} S^T q_t
 
@@ -55,15 +55,15 @@ def gated_delta_rule(
         the values are a linear function of the keys, v = M^T k, the distance of the state to M
         never increases, either.
       initial_state: [B, H, K, V], the state before the first token; None means zeros. With
-        `segment_ids` it belongs to the first segment.
+        `segment_ids` this state belongs to the first segment.
       segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
         document, and 0 marks padding at the end. The state becomes zero where a document starts
         (for the first document, it stays `initial_state`). The outputs of padding are zeros, and
         its inputs get zero gradients.
       normalize_qk: whether q and k are first L2-normalised over K in float32: x * rsqrt(sum x^2 +
         1e-6).
-      delta_term: whether the write has the delta term -S^T k_t. Without it the function computes
-        gated linear attention.
+      delta_term: whether the write has the delta term -S^T k_t. Without the delta term, the
+        function computes gated linear attention.
       implementation: one of "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu", or
         None for the platform's best. None means "pallas_tpu" on a TPU if its blocks fit in VMEM,
         "pallas_gpu" on an H100 or H200 if it supports the call and passed its test (docs/gpu.md),
@@ -77,12 +77,12 @@ def gated_delta_rule(
         shard. Only the first shard reads its `initial_state`; other shards ignore theirs, which
         gets no gradient. Every shard returns the final state of the whole row.
       return_all_states: whether `final_state` is [B, T, H, K, V], the state after each token. Only
-        "recurrent" without `axis_name` does this; otherwise the argument has no effect.
+        "recurrent" without `axis_name` returns all states; otherwise the argument has no effect.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
       final_state: [B, H, K, V] in float32 (float64 for float64 inputs), the state after the last
-        token. With `segment_ids` it is the state of the last segment.
+        token. With `segment_ids` this is the state of the last segment.
 
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
@@ -95,9 +95,9 @@ def gated_delta_rule(
     """
     # NumPy's float64 arrays become float32 if x64 is off
     q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
-    _check(q, k, v, g, beta, initial_state, segment_ids, implementation)
+    _check_arguments(q, k, v, g, beta, initial_state, segment_ids, implementation)
     if jax.config.jax_debug_nans:
-        _check_values(g, segment_ids)
+        _check_decay_and_segment_order(g, segment_ids)
     wide = jnp.promote_types(jnp.float32, jnp.result_type(q, k, v))
     if initial_state is None:
         initial_state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), wide)
@@ -106,16 +106,16 @@ def gated_delta_rule(
     if axis_name is not None:
         from qwen3next_jax.ops.delta_rule import context
     if axis_name is not None and segment_ids is not None:
-        before = context.last_id_before(segment_ids, axis_name)
+        before = context.last_segment_id_before_shard(segment_ids, axis_name)
     if segment_ids is not None:
-        segments = chunk_math.encode_segments(segment_ids, before)
+        segments = chunk_math.signed_segment_ids(segment_ids, before)
         live = segments[:, :, None] > 0  # padding does not decay or write the state
         g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
     x = Inputs(q, k, v, g, beta, segments)
     operator = dispatch.choose_operator(implementation, x, normalize_qk, delta_term, axis_name)
     if axis_name is not None:
         return context.gated_delta_rule_over_axis(operator, axis_name, x, initial_state, before)
-    if operator.chosen.name == "recurrent":
+    if operator.chosen_implementation.name == "recurrent":
         from qwen3next_jax.ops.delta_rule import reference
 
         return reference.recurrent(
@@ -125,12 +125,12 @@ def gated_delta_rule(
             delta_term=delta_term,
             return_all_states=return_all_states,
         )
-    return _run(operator, x, initial_state)
+    return _differentiable_delta_rule(operator, x, initial_state)
 
 
-def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
-    checks.implementation(implementation, IMPLEMENTATIONS)
-    checks.shapes(
+def _check_arguments(q, k, v, g, beta, initial_state, segment_ids, implementation):
+    checks.check_implementation_name(implementation, IMPLEMENTATIONS)
+    checks.check_shapes(
         q=(q, "BTGK"),
         k=(k, "BTGK"),
         v=(v, "BTHV"),
@@ -139,7 +139,7 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
         segment_ids=(segment_ids, "BT"),
         initial_state=(initial_state, "BHKV"),
     )
-    checks.integers(segment_ids=segment_ids)
+    checks.check_integers(segment_ids=segment_ids)
     if v.shape[2] % q.shape[2] != 0:
         raise ValueError(
             f"v has {v.shape[2]} heads and q {q.shape[2]}: expected value heads to be a multiple "
@@ -150,7 +150,7 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
             raise ValueError(f"{name} has dtype {x.dtype}: expected float32, bfloat16 or float64")
 
 
-def _check_values(g, segment_ids):
+def _check_decay_and_segment_order(g, segment_ids):
     wrong = {
         "g is positive or not finite: expected finite log decay <= 0": jnp.any(
             ~(g <= 0) | jnp.isinf(g)
@@ -165,18 +165,18 @@ def _check_values(g, segment_ids):
             "segment_ids are out of order: expected positive, non-decreasing along T, 0 at the "
             "end only"
         ] = disorder
-    checks.values(wrong)
+    checks.check_values_at_runtime(wrong)
 
 
 # ---- the custom gradient around the chosen implementation
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(operator: dispatch.Operator, x: Inputs, initial_state):
+def _differentiable_delta_rule(operator: dispatch.Operator, x: Inputs, initial_state):
     return operator.forward(x, initial_state, inverses=None, save=False)[:2]
 
 
-def _run_forward(operator: dispatch.Operator, x: Inputs, initial_state):
+def _delta_rule_forward(operator: dispatch.Operator, x: Inputs, initial_state):
     o, final, *saved = save_for_backward(
         operator.forward(x, initial_state, inverses=None, save=True)
     )
@@ -184,10 +184,10 @@ def _run_forward(operator: dispatch.Operator, x: Inputs, initial_state):
     return (o, final), (x, initial_state[:0], saved)
 
 
-def _run_backward(operator: dispatch.Operator, residuals, cotangents):
+def _delta_rule_backward(operator: dispatch.Operator, residuals, cotangents):
     x, initial_state, saved = residuals
     *gradients, dinitial = operator.backward(x, *saved, *cotangents)
     return x.cast_gradients(gradients), dinitial.astype(initial_state.dtype)
 
 
-_run.defvjp(_run_forward, _run_backward)
+_differentiable_delta_rule.defvjp(_delta_rule_forward, _delta_rule_backward)

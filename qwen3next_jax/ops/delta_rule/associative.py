@@ -16,10 +16,10 @@ N chunks, B batch, H value heads, C chunk length, K key width, V value width.
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.ops.delta_rule.chunk_math import Chunk, Products, Scaled
+from qwen3next_jax.ops.delta_rule.chunk_math import Chunk, MatrixProducts, RowScaled
 
 
-def compose_affine_maps(first, second, exact: Products):
+def compose_affine_maps(first, second, exact: MatrixProducts):
     """Returns the affine map that applies `first` and then `second`. Each map is a pair
     (M [..., K, K], U [..., K, V]).
     """
@@ -27,15 +27,15 @@ def compose_affine_maps(first, second, exact: Products):
     return exact.nn(m2, m1), exact.nn(m2, u1) + u2
 
 
-def _scaled_rows(k):
-    """Returns k as one array: for a `Scaled` k, its rows times their scales."""
-    return k.column * k.raw if isinstance(k, Scaled) else k
+def _apply_row_scales(k):
+    """Returns k as one array: for a `RowScaled` k, its rows times their scales."""
+    return k.scale_column * k.unscaled if isinstance(k, RowScaled) else k
 
 
-def affine_maps(c: Chunk, exact: Products):
+def affine_maps_of_chunks(c: Chunk, exact: MatrixProducts):
     """Returns M [N, B, H, K, K] and U [N, B, H, K, V] of all chunks."""
-    k = _scaled_rows(c.k)
-    identity = c.decay.carry * jnp.eye(k.shape[-1], dtype=exact.operand)
+    k = _apply_row_scales(c.k)
+    identity = c.decay.carry * jnp.eye(k.shape[-1], dtype=exact.operand_dtype)
     k_rho = c.decay.rho * k
     if c.inverse is None:
         return identity, exact.tn(k_rho, c.beta * c.v)
@@ -45,7 +45,7 @@ def affine_maps(c: Chunk, exact: Products):
     )
 
 
-def states_before_maps(maps, first, exact: Products, reverse: bool):
+def states_before_each_map(maps, first, exact: MatrixProducts, reverse: bool):
     """Applies N maps to a state, one after another. Returns the state before each map,
     [N, ..., K, V], and the state after all of them, [..., K, V].
 
@@ -64,12 +64,14 @@ def states_before_maps(maps, first, exact: Products, reverse: bool):
     return jnp.concatenate([first[None], after[:-1]]), after[-1]
 
 
-def forward_pass(c: Chunk, initial_state, dots: Products, exact: Products):
+def states_before_chunks(c: Chunk, initial_state, exact: MatrixProducts):
     """Returns the state before each chunk, [N, B, H, K, V], and the final state, [B, H, K, V]."""
-    return states_before_maps(affine_maps(c, exact), initial_state, exact, reverse=False)
+    return states_before_each_map(
+        affine_maps_of_chunks(c, exact), initial_state, exact, reverse=False
+    )
 
 
-def backward_pass(c: Chunk, po, qo, dfinal, dots: Products, exact: Products):
+def state_gradients_after_chunks(c: Chunk, po, qo, dfinal, exact: MatrixProducts):
     """Returns the gradient of the state after each chunk, [N, B, H, K, V], and the gradient of the
     initial state, [B, H, K, V].
 
@@ -83,11 +85,10 @@ def backward_pass(c: Chunk, po, qo, dfinal, dots: Products, exact: Products):
       po: P^T dO, [N, B, H, C, V].
       qo: (gamma Q)^T dO, [N, B, H, K, V].
       dfinal: [B, H, K, V], the gradient of the final state.
-      dots: not used. `forward_pass` does not use it, either.
       exact: the products for the maps.
     """
-    m, _ = affine_maps(c, exact)
+    m, _ = affine_maps_of_chunks(c, exact)
     u = qo
     if c.inverse is not None:
-        u = u - exact.tn(c.beta * c.decay.gamma * _scaled_rows(c.k), exact.tn(c.inverse, po))
-    return states_before_maps((jnp.swapaxes(m, -1, -2), u), dfinal, exact, reverse=True)
+        u = u - exact.tn(c.beta * c.decay.gamma * _apply_row_scales(c.k), exact.tn(c.inverse, po))
+    return states_before_each_map((jnp.swapaxes(m, -1, -2), u), dfinal, exact, reverse=True)

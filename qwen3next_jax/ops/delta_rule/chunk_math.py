@@ -39,7 +39,7 @@ def row_and_column_indices(rows: int, columns: int):
     return tuple(jax.lax.broadcasted_iota(jnp.int32, (rows, columns), axis) for axis in (0, 1))
 
 
-def split_precision(x, operand):
+def split_high_and_low(x, operand):
     """Returns a tuple of arrays of dtype `operand` whose sum is x, exactly or up to rounding. If
     `operand` is x's dtype, the tuple is (x,). If `operand` is narrower, the tuple holds x rounded
     to `operand` and the remainder rounded to `operand`; their sum differs from x by the error of
@@ -49,12 +49,12 @@ def split_precision(x, operand):
     return (high,) if operand == x.dtype else (high, (x - high.astype(x.dtype)).astype(operand))
 
 
-def stack_for_product(x_parts, y_parts, x_axis: int, y_axis: int):
+def concatenate_split_operands(x_parts, y_parts, x_axis: int, y_axis: int):
     """Returns two operands whose product is the sum of the products of the parts of x with the
     parts of y, except the product of the two remainders.
 
     Args:
-      x_parts, y_parts: the parts of x and y, which `split_precision` returns.
+      x_parts, y_parts: the parts of x and y, which `split_high_and_low` returns.
       x_axis, y_axis: the contracted axes of x and y, along which the parts are concatenated.
     """
     pairs = [(x, y) for i, x in enumerate(x_parts) for j, y in enumerate(y_parts) if i + j < 2]
@@ -77,7 +77,7 @@ def _dot(x, y, x_dim: int, y_dim: int, precision=None):
     )
 
 
-class Scaled(typing.NamedTuple):
+class RowScaled(typing.NamedTuple):
     """A matrix in two factors: the unscaled rows, and one number for each row by which it has to be
     multiplied.
 
@@ -86,70 +86,82 @@ class Scaled(typing.NamedTuple):
     length one, and with repeated keys that error compounds.
     """
 
-    raw: jax.Array  # [..., C, K], the unscaled rows
-    column: jax.Array  # [..., C, 1], the numbers as a column
-    row: jax.Array  # [..., 1, C], the same numbers as a row
+    unscaled: jax.Array  # [..., C, K], the unscaled rows
+    scale_column: jax.Array  # [..., C, 1], the numbers as a column
+    scale_row: jax.Array  # [..., 1, C], the same numbers as a row
 
     @property
     def shape(self):
-        return self.raw.shape
+        return self.unscaled.shape
 
 
-class Products(typing.NamedTuple):
+class MatrixProducts(typing.NamedTuple):
     """Matrix products that cast their operands to one dtype and accumulate in float32 or float64.
-    An operand may be `Scaled`; in `nt` either both operands are `Scaled` or neither is.
+    An operand may be `RowScaled`; in `nt` either both operands are `RowScaled` or neither is.
 
-    If `operand` is bfloat16 and the argument `fine` is True, a product splits its right operand
-    into two bfloat16 parts (`split_precision`); `nt` splits both operands. Use `fine` if terms may
-    cancel in later sums.
+    If `operand_dtype` is bfloat16 and the argument `fine` is True, a product splits its right
+    operand into two bfloat16 parts (`split_high_and_low`); `nt` splits both operands. Use `fine` if
+    terms may cancel in later sums.
 
     Attributes:
-      operand: the dtype to which operands are cast.
-      copies: whether `tn` may write x^T to memory. On a CPU, XLA calls its fast library only for
-        products that contract the last axis of the left operand; the library takes half the time.
+      operand_dtype: the dtype to which operands are cast.
+      may_copy_transpose: whether `tn` may write x^T to memory. On a CPU, XLA calls its fast library
+        only for products that contract the last axis of the left operand; the library takes half
+        the time.
     """
 
-    operand: typing.Any
-    copies: bool = False
+    operand_dtype: typing.Any
+    may_copy_transpose: bool = False
 
     def nn(self, x, y, fine: bool = False):
         """x @ y."""
-        if isinstance(x, Scaled):
-            product = self.nn(x.raw, y, fine)
-            return x.column * product
-        if isinstance(y, Scaled):
-            return self.nn(x * y.row, y.raw, fine)
-        if fine and self._narrow:
-            x, y = stack_for_product(
-                (x.astype(self.operand),), split_precision(y, self.operand), -1, -2
+        if isinstance(x, RowScaled):
+            product = self.nn(x.unscaled, y, fine)
+            return x.scale_column * product
+        if isinstance(y, RowScaled):
+            return self.nn(x * y.scale_row, y.unscaled, fine)
+        if fine and self._casts_to_bfloat16:
+            x, y = concatenate_split_operands(
+                (x.astype(self.operand_dtype),), split_high_and_low(y, self.operand_dtype), -1, -2
             )
-        return _dot(x.astype(self.operand), y.astype(self.operand), 1, 0, self.precision)
+        return _dot(
+            x.astype(self.operand_dtype), y.astype(self.operand_dtype), 1, 0, self.precision
+        )
 
     def nt(self, x, y, fine: bool = False):
         """x @ y^T."""
-        if isinstance(x, Scaled):
+        if isinstance(x, RowScaled):
             product = _dot(
-                x.raw.astype(self.operand), y.raw.astype(self.operand), 1, 1, self.precision
+                x.unscaled.astype(self.operand_dtype),
+                y.unscaled.astype(self.operand_dtype),
+                1,
+                1,
+                self.precision,
             )
-            return x.column * product * y.row
-        if fine and self._narrow:
-            x, y = stack_for_product(
-                split_precision(x, self.operand), split_precision(y, self.operand), -1, -1
+            return x.scale_column * product * y.scale_row
+        if fine and self._casts_to_bfloat16:
+            x, y = concatenate_split_operands(
+                split_high_and_low(x, self.operand_dtype),
+                split_high_and_low(y, self.operand_dtype),
+                -1,
+                -1,
             )
-        return _dot(x.astype(self.operand), y.astype(self.operand), 1, 1, self.precision)
+        return _dot(
+            x.astype(self.operand_dtype), y.astype(self.operand_dtype), 1, 1, self.precision
+        )
 
     def tn(self, x, y, fine: bool = False):
         """x^T @ y."""
-        if isinstance(x, Scaled):
-            return self.tn(x.raw, x.column * y, fine)
-        if isinstance(y, Scaled):
-            return self.tn(y.column * x, y.raw, fine)
-        if fine and self._narrow:
-            x, y = stack_for_product(
-                (x.astype(self.operand),), split_precision(y, self.operand), -2, -2
+        if isinstance(x, RowScaled):
+            return self.tn(x.unscaled, x.scale_column * y, fine)
+        if isinstance(y, RowScaled):
+            return self.tn(y.scale_column * x, y.unscaled, fine)
+        if fine and self._casts_to_bfloat16:
+            x, y = concatenate_split_operands(
+                (x.astype(self.operand_dtype),), split_high_and_low(y, self.operand_dtype), -2, -2
             )
-        x, y = x.astype(self.operand), y.astype(self.operand)
-        if not self.copies:
+        x, y = x.astype(self.operand_dtype), y.astype(self.operand_dtype)
+        if not self.may_copy_transpose:
             return _dot(x, y, 0, 0, self.precision)
         x = jnp.swapaxes(x, -1, -2)
         if compile_target().platform == "cpu":  # keeps XLA from fusing x^T into the product
@@ -157,24 +169,24 @@ class Products(typing.NamedTuple):
         return _dot(x, y, 1, 0, self.precision)
 
     @property
-    def _narrow(self):
+    def _casts_to_bfloat16(self):
         """Whether operands are bfloat16."""
-        return jnp.dtype(self.operand) == jnp.bfloat16
+        return jnp.dtype(self.operand_dtype) == jnp.bfloat16
 
     @property
     def precision(self):
         """The precision of the products: HIGHEST for float32 and float64 operands, None (JAX's
         default) for bfloat16 operands.
         """
-        return None if self._narrow else HIGHEST
+        return None if self._casts_to_bfloat16 else HIGHEST
 
 
-def rows_dot(x, y):
+def row_dot_products(x, y):
     """Returns [..., C, 1], the inner product of each row of x with the same row of y. x may be
-    `Scaled`.
+    `RowScaled`.
     """
-    if isinstance(x, Scaled):
-        return x.column * jnp.sum(x.raw.astype(y.dtype) * y, axis=-1, keepdims=True)
+    if isinstance(x, RowScaled):
+        return x.scale_column * jnp.sum(x.unscaled.astype(y.dtype) * y, axis=-1, keepdims=True)
     return jnp.sum(x * y, axis=-1, keepdims=True)
 
 
@@ -187,7 +199,7 @@ def lower_mask(size: int, strict: bool = False):
 # ---- documents
 
 
-def encode_segments(segment_ids, before=None):
+def signed_segment_ids(segment_ids, before=None):
     """Returns signed ids [B, T] for `segment_ids` [B, T], which has 0 for padding at the end. A
     token keeps the id of its document. Padding gets minus the id of the last document before it, or
     -1 if there is none.
@@ -207,7 +219,7 @@ def encode_segments(segment_ids, before=None):
     return jnp.where(ids > 0, ids, -last)
 
 
-def document_index(signed_chunks):
+def document_index_in_chunk(signed_chunks):
     """Returns [N, B, C], the index of each row's document inside its chunk, from signed ids
     [N, B, C]. Index 0 is the document to which the state before the chunk belongs. The state before
     the first chunk belongs to the first document.
@@ -217,14 +229,14 @@ def document_index(signed_chunks):
     return jnp.cumsum(ids != jnp.concatenate([incoming, ids[..., :-1]], axis=-1), axis=-1)
 
 
-def inverse_root(squares):
+def rsqrt_with_epsilon(squares):
     """Returns rsqrt(squares + 1e-6)."""
     return jax.lax.rsqrt(squares + NORM_EPSILON)
 
 
 def inverse_norm(x):
     """Returns [..., 1], rsqrt(sum x^2 + 1e-6) with the sum over the last axis."""
-    return inverse_root(jnp.sum(x * x, axis=-1, keepdims=True))
+    return rsqrt_with_epsilon(jnp.sum(x * x, axis=-1, keepdims=True))
 
 
 def inverse_norm_backward(dy, x, scale):
@@ -237,8 +249,8 @@ def inverse_norm_backward(dy, x, scale):
 
 def query_and_key_scales(q, k, normalize: bool):
     """Returns two arrays [..., 1], the numbers by which the rows of q and the rows of k have to be
-    multiplied. They are the inverse L2 norms of the rows if `normalize`, else 1. The numbers for q
-    also contain the factor K^{-1/2}.
+    multiplied. The numbers are the inverse L2 norms of the rows if `normalize`, else 1. The numbers
+    for q also contain the factor K^{-1/2}.
     """
     if not normalize:
         one = jnp.ones((), q.dtype)
@@ -251,8 +263,8 @@ def query_and_key_scales(q, k, normalize: bool):
 # ---- decay
 
 
-class Decay(typing.NamedTuple):
-    """The four decays inside a chunk. The docstring of this module defines them."""
+class ChunkDecays(typing.NamedTuple):
+    """The four decays inside a chunk. The docstring of this module defines the four."""
 
     pair: jax.Array  # [..., C, C], zero above the diagonal and across documents
     gamma: jax.Array  # [..., C, 1]
@@ -260,15 +272,15 @@ class Decay(typing.NamedTuple):
     carry: jax.Array  # [..., 1, 1]
 
 
-class Documents(typing.NamedTuple):
-    """The indices that `document_index` returns for the rows of a chunk."""
+class DocumentIndices(typing.NamedTuple):
+    """The indices that `document_index_in_chunk` returns for the rows of a chunk."""
 
-    column: jax.Array  # [..., C, 1], the indices as a column
-    row: jax.Array  # [..., 1, C], the same indices as a row
-    last: jax.Array  # [..., 1, 1], the index of the last row
+    index_column: jax.Array  # [..., C, 1], the indices as a column
+    index_row: jax.Array  # [..., 1, C], the same indices as a row
+    last_index: jax.Array  # [..., 1, 1], the index of the last row
 
 
-def chunk_decays(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
+def chunk_decays(total_C1, total_1C, total_11, documents: DocumentIndices | None) -> ChunkDecays:
     """Returns the four decays of a chunk.
 
     The mask is applied to the exponent, because the exponential of a masked entry may overflow, and
@@ -286,22 +298,22 @@ def chunk_decays(total_C1, total_1C, total_11, documents: Documents | None) -> D
     # No row sees another document. Only rows of the document that the chunk continues (number 0)
     # read the state before the chunk, and only rows of its last document write to the state after.
     if documents is not None:
-        mask = mask & (documents.column == documents.row)
-        gamma = jnp.where(documents.column == 0, gamma, -jnp.inf)
-        rho = jnp.where(documents.column == documents.last, rho, -jnp.inf)
-        carry = jnp.where(documents.last == 0, carry, -jnp.inf)
+        mask = mask & (documents.index_column == documents.index_row)
+        gamma = jnp.where(documents.index_column == 0, gamma, -jnp.inf)
+        rho = jnp.where(documents.index_column == documents.last_index, rho, -jnp.inf)
+        carry = jnp.where(documents.last_index == 0, carry, -jnp.inf)
     pair = jnp.exp(jnp.where(mask, total_C1 - total_1C, -jnp.inf))
-    return Decay(pair, jnp.exp(gamma), jnp.exp(rho), jnp.exp(carry))
+    return ChunkDecays(pair, jnp.exp(gamma), jnp.exp(rho), jnp.exp(carry))
 
 
 class Chunk(typing.NamedTuple):
-    """A chunk's inputs for each value head, and the matrices that every pass over them needs."""
+    """A chunk's inputs for each value head, and the matrices that every pass over a chunk needs."""
 
-    q: jax.Array | Scaled  # [..., C, K], normalised, times K^{-1/2}, zero for padding
-    k: jax.Array | Scaled  # [..., C, K], normalised
+    q: jax.Array | RowScaled  # [..., C, K], normalised, times K^{-1/2}, zero for padding
+    k: jax.Array | RowScaled  # [..., C, K], normalised
     v: jax.Array  # [..., C, V]
     beta: jax.Array  # [..., C, 1]
-    decay: Decay
+    decay: ChunkDecays
     kk: jax.Array  # [..., C, C], K K^T
     qk: jax.Array  # [..., C, C], Q K^T
     inverse: jax.Array | None  # [..., C, C], A; None without the delta term
@@ -311,26 +323,26 @@ class Chunk(typing.NamedTuple):
 # ---- forward
 
 
-def interaction_matrix(kk_CC, beta_C1, d: Decay):
+def write_interaction_matrix(kk_CC, beta_C1, d: ChunkDecays):
     """Returns L. Its entry (i, j) is the factor with which the write of row j is subtracted from
     the write of row i.
     """
     return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), beta_C1 * kk_CC * d.pair, 0)
 
 
-def prediction_error(v_CV, ks_CV, d: Decay):
+def prediction_error(v_CV, ks_CV, d: ChunkDecays):
     """Returns V - gamma K S: the values minus the values that the state before the chunk, decayed
     to each row, returns for the keys. `ks_CV` is K S.
     """
     return v_CV - d.gamma * ks_CV
 
 
-def next_state(state_KV, k_CK, written_CV, d: Decay, dots: Products):
+def next_state(state_KV, k_CK, written_CV, d: ChunkDecays, dots: MatrixProducts):
     """Returns S' = carry S + K^T (rho V')."""
     return d.carry * state_KV + dots.tn(k_CK, d.rho * written_CV, fine=True)
 
 
-def chunk_outputs(qs_CV, p_CC, written_CV, d: Decay, dots: Products):
+def chunk_outputs(qs_CV, p_CC, written_CV, d: ChunkDecays, dots: MatrixProducts):
     """Returns O = gamma (Q S) + P V'. `qs_CV` is Q S."""
     return d.gamma * qs_CV + dots.nn(p_CC, written_CV, fine=True)
 
@@ -338,7 +350,7 @@ def chunk_outputs(qs_CV, p_CC, written_CV, d: Decay, dots: Products):
 # ---- backward
 
 
-class Gradients(typing.NamedTuple):
+class ChunkGradients(typing.NamedTuple):
     """The gradients of one chunk's inputs."""
 
     q: jax.Array  # [..., C, K]
@@ -348,12 +360,12 @@ class Gradients(typing.NamedTuple):
     g: jax.Array  # [..., 1, C]
 
 
-def written_backward(po_CV, k_CK, dstate_KV, d: Decay, dots: Products):
+def gradient_of_written(po_CV, k_CK, dstate_KV, d: ChunkDecays, dots: MatrixProducts):
     """Returns dV' = P^T dO + rho (K dS'). `po_CV` is P^T dO and `dstate_KV` is dS'."""
     return po_CV + d.rho * dots.nn(k_CK, dstate_KV)
 
 
-def state_backward(qo_KV, k_CK, x_CV, dstate_KV, d: Decay, dots: Products):
+def gradient_of_state_before(qo_KV, k_CK, x_CV, dstate_KV, d: ChunkDecays, dots: MatrixProducts):
     """Returns dS = carry dS' + (gamma Q)^T dO - K^T X.
 
     Args:
@@ -369,8 +381,8 @@ def state_backward(qo_KV, k_CK, x_CV, dstate_KV, d: Decay, dots: Products):
 
 
 def chunk_gradients(
-    c: Chunk, error_CV, written_CV, dr_CV, x_CV, state_KV, dstate_KV, do_CV, dots: Products
-) -> Gradients:
+    c: Chunk, error_CV, written_CV, dr_CV, x_CV, state_KV, dstate_KV, do_CV, dots: MatrixProducts
+) -> ChunkGradients:
     """Returns the gradients of one chunk's inputs, given the gradient of the state after it.
 
     Args:
@@ -391,10 +403,10 @@ def chunk_gradients(
     ov_CC = dots.nt(do_CV, written_CV, fine=True) * d.pair
     pairs_CC = ov_CC * c.qk
     os_CK = d.gamma * dots.nt(do_CV, state_KV)
-    enter_C1 = rows_dot(q_CK, os_CK)
+    enter_C1 = row_dot_products(q_CK, os_CK)
     dq_CK = os_CK + dots.nn(ov_CC, k_CK)
     vs_CK = d.rho * dots.nt(written_CV, dstate_KV, fine=True)
-    leave_C1 = rows_dot(k_CK, vs_CK)
+    leave_C1 = row_dot_products(k_CK, vs_CK)
     dk_CK = dots.tn(ov_CC, q_CK) + vs_CK
     if c.inverse is not None:
         rv_CC = jnp.where(strict, -dots.nt(dr_CV, written_CV, fine=True) * d.pair, 0)
@@ -402,15 +414,15 @@ def chunk_gradients(
         pairs_CC += n_CC * c.kk
         dbeta_C1 += jnp.sum(rv_CC * c.kk, axis=-1, keepdims=True)
         xs_CK = dots.nt(x_CV, state_KV, fine=True)
-        enter_C1 -= rows_dot(k_CK, xs_CK)
+        enter_C1 -= row_dot_products(k_CK, xs_CK)
         dk_CK += dots.tn(n_CC, k_CK) + dots.nn(n_CC, k_CK) - xs_CK
     carry_11 = d.carry * jnp.sum(dstate_KV * state_KV, axis=(-1, -2), keepdims=True)
-    return Gradients(
-        dq_CK, dk_CK, dv_CV, dbeta_C1, decay_gradient(pairs_CC, enter_C1, leave_C1) + carry_11
+    return ChunkGradients(
+        dq_CK, dk_CK, dv_CV, dbeta_C1, log_decay_gradient(pairs_CC, enter_C1, leave_C1) + carry_11
     )
 
 
-def decay_gradient(pairs_CC, enter_C1, leave_C1):
+def log_decay_gradient(pairs_CC, enter_C1, leave_C1):
     """Returns dg_t = sum_{i>=t>j} pairs_ij + sum_{i>=t} enter_i + sum_{i<t} leave_i, as a row
     [..., 1, C].
 

@@ -24,7 +24,12 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.delta_rule import chunk_math, inverse
-from qwen3next_jax.ops.delta_rule.chunk_math import Chunk, Documents, Products, Scaled
+from qwen3next_jax.ops.delta_rule.chunk_math import (
+    Chunk,
+    DocumentIndices,
+    MatrixProducts,
+    RowScaled,
+)
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 
@@ -33,15 +38,15 @@ class BlockLimits(typing.NamedTuple):
     larger of K and V.
 
     Attributes:
-      single_chunk: every block has a single chunk if a product of arrays [B, H, C, C] and
-        [B, H, C, width] takes at least this many multiply-adds. The state pass of such a block
-        needs no loop.
-      elements: otherwise, the largest number of elements that the arrays [B, H, C, width] of all
-        chunks in a block may have together.
+      single_chunk_multiply_adds: every block has a single chunk if a product of arrays [B, H, C, C]
+        and [B, H, C, width] takes at least this many multiply-adds. Carrying the state through a
+        block of one chunk needs no loop.
+      block_elements: otherwise, the largest number of elements that the arrays [B, H, C, width] of
+        all chunks in a block may have together.
     """
 
-    single_chunk: int
-    elements: int
+    single_chunk_multiply_adds: int
+    block_elements: int
 
 
 # The arrays of a block take up to 0.5 MB each in float32, so a core's caches hold a few of them.
@@ -60,14 +65,14 @@ def forward(x: Inputs, initial_state, inverses, settings: Settings, *, save: boo
     whether the state pass is an associative scan.
     """
     c, dots, exact = _prepare_chunks(x, inverses, settings)
-    states, written, final = _state_pass(
-        c, initial_state.astype(exact.operand), dots, exact, parallel
+    states, written, final = _carry_state_through_chunks(
+        c, initial_state.astype(exact.operand_dtype), dots, exact, parallel
     )
     o = chunk_math.chunk_outputs(dots.nn(c.q, states), c.p, written, c.decay, dots)
-    o = _from_chunks(o, x.v.shape[1]).astype(x.v.dtype)
+    o = _from_chunks_by_head(o, x.v.shape[1]).astype(x.v.dtype)
     if not save:
         return o, final, None, None
-    return o, final, states.astype(x.v.dtype), _to_head_pairs(c.inverse)
+    return o, final, states.astype(x.v.dtype), _inverses_to_head_pairs(c.inverse)
 
 
 def affine_map(x: Inputs, initial_state, settings: Settings, *, parallel: bool):
@@ -76,27 +81,36 @@ def affine_map(x: Inputs, initial_state, settings: Settings, *, parallel: bool):
     """
     c, dots, exact = _prepare_chunks(x, None, settings)
     key, value = x.q.shape[-1], x.v.shape[-1]
-    identity = jnp.broadcast_to(jnp.eye(key, dtype=exact.operand), (*initial_state.shape[:-1], key))
+    identity = jnp.broadcast_to(
+        jnp.eye(key, dtype=exact.operand_dtype), (*initial_state.shape[:-1], key)
+    )
     # M is the final state of a call whose values are zero and whose initial state is the identity.
     # So the state gets K more columns, and one state pass computes both U and M.
     c = c._replace(v=jnp.pad(c.v, [(0, 0)] * 4 + [(0, key)]))
-    state = jnp.concatenate([initial_state.astype(exact.operand), identity], axis=-1)
-    states, written, final = _state_pass(c, state, dots, exact, parallel)
+    state = jnp.concatenate([initial_state.astype(exact.operand_dtype), identity], axis=-1)
+    states, written, final = _carry_state_through_chunks(c, state, dots, exact, parallel)
     r = chunk_math.chunk_outputs(
         dots.nn(c.q, states[..., value:]), c.p, written[..., value:], c.decay, dots
     )
-    return final[..., :value], final[..., value:], r.astype(x.v.dtype), _to_head_pairs(c.inverse)
+    return (
+        final[..., :value],
+        final[..., value:],
+        r.astype(x.v.dtype),
+        _inverses_to_head_pairs(c.inverse),
+    )
 
 
-def map_gradient(r, do):
-    """Returns [B, H, K, V], the gradient of a state S that enters the outputs as o = o0 + r S. It
-    is r^T dO, summed over all tokens.
+def state_gradient_from_outputs(r, do):
+    """Returns [B, H, K, V], the gradient of a state S that enters the outputs as o = o0 + r S. The
+    gradient is r^T dO, summed over all tokens.
 
     Args:
       r: [N, B, H, C, K], the r that `affine_map` returns.
       do: [B, T, H, V], the gradient of o.
     """
-    return jnp.sum(Products(r.dtype).tn(r, _to_chunks(do.astype(r.dtype), r.shape[3])), axis=0)
+    return jnp.sum(
+        MatrixProducts(r.dtype).tn(r, _to_chunks_by_head(do.astype(r.dtype), r.shape[3])), axis=0
+    )
 
 
 def backward(x: Inputs, states, inverses, do, dfinal, settings: Settings, *, parallel: bool):
@@ -105,19 +119,21 @@ def backward(x: Inputs, states, inverses, do, dfinal, settings: Settings, *, par
     """
     c, dots, exact = _prepare_chunks(x, inverses, settings)
     q, k, v, *_, segments = x
-    states = states.astype(exact.operand)
-    time, dtype = v.shape[1], exact.operand
-    do = _to_chunks(do.astype(dtype), settings.chunk_size)
+    states = states.astype(exact.operand_dtype)
+    time, dtype = v.shape[1], exact.operand_dtype
+    do = _to_chunks_by_head(do.astype(dtype), settings.chunk_size)
     dfinal = dfinal.astype(dtype)
-    written, error = _writes_and_errors(c, states, dots, exact)
-    dstates, dr, dread, dinitial = _state_pass_backward(c, do, dfinal, dots, exact, parallel)
+    written, error = _written_values_and_errors(c, states, dots, exact)
+    dstates, dr, dread, dinitial = _carry_state_gradient_back(c, do, dfinal, dots, exact, parallel)
     d = chunk_math.chunk_gradients(c, error, written, dr, dread, states, dstates, do, dots)
     dq, dk, dv, dbeta, dg = (
-        _from_chunks(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :])
+        _from_chunks_by_head(x, time) for x in (d.q, d.k, d.v, d.beta[..., 0], d.g[..., 0, :])
     )
     if segments is not None:
         dq = jnp.where(segments[:, :, None, None] > 0, dq, 0)
-    dq, dk = _prepare_backward(dq, dk, q.astype(dtype), k.astype(dtype), settings.normalize_qk)
+    dq, dk = _backward_through_normalization(
+        dq, dk, q.astype(dtype), k.astype(dtype), settings.normalize_qk
+    )
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dbeta, dinitial
 
 
@@ -129,17 +145,17 @@ def forward_in_blocks(
 ):
     """Computes `forward` of `interface.Implementation`, one block of chunks after another."""
     size, time = settings.chunk_size, x.v.shape[1]
-    chunks = _chunks_of_a_block(limits, x, size)
+    chunks = _chunks_per_block(limits, x, size)
     if chunks * size >= time:
         return forward(x, initial_state, inverses, settings, save=save, parallel=False)
 
     def block(state, inputs):
         continues, inverses, x = inputs
-        state = zero_unless_continued(continues, state)
+        state = zero_state_unless_continued(continues, state)
         o, state, *saved = forward(x, state, inverses, settings, save=save, parallel=False)
         return state, (o, *saved)
 
-    block_inputs, continues = _split_inputs(x, chunks * size)
+    block_inputs, continues = _split_inputs_into_blocks(x, chunks * size)
     initial = initial_state.astype(jnp.promote_types(jnp.float32, x.v.dtype))
     final, (o, *saved) = jax.lax.scan(
         block, initial, (continues, blocks.to_chunks(inverses, 0, chunks), block_inputs)
@@ -154,16 +170,16 @@ def backward_in_blocks(
     last block first.
     """
     size, time = settings.chunk_size, x.v.shape[1]
-    chunks = _chunks_of_a_block(limits, x, size)
+    chunks = _chunks_per_block(limits, x, size)
     if chunks * size >= time:
         return backward(x, states, inverses, do, dfinal, settings, parallel=False)
 
     def block(dstate, inputs):
         continues, *inputs = inputs
         *gradients, dstate = backward(*inputs, dstate, settings, parallel=False)
-        return zero_unless_continued(continues, dstate), gradients
+        return zero_state_unless_continued(continues, dstate), gradients
 
-    block_inputs, continues = _split_inputs(x, chunks * size)
+    block_inputs, continues = _split_inputs_into_blocks(x, chunks * size)
     saved = blocks.to_chunks((states, inverses), 0, chunks)
     do = blocks.to_chunks(do, 1, chunks * size)
     dfinal = dfinal.astype(jnp.promote_types(jnp.float32, x.v.dtype))
@@ -173,7 +189,7 @@ def backward_in_blocks(
     return *blocks.from_chunks(gradients, 1, time), dinitial
 
 
-def _chunks_of_a_block(limits: BlockLimits, x: Inputs, size: int) -> int:
+def _chunks_per_block(limits: BlockLimits, x: Inputs, size: int) -> int:
     """Returns the number of chunks in a block. All blocks have the same number; the last block may
     be padded.
 
@@ -185,34 +201,34 @@ def _chunks_of_a_block(limits: BlockLimits, x: Inputs, size: int) -> int:
     batch, time, heads, value = x.v.shape
     chunks = -(-time // size)
     elements_of_a_chunk = batch * size * heads * max(x.q.shape[3], value)
-    most = max(1, limits.elements // elements_of_a_chunk)
-    if elements_of_a_chunk * size >= limits.single_chunk:
+    most = max(1, limits.block_elements // elements_of_a_chunk)
+    if elements_of_a_chunk * size >= limits.single_chunk_multiply_adds:
         most = 1
     block_count = -(-chunks // most)
     return -(-chunks // block_count)
 
 
-def _split_inputs(x: Inputs, length: int):
+def _split_inputs_into_blocks(x: Inputs, length: int):
     """Splits the inputs into blocks of `length` tokens. Returns the inputs as [blocks, B, length,
     …] and booleans [blocks, B]: whether the first token of the block belongs to the same document
-    as the token before it. The booleans of the first block are True. If a row is one document, None
-    stands in place of the booleans.
+    as the token before it. The booleans of the first block are True. If a row is one document, the
+    second result is None.
 
     The padding of the last block is zero (a decay of 1 and no write), so it does not change the
     state.
     """
-    block_inputs = blocks.to_chunks(x._replace(segments=None), 1, length)
-    if x.segments is None:
+    block_inputs = blocks.to_chunks(x._replace(signed_segment_ids=None), 1, length)
+    if x.signed_segment_ids is None:
         return block_inputs, None
-    segments = blocks.to_chunks(x.segments, 1, length, "edge")
+    segments = blocks.to_chunks(x.signed_segment_ids, 1, length, "edge")
     ids = jnp.abs(segments)
     continues = jnp.concatenate(
         [jnp.ones_like(ids[:1, :, 0], bool), ids[1:, :, 0] == ids[:-1, :, -1]]
     )
-    return block_inputs._replace(segments=segments), continues
+    return block_inputs._replace(signed_segment_ids=segments), continues
 
 
-def zero_unless_continued(continues_B, state_BHKV):
+def zero_state_unless_continued(continues_B, state_BHKV):
     """Returns the state [B, H, K, V], but with zeros in the rows of the batch whose next token
     starts another document.
 
@@ -232,30 +248,34 @@ def zero_unless_continued(continues_B, state_BHKV):
 
 def _prepare_chunks(
     x: Inputs, known_inverses, settings: Settings
-) -> tuple[Chunk, Products, Products]:
-    """Returns three things: the arrays of all chunks, [N, B, H, …]; `Products` that cast operands
-    to v's dtype; and `Products` that cast operands to float32 (float64 for float64 inputs).
+) -> tuple[Chunk, MatrixProducts, MatrixProducts]:
+    """Returns three things: the arrays of all chunks, [N, B, H, …]; `MatrixProducts` that cast
+    operands to v's dtype; and `MatrixProducts` that cast operands to float32 (float64 for float64
+    inputs).
     """
     q, k, v, g, beta, segments = x
     size, operand, heads = settings.chunk_size, v.dtype, v.shape[2]
     dtype = jnp.promote_types(jnp.float32, operand)
-    dots, exact = Products(operand, copies=True), Products(dtype, copies=True)
+    dots, exact = (
+        MatrixProducts(operand, may_copy_transpose=True),
+        MatrixProducts(dtype, may_copy_transpose=True),
+    )
     scales = chunk_math.query_and_key_scales(
         q.astype(dtype), k.astype(dtype), settings.normalize_qk
     )
-    unscaled = operand == jnp.bfloat16  # products then take unscaled rows, see `Scaled`
+    unscaled = operand == jnp.bfloat16  # products then take unscaled rows, see `RowScaled`
     q_, k_ = (
-        _scaled(_to_chunks(x, size), _to_chunks(scale, size))
+        _row_scaled(_to_chunks_by_head(x, size), _to_chunks_by_head(scale, size))
         if unscaled
-        else _to_chunks(x.astype(dtype) * scale, size)
+        else _to_chunks_by_head(x.astype(dtype) * scale, size)
         for x, scale in zip((q, k), scales)
     )
-    v_, g_, beta_ = (_to_chunks(x.astype(dtype), size) for x in (v, g, beta))
+    v_, g_, beta_ = (_to_chunks_by_head(x.astype(dtype), size) for x in (v, g, beta))
     documents = None
     if segments is not None:
         documents, is_token = _documents_of_chunks(segments, size)
         if unscaled:
-            q_ = _scaled(q_.raw, jnp.where(is_token, q_.column, 0))
+            q_ = _row_scaled(q_.unscaled, jnp.where(is_token, q_.scale_column, 0))
         else:
             q_ = jnp.where(is_token, q_, 0)
     total = jnp.matmul(
@@ -270,9 +290,9 @@ def _prepare_chunks(
 
     kk, qk = to_value_heads(dots.nt(k_, k_)), to_value_heads(dots.nt(q_, k_))
     beta_ = beta_[..., None]
-    a = None if known_inverses is None else _from_head_pairs(known_inverses, heads)
+    a = None if known_inverses is None else _inverses_from_head_pairs(known_inverses, heads)
     if settings.delta_term and a is None:
-        a = inverse.unit_lower_inverse(chunk_math.interaction_matrix(kk, beta_, d), exact)
+        a = inverse.unit_lower_inverse(chunk_math.write_interaction_matrix(kk, beta_, d), exact)
     q_, k_ = to_value_heads(q_), to_value_heads(k_)
     return Chunk(q_, k_, v_, beta_, d, kk, qk, a, qk * d.pair), dots, exact
 
@@ -281,30 +301,30 @@ def _documents_of_chunks(segments, size: int):
     """Returns the documents of the rows of every chunk, and booleans [N, B, 1, C, 1]: whether the
     row is a token (not padding).
     """
-    signed = _to_chunks(segments[:, :, None], size, "edge")  # [N, B, 1, C]
-    index = chunk_math.document_index(signed[:, :, 0])[:, :, None]
-    documents = Documents(index[..., None], index[..., None, :], index[..., -1:, None])
+    signed = _to_chunks_by_head(segments[:, :, None], size, "edge")  # [N, B, 1, C]
+    index = chunk_math.document_index_in_chunk(signed[:, :, 0])[:, :, None]
+    documents = DocumentIndices(index[..., None], index[..., None, :], index[..., -1:, None])
     return documents, signed[..., None] > 0
 
 
-def _to_chunks(x, size: int, mode: str = "constant"):
+def _to_chunks_by_head(x, size: int, mode: str = "constant"):
     """Rearranges [B, T, heads, ...] into [N, B, heads, C, ...]; pads T to a multiple of C =
     `size`.
     """
     return jnp.swapaxes(blocks.to_chunks(x, 1, size, mode), 2, 3)
 
 
-def _from_chunks(x, time: int):
-    """The inverse of `_to_chunks`."""
+def _from_chunks_by_head(x, time: int):
+    """The inverse of `_to_chunks_by_head`."""
     return blocks.from_chunks(jnp.swapaxes(x, 2, 3), 1, time)
 
 
-def _scaled(raw, column):
-    """Returns `Scaled` rows. `raw` [..., C, K] are the rows and `column` [..., C, 1] the scales."""
-    return Scaled(raw, column, jnp.swapaxes(column, -1, -2))
+def _row_scaled(raw, column):
+    """Returns the rows `raw` [..., C, K] with the scales `column` [..., C, 1]."""
+    return RowScaled(raw, column, jnp.swapaxes(column, -1, -2))
 
 
-def _to_head_pairs(a_NBHCC):
+def _inverses_to_head_pairs(a_NBHCC):
     """Reshapes the inverses [N, B, H, C, C] to [N, B, ceil(H / 2), C, 2C], the shape that all
     implementations save. The numbers keep their order in memory; an odd H gets one more head of
     zeros. Returns None for None.
@@ -316,8 +336,8 @@ def _to_head_pairs(a_NBHCC):
     return a.reshape(count, batch, -1, size, 2 * size)
 
 
-def _from_head_pairs(a, heads: int):
-    """The inverse of `_to_head_pairs`."""
+def _inverses_from_head_pairs(a, heads: int):
+    """The inverse of `_inverses_to_head_pairs`."""
     count, batch, _, size, _ = a.shape
     return a.reshape(count, batch, -1, size, size)[:, :, :heads]
 
@@ -325,9 +345,9 @@ def _from_head_pairs(a, heads: int):
 # ---- the passes of the state from chunk to chunk
 
 
-def _writes_and_errors(c: Chunk, state, dots: Products, exact: Products):
-    """Returns V' and the error V - gamma K S, from which V' is computed. Without the delta term
-    they are beta V and V.
+def _written_values_and_errors(c: Chunk, state, dots: MatrixProducts, exact: MatrixProducts):
+    """Returns V' and the error V - gamma K S, from which V' is computed. Without the delta term,
+    the two results are beta V and V.
     """
     if c.inverse is None:
         return c.beta * c.v, c.v
@@ -335,30 +355,34 @@ def _writes_and_errors(c: Chunk, state, dots: Products, exact: Products):
     return exact.nn(c.inverse, c.beta * error), error
 
 
-def _without_pairs(c: Chunk) -> Chunk:
+def _without_token_pair_arrays(c: Chunk) -> Chunk:
     """Returns the chunks without the arrays that a step of the state pass does not read, so that
     the scan over the chunks does not slice them.
     """
     return c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
 
 
-def _state_pass(c: Chunk, initial_state, dots: Products, exact: Products, parallel: bool):
+def _carry_state_through_chunks(
+    c: Chunk, initial_state, dots: MatrixProducts, exact: MatrixProducts, parallel: bool
+):
     """Returns the state before each chunk, V' of each chunk, and the final state."""
     if parallel:
         from qwen3next_jax.ops.delta_rule import associative
 
-        states, final = associative.forward_pass(c, initial_state, dots, exact)
-        return states, _writes_and_errors(c, states, dots, exact)[0], final
+        states, final = associative.states_before_chunks(c, initial_state, exact)
+        return states, _written_values_and_errors(c, states, dots, exact)[0], final
 
     def step(state, chunk: Chunk):
-        written, _ = _writes_and_errors(chunk, state, dots, exact)
+        written, _ = _written_values_and_errors(chunk, state, dots, exact)
         return chunk_math.next_state(state, chunk.k, written, chunk.decay, dots), (state, written)
 
-    final, (states, written) = jax.lax.scan(step, initial_state, _without_pairs(c))
+    final, (states, written) = jax.lax.scan(step, initial_state, _without_token_pair_arrays(c))
     return states, written, final
 
 
-def _state_pass_backward(c: Chunk, do, dfinal, dots: Products, exact: Products, parallel: bool):
+def _carry_state_gradient_back(
+    c: Chunk, do, dfinal, dots: MatrixProducts, exact: MatrixProducts, parallel: bool
+):
     """Returns the gradient of the state after each chunk, dR and X of each chunk, and the gradient
     of the initial state.
     """
@@ -366,25 +390,25 @@ def _state_pass_backward(c: Chunk, do, dfinal, dots: Products, exact: Products, 
     if parallel:
         from qwen3next_jax.ops.delta_rule import associative
 
-        dstates, dinitial = associative.backward_pass(c, po, qo, dfinal, dots, exact)
-        dwritten = chunk_math.written_backward(po, c.k, dstates, c.decay, dots)
+        dstates, dinitial = associative.state_gradients_after_chunks(c, po, qo, dfinal, exact)
+        dwritten = chunk_math.gradient_of_written(po, c.k, dstates, c.decay, dots)
         dr, dread = _backward_through_inverse(c, dwritten, exact)
         return dstates, dr, dread, dinitial
 
     def step(dstate, inputs):
         chunk, po, qo = inputs
-        dwritten = chunk_math.written_backward(po, chunk.k, dstate, chunk.decay, dots)
+        dwritten = chunk_math.gradient_of_written(po, chunk.k, dstate, chunk.decay, dots)
         dr, dread = _backward_through_inverse(chunk, dwritten, exact)
-        before = chunk_math.state_backward(qo, chunk.k, dread, dstate, chunk.decay, dots)
+        before = chunk_math.gradient_of_state_before(qo, chunk.k, dread, dstate, chunk.decay, dots)
         return before, (dstate, dr, dread)
 
     dinitial, (dstates, dr, dread) = jax.lax.scan(
-        step, dfinal, (_without_pairs(c), po, qo), reverse=True
+        step, dfinal, (_without_token_pair_arrays(c), po, qo), reverse=True
     )
     return dstates, dr, dread, dinitial
 
 
-def _backward_through_inverse(c: Chunk, dwritten, exact: Products):
+def _backward_through_inverse(c: Chunk, dwritten, exact: MatrixProducts):
     """Returns two gradients through V' = A R, where A is the inverse and R = beta (V - gamma K S):
     the gradient of R, dR = A^T dV', and the gradient of -K S, X = beta gamma dR. Without the delta
     term there is no inverse, and the result is dV' and None.
@@ -395,7 +419,7 @@ def _backward_through_inverse(c: Chunk, dwritten, exact: Products):
     return dr, c.beta * c.decay.gamma * dr
 
 
-def _prepare_backward(dq_BTHK, dk_BTHK, q_BTGK, k_BTGK, normalize: bool):
+def _backward_through_normalization(dq_BTHK, dk_BTHK, q_BTGK, k_BTGK, normalize: bool):
     """Returns the gradients of q and k [B, T, G, K] from the gradients of the normalised and scaled
     q and k of each value head. It sums over the value heads of each key head, multiplies dq by the
     scale K^{-1/2} and, if `normalize`, applies the backward pass of the L2 normalisation.

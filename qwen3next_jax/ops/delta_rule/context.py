@@ -12,7 +12,7 @@ its outputs are o = o0 + r S, where U, M, o0 and r do not depend on S. The steps
 
 docs/notes/many_devices.md lists the costs. If a document starts inside a shard, M is
 zero, because the decay across the start of a document is zero. If a document starts at the first
-token of a shard, `chunked.zero_unless_continued` sets M and S to zero.
+token of a shard, `chunked.zero_state_unless_continued` sets M and S to zero.
 
 B batch, H value heads, K key width, V value width.
 """
@@ -24,12 +24,12 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.delta_rule import associative, chunked, reference
-from qwen3next_jax.ops.delta_rule.chunk_math import Products
+from qwen3next_jax.ops.delta_rule.chunk_math import MatrixProducts
 from qwen3next_jax.ops.delta_rule.dispatch import Operator
 from qwen3next_jax.ops.delta_rule.interface import Inputs
 
 
-def last_id_before(segment_ids, axis_name: str):
+def last_segment_id_before_shard(segment_ids, axis_name: str):
     """Returns [B], the largest document id in the shards before this one, but at least 1.
 
     Args:
@@ -51,21 +51,27 @@ def gated_delta_rule_over_axis(
       operator: the implementation and the settings.
       axis_name: name of the mesh axis over which T is split.
       x: this shard's inputs. Their segments were encoded with `before`
-        (`chunk_math.encode_segments`).
+        (`chunk_math.signed_segment_ids`).
       initial_state: [B, H, K, V], the state before the row. Only the first shard uses it.
-      before: [B], the result of `last_id_before`; None if a row is one document.
+      before: [B], the result of `last_segment_id_before_shard`; None if a row is one document.
     """
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     initial_state = jnp.where(shard == 0, initial_state, 0)
-    continues = None if x.segments is None else jnp.abs(x.segments[:, 0]) == before
-    run = _run_recurrent if operator.chosen.name == "recurrent" else _run
+    continues = (
+        None if x.signed_segment_ids is None else jnp.abs(x.signed_segment_ids[:, 0]) == before
+    )
+    run = (
+        _recurrent_over_axis
+        if operator.chosen_implementation.name == "recurrent"
+        else _differentiable_over_axis
+    )
     o, final = run(operator, axis_name, x, initial_state, continues)
     return o, jax.lax.psum(jnp.where(shard == shards - 1, final, 0), axis_name)
 
 
-def _run_recurrent(operator: Operator, axis_name, x: Inputs, initial_state, continues):
-    """Computes the same as `_run`, but with the recurrence of `reference`, which JAX
-    differentiates.
+def _recurrent_over_axis(operator: Operator, axis_name, x: Inputs, initial_state, continues):
+    """Computes the same as `_differentiable_over_axis`, but with the recurrence of `reference`,
+    which JAX differentiates.
     """
     settings = operator.settings
     pass_over = functools.partial(
@@ -77,22 +83,22 @@ def _run_recurrent(operator: Operator, axis_name, x: Inputs, initial_state, cont
     )
     _, u = pass_over(x, initial_state)
     _, m = pass_over(x._replace(v=jnp.zeros((*x.v.shape[:3], width), x.v.dtype)), identity)
-    return pass_over(x, initial_state + _entering_state(axis_name, continues, m, u))
+    return pass_over(x, initial_state + _state_entering_shard(axis_name, continues, m, u))
 
 
 # ---- composition over the shards
 
 
-def _entering_state(axis_name, continues, m_BHKK, u_BHKV):
+def _state_entering_shard(axis_name, continues, m_BHKK, u_BHKV):
     """Returns the state [B, H, K, V] before this shard's first token, if the state before the first
-    shard is zero. It is zero if a document starts at that token.
+    shard is zero. The state is zero if a document starts at the first token of this shard.
     """
-    m_BHKK = chunked.zero_unless_continued(continues, m_BHKK)
-    state_BHKV = compose_over_shards(axis_name, m_BHKK, u_BHKV, reverse=False)
-    return chunked.zero_unless_continued(continues, state_BHKV)
+    m_BHKK = chunked.zero_state_unless_continued(continues, m_BHKK)
+    state_BHKV = compose_maps_over_shards(axis_name, m_BHKK, u_BHKV, reverse=False)
+    return chunked.zero_state_unless_continued(continues, state_BHKV)
 
 
-def compose_over_shards(axis_name, m_BHKK, u_BHKV, reverse: bool):
+def compose_maps_over_shards(axis_name, m_BHKK, u_BHKV, reverse: bool):
     """Composes the maps of all n shards. Returns the state [B, H, K, V] that enters this shard if
     zeros enter the first shard (with `reverse`, the last shard).
 
@@ -115,8 +121,8 @@ def compose_over_shards(axis_name, m_BHKK, u_BHKV, reverse: bool):
     )
     maps = jax.lax.all_to_all(maps, axis_name, 0, 0)  # [shards, heads of this one, K, K + V]
     m, u = jnp.split(maps, [key], axis=-1)
-    entering, _ = associative.states_before_maps(
-        (m, u), jnp.zeros_like(u[0]), Products(u.dtype), reverse
+    entering, _ = associative.states_before_each_map(
+        (m, u), jnp.zeros_like(u[0]), MatrixProducts(u.dtype), reverse
     )
     entering = jax.lax.all_to_all(entering, axis_name, 0, 0)
     return entering.reshape(-1, key, value)[:count].reshape(u_BHKV.shape)
@@ -126,32 +132,34 @@ def compose_over_shards(axis_name, m_BHKK, u_BHKV, reverse: bool):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(operator: Operator, axis_name, *arguments):
-    return _forward(operator, axis_name, False, *arguments)[0]
+def _differentiable_over_axis(operator: Operator, axis_name, *arguments):
+    return _outputs_and_residuals(operator, axis_name, False, *arguments)[0]
 
 
-def _run_forward(operator: Operator, axis_name, *arguments):
-    return blocks.save_for_backward(_forward(operator, axis_name, True, *arguments))
+def _over_axis_forward(operator: Operator, axis_name, *arguments):
+    return blocks.save_for_backward(_outputs_and_residuals(operator, axis_name, True, *arguments))
 
 
-def _forward(operator: Operator, axis_name, save: bool, x: Inputs, initial_state, continues):
+def _outputs_and_residuals(
+    operator: Operator, axis_name, save: bool, x: Inputs, initial_state, continues
+):
     """Returns the pair (o, the state after this shard), and the residuals for the backward pass."""
     u, m, r, inverses = operator.affine_map(x, initial_state)
-    state = initial_state + _entering_state(axis_name, continues, m, u)
+    state = initial_state + _state_entering_shard(axis_name, continues, m, u)
     o, final, states, inverses = operator.forward(x, state, inverses, save=save)
     return (o, final), (x, initial_state[:0], continues, states, inverses, r, m)
 
 
-def _run_backward(operator: Operator, axis_name, residuals, cotangents):
+def _over_axis_backward(operator: Operator, axis_name, residuals, cotangents):
     x, initial_state, continues, states, inverses, r, m = residuals
     do, dfinal = cotangents
-    transposed = jnp.swapaxes(chunked.zero_unless_continued(continues, m), -1, -2)
-    du = chunked.zero_unless_continued(
-        continues, chunked.map_gradient(r, do).astype(m.dtype)
-    ) + Products(m.dtype).nn(transposed, dfinal)
-    dleaving = dfinal + compose_over_shards(axis_name, transposed, du, reverse=True)
+    transposed = jnp.swapaxes(chunked.zero_state_unless_continued(continues, m), -1, -2)
+    du = chunked.zero_state_unless_continued(
+        continues, chunked.state_gradient_from_outputs(r, do).astype(m.dtype)
+    ) + MatrixProducts(m.dtype).nn(transposed, dfinal)
+    dleaving = dfinal + compose_maps_over_shards(axis_name, transposed, du, reverse=True)
     *gradients, dinitial = operator.backward(x, states, inverses, do, dleaving)
     return x.cast_gradients(gradients), dinitial.astype(initial_state.dtype), None
 
 
-_run.defvjp(_run_forward, _run_backward)
+_differentiable_over_axis.defvjp(_over_axis_forward, _over_axis_backward)

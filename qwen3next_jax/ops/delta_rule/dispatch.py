@@ -9,26 +9,32 @@ import functools
 from typing import NamedTuple
 
 from qwen3next_jax.ops.delta_rule import chunked
-from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings, chunk_size
-from qwen3next_jax.ops.implementations import Chosen, Form, choose
+from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings, choose_chunk_size
+from qwen3next_jax.ops.implementations import (
+    ChosenImplementation,
+    XlaImplementation,
+    choose_implementation,
+)
 
 
-def chunked_form(platforms: tuple[str, ...], limits: chunked.BlockLimits) -> Form:
-    """Returns the implementation "chunked" for these platforms. It carries the state from chunk to
-    chunk, and computes as many chunks at a time as `limits` allows.
+def chunked_implementation(
+    platforms: tuple[str, ...], limits: chunked.BlockLimits
+) -> XlaImplementation:
+    """Returns the implementation "chunked" for these platforms. This implementation carries the
+    state from chunk to chunk, and computes as many chunks at a time as `limits` allows.
     """
     functions = dict(
         forward=functools.partial(chunked.forward_in_blocks, limits=limits),
         backward=functools.partial(chunked.backward_in_blocks, limits=limits),
         affine_map=functools.partial(chunked.affine_map, parallel=False),
     )
-    return Form("chunked", platforms, functions)
+    return XlaImplementation("chunked", platforms, functions)
 
 
-FORMS = (
-    chunked_form(("cpu",), chunked.CPU_LIMITS),
-    chunked_form(("gpu", "tpu"), chunked.LIMITS),
-    Form(
+XLA_IMPLEMENTATIONS = (
+    chunked_implementation(("cpu",), chunked.CPU_LIMITS),
+    chunked_implementation(("gpu", "tpu"), chunked.LIMITS),
+    XlaImplementation(
         "associative",
         (),
         {
@@ -36,32 +42,34 @@ FORMS = (
             for name in ("forward", "backward", "affine_map")
         },
     ),
-    # This form has no passes: `api.py` and `context.py` call `reference.recurrent`, and JAX
-    # differentiates it.
-    Form("recurrent", (), {}),
+    # This implementation has no passes: `api.py` and `context.py` call `reference.recurrent`, and
+    # JAX differentiates it.
+    XlaImplementation("recurrent", (), {}),
 )
 
 
 class Operator(NamedTuple):
     """The implementation that runs all passes of one call, and the call's settings.
 
-    It is hashable, so that a function with a custom gradient can take it as a static argument. Its
-    methods have the same arguments and results as the methods of `interface.Implementation`, except
-    the argument `settings`.
+    An operator is hashable, so that a function with a custom gradient can take it as a static
+    argument. Its methods take and return the same as the methods of `interface.Implementation`, but
+    without the argument `settings`.
     """
 
-    chosen: Chosen
+    chosen_implementation: ChosenImplementation
     settings: Settings
 
     def forward(self, x: Inputs, initial_state, inverses, *, save: bool):
-        run = self.chosen.function_named("forward")
+        run = self.chosen_implementation.function_named("forward")
         return run(x, initial_state, inverses, self.settings, save=save)
 
     def affine_map(self, x: Inputs, initial_state):
-        return self.chosen.function_named("affine_map")(x, initial_state, self.settings)
+        return self.chosen_implementation.function_named("affine_map")(
+            x, initial_state, self.settings
+        )
 
     def backward(self, x: Inputs, states, inverses, do, dfinal):
-        run = self.chosen.function_named("backward")
+        run = self.chosen_implementation.function_named("backward")
         return run(x, states, inverses, do, dfinal, self.settings)
 
 
@@ -78,11 +86,11 @@ def choose_operator(
     Raises:
       NotImplementedError: the named implementation cannot run `x` on this platform.
     """
-    settings = Settings(chunk_size(x), normalize_qk, delta_term)
-    chosen = choose(
+    settings = Settings(choose_chunk_size(x), normalize_qk, delta_term)
+    chosen = choose_implementation(
         "gated_delta_rule",
         implementation,
-        FORMS,
+        XLA_IMPLEMENTATIONS,
         x=x,
         settings=settings,
         split=axis_name is not None,

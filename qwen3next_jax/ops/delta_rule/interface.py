@@ -1,9 +1,9 @@
 """The arguments and results of every implementation of the gated delta rule.
 
-An implementation is a module, or a `Form`, with the functions `forward`, `backward` and
-`affine_map`, whose signatures the protocol `Implementation` defines. Only a sequence that is split
-over a mesh axis needs `affine_map`. `dispatch.py` lists the XLA implementations; the plugin package
-of kernels (`ops.implementations`) lists the Pallas kernels.
+An implementation is a module, or an `XlaImplementation`, with the functions `forward`, `backward`
+and `affine_map`, whose signatures the protocol `Implementation` defines. Only a sequence that is
+split over a mesh axis needs `affine_map`. `dispatch.py` lists the XLA implementations; the plugin
+package of kernels (`ops.implementations`) lists the Pallas kernels.
 
 B batch, T time, G key heads, H value heads, K key width, V value width, C chunk length, N = ⌈T / C⌉
 chunks.
@@ -21,13 +21,15 @@ class Inputs(NamedTuple):
     q: jax.Array  # [B, T, G, K]
     k: jax.Array  # [B, T, G, K]
     v: jax.Array  # [B, T, H, V]
-    g: jax.Array  # [B, T, H], the logarithm of the decay; 0 for padding
+    log_decay: jax.Array  # [B, T, H], the logarithm of the decay; 0 for padding
     beta: jax.Array  # [B, T, H], the write strength; 0 for padding
-    segments: jax.Array | None = None  # [B, T], signed ids, see `chunk_math.encode_segments`
+    signed_segment_ids: jax.Array | None = (
+        None  # [B, T], signed ids, see `chunk_math.signed_segment_ids`
+    )
 
     def cast_gradients(self, gradients) -> "Inputs":
         """Returns `gradients`, the gradients of q, k, v, g and beta, each cast to the dtype of its
-        array. The gradient of `segments` is None.
+        array. The gradient of `signed_segment_ids` is None.
         """
         return Inputs(*(dx.astype(x.dtype) for dx, x in zip(gradients, self)))
 
@@ -63,8 +65,8 @@ class Implementation(Protocol):
           final state: [B, H, K, V] in float32 or float64.
           states: [N, B, H, K, V] in v's dtype, the state before each chunk; None without `save`.
           inverses: [N, B, ⌈H / 2⌉, C, 2C], the matrix A of each chunk (docs/delta_rule.md). Only
-            the shape is fixed; each implementation arranges the numbers in its own way. None
-            without `save` or without `delta_term`.
+            the shape of this array is fixed; each implementation arranges the numbers in its own
+            way. None without `save` or without `delta_term`.
         """
 
     def affine_map(self, x: Inputs, initial_state, settings: Settings) -> tuple:
@@ -96,8 +98,8 @@ class Implementation(Protocol):
         """
 
 
-def chunk_size(x: Inputs) -> int:
-    """Returns C, the tokens of a chunk. It is 16 for float32 heads of at most 32 channels and 64
+def choose_chunk_size(x: Inputs) -> int:
+    """Returns C, the tokens of a chunk. C is 16 for float32 heads of at most 32 channels and 64
     otherwise. If the sequence is shorter than 64 tokens, 64 is replaced by the smallest power of
     two that is at least 16 and at least the sequence's length.
 

@@ -23,7 +23,7 @@ def recurrent(
     return_all_states: bool = False,
 ):
     """Runs the recurrence in the wider of the dtypes of q and `initial_state`, but at least in
-    float32. It has no custom gradient; JAX differentiates the code.
+    float32. The recurrence has no custom gradient; JAX differentiates the code.
 
     Args:
       x: the arrays with a time axis.

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.blocks import accumulation_dtype
 from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.ops.grouped_matmul import grouped_matmul
-from qwen3next_jax.ops.implementations import Form, choose
+from qwen3next_jax.ops.implementations import XlaImplementation, choose_implementation
 
 _LARGEST_TILE = 256
 LOOP_ROWS = 512
@@ -64,26 +64,28 @@ def routed_experts(x, weight, expert, gate_up, down, *, capacity: int, keep_hidd
       of the layout are summed in float32; the loop adds its results in x's dtype.
     """
     sorted_choices = _sort_choices(weight, expert, gate_up.shape[0], capacity)
-    layout = _make_layout(sorted_choices, weight, gate_up.shape[0], capacity)
+    layout = _make_tile_layout(sorted_choices, weight, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
-    y_PD, hidden_PF = _mlp(layout, _take_rows(x, layout.token_P), flat, down, keep_hidden)
+    y_PD, hidden_PF = _run_weighted_mlp(
+        layout, _take_rows(x, layout.token_P), flat, down, keep_hidden
+    )
 
     def add_expert(e, y_ND):
         w = _matrices_of_expert(e, flat, down)
 
-        def step(rest, y_ND):
-            y_OD = _one_expert(
-                _take_rows(x, rest.token_O).astype(accumulation_dtype(x)), rest.weight_O, *w
+        def step(overflow, y_ND):
+            y_OD = _weighted_expert_mlp(
+                _take_rows(x, overflow.token_O).astype(accumulation_dtype(x)), overflow.weight_O, *w
             )
-            return y_ND.at[rest.scatter_token_O].add(
+            return y_ND.at[overflow.scatter_token_O].add(
                 y_OD.astype(x.dtype), mode="drop", unique_indices=True
             )
 
-        return _for_choices_beyond(layout, e, weight, step, y_ND)
+        return _loop_over_overflow_choices(layout, e, weight, step, y_ND)
 
     choice_P = jnp.where(layout.is_choice_P, layout.choice_P, weight.size)
     sums_ND = sum_by_token(y_PD, choice_P, weight.shape)
-    return _for_experts_beyond(layout, add_expert, sums_ND), SavedForBackward(
+    return _loop_over_overflowing_experts(layout, add_expert, sums_ND), SavedForBackward(
         sorted_choices, hidden_PF
     )
 
@@ -116,10 +118,10 @@ def routed_experts_gradients(
     """
     if kept is None:
         kept = SavedForBackward(_sort_choices(weight, expert, gate_up.shape[0], capacity), None)
-    layout = _make_layout(kept.sorted_choices, weight, gate_up.shape[0], capacity)
+    layout = _make_tile_layout(kept.sorted_choices, weight, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
     dw_before = [d.reshape(w.shape) for d, w in zip(dw_before, (flat, down))]
-    dx_PD, dweight_P, *dw = _mlp_gradients(
+    dx_PD, dweight_P, *dw = _run_weighted_mlp_gradients(
         layout,
         _take_rows(x, layout.token_P),
         flat,
@@ -137,27 +139,27 @@ def routed_experts_gradients(
     def add_expert(e, carry):
         w = _matrices_of_expert(e, flat, down)
 
-        def step(rest, carry):
+        def step(overflow, carry):
             sums, dx_ND, dweight_Q = carry
             _, pullback = jax.vjp(
-                _one_expert,
-                _take_rows(x, rest.token_O).astype(accumulation_dtype(x)),
-                rest.weight_O,
+                _weighted_expert_mlp,
+                _take_rows(x, overflow.token_O).astype(accumulation_dtype(x)),
+                overflow.weight_O,
                 *w,
             )
             dx_OD, dweight_O, *terms = pullback(
-                _take_rows(dy, rest.token_O).astype(accumulation_dtype(x))
+                _take_rows(dy, overflow.token_O).astype(accumulation_dtype(x))
             )
             return (
                 jax.tree.map(jnp.add, sums, terms),
-                dx_ND.at[rest.scatter_token_O].add(
+                dx_ND.at[overflow.scatter_token_O].add(
                     dx_OD.astype(x.dtype), mode="drop", unique_indices=True
                 ),
-                dweight_Q.at[rest.choice_O].set(dweight_O, mode="drop", unique_indices=True),
+                dweight_Q.at[overflow.choice_O].set(dweight_O, mode="drop", unique_indices=True),
             )
 
         dw, dx_ND, dweight_Q = carry
-        sums, dx_ND, dweight_Q = _for_choices_beyond(
+        sums, dx_ND, dweight_Q = _loop_over_overflow_choices(
             layout, e, weight, step, ([jnp.zeros_like(m) for m in w], dx_ND, dweight_Q)
         )
         # If the expert has no tile and there are no earlier gradients, the kernels have not written
@@ -169,7 +171,7 @@ def routed_experts_gradients(
         ]
         return dw, dx_ND, dweight_Q
 
-    (dflat, ddown), dx_ND, dweight_Q = _for_experts_beyond(
+    (dflat, ddown), dx_ND, dweight_Q = _loop_over_overflowing_experts(
         layout, add_expert, (dw, dx_ND, dweight_Q)
     )
     return dx_ND, dweight_Q.reshape(weight.shape), dflat.reshape(gate_up.shape), ddown
@@ -185,16 +187,21 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
         of Q or more are left out.
       shape: the tuple (N, A).
     """
-    chosen = choose("sum_by_token", None, SUM_FORMS, rows=rows, shape=shape)
+    chosen = choose_implementation(
+        "sum_by_token", None, SUM_XLA_IMPLEMENTATIONS, rows=rows, shape=shape
+    )
     return chosen.function_named("sum_by_token")(rows, choice, shape)
 
 
 def _values_by_choice(values, choice, shape: tuple[int, int]):
-    """Returns [Q] with `values` [P] at the indices `choice` [P], which have the meaning that they
-    have in `sum_by_token`, and 0 elsewhere. Values that are left out may be undefined.
+    """Returns an array [Q] with `values` [P] at the indices `choice` [P], and 0 elsewhere.
+    `sum_by_token` describes `choice`. A value with an index of Q or more is left out, and may be
+    undefined.
     """
     rows = jax.ShapeDtypeStruct((*values.shape, 1), values.dtype)
-    chosen = choose("sum_by_token", None, SUM_FORMS, rows=rows, shape=shape)
+    chosen = choose_implementation(
+        "sum_by_token", None, SUM_XLA_IMPLEMENTATIONS, rows=rows, shape=shape
+    )
     return chosen.function_named("values_by_choice")(values, choice, shape)
 
 
@@ -220,17 +227,17 @@ def _sum_by_token_in_xla(rows, choice, shape: tuple[int, int]):
 # ---- the layout
 
 
-class _Layout(NamedTuple):
-    """The layout of the choices, and the choices that do not fit in it ("beyond the layout").
-    Choice a of token n has the number n · A + a.
+class _TileLayout(NamedTuple):
+    """The layout of the choices in tiles, and the choices that do not fit in the layout
+    ("overflow"). Choice a of token n has the number n · A + a.
     """
 
     # [T], the expert of each tile, in ascending order
     expert_T: jax.Array
     # [1], the number of tiles that belong to an expert; the tiles after them hold nothing
-    used: jax.Array
+    used_tile_count: jax.Array
     # [E], the number of rows in the tiles of each expert
-    sizes_E: jax.Array
+    expert_rows_E: jax.Array
     # [P], whether the row holds a choice; a row without one has weight 0 and an arbitrary token
     is_choice_P: jax.Array
     # [P], the number of the choice that each row holds
@@ -241,34 +248,35 @@ class _Layout(NamedTuple):
     weight_P: jax.Array
     # the numbers and the weights of all choices and of the padding, sorted by expert, followed by O
     # unused entries
-    ordered: tuple[jax.Array, jax.Array]
-    # [E], the index in `ordered` of the expert's first choice that does not fit in the layout
-    overflow_E: jax.Array
-    # [E], one more than the index in `ordered` of the expert's last choice
-    ends_E: jax.Array
+    sorted_numbers_and_weights: tuple[jax.Array, jax.Array]
+    # [E], the index in the sorted numbers of the expert's first choice that does not fit in the
+    # layout
+    overflow_start_E: jax.Array
+    # [E], one more than the index in the sorted numbers of the expert's last choice
+    choices_end_E: jax.Array
     # [E], whether the layout has a tile for the expert
     has_tile_E: jax.Array
     # scalar, the first expert with choices that do not fit, or E if all choices fit; None if the
     # layout is so large that all choices always fit
-    first_beyond: jax.Array | None
+    first_overflowing_expert: jax.Array | None
 
 
 class SortedChoices(NamedTuple):
     """The choices and the padding, sorted by expert.
 
     Attributes:
-      count_E: [E] int32, the number of choices of each expert.
-      ordered: the numbers and the weights of all choices and of the padding, sorted by expert,
-        followed by O unused entries.
+      choice_count_E: [E] int32, the number of choices of each expert.
+      sorted_numbers_and_weights: the numbers and the weights of all choices and of the padding,
+        sorted by expert, followed by O unused entries.
     """
 
-    count_E: jax.Array
-    ordered: tuple[jax.Array, jax.Array]
+    choice_count_E: jax.Array
+    sorted_numbers_and_weights: tuple[jax.Array, jax.Array]
 
 
 def _sort_choices(weight_NA, expert_NA, experts: int, capacity: int) -> SortedChoices:
     """Returns the choices `expert_NA` with the router's weights `weight_NA`, sorted."""
-    size, _, _ = _tile_sizes(expert_NA.size, experts, capacity)
+    size, _, _ = _tile_size_and_counts(expert_NA.size, experts, capacity)
     expert_Q = (
         jnp.where((expert_NA >= 0) & (expert_NA < experts), expert_NA, experts)
         .reshape(-1)
@@ -286,26 +294,28 @@ def _sort_choices(weight_NA, expert_NA, experts: int, capacity: int) -> SortedCh
     padding = experts * size + LOOP_ROWS
     keys = jnp.concatenate([expert_Q, padding_EM.reshape(-1), jnp.full(LOOP_ROWS, experts)])
     weights = jnp.pad(weight_NA.reshape(-1).astype(accumulation_dtype(weight_NA)), (0, padding))
-    return SortedChoices(count_E, _sort_by_expert(keys, weights, experts))
+    return SortedChoices(count_E, _sort_entries_by_expert(keys, weights, experts))
 
 
-def _make_layout(sorted_choices: SortedChoices, weight_NA, experts: int, capacity: int) -> _Layout:
+def _make_tile_layout(
+    sorted_choices: SortedChoices, weight_NA, experts: int, capacity: int
+) -> _TileLayout:
     """Returns the layout of sorted choices. The function reads only the shape of `weight_NA`."""
     choices = weight_NA.size
-    size, tiles, most = _tile_sizes(choices, experts, capacity)
-    count_E, ordered = sorted_choices
+    size, tiles, most = _tile_size_and_counts(choices, experts, capacity)
+    count_E, sorted_numbers_and_weights = sorted_choices
     tiles_E = jnp.maximum(-(-count_E // size), 1)
     tile_ends_E = jnp.cumsum(tiles_E)
     tile_starts_E = tile_ends_E - tiles_E
     rows, tile = tiles * size, jnp.arange(tiles)
-    choice_P, weight_P = (a[:rows] for a in ordered)
+    choice_P, weight_P = (a[:rows] for a in sorted_numbers_and_weights)
     expert_T = jnp.minimum(
         jnp.sum(tile_ends_E <= tile[:, None], axis=1, dtype=jnp.int32), experts - 1
     )
     used = jnp.minimum(tile_ends_E[-1:], tiles)
     is_choice_P = (choice_P < choices) & (jnp.arange(rows) < used * size)
-    first_beyond = None if tiles == most else jnp.sum(tile_ends_E <= tiles)
-    return _Layout(
+    first_overflowing = None if tiles == most else jnp.sum(tile_ends_E <= tiles)
+    return _TileLayout(
         expert_T,
         used,
         (jnp.minimum(tile_ends_E, tiles) - jnp.minimum(tile_starts_E, tiles)) * size,
@@ -313,15 +323,15 @@ def _make_layout(sorted_choices: SortedChoices, weight_NA, experts: int, capacit
         choice_P,
         _token_of_choice(choice_P, weight_NA),
         jnp.where(is_choice_P, weight_P, 0),
-        ordered,
+        sorted_numbers_and_weights,
         jnp.maximum(tile_starts_E * size, rows),
         tile_starts_E * size + count_E,
         tile_starts_E < tiles,
-        first_beyond,
+        first_overflowing,
     )
 
 
-def _tile_sizes(choices: int, experts: int, capacity: int) -> tuple[int, int, int]:
+def _tile_size_and_counts(choices: int, experts: int, capacity: int) -> tuple[int, int, int]:
     """Returns three numbers: the rows of a tile, the tiles of the layout, and the tiles that would
     be enough for any choices.
     """
@@ -336,7 +346,7 @@ def _tile_sizes(choices: int, experts: int, capacity: int) -> tuple[int, int, in
     return size, tiles, most
 
 
-def _sort_by_expert(keys, weights, experts: int):
+def _sort_entries_by_expert(keys, weights, experts: int):
     """Returns (numbers, weights) sorted by key.
 
     Args:
@@ -374,17 +384,17 @@ def _take_rows(x, index):
 # ---- the choices in the layout
 
 
-def _mlp_in_xla(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, keep_hidden: bool):
+def _weighted_mlp_in_xla(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, keep_hidden: bool):
     """Returns the results [P, D] of the weighted SwiGLU experts in XLA, and, if it is to be kept,
     the hidden layer [P, F]; else None. `sizes_E` is the number of rows of each expert; rows after
     them are zeros.
     """
     hidden_PF = grouped_matmul(x_PD, gate_up_EDF, sizes_E)
-    y_PD = _results_of_hidden(hidden_PF, weight_P, down_EID, sizes_E)
+    y_PD = _results_from_hidden_layer(hidden_PF, weight_P, down_EID, sizes_E)
     return y_PD, hidden_PF if keep_hidden else None
 
 
-def _results_of_hidden(hidden_PF, weight_P, down_EID, sizes_E):
+def _results_from_hidden_layer(hidden_PF, weight_P, down_EID, sizes_E):
     activation_PI = _weighted_swiglu(hidden_PF.astype(accumulation_dtype(hidden_PF)), weight_P)
     return grouped_matmul(activation_PI.astype(hidden_PF.dtype), down_EID, sizes_E)
 
@@ -395,17 +405,17 @@ def _weighted_swiglu(hidden, weight):
     return jax.nn.silu(gate) * up * weight[:, None]
 
 
-def _mlp_gradients_in_xla(
+def _weighted_mlp_gradients_in_xla(
     x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, hidden_PF, dy_PD, *dw_before
 ):
-    """Returns the gradients of x, weight, gate_up and down of `_mlp_in_xla`, given dy [P, D].
-    `hidden_PF` is the hidden layer; None: it is computed again. `dw_before`, if given, are earlier
-    gradients of gate_up and down, which are added.
+    """Returns the gradients of x, weight, gate_up and down of `_weighted_mlp_in_xla`, given dy [P,
+    D]. `hidden_PF` is the hidden layer; None: it is computed again. `dw_before`, if given, are
+    earlier gradients of gate_up and down, which are added.
     """
     # If the hidden layer is known, nothing reads this product, and XLA drops it.
     product, pull_first = jax.vjp(lambda *a: grouped_matmul(*a, sizes_E), x_PD, gate_up_EDF)
     _, pull_rest = jax.vjp(
-        lambda *a: _results_of_hidden(*a, sizes_E),
+        lambda *a: _results_from_hidden_layer(*a, sizes_E),
         product if hidden_PF is None else hidden_PF,
         weight_P,
         down_EID,
@@ -416,23 +426,31 @@ def _mlp_gradients_in_xla(
     return dx_PD, dweight_P, *(map(jnp.add, dw, dw_before) if dw_before else dw)
 
 
-def _mlp(layout: _Layout, x_PD, gate_up_EDF, down_EID, keep_hidden: bool):
-    return _run_chosen(layout, "mlp", x_PD, gate_up_EDF, down_EID, keep_hidden=keep_hidden)
+def _run_weighted_mlp(layout: _TileLayout, x_PD, gate_up_EDF, down_EID, keep_hidden: bool):
+    return _run_chosen_implementation(
+        layout, "mlp", x_PD, gate_up_EDF, down_EID, keep_hidden=keep_hidden
+    )
 
 
-def _mlp_gradients(layout: _Layout, x_PD, gate_up_EDF, down_EID, hidden_PF, *gradients):
-    return _run_chosen(layout, "mlp_gradients", x_PD, gate_up_EDF, down_EID, hidden_PF, *gradients)
+def _run_weighted_mlp_gradients(
+    layout: _TileLayout, x_PD, gate_up_EDF, down_EID, hidden_PF, *gradients
+):
+    return _run_chosen_implementation(
+        layout, "mlp_gradients", x_PD, gate_up_EDF, down_EID, hidden_PF, *gradients
+    )
 
 
-def _run_chosen(layout: _Layout, name: str, x_PD, gate_up_EDF, down_EID, *others, **options):
+def _run_chosen_implementation(
+    layout: _TileLayout, name: str, x_PD, gate_up_EDF, down_EID, *others, **options
+):
     """Runs the function `name` ("mlp" or "mlp_gradients") of the chosen implementation on the rows
     of the layout. `others` are the hidden layer, dy and the earlier gradients of the weights;
     nothing for "mlp".
     """
-    chosen = choose(
+    chosen = choose_implementation(
         "routed_experts",
         None,
-        FORMS,
+        XLA_IMPLEMENTATIONS,
         x=x_PD,
         gate_up=gate_up_EDF,
         tile=x_PD.shape[0] // layout.expert_T.shape[0],
@@ -440,17 +458,23 @@ def _run_chosen(layout: _Layout, name: str, x_PD, gate_up_EDF, down_EID, *others
     )
     # Kernels take the expert of each tile. The XLA implementation takes the number of rows of each
     # expert.
-    groups = (layout.expert_T, layout.used) if chosen.is_kernel else (layout.sizes_E,)
+    groups = (
+        (layout.expert_T, layout.used_tile_count) if chosen.is_kernel else (layout.expert_rows_E,)
+    )
     return chosen.function_named(name)(
         x_PD, layout.weight_P, gate_up_EDF, down_EID, *groups, *others, **options
     )
 
 
-FORMS = (
-    Form("xla", ("cpu", "gpu", "tpu"), dict(mlp=_mlp_in_xla, mlp_gradients=_mlp_gradients_in_xla)),
+XLA_IMPLEMENTATIONS = (
+    XlaImplementation(
+        "xla",
+        ("cpu", "gpu", "tpu"),
+        dict(mlp=_weighted_mlp_in_xla, mlp_gradients=_weighted_mlp_gradients_in_xla),
+    ),
 )
-SUM_FORMS = (
-    Form(
+SUM_XLA_IMPLEMENTATIONS = (
+    XlaImplementation(
         "xla",
         ("cpu", "gpu", "tpu"),
         dict(sum_by_token=_sum_by_token_in_xla, values_by_choice=_values_by_choice_in_xla),
@@ -458,21 +482,24 @@ SUM_FORMS = (
 )
 
 
-# ---- the choices beyond the layout, which do not fit in it
+# ---- the choices that do not fit in the layout
 
 
-def _for_experts_beyond(layout: _Layout, body, carry):
-    """Runs carry = body(e, carry) for the first expert e that has choices beyond the layout and for
-    all experts after it. Returns the last `carry`.
+def _loop_over_overflowing_experts(layout: _TileLayout, body, carry):
+    """Runs carry = body(e, carry) for the first expert e with choices that do not fit in the layout
+    and for all experts after it. Returns the last `carry`.
     """
-    if layout.first_beyond is None:
+    if layout.first_overflowing_expert is None:
         return carry
-    return jax.lax.fori_loop(layout.first_beyond, layout.ends_E.shape[0], body, carry)
+    return jax.lax.fori_loop(
+        layout.first_overflowing_expert, layout.choices_end_E.shape[0], body, carry
+    )
 
 
-class _ChoicesBeyond(NamedTuple):
-    """The O choices of a step of the loop. Entries after the expert's last choice have weight 0 and
-    an arbitrary token, and scatters drop them.
+class _OverflowChoices(NamedTuple):
+    """O choices of one expert that do not fit in the layout. One step of the loop computes them.
+    Entries after the expert's last choice have weight 0 and an arbitrary token, and scatters drop
+    them.
     """
 
     token_O: jax.Array
@@ -481,23 +508,24 @@ class _ChoicesBeyond(NamedTuple):
     choice_O: jax.Array  # the number of the choice; Q or more for entries that scatters drop
 
 
-def _for_choices_beyond(layout: _Layout, e, weight_NA, step, carry):
-    """Runs carry = step(choices, carry) until all choices of expert e beyond the layout have been
-    passed to `step`, O at a time. Returns the last `carry`.
+def _loop_over_overflow_choices(layout: _TileLayout, e, weight_NA, step, carry):
+    """Runs carry = step(choices, carry) until all choices of expert e that do not fit in the layout
+    have been passed to `step`, O at a time. Returns the last `carry`.
     """
-    beyond = layout.overflow_E[e]
+    overflow_start = layout.overflow_start_E[e]
 
     def body(k, carry):
-        first, index_O = beyond + k * LOOP_ROWS, jnp.arange(LOOP_ROWS)
+        first, index_O = overflow_start + k * LOOP_ROWS, jnp.arange(LOOP_ROWS)
         choice_O, weight_O = (
-            jax.lax.dynamic_slice(a, (first,), (LOOP_ROWS,)) for a in layout.ordered
+            jax.lax.dynamic_slice(a, (first,), (LOOP_ROWS,))
+            for a in layout.sorted_numbers_and_weights
         )
         token_O, is_choice_O = (
             _token_of_choice(choice_O, weight_NA),
-            first + index_O < layout.ends_E[e],
+            first + index_O < layout.choices_end_E[e],
         )
         return step(
-            _ChoicesBeyond(
+            _OverflowChoices(
                 token_O,
                 jnp.where(is_choice_O, weight_O, 0),
                 jnp.where(is_choice_O, token_O, weight_NA.shape[0] + index_O),
@@ -506,7 +534,9 @@ def _for_choices_beyond(layout: _Layout, e, weight_NA, step, carry):
             carry,
         )
 
-    return jax.lax.fori_loop(0, -(-(layout.ends_E[e] - beyond) // LOOP_ROWS), body, carry)
+    return jax.lax.fori_loop(
+        0, -(-(layout.choices_end_E[e] - overflow_start) // LOOP_ROWS), body, carry
+    )
 
 
 def _matrices_of_expert(e, gate_up_EDF, down_EID):
@@ -514,6 +544,6 @@ def _matrices_of_expert(e, gate_up_EDF, down_EID):
     return tuple(w[e].astype(accumulation_dtype(w)) for w in (gate_up_EDF, down_EID))
 
 
-def _one_expert(x_OD, weight_O, gate_up_DF, down_ID):
+def _weighted_expert_mlp(x_OD, weight_O, gate_up_DF, down_ID):
     """Returns the weighted SwiGLU of one expert for all rows, [O, D]."""
     return _weighted_swiglu(x_OD @ gate_up_DF, weight_O) @ down_ID

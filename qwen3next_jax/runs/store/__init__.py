@@ -1,4 +1,4 @@
-"""Writes the folder of a run, on a disk or in a bucket. `store.RunStore` is the interface."""
+"""Writes the folder of a run, on a disk or in a bucket. `store.store.RunStore` is the interface."""
 
 import pathlib
 
@@ -15,11 +15,13 @@ def open_store(
     Args:
       patience: the seconds for which a bucket may be unreachable before the process ends; None:
         the patience of the path.
-      is_owner: whether this is process 0, which holds the lock of the folder.
+      is_owner: whether this process takes the lock of the folder, as process 0 of a run does.
     """
     workdir = to_path(workdir)
     if not isinstance(workdir, BucketPath):
         return LocalStore(workdir)
     from qwen3next_jax.runs.store.bucket import BucketStore
 
-    return BucketStore(workdir, workdir.patience if patience is None else patience, is_owner)
+    return BucketStore(
+        workdir, workdir.patience_seconds if patience is None else patience, is_owner
+    )

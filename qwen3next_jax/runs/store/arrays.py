@@ -1,4 +1,4 @@
-"""Writes and reads the arrays of a train state with Orbax, to a folder or to one in a bucket."""
+"""Writes and reads the arrays of a train state with Orbax, in a folder on a disk or in a bucket."""
 
 import fnmatch
 import logging
@@ -25,14 +25,15 @@ logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in r
 
 
 def _print_unraisable(error: Any) -> None:
-    """Prints an exception that could not be raised, except those of TensorStore's threads after a
-    failed save: each write that ends then reports to an event loop that Orbax has closed.
+    """Prints an exception that Python could not raise, but not the errors "Event loop is closed".
+    TensorStore's threads cause these after a failed save, when they report the end of their writes
+    to an event loop that Orbax has closed.
     """
     if str(error.exc_value) != "Event loop is closed":
-        _print_before(error)
+        _previous_hook(error)
 
 
-_print_before, sys.unraisablehook = sys.unraisablehook, _print_unraisable
+_previous_hook, sys.unraisablehook = sys.unraisablehook, _print_unraisable
 
 # The errors that Orbax and TensorStore raise if a disk is full or not mounted.
 SAVE_ERRORS = (OSError, ValueError, RuntimeError)
@@ -40,15 +41,18 @@ SAVE_ERRORS = (OSError, ValueError, RuntimeError)
 
 @epath.register_path_cls
 class OrbaxPath(type(epath.Path("/"))):
-    """A folder as Orbax gets it: a local one, or one in a bucket.
+    """A path of a folder, on a disk or in a bucket, that Orbax gets in place of `epath.Path`. It
+    replaces the method `glob`.
 
-    Orbax finds the files of each process with `glob`. That of `epath.Path` takes the whole path for
-    a pattern: under a folder named `lr=[0.1]` it finds nothing, and Orbax writes a checkpoint
-    without its index; under `a*` it finds the files of other runs, too.
+    Orbax finds the files of each process with `glob`. `epath.Path.glob` takes the whole path for a
+    pattern. So in a folder named `lr=[0.1]` it finds nothing, and Orbax writes a checkpoint without
+    an index; in a folder named `a*` it also finds the files of other runs.
     """
 
     def glob(self, pattern: str) -> Iterator["OrbaxPath"]:
-        """Yields the files and folders in this folder whose names match; no "**"."""
+        """Yields the files and folders in this folder whose names match `pattern`. Does not support
+        "**".
+        """
         folder, _, pattern = pattern.rpartition("/")
         inside = self / folder
         for path in inside.iterdir() if inside.is_dir() else ():
@@ -60,9 +64,9 @@ def make_checkpointer(in_background: bool = False) -> ocp.AsyncCheckpointer:
     """Returns Orbax's writer and reader of checkpoints.
 
     Args:
-      in_background: whether it is used in another thread than the train step. Then its barriers
-        between processes go through the coordinator, because a program on the devices would come
-        between the steps in another order on each process.
+      in_background: whether another thread than that of the train step uses it. Then the barriers
+        between processes go through JAX's coordinator, and not through a program on the devices,
+        which each process could run between other steps.
     """
     # Weights compress by 8 % only, and uncompressed arrays are saved and read twice as fast.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
@@ -82,8 +86,8 @@ def write_arrays(folder: pathlib.Path, state: State) -> None:
 
 
 def count_chunks(state: State) -> int:
-    """Returns the number of entries that a checkpoint of `state` has at least: for each array its
-    description and its chunks, one for each shard.
+    """Returns the least number of entries that the index of a checkpoint of `state` has. Each array
+    has one entry for its description and one for each chunk; a chunk is a shard.
     """
     count = 0
     for leaf in jax.tree.leaves(state):
@@ -96,7 +100,7 @@ def count_chunks(state: State) -> int:
 
 
 def check_chunks(folder: dict[str, Any], expected: int) -> None:
-    """Checks that the index of the arrays in a folder, by which they are read, names all chunks.
+    """Checks that Orbax's index of the arrays in a folder names all chunks of the arrays.
 
     Args:
       folder: TensorStore's specification of the folder.
@@ -115,7 +119,7 @@ def check_chunks(folder: dict[str, Any], expected: int) -> None:
 
 
 def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = False) -> State:
-    """Reads the arrays in `folder`, without verifying digests.
+    """Reads the arrays in `folder`. Does not verify digests.
 
     Args:
       abstract_state: the structure, dtypes and shardings of the result.
@@ -142,12 +146,12 @@ def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = Fal
         raise UserError(f"{folder}: not a checkpoint of this model ({reason})") from error
     except OSError as error:
         raise UserError(f"{folder}: cannot be read ({error.strerror or error})") from error
-    return with_keys_of(restored, abstract_state)
+    return with_original_keys(restored, abstract_state)
 
 
 def with_text_keys(state: Any) -> Any:
-    """Returns `state` with every dict key converted to text, because nnx numbers the entries of a
-    List with ints, and Orbax stores only text keys.
+    """Returns `state` with every dict key converted to text. The keys of an nnx List are ints, and
+    Orbax stores only text keys.
     """
     if type(state) is dict:
         return {str(key): with_text_keys(value) for key, value in state.items()}
@@ -157,13 +161,15 @@ def with_text_keys(state: Any) -> Any:
     return state
 
 
-def with_keys_of(restored: Any, pattern: Any) -> Any:
-    """Undoes `with_text_keys`: returns the values of `restored` under the keys of `pattern`.
-    Leaves are matched by key and not by order, because as text "10" sorts before "2".
+def with_original_keys(restored: Any, pattern: Any) -> Any:
+    """Returns `restored` with the keys of `pattern` in place of the text keys that `with_text_keys`
+    made. Leaves are matched by key and not by order, because as text "10" sorts before "2".
     """
     if type(pattern) is dict:
-        return {key: with_keys_of(restored[str(key)], value) for key, value in pattern.items()}
+        return {
+            key: with_original_keys(restored[str(key)], value) for key, value in pattern.items()
+        }
     if isinstance(pattern, tuple):
-        values = [with_keys_of(a, b) for a, b in zip(restored, pattern, strict=True)]
+        values = [with_original_keys(a, b) for a, b in zip(restored, pattern, strict=True)]
         return type(pattern)(*values) if hasattr(pattern, "_fields") else tuple(values)
     return restored

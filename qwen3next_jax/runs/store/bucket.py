@@ -6,9 +6,10 @@
     WORKDIR/restarting.json   {"to": "before-TIME"}, while `--restart` moves the old run
     WORKDIR/before-TIME/      the old run: run.json, metrics, manifests of checkpoints, …
 
-To move an old run, small objects are copied and then deleted. The arrays of checkpoints stay in
-WORKDIR/arrays, and the moved manifests name them there; a new run writes its own arrays under its
-own id, and deletes no others. Dumps and profiles stay where they are, too.
+`--restart` moves an old run by copying its small objects and then deleting the originals. The
+arrays of its checkpoints stay in WORKDIR/arrays, where the moved manifests find them. A new run
+puts its own id into the names of the folders of its arrays, and deletes no other arrays. The dumps
+and profiles of the old run stay where they are, too.
 """
 
 import faulthandler
@@ -22,8 +23,8 @@ from typing import Any
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.common.object_stores import set_fsspec_patience
-from qwen3next_jax.common.storage import BucketPath, check_bucket
+from qwen3next_jax.common.object_stores import set_gcsfs_patience
+from qwen3next_jax.common.storage import BucketPath, check_bucket_access
 from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.record import run_id
@@ -31,8 +32,8 @@ from qwen3next_jax.runs.store.events import EventLog
 from qwen3next_jax.runs.store.lease import Lease
 from qwen3next_jax.runs.store.store import RunStore
 
-_MARK = "restarting.json"
-_MOVED = (
+_RESTART_MARK = "restarting.json"
+_MOVED_NAMES = (
     "checkpoints",
     "damaged",
     "eval",
@@ -42,16 +43,18 @@ _MOVED = (
     "run.json",
     "tokenizer",
 )
-_CONTROL = "".join(map(chr, range(32)))  # Google Cloud Storage refuses some of them in names
-_PATIENCE_OF_STACKS = 5.0  # seconds; the process that writes them is to end
+_CONTROL_CHARACTERS = "".join(
+    map(chr, range(32))
+)  # Google Cloud Storage refuses some of them in names
+_STACKS_PATIENCE_SECONDS = 5.0  # seconds; the process that writes them is to end
 
 
 class BucketStore(RunStore):
-    """The folder of a run in a bucket. Its lock is a lease, which ends by itself if the process
-    does not renew it.
+    """The folder of a run in a bucket. The lock of the folder is a lease, which ends by itself if
+    the process does not renew it.
     """
 
-    takes_other_writers = False
+    other_libraries_can_write = False
     is_quick_to_read = False
 
     def __init__(self, workdir: BucketPath, patience: float, is_owner: bool):
@@ -59,23 +62,23 @@ class BucketStore(RunStore):
 
         Args:
           patience: the seconds for which the bucket may be unreachable before the process ends.
-          is_owner: whether this is process 0, which holds the lock; the others only watch whether
-            the bucket answers.
+          is_owner: whether this is process 0, which holds the lock. The other processes only watch
+            whether the bucket answers.
         """
         super().__init__(workdir.with_patience(patience))
         self._patience = patience
         self._lease = Lease(self.workdir, patience, is_owner)
 
-    def check(self, where: str) -> None:
+    def check_can_hold_run(self, where: str) -> None:
         self._check_folder_path(
-            where, tuple(self.workdir.key.split("/")), forbidden="?#" + _CONTROL
+            where, tuple(self.workdir.key.split("/")), forbidden="?#" + _CONTROL_CHARACTERS
         )
         require(
             self.workdir.scheme == "gs",
             f"{where}: Orbax writes no checkpoints to s3://: give gs:// or a folder on a file "
             "system (s3:// may hold prepared data and Hugging Face directories)",
         )
-        check_bucket(where, self.workdir)
+        check_bucket_access(where, self.workdir)
 
     # ---- the lock
 
@@ -87,18 +90,18 @@ class BucketStore(RunStore):
         self._lease.__exit__(*exception)
 
     def run_locked(self, function: Callable[[], Any]) -> Any:
-        """If another process has the lock, waits until that process renews it or its lease has
-        ended.
+        """As `RunStore.run_locked`. If another process has the lock, first waits until the other
+        process renews the lock, or until its lease has ended.
         """
         return self._lease.run_locked(function)
 
     # ---- --restart
 
     def is_restart_unfinished(self) -> bool:
-        return (self.workdir / _MARK).is_file()
+        return (self.workdir / _RESTART_MARK).is_file()
 
-    def move_aside(self) -> None:
-        mark = self.workdir / _MARK
+    def move_old_run_aside(self) -> None:
+        mark = self.workdir / _RESTART_MARK
         try:
             if mark.is_file():
                 target = self.workdir / json_files.read(mark)["to"]
@@ -109,8 +112,8 @@ class BucketStore(RunStore):
                 return
             # run.json is the last: as long as it is there, the supervisor sees the old run.
             for path in sorted(self._objects_to_move(), key=lambda path: path.name == "run.json"):
-                for source in sorted(path.entries()) or [path]:
-                    _move(source, target / str(source.relative_to(self.workdir)))
+                for source in sorted(path.file_infos()) or [path]:
+                    _move_object(source, target / str(source.relative_to(self.workdir)))
             mark.unlink(missing_ok=True)
         except (OSError, ValueError, KeyError) as error:
             raise UserError(
@@ -119,11 +122,13 @@ class BucketStore(RunStore):
             ) from error
 
     def _objects_to_move(self) -> list[BucketPath]:
-        return [path for path in self.workdir.iterdir() if path.name in _MOVED]
+        return [path for path in self.workdir.iterdir() if path.name in _MOVED_NAMES]
 
-    def run_files(self) -> dict[str, str]:
-        """Returns the version of run.json alone, because `move_aside` deletes it last."""
-        entry = (self.workdir / "run.json").entry()
+    def run_file_identities(self) -> dict[str, str]:
+        """Returns the version of run.json alone, because `move_old_run_aside` deletes run.json
+        last.
+        """
+        entry = (self.workdir / "run.json").file_info()
         return {"run.json": entry.version} if entry else {}
 
     # ---- what a run writes
@@ -141,10 +146,12 @@ class BucketStore(RunStore):
         keep_steps: Container[int] = (),
         frozen_paths: frozenset[str] = frozenset(),
     ) -> Any:
-        """Every checkpoint holds the frozen parameters, too."""
+        """As `RunStore.open_checkpoints`. Ignores `frozen_paths`: in a bucket every checkpoint
+        holds the frozen parameters, too.
+        """
         from qwen3next_jax.runs.store.bucket_checkpoints import BucketCheckpoints
 
-        set_fsspec_patience(self._patience)
+        set_gcsfs_patience(self._patience)
         return BucketCheckpoints(self.workdir, retention, keep_steps, self._lease)
 
     def open_events(self) -> EventLog:
@@ -159,9 +166,9 @@ class BucketStore(RunStore):
     def write_manifest(self, folder: BucketPath) -> None:
         manifest.write_bucket_manifest(folder, folder)
 
-    def write_stacks(self, process: int, stop: dict[str, Any]) -> None:
-        """The stacks go to standard error first, because the bucket may be what the process waits
-        for; then, as far as possible, to the bucket. The event is not written.
+    def write_thread_stacks(self, process: int, stop: dict[str, Any]) -> None:
+        """Writes the stacks to standard error first, because the process may hang on the bucket.
+        Then tries to write them to the bucket, too. Does not write the event `stop`.
         """
         path = self.workdir / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{process}.txt"
         reason = stop["reason"]
@@ -171,14 +178,14 @@ class BucketStore(RunStore):
             file.seek(0)
             stacks = file.read()
         os.write(2, stacks)
-        patient = path.with_patience(_PATIENCE_OF_STACKS)
+        patient = path.with_patience(_STACKS_PATIENCE_SECONDS)
         patient.write_bytes(f"{reason}\n\n".encode() + stacks)
         os.write(2, f"the stacks are also in {path}\n".encode())
 
 
-def _move(source: BucketPath, target: BucketPath) -> None:
+def _move_object(source: BucketPath, target: BucketPath) -> None:
     content = source.read_bytes()
-    if source.name == manifest.NAME:
-        content = manifest.moved_deeper(content)
+    if source.name == manifest.FILE_NAME:
+        content = manifest.content_after_move_to_subfolder(content)
     target.write_bytes(content)
     source.unlink(missing_ok=True)

@@ -2,15 +2,15 @@
 
     WORKDIR/metrics/000000.jsonl, 000001.jsonl, …    the lines of metrics.jsonl, in pieces
 
-A thread writes the newest piece again every few seconds, with the lines that came since, until it
-has `_PIECE` bytes; then the next piece begins. So a killed process loses the events of a few
-seconds, and the number of pieces depends on the bytes alone.
+Every few seconds a thread writes the newest piece again, with the lines that were added. Once the
+piece has `_PIECE_BYTES` bytes, the next piece begins. So a killed process loses the events of a few
+seconds, and the number of pieces depends only on the number of bytes.
 
-Every write demands the version of the piece that this process wrote or read last. If the piece has
-another version, it is written only if this process still has the run's lock, and if the piece holds
-a beginning of what is to be written: then the answer to an earlier write was lost. `keep`, with
-which a process begins, writes the newest piece again. From then on a process that had the lock
-before cannot change the record.
+Every write is conditional: the piece must have the version that this process wrote or read last. If
+the piece has another version, there are two cases. If this process still has the run's lock, and
+the piece holds a beginning of what is to be written, then the answer to an earlier write was lost,
+and the piece is written. Otherwise the process ends. A process begins with `remove_events_after`,
+which writes the newest piece again, so a process that had the lock before cannot write it any more.
 """
 
 import threading
@@ -20,23 +20,25 @@ from typing import Any
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import ExitCode, warn
-from qwen3next_jax.common.events import is_valid_event, piece_paths
-from qwen3next_jax.common.storage import ABSENT, BucketPath, Conflict
-from qwen3next_jax.runs.store.events import Before, EventLog, is_kept
+from qwen3next_jax.common.events import events_file_pieces, is_valid_event
+from qwen3next_jax.common.storage import ABSENT, BucketPath, VersionConflict
+from qwen3next_jax.runs.store.events import EventLog, PreviousEvents, is_kept
 from qwen3next_jax.runs.store.lease import Lease
 
-_PIECE = 1 << 20  # bytes
-_INTERVAL = 5.0  # seconds between two writes; a store takes one write a second to one object
+_PIECE_BYTES = 1 << 20  # bytes
+_WRITE_INTERVAL_SECONDS = (
+    5.0  # seconds between two writes; a store takes one write a second to one object
+)
 
 
 class BucketEvents(EventLog):
-    """metrics.jsonl in a bucket, in pieces, which a thread writes."""
+    """Writes metrics.jsonl to a bucket, in pieces. A thread writes the pieces."""
 
     def __init__(self, path: BucketPath, lease: Lease, patience: float):
         """Begins the thread, without reading any piece.
 
         Args:
-          path: WORKDIR/metrics.jsonl, the name by which readers know the pieces.
+          path: WORKDIR/metrics.jsonl. Readers open the pieces under this name.
           lease: the run's lock.
           patience: the seconds for which a write may fail before the process ends.
         """
@@ -47,23 +49,25 @@ class BucketEvents(EventLog):
         self._writing = threading.Lock()  # of the piece
         self._failing_since: float | None = None
         self._wake, self._closed = threading.Event(), False
-        lease.on_end(self._describe_unsaved)
-        self._thread = threading.Thread(target=self._write_often, name="metrics", daemon=True)
+        lease.add_unsaved_reporter(self._describe_unsaved)
+        self._thread = threading.Thread(
+            target=self._write_periodically, name="metrics", daemon=True
+        )
         self._thread.start()
 
-    def keep(self, last_step: int, repeated: Collection[str] = ()) -> Before:
-        """Reads the pieces from the newest one back to the first that holds a "train" event of
-        `last_step` or an earlier step: all events before it are kept. The result counts only events
-        in the pieces that were read.
+    def remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
+        """As `EventLog.remove_events_after`. Reads the pieces from the newest one back, until a
+        piece holds a "train" event of `last_step` or an earlier step, because all events in earlier
+        pieces stay. The result is about the events in the pieces that were read.
         """
         self.flush()
         with self._writing:
             end, step = None, 0
-            paths = piece_paths(self._path)
+            paths = events_file_pieces(self._path)
             for path in reversed(paths):
-                entry = path.entry()
+                entry = path.file_info()
                 content = path.read_bytes() if entry else b""
-                events = list(_events(content))
+                events = list(_parse_events(content))
                 for _, event in reversed(events):
                     end = end or event["time"]
                     if event["event"] == "train":
@@ -81,7 +85,7 @@ class BucketEvents(EventLog):
                     self._content = kept
                 if any(e["event"] == "train" and e["step"] <= last_step for _, e in events):
                     break
-        return Before(end, step)
+        return PreviousEvents(end, step)
 
     def append(self, line: bytes) -> None:
         with self._lock:
@@ -98,28 +102,28 @@ class BucketEvents(EventLog):
         self._thread.join()
         self.flush()
 
-    def _write_often(self) -> None:
+    def _write_periodically(self) -> None:
         while not self._closed:
-            self._wake.wait(_INTERVAL)
+            self._wake.wait(_WRITE_INTERVAL_SECONDS)
             if not self._closed:
                 self._try_to_write()
 
     def _try_to_write(self) -> bool:
-        """Writes what is pending. Returns True if all pending lines are now written. Ends the
-        process if another one has written the piece, or after `patience` seconds of failures.
+        """Writes the pending lines. Returns whether all pending lines are now written. Ends the
+        process if another process has written the piece, or after `patience` seconds of failures.
         """
         with self._writing:
             with self._lock:
                 pending, lines = self._pending, self._lines
             if not pending:
                 return True
-            if len(self._content) >= _PIECE:
+            if len(self._content) >= _PIECE_BYTES:
                 self._number, self._version, self._content = self._number + 1, ABSENT, b""
             path = self._path.with_suffix("") / f"{self._number:06d}.jsonl"
             path = path.with_patience(self._lease.seconds / 6)
             content = self._content + pending
             try:
-                self._version = self._put(path, content, self._version)
+                self._version = self._write_piece(path, content, self._version)
             except OSError as error:
                 now = time.monotonic()
                 if self._failing_since is None:
@@ -137,14 +141,15 @@ class BucketEvents(EventLog):
                 self._pending, self._lines = self._pending[len(pending) :], self._lines - lines
                 return not self._pending
 
-    def _put(self, path: BucketPath, content: bytes, version: str) -> str:
-        """Writes the newest piece. If it has another version, either the answer to an earlier write
-        of this process was lost, or another process has the lock.
+    def _write_piece(self, path: BucketPath, content: bytes, version: str) -> str:
+        """Writes the newest piece, on the condition that it has `version`, and returns the new
+        version. If it has another version, either the answer to an earlier write of this process
+        was lost, or another process has the lock; in the second case, ends this process.
         """
         try:
             return path.write(content, replaces=version)
-        except Conflict:
-            entry, there = path.entry(), path.read_bytes()
+        except VersionConflict:
+            entry, there = path.file_info(), path.read_bytes()
             # If another process took the lock after this, it also wrote the piece after it.
             self._lease.confirm(now=True)
             if entry is not None and content.startswith(there):
@@ -160,8 +165,8 @@ class BucketEvents(EventLog):
         return f"{self._lines} events of metrics.jsonl" if self._lines else ""
 
 
-def _events(content: bytes) -> list[tuple[bytes, dict[str, Any]]]:
-    """Returns the lines of a piece that are events, with their events."""
+def _parse_events(content: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+    """Returns (line, event) for each line of a piece that is a valid event."""
     found = []
     for line in content.splitlines():
         try:

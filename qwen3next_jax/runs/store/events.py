@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl, as a run writes them: what a disk and a bucket have in common."""
+"""`EventLog`, the interface through which a run writes the lines of metrics.jsonl."""
 
 import abc
 from collections.abc import Collection, Mapping
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 Event = Mapping[str, Any]
 
-# Events about a process, not about a step. They stay in the file when a run resumes or rewinds and
-# repeats steps.
-HISTORY = (
+# The kinds of events that are about a process, not about a step. These events stay in metrics.jsonl
+# when a run resumes or rewinds and takes steps again.
+PROCESS_EVENTS = (
     "start",
     "operators",
     "stop",
@@ -20,24 +20,31 @@ HISTORY = (
 )
 
 
-class Before(NamedTuple):
-    """What an earlier process wrote, before `EventLog.keep` removed a part of it.
+class PreviousEvents(NamedTuple):
+    """How far an earlier process came, by the events that `EventLog.remove_events_after` found.
 
     Attributes:
-      end: the time of the newest event; None if there is none.
-      step: the step of the newest "train" event; 0 if there is none.
+      last_time: the time of the newest event, in seconds since 1970; None if there is none.
+      last_train_step: the step of the newest "train" event; 0 if there is none.
     """
 
-    end: float | None
-    step: int
+    last_time: float | None
+    last_train_step: int
 
 
 class EventLog(abc.ABC):
-    """Writes the lines of one run's metrics.jsonl. Call `keep` before the first `append`."""
+    """Writes the lines of a run's metrics.jsonl. Call `remove_events_after` before the first
+    `append`.
+    """
 
     @abc.abstractmethod
-    def keep(self, last_step: int, repeated: Collection[str] = ()) -> Before:
-        """Removes the events that `is_kept` does not keep.
+    def remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
+        """Removes the events after `last_step` (see `is_kept`), because this process takes these
+        steps again. Returns how far the earlier process came.
+
+        Args:
+          last_step: the number of steps that are taken and stay taken.
+          repeated: kinds of events of `last_step` that are removed, too.
 
         Raises:
           UserError: the file cannot be written.
@@ -45,25 +52,25 @@ class EventLog(abc.ABC):
 
     @abc.abstractmethod
     def append(self, line: bytes) -> None:
-        """Takes a line, which is written now or soon. If it cannot be written, it stays in memory
-        and is written with a later one.
+        """Adds a line, which is written now or soon. If the line cannot be written, it stays in
+        memory and is written together with a later line.
         """
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Returns when the lines so far do not depend on this process any more."""
+        """Waits until the lines so far survive the end of this process."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the writing."""
+        """Closes the log."""
 
 
 def is_kept(event: Event, last_step: int, repeated: Collection[str]) -> bool:
-    """Whether a process that begins after `last_step` keeps an event of the one before it: the
-    events up to that step, without those of `last_step` of the kinds in `repeated`, and all events
-    of the kinds in HISTORY.
+    """Whether `event`, which an earlier process wrote, stays when this process begins after
+    `last_step`. Events of the kinds in PROCESS_EVENTS stay. Other events stay if they are about
+    `last_step` or an earlier step, except the events of `last_step` of the kinds in `repeated`.
     """
-    if event["event"] in HISTORY:
+    if event["event"] in PROCESS_EVENTS:
         return True
     is_repeated = event["step"] == last_step and event["event"] in repeated
     return event["step"] <= last_step and not is_repeated

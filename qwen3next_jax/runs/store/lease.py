@@ -1,15 +1,15 @@
-"""The lock of a run whose folder is in a bucket: a lease.
+"""The lock of a run whose folder is in a bucket: a lease, which its owner must renew.
 
     WORKDIR/lock    who trains here: {"owner", "host", "process", "seconds", "released"}
 
-A bucket has no locks that end with their process. So the owner writes the object again every third
-of `seconds`, each time on the condition that it is the owner's own last version. Another process
-takes the lock if the object has not changed for `seconds` by that process's own clock; clocks of
-two machines are never compared. An owner that was frozen or cut off finds, at its next write, a
-version that is not its own, and ends before it writes anything else.
+A bucket has no locks that end with their process. So a thread of the owner writes the object
+WORKDIR/lock again every third of `seconds`, each time on the condition that the object has the
+version that the owner wrote last. Another process takes the lock if the object has not changed for
+`seconds` by its own clock; the clocks of two machines are never compared. If the owner was frozen
+or cut off, its next write finds another version, and the owner ends before it writes anything else.
 
-The same thread notices that the bucket does not answer: after `patience` seconds the process ends.
-Every process of a run has such a thread; only that of process 0 writes.
+The thread also notices that the bucket does not answer, and ends the process after `patience`
+seconds. Every process of a run has such a thread, but only the thread of process 0 writes.
 """
 
 import json
@@ -31,10 +31,10 @@ from qwen3next_jax.common.errors import (
     require,
     warn,
 )
-from qwen3next_jax.common.storage import ABSENT, BucketPath, Conflict
+from qwen3next_jax.common.storage import ABSENT, BucketPath, VersionConflict
 
-_LONGEST = 30.0  # seconds
-_LARGEST = 1 << 16  # bytes of the object
+_LONGEST_LEASE_SECONDS = 30.0  # seconds
+_LARGEST_LOCK_BYTES = 1 << 16  # bytes of the object
 
 
 class Lease:
@@ -48,10 +48,10 @@ class Lease:
         Args:
           workdir: the run's folder.
           patience: the seconds for which the bucket may be unreachable before the process ends.
-          is_owner: whether this is process 0, which holds the lock; the others only watch whether
-            the bucket answers.
+          is_owner: whether this is process 0, which holds the lock. The other processes only watch
+            whether the bucket answers.
         """
-        self.seconds = min(_LONGEST, patience)
+        self.seconds = min(_LONGEST_LEASE_SECONDS, patience)
         self._workdir, self._patience, self._is_owner = workdir, patience, is_owner
         # An attempt of the thread ends before its next one is due.
         self._path = (workdir / "lock").with_patience(self.seconds / 6)
@@ -70,7 +70,7 @@ class Lease:
 
     def __enter__(self):
         if self._thread is None and not self._is_owner:  # the owner begins in `run_locked`
-            self._begin()
+            self._start_thread()
         return self
 
     def __exit__(self, *exception):
@@ -81,48 +81,49 @@ class Lease:
         self._thread = None
         if self._is_owner:
             try:
-                self._write(released=True)
+                self._write_lock(released=True)
             except OSError as error:
                 warn(f"{self._path}: not released ({error.strerror}); it ends by itself")
 
     def run_locked(self, function: Callable[[], Any]) -> Any:
-        """Takes the lock and returns `function()`. If another process has the lock, waits until
-        that process renews the lock or its lease has ended.
+        """Takes the lock and returns `function()`. If another process has the lock, first waits
+        until the other process renews the lock, or until its lease has ended.
 
         Raises:
           UserError: another process has the lock, or the folder cannot be written to.
         """
         self._acquire()
-        self._begin()
+        self._start_thread()
         try:
             return function()
         except BaseException:
             self.__exit__()
             raise
 
-    def on_end(self, describe_unsaved: Callable[[], str]) -> None:
-        """Adds a function that returns a text about what has not been saved; "" if all is saved. It
-        is called when the process ends because of the bucket.
+    def add_unsaved_reporter(self, describe_unsaved: Callable[[], str]) -> None:
+        """Adds a function that describes what has not been saved; "" if all is saved. If the
+        process has to end because of the bucket, the error message contains the descriptions.
         """
         self._describe_unsaved.append(describe_unsaved)
 
     def confirm(self, now: bool = False) -> None:
-        """Renews the lock, unless it was renewed less than half of its `seconds` ago, and ends this
-        process if another one has the lock. Does nothing unless `is_owner`. Call this method before
-        deleting an object, or replacing it without a condition on its version.
+        """Ends this process if another process has taken the lock. Call this method before deleting
+        an object, and before replacing an object without a condition on its version. Does nothing
+        unless `is_owner`.
 
         Args:
-          now: whether to renew the lock even if it was renewed less than half of its `seconds` ago.
+          now: whether to ask the bucket in any case. If not, a lock that was renewed less than half
+            of `seconds` ago counts as held.
 
         Raises:
           OSError: the bucket does not answer.
         """
         if self._is_owner and (now or time.monotonic() - self._renewed > self.seconds / 2):
-            self._beat()
+            self._renew_or_ping()
 
     def end_process(self, code: ExitCode, reason: str) -> None:
-        """Prints one line and ends the process at once, because threads may be waiting for the
-        bucket.
+        """Prints one line and ends the process at once. A regular end of the process would wait for
+        threads, and these may wait for the bucket.
         """
         unsaved = "; ".join(filter(None, (describe() for describe in self._describe_unsaved)))
         unsaved = f"; not saved: {unsaved}" if unsaved else ""
@@ -134,12 +135,12 @@ class Lease:
 
     def _acquire(self) -> None:
         try:
-            before = self._read()
+            before = self._read_lock()
             if before is not None:
-                self._wait_for_end(*before)
-            self._write(patience=self._patience)
-        except Conflict as error:
-            raise self._taken((self._read() or ("", {}))[1]) from error
+                self._wait_for_lease_end(*before)
+            self._write_lock(patience=self._patience)
+        except VersionConflict as error:
+            raise self._taken_error((self._read_lock() or ("", {}))[1]) from error
         except OSError as error:
             raise UserError(
                 f"--workdir={self._workdir}: cannot be written to ({error.strerror}): give this "
@@ -147,44 +148,45 @@ class Lease:
                 getattr(error, "exit_code", ExitCode.USER_ERROR),
             ) from error
 
-    def _wait_for_end(self, version: str, record: dict[str, Any]) -> None:
-        """Waits until the lease of another process has ended, and keeps the version of the lock,
-        which the next write has to replace.
+    def _wait_for_lease_end(self, version: str, record: dict[str, Any]) -> None:
+        """Waits until the lease of another process has ended. Stores the version of the lock, which
+        the next write of the lock must replace.
 
         Raises:
-          UserError: the other process renewed it.
+          UserError: the other process renewed the lock.
         """
         self._version = version
         if record.get("released"):
             return
         seconds = float(record["seconds"])
-        waiting = f"{self._workdir}: waiting up to {seconds:g} s for the lock of {_owner(record)}"
+        owner = _describe_owner(record)
+        waiting = f"{self._workdir}: waiting up to {seconds:g} s for the lock of {owner}"
         print(escape_control(waiting), flush=True)
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(min(1.0, seconds / 10))
-            now = self._read()
+            now = self._read_lock()
             if now is None or now[1].get("released"):
                 self._version = now[0] if now else ABSENT
                 return
             if now[0] != version:
-                raise self._taken(now[1])
+                raise self._taken_error(now[1])
 
-    def _taken(self, record: dict[str, Any]) -> UserError:
-        """Returns the error that another process, which `record` describes, has the lock."""
+    def _taken_error(self, record: dict[str, Any]) -> UserError:
+        """Returns the error that another process has the lock. `record`: content of the lock."""
         return UserError(
-            f"{self._workdir}: another process is training in it ({_owner(record)}): wait for it, "
-            "end it, or give another --workdir"
+            f"{self._workdir}: another process is training in it ({_describe_owner(record)}): "
+            "wait for it, end it, or give another --workdir"
         )
 
-    def _read(self) -> tuple[str, dict[str, Any]] | None:
-        """Returns the version and the content of the lock; None if there is none."""
+    def _read_lock(self) -> tuple[str, dict[str, Any]] | None:
+        """Returns (version, content) of the object WORKDIR/lock; None if there is none."""
         path = self._path.with_patience(self._patience)
-        entry = path.entry()
+        entry = path.file_info()
         if entry is None:
             return None
         foreign = f"{path}: not the lock of a run: another program's object; give another --workdir"
-        require(entry.size <= _LARGEST, foreign)
+        require(entry.size <= _LARGEST_LOCK_BYTES, foreign)
         try:
             record = json_files.parse(path.read_bytes())
         except FileNotFoundError:
@@ -193,14 +195,18 @@ class Lease:
             raise UserError(foreign) from error
         # Another value would let this process wait for ever.
         seconds = record.get("seconds")
-        is_number = type(seconds) in (int, float) and 0 < seconds <= _LONGEST
+        is_number = type(seconds) in (int, float) and 0 < seconds <= _LONGEST_LEASE_SECONDS
         require("owner" in record and is_number, foreign)
         return entry.version, record
 
-    def _write(self, released: bool = False, patience: float | None = None) -> None:
-        """Writes the lock, on the condition that it has the version that this process knows.
-        `released`: whether the lock is given up. `patience`: seconds for which a refused write is
-        repeated; None: the patience of the lock's path.
+    def _write_lock(self, released: bool = False, patience: float | None = None) -> None:
+        """Writes WORKDIR/lock, on the condition that the object has the version that this process
+        knows.
+
+        Args:
+          released: whether this process gives the lock up.
+          patience: the seconds for which a failed write is repeated; None: the patience of the
+            path.
         """
         path = self._path if patience is None else self._path.with_patience(patience)
         # Two writes never have the same bytes, so a write whose answer was lost is recognized.
@@ -212,19 +218,19 @@ class Lease:
 
     # ---- the thread
 
-    def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._watch, name="lease", daemon=True)
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._renew_periodically, name="lease", daemon=True)
         self._thread.start()
 
-    def _watch(self) -> None:
-        """Runs in a thread until the lock is released: renews the lock every third of `seconds`,
-        and ends the process if the bucket does not answer for the time of `patience`.
+    def _renew_periodically(self) -> None:
+        """Renews the lock every third of `seconds`, until the lock is released. Ends the process if
+        the bucket does not answer for `patience` seconds. Runs in a thread of its own.
         """
         failing_since, reason = None, ""
         while not self._done.wait(self.seconds / 3):
             began = time.monotonic()
             try:
-                self._beat()
+                self._renew_or_ping()
                 failing_since = None
             except OSError as error:
                 # Time during which the process was stopped does not count.
@@ -238,26 +244,29 @@ class Lease:
                         "does",
                     )
 
-    def _beat(self) -> None:
-        """Renews the lock, or, without one, asks for it."""
+    def _renew_or_ping(self) -> None:
+        """Renews the lock if `is_owner`. Otherwise only reads the lock, to see whether the bucket
+        answers.
+        """
         if not self._is_owner:
-            self._path.entry()
+            self._path.file_info()
             return
         try:
-            self._write()
-        except Conflict:
-            now = self._read()
+            self._write_lock()
+        except VersionConflict:
+            now = self._read_lock()
             if now is not None and now[1].get("owner") == self._record["owner"]:
                 self._version = now[0]
                 return
             other = now[1] if now else {}
             self.end_process(
                 ExitCode.TAKEN_OVER,
-                f"{_owner(other)} has taken over this run, because this process did not renew its "
-                f"lock for {self.seconds:g} s: this one stops without writing anything else",
+                f"{_describe_owner(other)} has taken over this run, because this process did not "
+                f"renew its lock for {self.seconds:g} s: this one stops without writing anything "
+                "else",
             )
 
 
-def _owner(record: dict[str, Any]) -> str:
-    """Returns what a lock says of its owner, in one line."""
+def _describe_owner(record: dict[str, Any]) -> str:
+    """Returns the process and the host of the owner, from the content of a lock, in one line."""
     return one_line(f"process {record.get('process')} on {record.get('host')}")

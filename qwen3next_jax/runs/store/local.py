@@ -1,6 +1,6 @@
 """The folder of a run on a file system.
 
-WORKDIR/lock                   locked with flock by the process that trains here
+WORKDIR/lock                   the process that trains here holds its lock (flock)
 WORKDIR/tokenizer.partial/     the copy of the tokenizer until it is whole
 WORKDIR/before-TIME.partial/   the files that `--restart` moves, until all of them are moved
 WORKDIR/hang-TIME-PROCESS.txt  the stacks of all threads of a process that hung
@@ -8,7 +8,6 @@ WORKDIR/hang-TIME-PROCESS.txt  the stacks of all threads of a process that hung
 
 import contextlib
 import faulthandler
-import fcntl
 import itertools
 import json
 import os
@@ -19,12 +18,13 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from qwen3next_jax.common.durable import fsync
-from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.common.locks import lock_file
 from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.runs.store.events import EventLog
-from qwen3next_jax.runs.store.store import RunStore, not_writable
+from qwen3next_jax.runs.store.store import RunStore, not_writable_error
 
-# Names of the files and folders of a run.
+# The names of the files and folders of a run that `--restart` moves.
 _RUN_FILES = (
     "run.json",
     "metrics.jsonl",
@@ -39,28 +39,33 @@ _RUN_FILES = (
     "tokenizer",
     "wandb_id",
 )
-_PARTIAL = ".partial"  # the suffix of before-TIME until all files are moved
+_PARTIAL_SUFFIX = ".partial"  # the suffix of before-TIME until all files are moved
 _PARTIAL_NAME = re.compile(r"before-\d{8}-\d{6}(-\d+)?\.partial")
-_SCHEMES = (("gs",), ("s3",), ("az",), ("hf",))  # folders of / that etils takes for buckets
+_BUCKET_LIKE_FOLDERS = (
+    ("gs",),
+    ("s3",),
+    ("az",),
+    ("hf",),
+)  # folders of / that etils takes for buckets
 
 
 class LocalStore(RunStore):
-    """The folder of a run on a file system. The operating system releases its lock whenever the
-    process ends.
+    """The folder of a run on a file system. The operating system releases the lock of the folder
+    when the process ends, even if it is killed.
     """
 
-    takes_other_writers = True
+    other_libraries_can_write = True
     is_quick_to_read = True
 
     def __init__(self, workdir: pathlib.Path):
         super().__init__(workdir)
         self._lock = None
 
-    def check(self, where: str) -> None:
+    def check_can_hold_run(self, where: str) -> None:
         names = self.workdir.absolute().parts[1:]
         self._check_folder_path(where, names, forbidden="\\")
         require(
-            names[:1] not in _SCHEMES,
+            names[:1] not in _BUCKET_LIKE_FOLDERS,
             f"{where}: Orbax takes it for a bucket: give another folder",
         )
 
@@ -83,47 +88,45 @@ class LocalStore(RunStore):
             self.workdir.mkdir(parents=True, exist_ok=True)
             self._lock = (self.workdir / "lock").open("a")
         except OSError as error:
-            raise not_writable(self.workdir, error) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"{self.workdir}: another process is training in it: wait for it, end it, or "
-                "give another --workdir"
-            ) from error
-        except OSError:
-            pass  # a file system without locks
+            raise not_writable_error(self.workdir, error) from error
+        require(
+            lock_file(self._lock, self.workdir),
+            f"{self.workdir}: another process is training in it: wait for it, end it, or give "
+            "another --workdir",
+        )
 
     # ---- --restart
 
     def is_restart_unfinished(self) -> bool:
-        return self._partial_move() is not None
+        return self._unfinished_move_folder() is not None
 
-    def _partial_move(self) -> pathlib.Path | None:
-        """Returns the folder of an unfinished `move_aside`; None if there is none."""
+    def _unfinished_move_folder(self) -> pathlib.Path | None:
+        """Returns the folder to which an unfinished `move_old_run_aside` moves the old run; None if
+        no move is unfinished.
+        """
         partial_moves = [
             path
-            for path in self.workdir.glob(f"before-*{_PARTIAL}")
+            for path in self.workdir.glob(f"before-*{_PARTIAL_SUFFIX}")
             if _PARTIAL_NAME.fullmatch(path.name)
         ]
         return min(partial_moves, default=None)
 
-    def move_aside(self) -> None:
-        """Moves the files one by one into before-TIME.partial. If the process is killed meanwhile,
-        that folder remains, and the next call moves the remaining files.
+    def move_old_run_aside(self) -> None:
+        """Moves the files one by one to before-TIME.partial, and at last renames this folder to
+        before-TIME. If the process is killed meanwhile, the next call moves the remaining files.
         """
-        workdir, partial = self.workdir, self._partial_move()
-        if partial is None and not self.run_files():
+        workdir, partial = self.workdir, self._unfinished_move_folder()
+        if partial is None and not self.run_file_identities():
             return
         try:
             if partial is None:
                 stamp = time.strftime("before-%Y%m%d-%H%M%S")
                 names = (f"{stamp}-{n}" if n else stamp for n in itertools.count())
                 name = next(name for name in names if not os.path.lexists(workdir / name))
-                partial = workdir / (name + _PARTIAL)
+                partial = workdir / (name + _PARTIAL_SUFFIX)
                 partial.mkdir()
                 fsync(workdir)
-            for name in self.run_files():
+            for name in self.run_file_identities():
                 require(
                     not os.path.lexists(partial / name),
                     f"{workdir}: {name} is there and also in {partial.name}, to which a restart "
@@ -131,14 +134,14 @@ class LocalStore(RunStore):
                 )
                 (workdir / name).rename(partial / name)
             fsync(partial)
-            partial.rename(workdir / partial.name.removesuffix(_PARTIAL))
+            partial.rename(workdir / partial.name.removesuffix(_PARTIAL_SUFFIX))
             fsync(workdir)
         except OSError as error:
-            raise not_writable(workdir, error) from error
+            raise not_writable_error(workdir, error) from error
 
-    def run_files(self) -> dict[str, tuple[int, int]]:
-        """Returns name → (device, inode) for each file or folder of the run in `workdir`. Device
-        and inode do not change when a file is moved.
+    def run_file_identities(self) -> dict[str, tuple[int, int]]:
+        """Returns name → (device, inode) for each file or folder of the run in `workdir`. A move
+        does not change the device and the inode of a file.
         """
         identities = {}
         for name in _RUN_FILES:
@@ -178,7 +181,7 @@ class LocalStore(RunStore):
 
         manifest.write_manifest(folder)
 
-    def write_stacks(self, process: int, stop: dict[str, Any]) -> None:
+    def write_thread_stacks(self, process: int, stop: dict[str, Any]) -> None:
         path = self.workdir / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{process}.txt"
         reason = stop["reason"]
         try:

@@ -34,17 +34,17 @@ from qwen3next_jax.runs.store.arrays import (
     with_text_keys,
     write_arrays,
 )
-from qwen3next_jax.runs.store.checkpoints import CheckpointWriter, Events
+from qwen3next_jax.runs.store.checkpoints import CheckpointWriter, SaveEvents
 from qwen3next_jax.training.state import State
 
-# The prefix of the name of a checkpoint that is being deleted. The folder is renamed before its
+# The prefix of the folder of a checkpoint that is being deleted. The folder is renamed before its
 # files are removed, so no reader finds a checkpoint without some of its files.
-_DELETED = ".deleted-"
+_DELETED_PREFIX = ".deleted-"
 
 
 class LocalCheckpoints(CheckpointWriter):
-    """The checkpoints of a run that trains in a folder of a file system. If a save fails, training
-    continues, and `events` reports the failure; in a run of several processes, the run ends.
+    """Writes the checkpoints of a run to a folder on a file system. If a save fails, training
+    continues, and `take_events` reports the failure. But a run of several processes ends.
     """
 
     def __init__(
@@ -70,19 +70,23 @@ class LocalCheckpoints(CheckpointWriter):
         start_time = time.perf_counter()
         try:
             if self._frozen_paths:
-                state = self._without_frozen(state)
+                state = self._write_frozen_once(state)
             self._checkpointer.save(
                 OrbaxPath(self.directory / str(step)),
                 args=ocp.args.PyTreeSave(with_text_keys(state)),
             )
         except SAVE_ERRORS as error:
-            self._report_failure(step, error)
+            self._report_failed_save(step, error)
             return
         expected = count_chunks(state)
-        self._saving = (step, self._background.submit(self._finish, step, start_time, expected))
+        self._saving = (
+            step,
+            self._background.submit(self._finish_save, step, start_time, expected),
+        )
 
-    def _finish(self, step: int, start_time: float, expected: int) -> Events:
-        """Waits for Orbax, writes the manifest, and deletes old checkpoints. Returns the events.
+    def _finish_save(self, step: int, start_time: float, expected: int) -> SaveEvents:
+        """Waits until Orbax has written the arrays, writes the manifest, and deletes old
+        checkpoints. Returns the events of the save.
 
         Args:
           start_time: `time.perf_counter` at the start of the save.
@@ -92,47 +96,47 @@ class LocalCheckpoints(CheckpointWriter):
         if not is_process_0():
             return []
         folder = self.directory / str(step)
-        _check_chunks(folder, expected)
+        _check_chunks_of_folder(folder, expected)
         if self._frozen_paths:
             paths = sorted(self._frozen_paths)
-            record = {"manifest": manifest.digest(self._frozen), "parameters": paths}
-            (folder / manifest.FROZEN).write_text(json.dumps(record, indent=1))
+            record = {"manifest": manifest.digest_of_manifest(self._frozen), "parameters": paths}
+            (folder / manifest.FROZEN_FILE_NAME).write_text(json.dumps(record, indent=1))
         self.before_manifest()
         size = manifest.write_manifest(folder, step, run_id(self.workdir))
-        return self._end_save(step, start_time, size)
+        return self._events_after_save(step, start_time, size)
 
-    def _without_frozen(self, state: State) -> State:
-        """Returns `state` without the frozen parameters. Writes them, unless an earlier save of
-        this run did.
+    def _write_frozen_once(self, state: State) -> State:
+        """Writes the frozen parameters to WORKDIR/frozen, unless an earlier save of this run has
+        written them. Returns `state` without them.
         """
         trained, frozen = split_frozen(state, self._frozen_paths)
         run = run_id(self.workdir)
 
-        def clear() -> bool:
+        def clear_if_damaged() -> bool:
             if manifest.find_damage(self._frozen, sizes_only=True, run=run) is None:
                 return False
             shutil.rmtree(self._frozen, ignore_errors=True)
             return True
 
-        if broadcast_from_process_0(clear):
+        if broadcast_from_process_0(clear_if_damaged):
             write_arrays(self._frozen, frozen)
             if is_process_0():
-                _check_chunks(self._frozen, count_chunks(frozen))
+                _check_chunks_of_folder(self._frozen, count_chunks(frozen))
                 manifest.write_manifest(self._frozen, run=run)
         return trained
 
     # ---- failed saves
 
-    def _collect(self) -> None:
+    def _collect_save_events(self) -> None:
         (step, future), self._saving = self._saving, None
         error = future.exception()
         if isinstance(error, SAVE_ERRORS):
-            self._report_failure(step, error)
+            self._report_failed_save(step, error)
         else:
             self._events += future.result()
 
-    def _report_failure(self, step: int, error: BaseException) -> None:
-        """Reports a failed save and removes its files.
+    def _report_failed_save(self, step: int, error: BaseException) -> None:
+        """Warns that the save of `step` failed, and removes its files.
 
         Raises:
           UserError: the run has several processes.
@@ -157,16 +161,16 @@ class LocalCheckpoints(CheckpointWriter):
     # ---- files
 
     def _delete(self, step: int) -> None:
-        renamed = self.directory / f"{_DELETED}{step}"
+        renamed = self.directory / f"{_DELETED_PREFIX}{step}"
         os.rename(self.directory / str(step), renamed)
         shutil.rmtree(renamed)
 
     def _remove_leftovers(self) -> None:
         for path in self.directory.iterdir():
-            if path.name.startswith(_DELETED) or "orbax-checkpoint-tmp" in path.name:
+            if path.name.startswith(_DELETED_PREFIX) or "orbax-checkpoint-tmp" in path.name:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _move_aside(self, step: int) -> None:
+    def _move_to_damaged(self, step: int) -> None:
         target = self.workdir / "damaged" / f"{step}-{time.time_ns()}"
         target.parent.mkdir(exist_ok=True)
         os.rename(self.directory / str(step), target)
@@ -180,5 +184,5 @@ class LocalCheckpoints(CheckpointWriter):
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _check_chunks(folder: pathlib.Path, expected: int) -> None:
+def _check_chunks_of_folder(folder: pathlib.Path, expected: int) -> None:
     check_chunks({"driver": "file", "path": f"{folder}/"}, expected)

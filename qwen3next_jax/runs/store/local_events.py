@@ -1,4 +1,4 @@
-"""Writes the events of a run to a file, line by line."""
+"""Writes the events of a run to metrics.jsonl on a file system, line by line."""
 
 import os
 import pathlib
@@ -7,12 +7,12 @@ from collections.abc import Collection
 from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, warn
 from qwen3next_jax.common.events import iterate_events
-from qwen3next_jax.runs.store.events import Before, EventLog, is_kept
+from qwen3next_jax.runs.store.events import EventLog, PreviousEvents, is_kept
 
 
 class LocalEvents(EventLog):
     """metrics.jsonl on a file system. Another process may append lines to it at any time
-    (`LocalStore.write_stacks`).
+    (`LocalStore.write_thread_stacks`).
     """
 
     def __init__(self, path: pathlib.Path):
@@ -20,15 +20,17 @@ class LocalEvents(EventLog):
         self._file: int | None = None  # a descriptor
         self._unwritten = b""
 
-    def keep(self, last_step: int, repeated: Collection[str] = ()) -> Before:
-        """Rewrites the file without the other events, and opens it."""
+    def remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
+        """As `EventLog.remove_events_after`. Rewrites the file without these events."""
         self.close()
-        before, temporary = Before(None, 0), self._path.with_suffix(".tmp")
+        before, temporary = PreviousEvents(None, 0), self._path.with_suffix(".tmp")
         try:
             with temporary.open("w") as file:
                 for line, event in iterate_events(self._path):
                     is_step = event["event"] == "train"
-                    before = Before(event["time"], event["step"] if is_step else before.step)
+                    before = PreviousEvents(
+                        event["time"], event["step"] if is_step else before.last_train_step
+                    )
                     if is_kept(event, last_step, repeated):
                         file.write(line.rstrip("\n") + "\n")
             fsync(temporary)  # without this, a power failure may leave an empty file
@@ -52,7 +54,7 @@ class LocalEvents(EventLog):
                 warn(f"{self._path}: cannot be written ({error.strerror}); trying again later")
 
     def flush(self) -> None:
-        """Does nothing: a written line survives the end of the process."""
+        """Does nothing, because a written line survives the end of the process."""
 
     def close(self) -> None:
         if self._file is not None:

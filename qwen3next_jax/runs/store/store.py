@@ -1,15 +1,16 @@
-"""The interface by which a run writes its folder, and what a disk and a bucket have in common.
+"""`RunStore`, the interface through which a run writes its folder, on a disk or in a bucket.
 
     WORKDIR/lock           says that a process trains here
     WORKDIR/run.json       configuration, data, tokenizer, code, …: `runs.record`
     WORKDIR/tokenizer/     a copy of the tokenizer, if it came from a file
     WORKDIR/before-TIME/   the files that `--restart` moved
 
-A disk has locks that end with their process, a rename that moves a whole folder, and files to which
-lines can be appended. A bucket has none of these, but writes of whole objects that succeed only if
-the object still has the version that the writer read. `LocalStore` and `BucketStore` do the same
-with what they have. A run makes one of them (`runs.store.open_store`); no other file of a run asks
-where the folder is.
+A disk has locks that end with their process, renames that move a whole folder, and files to which
+lines can be appended. A bucket has none of these. It has conditional writes: a write of a whole
+object succeeds only if the object still has the version that the writer read. `LocalStore` and
+`BucketStore` implement the same methods with what a disk and a bucket offer.
+`runs.store.open_store` makes one of the two; no other code of `runs/` asks whether the folder is on
+a disk.
 """
 
 import abc
@@ -19,9 +20,9 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, require_path
-from qwen3next_jax.common.storage import BucketPath, remove_tree, write_whole
+from qwen3next_jax.common.storage import BucketPath, remove_tree, write_text_atomically
 from qwen3next_jax.config import CheckpointConfig
-from qwen3next_jax.runs.record import RunRecord, read_record, run_text
+from qwen3next_jax.runs.record import RunRecord, read_record, run_json_text
 from qwen3next_jax.runs.store.events import EventLog
 
 
@@ -30,12 +31,12 @@ class RunStore(abc.ABC):
 
     Attributes:
       workdir: the path of the folder.
-      takes_other_writers: whether libraries that know only files can write into the folder:
-        TensorBoard, Weights & Biases, JAX's profiler.
-      is_quick_to_read: whether all events of a run can be read at every checkpoint.
+      other_libraries_can_write: whether TensorBoard, Weights & Biases and JAX's profiler, which
+        write ordinary files, can write into the folder.
+      is_quick_to_read: whether reading all events of the run at every checkpoint is quick enough.
     """
 
-    takes_other_writers: bool
+    other_libraries_can_write: bool
     is_quick_to_read: bool
 
     def __init__(self, workdir: pathlib.Path | BucketPath):
@@ -44,17 +45,18 @@ class RunStore(abc.ABC):
     # ---- whether a run can be here
 
     @abc.abstractmethod
-    def check(self, where: str) -> None:
-        """Raises a UserError that begins with `where` if a run cannot write to the folder: because
-        of its name, because the paths in it would be too long, or because there is no such bucket.
+    def check_can_hold_run(self, where: str) -> None:
+        """Raises a UserError that begins with `where` if a run cannot write to the folder, because
+        the folder's name is not allowed, the paths in it would be too long, or the bucket does not
+        exist.
         """
 
     def _check_folder_path(self, where: str, names: tuple[str, ...], forbidden: str) -> None:
         """Checks that Orbax and TensorStore, which write the arrays, can write to the folder.
 
         Args:
-          names: the names that the path of the folder consists of.
-          forbidden: the characters to which TensorStore gives another meaning in a path.
+          names: the parts of the folder's path.
+          forbidden: the characters that have a special meaning in a path of TensorStore.
         """
         # longer than any path that a run writes, so that no later save fails
         require_path(where, self.workdir.absolute() / "checkpoints" / ("0" * 200))
@@ -73,7 +75,7 @@ class RunStore(abc.ABC):
     @abc.abstractmethod
     def run_locked(self, function: Callable[[], Any]) -> Any:
         """Takes the lock and returns `function()`. The lock is released at the end of the `with`
-        block, or if `function` raises.
+        block of the store, or if `function` raises an exception.
 
         Raises:
           UserError: another process has the lock, or the folder cannot be written to.
@@ -83,59 +85,62 @@ class RunStore(abc.ABC):
 
     @abc.abstractmethod
     def is_restart_unfinished(self) -> bool:
-        """Whether a process was killed in `move_aside`. The remaining files belong to the old run,
-        so the next start moves them too, with or without --restart.
+        """Whether a process was killed in `move_old_run_aside`, so that files of the old run
+        remain. The next start moves the remaining files, with or without --restart.
         """
 
     @abc.abstractmethod
-    def move_aside(self) -> None:
-        """Moves all files of a run into `workdir`/before-TIME. If a process was killed in such a
-        move, continues that move.
+    def move_old_run_aside(self) -> None:
+        """Moves all files of the run in the folder to `workdir`/before-TIME. If a process was
+        killed in an earlier move, continues the earlier move.
 
         Raises:
           UserError: the folder cannot be written to, or a file would replace another one.
         """
 
     @abc.abstractmethod
-    def run_files(self) -> dict[str, Any]:
-        """Returns name → what identifies the file, for files of the run in the folder: none of them
-        is there any more once `move_aside` has moved the run.
+    def run_file_identities(self) -> dict[str, Any]:
+        """Returns name → identity of the file, for files of the run in the folder. Once
+        `move_old_run_aside` has moved the run, the folder has no files with these names and
+        identities any more.
         """
 
     # ---- run.json and the tokenizer
 
-    def write_run(self, record: RunRecord) -> None:
-        """Writes run.json, whole or not at all.
+    def write_run_json(self, record: RunRecord) -> None:
+        """Writes run.json. If the process is killed meanwhile, the old run.json remains.
 
         Raises:
           UserError: the file cannot be written.
         """
         try:
-            write_whole(self.workdir / "run.json", run_text(record))
+            write_text_atomically(self.workdir / "run.json", run_json_text(record))
         except OSError as error:
-            raise not_writable(self.workdir, error) from error
+            raise not_writable_error(self.workdir, error) from error
 
-    def add_to_run(self, **values: Any) -> None:
-        """Replaces these entries of run.json. Does not write the file if it already has them."""
+    def update_run_json(self, **values: Any) -> None:
+        """Replaces entries of run.json. If the file already has these values, does not write it."""
         before = read_record(self.workdir)
         record = dataclasses.replace(before, **values)
         if record != before:
-            self.write_run(record)
+            self.write_run_json(record)
 
-    def write_run_and_tokenizer(self, record: RunRecord | None, tokenizer: Any, new: bool) -> None:
+    def write_run_json_and_tokenizer(
+        self, record: RunRecord | None, tokenizer: Any, new: bool
+    ) -> None:
         """Writes run.json and a copy of the tokenizer, before the first step.
 
         Args:
           record: the content of run.json; None if run.json does not change.
           tokenizer: the tokenizer of the run. If it came from a file, it is copied, so that the run
-            no longer needs that file.
-          new: whether the run has no checkpoint yet. If so, a copy of a tokenizer that is already
-            in the folder is from an earlier start that took no step, and is replaced.
+            no longer needs the file.
+          new: whether the run has no checkpoint yet. If so, a tokenizer that is already in the
+            folder is replaced, because it is from an earlier start that saved no checkpoint.
         """
         from qwen3next_jax.data.tokens import HuggingFaceTokenizer
 
         if record:
-            self.write_run(record)
+            self.write_run_json(record)
         copy = self.workdir / "tokenizer"
         if new:
             remove_tree(copy)
@@ -144,7 +149,9 @@ class RunStore(abc.ABC):
 
     @abc.abstractmethod
     def _copy_tokenizer(self, tokenizer: Any, copy: Any) -> None:
-        """Writes the files of the tokenizer to the new folder `copy`, whole or not at all."""
+        """Writes the files of the tokenizer to the new folder `copy`. A killed process leaves no
+        folder `copy` that lacks files.
+        """
 
     # ---- what a run writes while it trains
 
@@ -165,20 +172,21 @@ class RunStore(abc.ABC):
 
     @abc.abstractmethod
     def open_events(self) -> EventLog:
-        """Returns what writes the lines of metrics.jsonl."""
+        """Returns the object that writes the lines of metrics.jsonl."""
 
     @abc.abstractmethod
     def dump_folder(self, step: int) -> Any:
-        """Returns the path of the folder for a dump of `step` (`runs.guard_flags`)."""
+        """Returns the path of the folder to which a dump of `step` is written."""
 
     @abc.abstractmethod
     def write_manifest(self, folder: Any) -> None:
-        """Writes the manifest of the complete `folder`, which is in the run's folder."""
+        """Writes the manifest of `folder`, a complete subfolder of the run's folder."""
 
     @abc.abstractmethod
-    def write_stacks(self, process: int, stop: dict[str, Any]) -> None:
-        """Writes the stacks of all threads of a process that hangs, and says on standard error
-        where they are. Other threads may hold any lock, and may be waiting for the bucket.
+    def write_thread_stacks(self, process: int, stop: dict[str, Any]) -> None:
+        """Writes the stacks of all threads of this process, because it hangs, and says on standard
+        error where the stacks are. Takes no lock of this process, because a thread that hangs may
+        hold the lock. Waits only a few seconds for a bucket.
 
         Args:
           process: the index of the process.
@@ -186,9 +194,9 @@ class RunStore(abc.ABC):
         """
 
 
-def not_writable(workdir: Any, error: OSError, flag: str = "--workdir") -> UserError:
-    """Returns the UserError that says that the run's folder, which `flag` named, cannot be written
-    to, because of `error`.
+def not_writable_error(workdir: Any, error: OSError, flag: str = "--workdir") -> UserError:
+    """Returns the UserError that says that the run's folder cannot be written to, because of
+    `error`. `flag`: the command-line flag that names the folder.
     """
     return UserError(
         f"{flag}={workdir}: cannot be written to ({error.strerror}): give another folder"

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import OptimizerConfig
-from qwen3next_jax.model.parameters import Declared, Part
+from qwen3next_jax.model.parameters import Declared, ParameterPart
 from qwen3next_jax.sharding.rules import SLICE, storage_spec
 from qwen3next_jax.training.optimizers import adamw
 
@@ -76,7 +76,7 @@ def rate_over_width(declared: Declared, of_in: float, of_out: float) -> float:
         return adamw.rate_over_width(declared, of_in, of_out)
 
     def size(letter):
-        return math.prod(n for n, own in zip(declared.shape, declared.letters) if own == letter)
+        return math.prod(n for n, own in zip(declared.shape, declared.dim_roles) if own == letter)
 
     rows, columns = size("i"), size("o")
     if declared.parts:
@@ -170,7 +170,7 @@ def _part_widths(declared: Declared, per_head: bool) -> list[int]:
     of the heads that lie side by side in such a matrix becomes a part.
     """
     widths = []
-    for part in declared.parts or (Part("", declared.shape[-1]),):
+    for part in declared.parts or (ParameterPart("", declared.shape[-1]),):
         pieces = part.heads if per_head else 1
         widths += [part.width // pieces] * pieces
     return widths
@@ -216,12 +216,12 @@ def _layout(declared: Declared, width: int, per_head: bool, mesh: Mesh | None) -
     the product that uses the parameter, the dimensions that the product sums over become the rows
     of a matrix, and the dimensions of the product's result become its columns.
     """
-    shape, num_stack_dims = declared.stack + declared.shape, len(declared.stack)
+    shape, num_stack_dims = declared.stack_shape + declared.shape, len(declared.stack_shape)
     spec = (None,) * len(shape) if mesh is None else storage_spec(declared, shape, mesh)
     shape = (*shape[:-1], width)
 
     def dims_with(letter):
-        axes = zip(declared.axes, declared.letters, strict=True)
+        axes = zip(declared.axes, declared.dim_roles, strict=True)
         return [
             dim
             for dim, (axis, axis_letter) in enumerate(axes, num_stack_dims)

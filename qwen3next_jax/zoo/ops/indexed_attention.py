@@ -1,6 +1,6 @@
-"""Attention in which an indexer chooses the blocks of keys that each query sees, by kernels, with a
-custom gradient to queries, keys and values. `zoo/qsa.py` has the formulas, and the forms in XLA
-alone, which run where no kernel does.
+"""Attention in which an indexer chooses the blocks of keys that each query sees, computed by
+kernels, with a custom gradient to queries, keys and values. `zoo/qsa.py` has the formulas, and two
+implementations in XLA, which run where no kernel does.
 
 Letters: B batch, T tokens, N query heads, M key/value heads, K head width, H heads of the indexer,
 I their width, G blocks of a row.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 
 from qwen3next_jax.ops.blocks import save_for_backward
-from qwen3next_jax.ops.implementations import Chosen
+from qwen3next_jax.ops.implementations import ChosenImplementation
 
 
 class TokensAndBlocks(NamedTuple):
@@ -21,8 +21,8 @@ class TokensAndBlocks(NamedTuple):
     Attributes:
       position: [B, T] int32, the position of each token in its document.
       segment: [B, T] int32, the segment id of each token's document; 0 for padding.
-      blocks_before: [B, T] int32, the number of complete blocks in the row that end before the
-        token. For a token of a complete block, this is the index of the block.
+      complete_blocks_before: [B, T] int32, the number of complete blocks in the row that end before
+        the token. For a token of a complete block, this is the index of the block.
       block_key: [B, G, I], the pooled key of each block.
       block_end_position: [B, G] int32, the position of each block's last token.
       block_segment: [B, G] int32, the segment id of each block's document; 0 after the last block.
@@ -30,14 +30,14 @@ class TokensAndBlocks(NamedTuple):
 
     position: jax.Array
     segment: jax.Array
-    blocks_before: jax.Array
+    complete_blocks_before: jax.Array
     block_key: jax.Array
     block_end_position: jax.Array
     block_segment: jax.Array
 
 
 def indexed_attention(
-    chosen: Chosen,
+    chosen: ChosenImplementation,
     ratio: int,
     count: int,
     rows: TokensAndBlocks,
@@ -61,25 +61,27 @@ def indexed_attention(
     selection = save_for_backward(
         chosen.function_named("choose_blocks")(count, rows, index_q_BTHI), "attention"
     )
-    return _attention((chosen, ratio), rows, selection, index_q_BTHI, q_BTNK, k_BTMK, v_BTMK)
+    return _attention_of_selection(
+        (chosen, ratio), rows, selection, index_q_BTHI, q_BTNK, k_BTMK, v_BTMK
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call, *arrays):
-    return _forward(call, *arrays)[0]
+def _attention_of_selection(call, *arrays):
+    return _attention_forward(call, *arrays)[0]
 
 
-def _forward(call, *arrays):
+def _attention_forward(call, *arrays):
     chosen, ratio = call
     results = chosen.function_named("forward")(ratio, *arrays)
     o_BTNK, logsumexp_BNT = save_for_backward(results, "attention")
     return o_BTNK, (arrays, o_BTNK, logsumexp_BNT)
 
 
-def _backward(call, saved, do_BTNK):
+def _attention_backward(call, saved, do_BTNK):
     (chosen, ratio), (arrays, o_BTNK, logsumexp_BNT) = call, saved
     function = chosen.function_named("backward")
     return None, None, None, *function(ratio, *arrays, o_BTNK, logsumexp_BNT, do_BTNK)
 
 
-_attention.defvjp(_forward, _backward)
+_attention_of_selection.defvjp(_attention_forward, _attention_backward)

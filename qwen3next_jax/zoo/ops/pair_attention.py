@@ -1,7 +1,7 @@
 """Attention whose scores and mask may be any functions of a query and a key, for variants of
-attention that the kernels do not support. It computes one chunk of queries after another, each
-against all keys of the row. The memory is proportional to C × S, and the work to T × S, whatever
-the mask is.
+attention that the kernels do not support. The function computes one chunk of queries after another,
+each chunk with all keys of the row. The memory is proportional to C × S, and the work to T × S,
+whatever the mask is.
 
 Letters: B batch, T queries, S keys, C queries of a chunk, N query heads, M key/value heads
 (query head n reads head n // (N // M)), H = N // M, K head width.
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks, checks
 
-CHUNK = 64  # number of queries computed at once
+QUERIES_PER_CHUNK = 64  # number of queries computed at once
 _HIDDEN = -1e30  # score of a masked key; finite, so that a query without any key gives no NaN
 
 
@@ -38,10 +38,10 @@ def pair_attention(
     kv_positions: jax.Array,
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
-    num_selected: int = 0,
+    num_selected_keys: int = 0,
     sink: jax.Array | None = None,
     axis_name: str | None = None,
-    chunk: int = CHUNK,
+    chunk: int = QUERIES_PER_CHUNK,
 ) -> jax.Array:
     """Returns softmax(score) v. The softmax is in float32 and runs over the keys that the query
     "sees", that is, attends to.
@@ -52,13 +52,13 @@ def pair_attention(
       score: function (q, k, positions [B, C, 1], kv_positions [B, 1, S]) → [B, N, C, S] float32,
         the scores of a chunk of queries and all keys.
       seen: function (positions, kv_positions) → bool [B, C, S], whether the query sees the key.
-        If `num_selected` is not 0, it returns two such arrays: the keys that the query always sees,
-        and the keys from which the keys with the highest scores are selected.
+        If `num_selected_keys` is not 0, it returns two such arrays: the keys that the query always
+        sees, and the keys from which the keys with the highest scores are selected.
       positions, kv_positions: [B, T], [B, S] integers, the position of each query and key in its
         document.
       segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each query and
         key. A query sees only keys of its document.
-      num_selected: the number of keys with the highest scores that each query and head sees in
+      num_selected_keys: the number of keys with the highest scores that each query and head sees in
         addition. 0 means none. Keys with the same score as the last selected key are seen, too.
       sink: [N] or None, one logit for each head, which enters the denominator of the softmax but
         has no value.
@@ -69,7 +69,7 @@ def pair_attention(
     Returns:
       o: [B, T, N, K] in v's dtype. It is finite in padding, too.
     """
-    checks.shapes(
+    checks.check_shapes(
         v=(v, "BSMK"),
         positions=(positions, "BT"),
         kv_positions=(kv_positions, "BS"),
@@ -88,10 +88,10 @@ def pair_attention(
         t_BC1, s_B1S = t_BC[..., None], kv_positions[:, None]
         s_BNCS, visible = score(q, k, t_BC1, s_B1S), seen(t_BC1, s_B1S)
         same = True if ids_BC is None else ids_BC[..., None] == kv_segment_ids[:, None]
-        if num_selected:
+        if num_selected_keys:
             always_BCS, maybe_BCS = (x & same for x in visible)
             far_BNCS = jnp.where(maybe_BCS[:, None], s_BNCS, -jnp.inf)
-            least = jax.lax.top_k(far_BNCS, min(num_selected, far_BNCS.shape[-1]))[0][..., -1:]
+            least = jax.lax.top_k(far_BNCS, min(num_selected_keys, far_BNCS.shape[-1]))[0][..., -1:]
             visible_BNCS = always_BCS[:, None] | (maybe_BCS[:, None] & (s_BNCS >= least))
         else:
             visible_BNCS = (visible & same)[:, None]

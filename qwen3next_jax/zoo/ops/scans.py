@@ -1,8 +1,8 @@
-"""Scans over time. `linear_scan` and `expanded_scan` compute h ← e^a h + b, and `max_plus_scan`
-computes m ← max(a + m, b), elementwise and for many tokens in parallel. `token_scan` computes any
-other recurrence, token by token.
+"""Scans over time. `linear_scan` and `low_memory_linear_scan` compute h ← e^a h + b, and
+`max_plus_scan` computes m ← max(a + m, b), elementwise and for many tokens in parallel.
+`token_scan` computes any other recurrence, token by token.
 
-At the first token of a document, a is set to −∞. This resets the state exactly, because all
+At the first token of a document, a is set to −∞. The value −∞ resets the state exactly, because all
 exponents are sums of a, never differences of sums.
 
 Letters: B batch, T time, C tokens of a chunk, `…` any further axes.
@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks, checks
-from qwen3next_jax.ops.delta_rule.context import last_id_before
+from qwen3next_jax.ops.delta_rule.context import last_segment_id_before_shard
 
-CHUNK = 64
+TOKENS_PER_CHUNK = 64
 
 
 def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | None = None):
@@ -25,31 +25,32 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
       a: [B, T, …] log decay with real part <= 0; -inf resets h to b. Axes of size 1 are broadcast
         to the axes of b.
       b: [B, T, …], real or complex.
-      initial_state: [B, …] or None for zeros. With `segment_ids` it belongs to the first segment.
+      initial_state: [B, …] or None for zeros. With `segment_ids`, only the first document starts
+        from it.
       segment_ids: [B, T] integers or None, as in `gated_delta_rule`. In padding h is the state
         after the last token.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order, as in
         `gated_delta_rule`.
 
     Returns:
-      h [B, T, …]; the h before each token [B, T, …] (zero where a is -inf); the last h [B, …]. All
-      have the dtype of b.
+      h [B, T, …]; the h before each token [B, T, …] (zero where a is -inf); the last h [B, …]. The
+      three arrays have the dtype of b.
 
     Raises:
       ValueError: shapes or dtypes do not fit.
     """
-    state = _check(a, b, initial_state, segment_ids, 0)
+    state = _checked_initial_state(a, b, initial_state, segment_ids, 0)
     a, b = _reset_at_documents(a, b, segment_ids, axis_name, 0)
 
     @jax.checkpoint  # saves only a chunk's inputs and its initial state for the backward pass
     def step(state, chunk):
-        a, b = jax.lax.associative_scan(_compose, chunk, axis=1)
+        a, b = jax.lax.associative_scan(_compose_linear_maps, chunk, axis=1)
         h = jnp.exp(a) * state[:, None] + b
         return h[:, -1], h
 
     def run(state):
         final, h = blocks.scan_or_call_once(
-            step, state, blocks.to_chunks((a, b), 1, min(CHUNK, b.shape[1]))
+            step, state, blocks.to_chunks((a, b), 1, min(TOKENS_PER_CHUNK, b.shape[1]))
         )
         return final, blocks.from_chunks(h, 1, b.shape[1])
 
@@ -72,13 +73,13 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
     )
 
 
-def expanded_scan(
+def low_memory_linear_scan(
     expand, read, inputs, initial_state, *, segment_ids=None, axis_name: str | None = None
 ):
-    """Computes the same recurrence as `linear_scan` without storing a, b and h for all tokens. For
-    each chunk, it computes a and b from the inputs, then h, then the outputs from h. Use it if a, b
-    and h are larger than the inputs and outputs. If T is split over a mesh axis, every shard
-    computes its chunks twice.
+    """Computes h_t = exp(a_t) h_{t-1} + b_t without storing a, b and h for all tokens. For each
+    chunk of tokens, it computes a and b from the inputs, then h, then the outputs from h. The
+    function needs less memory than `linear_scan` if a, b and h are larger than the inputs and
+    outputs. If T is split over a mesh axis, every shard computes its chunks twice.
 
     Args:
       expand: function (inputs of a chunk) → (a, b), each [B, C, …].
@@ -96,7 +97,7 @@ def expanded_scan(
         jnp.ones(initial_state.shape[:1] + (time,), bool),
     )
     if segment_ids is not None:
-        new, live = document_starts_and_tokens(segment_ids, axis_name)
+        new, live = reset_and_token_masks(segment_ids, axis_name)
 
     @jax.checkpoint
     def step(carry, chunk):
@@ -107,12 +108,14 @@ def expanded_scan(
             jnp.where(over(new), -jnp.inf, jnp.where(over(live), a, 0)),
             jnp.where(over(live), b, 0),
         )
-        totals, h = jax.lax.associative_scan(_compose, (jnp.broadcast_to(a, b.shape), b), axis=1)
+        totals, h = jax.lax.associative_scan(
+            _compose_linear_maps, (jnp.broadcast_to(a, b.shape), b), axis=1
+        )
         h = h + jnp.exp(totals) * state[:, None]
         return (h[:, -1], total + totals[:, -1]), read(h, inputs)
 
     def run(state):
-        chunks = blocks.to_chunks((inputs, new, live), 1, min(CHUNK, time))
+        chunks = blocks.to_chunks((inputs, new, live), 1, min(TOKENS_PER_CHUNK, time))
         (final, total), o = blocks.scan_or_call_once(step, (state, jnp.zeros_like(state)), chunks)
         return final, total, blocks.from_chunks(o, 1, time)
 
@@ -133,7 +136,8 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
     Args:
       step: function (state, inputs of a token [B, …]) → (state, outputs [B, …]).
       inputs: a tree of arrays [B, T, …].
-      initial_state: a tree of arrays [B, …]. With `segment_ids` it belongs to the first segment.
+      initial_state: a tree of arrays [B, …]. With `segment_ids`, only the first document starts
+        from it.
       segment_ids: as in `linear_scan`.
       axis_name: as in `linear_scan`. Each shard waits for the state of the shard before it, so that
         splitting T saves no time.
@@ -144,7 +148,7 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
     shape = jax.tree.leaves(inputs)[0].shape[:2]
     new, live = jnp.zeros(shape, bool), jnp.ones(shape, bool)
     if segment_ids is not None:
-        new, live = document_starts_and_tokens(segment_ids, axis_name)
+        new, live = reset_and_token_masks(segment_ids, axis_name)
 
     def choose(mask, a, b):
         return jax.tree.map(
@@ -158,7 +162,9 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
         return choose(live, after, state), o
 
     chunks = blocks.to_chunks(
-        jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, new, live)), 0, min(CHUNK, shape[1])
+        jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, new, live)),
+        0,
+        min(TOKENS_PER_CHUNK, shape[1]),
     )
 
     def run(state):  # saves only each chunk's inputs and its initial state for the backward pass
@@ -182,9 +188,9 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
     )
 
 
-def _compose(first, second):
-    """Composes two maps h ← e^a h + b. Each map is a pair (a, b); `first` is applied first. Returns
-    the pair of the composed map.
+def _compose_linear_maps(first, second):
+    """Composes two maps h ← e^a h + b. A map is a pair (a, b); the map `first` is applied first.
+    Returns the pair (a, b) of the composed map.
     """
     return second[0] + first[0], jnp.exp(second[0]) * first[1] + second[1]
 
@@ -205,9 +211,9 @@ def _state_entering_shard(carry, leaving, axis_name):
 
 
 def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | None = None):
-    """Computes m_t = max(a_t + m_{t-1}, b_t). No gradient passes through m. It is meant for a
-    running maximum that is subtracted from exponents to avoid overflow, and that does not change
-    the result.
+    """Computes m_t = max(a_t + m_{t-1}, b_t). No gradient passes through m. A caller subtracts the
+    running maximum m from exponents to avoid overflow; the result of the caller must not depend on
+    m.
 
     Args:
       a, b: real arrays [B, T, …] of the same shape.
@@ -218,7 +224,7 @@ def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str 
       m [B, T, …]; the m before each token [B, T, …] (−∞ where a is −∞); the last m [B, …].
     """
     a, b = jax.lax.stop_gradient((a, b))
-    state = _check(a, b, initial_state, segment_ids, -jnp.inf)
+    state = _checked_initial_state(a, b, initial_state, segment_ids, -jnp.inf)
     a, b = _reset_at_documents(a, b, segment_ids, axis_name, -jnp.inf)
 
     def compose(first, second):
@@ -242,43 +248,43 @@ def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str 
     return jax.lax.stop_gradient((m, before, final))
 
 
-def _check(a, b, initial_state, segment_ids, start):
+def _checked_initial_state(a, b, initial_state, segment_ids, start):
     """Checks the arguments of a scan. Returns the initial state in b's dtype; if it is None, an
     array [B, …] filled with `start`.
     """
     letters = ("B", "T", *b.shape[2:])
-    checks.shapes(
+    checks.check_shapes(
         b=(b, letters),
         a=(a, ("B", "T", *(n if n == 1 else m for n, m in zip(a.shape[2:], b.shape[2:])))),
         segment_ids=(segment_ids, "BT"),
         initial_state=(initial_state, ("B", *b.shape[2:])),
     )
-    checks.integers(segment_ids=segment_ids)
+    checks.check_integers(segment_ids=segment_ids)
     state = jnp.full((b.shape[0], *b.shape[2:]), start, b.dtype)
     return state if initial_state is None else initial_state.astype(b.dtype)
 
 
 def _reset_at_documents(a, b, segment_ids, axis_name, nothing):
-    """Returns (a, b) with a = −∞ where `document_starts_and_tokens` says that the state is reset,
-    and in padding a = 0 and b = `nothing`, so that padding does not change the state.
+    """Returns (a, b) with a = −∞ at the tokens before which the state is reset. In padding, a is 0
+    and b is `nothing`, so that padding does not change the state.
     """
     if segment_ids is None:
         return a, b
-    new, live = document_starts_and_tokens(segment_ids, axis_name)
+    new, live = reset_and_token_masks(segment_ids, axis_name)
     over = lambda mask, x: mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
     return jnp.where(over(new, a), -jnp.inf, jnp.where(over(live, a), a, 0)), jnp.where(
         over(live, b), b, nothing
     )
 
 
-def document_starts_and_tokens(segment_ids, axis_name):
+def reset_and_token_masks(segment_ids, axis_name):
     """Returns two boolean arrays [B, T]: whether the state is reset before each token, and whether
-    it is a token (not padding). The state is reset before the first token of every document except
-    the document at the start of the row, which continues the initial state.
+    the entry is a token (not padding). The state is reset before the first token of every document
+    except the document at the start of the row, which continues the initial state.
     """
     earlier = segment_ids[:, :1]
     if axis_name is not None:
-        before = last_id_before(segment_ids, axis_name)[:, None].astype(earlier.dtype)
+        before = last_segment_id_before_shard(segment_ids, axis_name)[:, None].astype(earlier.dtype)
         earlier = jnp.where(jax.lax.axis_index(axis_name) == 0, earlier, before)
     return (segment_ids > 0) & (
         segment_ids != jnp.concatenate([earlier, segment_ids[:, :-1]], axis=1)

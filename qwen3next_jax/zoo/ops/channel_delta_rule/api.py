@@ -1,6 +1,6 @@
-"""The public function `channel_delta_rule`. It checks the arguments, sets the log decay to -inf
-where a document starts and chooses an implementation. This file also defines the custom gradient of
-the chunked implementation.
+"""The public function `channel_delta_rule`. The function checks its arguments, sets the log decay
+to -inf where a document starts and chooses an implementation. This file also defines the custom
+gradient of the chunked implementation.
 
 Letters: B batch, T time, G key heads, H heads (head h reads key head h // (H // G)), K key width, V
 value width.
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import checks
 from qwen3next_jax.ops.delta_rule.chunked import CPU_LIMITS, LIMITS
-from qwen3next_jax.ops.delta_rule.context import last_id_before
+from qwen3next_jax.ops.delta_rule.context import last_segment_id_before_shard
 from qwen3next_jax.zoo.ops.channel_delta_rule import chunked, context, reference, two_sided
-from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
+from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import TokenArrays
 
 IMPLEMENTATIONS = ("recurrent", "chunked")
 
@@ -25,14 +25,14 @@ class Options(typing.NamedTuple):
     """The static options of one call.
 
     Attributes:
-      implementation: the argument `implementation` of `channel_delta_rule`.
-      delta_term: the argument `delta_term`.
-      read_before: whether the argument `read` is "before".
+      implementation: "recurrent" or "chunked"; None means "chunked".
+      delta_term: whether the write has the delta term.
+      reads_before_write: whether a token reads the state before its own decay and write.
     """
 
     implementation: str | None
     delta_term: bool
-    read_before: bool
+    reads_before_write: bool
 
 
 def channel_delta_rule(
@@ -46,7 +46,7 @@ def channel_delta_rule(
     erase_key=None,
     read: str = "after",
     bonus=None,
-    value_decay=None,
+    value_log_decay=None,
     initial_state=None,
     segment_ids=None,
     implementation: str | None = None,
@@ -68,8 +68,8 @@ def channel_delta_rule(
       g: [B, T, H, K] log decay, <= 0. With -inf the channel is forgotten exactly. Even a very
         strong decay costs no accuracy.
       beta: [B, T, H] write strength; None for 1.
-      delta_term: whether the write has the delta term -S^T k_t. Without it the function computes
-        gated linear attention (GLA, https://arxiv.org/abs/2312.06635).
+      delta_term: whether the write has the delta term -S^T k_t. Without the term, the function
+        computes gated linear attention (GLA, https://arxiv.org/abs/2312.06635).
       erase_key: [B, T, H, K], the key e_t in S <- S + beta_t k_t (v_t - S^T e_t)^T, for models
         whose delta term reads the state with another key than k_t (Gated DeltaNet-2,
         https://arxiv.org/abs/2605.22791). None means e_t = k_t.
@@ -77,10 +77,10 @@ def channel_delta_rule(
         reads the state before its own decay and write (RWKV).
       bonus: [H, K] or None, only with read="before": the token's own term (sum_c q_c bonus_c k_c)
         v_t is added to o_t.
-      value_decay: [B, T, H, V] or None, log decay <= 0 of the value channels, only with
-        delta_term=False. The decay is then S <- Diag(exp(g_t)) S Diag(exp(value_decay_t)).
-      initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first
-        segment.
+      value_log_decay: [B, T, H, V] or None, log decay <= 0 of the value channels, only with
+        delta_term=False. The decay is then S <- Diag(exp(g_t)) S Diag(exp(value_log_decay_t)).
+      initial_state: [B, H, K, V] or None for zeros. With `segment_ids`, only the first document
+        starts from it.
       segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
         document, and 0 marks padding at the end. The state becomes zero where a document starts
         (for the first document, it stays `initial_state`). In padding o is 0 and all gradients are
@@ -89,24 +89,24 @@ def channel_delta_rule(
         every platform.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
         `shard_map`. The arrays are then this shard's parts, and a document has the same id on every
-        shard. Only the first shard reads its `initial_state`; other shards ignore theirs, which
-        gets no gradient. Every shard returns the final state of the whole row.
+        shard. Only the first shard reads its `initial_state`; the `initial_state` of every other
+        shard is ignored and gets no gradient. Every shard returns the final state of the whole row.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
       final_state: [B, H, K, V] float32 (float64 for float64 inputs); with `segment_ids`, the state
-        of the last segment.
+        after the last document.
 
     Raises:
       ValueError: shapes, dtypes, the implementation's name or the combination of arguments do
         not fit.
 
     If the function is traced under `jax.debug_nans(True)`, a host callback raises a ValueError if a
-    number of g or value_decay is positive or NaN, in padding, too; a compiled program reports it as
-    a `jax.errors.JaxRuntimeError`.
+    number of g or value_log_decay is positive or NaN, in padding, too; a compiled program reports
+    it as a `jax.errors.JaxRuntimeError`.
     """
     q, k, v, g = map(jnp.asarray, (q, k, v, g))
-    _check(
+    _check_arguments(
         q,
         k,
         v,
@@ -116,7 +116,7 @@ def channel_delta_rule(
         erase_key,
         read,
         bonus,
-        value_decay,
+        value_log_decay,
         initial_state,
         segment_ids,
         implementation,
@@ -129,7 +129,7 @@ def channel_delta_rule(
         if initial_state is None
         else initial_state.astype(wide)
     )
-    read_before, own = read == "before", q
+    reads_before_write, own = read == "before", q
     if segment_ids is not None:
         ids = segment_ids
         earlier = ids[:, :1]
@@ -137,27 +137,31 @@ def channel_delta_rule(
             earlier = jnp.where(
                 jax.lax.axis_index(axis_name) == 0,
                 earlier,
-                last_id_before(ids, axis_name)[:, None].astype(ids.dtype),
+                last_segment_id_before_shard(ids, axis_name)[:, None].astype(ids.dtype),
             )
         live, new = ids > 0, (ids > 0) & (ids != jnp.concatenate([earlier, ids[:, :-1]], axis=1))
         over = lambda mask, x: mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
         # padding does not decay, write or read the state
         q, beta, g = (jnp.where(over(live, x), x, 0) for x in (q, beta, g))
-        value_decay = (
-            None if value_decay is None else jnp.where(over(live, value_decay), value_decay, 0)
+        value_log_decay = (
+            None
+            if value_log_decay is None
+            else jnp.where(over(live, value_log_decay), value_log_decay, 0)
         )
         g = jnp.where(over(new, g), -jnp.inf, g)
         own = q
         # otherwise a document's first token would read the state of the document before
-        q = jnp.where(over(new, q), 0, q) if read_before else q
-    run = functools.partial(_run, Options(implementation, delta_term, read_before))
-    x = Inputs(q, k, v, g, beta, value_decay, erase_key)
+        q = jnp.where(over(new, q), 0, q) if reads_before_write else q
+    run = functools.partial(
+        _run_implementation, Options(implementation, delta_term, reads_before_write)
+    )
+    x = TokenArrays(q, k, v, g, beta, value_log_decay, erase_key)
     if axis_name is None:
         o, final = run(x, state)
-    elif value_decay is None:
-        o, final = context.across_shards(run, axis_name, x, state)
+    elif value_log_decay is None:
+        o, final = context.run_across_shards(run, axis_name, x, state)
     else:
-        o, final = two_sided.across_shards(run, axis_name, x, state, read_before)
+        o, final = two_sided.run_across_shards(run, axis_name, x, state, reads_before_write)
     if bonus is not None:
         q_BTHK, k_BTHK = (jnp.repeat(x.astype(wide), heads // x.shape[2], axis=2) for x in (own, k))
         o = o + jnp.sum(q_BTHK * bonus.astype(wide) * k_BTHK, axis=-1, keepdims=True) * v.astype(
@@ -166,7 +170,7 @@ def channel_delta_rule(
     return o.astype(v.dtype), final
 
 
-def _check(
+def _check_arguments(
     q,
     k,
     v,
@@ -176,25 +180,25 @@ def _check(
     erase_key,
     read,
     bonus,
-    value_decay,
+    value_log_decay,
     initial_state,
     segment_ids,
     implementation,
 ):
-    checks.implementation(implementation, IMPLEMENTATIONS)
-    checks.shapes(
+    checks.check_implementation_name(implementation, IMPLEMENTATIONS)
+    checks.check_shapes(
         q=(q, "BTGK"),
         k=(k, "BTGK"),
         v=(v, "BTHV"),
         g=(g, "BTHK"),
         beta=(beta, "BTH"),
         bonus=(bonus, "HK"),
-        value_decay=(value_decay, "BTHV"),
+        value_log_decay=(value_log_decay, "BTHV"),
         erase_key=(erase_key, "BTHK"),
         initial_state=(initial_state, "BHKV"),
         segment_ids=(segment_ids, "BT"),
     )
-    checks.integers(segment_ids=segment_ids)
+    checks.check_integers(segment_ids=segment_ids)
     if v.shape[2] % q.shape[2]:
         raise ValueError(
             f"v has {v.shape[2]} heads and q {q.shape[2]}: expected heads to be a multiple of key "
@@ -212,49 +216,54 @@ def _check(
         )
     if erase_key is not None and not delta_term:
         raise ValueError("erase_key with delta_term=False: expected delta_term=True")
-    if value_decay is not None and delta_term:
-        raise ValueError("value_decay with delta_term=True: expected delta_term=False")
+    if value_log_decay is not None and delta_term:
+        raise ValueError("value_log_decay with delta_term=True: expected delta_term=False")
     if jax.config.jax_debug_nans:
-        checks.values(
+        checks.check_values_at_runtime(
             {
                 f"{name} is positive or NaN: expected log decay <= 0": jnp.any(~(x <= 0))
-                for name, x in (("g", g), ("value_decay", value_decay))
+                for name, x in (("g", g), ("value_log_decay", value_log_decay))
                 if x is not None
             }
         )
 
 
-def _run(options: Options, x: Inputs, initial_state):
-    """Returns o [B, T, H, V] in the state's dtype, and the final state [B, H, K, V]."""
+def _run_implementation(options: Options, x: TokenArrays, initial_state):
+    """Runs the implementation that `options` and `x` require on whole rows. Returns o [B, T, H, V]
+    in the state's dtype, and the final state [B, H, K, V].
+    """
     if options.implementation == "recurrent":
         return reference.recurrent(
-            x, initial_state, delta_term=options.delta_term, read_before=options.read_before
+            x,
+            initial_state,
+            delta_term=options.delta_term,
+            reads_before_write=options.reads_before_write,
         )
-    if x.value_decay is not None:
-        return two_sided.forward(
-            x, initial_state, size=chunk_size(x), read_before=options.read_before
+    if x.value_log_decay is not None:
+        return two_sided.chunked_with_value_decay(
+            x, initial_state, size=chunk_size(x), reads_before_write=options.reads_before_write
         )
-    return _operator(options, x, initial_state)
+    return _chunked(options, x, initial_state)
 
 
 # ---- the custom gradient
 # --------------------------------------------------------------------------------------------------
 
 
-def chunk_size(x: Inputs) -> int:
+def chunk_size(x: TokenArrays) -> int:
     """Returns the number of tokens of a chunk, by the rule of
-    `ops.delta_rule.interface.chunk_size`: 16 for float32 heads of at most 32 channels, otherwise
-    64. If the sequence has fewer than 64 tokens, 64 is replaced by the smallest power of two that
-    is at least 16 and at least the number of tokens.
+    `ops.delta_rule.interface.choose_chunk_size`: 16 for float32 heads of at most 32 channels,
+    otherwise 64. If the sequence has fewer than 64 tokens, 64 is replaced by the smallest power of
+    two that is at least 16 and at least the number of tokens.
     """
     narrow = max(x.q.shape[-1], x.v.shape[-1]) <= 32 and x.v.dtype == jnp.float32
     return min(16 if narrow else 64, max(16, 1 << (x.q.shape[1] - 1).bit_length()))
 
 
-def _run_with_platform_sizes(options: Options, pass_over, x: Inputs, *arguments):
-    """Calls `pass_over` (`chunked.forward` or `chunked.backward`) with the sizes of a chunk and of
-    a piece. A piece has as many chunks as fit in a CPU's caches, or in a small part of an
-    accelerator's memory.
+def _run_with_platform_piece_size(options: Options, pass_over, x: TokenArrays, *arguments):
+    """Calls `pass_over` (`chunked.forward_pass` or `chunked.backward_pass`) with the number of
+    tokens of a chunk, and the number of chunks that are computed at once (a piece). A piece has as
+    many chunks as fit in a CPU's caches, or in a small part of an accelerator's memory.
     """
     size, chunks = chunk_size(x), -(-x.v.shape[1] // chunk_size(x))
     numbers = size * x.v.shape[0] * x.v.shape[2] * max(x.q.shape[3], x.v.shape[3])
@@ -262,38 +271,44 @@ def _run_with_platform_sizes(options: Options, pass_over, x: Inputs, *arguments)
     def bound(limits):
         count = -(
             -chunks
-            // (1 if numbers * size >= limits.single_chunk else max(1, limits.elements // numbers))
+            // (
+                1
+                if numbers * size >= limits.single_chunk_multiply_adds
+                else max(1, limits.block_elements // numbers)
+            )
         )
         return functools.partial(
             pass_over,
             size=size,
             piece=-(-chunks // count),
             delta_term=options.delta_term,
-            read_before=options.read_before,
+            reads_before_write=options.reads_before_write,
         )
 
     return jax.lax.platform_dependent(x, *arguments, cpu=bound(CPU_LIMITS), default=bound(LIMITS))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _operator(options: Options, x: Inputs, initial_state):
-    return _run_with_platform_sizes(options, chunked.forward, x, initial_state)[:2]
+def _chunked(options: Options, x: TokenArrays, initial_state):
+    return _run_with_platform_piece_size(options, chunked.forward_pass, x, initial_state)[:2]
 
 
-def _operator_forward(options, x, initial_state):
-    o, final, *saved = _run_with_platform_sizes(options, chunked.forward, x, initial_state)
+def _chunked_forward(options, x, initial_state):
+    o, final, *saved = _run_with_platform_piece_size(
+        options, chunked.forward_pass, x, initial_state
+    )
     return (o, final), (x, saved)
 
 
-def _operator_backward(options, residuals, cotangents):
+def _chunked_backward(options, residuals, cotangents):
     x, saved = residuals
-    *gradients, dinitial = _run_with_platform_sizes(
-        options, chunked.backward, x, *saved, *cotangents
+    *gradients, dinitial = _run_with_platform_piece_size(
+        options, chunked.backward_pass, x, *saved, *cotangents
     )
     gradients = (
         None if array is None else dx.astype(array.dtype) for dx, array in zip(gradients, x)
     )
-    return Inputs(*gradients), dinitial
+    return TokenArrays(*gradients), dinitial
 
 
-_operator.defvjp(_operator_forward, _operator_backward)
+_chunked.defvjp(_chunked_forward, _chunked_backward)

@@ -1,6 +1,6 @@
 """The chunked implementation of `channel_delta_rule`, in XLA alone. The chunks are processed in
-groups, called pieces. All arrays that do not depend on the state are computed for all chunks of a
-piece at once; then a scan carries the state from chunk to chunk.
+groups, called pieces, one piece after another. First the arrays that do not depend on the state are
+computed, for all chunks of a piece at once. Then a scan carries the state from chunk to chunk.
 
 In a chunk of C rows (tokens), γ is the decay from the chunk's start to each row, and ρ is the decay
 from each row to the chunk's end (both [C, K], see `decay_levels`). S is the state before the chunk,
@@ -32,22 +32,23 @@ The backward pass computes the gradients explicitly from dO and dS':
     dK   = left + …
     dE   = seen + …
 
-The terms … come from D and N; they are computed for each level of `decay_levels`. The gradient of
-an exponent x is the gradient of a decayed number, such as an entry of K ρ, times the number itself.
+The terms … are sums over the levels of `decay_levels`, computed from D and N. The gradient of an
+exponent x is the gradient of a decayed number, such as an entry of K ρ, times the number itself.
 The transpose of the linear function `decay_levels.decay_exponents` turns the gradients of all
 exponents into dg. The arrays saved for the backward pass are the inputs, the state before each
-chunk and the inverse A of each chunk. Documents need no special treatment here: `api.py` has set g
-= −∞ where a document starts.
+chunk and the inverse A of each chunk. This file does not treat documents separately, because
+`api.py` has set g = −∞ where a document starts.
 
 In the recurrence, each token corrects the rounding errors of the tokens before it. In a product
 with A, later rows do not correct the errors of earlier rows, and with repeated keys the errors add
 up. Therefore W and dR get one step of iterative refinement if the operands of products have the
-dtype of the sums (float32 or float64): A (or Aᵀ) times the residual of the equation (I + L) W = β
-(V − (E γ) S) (or of its transpose) is added.
+dtype of the sums (float32 or float64). For W, which solves (I + L) W = Y with Y = β (V − (E γ) S),
+the step adds A (Y − (I + L) W). For dR, it uses the transposes of A and L.
 
-With bfloat16 inputs, the operands of products contain the decays, so they are rounded in any case.
-In the products whose terms cancel if keys repeat, operands are split into two bfloat16 parts: both
-operands in EK, (E γ) S and (K ρ)ᵀ W, and W in P W.
+With bfloat16 inputs, the operands of products are rounded to bfloat16, because they are multiplied
+by decays. If keys repeat, the terms of some products cancel. In these products the code splits
+operands into two bfloat16 parts: both operands of EK, (E γ) S and (K ρ)ᵀ W, and the operand W of P
+W.
 
 Letters: N chunks, B batch, G key heads, H heads, C chunk length, K key width, V value width.
 """
@@ -60,28 +61,28 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.delta_rule import inverse
 from qwen3next_jax.ops.delta_rule.chunk_math import (
-    Products,
+    MatrixProducts,
+    concatenate_split_operands,
     lower_mask,
-    rows_dot,
-    split_precision,
-    stack_for_product,
+    row_dot_products,
+    split_high_and_low,
 )
 from qwen3next_jax.zoo.ops.channel_delta_rule import decay_levels
 
 
-class Inputs(typing.NamedTuple):
-    """The arrays of one call that have an axis of tokens."""
+class TokenArrays(typing.NamedTuple):
+    """The arguments of a call of `channel_delta_rule` that have an axis of tokens."""
 
     q: jax.Array  # [B, T, G, K]
     k: jax.Array  # [B, T, G, K]
     v: jax.Array  # [B, T, H, V]
-    g: jax.Array  # [B, T, H, K]
+    log_decay: jax.Array  # [B, T, H, K]
     beta: jax.Array  # [B, T, H]
-    value_decay: jax.Array | None = None  # [B, T, H, V]
+    value_log_decay: jax.Array | None = None  # [B, T, H, V]
     erase_key: jax.Array | None = None  # [B, T, H, K]; None: k
 
-    def repeat_key_heads(self) -> "Inputs":
-        """Returns the inputs with q and k repeated to [B, T, H, K]: every key head once for each
+    def repeat_key_heads(self) -> "TokenArrays":
+        """Returns the arrays with q and k repeated to [B, T, H, K]: every key head once for each
         head that reads it.
         """
         heads = self.v.shape[2]
@@ -92,33 +93,38 @@ class Inputs(typing.NamedTuple):
 
 
 class Chunks(typing.NamedTuple):
-    """The arrays of the chunks of a piece that both the forward and the backward pass need."""
+    """The arrays of a group of chunks that both the forward and the backward pass need. The letters
+    are those of the formulas at the top of the file.
+    """
 
     q: jax.Array  # [N, B, H, C, K]
     k: jax.Array  # [N, B, H, C, K]
     v: jax.Array  # [N, B, H, C, V]
     beta: jax.Array  # [N, B, H, C, 1]
-    queries: tuple  # for each level q times its decays, [N, B, H, C, K]
-    keys: tuple  # for each level k times its decays, [N, B, H, C, K]
-    erase_keys: tuple  # for each level E times its decays, [N, B, H, C, K]; `keys` if E is k
-    decays: decay_levels.Exponents  # the decays: e^x for each exponent x
-    e: jax.Array  # E, the keys of the delta term, [N, B, H, C, K]
-    e_enter: jax.Array  # E γ
-    q_enter: jax.Array  # Q γ
-    k_leave: jax.Array  # K ρ
-    carry: jax.Array  # e^total, [N, B, H, K, 1]
-    ek: jax.Array | None  # [N, B, H, C, C]
-    p: jax.Array  # [N, B, H, C, C]
-    inverse: jax.Array | None  # A
+    queries_by_level: tuple  # for each level q times its decays, [N, B, H, C, K]
+    keys_by_level: tuple  # for each level k times its decays, [N, B, H, C, K]
+    erase_keys_by_level: tuple  # for each level E times its decays; `keys_by_level` if E is k
+    decays: decay_levels.DecayExponents  # the decays: e^x for each exponent x
+    erase_keys: jax.Array  # E, the keys of the delta term, [N, B, H, C, K]
+    erase_keys_from_start: jax.Array  # E γ
+    queries_from_start: jax.Array  # Q γ
+    keys_to_end: jax.Array  # K ρ
+    total_decay: jax.Array  # e^total, [N, B, H, K, 1]
+    erase_key_products: jax.Array | None  # EK, [N, B, H, C, C]
+    query_key_products: jax.Array  # P, [N, B, H, C, C]
+    triangular_inverse: jax.Array | None  # A, [N, B, H, C, C]
 
 
-def product_in_parts(product, x, y, dots: Products, x_axis: int, y_axis: int):
+def product_of_split_operands(product, x, y, dots: MatrixProducts, x_axis: int, y_axis: int):
     """Returns product(x, y). If `dots.operand` is bfloat16, x and y are both split into two
     bfloat16 parts, which are concatenated along the contracted axes `x_axis` and `y_axis`.
     """
     return product(
-        *stack_for_product(
-            split_precision(x, dots.operand), split_precision(y, dots.operand), x_axis, y_axis
+        *concatenate_split_operands(
+            split_high_and_low(x, dots.operand_dtype),
+            split_high_and_low(y, dots.operand_dtype),
+            x_axis,
+            y_axis,
         )
     )
 
@@ -128,23 +134,34 @@ def _to_chunks(x, size: int):
     return jnp.swapaxes(blocks.to_chunks(x, 1, size), 2, 3)
 
 
-def _arrays_of_chunks(
-    x: Inputs, known_inverse, size: int, delta_term: bool, read_before: bool, dtype
-) -> tuple[Chunks, Products, Products]:
-    """Returns three things: the arrays of the chunks of a piece; `Products` that cast operands to
-    v's dtype; and `Products` that cast operands to `dtype`, the dtype of the state.
+def _chunks_and_products(
+    x: TokenArrays, known_inverse, size: int, delta_term: bool, reads_before_write: bool, dtype
+) -> tuple[Chunks, MatrixProducts, MatrixProducts]:
+    """Returns the `Chunks` of the rows x; the `MatrixProducts` that cast operands to v's dtype; and
+    the `MatrixProducts` that cast operands to `dtype`, the dtype of the state.
+
+    Args:
+      x: the arrays of a group of chunks.
+      known_inverse: A, which the forward pass saved; None in the forward pass.
+      size: number of tokens of a chunk.
+      delta_term: whether the write has the delta term.
+      reads_before_write: whether a token reads the state before its own decay and write.
+      dtype: the dtype of the state.
     """
-    dots, exact = Products(x.v.dtype, copies=True), Products(dtype, copies=True)
+    dots, exact = (
+        MatrixProducts(x.v.dtype, may_copy_transpose=True),
+        MatrixProducts(dtype, may_copy_transpose=True),
+    )
     q, k, v, g, beta = (_to_chunks(array.astype(dtype), size) for array in x.repeat_key_heads()[:5])
     e = k if x.erase_key is None else _to_chunks(x.erase_key.astype(dtype), size)
     beta = beta[..., None]
-    decays = jax.tree.map(jnp.exp, decay_levels.decay_exponents(g, read_before))
-    keys = tuple(k * decay for decay in decays.levels)
-    erase_keys = keys if x.erase_key is None else tuple(e * decay for decay in decays.levels)
-    reads = tuple(q * decay for decay in decays.query_levels)
+    decays = jax.tree.map(jnp.exp, decay_levels.decay_exponents(g, reads_before_write))
+    keys = tuple(k * decay for decay in decays.by_level)
+    erase_keys = keys if x.erase_key is None else tuple(e * decay for decay in decays.by_level)
+    reads = tuple(q * decay for decay in decays.query_by_level)
     p, ek, a = decay_levels.pair_products(reads, keys, dots.nt), None, known_inverse
-    if not read_before:
-        p = p + jnp.eye(size, dtype=dtype) * rows_dot(q, k)
+    if not reads_before_write:
+        p = p + jnp.eye(size, dtype=dtype) * row_dot_products(q, k)
     if delta_term:
         ek = decay_levels.pair_products(erase_keys, keys, lambda x, y: dots.nt(x, y, fine=True))
         a = inverse.unit_lower_inverse(beta * ek, exact) if a is None else a
@@ -159,9 +176,9 @@ def _arrays_of_chunks(
             erase_keys,
             decays,
             e,
-            e * decays.enter,
-            q * decays.query_enter,
-            k * decays.leave,
+            e * decays.from_start,
+            q * decays.query_from_start,
+            k * decays.to_end,
             jnp.swapaxes(decays.total, -1, -2),
             ek,
             p,
@@ -172,29 +189,46 @@ def _arrays_of_chunks(
     )
 
 
-def _writes_and_errors(c: Chunks, state, dots: Products, exact: Products):
-    """Returns W and V − (E γ) S. Without the delta term they are β V and V."""
-    if c.inverse is None:
+def _writes_and_errors(c: Chunks, state, dots: MatrixProducts, exact: MatrixProducts):
+    """Returns W and V − (E γ) S of the formulas at the top of the file. Without the delta term, the
+    results are β V and V.
+    """
+    if c.triangular_inverse is None:
         return c.beta * c.v, c.v
-    errors = c.v - product_in_parts(dots.nn, c.e_enter, state, dots, -1, -2)
+    errors = c.v - product_of_split_operands(dots.nn, c.erase_keys_from_start, state, dots, -1, -2)
     right = c.beta * errors
-    written = exact.nn(c.inverse, right)
+    written = exact.nn(c.triangular_inverse, right)
     if dots == exact:
-        written += exact.nn(c.inverse, right - written - c.beta * exact.nn(c.ek, written))
+        written += exact.nn(
+            c.triangular_inverse, right - written - c.beta * exact.nn(c.erase_key_products, written)
+        )
     return written, errors
 
 
 def _arrays_for_scan(c: Chunks) -> Chunks:
     """Returns `c` without the arrays that the scan over the chunks does not read."""
     return c._replace(
-        q=None, k=None, queries=None, keys=None, erase_keys=None, decays=None, e=None, p=None
+        q=None,
+        k=None,
+        queries_by_level=None,
+        keys_by_level=None,
+        erase_keys_by_level=None,
+        decays=None,
+        erase_keys=None,
+        query_key_products=None,
     )
 
 
-def forward(
-    x: Inputs, initial_state, *, size: int, piece: int, delta_term: bool, read_before: bool
+def forward_pass(
+    x: TokenArrays,
+    initial_state,
+    *,
+    size: int,
+    piece: int,
+    delta_term: bool,
+    reads_before_write: bool,
 ):
-    """Computes the forward pass.
+    """Computes the forward pass of the chunked implementation.
 
     Args:
       x: the arrays with an axis of tokens.
@@ -202,7 +236,7 @@ def forward(
       size: the number of tokens of a chunk.
       piece: the number of chunks that are computed at once.
       delta_term: whether the write has the delta term -S^T e (e is k if there is no erase_key).
-      read_before: whether a token reads the state before its own decay and write.
+      reads_before_write: whether a token reads the state before its own decay and write.
 
     Returns:
       o [B, T, H, V] in the state's dtype; the final state [B, H, K, V]; and for the backward pass
@@ -211,20 +245,24 @@ def forward(
     """
 
     def one(state, x):
-        c, dots, exact = _arrays_of_chunks(x, None, size, delta_term, read_before, state.dtype)
+        c, dots, exact = _chunks_and_products(
+            x, None, size, delta_term, reads_before_write, state.dtype
+        )
 
         def step(state, chunk):
             written, _ = _writes_and_errors(chunk, state, dots, exact)
-            return chunk.carry * state + product_in_parts(
-                dots.tn, chunk.k_leave, written, dots, -2, -2
+            return chunk.total_decay * state + product_of_split_operands(
+                dots.tn, chunk.keys_to_end, written, dots, -2, -2
             ), (
                 state,
                 written,
             )
 
         state, (states, written) = blocks.scan_or_call_once(step, state, _arrays_for_scan(c))
-        o = dots.nn(c.q_enter, states) + dots.nn(c.p, written, fine=True)
-        return state, (_from_chunks(o, x.v.shape[1]), states, c.inverse)
+        o = dots.nn(c.queries_from_start, states) + dots.nn(
+            c.query_key_products, written, fine=True
+        )
+        return state, (_from_chunks(o, x.v.shape[1]), states, c.triangular_inverse)
 
     time, count = x.v.shape[1], -(-x.v.shape[1] // size)
     final, (o, *saved) = blocks.scan_or_call_once(
@@ -238,8 +276,8 @@ def _from_chunks(x, time: int):
     return blocks.from_chunks(jnp.swapaxes(x, 2, 3), 1, time)
 
 
-def backward(
-    x: Inputs,
+def backward_pass(
+    x: TokenArrays,
     states,
     inverses,
     do,
@@ -248,43 +286,57 @@ def backward(
     size: int,
     piece: int,
     delta_term: bool,
-    read_before: bool,
+    reads_before_write: bool,
 ):
-    """Returns the gradients of the fields of `Inputs`, in their order, and the gradient of the
-    initial state. The gradient of value_decay is None, because this implementation is not used with
-    a value_decay. The gradient of erase_key is None if erase_key is None.
+    """Returns the gradients of the fields of `TokenArrays`, in their order, and the gradient of the
+    initial state. The gradient of value_log_decay is None, because this implementation does not
+    support a value_log_decay. The gradient of erase_key is None if erase_key is None.
 
     Args:
       x: the arrays with an axis of tokens.
-      states, inverses: the last two results of `forward`.
+      states, inverses: the last two results of `forward_pass`.
       do: [B, T, H, V], the gradient of o.
       dfinal: [B, H, K, V], the gradient of the final state.
-      size, piece, delta_term, read_before: the arguments of `forward`.
+      size, piece, delta_term, reads_before_write: the arguments of `forward_pass`.
     """
 
     def one(dstate, inputs):
         x, states, inverses, do = inputs
-        c, dots, exact = _arrays_of_chunks(x, inverses, size, delta_term, read_before, dstate.dtype)
+        c, dots, exact = _chunks_and_products(
+            x, inverses, size, delta_term, reads_before_write, dstate.dtype
+        )
         do = _to_chunks(do, size)
         written, errors = _writes_and_errors(c, states, dots, exact)
-        po, qo = dots.tn(c.p, do), dots.tn(c.q_enter, do)
+        po, qo = dots.tn(c.query_key_products, do), dots.tn(c.queries_from_start, do)
 
         def step(dstate, inputs):
             chunk, po, qo = inputs
-            dwritten = po + dots.nn(chunk.k_leave, dstate)
-            dr = exact.tn(chunk.inverse, dwritten) if delta_term else dwritten
+            dwritten = po + dots.nn(chunk.keys_to_end, dstate)
+            dr = exact.tn(chunk.triangular_inverse, dwritten) if delta_term else dwritten
             if delta_term and dots == exact:
-                dr += exact.tn(chunk.inverse, dwritten - dr - exact.tn(chunk.ek, chunk.beta * dr))
-            entering = chunk.carry * dstate + qo
+                dr += exact.tn(
+                    chunk.triangular_inverse,
+                    dwritten - dr - exact.tn(chunk.erase_key_products, chunk.beta * dr),
+                )
+            entering = chunk.total_decay * dstate + qo
             if delta_term:
-                entering = entering - product_in_parts(
-                    dots.tn, chunk.e_enter, chunk.beta * dr, dots, -2, -2
+                entering = entering - product_of_split_operands(
+                    dots.tn, chunk.erase_keys_from_start, chunk.beta * dr, dots, -2, -2
                 )
             return entering, (dstate, dr)
 
         entering, (dstates, dr) = _reverse_scan(step, dstate, (_arrays_for_scan(c), po, qo))
-        gradients = _gradients(
-            c, states, dstates, written, errors, dr, do, read_before, dots, x.erase_key is None
+        gradients = _input_gradients(
+            c,
+            states,
+            dstates,
+            written,
+            errors,
+            dr,
+            do,
+            reads_before_write,
+            dots,
+            x.erase_key is None,
         )
         return entering, jax.tree.map(lambda array: _from_chunks(array, x.v.shape[1]), gradients)
 
@@ -307,7 +359,7 @@ def _reverse_scan(step, carry, xs):
     return blocks.scan_or_call_once(step, carry, xs)
 
 
-def _gradients(
+def _input_gradients(
     c: Chunks,
     states,
     dstates,
@@ -315,12 +367,12 @@ def _gradients(
     errors,
     dr,
     do,
-    read_before: bool,
-    dots: Products,
+    reads_before_write: bool,
+    dots: MatrixProducts,
     by_key: bool,
 ):
-    """Returns the gradients of the fields of `Inputs` for each chunk, [N, B, H, C, …]: dq, dk, dv,
-    dg, dβ, None and dE.
+    """Returns the gradients of the fields of `TokenArrays` for each chunk, [N, B, H, C, …]: dq, dk,
+    dv, dg, dβ, None and dE.
 
     Args:
       states: the states before the chunks.
@@ -328,25 +380,27 @@ def _gradients(
       written, errors: the results of `_writes_and_errors`.
       dr: the gradient dR.
       do: the gradient of o.
-      read_before: whether a token reads the state before its own decay and write.
-      by_key: whether E is k; dE is then None and part of dk.
+      reads_before_write: whether a token reads the state before its own decay and write.
+      by_key: whether E is k. If so, the gradient of E is added to dk, and dE is None.
     """
     dv = c.beta * dr
     dbeta = jnp.sum(dr * errors, axis=-1)
     d = dots.nt(do, written, fine=True)
-    read = c.decays.query_enter * dots.nt(do, states)
-    left = c.decays.leave * dots.nt(written, dstates, fine=True)
+    read = c.decays.query_from_start * dots.nt(do, states)
+    left = c.decays.to_end * dots.nt(written, dstates, fine=True)
     seen = n = None
-    if c.inverse is not None:
+    if c.triangular_inverse is not None:
         dl = jnp.where(lower_mask(d.shape[-1], strict=True), -dots.nt(dr, written, fine=True), 0)
-        dbeta += jnp.sum(dl * c.ek, axis=-1)
-        n, seen = c.beta * dl, -c.decays.enter * dots.nt(dv, states, fine=True)
+        dbeta += jnp.sum(dl * c.erase_key_products, axis=-1)
+        n, seen = c.beta * dl, -c.decays.from_start * dots.nt(dv, states, fine=True)
     dq, dk, de = read, left if seen is None or not by_key else left + seen, seen
-    if not read_before:
+    if not reads_before_write:
         diagonal = jnp.diagonal(d, axis1=-2, axis2=-1)[..., None]
         dq, dk = dq + diagonal * c.k, dk + diagonal * c.q
     by_level, by_read = [], []
-    for level, (q, k, e) in enumerate(zip(c.queries, c.keys, c.erase_keys)):
+    for level, (q, k, e) in enumerate(
+        zip(c.queries_by_level, c.keys_by_level, c.erase_keys_by_level)
+    ):
         dq_scaled, dk_scaled = decay_levels.pair_products_backward(d, q, k, level, dots.nn, dots.tn)
         if n is not None:
             de_scaled, of_written = decay_levels.pair_products_backward(
@@ -354,19 +408,22 @@ def _gradients(
             )
             dk_scaled = dk_scaled + de_scaled + of_written if by_key else dk_scaled + of_written
         dq, dk = (
-            dq + c.decays.query_levels[level] * dq_scaled,
-            dk + c.decays.levels[level] * dk_scaled,
+            dq + c.decays.query_by_level[level] * dq_scaled,
+            dk + c.decays.by_level[level] * dk_scaled,
         )
         by_level.append(k * dk_scaled)
         if not by_key:
-            de, by_level[-1] = de + c.decays.levels[level] * de_scaled, by_level[-1] + e * de_scaled
+            de, by_level[-1] = (
+                de + c.decays.by_level[level] * de_scaled,
+                by_level[-1] + e * de_scaled,
+            )
         by_read.append(q * dq_scaled)
-    total = jnp.swapaxes(c.carry * jnp.sum(dstates * states, axis=-1, keepdims=True), -1, -2)
-    enter = jnp.zeros_like(c.k) if seen is None else c.e * seen
-    of_sums = decay_levels.Exponents(
+    total = jnp.swapaxes(c.total_decay * jnp.sum(dstates * states, axis=-1, keepdims=True), -1, -2)
+    enter = jnp.zeros_like(c.k) if seen is None else c.erase_keys * seen
+    of_sums = decay_levels.DecayExponents(
         tuple(by_level), tuple(by_read), enter, c.q * read, c.k * left, total
     )
-    (dg,) = jax.vjp(lambda g: decay_levels.decay_exponents(g, read_before), jnp.zeros_like(c.k))[1](
-        of_sums
-    )
+    (dg,) = jax.vjp(
+        lambda g: decay_levels.decay_exponents(g, reads_before_write), jnp.zeros_like(c.k)
+    )[1](of_sums)
     return dq, dk, dv, dg, dbeta, None, None if by_key else de

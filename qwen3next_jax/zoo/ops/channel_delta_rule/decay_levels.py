@@ -2,22 +2,22 @@
 decays are computed as sums of g, never as differences of sums.
 
 From row j to row i > j, each channel of the state decays by the factor e^{Σ_{j<t≤i} g_t}. Let G_i =
-Σ_{t≤i} g_t. This factor is e^{G_i} e^{−G_j}, so one matrix product could apply the decays of all
-pairs. But e^{−G_j} can overflow, and the difference G_i − G_j would lose precision. Therefore the
-pairs of rows are divided into levels m = 1, 2, 4, …, C/2. For level m, the rows are divided into
-blocks of m rows, numbered from 0. A pair (i, j) belongs to level m if i is in a block with an odd
-number and j is in the block just before it. The exponent of the pair is then
+Σ_{t≤i} g_t. The decay factor of a pair is e^{G_i} e^{−G_j}, so one matrix product could apply the
+decays of all pairs. But e^{−G_j} can overflow, and the difference G_i − G_j would lose precision.
+Therefore the pairs of rows are divided into levels m = 1, 2, 4, …, C/2. For level m, the rows are
+divided into blocks of m rows, numbered from 0. A pair (i, j) belongs to level m if i is in a block
+with an odd number and j is in the block just before it. The exponent of the pair is then
 
     (Σ of g from the start of i's block to row i)
     + (Σ of g from the row after j to the end of j's block).
 
-Every pair belongs to exactly one level. Both sums are ≤ 0, so nothing overflows, and g = −∞ is
-exact. At each level, the decay is the product of a factor that depends on i and a factor that
-depends on j.
+Every pair belongs to exactly one level. Both sums in the exponent are ≤ 0, so nothing overflows,
+and g = −∞ is exact. At each level, the decay is the product of a factor that depends on i and a
+factor that depends on j.
 
-For m < BASE, the matrix of a level is computed as products of blocks of BASE rows with a mask,
-because a matrix unit is not faster for smaller blocks. For m ≥ BASE, it is the product of each odd
-block with the even block before it.
+For m < MIN_BLOCK_ROWS, the code multiplies blocks of MIN_BLOCK_ROWS rows and then masks the pairs
+of other levels, because a matrix unit is not faster for smaller blocks. For m ≥ MIN_BLOCK_ROWS, it
+multiplies each odd block with the even block before it.
 
 Letters: C chunk length, K key width, `…` leading dimensions.
 """
@@ -28,37 +28,42 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops.delta_rule.chunk_math import row_and_column_indices
 
-BASE = 16
+MIN_BLOCK_ROWS = 16  # the fewest rows of a block that is multiplied as a whole
 
 
-class Exponents(typing.NamedTuple):
-    """Sums of g over spans of rows. All are ≤ 0. They are linear in g, so `jax.vjp` of the function
-    `decay_exponents` computes dg from sums only.
+class DecayExponents(typing.NamedTuple):
+    """Sums of g over spans of rows. All sums are ≤ 0. The sums are linear in g, so `jax.vjp` of
+    `decay_exponents` computes the gradient of g by sums alone.
 
     Attributes:
-      levels: for each level an array [..., C, K]. For a row in an odd block it holds the sum from
+      by_level: for each level an array [..., C, K]. For a row in an odd block it holds the sum from
         the block's start to the row, and for a row in an even block the sum from the next row to
         the block's end.
-      query_levels: the same sums for queries. If a token reads the state before its own decay and
-        write, the sums in odd blocks end one row earlier; otherwise they are `levels`.
-      enter: [..., C, K], the sum from the chunk's start to each row.
-      query_enter: [..., C, K], the sums for queries. If a token reads the state before its own
-        decay and write, each sum ends one row earlier than in `enter`; otherwise they are `enter`.
-      leave: [..., C, K], the sum from the next row to the chunk's end.
+      query_by_level: like `by_level`, for the rows of queries. If a token reads the state before
+        its own decay and write, the sums in odd blocks end one row earlier. Otherwise this is
+        `by_level`.
+      from_start: [..., C, K], the sum from the chunk's start to each row.
+      query_from_start: [..., C, K], like `from_start`, for the rows of queries. If a token reads
+        the state before its own decay and write, each sum ends one row earlier. Otherwise this is
+        `from_start`.
+      to_end: [..., C, K], the sum from the next row to the chunk's end.
       total: [..., 1, K], the sum over the chunk.
     """
 
-    levels: tuple
-    query_levels: tuple
-    enter: typing.Any
-    query_enter: typing.Any
-    leave: typing.Any
+    by_level: tuple
+    query_by_level: tuple
+    from_start: typing.Any
+    query_from_start: typing.Any
+    to_end: typing.Any
     total: typing.Any
 
 
-def decay_exponents(g_CK, read_before: bool) -> Exponents:
-    """Returns the sums of g_CK [..., C, K]. `read_before` says whether a token reads the state
-    before its own decay and write.
+def decay_exponents(g_CK, reads_before_write: bool) -> DecayExponents:
+    """Returns the sums of g over the spans of rows that `DecayExponents` lists.
+
+    Args:
+      g_CK: [..., C, K], the log decay of each row.
+      reads_before_write: whether a token reads the state before its own decay and write.
     """
 
     def halves(x, m):  # the even and the odd blocks of m rows, [..., C / 2m, m, K] each
@@ -72,7 +77,7 @@ def decay_exponents(g_CK, read_before: bool) -> Exponents:
         g_CK,
         jnp.zeros_like(g_CK),
         g_CK,
-        jnp.zeros_like(g_CK) if read_before else g_CK,
+        jnp.zeros_like(g_CK) if reads_before_write else g_CK,
     )
     levels, reads, m = [], [], 1
     while m < g_CK.shape[-2]:
@@ -81,15 +86,15 @@ def decay_exponents(g_CK, read_before: bool) -> Exponents:
         )
         total_even, total_odd = halves(total, 1)
         levels.append(joined(tail_even, head_odd))
-        reads.append(joined(tail_even, read_odd) if read_before else levels[-1])
+        reads.append(joined(tail_even, read_odd) if reads_before_write else levels[-1])
         head, tail, total = (
             joined(head_even, head_odd + total_even),
             joined(tail_even + total_odd, tail_odd),
             total_even + total_odd,
         )
-        read = joined(read_even, read_odd + total_even) if read_before else head
+        read = joined(read_even, read_odd + total_even) if reads_before_write else head
         total, m = total[..., 0, :], 2 * m
-    return Exponents(tuple(levels), tuple(reads), head, read, tail, total)
+    return DecayExponents(tuple(levels), tuple(reads), head, read, tail, total)
 
 
 # ---- matrices over pairs of rows, level by level
@@ -105,12 +110,12 @@ def _diagonal_blocks(x_CC, size: int):
 
 def _odd_and_even_rows(x_CK, m: int):
     """Returns two arrays [..., blocks, rows, K]: the rows in odd blocks and the rows in even blocks
-    of level m. For m < BASE both arrays hold all rows, in blocks of BASE rows, and `_level_mask`
-    selects the pairs of the level afterwards.
+    of level m. For m < MIN_BLOCK_ROWS, both arrays hold all rows, in blocks of MIN_BLOCK_ROWS rows,
+    and the caller applies `_level_mask` to the product of the two.
     """
-    size = min(max(2 * m, BASE), x_CK.shape[-2])
+    size = min(max(2 * m, MIN_BLOCK_ROWS), x_CK.shape[-2])
     x = x_CK.reshape(*x_CK.shape[:-2], -1, size, x_CK.shape[-1])
-    return (x, x) if m < BASE else (x[..., m:, :], x[..., :m, :])
+    return (x, x) if m < MIN_BLOCK_ROWS else (x[..., m:, :], x[..., :m, :])
 
 
 def _level_mask(size: int, m: int):
@@ -122,8 +127,9 @@ def _level_mask(size: int, m: int):
 
 
 def pair_products(x_levels, y_levels, product):
-    """Returns the strictly lower matrix [..., C, C]. Its entry (i, j) is the inner product of row i
-    of x and row j of y, both taken from the arrays of the level to which the pair (i, j) belongs.
+    """Returns the strictly lower matrix [..., C, C]. Entry (i, j) of the matrix is the inner
+    product of row i of x and row j of y, both taken from the arrays of the level to which the pair
+    (i, j) belongs.
 
     Args:
       x_levels, y_levels: for each level an array [..., C, K].
@@ -134,7 +140,7 @@ def pair_products(x_levels, y_levels, product):
         m = 1 << level
         (odd, _), (_, even) = _odd_and_even_rows(x, m), _odd_and_even_rows(y, m)
         corner = product(odd, even)
-        if m < BASE:
+        if m < MIN_BLOCK_ROWS:
             corner = jnp.where(_level_mask(corner.shape[-1], m), corner, 0)
             whole = corner if whole is None else whole + corner
             continue
@@ -159,8 +165,8 @@ def pair_products_backward(d_CC, x_CK, y_CK, level: int, nn, tn):
     """
     m = 1 << level
     (odd, _), (_, even) = _odd_and_even_rows(x_CK, m), _odd_and_even_rows(y_CK, m)
-    corner = _diagonal_blocks(d_CC, min(max(2 * m, BASE), d_CC.shape[-1]))
-    if m < BASE:
+    corner = _diagonal_blocks(d_CC, min(max(2 * m, MIN_BLOCK_ROWS), d_CC.shape[-1]))
+    if m < MIN_BLOCK_ROWS:
         corner = jnp.where(_level_mask(corner.shape[-1], m), corner, 0)
         return nn(corner, even).reshape(x_CK.shape), tn(corner, odd).reshape(y_CK.shape)
     corner = corner[..., m:, :m]
@@ -171,10 +177,10 @@ def pair_products_backward(d_CC, x_CK, y_CK, level: int, nn, tn):
     ).reshape(y_CK.shape)
 
 
-def apply_level(x_CK, y_CK, v_CV, level: int, dots):
-    """Returns [..., C, V], the matrix of one level of `pair_products` times v. The rows of x, y and
-    v are already multiplied by the decays of the level. `level` is the index of the level; m =
-    2^level.
+def level_products_times_values(x_CK, y_CK, v_CV, level: int, dots):
+    """Returns [..., C, V]: the entries x_i · y_j of the pairs (i, j) of one level, as a matrix,
+    times v. The rows of x, y and v are already multiplied by the decays of the level. `level` is
+    the index of the level; m = 2^level.
     """
     m = 1 << level
     (odd, _), (_, even), (_, values) = (
@@ -183,7 +189,7 @@ def apply_level(x_CK, y_CK, v_CV, level: int, dots):
         _odd_and_even_rows(v_CV, m),
     )
     corner = dots.nt(odd, even)
-    if m < BASE:
+    if m < MIN_BLOCK_ROWS:
         return dots.nn(jnp.where(_level_mask(corner.shape[-1], m), corner, 0), values).reshape(
             v_CV.shape
         )

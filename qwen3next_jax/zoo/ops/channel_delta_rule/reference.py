@@ -7,17 +7,17 @@ Letters: B batch, T time, H heads, K key width, V value width.
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
+from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import TokenArrays
 
 
-def recurrent(x: Inputs, initial_state, *, delta_term: bool, read_before: bool):
+def recurrent(x: TokenArrays, initial_state, *, delta_term: bool, reads_before_write: bool):
     """Runs the recurrence in the dtype of the state. JAX differentiates the code.
 
     Args:
       x: the arrays of the call.
       initial_state: [B, H, K, V].
       delta_term: whether the write has the delta term -S^T e (e is k if there is no erase_key).
-      read_before: whether a token reads the state before its own decay and write.
+      reads_before_write: whether a token reads the state before its own decay and write.
 
     Returns:
       o [B, T, H, V] and the final state [B, H, K, V], both in the dtype of the state.
@@ -35,7 +35,7 @@ def recurrent(x: Inputs, initial_state, *, delta_term: bool, read_before: bool):
             v_BHV - jnp.sum(state_BHKV * erase_BHK[..., None], axis=-2) if delta_term else v_BHV
         )
         state_BHKV = state_BHKV + (beta_BH[..., None] * k_BHK)[..., None] * write_BHV[..., None, :]
-        return state_BHKV, o_BHV if read_before else read(state_BHKV)
+        return state_BHKV, o_BHV if reads_before_write else read(state_BHKV)
 
     tokens = jax.tree.map(
         lambda array: jnp.moveaxis(array.astype(initial_state.dtype), 1, 0), x.repeat_key_heads()

@@ -1,11 +1,11 @@
-"""The functions by which one device can compute its routed experts. They are called forms.
-`expert_form` chooses one.
+"""The implementations of the routed experts, each a function that computes the experts of one
+device's tokens. `choose_expert_implementation` chooses the fastest one.
 
-All forms take the same arguments:
+All implementations take the same arguments:
   x_RD: the tokens.
   weight_RA, expert_RA: the weights and the numbers of the experts that each token chose.
   gate_up_ED2I, down_EID: the experts' weights.
-All forms return [R, D], the weighted sum of the outputs of each token's experts.
+All implementations return [R, D], the weighted sum of the outputs of each token's experts.
 
 Letters: R tokens, D model, A choices per token, Q = R·A choices, E experts, I expert width.
 """
@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.ops.decode_moe import decode_moe
-from qwen3next_jax.ops.preferences import experts_in_caches
+from qwen3next_jax.ops.preferences import prefers_cache_sized_experts
 from qwen3next_jax.sharding.rules import EXPERT, TOKENS_OF_SLICE, num_shards
 
 
-def expert_form(
+def choose_expert_implementation(
     mesh: Mesh | None,
     dtype: jnp.dtype,
     *,
@@ -32,45 +32,52 @@ def expert_form(
     layer: jax.Array | None,
     keep_hidden: bool,
 ) -> Callable:
-    """Returns the fastest form for a platform and a number of tokens.
+    """Returns the fastest implementation for the platform, the mesh and the number of tokens.
 
     Args:
-      mesh: the devices; None for one. If it splits the experts, the form sends tokens to other
-        devices. If it splits the experts' width over `tensor`, each shard's result is a part of a
-        sum.
+      mesh: the devices; None for one. If the mesh splits the experts, the implementation sends
+        tokens to other devices. If the mesh splits the experts' width over `tensor`, the results of
+        the shards have to be added.
       dtype: the dtype of the tokens and weights.
       in_tiles: whether this platform computes all experts in tiles (`ops.preferences`).
       few_tokens: whether there are as few tokens as in cached decoding.
-      layer: None, or the number of the layer whose experts are wanted. In the second case, which
-        occurs in decoding, the form gets the weights of all layers of the stack.
-      keep_hidden: whether the remat policy saves the experts' hidden layer (`remat.keeps_hidden`).
+      layer: in decoding, the implementation may get the experts' weights of all stacked layers;
+        `layer` is then the index of the layer to compute. None: it gets the weights of one layer.
+      keep_hidden: whether the remat policy saves the experts' hidden layer
+        (`remat.keeps_expert_hidden`).
     """
     is_split = num_shards(mesh, EXPERT) > 1
     if not is_split and not in_tiles:
         if layer is not None:
-            return functools.partial(_decode_with_stack, layer)
+            return functools.partial(_decode_from_stacked_experts, layer)
         if few_tokens:
-            return _decode_or_sorted if experts_in_caches() else sorted_moe
+            return _decode_with_sorted_gradient if prefers_cache_sized_experts() else sorted_moe
         if dtype.itemsize >= 4:
             return sorted_moe
     from qwen3next_jax.model.expert_parallelism import expert_parallel_moe, local_moe
 
     if is_split:
         return functools.partial(
-            expert_parallel_moe, axis=EXPERT, axes=TOKENS_OF_SLICE, keep_hidden=keep_hidden
+            expert_parallel_moe,
+            expert_axis=EXPERT,
+            token_axes=TOKENS_OF_SLICE,
+            keep_hidden=keep_hidden,
         )
     if in_tiles:
         return functools.partial(local_moe, keep_hidden=keep_hidden)
-    # In bfloat16 use `local_moe`, which saves little beside its inputs for the backward pass.
+    # In bfloat16 `local_moe` is used, because it saves little beside its inputs for the backward
+    # pass.
     return functools.partial(
-        local_moe, form=sorted_moe if experts_in_caches() else None, keep_hidden=keep_hidden
+        local_moe,
+        implementation=sorted_moe if prefers_cache_sized_experts() else None,
+        keep_hidden=keep_hidden,
     )
 
 
 def sorted_moe(x_RD, weight_RA, expert_RA, *experts, mlp: Callable = expert_mlp):
-    """The fastest form on CPUs. It makes one row for each choice, sorts the rows by expert, applies
-    one grouped SwiGLU, restores the order of the rows, multiplies them by their weights and sums
-    them.
+    """The fastest implementation on CPUs. This function makes one row for each choice of a token,
+    sorts the rows by expert, applies one grouped SwiGLU, restores the order of the rows, multiplies
+    the rows by their weights and sums the rows of each token.
 
     Args:
       mlp: function (x [Q, D], *experts, group_sizes [E]) → [Q, D] that computes the experts of rows
@@ -87,26 +94,26 @@ def sorted_moe(x_RD, weight_RA, expert_RA, *experts, mlp: Callable = expert_mlp)
     return jnp.einsum("rad,ra->rd", y_RAD, weight_RA)
 
 
-def _decode_with_stack(layer, x, weight, expert, gate_up, down):
-    """The form for decoding; it has no gradient. `gate_up` and `down` hold the experts of all
-    layers of a stack, and the form uses the experts of `layer`.
+def _decode_from_stacked_experts(layer, x, weight, expert, gate_up, down):
+    """The implementation for decoding with stacked layers; it has no gradient. `gate_up` and `down`
+    hold the experts of all stacked layers, and the experts of the layer with the index `layer` are
+    used.
     """
-    if experts_in_caches():
+    if prefers_cache_sized_experts():
         return decode_moe(x, weight, expert, gate_up, down, layer=(layer,))
     return sorted_moe(x, weight, expert, gate_up[layer], down[layer])
 
 
-_decode_or_sorted = jax.custom_vjp(lambda *inputs: decode_moe(*inputs))
-_decode_or_sorted.defvjp(
+_decode_with_sorted_gradient = jax.custom_vjp(lambda *inputs: decode_moe(*inputs))
+_decode_with_sorted_gradient.defvjp(
     lambda *inputs: jax.vjp(sorted_moe, *inputs), lambda pullback, dy: pullback(dy)
 )
 
 
 def count_choices(expert: jax.Array, experts: int, weight: jax.Array | None = None) -> jax.Array:
-    """Counts how often each of the expert numbers 0 … `experts` - 1 occurs in `expert` [Q]: [E]
-    int32. With `weight` [Q], returns instead the sum of the weights of each expert's occurrences.
-    The code compares and sums, which XLA fuses into one loop; a scatter-add would run serially on
-    CPU and TPU.
+    """Returns [E] int32: how often each of the numbers 0 … `experts` - 1 occurs in `expert` [Q].
+    With `weight` [Q], it returns the sums of the weights of these occurrences instead. XLA fuses
+    the comparison and the sum into one loop; a scatter-add would run serially on CPU and TPU.
     """
     hit_QE = expert[:, None] == jnp.arange(experts)
     return (
@@ -118,8 +125,8 @@ def count_choices(expert: jax.Array, experts: int, weight: jax.Array | None = No
 
 @jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Returns x[order] for a permutation `order`. Its inverse `inverse` lets the gradient be a
-    gather, too; the default would be a slower scatter.
+    """Returns x[order] for a permutation `order` with the inverse permutation `inverse`. The
+    gradient is dy[inverse], a gather; the default gradient would be a slower scatter.
     """
     return x[order]
 

@@ -1,13 +1,11 @@
-"""The normalizer of linear attention: the sum of the attention weights, by which some models divide
-the output.
-"""
+"""The sum of the attention weights in linear attention, by which some models divide the output."""
 
 import jax.numpy as jnp
 
 from qwen3next_jax.zoo.ops.scans import linear_scan
 
 
-def normalizer(
+def attention_weight_sums(
     q, k, *, g, beta, initial_state=None, segment_ids=None, axis_name: str | None = None
 ):
     """Computes o_t = z_t · q_t with z_t = e^{g_t} z_{t-1} + β_t k_t. For each token, o_t is the sum
