@@ -41,7 +41,7 @@ def row_group_count(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) ->
     )
     groups = expert_parallelism.overlap_chunk_count_in_memory(
         rows * time,
-        x_BTD.shape[2],
+        config.hidden_size,  # not the width of x_BTD, which holds all residual streams
         config.num_experts_per_tok,
         config.num_experts // split,
         x_BTD.dtype,

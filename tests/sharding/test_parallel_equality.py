@@ -11,6 +11,7 @@ are others or not.
 import dataclasses
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from qwen3next_jax.model import expert_parallelism as exchange
 from qwen3next_jax.model.router import BINS
 from qwen3next_jax.model.row_groups import row_group_count
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import batch_sharding
+from qwen3next_jax.sharding.rules import CONTEXT, ROWS, batch_sharding, num_shards
 from tests.in_process import resolved, step_of
 from tests.models import DIVISIBLE, numpy_draws
 
@@ -175,6 +176,19 @@ def test_the_run_equals_that_on_one_device(axes, overlap, monkeypatch):
     assert groups(rows) == (2 if overlap else 1)
     assert groups(rows.update(shape=(6, 64, 32))) == 1, "an odd number of rows on a device"
     _check(axes, QUICK, steps=4)
+
+
+def test_residual_streams_change_no_groups(monkeypatch):
+    """The experts read the mixture of the streams, which is as wide as one of them."""
+    monkeypatch.setattr(exchange, "OVERLAP_ROWS", 1)
+    shape = CONFIG.train.batch_size, CONFIG.train.sequence_length
+    mesh = _config_and_mesh(SUBSET[0], QUICK)[1]
+    tokens = math.prod(shape) // num_shards(mesh, *ROWS, CONTEXT)
+    of_two_chunks = 4 * tokens * MODEL.hidden_size * MODEL.num_experts_per_tok
+    monkeypatch.setattr(exchange, "_max_chunk_bytes", lambda: of_two_chunks // 2)
+    for streams in (1, 4):
+        x = jax.ShapeDtypeStruct((*shape, streams * MODEL.hidden_size), jnp.float32)
+        assert row_group_count(x, MODEL, mesh) == 2
 
 
 @pytest.mark.slow
