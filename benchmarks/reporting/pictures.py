@@ -130,19 +130,10 @@ def draw_pictures() -> dict[str, str]:
         ),
         "state_mixture.svg": draw_state(
             "What a mixture of layers does",
-            StateChart(
-                "Two layers, recall by a key and the parity", "state_recall", TWO_LAYERS, state
-            ),
-            StateChart(
-                "Four layers, recall by a key and the parity", "state_recall", FOUR_LAYERS, ratio
-            ),
-            StateChart(
-                "Four layers, the same, attention in every fourth",
-                "state_recall",
-                EVERY_FOURTH,
-                ratio,
-            ),
-            StateChart("Four layers, permutations of three things", "s3", FOUR_LAYERS, ratio),
+            StateChart("Two layers: key and parity", "state_recall", TWO_LAYERS, state),
+            StateChart("Two layers: parity", "parity", TWO_LAYERS, state),
+            StateChart("Four layers: key and parity", "state_recall", FOUR_LAYERS, ratio),
+            StateChart("The same, attention in every fourth", "state_recall", EVERY_FOURTH, ratio),
         ),
         "plan.svg": draw_plan(
             json.loads((DOCS / "planner" / "v5p_8x8x8_16k_default.json").read_text())

@@ -51,6 +51,8 @@ SECTIONS = (
     "muon",
     "ratio",
     "state",
+    "permutations",
+    "state_ratio",
     "sweeps",
     "widths",
     "scaling",

@@ -4,7 +4,7 @@ so one write a token with β in (0, 2) suffices for it; a turn of three takes tw
 
     uv run qwen3next sweep configs/sweeps/permutations.py --workers=2
 
-Size: 4 models × 2 sets of inputs × 3 seeds, 24 points of about 90 CPU seconds each.
+Size: 4 models × 2 sets of inputs × 3 seeds, 24 points of about a minute each.
 Result: docs/state.md.
 """
 

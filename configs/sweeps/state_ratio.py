@@ -3,7 +3,7 @@ four layers of width 64, with attention in every, every second, every fourth or 
 
     uv run qwen3next sweep configs/sweeps/state_ratio.py --workers=2
 
-Size: 11 models × 3 tasks × 3 seeds, 99 points of about 60 CPU seconds each.
+Size: 11 models × 3 tasks × 3 seeds, 99 points of about a minute each.
 Result: docs/state.md.
 """
 
