@@ -436,7 +436,8 @@ def test_two_processes_export_evaluate_and_begin_with_weights_as_one(one, corpus
 
         def command(verb, *own):
             program = (
-                f"import sys; from qwen3next_jax.__main__ import run; run({verb!r}, sys.argv[1:])"
+                "import sys; from qwen3next_jax.__main__ import run_verb; "
+                f"run_verb({verb!r}, sys.argv[1:])"
             )
             return Processes(*launch(), own, program=program).succeed()
 
