@@ -17,8 +17,8 @@ from qwen3next_jax.config.registry import MIXERS, resolve
 
 
 def is_mixer_setting(name: str) -> bool:
-    """Whether a dotted name has the form "model.mixer.NAME". Whether a mixer of the model has such
-    a setting is not checked, because the model may not be known yet.
+    """Whether a dotted name has the form "model.mixer.NAME". The function does not check that a
+    mixer of the model has a setting NAME, because the model may not be known yet.
     """
     return name.startswith("model.mixer.") and name.removeprefix("model.mixer.").isidentifier()
 
@@ -27,7 +27,7 @@ class MixerConfig(Mapping[str, Any]):
     """Values of mixers' settings, such as `MixerConfig(window=512)`; immutable and hashable.
 
     The MixerConfig in a ModelConfig holds only values that differ from the defaults. So a
-    ModelConfig in which a default is set explicitly equals a ModelConfig in which it is not set.
+    ModelConfig does not change if a user sets a setting to its default.
     """
 
     def __init__(self, **values: Any):

@@ -87,8 +87,8 @@ class PLEConfig:
         return ids.index(layer + 1) if layer + 1 in ids else None
 
     def table_rows_per_head(self, number: int) -> tuple[int, ...]:
-        """Returns for each head of embedding `number` how many rows of the table it has. No two
-        heads of the model have the same number of rows.
+        """Returns for each head of embedding `number` how many rows of the table belong to the
+        head. No two heads of the model have the same number of rows.
         """
         count = len(self.layer_ids) * self.total_heads
         return _primes_from(self.ngram_vocab_size_base, count)[
@@ -130,7 +130,7 @@ class PLEConfig:
         )
 
     def check_fits_model(self, model: Any) -> None:
-        """Raises UserError if `model`, the ModelConfig, cannot have these embeddings."""
+        """Raises UserError if `model`, the ModelConfig, cannot have these n-gram embeddings."""
         if not self.layer_ids:
             return
         check_name(LAYER_EMBEDDINGS, self.embedding, "model.ple.embedding")

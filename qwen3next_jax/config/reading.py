@@ -14,7 +14,7 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 class UnparsedFlagText(str):
     """The text of a flag for a setting in `model.mixer`. The class of a mixer declares the type of
-    the setting. This class is not imported while flags are read, so `config.mixer` parses the text
+    the setting. Mixers are not imported while flags are read, so `config.mixer` parses the text
     later.
     """
 

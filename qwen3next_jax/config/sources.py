@@ -127,7 +127,8 @@ def _field_of_each_source(where: str, text: str, names: Sequence[str], default: 
 
 
 def _value_per_source(where: str, text: str, names: Sequence[str]) -> list[str | None]:
-    """Returns the value that the setting `text` gives to each source; None if it gives none.
+    """Returns the value that the setting `text` gives to each source; None for a source without a
+    value.
 
     Args:
       where: the name of the setting.
