@@ -3,13 +3,13 @@
 The model uses W + s A B in place of a matrix W [in, out], with A [in, rank], B [rank, out] and
 s = alpha / rank. The sum is computed in the dtype of the parameters, layer by layer, each time a
 layer runs. So the forward pass is that of a model with the merged matrix, and works with every
-operator and kernel. For each layer and pass, the sum costs 2 · rank · in · out operations, and the
-memory of that layer's merged matrices. The backward pass computes the gradients of the merged
+operator and kernel. In each pass, the sum costs 2 · rank · in · out operations for each matrix, and
+memory for the merged matrices of one layer. The backward pass computes the gradients of the merged
 matrices of one layer at a time, and from them the gradients of A and B.
 
 A parameter may hold several matrices, as its declaration says: the matrices of stacked layers, of
 experts, of gate and up, and of the parts of a fused projection. Each matrix of a parameter has an A
-and a B of its own. A and B are parameters of the module that has the matrix. The adapter of
+and a B of its own. A and B are parameters of the module that has the matrix W. The adapter of
 "mixer/k_proj" has the paths "mixer/k_proj_lora/a" and "mixer/k_proj_lora/b"; the adapter of the
 part "query" of "mixer/q_proj" has "mixer/q_proj_lora/query/a" and "mixer/q_proj_lora/query/b". The
 start values are those of PEFT: A is uniform between ±1/√in, and B is 0.
@@ -114,8 +114,8 @@ def add_adapters(model: nnx.Module, config: ModelConfig, make: Make) -> None:
 def _parts_with_adapters(
     config: ModelConfig, parameters: Mapping[str, Declared]
 ) -> dict[str, tuple[ParameterPart, ...]]:
-    """Returns {path of a parameter: its parts that get adapters}, as `model.lora.targets` says. The
-    tuple is empty for a parameter without parts, which gets one adapter.
+    """Returns {path of a parameter: its parts that get adapters}, as `model.lora.targets` says. A
+    parameter without parts gets one adapter, and its tuple is empty.
     """
     rank = config.lora.rank
     targets: dict[str, set[ParameterPart]] = {}
@@ -152,8 +152,8 @@ def _parts_with_adapters(
 
 
 def _matrix_shape(declared: Declared, width: int) -> tuple[int, int]:
-    """Returns (number of inputs, number of outputs) of one matrix of a parameter, if only `width`
-    columns of the parameter's last dimension are taken.
+    """Returns (number of inputs, number of outputs) of the matrix that consists of `width` columns
+    of a parameter's last dimension.
     """
     shape = (*declared.shape[:-1], width)
     return tuple(

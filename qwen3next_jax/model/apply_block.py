@@ -69,7 +69,7 @@ def run_in_row_groups(
 ) -> Applied:
     """Runs the layer on groups of rows (`model.row_groups`). Each group passes through the mixer,
     the norms and the shared expert alone; the routed experts process all groups together. The
-    mixer's auxiliary outputs are sums over tokens, so the sums of the groups are added up.
+    mixer's auxiliary outputs are sums over tokens, so this function adds up the sums of all groups.
     """
     groups = row_group_count(x_BTD, block.config, context.mesh)
     if groups == 1:

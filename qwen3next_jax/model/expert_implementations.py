@@ -42,7 +42,8 @@ def choose_expert_implementation(
       in_tiles: whether this platform computes all experts in tiles (`ops.preferences`).
       few_tokens: whether there are as few tokens as in cached decoding.
       layer: in decoding, the implementation may get the experts' weights of all stacked layers;
-        `layer` is then the index of the layer to compute. None: it gets the weights of one layer.
+        `layer` is then the index of the layer to compute. None: the implementation gets the weights
+        of one layer.
       keep_hidden: whether the remat policy saves the experts' hidden layer
         (`remat.keeps_expert_hidden`).
     """
@@ -77,7 +78,7 @@ def choose_expert_implementation(
 def sorted_moe(x_RD, weight_RA, expert_RA, *experts, mlp: Callable = expert_mlp):
     """The fastest implementation on CPUs. This function makes one row for each choice of a token,
     sorts the rows by expert, applies one grouped SwiGLU, restores the order of the rows, multiplies
-    the rows by their weights and sums the rows of each token.
+    each row by the weight of its choice and sums the rows of each token.
 
     Args:
       mlp: function (x [Q, D], *experts, group_sizes [E]) → [Q, D] that computes the experts of rows

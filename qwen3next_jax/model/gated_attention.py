@@ -140,10 +140,10 @@ class GatedAttention(Mixer):
     def uses_head_kernels(self, x_BTD: jax.Array, context: Context) -> bool:
         """Returns whether a call without a cache uses the two kernels of `ops.attention_heads`. One
         kernel normalises and rotates queries and keys; the other kernel gates the outputs of the
-        heads. Between these kernels and the projections, arrays have all heads side by side in
-        their last axis, [B, T, N·K]. The kernels are used if the class is `GatedAttention` itself
-        and no subclass, each head has an RMS norm of its own, there is an output gate, and the
-        platform's kernels support the shapes.
+        heads. Arrays between the projections and these two kernels have all heads side by side in
+        their last axis, [B, T, N·K]. The kernels are used if the class is `GatedAttention`
+        itself and no subclass, each head has an RMS norm of its own, there is an output gate, and
+        the platform's kernels support the shapes.
         """
         c, time = (
             self.config,
@@ -233,8 +233,8 @@ class GatedAttention(Mixer):
         )
 
     def with_positions(self, x_BTNK: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Applies the positions [B, T] to queries or keys [B, T, N, K]. This class rotates them
-        (RoPE); subclasses may apply the positions in another way.
+        """Applies the positions [B, T] to queries or keys [B, T, N, K]. This class rotates queries
+        and keys (RoPE); subclasses may apply the positions in another way.
         """
         return rotate(x_BTNK, positions_BT, self.config)
 
@@ -385,9 +385,9 @@ def write_tokens_to_cache(
 ) -> jax.Array:
     """Returns the cache [B, S, M, K] of one layer with new tokens [B, T, M, K] written to the slots
     `positions_BT`. The function serves mixers that do not write in place
-    (`Mixer.writes_cache_in_place`). Padding after the end of a row is written too, but a later
-    token overwrites its slot before any query sees it. Tokens whose slot would lie past the end of
-    the cache are dropped.
+    (`Mixer.writes_cache_in_place`). Padding after the end of a row is written too, but later tokens
+    overwrite the padding before any query sees it. Tokens whose slot would lie past the end of the
+    cache are dropped.
     """
     row_B1 = jnp.arange(cache_BSMK.shape[0])[:, None]
     written_BSMK = cache_BSMK.at[row_B1, positions_BT].set(

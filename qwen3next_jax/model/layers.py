@@ -50,8 +50,8 @@ class ForwardOptions(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The inputs of a forward pass beside the residual stream. All layers share them, except
-    `replayed_expert_ids` and `layer_in_stack`, which belong to one layer.
+    """The inputs of a forward pass beside the residual stream. All fields have the same value for
+    all layers, except `replayed_expert_ids` and `layer_in_stack`, which belong to one layer.
 
     positions: [B, T] int32, each token's position in its document (with a cache: its slot in the
       cache, too).
@@ -106,8 +106,8 @@ def token_mean(x_BT: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
 
 def call_saving_only_inputs[T](f: Callable[..., T], x: jax.Array, *args: Any) -> T:
     """Returns f(x, *args). If the dtype of x is narrower than float32, the backward pass computes f
-    again, so that only the arguments are saved. Without this, autodiff would save the float32
-    intermediates of f, such as those of a norm, and each of them is larger than x.
+    again, so that only the arguments are saved. Otherwise autodiff would save the float32
+    intermediates of f, such as those of a norm, each of which is larger than x.
     """
     return (f if x.dtype.itemsize >= 4 else jax.checkpoint(f))(x, *args)
 

@@ -58,7 +58,7 @@ class SparseMoE(nnx.Module):
     """The mixture of experts: Σ_e p_e · SwiGLU_e(x) over a token's chosen experts e, plus σ(w·x) ·
     SwiGLU_shared(x). No token is ever dropped. `MoEConfig` has the settings of other routers.
 
-    A subclass implements other experts (`moe.experts`). The subclass makes the parameters of its
+    A subclass implements other experts (`moe.experts`). Such a subclass makes the parameters of its
     experts (`make_experts`, `make_shared_expert`), chooses the function that computes the routed
     experts (`choose_expert_implementation`), and computes the shared expert
     (`shared_expert_output`).
@@ -387,9 +387,9 @@ def choose_experts(
       bias_E: a bias that takes part in the choice of the experts, but not in their weights
         (`MoEConfig.router_bias`); or None.
       replayed_RA: the experts that the tokens use in place of the experts with the largest scores
-        (router replay, 2510.11370); a token with -1 uses those with the largest scores. The weights
-        are always computed from `logits_RE`, so gradients reach the scores of the replayed experts.
-        None: no token has replayed experts.
+        (router replay, 2510.11370); a token with -1 uses the experts with the largest scores. The
+        weights are always computed from `logits_RE`, so gradients reach the scores of the replayed
+        experts. None: no token has replayed experts.
 
     Returns:
       Each expert's share of a token's scores, [R, E]; the weights [R, A] of the chosen experts; the

@@ -56,7 +56,7 @@ class ParameterPart(NamedTuple):
       name: the name of the matrix, such as "query".
       width: the number of columns of the matrix.
       heads: the number of heads that lie side by side in these columns, such as the value heads of
-        a key head; it divides `width`. The number is 1 if the heads have a dimension of their own.
+        a key head; it divides `width`. `heads` is 1 if the heads have a dimension of their own.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Declared:
       dim_roles: for each dimension of `shape` a letter, its role in the matrix product that uses
         the parameter. "i": input, the product sums over the dimension. "o": output, the result has
         the dimension. "p": the dimension numbers matrices with the same input (gate and up). "b":
-        the dimension numbers experts, and a token uses some of them. The string is empty if no
+        the dimension numbers experts, and a token uses some of them. `dim_roles` is "" if no
         product uses the parameter.
       parts: the matrices that lie side by side along the last dimension; () for a single matrix.
       uses_model_dtype: whether the parameter is cast to the model's dtype before it is gathered and
@@ -167,8 +167,8 @@ class Make:
         return self.parameter(start, shape, dims, kind=kind, **decisions)
 
     def norm(self, width: int, *, plain: bool = False) -> nnx.Param:
-        """Makes the weight [width] of a norm that `layers.rms_norm` applies. With `plain` it makes
-        the weight of `layers.rms_norm_plain` instead, which starts at 1 with every setting.
+        """Makes the weight [width] of a norm that `layers.rms_norm` applies. With `plain`, the norm
+        is `layers.rms_norm_plain`, whose weight starts at 1 with every setting.
         """
         if self.config.block.norm != "rms" and not plain:
             return self.config.block.import_part("norm").weight(self, width)
@@ -194,9 +194,9 @@ class Make:
           shape: the shape of the parameter of one layer.
           dims: one word for each dimension: its logical axis, or "." for a dimension without
             logical axis. In "embed -> query_heads head_width", the product sums over the dimensions
-            before "->", and its result has the dimensions after "->". Without "->" no product uses
-            the parameter. In "experts | embed -> * mlp", the dimensions before "|" number experts,
-            and "*" is a dimension that numbers matrices with the same input.
+            before "->", and its result has the dimensions after "->". If `dims` has no "->", no
+            product uses the parameter. In "experts | embed -> * mlp", the dimensions before "|"
+            number experts, and "*" is a dimension that numbers matrices with the same input.
           kind: the kind of the parameter (see `Kind`).
           parts: tuples with the fields of `ParameterPart`, as in `Declared`.
           uses_model_dtype: as in `Declared`; None: True for the kinds "matrix", "convolution",

@@ -32,8 +32,8 @@ def normalized_scores(scores: jax.Array) -> jax.Array:
     all scores are 0.
 
     Numerator and denominator are both multiplied by 2**33, which does not change the result.
-    Without this factor, the gradient would divide by the square of the sum. This square may be as
-    small as 1e-40, which float32 cannot represent as a normal number.
+    Without this factor, the gradient would divide by the square of the sum, which may be as small
+    as 1e-40, below the normal numbers of float32.
     """
     scores = scores * 2.0**33
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 2.0**33 * 1e-20)
@@ -79,7 +79,7 @@ def required_bias_histogram(
 
     Let n_1 ≥ … ≥ n_A ≥ c be a token's A + 1 largest numbers score + bias. The token chooses an
     expert if the expert's number is above c, so it would choose expert e at the bias c - score_e.
-    Quantile balancing sets the bias of expert e to the A/E quantile over the tokens of c - score_e
+    Quantile balancing sets the bias of expert e to the A/E quantile of c - score_e over the tokens
     (Kimi K3's report, section 2.3.3; appendix D has the histogram).
 
     Args:
