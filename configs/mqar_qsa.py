@@ -7,7 +7,7 @@ incomplete block.
 
 The first command trains with dense attention for 400 steps, then with the keys that the indexer
 selects. The second command leaves the indexer untrained (`frozen`). docs/qwen3_8_flash_next.md has
-the results of both.
+the results of both commands.
 """
 
 from ml_collections import ConfigDict

@@ -3,7 +3,7 @@ on a laptop. A row has 256 tokens, of which the indexer selects 64 for each quer
 
     uv run train.py --config=configs/qwen3_8_flash_tiny.py
 
-Each of these flags switches one part off: --config.model.block.placement=pre,
+Each of the following flags switches one part off: --config.model.block.placement=pre,
 --config.model.ple.layer_ids='()', --config.model.output_gate_type=silu. With
 --config.model.mixer.indexer_budget=256, every query sees all keys.
 """

@@ -11,8 +11,8 @@ Other tasks: --config.data.source=modular_addition, s3, a5 or s5. The task state
 stages (configs/sweeps/state.py), because its rows begin with a table of keys, which does not fit
 into 8 tokens.
 
-Three choices decide whether a recurrent layer learns such a task, and on how much longer rows than
-those of training it still solves the task:
+Three choices decide whether a recurrent layer learns a task that needs a state, and how far beyond
+the trained length the layer still solves the task:
 
 * Training begins on rows of 8 tokens. The model learns the answer at a token only when the answers
   before this token are right, so most of a long row teaches nothing at first.

@@ -1,5 +1,5 @@
 """Shared code of the line-ups; a line-up describes a published model with the settings of this
-project. Its file names the features of the published model that this project lacks.
+project. The file of a line-up names the features of the published model that this project lacks.
 `benchmarks/model/lineups.py` prints each line-up's number of parameters and the published number.
 """
 
@@ -19,8 +19,8 @@ def lineup(
     moe: dict | None = None,
     **model,
 ) -> ConfigDict:
-    """Returns the config of a run with default settings, except those of the model: the given ones,
-    and the features of Qwen3-Next that most published models lack are off.
+    """Returns the config of a run with default settings. The model has the given settings, without
+    the features of Qwen3-Next that most published models lack.
     """
     config = ConfigDict(default_config())
     config.name = name

@@ -5,8 +5,8 @@ two layers.
 
 Time: 6 minutes on 2 cores of a CPU machine that others used too.
 Result: from width 32 to 128, the best rate moves by -6.7 factors of √2 without muP and by -2.2 with
-muP. One seed is not enough: at width 32 the best rate is the highest one of the sweep, and a
-quarter of this rate is nearly as good.
+muP. One seed is not enough: at width 32 the best rate is the highest of the sweep, and a quarter of
+the best rate is nearly as good.
 
 The section "Learning rate" of the sweep's report says how far the best rate moves. At width 32, the
 base width of muP, runs with and without muP are identical. benchmarks/training/widths.py compares
