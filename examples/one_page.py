@@ -350,7 +350,7 @@ def adamw(params, gradients, means, squares, step, rate, b1=0.9, b2=0.95, decay=
 
 
 def pack(documents, length, seed=0):
-    """Cuts documents into pieces, shuffles them, and fills one row [length] after another."""
+    """Cuts documents into pieces, shuffles the pieces, and fills one row [length] after another."""
     whole = [np.append(np.frombuffer(text, np.uint8).astype(np.int32), END) for text in documents]
     pieces = [ids[i : i + length] for ids in whole for i in range(0, len(ids), length)]
     tokens, segments = np.zeros((2, len(pieces), length), np.int32)
