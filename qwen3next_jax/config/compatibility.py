@@ -14,7 +14,7 @@ CONTEXT_LENGTH_SETTINGS = frozenset(("max_position_embeddings", "yarn_factor"))
 
 
 def settings_incompatible_with_weights(model: Any, trained: Any) -> tuple[str, ...]:
-    """Returns the settings that prevent `model` from using weights that were trained in `trained`.
+    """Returns the settings that prevent `model` from using the weights of `trained`.
 
     The classes of mixers declare which differences are harmless: `Mixer.loads_weights_of` is
     another mixer with the same weights, and `Mixer.settings_free_after_training` lists settings

@@ -47,8 +47,8 @@ _SHIPPED = next(
 
 def find_user_or_shipped_file(name: str | pathlib.Path) -> pathlib.Path:
     """Returns the path of the file that a user names. If there is no file `name`, returns the
-    config of this name that comes with this project; for example "configs/tiny.py" or "tiny". If
-    neither a file nor a config has this name, returns the path `name`.
+    config called `name` that comes with this project; for example "configs/tiny.py" or "tiny". If
+    neither a file nor a config is called `name`, returns the path `name`.
 
     Raises:
       UserError: no file can have the path `name`.
@@ -68,7 +68,7 @@ def find_user_or_shipped_file(name: str | pathlib.Path) -> pathlib.Path:
 
 
 def call_function_of_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
-    """Calls a function of a Python file without arguments and returns its result.
+    """Calls a function of a Python file, without arguments, and returns the result.
 
     Args:
       path: the path of the file.

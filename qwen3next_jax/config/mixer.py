@@ -1,8 +1,8 @@
 """The settings `model.mixer`: settings that only some mixers have.
 
 Each mixer declares its settings as a dataclass (`Mixer.Settings` in `model/mixer.py`).
-`MixerConfig` holds the values that a user gave, and checks them against these dataclasses. If the
-user gave no value, no mixer is imported.
+`MixerConfig` holds the values that a user gave, and checks the values against the dataclasses of
+the mixers. If the user gave no value, no mixer is imported.
 """
 
 import dataclasses
@@ -101,8 +101,8 @@ def _cached_mixer_settings(values: MixerConfig, settings: type) -> Any:
 
 
 def _build_checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
-    """Returns an instance of the dataclass `settings`. Each field has the value that `values` gives
-    it, or its default. Names in `values` that are not fields of `settings` are ignored.
+    """Returns an instance of the dataclass `settings`. Each field has its value in `values`, or
+    else its default. Names in `values` that are not fields of `settings` are ignored.
 
     Raises:
       UserError: a value is of the wrong type or out of its bound.
@@ -113,8 +113,8 @@ def _build_checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
 
 
 def _values_of_fields(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of the `values` whose names are fields of the dataclass `settings`. If a value
-    is the text of a flag, the text is parsed.
+    """Returns the entries of `values` whose names are fields of the dataclass `settings`. If a
+    value is the text of a flag, the text is parsed.
     """
     defaults = _field_defaults(settings)
     return {

@@ -2,8 +2,8 @@
 (PLE, the per-layer embedding of Qwen3.8-Flash-Next), and the constants of its hash functions.
 
 The constants of the hash functions follow from the settings alone, by the formulas of transformers'
-`qwen4_exp`. A Hugging Face checkpoint also stores these constants. `zoo/ngram_embedding.py` has the
-formulas of the embedding.
+`qwen4_exp`. A Hugging Face checkpoint also stores the constants of the hash functions.
+`zoo/ngram_embedding.py` has the formulas of the embedding.
 """
 
 import dataclasses

@@ -94,7 +94,7 @@ def _convert_value(value: Any, hint: Any, where: str) -> Any:
 
 
 def _convert_scalar(value: Any, hint: type, where: str) -> Any:
-    """Converts a value to bool, int, float or str, the type `hint` of its field, or raises
+    """Converts a value to `hint`, the type of its field (bool, int, float or str), or raises
     UserError.
     """
     if isinstance(value, int) and not isinstance(value, bool):

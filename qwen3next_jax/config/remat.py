@@ -48,8 +48,8 @@ def parse_remat(text: str) -> SavedActivations:
     come before them.
 
     Raises:
-      UserError: the text has none of these forms, names a part that does not exist, or names a part
-        twice.
+      UserError: the text is neither a policy nor a valid list of parts, names a part that does not
+        exist, or names a part twice.
     """
     if text in POLICIES:
         return SavedActivations(text)

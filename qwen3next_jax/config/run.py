@@ -758,7 +758,7 @@ class Config:
 
 
 def default_config() -> dict[str, Any]:
-    """Returns the defaults of all settings as a nested dict. The files in `configs/` start from
-    these defaults.
+    """Returns the defaults of all settings as a nested dict. The files in `configs/` start from the
+    result of this function.
     """
     return to_dict(Config())

@@ -110,7 +110,8 @@ def _parse_weight(weights: str, text: str) -> float:
 
 
 def _field_of_each_source(where: str, text: str, names: Sequence[str], default: str) -> list[str]:
-    """Returns the name of the field that each source's records have for texts, or for messages.
+    """Returns, for each source, the name of the field of a record that holds the text or the
+    messages.
 
     Args:
       where: the name of the setting.
