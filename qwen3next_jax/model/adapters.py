@@ -64,8 +64,9 @@ class Adapter(nnx.Module):
 
 
 def _make_adapter_matrix(make: Make, start, experts, inputs, pairs, outputs) -> nnx.Param:
-    """Makes A or B. `start` makes the start value from a shape. The other arguments are lists of
-    dimensions, each given as (size, logical axis, role as in `Declared.dim_roles`).
+    """Makes A or B. `start` makes the start value from a shape. `experts`, `inputs`, `pairs` and
+    `outputs` are lists of dimensions, each given as (size, logical axis, role as in
+    `Declared.dim_roles`).
     """
     dims = [axis for _, axis, _ in experts] + ["|"] * bool(experts)
     dims += [axis for _, axis, _ in inputs] + ["->"] + ["*"] * len(pairs)
@@ -75,7 +76,9 @@ def _make_adapter_matrix(make: Make, start, experts, inputs, pairs, outputs) -> 
 
 
 class PartAdapters(nnx.Module):
-    """The adapters of a fused projection: one attribute for each adapted part, with its name."""
+    """The adapters of a fused projection: one attribute for each adapted part, with the name of the
+    part.
+    """
 
 
 def add_adapters(model: nnx.Module, config: ModelConfig, make: Make) -> None:
@@ -228,7 +231,8 @@ def _parameter_plus_adapters(
 
 def merged_model(model: nnx.Module) -> nnx.Module:
     """Returns a model without adapters that computes the same as `model`: the products A B of the
-    adapters are added to the matrices. If `model` has no adapters, it is returned itself.
+    adapters are added to the matrices. If `model` has no adapters, the function returns `model`
+    itself.
     """
     config = model.config
     if not config.lora.rank:

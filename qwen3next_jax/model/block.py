@@ -26,10 +26,11 @@ class Block(nnx.Module):
     block.
 
     In this class the residual stream x is as wide as the model. Subclasses place the norms
-    elsewhere (the setting `model.block.placement`). To do so, a subclass overrides `sublayer_input`
-    and `add_output`, or `input_and_add_output`. A subclass with a wider residual stream also
-    overrides `residual_from_embeddings` and `head_input`. A subclass may also override
-    `make_final_norm`, `residual_for_diagnostics`, `residual_flops` and `multi_token_prediction`.
+    elsewhere (the setting `model.block.placement`). To place the norms elsewhere, a subclass
+    overrides `sublayer_input` and `add_output`, or `input_and_add_output`. A subclass with a wider
+    residual stream also overrides `residual_from_embeddings` and `head_input`. A subclass may also
+    override `make_final_norm`, `residual_for_diagnostics`, `residual_flops` and
+    `multi_token_prediction`.
     """
 
     # The n-gram embedding that is added to x before the mixer (the settings `model.ple`). Most
@@ -84,7 +85,7 @@ class Block(nnx.Module):
         self, x_BTD: jax.Array, part: str, context: Context
     ) -> tuple[jax.Array, Callable]:
         """Does the same as `input_and_add_output`, and constrains the sharding of the input and of
-        the residual stream: the mesh axis `tensor` does not split them. Without this constraint
+        the residual stream: the mesh axis `tensor` does not split them. Without the constraint,
         XLA's partitioner might split time along `tensor` between the matrix products.
         """
 
@@ -139,8 +140,7 @@ class Block(nnx.Module):
 
     @staticmethod
     def residual_for_diagnostics(x_BTD: jax.Array, config: ModelConfig) -> jax.Array:
-        """Returns the part of the residual stream x whose largest |x| is a diagnostic.
-        """
+        """Returns the part of the residual stream x whose largest |x| is a diagnostic."""
         return x_BTD
 
     @staticmethod

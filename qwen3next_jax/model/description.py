@@ -54,7 +54,7 @@ class ContextMemory(NamedTuple):
 
 def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     """Returns the kinds of layers, ordered by the index of their first layer. The layer of the
-    multi-token prediction module is a kind of its own, and the last one.
+    multi-token prediction module is a kind of its own, the last of the result.
     """
     by_kind: dict[tuple, tuple[list[int], dict[str, Declared]]] = {}
     whole = parameter_declarations(config)

@@ -113,8 +113,9 @@ _decode_with_sorted_gradient.defvjp(
 
 def count_choices(expert: jax.Array, experts: int, weight: jax.Array | None = None) -> jax.Array:
     """Returns [E] int32: how often each of the numbers 0 … `experts` - 1 occurs in `expert` [Q].
-    With `weight` [Q], it returns the sums of the weights of these occurrences instead. XLA fuses
-    the comparison and the sum into one loop; a scatter-add would run serially on CPU and TPU.
+    With `weight` [Q], the function sums the weights of the occurrences instead of counting the
+    occurrences. XLA fuses the comparisons with the numbers and the sums into one loop; a
+    scatter-add would run serially on CPU and TPU.
     """
     hit_QE = expert[:, None] == jnp.arange(experts)
     return (

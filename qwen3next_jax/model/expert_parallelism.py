@@ -12,9 +12,9 @@ of shards along the axis decides which exchange (docs/notes/many_devices.md has 
 
 A shard may receive any number of tokens, from none to all, but buffers have a static size. The
 capacity of a buffer is a little more than the number of rows that a balanced router sends. If a
-shard receives more rows than the capacity, loops process the rows beyond it. For the gathered
-exchange these loops are in `ops/routed_experts/`; for the ragged exchange they are the later rounds
-of `_AllToAllExperts`.
+shard receives more rows than the capacity, loops process the rows beyond it. The loops of the
+gathered exchange are in `ops/routed_experts/`; those of the ragged exchange are the later rounds of
+`_AllToAllExperts`.
 
 Long inputs are processed in chunks of tokens. The forward pass saves its inputs and the order of
 the choices for the backward pass, which exchanges the rows again. A remat policy
@@ -373,9 +373,9 @@ def overlap_chunk_count(tokens: int, choices: int, experts: int) -> int:
 
 class _AllGatherExperts:
     """The gathered exchange. Every shard gathers all tokens and computes what its own experts
-    contribute to each token. The contributions are summed on the shard that the token came from. If
-    each expert gets enough rows, the tokens are split into two chunks, and the rows of one chunk
-    travel while the other chunk is computed.
+    contribute to each token. The contributions to a token are summed on the shard that the token
+    came from. If each expert gets enough rows, the tokens are split into two chunks, and the rows
+    of one chunk travel while the other chunk is computed.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):

@@ -1,13 +1,13 @@
 """Counts of parameters and of floating-point operations (FLOPs), computed from the parameters'
-declarations. The MFU, the planner and sweeps use these counts.
+declarations. The MFU, the planner and sweeps use the counts of this module.
 
 "Model FLOPs" are the operations of the matrix products that the mathematics of one training step
 needs, forward and backward. Model FLOPs do not depend on how a program computes the products:
 
 - A product of [m, k] and [k, n] has 2·m·k·n operations. Its backward pass has two products of the
   same size, so a step has 3 times the operations of the forward pass.
-- In causal attention over T tokens a query reads (T + 1)/2 keys on average. The count is
-  the same for rows with several documents, although their queries read fewer keys.
+- In causal attention over T tokens a query reads (T + 1)/2 keys on average. The count is the same
+  for rows with several documents, although the queries of these rows read fewer keys.
 - Each mixer counts its products between activations (`Mixer.activation_flops`). The gated delta
   rule is counted as a recurrence over tokens: S ← e^g S + β k (v − Sᵀk)ᵀ and Sᵀq. The gated delta
   rule has three products of K·V multiplications and additions for each token and value head, where
@@ -62,7 +62,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
     """Returns the model FLOPs per token of the forward pass, for each part of the model.
 
     Returns:
-      {name of the part: FLOPs}. A part is named after its mixer, or one of these:
+      {name of the part: FLOPs}. The name of a part is that of a mixer, or one of the following:
         "router";
         "experts", the routed experts that a token chooses;
         "mlp", dense MLPs and the shared expert;

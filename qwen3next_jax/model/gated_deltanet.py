@@ -101,7 +101,7 @@ class GatedDeltaNet(Recurrent):
 
     def _project_qkvz(self, x_BTD: jax.Array, context: Context):
         """Returns the fields `qkv` and `output_gate` of `ProjectedInputs`. Without a cache, both
-        fields are in the concatenated layout (`model.recurrent`) if the mixer uses it.
+        fields are in the concatenated layout (`model.recurrent`) if the mixer uses this layout.
         """
         q, k, v = self.qkv_channel_counts(self.config)
         weight_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)

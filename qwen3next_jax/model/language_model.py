@@ -47,8 +47,8 @@ from qwen3next_jax.sharding.rules import (
 
 
 class Features(NamedTuple):
-    """The results of a forward pass without logits. The training loss computes the logits from
-    these states piece by piece, to save memory.
+    """The results of a forward pass without logits. The training loss computes the logits from the
+    states of this class piece by piece, to save memory.
 
     Attributes:
       hidden: the trunk's states [B, T, D] after the final norm.
@@ -232,8 +232,8 @@ class Qwen3Next(nnx.Module):
           embedding_rows: the rows that layers with an n-gram embedding use (see `Context`).
           replayed_expert_ids: [B, T, layers, A] int16, the experts that the tokens use in place of
             the experts that the routers would choose; for a token with -1 the router chooses.
-            Layers without experts, and the MTP module, ignore these experts. None: the routers
-            choose for all tokens.
+            Layers without experts, and the MTP module, ignore `replayed_expert_ids`. None: the
+            routers choose for all tokens.
 
         Raises:
           UserError: the numbers of layers or of experts per token in the shape of
@@ -323,8 +323,8 @@ class Qwen3Next(nnx.Module):
         final_norm: bool = True,
         record_routing: bool = False,
     ) -> tuple[jax.Array, list] | tuple[jax.Array, list, jax.Array]:
-        """Runs the forward pass for some new tokens of each row. What layers remember of earlier
-        tokens is in a cache.
+        """Runs the forward pass for some new tokens of each row. A cache holds what the layers need
+        of earlier tokens.
 
         Args:
           tokens: [B, T].

@@ -48,7 +48,7 @@ def run_layers(
       blocks: one block for each of `config.layer_stacks`, with its layers' parameters stacked.
       config: the model's settings.
       x_BTD: the residual stream before the first layer.
-      context: the inputs that all layers of the forward pass share. Here
+      context: the inputs that all layers of the forward pass share. In this function,
         `context.replayed_expert_ids` has an axis for the layers, [B, T, layers, A].
       cache: one cache for each block; None in training.
       remat: the policy for the backward pass (`model.remat`).
@@ -141,7 +141,7 @@ def run_layers(
 def _map_arrays_sliced_by_layer(f, cache: Cache | None, in_place: bool) -> Cache | None:
     """Returns a block's cache with `f` applied to the arrays that `run_layers` slices by layer. If
     the mixer writes its cache in place, only the cache of the n-gram embedding is sliced by layer;
-    otherwise all arrays of the cache are.
+    otherwise all arrays of the cache are sliced.
     """
     if cache is None or not in_place:
         return f(cache)

@@ -41,7 +41,7 @@ class Mixer(nnx.Module):
 
     Class attributes:
       Settings: a dataclass of the settings that the mixer reads from the group `model.mixer`, with
-        their defaults and bounds. `self.settings(config)` returns their values.
+        their defaults and bounds. `self.settings(config)` returns the values of the settings.
       switches_read: the settings in `Switch` that this mixer reads. A setting in `Switch` must have
         its default value if no layer of the model reads the setting.
       settings_fixed_by_weights: the settings in `config.compatibility.CONTEXT_LENGTH_SETTINGS` on
@@ -165,7 +165,7 @@ class Mixer(nnx.Module):
     def loss_token_mask(
         cls, config: ModelConfig, positions_BT: jax.Array, counted_BT: jax.Array
     ) -> jax.Array:
-        """Returns [B, T] bool: the tokens over which the mixer's own loss is a mean.
+        """Returns [B, T] bool: the tokens over which the mixer's own loss is averaged.
 
         Args:
           config: the model's settings.
@@ -196,7 +196,7 @@ class Mixer(nnx.Module):
         keys, in the forward pass over a row of `length` tokens. `model.flops` adds the products
         with matrices, which it counts from the declarations of the parameters. Products with
         parameters that are not declared as matrices, such as the recurrent weights of an RNN, are
-        counted here.
+        counted by this method.
         """
         raise NotImplementedError
 
@@ -207,7 +207,7 @@ class Mixer(nnx.Module):
     @classmethod
     def sizes_split_by_tensor(cls, config: ModelConfig) -> dict[str, int]:
         """Returns {name of a setting: its value}. The size of the mesh axis `tensor` must divide
-        each of these values.
+        the value of each of the settings.
         """
         return {}
 

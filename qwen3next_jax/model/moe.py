@@ -58,9 +58,9 @@ class SparseMoE(nnx.Module):
     """The mixture of experts: Σ_e p_e · SwiGLU_e(x) over a token's chosen experts e, plus σ(w·x) ·
     SwiGLU_shared(x). No token is ever dropped. `MoEConfig` has the settings of other routers.
 
-    A subclass implements other experts (`moe.experts`). Such a subclass makes the parameters of its
-    experts (`make_experts`, `make_shared_expert`), chooses the function that computes the routed
-    experts (`choose_expert_implementation`), and computes the shared expert
+    A subclass implements other experts (`moe.experts`). A subclass for other experts makes the
+    parameters of its experts (`make_experts`, `make_shared_expert`), chooses the function that
+    computes the routed experts (`choose_expert_implementation`), and computes the shared expert
     (`shared_expert_output`).
 
     A token counts if `Context.stats_mask` marks it. The first entries of the auxiliary output are
@@ -72,7 +72,7 @@ class SparseMoE(nnx.Module):
       tokens []: the number of tokens that count;
       required_bias [E, BINS]: the result of `router.required_bias_histogram`, if the router has a
         bias and `ForwardOptions.count_required_bias` is set.
-    Two entries are not sums:
+    Two entries of the auxiliary output are not sums:
       router_logits [B, T, E]: the router's logits of all tokens;
       expert_ids [B, T, A] int16: the experts of all tokens, if `ForwardOptions.record_routing` is
         set.
@@ -208,9 +208,9 @@ class _Weights(NamedTuple):
 
     Attributes:
       router: the router's matrix [D, E].
-      experts: the expert weights, in the order of `SparseMoE.expert_parameter_names`. For SwiGLU
-        they are gate and up [E, D, 2, I] ([E, D, 2·I] after `_gather_weights` with `flat`) and down
-        [E, I, D]. In decoding a dimension of stacked layers may come first.
+      experts: the expert weights, in the order of `SparseMoE.expert_parameter_names`. The expert
+        weights of SwiGLU are gate and up [E, D, 2, I] ([E, D, 2·I] after `_gather_weights` with
+        `flat`) and down [E, I, D]. In decoding a dimension of stacked layers may come first.
     """
 
     router: Any
@@ -225,7 +225,7 @@ class _RouterBiases(NamedTuple):
 
     Attributes:
       choice: the bias that is added to a token's scores when its experts are chosen. The weights of
-        the chosen experts are computed without this bias (`MoEConfig.router_bias`).
+        the chosen experts are computed without the bias `choice` (`MoEConfig.router_bias`).
       logit: the bias that is added to the router's logits.
     """
 

@@ -1,5 +1,5 @@
-"""Position embeddings that are added to the token embeddings. The released model has none: its
-attention layers rotate queries and keys instead (RoPE).
+"""Position embeddings that are added to the token embeddings. The released model has no position
+embeddings: its attention layers rotate queries and keys instead (RoPE).
 
 Letters: B batch, T time, D model.
 """

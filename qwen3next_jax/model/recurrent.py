@@ -123,7 +123,7 @@ class Recurrent(Mixer):
     @classmethod
     def uses_delta_term(cls, config: ModelConfig) -> bool:
         """Whether a write replaces the value that the state holds for the key, as in the delta
-        rule. Otherwise, a write is added to the state.
+        rule. If a write replaces nothing, it is added to the state.
         """
         return True
 
@@ -535,7 +535,7 @@ class Recurrent(Mixer):
     def activation_flops(cls, config: ModelConfig, length: int) -> float:
         """Returns the FLOPs per token of the recurrence. Each value head reads the state for the
         delta term (if there is one), writes to the state, and reads the output from the state. Each
-        of these reads and writes is K·V multiplications and additions.
+        read or write of the state is K·V multiplications and additions.
         """
         products = 3 if cls.uses_delta_term(config) else 2
         return (

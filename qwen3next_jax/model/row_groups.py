@@ -20,9 +20,9 @@ from qwen3next_jax.sharding.rules import CONTEXT, EXPERT, ROWS, constrain, num_s
 
 
 def row_group_count(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
-    """Returns the number of groups of rows. With the gathered exchange of `expert_parallelism`, it
-    is the number of chunks into which the exchange splits a device's tokens, if this number divides
-    the device's rows. In all other cases there is one group.
+    """Returns the number of groups of rows. With the gathered exchange of `expert_parallelism`,
+    there is one group for each chunk into which the exchange splits a device's tokens, if the
+    number of chunks divides the device's rows. In all other cases, all rows are one group.
 
     Args:
       x_BTD: all rows.
