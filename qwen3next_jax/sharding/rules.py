@@ -305,7 +305,8 @@ def _gather_steps(storage: P, use: P) -> list[P]:
     The axes are gathered one by one because the TPU compiler handles some larger gathers badly. If
     one gather went over several axes that together span all dimensions of a torus, the compiler
     would replace the gather by a sum of zero-padded parts, and the reduce-scatter of the gradient
-    by a sum of whole arrays, which sends twice the bytes in both cases.
+    by a sum of whole arrays. A sum sends twice the bytes of the gather or reduce-scatter that it
+    replaces.
     """
     specs = [storage]
     for dim, axes in enumerate(axes_to_gather(storage, use)):
