@@ -7,9 +7,9 @@ embeddings.
     uv run --extra gpu train.py --config=configs/qwen3_next_1b.py \\
         --config.data.path='my/texts/**/*.jsonl' --config.data.tokenizer=tokenizer.json
 
-The tokenizer has at most 65,536 tokens. A step processes 262,144 tokens in eight micro-batches; on
-eight GPUs, --config.train.gradient_accumulation=1 processes all tokens at once. AdamW keeps float32
-weights and moments.
+The vocabulary of the tokenizer may have at most 65,536 tokens. A step processes 262,144 tokens in
+eight micro-batches; on eight GPUs, --config.train.gradient_accumulation=1 processes all tokens at
+once. AdamW keeps float32 weights and moments.
 
 Memory, as compiled for H100s: 53.2 GiB on one GPU, 29.5 GiB on each of eight.
 Time: this config has not been run. A token takes 3.36 GFLOP, so one H100 would process 6.4 billion

@@ -8,7 +8,8 @@ Time: about 85 minutes with --workers=2 on 2 CPU cores that many other programs 
 Result: the loss is highest without the n-gram embedding and lowest with one residual stream; the
 number of keys that the indexer selects makes no measurable difference (docs/qwen3_8_flash_next.md).
 
-The seeds are the first axis, so that the models with the first seed run first.
+The seeds are the first axis, so that all models run with the first seed before any model runs with
+the second seed.
 """
 
 # Attention to all keys. It has no indexer, so the indexer's settings are those of the package.
