@@ -78,8 +78,8 @@ def _mixer_settings_of_weights(config: Any) -> set[tuple[str, Any]]:
 
 
 def _settings_weights_depend_on(model: Any) -> frozenset[str]:
-    """Returns the settings on whose values the meaning of trained weights depends, as the model's
-    mixers and its position embedding declare in `settings_fixed_by_weights`.
+    """Returns the settings that determine what trained weights mean: the model's mixers and its
+    position embedding list these settings in `settings_fixed_by_weights`.
     """
     modules = [resolve(MIXERS, name, "mixer") for name, _ in model.mixers_and_sparsity]
     modules.append(model.block.import_part("positions"))
