@@ -1,5 +1,5 @@
-"""Distinguishes the parameters of LoRA adapters (`model.adapters`) from all other parameters by
-paths. The path of an adapter's parameter has a component that ends in SUFFIX:
+"""Distinguishes the parameters of LoRA adapters (`model.adapters`) from all other parameters by the
+paths of the parameters. The path of an adapter's parameter has a component that ends in SUFFIX:
 "layers/0/mixer/k_proj_lora/a".
 """
 

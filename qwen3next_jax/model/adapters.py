@@ -1,9 +1,9 @@
 """LoRA (2106.09685): low-rank adapters beside the matrices of the layers (`model.lora`).
 
 The model uses W + s A B in place of a matrix W [in, out], with A [in, rank], B [rank, out] and
-s = alpha / rank. The sum is computed in the dtype of the parameters, layer by layer, each time a
-layer runs. So the forward pass is that of a model with the merged matrix, and works with every
-operator and kernel. In each pass, the sum costs 2 · rank · in · out operations for each matrix, and
+s = alpha / rank. The sum W + s A B is computed in the dtype of the parameters, layer by layer, each
+time a layer runs. So the forward pass is that of a model with merged matrices, and works with every
+operator and kernel. In each pass, merging costs 2 · rank · in · out operations for each matrix, and
 memory for the merged matrices of one layer. The backward pass computes the gradients of the merged
 matrices of one layer at a time, and from them the gradients of A and B.
 
@@ -34,8 +34,9 @@ from qwen3next_jax.model.selection import choose_parameters, layer_and_part_coun
 
 class Adapter(nnx.Module):
     """The matrices A and B for one parameter, or for one part of a fused projection. If the
-    parameter holds several matrices (of layers, of experts, gate and up), so do A and B. A has the
-    parameter's input dimensions and the rank; B has the rank and the parameter's output dimensions.
+    parameter holds several matrices (of layers, of experts, gate and up), so do A and B. The
+    dimensions of A are the parameter's input dimensions and the rank; those of B are the rank and
+    the parameter's output dimensions.
     """
 
     def __init__(self, make: Make, matrix: Declared, width: int, rank: int):

@@ -1,5 +1,5 @@
-"""The implementations of the routed experts, each a function that computes the experts of one
-device's tokens. `choose_expert_implementation` chooses the fastest one.
+"""The implementations of the routed experts. Each implementation is a function that computes the
+experts for the tokens of one device. `choose_expert_implementation` chooses the fastest one.
 
 All implementations take the same arguments:
   x_RD: the tokens.

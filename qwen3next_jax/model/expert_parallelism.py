@@ -17,9 +17,9 @@ gathered exchange are in `ops/routed_experts/`; those of the ragged exchange are
 `_AllToAllExperts`.
 
 Long inputs are processed in chunks of tokens. The forward pass saves its inputs and the order of
-the choices for the backward pass, which exchanges the rows again. A remat policy
-(`model/remat.py`) may save more: the experts' hidden layer and, if all tokens are gathered in a
-single chunk, the gathered rows.
+the choices; the backward pass exchanges the rows again. A remat policy (`model/remat.py`) may save
+more: the experts' hidden layer and, if all tokens are gathered in a single chunk, the gathered
+rows.
 
 Letters: R tokens of this shard, N tokens that reach this shard's experts, D model, A choices per
 token, Q choices, P rows that a shard receives in a round, E experts, L experts of this shard, S
@@ -221,8 +221,8 @@ def _chunk_tokens(x_RD, expert_RA, parts: int = 1) -> int:
 
 
 def _max_chunk_bytes() -> int:
-    """Returns how many bytes the rows of a chunk may take: CHUNK_BYTES, or a share of the device's
-    memory if that is more.
+    """Returns how many bytes the rows of a chunk may take: CHUNK_BYTES or a share of the device's
+    memory, whichever is more.
     """
     return max(CHUNK_BYTES, device_memory_bytes() // CHUNK_PART)
 
@@ -359,8 +359,8 @@ class _LocalExperts:
 
 
 def overlap_chunk_count(tokens: int, choices: int, experts: int) -> int:
-    """Returns the number of overlapping chunks, 1 or 2, in which the gathered exchange sends a
-    shard's tokens, without regard to memory.
+    """Returns the number of overlapping chunks, 1 or 2, in which the gathered exchange would send a
+    shard's tokens if memory were unlimited.
 
     Args:
       tokens: number of tokens of one shard.

@@ -14,7 +14,7 @@ needs, forward and backward. Model FLOPs do not depend on how a program computes
   K and V are the widths of a key and of a value. The operations that the chunked algorithm and
   recomputation (remat) add are not counted, so they do not raise the MFU.
 - Only the routed experts that a token chooses are counted.
-- Adapters (`model.lora`) are not counted: the model is counted with merged matrices.
+- Adapters (`model.lora`) are not counted, as if they were merged into the matrices.
 
 The count leaves out everything that is not a matrix product: norms, activations, softmax, the
 depthwise convolution, rotary embedding, the embedding lookup, the optimizer. In the released model,

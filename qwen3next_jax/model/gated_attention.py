@@ -384,7 +384,7 @@ def write_tokens_to_cache(
     cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array
 ) -> jax.Array:
     """Returns the cache [B, S, M, K] of one layer with new tokens [B, T, M, K] written to the slots
-    `positions_BT`. The function serves mixers that do not write in place
+    `positions_BT`. The function serves mixers that do not write to the cache in place
     (`Mixer.writes_cache_in_place`). Padding after the end of a row is written too, but later tokens
     overwrite the padding before any query sees it. Tokens whose slot would lie past the end of the
     cache are dropped.
@@ -448,8 +448,8 @@ def cache_spec(heads: int, mesh: Mesh | None) -> P:
 
 
 def _key_value_head_of_shard(x_BSMK: jax.Array, q_BTNK: jax.Array, readers: int) -> jax.Array:
-    """Returns the key/value head [B, S, 1, K] that the query heads of this shard read, out of all
-    key/value heads. `readers`: the number of query heads per key/value head.
+    """Selects, from all key/value heads, the head [B, S, 1, K] that the query heads of this shard
+    read. `readers`: the number of query heads per key/value head.
     """
     return jax.lax.dynamic_slice_in_dim(
         x_BSMK, jax.lax.axis_index(TENSOR) * q_BTNK.shape[2] // readers, 1, axis=2

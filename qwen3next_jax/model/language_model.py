@@ -236,8 +236,8 @@ class Qwen3Next(nnx.Module):
             routers choose for all tokens.
 
         Raises:
-          UserError: the numbers of layers or of experts per token in the shape of
-            `replayed_expert_ids` are not those of the model.
+          UserError: the shape of `replayed_expert_ids` does not fit the model's number of layers or
+            of experts per token.
         """
         if replayed_expert_ids is not None:
             check_expert_ids_shape(self.config, replayed_expert_ids.shape)
@@ -262,8 +262,8 @@ class Qwen3Next(nnx.Module):
         return self._make_features(entered, per_layer, hidden, of_mtp, options)
 
     def _remat_policy(self, remat: str, dtype: jnp.dtype) -> str:
-        """Returns the remat policy to use for the policy `remat`: in bfloat16 "none" becomes
-        "kept", if all mixers and MLPs mark their results with `ops.blocks.save_for_backward`.
+        """Returns the policy `remat`, but "kept" in place of "none" if the dtype is bfloat16 and
+        all mixers and MLPs mark their results with `ops.blocks.save_for_backward`.
         """
         results_are_named = (
             all(vars(mixer_class(name)).get("marks_saved_results") for name in self.config.mixers)
@@ -598,9 +598,10 @@ def _number_of_parameters(module: nnx.Module) -> int:
 
 
 def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
-    """Returns the balance loss [] of transformers' `load_balancing_loss_func`. The loss is computed
-    from the choices and probabilities of all layers together. In perfect balance the loss is the
-    number of experts per token. `router`: the router statistics, as in `Features`.
+    """Returns the balance loss, a scalar, by the formula of transformers'
+    `load_balancing_loss_func`. The loss is computed from the choices and probabilities of all
+    layers together. In perfect balance the loss is the number of experts per token. `router`: the
+    router statistics, as in `Features`.
     """
     if not router:
         return jnp.zeros((), jnp.float32)
@@ -613,7 +614,7 @@ def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
 
 
 def _check_tokens(tokens: jax.Array, vocab_size: int) -> None:
-    """Adds a callback on the host to the program, which raises ValueError if a token is outside of
+    """Adds a host callback to the program; the callback raises ValueError if a token is outside of
     0 … `vocab_size` - 1.
     """
 

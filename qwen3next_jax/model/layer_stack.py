@@ -207,7 +207,7 @@ def _is_parameter(leaf: Any) -> bool:
 
 
 def _replace_expert_parameters(params: list[nnx.State], replace) -> list[nnx.State]:
-    """Returns `params` with every parameter p that holds several experts replaced by
+    """Returns `params`, in which each parameter p that holds several experts is replaced by
     `replace(p)`.
     """
     return jax.tree.map(

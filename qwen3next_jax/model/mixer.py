@@ -59,10 +59,10 @@ class Mixer(nnx.Module):
       cache_kind: "slots" if the cache has an entry per token; later tokens then overwrite rejected
         tokens. "state" if the size of the cache does not depend on the number of tokens; to reject
         tokens then means to restore an earlier state.
-      writes_cache_in_place: only for caches of kind "slots". If True, the mixer gets the caches of
-        all layers that are stacked with its own, [layers, B, …], and writes to the cache with the
-        index `context.layer_in_stack`. If False, the mixer gets the cache of its own layer, which
-        is copied for every token.
+      writes_cache_in_place: only for caches of kind "slots". True: the mixer gets the caches
+        [layers, B, …] of all layers that are stacked with its own layer, and writes to the cache
+        with the index `context.layer_in_stack`. False: the mixer gets the cache of its own layer,
+        which is copied for every token.
       has_indexer_loss: whether the mixer has an indexer that is trained with a loss of its own
         (`ForwardOptions.indexer_training`, `loss_token_mask`).
       needs_whole_rows: whether the mixer needs whole rows on one device, so that the mesh axis
@@ -135,8 +135,8 @@ class Mixer(nnx.Module):
         """Does the same as `__call__`, but returns the cache after every token, each array
         [B, T, …]. The method is called with a few tokens without padding, for a cache of kind
         "state". Speculative decoding uses the caches to go back to the state before a rejected
-        token. This implementation processes one token at a time; a mixer with a faster way
-        overrides it.
+        token. This implementation processes one token at a time; a mixer with a faster
+        implementation overrides this method.
         """
         outputs, caches = [], []
         for t in range(x_BTD.shape[1]):

@@ -56,12 +56,12 @@ class DenseMLP(nnx.Module):
 
 class SparseMoE(nnx.Module):
     """The mixture of experts: Σ_e p_e · SwiGLU_e(x) over a token's chosen experts e, plus σ(w·x) ·
-    SwiGLU_shared(x). No token is ever dropped. `MoEConfig` has the settings of other routers.
+    SwiGLU_shared(x). No token is ever dropped. `MoEConfig` has settings for routers of other
+    models.
 
-    A subclass implements other experts (`moe.experts`). A subclass for other experts makes the
-    parameters of its experts (`make_experts`, `make_shared_expert`), chooses the function that
-    computes the routed experts (`choose_expert_implementation`), and computes the shared expert
-    (`shared_expert_output`).
+    A subclass with experts of another kind (`moe.experts`) makes the parameters of its experts
+    (`make_experts`, `make_shared_expert`), chooses the function that computes the routed experts
+    (`choose_expert_implementation`), and computes the shared expert (`shared_expert_output`).
 
     A token counts if `Context.stats_mask` marks it. The first entries of the auxiliary output are
     sums (not means) over the tokens that count, so that the sums of micro-batches and devices can

@@ -77,9 +77,8 @@ class Declared:
         or None if no mesh axis ever splits the dimension.
       dim_roles: for each dimension of `shape` a letter, its role in the matrix product that uses
         the parameter. "i": input, the product sums over the dimension. "o": output, the result has
-        the dimension. "p": the dimension numbers matrices with the same input (gate and up). "b":
-        the dimension numbers experts, and a token uses some of them. `dim_roles` is "" if no
-        product uses the parameter.
+        the dimension. "p": an index of matrices with the same input (gate and up). "b": an index of
+        experts, of which a token uses some. `dim_roles` is "" if no product uses the parameter.
       parts: the matrices that lie side by side along the last dimension; () for a single matrix.
       uses_model_dtype: whether the parameter is cast to the model's dtype before it is gathered and
         used; otherwise it is used in the dtype in which it is stored.
@@ -126,8 +125,8 @@ class Declared:
 
 
 class Make:
-    """Makes the parameters of one layer, or of several layers with the same structure, whose
-    parameters are then stacked in one array each.
+    """Makes the parameters of one layer, or of several layers with the same structure. Each
+    parameter of several layers is one array, in which the layers are stacked.
 
     Args:
       config: the model's settings.
@@ -186,8 +185,8 @@ class Make:
         uses_model_dtype: bool | None = None,
         gathered_by: Literal["layer", "operator"] = "layer",
     ) -> nnx.Param:
-        """Makes a parameter with its declaration. With `model.depth_scaled_init` the start value of
-        a matrix that writes to the residual stream is divided by √(2 · layers).
+        """Makes a parameter with its declaration. If `model.depth_scaled_init` is on, the start
+        value of a matrix that writes to the residual stream is divided by √(2 · layers).
 
         Args:
           start: function (shape, with the dimension of stacked layers) → the start value.
@@ -195,8 +194,8 @@ class Make:
           dims: one word for each dimension: its logical axis, or "." for a dimension without
             logical axis. In "embed -> query_heads head_width", the product sums over the dimensions
             before "->", and its result has the dimensions after "->". If `dims` has no "->", no
-            product uses the parameter. In "experts | embed -> * mlp", the dimensions before "|"
-            number experts, and "*" is a dimension that numbers matrices with the same input.
+            product uses the parameter. In "experts | embed -> * mlp", the dimensions before "|" are
+            indices of experts, and "*" is an index of matrices with the same input.
           kind: the kind of the parameter (see `Kind`).
           parts: tuples with the fields of `ParameterPart`, as in `Declared`.
           uses_model_dtype: as in `Declared`; None: True for the kinds "matrix", "convolution",

@@ -113,7 +113,7 @@ class Recurrent(Mixer):
 
     @classmethod
     def qkv_channel_counts(cls, config: ModelConfig) -> tuple[int, int, int]:
-        """Returns how many channels one key head has in its query, in its key, and in the values of
+        """Returns the numbers of channels of a key head's query, of its key, and of the values of
         all its value heads together.
         """
         r = config.linear_num_value_heads // config.linear_num_key_heads
@@ -195,8 +195,8 @@ class Recurrent(Mixer):
 
     @classmethod
     def qkv_parts(cls, config: ModelConfig) -> tuple[ParameterPart, ParameterPart, ParameterPart]:
-        """Returns the parts q, k and v of a projection, which lie side by side in the columns of
-        each key head.
+        """Returns the parts q, k and v of a projection; for each key head, the columns of q, k and
+        v lie side by side.
         """
         q, k, v = cls.qkv_channel_counts(config)
         return (
@@ -417,7 +417,7 @@ class Recurrent(Mixer):
 
     def concatenates_heads(self) -> bool:
         """Whether arrays between the layer's kernels have all heads side by side in their last
-        axis. The heads lie side by side on a GPU, and on a TPU if the width of each head is a
+        axis. The mixer uses this layout on a GPU, and on a TPU if the width of each head is a
         multiple of 128 lanes. A layer without a short convolution or without an output gate keeps
         an axis for the heads.
         """

@@ -59,8 +59,8 @@ def rank_experts(config: MoEConfig, score_RE: jax.Array, bias_E: jax.Array | Non
 
 
 def required_bias_range(bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the lowest and the highest bias [..., 1] of `required_bias_histogram`. Scores are
-    0 … 1, so no token needs a bias outside of the returned range.
+    """Returns the lowest and the highest bias [..., 1] that `required_bias_histogram` counts.
+    Scores are 0 … 1, so no token needs a bias outside of the returned range.
 
     Args:
       bias_E: the biases [..., E] with which the tokens chose their experts.
@@ -77,8 +77,8 @@ def required_bias_histogram(
     """Returns, for each expert, a histogram of the biases at which the tokens would choose the
     expert.
 
-    Let n_1 ≥ … ≥ n_A ≥ c be the A + 1 largest values of score + bias of a token. The token chooses
-    an expert if the expert's value is above c, so it would choose expert e at the bias c -
+    For one token, let n_1 ≥ … ≥ n_A ≥ c be the A + 1 largest values of score + bias. The token
+    chooses an expert if the expert's value is above c, so it would choose expert e at the bias c -
     score_e. Quantile balancing sets the bias of expert e to the A/E quantile of c - score_e over
     the tokens (Kimi K3's report, section 2.3.3; appendix D has the histogram).
 

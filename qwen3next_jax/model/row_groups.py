@@ -3,7 +3,7 @@ mixer, the norms and the shared expert process one group at a time. The routed e
 groups together. While the tokens of one group travel along the mesh axis `expert`, the devices
 compute the mixer, the norms and the shared expert of another group (docs/notes/planner.md).
 
-Every group has an equal number of rows of every device.
+Each device contributes equally many rows to every group.
 
 Letters: B rows, T time, D model.
 """

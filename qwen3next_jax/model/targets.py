@@ -1,5 +1,5 @@
-"""The target that each position of a batch predicts, and the target's weight in the loss. Padding,
-tokens of other documents and masked tokens are no targets.
+"""The target that each position of a batch predicts, and the target's weight in the loss. A
+position has no target if its target token would be padding, masked, or a token of another document.
 
 A position t predicts token t + `offset`: the offset is 1 for the next token, and 2 + d for depth d
 of multi-token prediction.
@@ -53,9 +53,9 @@ def target_tokens(batch: dict[str, jax.Array], offset: int) -> jax.Array:
 
 
 def target_weights(batch: dict[str, jax.Array], offset: int) -> jax.Array:
-    """Returns [B, T] float32: the weight in the loss of the target t + `offset` of position t. The
-    weight is 0 if token t + `offset` is no target (`has_target`). The weight of a target is 1, or
-    the token's entry of `loss_weights`, if the batch has such weights.
+    """Returns [B, T] float32: for position t, the weight of the target t + `offset` in the loss.
+    The weight is 0 if token t + `offset` is no target (`has_target`). The weight of a target is 1,
+    or the token's entry of `loss_weights`, if the batch has such weights.
     """
     weight_BT = has_target(batch, offset).astype(jnp.float32)
     if "loss_weights" in batch:
