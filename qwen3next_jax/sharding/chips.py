@@ -11,7 +11,7 @@ The bandwidth between slices is the bandwidth of the data center network. The pa
 Gbit/s between slices for a chip; the pages of v5e and v6e give 6.4 and 25.6 Tbit/s for a pod of 256
 chips. The pages of v4 and TPU7x give no bandwidth between slices. The bandwidth to the host is from
 the book "How to Scale Your Model" (jax-ml.github.io/scaling-book): about 15 GB/s a chip, 32 GB/s on
-v6e. The book has no bandwidth to the host for TPU7x.
+v6e, no figure for TPU7x.
 """
 
 import dataclasses

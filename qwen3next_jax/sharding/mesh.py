@@ -93,9 +93,9 @@ def _slice_shape_text(devices: Sequence[Any]) -> str:
 
 
 def _grid_of_slices(sizes: dict[str, int], slices: Sequence[Sequence[Any]]) -> np.ndarray:
-    """Returns the devices of slices of one shape as an array with the dimensions `sizes`, a dict
-    from mesh axis to size. As many slices as possible lie along the axis `slice`, all other slices
-    along `data`.
+    """Returns the devices of slices, which all have the same shape, as an array with the dimensions
+    `sizes`, a dict from mesh axis to size. As many slices as possible lie along the axis `slice`,
+    all other slices along `data`.
     """
     along_slice = math.gcd(sizes["slice"], len(slices))
     along_data = len(slices) // along_slice

@@ -39,8 +39,8 @@ def look_up_rows(
     time: str | None = "time",
     dtype: Any = None,
 ) -> jax.Array:
-    """Returns the rows of a table with the numbers `ids_BTH`, as an array [B, T, H · W]. The
-    gradient of the table is an array of the table's shape; `update_rows` avoids such an array.
+    """Returns the rows `ids_BTH` of a table, as an array [B, T, H · W]. The gradient of the table
+    is an array of the table's shape; `update_rows` avoids such an array.
 
     Args:
       ids_BTH: int32, numbers of rows, split over `mesh` as tokens are.

@@ -4,9 +4,9 @@ parameters to mesh axes, and `ACTIVATIONS` maps the logical axes of activations.
 Each parameter declares a logical axis for each of its dimensions (`model.parameters`). A mesh axis
 splits a dimension in one of two ways. A compute axis splits the dimension at all times: each device
 computes with its own part. A storage axis splits the dimension only between uses, to save memory
-(FSDP, ZeRO-3: 1910.02054): the parameter is gathered over the storage axis just before its use. The
-dimension of stacked layers is never split, because a scan over the layers would gather all layers
-at once.
+(FSDP, ZeRO-3: 1910.02054): the parameter is gathered over the storage axis just before its use. A
+parameter's dimension of stacked layers is never split, because a scan over the layers would gather
+all layers at once.
 """
 
 import functools
@@ -189,7 +189,7 @@ def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
 
 def non_manual_axes(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
     """Returns the mesh axes among `axes` that are not manual axes of a surrounding `shard_map`.
-    The only manual axis is `slice`, in the part of a train step in which each slice computes its
+    Only `slice` is ever a manual axis: in the part of a train step in which each slice computes its
     own gradients (`sharding.slices`).
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types))
@@ -350,7 +350,7 @@ def tree_shardings(
     """Returns the NamedSharding of every leaf of a train state or of a tree of parameters.
 
     A leaf whose path ends in the path of a parameter, such as a moment of the optimizer, is split
-    like the parameter. All other leaves, such as the step and the guards, are copied to every
+    like the parameter. All other leaves, such as the number of the step, are copied to every
     device. If `slice_state` is "sharded", `slice` also splits the leaves of the entry "opt_state".
 
     Args:

@@ -1,9 +1,9 @@
 """Data parallelism between TPU slices (hybrid FSDP): each slice has all parameters, computes the
 gradients of its own part of a batch, and then the gradients of all slices are added.
 
-The bandwidth between slices is a small part of the bandwidth within a slice. So each slice first
-adds the gradients of all its micro-batches over its own devices. Only the sums cross the network
-between slices, once a step.
+The network between slices has a much smaller bandwidth than the network within a slice. So each
+slice first adds the gradients of all its micro-batches over its own devices. Only the summed
+gradients cross the network between slices, once a step.
 """
 
 from collections.abc import Callable
