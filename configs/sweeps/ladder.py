@@ -6,7 +6,7 @@ of Python.
     uv run qwen3next sweep configs/sweeps/ladder.py
     uv run qwen3next scaling runs/sweeps/ladder
 
-Time: 23 minutes on 2 cores of a CPU machine that others used too.
+Time: 23 minutes on 2 cores of a CPU machine that other programs used too.
 Result: a law fitted to the other 14 runs predicts the loss of the largest run with an error of
 -1.5 %. A law fitted to the two lower budgets predicts the losses of the highest budget with errors
 of -1.7 to -3.9 % (docs/notes/studies.md).

@@ -3,7 +3,7 @@ two layers.
 
     uv run qwen3next sweep configs/sweeps/widths.py --workers=2
 
-Time: 6 minutes on 2 cores of a CPU machine that others used too.
+Time: 6 minutes on 2 cores of a CPU machine that other programs used too.
 Result: from width 32 to 128, the best rate moves by -6.7 factors of √2 without muP and by -2.2 with
 muP. One seed is not enough: at width 32 the best rate is the highest of the sweep, and a quarter of
 the best rate is nearly as good.

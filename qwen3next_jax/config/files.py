@@ -1,7 +1,7 @@
 """Reads config files, which are Python code, and applies the overrides of the command line.
 
 If the code of a config file raises an error, this module raises a UserError instead. The message of
-the UserError is one line, which names the file and the number of the line.
+the UserError is one line, which names the file and the line number.
 """
 
 import ast

@@ -287,7 +287,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """How many dimensions of each query head and key head RoPE rotates."""
+        """The number of dimensions that RoPE rotates in each query head and key head."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property

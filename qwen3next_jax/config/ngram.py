@@ -96,8 +96,8 @@ class PLEConfig:
         ]
 
     def table_rows(self, number: int) -> int:
-        """Returns the number of rows of the table of embedding `number`, with the unused rows at
-        its end.
+        """Returns the number of rows of the table of embedding `number`, including unused rows at
+        the end.
         """
         return _round_up(
             sum(self.table_rows_per_head(number)), self.make_ngram_vocab_size_divisible_by
@@ -174,7 +174,7 @@ def _round_up(rows: int, multiple: int) -> int:
 
 def _splitmix64(state: int) -> int:
     """Returns the next output of the random number generator splitmix64 (Steele, Lea and Flood
-    2014) whose state is `state`.
+    2014) for the state `state`.
     """
     z = (state + _GOLDEN) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64

@@ -8,9 +8,9 @@ import strings of this package's parts.
 A setting whose values are the names of a table also accepts an import string of the user's own
 code, "my_package.module:Name" (docs/extending.md). Importing a part by an import string runs the
 code of its package. Therefore only the user may give an import string: in a config file, in a flag,
-or in Python. Other files that this package reads (a run.json, a Hugging Face directory) may contain
-an import string only if the string's package is trusted (by the function `trust` or the flag
---trust).
+or in Python. A run.json, a Hugging Face directory or another file that this package reads may
+contain an import string only if the string's package is trusted (by the function `trust` or the
+flag --trust).
 """
 
 import importlib

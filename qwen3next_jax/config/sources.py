@@ -161,8 +161,8 @@ def _value_per_source(where: str, text: str, names: Sequence[str]) -> list[str |
 
 
 def _split_names(items: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits items of the form "NAME=TEXT". Returns the names ("" for an item without a name), and
-    the texts.
+    """Splits items of the form "NAME=TEXT". Returns the names of all items ("" for an item without
+    a name), and the texts of all items.
     """
     found = [_NAMED.fullmatch(item) for item in items]
     names = [match[1] if match else "" for match in found]

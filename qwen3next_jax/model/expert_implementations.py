@@ -36,8 +36,8 @@ def choose_expert_implementation(
 
     Args:
       mesh: the devices; None for one. If the mesh splits the experts, the implementation sends
-        tokens to other devices. If the mesh splits the experts' width over `tensor`, the results of
-        the shards have to be added.
+        tokens to other devices. If the mesh splits the experts' width over `tensor`, the caller of
+        the implementation has to add the results of the shards.
       dtype: the dtype of the tokens and weights.
       in_tiles: whether this platform computes all experts in tiles (`ops.preferences`).
       few_tokens: whether there are as few tokens as in cached decoding.

@@ -113,8 +113,8 @@ def call_saving_only_inputs[T](f: Callable[..., T], x: jax.Array, *args: Any) ->
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-    """Applies the norm that `config.block.norm` names over the last axis of x; the result has the
-    dtype of x. The default is the zero-centred RMSNorm, x / rms(x) · (1 + weight), computed in
+    """Normalises x over its last axis, by the norm that `config.block.norm` names; the result has
+    the dtype of x. The default is the zero-centred RMSNorm, x / rms(x) · (1 + weight), computed in
     float32; no mean is subtracted. If `zero_centered_norm` is off, the norm is x / rms(x) · weight.
     """
     if config.block.norm != "rms":
