@@ -140,10 +140,10 @@ class GatedAttention(Mixer):
     def uses_head_kernels(self, x_BTD: jax.Array, context: Context) -> bool:
         """Returns whether a call without a cache uses the two kernels of `ops.attention_heads`. One
         kernel normalises and rotates queries and keys; the other kernel gates the outputs of the
-        heads. Arrays between the projections and these two kernels have all heads side by side in
-        their last axis, [B, T, N·K]. The kernels are used if the class is `GatedAttention`
-        itself and no subclass, each head has an RMS norm of its own, there is an output gate, and
-        the platform's kernels support the shapes.
+        heads. Arrays between the projections and the kernels of `ops.attention_heads` have all
+        heads side by side in their last axis, [B, T, N·K]. The kernels are used if the class is
+        `GatedAttention` itself and no subclass, each head has an RMS norm of its own, there is an
+        output gate, and the platform's kernels support the shapes.
         """
         c, time = (
             self.config,
