@@ -1,12 +1,13 @@
-"""The model of configs/tiny.py learns to chat: it begins with the run runs/base and trains on
-conversations that a script writes. The vocabulary grows by the two tokens of the chat format.
+"""The model of configs/tiny.py learns to chat. Training starts from the weights of the run
+runs/base; examples/chat_data.py writes the conversations. The vocabulary has two tokens more than
+that of configs/tiny.py, for the chat format.
 
     uv run train.py --config=configs/tiny.py --config.name=base --config.train.steps=60
     uv run examples/chat_data.py
     uv run train.py --config=configs/chat_tiny.py
     echo "Capital of Peru?" | uv run qwen3next generate --model=runs/chat_tiny --chat
 
-docs/adapting.md has what these commands print.
+docs/adapting.md shows the output of these commands.
 """
 
 from ml_collections import ConfigDict

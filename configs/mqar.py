@@ -1,14 +1,14 @@
 """Multi-query associative recall (Zoology, arXiv 2312.04927): two layers of width 64 must look up
-values by their keys. The task makes its rows on the fly; 0.1 million parameters.
+values by their keys. Rows are generated during training. The model has 0.1 million parameters.
 
     uv run train.py --config=configs/mqar.py
 
 Time: about 2 minutes on a 2-core AMD EPYC without accelerator.
-Result: an accuracy of 1.0 on 8 pairs, in all of three seeds (docs/notes/studies.md).
+Result: an accuracy of 1.0 on 8 key-value pairs with each of three seeds (docs/notes/studies.md).
 
 The order of the layers decides: with a recurrent layer first and attention second, the model learns
-8 and 16 pairs (--config.data.synthetic.pairs=16) within about 350 steps; with any other order it
-does not learn them in 1,200.
+8 and 16 pairs (--config.data.synthetic.pairs=16) within about 350 steps; with any other order the
+model does not learn these tasks in 1,200 steps.
 """
 
 from ml_collections import ConfigDict

@@ -1,11 +1,13 @@
-"""Associative recall through sparse attention: does a trained indexer find the keys? Rows
-have 64 tokens. A query of the attention layer sees 8 of them and those of an incomplete block.
+"""Associative recall through sparse attention: does a trained indexer find the keys? In rows of 64
+tokens, a query of the attention layer sees the 8 keys that the indexer selects, and the keys of an
+incomplete block.
 
     uv run train.py --config=configs/mqar_qsa.py
     uv run train.py --config=configs/mqar_qsa.py --config.train.stages='()'
 
-The first learns on dense attention for 400 steps and then on what its indexer selects; the second
-has an indexer that stays as it began (`frozen`). docs/qwen3_8_flash_next.md has the figures.
+The first command trains with dense attention for 400 steps, then with the keys that the indexer
+selects. The second command leaves the indexer untrained (`frozen`). docs/qwen3_8_flash_next.md has
+the results of both commands.
 """
 
 from ml_collections import ConfigDict

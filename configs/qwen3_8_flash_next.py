@@ -4,9 +4,9 @@ uses 6 B), an n-gram embedding of 51.2 B, and 2.6 B of multi-token prediction.
     uv run train.py --config=configs/qwen3_8_flash_next.py
     --config.train.init_from=QWEN3_8_FLASH_NEXT --config.data.path='my/texts/**/*.jsonl'
 
-goes on from the released weights (QWEN3_8_FLASH_NEXT: the folder they were downloaded to);
-docs/qwen3_8_flash_next.md says what is known and what is not. `qwen3_8_flash_tiny.py` is the same
-in small, for a laptop.
+continues training from the released weights, downloaded to the folder QWEN3_8_FLASH_NEXT.
+docs/qwen3_8_flash_next.md says what is known about this model, and what is not.
+configs/qwen3_8_flash_tiny.py is a small version of the model, for a laptop.
 """
 
 from ml_collections import ConfigDict

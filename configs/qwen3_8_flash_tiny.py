@@ -1,11 +1,11 @@
-"""Qwen3.8-Flash-Next in small: minutes on a laptop, at byte level, on the Python standard library.
-Rows of 256 tokens with a budget of 64, so that the indexer leaves keys out.
+"""A small Qwen3.8-Flash-Next, which trains on the bytes of the Python standard library in minutes
+on a laptop. A row has 256 tokens, of which the indexer selects 64 for each query.
 
     uv run train.py --config=configs/qwen3_8_flash_tiny.py
 
-Each part is a switch of its own: --config.model.block.placement=pre,
---config.model.ple.layer_ids='()', --config.model.output_gate_type=silu, and for attention to all
-keys --config.model.mixer.indexer_budget=256.
+Each of the following flags switches one part off: --config.model.block.placement=pre,
+--config.model.ple.layer_ids='()', --config.model.output_gate_type=silu. With
+--config.model.mixer.indexer_budget=256, every query sees all keys.
 """
 
 from ml_collections import ConfigDict

@@ -1,19 +1,21 @@
-"""Qwen3-Next at a size that one GPU of 80 GB, or one node of eight, pretrains: the released heads
-and widths (2,048 wide, 16/2 attention heads of 256, 16/32 recurrent heads of 128, experts 512
-wide), two periods instead of twelve, and 32 experts instead of 512. Each token chooses 4 of them.
-1,356,320,896 parameters; a token uses 383 million beside the embeddings.
+"""A Qwen3-Next that can be pretrained on one GPU of 80 GB, or on a node of eight: the released
+heads and widths (2,048 wide, 16/2 attention heads of 256, 16/32 recurrent heads of 128, experts 512
+wide), two periods of layers instead of twelve, and 32 experts, of which a token chooses 4, instead
+of 512. The model has 1,356,320,896 parameters; a token uses 383 million, not counting the
+embeddings.
 
     uv run --extra gpu train.py --config=configs/qwen3_next_1b.py \\
         --config.data.path='my/texts/**/*.jsonl' --config.data.tokenizer=tokenizer.json
 
-The tokenizer has at most 65,536 tokens. A step is 262,144 of them, in eight parts one after the
-other; on eight GPUs, all at once, with --config.train.gradient_accumulation=1. AdamW keeps float32
-weights and moments.
+The vocabulary of the tokenizer may have at most 65,536 tokens. A step processes 262,144 tokens in
+eight micro-batches; on eight GPUs, --config.train.gradient_accumulation=1 processes all tokens at
+once. AdamW keeps float32 weights and moments.
 
 Memory, as compiled for H100s: 53.2 GiB on one GPU, 29.5 GiB on each of eight.
-Time: it has not been run. By its 3.36 GFLOP a token, a day on one H100 is 6.4 billion tokens at
-25 % of the peak and 8.9 billion at 35 %; on eight, if they scale, 51 and 71 billion. So the 20
-billion of train.steps would take 2.2 to 3.1 days, and 7 to 9 hours.
+Time: this config has not been run. A token takes 3.36 GFLOP, so one H100 would process 6.4 billion
+tokens a day at 25 % of its peak FLOP/s and 8.9 billion at 35 %; eight H100s, if they scale, 51 and
+71 billion. The 20 billion tokens of train.steps would take 2.2 to 3.1 days on one H100, and 7 to 9
+hours on eight.
 """
 
 from ml_collections import ConfigDict

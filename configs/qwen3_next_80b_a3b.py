@@ -4,9 +4,9 @@
     uv run train.py --config=configs/qwen3_next_80b_a3b.py \\
         --config.train.init_from=PATH_TO_THE_RELEASED_WEIGHTS …
 
-Settings to begin with on a TPU slice, each with --config.parallel.mesh.expert=8. The planner's
-`--search --rows=…` ranks them high by its arithmetic, and they have been compiled, but not run;
-docs/notes/planner.md has the expected speed.
+The table has settings to begin with on a TPU slice, each with --config.parallel.mesh.expert=8. The
+planner (`--search --rows=…`) ranks these settings high. The settings have been compiled, but not
+run; docs/notes/planner.md has the expected speed.
 
     slice         --config.train.batch_size   --config.train.remat   tokens a step   a device
     v5p:8x8x8     2048                        dots                   8M              16,384

@@ -4,11 +4,10 @@ accelerator.
     uv run train.py --config=configs/small.py --config.data.path='my/texts/**/*.jsonl' \\
         --config.data.tokenizer=tokenizer.json
 
-Without data.path it trains on the source code of the Python standard library, byte by byte.
+Without data.path, the model trains on the bytes of the Python standard library's source code.
 
-Time: a step of 65,536 tokens took 0.206 s on one H200 with the kernels
-(docs/notes/gpu.md) and 0.395 s without (docs/notes/gpu.md), so 5,000 steps
-take 17 to 33 minutes.
+Time: a step of 65,536 tokens took 0.206 s on one H200 with the kernels and 0.395 s without kernels
+(docs/notes/gpu.md), so 5,000 steps take 17 to 33 minutes.
 """
 
 from ml_collections import ConfigDict

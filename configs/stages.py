@@ -4,9 +4,9 @@ as long, then with a decaying learning rate.
     uv run train.py --config=configs/stages.py
 
 Time: minutes on a laptop.
-Result: "Trained 400 steps: held-out bits per byte 2.1956". After the first stage (on short rows) it
-is 2.3594, after the second 2.4502. Each stage is announced: "step 251  stage long begins: 75 steps
-of 2 × 1,024 tokens; compiling for it".
+Result: "Trained 400 steps: held-out bits per byte 2.1956". The bits per byte are 2.3594 after the
+first stage (on short rows) and 2.4502 after the second. The start of each stage is printed:
+"step 251  stage long begins: 75 steps of 2 × 1,024 tokens; compiling for it".
 
 Stages on the command line:
 

@@ -1,23 +1,25 @@
-"""Tasks that need a state (`data/state_tasks.py`): one recurrent layer of width 64 must keep a
-state over rows of 32 tokens, and is measured on rows of 256. The task makes its rows on the fly.
+"""Tasks that need a state (`data/state_tasks.py`): a model of one recurrent layer of width 64
+trains on rows of 32 tokens and is evaluated on rows of 256. Rows are generated during training.
 
     uv run train.py --config=configs/state.py
 
 Time: about 30 CPU seconds.
-Result: on parity an accuracy of 1.0 at all positions up to 256, in each of three seeds
+Result: on the task "parity", an accuracy of 1.0 at all positions up to 256 with each of three seeds
 (docs/state.md).
 
-Other tasks: --config.data.source=modular_addition, s3, a5 or s5. A row of state_recall begins with
-a table of keys, which does not fit into 8 tokens: give it other stages (configs/sweeps/state.py).
+Other tasks: --config.data.source=modular_addition, s3, a5 or s5. The task state_recall needs other
+stages (configs/sweeps/state.py), because its rows begin with a table of keys, which does not fit
+into 8 tokens.
 
-Three settings decide whether a layer learns such a task, and how far beyond the trained length:
+Three choices decide whether a recurrent layer learns a task that needs a state, and how far beyond
+the trained length the layer still solves the task:
 
-* Training begins on rows of 8 tokens. The answer to a token is learned only when the answers before
-  it are right, so most of a long row teaches nothing at first.
-* The layer has no decay. A short row does not show that the state must keep its size for ever; a
-  layer with a decay learns the short rows, and fails on long ones.
-* The layer has no short convolution. With one, the key of a token depends on the tokens before it,
-  so equal tokens do not change the state in the same way.
+* Training begins on rows of 8 tokens. The model learns the answer at a token only when the answers
+  before this token are right, so most of a long row teaches nothing at first.
+* The layer has no decay. A layer with a decay learns short rows, which do not show that the state
+  must never shrink, and fails on long rows.
+* The layer has no short convolution. With a convolution, the key of a token depends on earlier
+  tokens, so equal tokens do not change the state in the same way.
 """
 
 from ml_collections import ConfigDict

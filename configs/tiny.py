@@ -1,5 +1,5 @@
-"""A byte-level hybrid model with experts and multi-token prediction, small enough for a laptop. It
-trains on the source code of the Python standard library; 2.7 million parameters.
+"""A byte-level hybrid model with experts and multi-token prediction, small enough for a laptop. The
+model has 2.7 million parameters and trains on the source code of the Python standard library.
 
     uv run train.py --config=configs/tiny.py
 

@@ -1,5 +1,6 @@
-"""Writes a model as a Hugging Face directory, reads it back, and compares the logits of both. If
-transformers is installed, it also compares them with the logits of transformers.
+"""Writes a model as a Hugging Face directory, reads it back, and compares the logits of both
+models. If transformers is installed, the example also compares the logits with those of
+transformers.
 
 uv run python examples/export.py
 """

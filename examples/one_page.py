@@ -6,7 +6,7 @@ It trains 2.7 million parameters on the source code of Python's standard library
 configs/tiny.py does, and then generates some code. The parameters have the names and shapes of the
 package's, and a test compares logits, losses, gradients and updates with the package's. The package
 adds speed (kernels, experts that compute only their own tokens, many devices) and runs that resume
-after an interruption. Numbers such as 2412.06464 are papers on arXiv.
+after an interruption. Numbers such as 2412.06464 are identifiers of papers on arXiv.
 
 Letters: B rows, T tokens of a row, D width of the model, V vocabulary; N query heads, M key/value
 heads, K width of a head; G key heads and H value heads of a recurrent layer; E experts, A experts
@@ -53,7 +53,9 @@ END = 256  # the token that ends a document
 
 
 def init_params(config: Config, key: jax.Array) -> dict:
-    """Draws matrices from N(0, 0.02²). Weights w of norms are 0; norms multiply by 1 + w."""
+    """Draws matrices from N(0, 0.02²). The weights w of norms start at 0, and norms multiply by 1 +
+    w.
+    """
     c, keys = config, iter(jax.random.split(key, 1000))
     matrix = lambda *shape: 0.02 * jax.random.normal(next(keys), shape)
     uniform = lambda low, high, n: jax.random.uniform(next(keys), (n,), minval=low, maxval=high)
@@ -128,7 +130,7 @@ def swiglu(gate_up):
 def delta_rule(q, k, v, log_decay, beta, starts):
     """The gated delta rule (2412.06464), token by token. The state S [B, H, K, K] maps keys to
     values. S decays; then the value that S holds for the key k moves towards v by the share β. A
-    document begins with S = 0. This form is for reading; the model uses `delta_rule_in_chunks`.
+    document begins with S = 0. This function is for reading; the model uses `delta_rule_in_chunks`.
 
     q, k, v: [B, T, H, K]; log_decay, beta: [B, T, H]; starts: [B, T] bool. Returns o [B, T, H, K].
     """
@@ -148,8 +150,9 @@ def delta_rule(q, k, v, log_decay, beta, starts):
 
 
 def delta_rule_in_chunks(q, k, v, log_decay, beta, starts, chunk=64):
-    """`delta_rule` for C tokens at a time. A token's write, β times the error, depends on earlier
-    writes of the chunk: they solve a triangular system. T is a multiple of C, or less than C.
+    """The gated delta rule, for C tokens at a time. A token's write, β times the error, depends on
+    earlier writes of the chunk, so the writes of a chunk are the solution of a triangular system. T
+    is a multiple of C, or less than C.
     """
     b, t, h, width = q.shape
     chunk = min(chunk, t)
@@ -238,7 +241,8 @@ def rotate(x, segments, config):
 def mixture_of_experts(p, x, counted, config):
     """Each token goes through its A likeliest experts and a shared expert. Here every expert
     computes every token, and the experts that the token did not choose get weight 0. Also returns
-    sums over the `counted` tokens [B, T]: each expert's choices and probability, and the tokens.
+    sums over the `counted` tokens [B, T]: how often each expert was chosen, its probability, and
+    the number of tokens.
     """
     probability = jax.nn.softmax(x @ p["router"], axis=-1)  # [B, T, E]
     best, chosen = jax.lax.top_k(probability, config.experts_per_token)
@@ -253,7 +257,9 @@ def mixture_of_experts(p, x, counted, config):
 
 
 def balance_loss(statistics, config):
-    """Returns Σ load · mean probability over a router's experts; even load is 1 (2101.03961)."""
+    """Returns Σ load · mean probability over a router's experts, which is 1 for even load
+    (2101.03961).
+    """
     chosen_often, probability, tokens = statistics
     tokens = jnp.maximum(tokens, 1)
     load = chosen_often * config.num_experts / (tokens * config.experts_per_token)
@@ -270,8 +276,9 @@ def decoder_layer(p, x, segments, counted, config):
 
 def forward(params, tokens, segments, config):
     """Runs the model on packed rows, tokens and segments [B, T]: a row has the segments 1, 2, … for
-    its documents, and 0 for padding at its end. Returns logits [B, T, V] for the token t + 1,
-    then, for each depth of multi-token prediction, for t + 2, …; and the mean balance loss.
+    its documents, and 0 for padding at its end. Returns a list of logits [B, T, V], of token t + 1
+    at position t, then of t + 2, … for each depth of multi-token prediction; and the mean balance
+    loss.
     """
     c, embedded = config, params["embedding"][tokens]
     x, statistics = embedded, []
@@ -320,7 +327,9 @@ def training_loss(params, tokens, segments, config):
 
 
 def learning_rate(step, steps, peak=3e-3, warmup=50):
-    """The rate rises linearly to the peak, then falls along a cosine to a tenth of the peak."""
+    """The learning rate rises linearly to its peak, then falls along a cosine to a tenth of the
+    peak.
+    """
     cosine = (1 + jnp.cos(jnp.pi * (step - warmup) / jnp.maximum(steps - 1 - warmup, 1))) / 2
     return peak * jnp.where(step < warmup, (step + 1) / warmup, 0.1 + 0.9 * cosine)
 
@@ -341,7 +350,7 @@ def adamw(params, gradients, means, squares, step, rate, b1=0.9, b2=0.95, decay=
 
 
 def pack(documents, length, seed=0):
-    """Cuts documents into pieces, shuffles them, and fills one row [length] after another."""
+    """Cuts documents into pieces, shuffles the pieces, and fills one row [length] after another."""
     whole = [np.append(np.frombuffer(text, np.uint8).astype(np.int32), END) for text in documents]
     pieces = [ids[i : i + length] for ids in whole for i in range(0, len(ids), length)]
     tokens, segments = np.zeros((2, len(pieces), length), np.int32)

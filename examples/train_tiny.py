@@ -1,4 +1,5 @@
-"""Trains the tiny model for 20 steps, reads its losses, and continues a text with it.
+"""Trains the tiny model for 20 steps, reads its losses, and continues a text with the trained
+model.
 
 uv run python examples/train_tiny.py
 """

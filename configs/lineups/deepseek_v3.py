@@ -1,6 +1,6 @@
-"""DeepSeek-V3 671B-A37B (2412.19437; deepseek-ai/DeepSeek-V3). The published number leaves
-multi-token prediction out. One difference: DeepSeek-V3 multiplies whole attention scores by YaRN's
-factor; here the factor multiplies only the channels that are rotated.
+"""DeepSeek-V3 671B-A37B (2412.19437; deepseek-ai/DeepSeek-V3). The published number of parameters
+does not count multi-token prediction. One difference: DeepSeek-V3 multiplies whole attention scores
+by YaRN's factor; this project multiplies only the channels that are rotated.
 """
 
 from configs.lineups.lineup import LIKE_DEEPSEEK, lineup

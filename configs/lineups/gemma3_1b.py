@@ -1,5 +1,6 @@
-"""Gemma 3 1B (2503.19786; google/gemma-3-1b-pt). Not here: embeddings times √1152, another base
-of rotations in the five local layers (10,000; the global ones' million stands for both).
+"""Gemma 3 1B (2503.19786; google/gemma-3-1b-pt). Two differences: Gemma multiplies embeddings by
+√1152, and its local layers use a RoPE base of 10,000; here all layers use the global layers' base,
+1,000,000.
 """
 
 from configs.lineups.lineup import lineup

@@ -1,5 +1,6 @@
-"""GLM-4.5 355B-A32B (2508.06471; zai-org/GLM-4.5), complete. The number is that of its files,
-358,337,791,296, without multi-token prediction, whose tables they repeat.
+"""GLM-4.5 355B-A32B (2508.06471; zai-org/GLM-4.5), complete. `PUBLISHED` is the number of
+parameters in the released files, 358,337,791,296, less those of multi-token prediction, which
+include copies of the embedding tables.
 """
 
 from configs.lineups.lineup import LIKE_DEEPSEEK, lineup

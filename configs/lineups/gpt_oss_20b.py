@@ -1,6 +1,6 @@
-"""gpt-oss-20b (2508.10925; openai/gpt-oss-20b): every other layer a window of 128, a sink logit
-for each head of every layer, biases everywhere. All parameters are here. YaRN's borders between
-frequencies are rounded here, and not there.
+"""gpt-oss-20b (2508.10925; openai/gpt-oss-20b): every second layer has a window of 128 tokens, each
+head has a sink logit, and the matrices of attention, router and experts have biases. All parameters
+are here. One difference: this project rounds YaRN's borders between frequencies, gpt-oss does not.
 """
 
 from configs.lineups.lineup import lineup

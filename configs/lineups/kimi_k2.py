@@ -1,5 +1,5 @@
-"""Kimi K2 1T-A32B (2507.20534; moonshotai/Kimi-K2-Base). Not here: YaRN's factor on whole
-scores, as in `deepseek_v3`.
+"""Kimi K2 1T-A32B (2507.20534; moonshotai/Kimi-K2-Base). One difference: Kimi K2 multiplies whole
+attention scores by YaRN's factor; this project multiplies only the channels that are rotated.
 """
 
 from configs.lineups.lineup import LIKE_DEEPSEEK, lineup

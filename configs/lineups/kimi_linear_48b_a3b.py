@@ -1,5 +1,5 @@
-"""Kimi Linear 48B-A3B (2510.26692; moonshotai/Kimi-Linear-48B-A3B-Base), whose weights are read
-and written (docs/families.md).
+"""Kimi Linear 48B-A3B (2510.26692; moonshotai/Kimi-Linear-48B-A3B-Base), whose released weights can
+be imported and exported (docs/families.md).
 """
 
 from configs.lineups.lineup import LIKE_DEEPSEEK, lineup

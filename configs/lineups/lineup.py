@@ -1,6 +1,6 @@
-"""What the line-ups share: a published model as settings of this project. Each file names what
-the published model has and this one lacks; `benchmarks/model/lineups.py` prints the parameters of
-all beside the published numbers.
+"""Shared code of the line-ups; a line-up describes a published model with the settings of this
+project. The file of a line-up names the features of the published model that this project lacks.
+`benchmarks/model/lineups.py` prints each line-up's number of parameters and the published number.
 """
 
 from ml_collections import ConfigDict
@@ -19,8 +19,8 @@ def lineup(
     moe: dict | None = None,
     **model,
 ) -> ConfigDict:
-    """The default run of a model that differs from Qwen3-Next in these settings, and in what few
-    others share with it.
+    """Returns the config of a run with default settings. The model has the given settings, without
+    the features of Qwen3-Next that most published models lack.
     """
     config = ConfigDict(default_config())
     config.name = name

@@ -1,7 +1,8 @@
-"""Llama 4 Scout 109B-A17B (meta-llama/Llama-4-Scout-17B-16E), the text model: every fourth layer
-without positions. Not here: chunks of 8192 tokens in the others (a window of as many), the norm
-without weights of queries and keys, the temperature of the layers without positions, the sigmoid
-of the router, which weighs an expert's input there.
+"""Llama 4 Scout 109B-A17B (meta-llama/Llama-4-Scout-17B-16E), the text model. Every fourth layer
+has no position embedding. All other layers have a sliding window of 8192 tokens, where Llama 4 has
+chunks of 8192 tokens. This project lacks the norm (without weights) of queries and keys, the
+attention temperature of the layers without positions, and the router's sigmoid, with which Llama 4
+multiplies an expert's input.
 """
 
 from configs.lineups.lineup import lineup

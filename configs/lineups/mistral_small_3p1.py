@@ -1,5 +1,5 @@
-"""Mistral Small 3.1 24B (mistralai/Mistral-Small-3.1-24B-Base-2503), the text model. Complete;
-its vision tower is not here.
+"""Mistral Small 3.1 24B (mistralai/Mistral-Small-3.1-24B-Base-2503), the text model. The text model
+is complete; the vision tower is left out.
 """
 
 from configs.lineups.lineup import lineup

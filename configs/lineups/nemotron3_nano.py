@@ -1,7 +1,7 @@
-"""Nemotron 3 Nano 30B-A3B (2512.20848; nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16), its 52
-layers in pairs, mixer (M, *) and experts (E). Not here: biases of the convolutions. Two counts
-differ: a mixer without experts behind it has its second norm all the same, and the router's bias
-is a parameter.
+"""Nemotron 3 Nano 30B-A3B (2512.20848; nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16), whose 52
+layers become blocks of a mixer (M, *) and, if a layer of experts (E) follows, its experts. The
+biases of the convolutions are left out. Two numbers of parameters differ: a block without experts
+also has a second norm, and the router's bias counts as a parameter.
 """
 
 from configs.lineups.lineup import LIKE_DEEPSEEK, lineup

@@ -1,4 +1,4 @@
-"""SmolLM3-3B (HuggingFaceTB/SmolLM3-3B): every fourth layer without positions (2501.18795).
+"""SmolLM3-3B (HuggingFaceTB/SmolLM3-3B): every fourth layer has no position embedding (2501.18795).
 Complete.
 """
 

@@ -1,12 +1,12 @@
-"""Compares ratios of linear to full attention layers on text: the loss on bytes of Python, at equal
-tokens and parameters. 4 ratios × 3 seeds; 4 layers of width 128, dense, 0.82 million parameters,
-500 steps of 8 × 256 bytes.
+"""Compares ratios of linear to full attention layers by the loss on bytes of Python, with equal
+numbers of tokens and parameters. The sweep has 4 ratios × 3 seeds; a model has 4 dense layers of
+width 128, 0.82 million parameters, and trains for 500 steps of 8 × 256 bytes.
 
     uv run qwen3next sweep configs/sweeps/byte_lm.py
 
 Time: 31 minutes on a 2-core AMD EPYC without accelerator.
-Result: 3:1 and 1:0 have the lowest loss and cannot be told apart; attention alone has the highest
-(docs/notes/studies.md).
+Result: the ratios 3:1 and 1:0 (linear to full) have the lowest loss, within the spread of the
+seeds; attention alone has the highest loss (docs/notes/studies.md).
 """
 
 

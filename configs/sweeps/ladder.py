@@ -1,13 +1,15 @@
-"""Five sizes of a hybrid model, each trained with three budgets of compute: what `qwen3next
-scaling` fits. Four dense layers 3:1, widths 16 to 64, 21 thousand to 0.24 million parameters, 0.07
-to 8 million bytes of Python; 15 points.
+"""Trains five sizes of a hybrid model, each with three budgets of FLOPs; `qwen3next scaling` fits a
+scaling law to the 15 runs. A model has three linear layers and one attention layer, all dense,
+widths of 16 to 64 and 21 thousand to 0.24 million parameters. A run reads 0.07 to 8 million bytes
+of Python.
 
     uv run qwen3next sweep configs/sweeps/ladder.py
     uv run qwen3next scaling runs/sweeps/ladder
 
-Time: 23 minutes on 2 cores of a CPU machine that others used too.
-Result: the largest run is predicted from the other 14 with an error of -1.5 %, the five runs of the
-highest budget from the lower ones with -1.7 to -3.9 % (docs/notes/studies.md).
+Time: 23 minutes on 2 cores of a CPU machine that other programs used too.
+Result: a law fitted to the other 14 runs predicts the loss of the largest run with an error of
+-1.5 %. A law fitted to the two lower budgets predicts the losses of the highest budget with errors
+of -1.7 to -3.9 % (docs/notes/studies.md).
 """
 
 WIDTHS = (16, 24, 32, 48, 64)
@@ -16,8 +18,8 @@ HEAD = 8
 
 
 def size(width: int) -> dict:
-    """Settings of a model of this width. The number of heads grows with the width, the width of a
-    head does not.
+    """Returns the settings of a model of this width. The number of heads grows with the model's
+    width; the width of a head is constant.
     """
     heads = width // HEAD
     return {

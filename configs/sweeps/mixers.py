@@ -1,5 +1,5 @@
-"""Compares six mixers as the recurrent layers of a 3:1 hybrid, with everything else equal: 6 mixers
-× (text, recall) × 3 seeds; 4 tiny layers.
+"""Compares six mixers as the recurrent layers of a 3:1 hybrid of 4 layers, with all other settings
+equal: 6 mixers × 2 tasks (text, recall) × 3 seeds.
 
     uv run qwen3next sweep configs/sweeps/mixers.py
 
@@ -7,10 +7,11 @@ Time: 61 minutes on a 2-core AMD EPYC without accelerator.
 Result: Gated DeltaNet and Mamba-2 have the lowest loss on text, KDA has the best recall
 (docs/notes/studies.md).
 
-Five mixers are forms of the same recurrence. Their decay is constant (retnet), per head (mamba2,
-gated_deltanet) or per key channel (gla, kda). Their update adds to the state (retnet, mamba2, gla)
-or first removes what it replaces (gated_deltanet, kda). The sixth has no recurrence: it is a
-sliding window with as many keys and values as a recurrent state has numbers, 16 × 64 = 2 × 16 × 32.
+Five of the six mixers are forms of one recurrence. The decay of the state is constant (retnet), per
+head (mamba2, gated_deltanet) or per key channel (gla, kda). A write is added to the state (retnet,
+mamba2, gla) or replaces the value that the state holds for the key (gated_deltanet, kda). The sixth
+mixer is attention in a sliding window, whose keys and values are as many numbers as a recurrent
+state has, 16 × 64 = 2 × 16 × 32.
 """
 
 LAYERS = {

@@ -1,10 +1,10 @@
-"""Compares the kinds and the order of two layers on recall: 4 patterns × 8 or 16 pairs × 3 seeds of
-configs/mqar.py.
+"""Compares the kinds and the order of two layers on the recall task of configs/mqar.py: 4 patterns
+of layers × 8 or 16 key-value pairs × 3 seeds.
 
     uv run qwen3next sweep configs/sweeps/mqar.py
 
 Time: 42 minutes on a 2-core AMD EPYC without accelerator.
-Result: only a recurrent layer followed by attention learns the task
+Result: only a model with a recurrent layer before an attention layer learns the task
 (docs/notes/studies.md).
 """
 

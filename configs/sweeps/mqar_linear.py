@@ -1,12 +1,12 @@
-"""Compares starts of the decay and sizes of the state on recall of 8 pairs by recurrent layers
-alone: 3 combinations × 3 seeds. The fourth combination, decay_init "ones" with states of 16 × 16,
-is the pattern linear→linear of configs/sweeps/mqar.py.
+"""Compares start values of the decay and sizes of the state for two recurrent layers that recall 8
+key-value pairs: 3 combinations × 3 seeds. The fourth combination, decay_init "ones" with states of
+16 × 16, is in configs/sweeps/mqar.py, as the pattern linear→linear.
 
     uv run qwen3next sweep configs/sweeps/mqar_linear.py
 
 Time: 24 minutes on a 2-core AMD EPYC without accelerator.
-Result: "log_uniform" learns part of the task, "ones" none of it; the seeds differ widely
-(docs/notes/studies.md).
+Result: with decay_init "log_uniform" a model learns part of the task, with "ones" none of it;
+results differ widely between seeds (docs/notes/studies.md).
 """
 
 WIDE = {"model.linear_key_head_dim": 32, "model.linear_value_head_dim": 32}

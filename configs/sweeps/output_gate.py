@@ -1,5 +1,5 @@
-"""Compares attention sinks with and without attention's output gate: three attention layers on the
-bigram-backcopy task, 2 × 3 seeds.
+"""Compares the attention sinks of models with and without the output gate of attention: 2 models ×
+3 seeds, with three attention layers, on the bigram-backcopy task.
 
     uv run qwen3next sweep configs/sweeps/output_gate.py
 
@@ -7,8 +7,8 @@ Time: 14 minutes on a 2-core AMD EPYC without accelerator.
 Result: with the gate, less attention goes to the first token, and activations are smaller
 (docs/notes/studies.md).
 
-The weights start with a standard deviation of 0.1, near 1 / sqrt(width): with the usual 0.02, no
-sink grows in a model this narrow.
+Weights start with a standard deviation of 0.1, near 1 / sqrt(width), because no sink grows in a
+model this narrow with the usual 0.02.
 """
 
 

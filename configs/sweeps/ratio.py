@@ -1,15 +1,14 @@
-"""Compares ratios of linear to full attention layers on text and on recall: 5 ratios × 2 seeds ×
-(text, recall); 8 tiny layers.
+"""Compares ratios of linear to full attention layers on text and on recall, in models of 8 layers:
+5 ratios × 2 seeds × 2 tasks (text, recall).
 
     uv run qwen3next sweep configs/sweeps/ratio.py --workers=2
 
 Time: 18 minutes on a 2-core AMD EPYC without accelerator.
-Result: recurrent layers alone have the lowest loss on text; recall needs attention in at least one
-of four layers (docs/notes/studies.md).
+Result: the model without attention layers has the lowest loss on text; recall needs attention in at
+least one of four layers (docs/notes/studies.md).
 
-The text is the corpus of configs/tiny.py. Recall is measured on a model with as many parameters
-that is trained on multi-query associative recall, because a model that has read one megabyte of
-text recalls nothing.
+The text is the corpus of configs/tiny.py. Recall is measured on models of the same size trained on
+multi-query associative recall, because a model trained on one megabyte of text recalls nothing.
 """
 
 LAYERS = {

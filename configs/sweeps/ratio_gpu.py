@@ -1,12 +1,13 @@
-"""Compares ratios of linear to full attention layers at equal FLOPs: attention in every, every
-second, fourth and eighth layer and in none, at the size of configs/small.py; 5 ratios x 2 seeds.
+"""Compares ratios of linear to full attention layers at equal FLOPs, in models of the size of
+configs/small.py: attention in every layer, in every second, fourth or eighth layer, or in no layer;
+5 ratios × 2 seeds.
 
     uv run --extra gpu qwen3next sweep configs/sweeps/ratio_gpu.py
 
-The text is the Python source of the packages in `.venv`, where uv installs them, byte by byte: tens
-of megabytes. A run reads a part of it, once (another text: `--set data.path=…`). Equal FLOPs are
-418 steps of 65,536 tokens with attention in every layer to 609 with none; `--emit` prints the
-commands. The sweep has not been run.
+The text is the bytes of the Python source code in `.venv`, where uv installs packages: tens of
+megabytes, of which a run reads a part, once. `--set data.path=…` chooses another text. At equal
+FLOPs, a model with attention in every layer trains for 418 steps of 65,536 tokens, a model without
+attention for 609. `--emit` prints the commands of the runs. The sweep has not been run.
 """
 
 

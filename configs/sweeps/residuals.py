@@ -1,11 +1,11 @@
-"""Compares four forms of the residual stream, with everything else equal: the loss on bytes of
-Python. 4 forms × 2 seeds, equal numbers of steps; 8 dense layers of width 64.
+"""Compares four forms of the residual stream by the loss on bytes of Python, with all other
+settings equal: 4 forms × 2 seeds; models have 8 dense layers of width 64.
 
     uv run qwen3next sweep configs/sweeps/residuals.py
 
 Time: 49 minutes on 2 CPU cores that many other programs used. The four runs of one seed took 5.5
 minutes of CPU time.
-Result: with both seeds, attention over blocks has the lowest loss and mHC the highest
+Result: with both seeds, the form "attention over blocks" has the lowest loss and "mHC" the highest
 (docs/notes/models.md).
 """
 

@@ -1,21 +1,25 @@
-"""Compares the best learning rate of two widths with muP and without: 2 × 2 × 5 points; two layers.
+"""Compares the best learning rates of two widths with muP and without: 2 × 2 × 5 runs of a model of
+two layers.
 
     uv run qwen3next sweep configs/sweeps/widths.py --workers=2
 
-Time: 6 minutes on 2 cores of a CPU machine that others used too.
-Result: the best rate moves by -6.7 steps of √2 without and by -2.2 with muP. That of width 32 is
-the highest that was tried, and nearly as good at a quarter of it: one seed does not tell steps.
+Time: 6 minutes on 2 cores of a CPU machine that other programs used too.
+Result: from width 32 to 128, the best rate moves by -6.7 factors of √2 without muP and by -2.2 with
+muP. One seed is not enough: at width 32 the best rate is the highest of the sweep, and a quarter of
+the best rate is nearly as good.
 
-The section "Learning rate" of its report says how far the best rate moves from width 32 to 128. At
-width 32, the base, both are the same run. Three seeds and three widths:
-benchmarks/training/widths.py.
+The section "Learning rate" of the sweep's report says how far the best rate moves. At width 32, the
+base width of muP, runs with and without muP are identical. benchmarks/training/widths.py compares
+three widths with three seeds.
 """
 
 HEAD = 16
 
 
 def width(size: int) -> dict:
-    """Settings of a model of this width. The width of a head is the same in all."""
+    """Returns the settings of a model of this width. The width of a head is the same for all
+    widths.
+    """
     heads = size // HEAD
     return {
         "model.hidden_size": size,

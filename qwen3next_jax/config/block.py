@@ -41,7 +41,7 @@ class BlockConfig:
         """Checks these settings against `model`, the ModelConfig to which they belong.
 
         Raises:
-          UserError: a setting names no part, has no effect in the model, or does not fit it.
+          UserError: a setting names no part, does not fit the model, or has no effect in the model.
         """
         for field in dataclasses.fields(self):
             setting = f"model.block.{field.name}"

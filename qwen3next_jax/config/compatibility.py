@@ -14,7 +14,7 @@ CONTEXT_LENGTH_SETTINGS = frozenset(("max_position_embeddings", "yarn_factor"))
 
 
 def settings_incompatible_with_weights(model: Any, trained: Any) -> tuple[str, ...]:
-    """Returns the settings that prevent `model` from using weights that were trained in `trained`.
+    """Returns the settings that prevent `model` from using the weights of `trained`.
 
     The classes of mixers declare which differences are harmless: `Mixer.loads_weights_of` is
     another mixer with the same weights, and `Mixer.settings_free_after_training` lists settings
@@ -44,7 +44,7 @@ def settings_incompatible_with_weights(model: Any, trained: Any) -> tuple[str, .
 
 
 def _same_but_rope_scaling(model: Any, trained: Any) -> bool:
-    """Whether the settings `model.block` of both models are the same, except for `rope_scaling`."""
+    """Whether both models have the same settings `model.block`, except for `rope_scaling`."""
     return model.block == dataclasses.replace(trained.block, rope_scaling=model.block.rope_scaling)
 
 
@@ -78,9 +78,8 @@ def _mixer_settings_of_weights(config: Any) -> set[tuple[str, Any]]:
 
 
 def _settings_weights_depend_on(model: Any) -> frozenset[str]:
-    """Returns the settings that the model's mixers and its position embedding list in
-    `settings_fixed_by_weights`. If the value of such a setting changes, the weights of the
-    model are no longer valid.
+    """Returns the settings that determine what trained weights mean: the model's mixers and its
+    position embedding list these settings in `settings_fixed_by_weights`.
     """
     modules = [resolve(MIXERS, name, "mixer") for name, _ in model.mixers_and_sparsity]
     modules.append(model.block.import_part("positions"))

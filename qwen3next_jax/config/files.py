@@ -1,7 +1,7 @@
 """Reads config files, which are Python code, and applies the overrides of the command line.
 
 If the code of a config file raises an error, this module raises a UserError instead. The message of
-the UserError is one line, which names the file and the number of the line.
+the UserError is one line, which names the file and the line number.
 """
 
 import ast
@@ -47,8 +47,8 @@ _SHIPPED = next(
 
 def find_user_or_shipped_file(name: str | pathlib.Path) -> pathlib.Path:
     """Returns the path of the file that a user names. If there is no file `name`, returns the
-    config of this name that comes with this project; for example "configs/tiny.py" or "tiny". If
-    there is no such config either, returns the path `name`.
+    config called `name` that comes with this project; for example "configs/tiny.py" or "tiny". If
+    neither a file nor a config is called `name`, returns the path `name`.
 
     Raises:
       UserError: no file can have the path `name`.
@@ -68,7 +68,7 @@ def find_user_or_shipped_file(name: str | pathlib.Path) -> pathlib.Path:
 
 
 def call_function_of_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
-    """Calls a function of a Python file without arguments and returns its result.
+    """Calls a function of a Python file, without arguments, and returns the result.
 
     Args:
       path: the path of the file.
@@ -109,9 +109,9 @@ def call_function_of_file(path: pathlib.Path, function: str, flag: str = "") -> 
 
 
 def _describe_error(error: BaseException, path: pathlib.Path) -> str:
-    """Returns the end of an error message, such as ", line 3: ValueError: …". The number is that of
-    the last line of the file `path` in the error's traceback. If the traceback has no line of this
-    file, the message has no number.
+    """Returns the end of an error message, such as ", line 3: ValueError: …". The line is the last
+    line of the file `path` in the error's traceback. If the traceback has no line of `path`, the
+    message has no line number.
     """
     lines = [
         frame.lineno
@@ -184,8 +184,8 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[tuple[str, str]]
 
 
 def settings_ending_in(name: str, guess: bool = False) -> list[str]:
-    """Returns at most three settings whose dotted names are `name` or end in `name`. For "steps",
-    "train.steps" is such a setting.
+    """Returns at most three settings whose dotted names are `name` or end in `name`. For example,
+    "train.steps" ends in "steps".
 
     Args:
       name: the last parts of a dotted name.
@@ -201,15 +201,15 @@ def settings_ending_in(name: str, guess: bool = False) -> list[str]:
 
 
 def setting_flags_hint(settings: Sequence[str]) -> str:
-    """Returns " (did you mean --config.…=…?)" for these settings; "" for no settings."""
+    """Returns " (did you mean --config.…=…?)" with the given settings; "" without settings."""
     flags = " or ".join(f"--config.{path}=…" for path in settings)
     return f" (did you mean {flags}?)" if settings else ""
 
 
 def default_of_setting(name: str) -> Any:
     """Returns the default of the setting with the dotted name `name`. For a setting in
-    `model.mixer` it returns UnparsedFlagText(""), because the type of such a setting is declared in
-    a mixer, which is not imported yet.
+    `model.mixer` it returns UnparsedFlagText(""), because only the mixer's class declares the type
+    of the setting, and this class is not imported yet.
 
     Raises:
       UserError: there is no such setting, or the name is that of a group of settings.

@@ -1,8 +1,8 @@
 """The settings `model.mixer`: settings that only some mixers have.
 
 Each mixer declares its settings as a dataclass (`Mixer.Settings` in `model/mixer.py`).
-`MixerConfig` holds the values that a user gave, and checks them against these dataclasses. If the
-user gave no value, no mixer is imported.
+`MixerConfig` holds the values that a user gave, and checks the values against the dataclasses of
+the mixers. If the user gave no value, no mixer is imported.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from qwen3next_jax.config.registry import MIXERS, resolve
 
 
 def is_mixer_setting(name: str) -> bool:
-    """Whether a dotted name has the form "model.mixer.NAME". Whether a mixer of the model has such
-    a setting is not checked, because the model may not be known yet.
+    """Whether a dotted name has the form "model.mixer.NAME". The function does not check that a
+    mixer of the model has a setting NAME, because the model may not be known yet.
     """
     return name.startswith("model.mixer.") and name.removeprefix("model.mixer.").isidentifier()
 
@@ -27,7 +27,7 @@ class MixerConfig(Mapping[str, Any]):
     """Values of mixers' settings, such as `MixerConfig(window=512)`; immutable and hashable.
 
     The MixerConfig in a ModelConfig holds only values that differ from the defaults. So a
-    ModelConfig in which a default is set explicitly equals a ModelConfig in which it is not set.
+    ModelConfig does not change if a user sets a setting to its default.
     """
 
     def __init__(self, **values: Any):
@@ -101,8 +101,8 @@ def _cached_mixer_settings(values: MixerConfig, settings: type) -> Any:
 
 
 def _build_checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
-    """Returns an instance of the dataclass `settings`. Each field has the value that `values` gives
-    it, or its default. Names in `values` that are not fields of `settings` are ignored.
+    """Returns an instance of the dataclass `settings`. Each field has its value in `values`, or
+    else its default. Names in `values` that are not fields of `settings` are ignored.
 
     Raises:
       UserError: a value is of the wrong type or out of its bound.
@@ -113,8 +113,8 @@ def _build_checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
 
 
 def _values_of_fields(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of the `values` whose names are fields of the dataclass `settings`. If a value
-    is the text of a flag, the text is parsed.
+    """Returns the entries of `values` whose names are fields of the dataclass `settings`. If a
+    value is the text of a flag, the text is parsed.
     """
     defaults = _field_defaults(settings)
     return {

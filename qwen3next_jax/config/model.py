@@ -1,6 +1,6 @@
-"""The settings of the architecture. A setting that Hugging Face's `config.json` for `qwen3_next`
-also has, has the same name and meaning here. The comment above a field says what the setting means,
-and what a special value such as 0, () or -1 means.
+"""The settings of the architecture. The settings that are also in Hugging Face's `config.json` for
+`qwen3_next` have the names and meanings of that file. The comment above a field says what the
+setting means, and what a special value such as 0, () or -1 means.
 """
 
 import dataclasses
@@ -287,7 +287,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """The number of dimensions of a query and key head that are rotated."""
+        """The number of dimensions that RoPE rotates in each query head and key head."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
@@ -302,9 +302,9 @@ class ModelConfig:
 
     @property
     def resolved_layer_types(self) -> tuple[str, ...]:
-        """The kind of every layer: LINEAR, FULL, or the name of a mixer. These are the
-        `layer_types`, or the kinds that `full_attention_interval` and `full_attention_placement`
-        give.
+        """The kind of every layer: LINEAR, FULL, or the name of a mixer. If the setting
+        `layer_types` is empty, the kinds follow from `full_attention_interval` and
+        `full_attention_placement`.
         """
         interval = self.full_attention_interval
         place = {"last": interval - 1, "middle": interval // 2, "first": 0}[
@@ -394,9 +394,9 @@ class ModelConfig:
 
 @functools.lru_cache(maxsize=64)
 def _group_repeating_layers(kinds: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
-    """Groups the indices of layers of these kinds as `ModelConfig.layer_stacks` says. Of all
-    possible divisions into prefix and repeats, it takes the one whose prefix and period are
-    shortest together.
+    """Groups the indices of layers of these kinds as `ModelConfig.layer_stacks` describes. Of all
+    possible divisions of the layers, the function takes the one in which prefix and period together
+    have the fewest layers.
     """
     n = len(kinds)
     first, period = min(

@@ -13,9 +13,9 @@ from qwen3next_jax.config.registry import EXPERTS, check_name, resolve
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
     """The kind of the experts, and the features of DeepSeek-V3's router (2412.19437, section
-    2.1.2), with one setting per feature. A setting that DeepSeek-V3's `config.json` also has, has
-    the same name here. Several shared experts are equivalent to one shared expert with the sum of
-    their widths, so `model.shared_expert_intermediate_size` is this sum.
+    2.1.2), with one setting per feature. The settings that are also in DeepSeek-V3's `config.json`
+    have the names of that file. Several shared experts are equivalent to one shared expert with the
+    sum of their widths, so `model.shared_expert_intermediate_size` is this sum.
     """
 
     # what each routed expert computes: a name of EXPERTS in config/registry.py. The shared expert

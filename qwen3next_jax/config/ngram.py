@@ -2,8 +2,8 @@
 (PLE, the per-layer embedding of Qwen3.8-Flash-Next), and the constants of its hash functions.
 
 The constants of the hash functions follow from the settings alone, by the formulas of transformers'
-`qwen4_exp`. A Hugging Face checkpoint also stores these constants. `zoo/ngram_embedding.py` has the
-formulas of the embedding.
+`qwen4_exp`. A Hugging Face checkpoint also stores the constants of the hash functions.
+`zoo/ngram_embedding.py` has the formulas of the embedding.
 """
 
 import dataclasses
@@ -87,8 +87,8 @@ class PLEConfig:
         return ids.index(layer + 1) if layer + 1 in ids else None
 
     def table_rows_per_head(self, number: int) -> tuple[int, ...]:
-        """Returns for each head of embedding `number` how many rows of the table it has. No two
-        heads of the model have the same number of rows.
+        """Returns for each head of embedding `number` how many rows of the table belong to the
+        head. No two heads of the model have the same number of rows.
         """
         count = len(self.layer_ids) * self.total_heads
         return _primes_from(self.ngram_vocab_size_base, count)[
@@ -96,8 +96,8 @@ class PLEConfig:
         ]
 
     def table_rows(self, number: int) -> int:
-        """Returns the number of rows of the table of embedding `number`, with the unused rows at
-        its end.
+        """Returns the number of rows of the table of embedding `number`, including unused rows at
+        the end.
         """
         return _round_up(
             sum(self.table_rows_per_head(number)), self.make_ngram_vocab_size_divisible_by
@@ -130,7 +130,7 @@ class PLEConfig:
         )
 
     def check_fits_model(self, model: Any) -> None:
-        """Raises UserError if `model`, the ModelConfig, cannot have these embeddings."""
+        """Raises UserError if `model`, the ModelConfig, cannot have these n-gram embeddings."""
         if not self.layer_ids:
             return
         check_name(LAYER_EMBEDDINGS, self.embedding, "model.ple.embedding")
@@ -174,7 +174,7 @@ def _round_up(rows: int, multiple: int) -> int:
 
 def _splitmix64(state: int) -> int:
     """Returns the next output of the random number generator splitmix64 (Steele, Lea and Flood
-    2014) whose state is `state`.
+    2014) for the state `state`.
     """
     z = (state + _GOLDEN) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64

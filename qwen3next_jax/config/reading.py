@@ -14,7 +14,7 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 class UnparsedFlagText(str):
     """The text of a flag for a setting in `model.mixer`. The class of a mixer declares the type of
-    the setting. This class is not imported while flags are read, so `config.mixer` parses the text
+    the setting. Mixers are not imported while flags are read, so `config.mixer` parses the text
     later.
     """
 
@@ -94,7 +94,7 @@ def _convert_value(value: Any, hint: Any, where: str) -> Any:
 
 
 def _convert_scalar(value: Any, hint: type, where: str) -> Any:
-    """Converts a value to bool, int, float or str, the type `hint` of its field, or raises
+    """Converts a value to `hint`, the type of its field (bool, int, float or str), or raises
     UserError.
     """
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,15 +1,16 @@
-"""The registry: tables from names in settings to the classes and functions that they stand for.
+"""The registry: tables that map names in settings to classes and functions.
 
 There is one table for each kind of part (mixers, norms, optimizers, …). A table maps names to
 import strings of the form "package.module:Name". Because import strings are only text, checking a
-config imports no parts, and a run imports only the parts that it uses. No other file contains these
-import strings.
+config imports no parts, and a run imports only the parts that it uses. Only this file contains the
+import strings of this package's parts.
 
 A setting whose values are the names of a table also accepts an import string of the user's own
-code, "my_package.module:Name" (docs/extending.md). Importing such a part runs the user's code.
-Therefore only the user may give an import string: in a config file, in a flag, or in Python. Other
-files that this package reads (a run.json, a Hugging Face directory) may contain an import string
-only if its package is trusted (by the function `trust` or the flag --trust).
+code, "my_package.module:Name" (docs/extending.md). Importing a part by an import string runs the
+code of its package. Therefore only the user may give an import string: in a config file, in a flag,
+or in Python. A run.json, a Hugging Face directory or another file that this package reads may
+contain an import string only if the string's package is trusted (by the function `trust` or the
+flag --trust).
 """
 
 import importlib

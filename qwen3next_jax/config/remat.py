@@ -1,5 +1,5 @@
 """The setting `train.remat`: which results of the forward pass are saved for the backward pass. The
-backward pass computes the other results again.
+backward pass recomputes the results that are not saved.
 """
 
 from typing import NamedTuple
@@ -44,11 +44,12 @@ class SavedActivations(NamedTuple):
 
 def parse_remat(text: str) -> SavedActivations:
     """Parses the value of `train.remat`: the name of a policy, or a text such as "keep=PART,PART
-    offload=PART,PART". In such a text, either half may be missing, and a policy in EXTENDED may
-    stand before "keep" and "offload".
+    offload=PART,PART". Either "keep=…" or "offload=…" may be missing, and a policy in EXTENDED may
+    come before them.
 
     Raises:
-      UserError: the text has neither form, names a part that does not exist, or names a part twice.
+      UserError: the text is neither a policy nor a valid list of parts, names a part that does not
+        exist, or names a part twice.
     """
     if text in POLICIES:
         return SavedActivations(text)

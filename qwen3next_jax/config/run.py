@@ -173,7 +173,8 @@ def _is_day(text: str) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """One stage of a run: a number of steps, and settings of the groups train, data and optimizer
-    that apply during these steps. If a setting is None, the stage has the run's value.
+    that apply during these steps. If a setting of the stage is None, the stage uses the run's
+    value.
     """
 
     # number of optimizer steps of the stage
@@ -323,8 +324,8 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MuonConfig:
-    """Settings that only Muon has. Muon updates the matrices inside layers. AdamW updates all other
-    parameters, with the settings of the group `optimizer`.
+    """Settings that only Muon has. Muon updates the matrices inside layers. AdamW, with the
+    settings of the group `optimizer`, updates all parameters that Muon does not update.
     """
 
     # decay rate per step of the running mean of the gradients
@@ -764,7 +765,7 @@ class Config:
 
 
 def default_config() -> dict[str, Any]:
-    """Returns the defaults of all settings as a nested dict. The files in `configs/` start from
-    these defaults.
+    """Returns the defaults of all settings as a nested dict. The files in `configs/` start from the
+    result of this function.
     """
     return to_dict(Config())

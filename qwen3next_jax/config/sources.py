@@ -110,7 +110,8 @@ def _parse_weight(weights: str, text: str) -> float:
 
 
 def _field_of_each_source(where: str, text: str, names: Sequence[str], default: str) -> list[str]:
-    """Returns the name of the field that each source's records have for texts, or for messages.
+    """Returns, for each source, the name of the field of a record that holds the text or the
+    messages.
 
     Args:
       where: the name of the setting.
@@ -127,7 +128,8 @@ def _field_of_each_source(where: str, text: str, names: Sequence[str], default: 
 
 
 def _value_per_source(where: str, text: str, names: Sequence[str]) -> list[str | None]:
-    """Returns the value that the setting `text` gives to each source; None if it gives none.
+    """Returns the value that the setting `text` gives to each source; None for a source without a
+    value.
 
     Args:
       where: the name of the setting.
@@ -159,8 +161,8 @@ def _value_per_source(where: str, text: str, names: Sequence[str]) -> list[str |
 
 
 def _split_names(items: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits items of the form "NAME=TEXT". Returns the names ("" for an item without a name), and
-    the texts.
+    """Splits items of the form "NAME=TEXT". Returns the names of all items ("" for an item without
+    a name), and the texts of all items.
     """
     found = [_NAMED.fullmatch(item) for item in items]
     names = [match[1] if match else "" for match in found]

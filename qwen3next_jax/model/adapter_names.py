@@ -1,5 +1,6 @@
-"""Tells the parameters of LoRA adapters (`model.adapters`) from all others by their paths. The path
-of an adapter's parameter has a component that ends in SUFFIX: "layers/0/mixer/k_proj_lora/a".
+"""Distinguishes the parameters of LoRA adapters (`model.adapters`) from all other parameters by the
+paths of the parameters. The path of an adapter's parameter has a component that ends in SUFFIX:
+"layers/0/mixer/k_proj_lora/a".
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ def config_without_adapters(config: ModelConfig) -> ModelConfig:
 
 
 def base_params(params: dict) -> dict:
-    """Returns `params`, a nested dict of parameters, without those of adapters."""
+    """Returns `params`, a nested dict of parameters, without the parameters of adapters."""
     return {
         name: base_params(value) if isinstance(value, dict) else value
         for name, value in params.items()
@@ -29,8 +30,8 @@ def base_params(params: dict) -> dict:
 
 
 def join_base_and_adapters(base: dict, params: dict) -> dict:
-    """Returns a nested dict of all parameters: the adapters are taken from `params`, which has all
-    parameters, and the other parameters from `base`, which has no adapters.
+    """Returns a nested dict of all parameters: the adapters from `params`, which has all
+    parameters, and all other parameters from `base`, which has no adapters.
     """
 
     def chosen(name, value):

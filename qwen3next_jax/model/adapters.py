@@ -1,15 +1,15 @@
 """LoRA (2106.09685): low-rank adapters beside the matrices of the layers (`model.lora`).
 
 The model uses W + s A B in place of a matrix W [in, out], with A [in, rank], B [rank, out] and
-s = alpha / rank. The sum is computed in the dtype of the parameters, layer by layer, each time a
-layer runs. So the forward pass is that of a model with the merged matrix, and works with every
-operator and kernel. For each layer and pass, the sum costs 2 · rank · in · out operations, and the
-memory of that layer's merged matrices. The backward pass computes the gradients of the merged
+s = alpha / rank. The sum W + s A B is computed in the dtype of the parameters, layer by layer, each
+time a layer runs. So the forward pass is that of a model with merged matrices, and works with every
+operator and kernel. In each pass, merging costs 2 · rank · in · out operations for each matrix, and
+memory for the merged matrices of one layer. The backward pass computes the gradients of the merged
 matrices of one layer at a time, and from them the gradients of A and B.
 
 A parameter may hold several matrices, as its declaration says: the matrices of stacked layers, of
 experts, of gate and up, and of the parts of a fused projection. Each matrix of a parameter has an A
-and a B of its own. A and B are parameters of the module that has the matrix. The adapter of
+and a B of its own. A and B are parameters of the module that has the matrix W. The adapter of
 "mixer/k_proj" has the paths "mixer/k_proj_lora/a" and "mixer/k_proj_lora/b"; the adapter of the
 part "query" of "mixer/q_proj" has "mixer/q_proj_lora/query/a" and "mixer/q_proj_lora/query/b". The
 start values are those of PEFT: A is uniform between ±1/√in, and B is 0.
@@ -34,8 +34,9 @@ from qwen3next_jax.model.selection import choose_parameters, layer_and_part_coun
 
 class Adapter(nnx.Module):
     """The matrices A and B for one parameter, or for one part of a fused projection. If the
-    parameter holds several matrices (of layers, of experts, gate and up), so do A and B. A has the
-    parameter's input dimensions and the rank; B has the rank and the parameter's output dimensions.
+    parameter holds several matrices (of layers, of experts, gate and up), so do A and B. The
+    dimensions of A are the parameter's input dimensions and the rank; those of B are the rank and
+    the parameter's output dimensions.
     """
 
     def __init__(self, make: Make, matrix: Declared, width: int, rank: int):
@@ -64,8 +65,9 @@ class Adapter(nnx.Module):
 
 
 def _make_adapter_matrix(make: Make, start, experts, inputs, pairs, outputs) -> nnx.Param:
-    """Makes A or B. `start` makes the start value from a shape. The other arguments are lists of
-    dimensions, each given as (size, logical axis, role as in `Declared.dim_roles`).
+    """Makes A or B. `start` makes the start value from a shape. `experts`, `inputs`, `pairs` and
+    `outputs` are lists of dimensions, each given as (size, logical axis, role as in
+    `Declared.dim_roles`).
     """
     dims = [axis for _, axis, _ in experts] + ["|"] * bool(experts)
     dims += [axis for _, axis, _ in inputs] + ["->"] + ["*"] * len(pairs)
@@ -75,7 +77,9 @@ def _make_adapter_matrix(make: Make, start, experts, inputs, pairs, outputs) -> 
 
 
 class PartAdapters(nnx.Module):
-    """The adapters of a fused projection: one attribute for each adapted part, with its name."""
+    """The adapters of a fused projection: one attribute for each adapted part, with the name of the
+    part.
+    """
 
 
 def add_adapters(model: nnx.Module, config: ModelConfig, make: Make) -> None:
@@ -114,8 +118,8 @@ def add_adapters(model: nnx.Module, config: ModelConfig, make: Make) -> None:
 def _parts_with_adapters(
     config: ModelConfig, parameters: Mapping[str, Declared]
 ) -> dict[str, tuple[ParameterPart, ...]]:
-    """Returns {path of a parameter: its parts that get adapters}, as `model.lora.targets` says. The
-    tuple is empty for a parameter without parts, which gets one adapter.
+    """Returns {path of a parameter: its parts that get adapters}, as `model.lora.targets` says. A
+    parameter without parts gets one adapter, and its tuple is empty.
     """
     rank = config.lora.rank
     targets: dict[str, set[ParameterPart]] = {}
@@ -152,8 +156,8 @@ def _parts_with_adapters(
 
 
 def _matrix_shape(declared: Declared, width: int) -> tuple[int, int]:
-    """Returns (number of inputs, number of outputs) of one matrix of a parameter, if only `width`
-    columns of the parameter's last dimension are taken.
+    """Returns (number of inputs, number of outputs) of the matrix that consists of `width` columns
+    of a parameter's last dimension.
     """
     shape = (*declared.shape[:-1], width)
     return tuple(
@@ -228,7 +232,8 @@ def _parameter_plus_adapters(
 
 def merged_model(model: nnx.Module) -> nnx.Module:
     """Returns a model without adapters that computes the same as `model`: the products A B of the
-    adapters are added to the matrices. If `model` has no adapters, it is returned itself.
+    adapters are added to the matrices. If `model` has no adapters, the function returns `model`
+    itself.
     """
     config = model.config
     if not config.lora.rank:

@@ -1,6 +1,6 @@
 """Runs a decoder layer (`model.block.Block`) in the way that a forward pass asks for. The forward
 pass may add three things to the layer: an n-gram embedding of the layer's own, diagnostics, or a
-split of the batch's rows into groups, so that one group is computed while another one travels
+split of the batch's rows into groups, so that one group is computed while another group travels
 between devices.
 
 Letters: B batch, T time, D model.
@@ -24,8 +24,8 @@ Applied = tuple[jax.Array, dict[str, Any], Cache]  # (x, auxiliary outputs, cach
 def apply_block(
     block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache = None
 ) -> Applied:
-    """Applies a layer as `block(x, context, cache)` does, and adds the layer's n-gram embedding,
-    diagnostics or groups of rows, as the layer and the forward pass need them.
+    """Applies a layer as `block(x, context, cache)` does, and adds what the layer and the forward
+    pass need: an n-gram embedding, diagnostics, groups of rows.
 
     Args:
       block: a `model.block.Block`.
@@ -67,9 +67,9 @@ def add_embedding_then_run(
 def run_in_row_groups(
     block: nnx.Module, x_BTD: jax.Array, context: Context, cache: None = None
 ) -> Applied:
-    """Runs the layer on groups of rows (`model.row_groups`). Each group passes through the mixer,
-    the norms and the shared expert alone; the routed experts process all groups together. The
-    mixer's auxiliary outputs are sums over tokens, so the sums of the groups are added up.
+    """Runs the layer on groups of rows (`model.row_groups`). The mixer, the norms and the shared
+    expert process one group at a time; the routed experts process all groups together. The mixer's
+    auxiliary outputs are sums over tokens, so this function adds up the sums of all groups.
     """
     groups = row_group_count(x_BTD, block.config, context.mesh)
     if groups == 1:

@@ -26,10 +26,11 @@ class Block(nnx.Module):
     block.
 
     In this class the residual stream x is as wide as the model. Subclasses place the norms
-    elsewhere (the setting `model.block.placement`). Such a subclass overrides `sublayer_input` and
-    `add_output`, or `input_and_add_output`. A subclass with a wider residual stream also overrides
-    `residual_from_embeddings` and `head_input`. A subclass may also override `make_final_norm`,
-    `residual_for_diagnostics`, `residual_flops` and `multi_token_prediction`.
+    elsewhere (the setting `model.block.placement`). To place the norms elsewhere, a subclass
+    overrides `sublayer_input` and `add_output`, or `input_and_add_output`. A subclass with a wider
+    residual stream also overrides `residual_from_embeddings` and `head_input`. A subclass may also
+    override `make_final_norm`, `residual_for_diagnostics`, `residual_flops` and
+    `multi_token_prediction`.
     """
 
     # The n-gram embedding that is added to x before the mixer (the settings `model.ple`). Most
@@ -61,8 +62,8 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, dict[str, Any], dict | None]:
         """Applies the layer: x [B, T, D] → (x, auxiliary outputs, cache after these tokens).
 
-        The auxiliary outputs are those of the MLP (see `SparseMoE`; {} for a dense one) and of the
-        mixer ("mixer_loss" [] if it has a loss of its own).
+        The auxiliary outputs are those of the MLP (see `SparseMoE`; {} for a dense MLP) and of the
+        mixer ("mixer_loss" [] if the mixer has a loss of its own).
         """
         x_BTD, of_mixer, cache = self.mixer_sublayer(x_BTD, context, cache)
         x_BTD, of_mlp = self.mlp_sublayer(x_BTD, context)
@@ -84,7 +85,7 @@ class Block(nnx.Module):
         self, x_BTD: jax.Array, part: str, context: Context
     ) -> tuple[jax.Array, Callable]:
         """Does the same as `input_and_add_output`, and constrains the sharding of the input and of
-        the residual stream: the mesh axis `tensor` does not split them. Without this constraint
+        the residual stream: the mesh axis `tensor` does not split them. Without the constraint,
         XLA's partitioner might split time along `tensor` between the matrix products.
         """
 
@@ -105,7 +106,8 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Callable]:
         """Returns the input of a sublayer, and a function (output of the sublayer → residual stream
         after the sublayer). `part`: "mixer" or "mlp". A subclass overrides this method in place of
-        `sublayer_input` and `add_output` if both share a computation or need the context.
+        `sublayer_input` and `add_output` if the input and the output of a sublayer share a
+        computation or need the context.
         """
         return self.sublayer_input(x_BTD, part), lambda y_BTD: self.add_output(x_BTD, y_BTD, part)
 
@@ -138,7 +140,7 @@ class Block(nnx.Module):
 
     @staticmethod
     def residual_for_diagnostics(x_BTD: jax.Array, config: ModelConfig) -> jax.Array:
-        """Returns the part of the residual stream x whose size the diagnostics measure."""
+        """Returns the part of the residual stream x whose largest |x| is a diagnostic."""
         return x_BTD
 
     @staticmethod

@@ -54,7 +54,7 @@ class ContextMemory(NamedTuple):
 
 def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     """Returns the kinds of layers, ordered by the index of their first layer. The layer of the
-    multi-token prediction module is a kind of its own, and the last one.
+    multi-token prediction module is a kind of its own, the last of the result.
     """
     by_kind: dict[tuple, tuple[list[int], dict[str, Declared]]] = {}
     whole = parameter_declarations(config)
@@ -89,7 +89,7 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
 
 def _parameters_below(parameters: Mapping[str, Declared], prefix: str) -> dict[str, Declared]:
     """Returns {rest of the path: declaration} of the parameters whose path begins with `prefix`.
-    The declarations are those of a single layer, without the dimension of stacked layers.
+    The declarations describe a single layer, without the dimension of stacked layers.
     """
     return {
         path.removeprefix(prefix): dataclasses.replace(parameter, stack_shape=())
@@ -109,8 +109,8 @@ def context_memory(config: ModelConfig) -> ContextMemory:
 
 
 def _cache_bytes(config: ModelConfig, length: int) -> int:
-    """Returns the bytes of the caches of all layers for one sequence of `length` tokens, without
-    the layer of multi-token prediction.
+    """Returns how many bytes the caches of all layers have for one sequence of `length` tokens, not
+    counting the layer of multi-token prediction.
     """
     caches = jax.eval_shape(
         lambda: [empty_layer_cache(config, layer, 1, length) for layer in range(len(config.mixers))]

@@ -1,5 +1,5 @@
-"""The implementations of the routed experts, each a function that computes the experts of one
-device's tokens. `choose_expert_implementation` chooses the fastest one.
+"""The implementations of the routed experts. Each implementation is a function that computes the
+experts for the tokens of one device. `choose_expert_implementation` chooses the fastest one.
 
 All implementations take the same arguments:
   x_RD: the tokens.
@@ -36,13 +36,14 @@ def choose_expert_implementation(
 
     Args:
       mesh: the devices; None for one. If the mesh splits the experts, the implementation sends
-        tokens to other devices. If the mesh splits the experts' width over `tensor`, the results of
-        the shards have to be added.
+        tokens to other devices. If the mesh splits the experts' width over `tensor`, the caller of
+        the implementation has to add the results of the shards.
       dtype: the dtype of the tokens and weights.
       in_tiles: whether this platform computes all experts in tiles (`ops.preferences`).
       few_tokens: whether there are as few tokens as in cached decoding.
       layer: in decoding, the implementation may get the experts' weights of all stacked layers;
-        `layer` is then the index of the layer to compute. None: it gets the weights of one layer.
+        `layer` is then the index of the layer to compute. None: the implementation gets the weights
+        of one layer.
       keep_hidden: whether the remat policy saves the experts' hidden layer
         (`remat.keeps_expert_hidden`).
     """
@@ -77,7 +78,7 @@ def choose_expert_implementation(
 def sorted_moe(x_RD, weight_RA, expert_RA, *experts, mlp: Callable = expert_mlp):
     """The fastest implementation on CPUs. This function makes one row for each choice of a token,
     sorts the rows by expert, applies one grouped SwiGLU, restores the order of the rows, multiplies
-    the rows by their weights and sums the rows of each token.
+    each row by the weight of its choice and sums the rows of each token.
 
     Args:
       mlp: function (x [Q, D], *experts, group_sizes [E]) → [Q, D] that computes the experts of rows
@@ -112,8 +113,9 @@ _decode_with_sorted_gradient.defvjp(
 
 def count_choices(expert: jax.Array, experts: int, weight: jax.Array | None = None) -> jax.Array:
     """Returns [E] int32: how often each of the numbers 0 … `experts` - 1 occurs in `expert` [Q].
-    With `weight` [Q], it returns the sums of the weights of these occurrences instead. XLA fuses
-    the comparison and the sum into one loop; a scatter-add would run serially on CPU and TPU.
+    With `weight` [Q], the function sums the weights of the occurrences instead of counting the
+    occurrences. XLA fuses the comparisons with the numbers and the sums into one loop; a
+    scatter-add would run serially on CPU and TPU.
     """
     hit_QE = expert[:, None] == jnp.arange(experts)
     return (

@@ -2,7 +2,7 @@
 back. No token is dropped, however unevenly the tokens choose the experts.
 
 If the mesh axis `expert` splits the experts, the tokens travel by one of two exchanges. The number
-of shards along the axis decides which one (docs/notes/many_devices.md has the arithmetic):
+of shards along the axis decides which exchange (docs/notes/many_devices.md has the arithmetic):
 
 - The gathered exchange, for up to `GATHERED_SHARDS` shards: every shard gathers the tokens of all
   shards and computes what its own experts contribute to each token. A reduce-scatter sums the
@@ -11,15 +11,15 @@ of shards along the axis decides which one (docs/notes/many_devices.md has the a
   shard that holds the chosen expert (`ragged_all_to_all`).
 
 A shard may receive any number of tokens, from none to all, but buffers have a static size. The
-capacity of a buffer is a little more than the number of rows that a balanced router sends. Rows
-beyond the capacity are processed in loops, which run only if a shard receives more rows. For the
-gathered exchange these loops are in `ops/routed_experts/`; for the ragged exchange they are the
-later rounds of `_AllToAllExperts`.
+capacity of a buffer is a little more than the number of rows that a balanced router sends. If a
+shard receives more rows than the capacity, loops process the rows beyond it. The loops of the
+gathered exchange are in `ops/routed_experts/`; those of the ragged exchange are the later rounds of
+`_AllToAllExperts`.
 
 Long inputs are processed in chunks of tokens. The forward pass saves its inputs and the order of
-the choices for the backward pass, which exchanges the rows again. A remat policy
-(`model/remat.py`) may save more: the experts' hidden layer and, if all tokens are gathered in a
-single chunk, the gathered rows.
+the choices; the backward pass exchanges the rows again. A remat policy (`model/remat.py`) may save
+more: the experts' hidden layer and, if all tokens are gathered in a single chunk, the gathered
+rows.
 
 Letters: R tokens of this shard, N tokens that reach this shard's experts, D model, A choices per
 token, Q choices, P rows that a shard receives in a round, E experts, L experts of this shard, S
@@ -173,8 +173,8 @@ def overlap_chunk_count_in_memory(
     tokens: int, width: int, choices: int, experts: int, dtype
 ) -> int:
     """Returns the number of overlapping chunks, 1 or 2, into which the gathered exchange splits a
-    shard's tokens. If two such chunks would not fit into memory, the number is 1, and the tokens
-    are processed in smaller chunks, one after another.
+    shard's tokens. If two overlapping chunks would not fit into memory, the number is 1, and the
+    tokens are processed in smaller chunks, one after another.
 
     Args:
       tokens: number of tokens of the shard.
@@ -210,8 +210,8 @@ class _Options(NamedTuple):
 
 def _chunk_tokens(x_RD, expert_RA, parts: int = 1) -> int:
     """Returns the number of tokens in a chunk: the largest divisor of the number of tokens for
-    which the rows of a chunk take at most `_max_chunk_bytes()` bytes. If a chunk is itself
-    processed in `parts` parts, one after another, only the rows of one part have to fit.
+    which the rows of a chunk take at most `_max_chunk_bytes()` bytes. If a chunk is processed in
+    `parts` parts, one after another, only the rows of one part have to fit.
     """
     tokens, choices = expert_RA.shape
     most = max(parts * _max_chunk_bytes() // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
@@ -221,8 +221,8 @@ def _chunk_tokens(x_RD, expert_RA, parts: int = 1) -> int:
 
 
 def _max_chunk_bytes() -> int:
-    """Returns how many bytes the rows of a chunk may take: CHUNK_BYTES, or a share of the device's
-    memory if that is more.
+    """Returns how many bytes the rows of a chunk may take: CHUNK_BYTES or a share of the device's
+    memory, whichever is more.
     """
     return max(CHUNK_BYTES, device_memory_bytes() // CHUNK_PART)
 
@@ -316,8 +316,8 @@ def _buffer_rows(balanced: int) -> int:
 
 class _LocalExperts:
     """Computes a chunk of tokens with this device's experts, without an exchange. The class calls
-    `options.implementation` or, by default, `routed_experts`, in which choices of experts on other
-    devices contribute 0.
+    `options.implementation` or, by default, `routed_experts`; choices of experts on other devices
+    contribute 0.
 
     The method `forward` returns the result of the chunk and a list of `SavedForBackward`, which the
     method `backward` gets as `kept`. The classes `_AllGatherExperts` and `_AllToAllExperts` have
@@ -359,13 +359,13 @@ class _LocalExperts:
 
 
 def overlap_chunk_count(tokens: int, choices: int, experts: int) -> int:
-    """Returns the number of overlapping chunks, 1 or 2, in which the gathered exchange sends a
-    shard's tokens, without regard to memory.
+    """Returns the number of overlapping chunks, 1 or 2, in which the gathered exchange would send a
+    shard's tokens if memory were unlimited.
 
     Args:
       tokens: number of tokens of one shard.
-      choices: number of experts that each token chooses. Under perfect balance a shard receives
-        `tokens` · `choices` rows from all shards together.
+      choices: number of experts that each token chooses. Under perfect balance of the experts, a
+        shard receives `tokens` · `choices` rows in all.
       experts: number of experts of one shard.
     """
     return 2 if tokens * choices >= 2 * OVERLAP_ROWS * experts and tokens % 2 == 0 else 1
@@ -373,9 +373,9 @@ def overlap_chunk_count(tokens: int, choices: int, experts: int) -> int:
 
 class _AllGatherExperts:
     """The gathered exchange. Every shard gathers all tokens and computes what its own experts
-    contribute to each token. The contributions are summed on the shard that the token came from. If
-    each expert gets enough rows, the tokens are split into two chunks, and the rows of one chunk
-    travel while the other chunk is computed.
+    contribute to each token. The contributions to a token are summed on the shard that the token
+    came from. If each expert gets enough rows, the tokens are split into two chunks, and the rows
+    of one chunk travel while the other chunk is computed.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
@@ -426,8 +426,8 @@ class _AllGatherExperts:
           step: function (carry, *rows) → (carry, [this shard's contributions to each row]).
           carry: the first carry.
           arrays: arrays of this shard's tokens, [R, …], which are gathered chunk by chunk.
-          back: whether to go from the last chunk to the first. The backward pass does so, because
-            it computes the gradients of the last rows first (`model.row_groups`).
+          back: whether to go from the last chunk to the first. The backward pass goes backwards,
+            because it computes the gradients of the last rows first (`model.row_groups`).
 
         Returns:
           The last carry; the contributions of all shards, summed, for this shard's tokens.
@@ -483,7 +483,8 @@ class _AllToAllExperts:
     """The ragged exchange. Every shard sorts its choices by expert, so that the choices for one
     receiving shard lie together, and sends a row for each choice. The receiver computes the rows in
     rounds, in the order of the sending shards. The first round has room for a few more rows than a
-    balanced router sends. Each later round has room for 1 / `OVERFLOW_PART` as many rows.
+    balanced router sends. Each later round has room for 1 / `OVERFLOW_PART` of the rows of the
+    first round.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
@@ -566,8 +567,8 @@ class _AllToAllExperts:
         )
 
     def _receive_rows(self, low, size, rows):
-        """Exchanges the rows of one round. All rows that shards send to this shard have a number;
-        this round receives the rows `low` … `low` + `size` - 1.
+        """Exchanges the rows of one round. The rows that all shards send to this shard are
+        numbered; this round receives the rows `low` … `low` + `size` - 1.
 
         Args:
           low: the first row of the round.
@@ -600,13 +601,13 @@ class _AllToAllExperts:
         )
 
     def _round_offsets(self, low, size):
-        """Returns which rows the shards exchange in the round in which each receiver gets its rows
-        `low` … `low` + `size` - 1.
+        """Returns which rows the shards exchange in one round: each receiver gets its rows `low` …
+        `low` + `size` - 1.
 
         Returns:
           Three arrays [S, S], with one number for each sender s and receiver d: the first row that
-            s reads, the number of rows that s sends, and the row of d's buffer at which they are
-            written.
+            s reads, the number of rows that s sends, and the row of d's buffer that gets the first
+            of these rows.
         """
         start = jnp.maximum(self.arrives_SS, low)
         end = jnp.minimum(self.arrives_SS + self.sent_SS, low + size)

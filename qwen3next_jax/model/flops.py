@@ -1,20 +1,20 @@
 """Counts of parameters and of floating-point operations (FLOPs), computed from the parameters'
-declarations. The MFU, the planner and sweeps use these counts.
+declarations. The MFU, the planner and sweeps use the counts of this module.
 
 "Model FLOPs" are the operations of the matrix products that the mathematics of one training step
 needs, forward and backward. Model FLOPs do not depend on how a program computes the products:
 
 - A product of [m, k] and [k, n] has 2·m·k·n operations. Its backward pass has two products of the
   same size, so a step has 3 times the operations of the forward pass.
-- In causal attention over T tokens a query reads (T + 1)/2 keys on average. In rows with several
-  documents queries read fewer keys, but the count takes (T + 1)/2 there too.
+- In causal attention over T tokens a query reads (T + 1)/2 keys on average. The count is the same
+  for rows with several documents, although the queries of these rows read fewer keys.
 - Each mixer counts its products between activations (`Mixer.activation_flops`). The gated delta
-  rule is counted as a recurrence over tokens: S ← e^g S + β k (v − Sᵀk)ᵀ and Sᵀq. The rule has
-  three products of K·V multiplications and additions for each token and value head, where K and V
-  are the widths of a key and of a value. The chunked algorithm and recomputation (remat) execute
-  more operations. The additional operations are not counted, so they do not raise the MFU.
+  rule is counted as a recurrence over tokens: S ← e^g S + β k (v − Sᵀk)ᵀ and Sᵀq. The gated delta
+  rule has three products of K·V multiplications and additions for each token and value head, where
+  K and V are the widths of a key and of a value. The operations that the chunked algorithm and
+  recomputation (remat) add are not counted, so they do not raise the MFU.
 - Only the routed experts that a token chooses are counted.
-- Adapters (`model.lora`) are not counted: the model is counted with merged matrices.
+- Adapters (`model.lora`) are not counted, as if they were merged into the matrices.
 
 The count leaves out everything that is not a matrix product: norms, activations, softmax, the
 depthwise convolution, rotary embedding, the embedding lookup, the optimizer. In the released model,
@@ -62,7 +62,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
     """Returns the model FLOPs per token of the forward pass, for each part of the model.
 
     Returns:
-      {name of the part: FLOPs}. A part is named after its mixer, or one of these:
+      {name of the part: FLOPs}. The name of a part is that of a mixer, or one of the following:
         "router";
         "experts", the routed experts that a token chooses;
         "mlp", dense MLPs and the shared expert;

@@ -140,10 +140,10 @@ class GatedAttention(Mixer):
     def uses_head_kernels(self, x_BTD: jax.Array, context: Context) -> bool:
         """Returns whether a call without a cache uses the two kernels of `ops.attention_heads`. One
         kernel normalises and rotates queries and keys; the other kernel gates the outputs of the
-        heads. Between these kernels and the projections, arrays have all heads side by side in
-        their last axis, [B, T, N·K]. The kernels are used if the class is `GatedAttention` itself
-        and no subclass, each head has an RMS norm of its own, there is an output gate, and the
-        platform's kernels support the shapes.
+        heads. Arrays between the projections and the kernels of `ops.attention_heads` have all
+        heads side by side in their last axis, [B, T, N·K]. The kernels are used if the class is
+        `GatedAttention` itself and no subclass, each head has an RMS norm of its own, there is an
+        output gate, and the platform's kernels support the shapes.
         """
         c, time = (
             self.config,
@@ -233,8 +233,8 @@ class GatedAttention(Mixer):
         )
 
     def with_positions(self, x_BTNK: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Applies the positions [B, T] to queries or keys [B, T, N, K]. This class rotates them
-        (RoPE); subclasses may apply the positions in another way.
+        """Applies the positions [B, T] to queries or keys [B, T, N, K]. This class rotates queries
+        and keys (RoPE); subclasses may apply the positions in another way.
         """
         return rotate(x_BTNK, positions_BT, self.config)
 
@@ -384,10 +384,10 @@ def write_tokens_to_cache(
     cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array
 ) -> jax.Array:
     """Returns the cache [B, S, M, K] of one layer with new tokens [B, T, M, K] written to the slots
-    `positions_BT`. The function serves mixers that do not write in place
-    (`Mixer.writes_cache_in_place`). Padding after the end of a row is written too, but a later
-    token overwrites its slot before any query sees it. Tokens whose slot would lie past the end of
-    the cache are dropped.
+    `positions_BT`. The function serves mixers that do not write to the cache in place
+    (`Mixer.writes_cache_in_place`). Padding after the end of a row is written too, but later tokens
+    overwrite the padding before any query sees it. Tokens whose slot would lie past the end of the
+    cache are dropped.
     """
     row_B1 = jnp.arange(cache_BSMK.shape[0])[:, None]
     written_BSMK = cache_BSMK.at[row_B1, positions_BT].set(
@@ -448,8 +448,8 @@ def cache_spec(heads: int, mesh: Mesh | None) -> P:
 
 
 def _key_value_head_of_shard(x_BSMK: jax.Array, q_BTNK: jax.Array, readers: int) -> jax.Array:
-    """Returns the key/value head [B, S, 1, K] that the query heads of this shard read, out of all
-    key/value heads. `readers`: the number of query heads per key/value head.
+    """Selects, from all key/value heads, the head [B, S, 1, K] that the query heads of this shard
+    read. `readers`: the number of query heads per key/value head.
     """
     return jax.lax.dynamic_slice_in_dim(
         x_BSMK, jax.lax.axis_index(TENSOR) * q_BTNK.shape[2] // readers, 1, axis=2

@@ -100,8 +100,8 @@ class GatedDeltaNet(Recurrent):
         return ProjectedInputs(qkv, z if self.config.linear_output_gate else None, g_BTH, beta_BTH)
 
     def _project_qkvz(self, x_BTD: jax.Array, context: Context):
-        """Returns the fields `qkv` and `output_gate` of `ProjectedInputs`. Both fields are in the
-        concatenated layout if the mixer uses this layout and there is no cache.
+        """Returns the fields `qkv` and `output_gate` of `ProjectedInputs`. Without a cache, both
+        fields are in the concatenated layout (`model.recurrent`) if the mixer uses this layout.
         """
         q, k, v = self.qkv_channel_counts(self.config)
         weight_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)

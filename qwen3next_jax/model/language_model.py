@@ -3,7 +3,7 @@
 
 The kinds of layers repeat with a period (3 recurrent layers + 1 attention layer in the released
 model). The layers at the same place of the period have their parameters stacked, and the period is
-the body of one `lax.scan`. So XLA compiles 4 layers in place of the released model's 48. Layers
+the body of one `lax.scan`. So for the released model, XLA compiles 4 layers in place of 48. Layers
 before the periodic part, such as dense first layers, run one after another. If the pattern of the
 layers has no period, all layers run one after another (`ModelConfig.layer_stacks`).
 
@@ -47,8 +47,8 @@ from qwen3next_jax.sharding.rules import (
 
 
 class Features(NamedTuple):
-    """The results of a forward pass without logits. The training loss computes logits from these
-    states in pieces, which need less memory.
+    """The results of a forward pass without logits. The training loss computes the logits from the
+    states of this class piece by piece, to save memory.
 
     Attributes:
       hidden: the trunk's states [B, T, D] after the final norm.
@@ -64,11 +64,11 @@ class Features(NamedTuple):
         layers without experts; None unless `ForwardOptions.record_routing` asks for them.
       diagnostics: a dict of small arrays for each trunk layer (see the layers' classes) and, if the
         model has an MTP module, one more dict at the end, for that module's layer at depth 0. None
-        unless `ForwardOptions.collect_stats` asks for them.
+        unless `ForwardOptions.collect_stats` asks for diagnostics.
       mixer_losses: for each trunk layer whose mixer has a loss of its own, in layer order, the sum
         [] of the loss over tokens.
-      mtp_mixer_loss: the sum of this loss for the MTP module, over tokens and depths; None if there
-        is no such loss.
+      mtp_mixer_loss: the sum of the mixer's own loss for the MTP module, over tokens and depths;
+        None if the mixer has no such loss.
     """
 
     hidden: jax.Array
@@ -93,8 +93,9 @@ class Output(NamedTuple):
       hidden_states: arrays [B, T, D]: the embeddings, then the output of every layer; the final
         norm is applied to the output of the last layer. If the residual stream is wider than the
         model (`model.streams`), all arrays but the last are as wide as the stream. None unless the
-        caller asks for them.
-      router_logits: for each layer with experts [B, T, E]. None unless the caller asks for them.
+        caller asks for `output_hidden_states`.
+      router_logits: for each layer with experts [B, T, E]; None unless the caller asks for
+        `output_hidden_states`.
     """
 
     logits: jax.Array
@@ -231,12 +232,12 @@ class Qwen3Next(nnx.Module):
           embedding_rows: the rows that layers with an n-gram embedding use (see `Context`).
           replayed_expert_ids: [B, T, layers, A] int16, the experts that the tokens use in place of
             the experts that the routers would choose; for a token with -1 the router chooses.
-            Layers without experts, and the MTP module, ignore it. None: the routers choose for all
-            tokens.
+            Layers without experts, and the MTP module, ignore `replayed_expert_ids`. None: the
+            routers choose for all tokens.
 
         Raises:
-          UserError: the numbers of layers or of experts per token in the shape of
-            `replayed_expert_ids` are not those of the model.
+          UserError: the shape of `replayed_expert_ids` does not fit the model's number of layers or
+            of experts per token.
         """
         if replayed_expert_ids is not None:
             check_expert_ids_shape(self.config, replayed_expert_ids.shape)
@@ -261,8 +262,8 @@ class Qwen3Next(nnx.Module):
         return self._make_features(entered, per_layer, hidden, of_mtp, options)
 
     def _remat_policy(self, remat: str, dtype: jnp.dtype) -> str:
-        """Returns the remat policy to use for the policy `remat`: in bfloat16 "none" becomes
-        "kept", if all mixers and MLPs mark their results with `ops.blocks.save_for_backward`.
+        """Returns the policy `remat`, but "kept" in place of "none" if the dtype is bfloat16 and
+        all mixers and MLPs mark their results with `ops.blocks.save_for_backward`.
         """
         results_are_named = (
             all(vars(mixer_class(name)).get("marks_saved_results") for name in self.config.mixers)
@@ -322,8 +323,8 @@ class Qwen3Next(nnx.Module):
         final_norm: bool = True,
         record_routing: bool = False,
     ) -> tuple[jax.Array, list] | tuple[jax.Array, list, jax.Array]:
-        """Runs the forward pass for some new tokens of each row. The tokens before the new tokens
-        are in a cache.
+        """Runs the forward pass for some new tokens of each row. A cache holds what the layers need
+        of earlier tokens.
 
         Args:
           tokens: [B, T].
@@ -334,8 +335,8 @@ class Qwen3Next(nnx.Module):
             changes no cache entry that a later token reads.
           mesh: the devices; None: one device. `data` × `expert` split B; T is not split.
           return_all_states: whether caches of kind "state" (`Mixer.cache_kind`) are returned after
-            every token, [layers, B, T, …], and not only after the last token. It requires
-            segment_ids = None.
+            every token, [layers, B, T, …], and not only after the last token. Returning all states
+            requires segment_ids = None.
           final_norm: whether to apply the final norm.
           record_routing: whether to return the experts of every token.
 
@@ -382,8 +383,8 @@ class Qwen3Next(nnx.Module):
         axis of T (see `Context`).
 
         Tokens outside the vocabulary give wrong embeddings without an error. If this function is
-        traced under `jax.debug_nans(True)`, a host callback raises a ValueError for such tokens. A
-        compiled program reports it as a `jax.errors.JaxRuntimeError`.
+        traced under `jax.debug_nans(True)`, a host callback raises a ValueError for tokens outside
+        the vocabulary, which a compiled program reports as a `jax.errors.JaxRuntimeError`.
         """
         if jax.config.jax_debug_nans:
             _check_tokens(tokens, self.config.vocab_size)
@@ -597,9 +598,10 @@ def _number_of_parameters(module: nnx.Module) -> int:
 
 
 def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
-    """Returns the balance loss [] of transformers' `load_balancing_loss_func`. The loss is computed
-    from the choices and probabilities of all layers together. In perfect balance the loss is the
-    number of experts per token. `router`: the router statistics, as in `Features`.
+    """Returns the balance loss, a scalar, by the formula of transformers'
+    `load_balancing_loss_func`. The loss is computed from the choices and probabilities of all
+    layers together. In perfect balance the loss is the number of experts per token. `router`: the
+    router statistics, as in `Features`.
     """
     if not router:
         return jnp.zeros((), jnp.float32)
@@ -612,7 +614,7 @@ def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
 
 
 def _check_tokens(tokens: jax.Array, vocab_size: int) -> None:
-    """Adds a callback on the host to the program, which raises ValueError if a token is outside of
+    """Adds a host callback to the program; the callback raises ValueError if a token is outside of
     0 … `vocab_size` - 1.
     """
 

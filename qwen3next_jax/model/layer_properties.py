@@ -1,6 +1,5 @@
-"""Properties of a model's layers, which depend on the classes of their mixers: the settings that
-the layers read, the sizes that a mesh must divide, the versions of their mathematics, and their
-caches.
+"""Properties of a model's layers that depend on the classes of the mixers: the settings that the
+layers read, the sizes that a mesh must divide, the versions of their mathematics, and their caches.
 """
 
 import operator
@@ -111,7 +110,8 @@ def _ranges_text(numbers: list[int]) -> str:
 def part_versions(config: ModelConfig) -> dict[str, int]:
     """Returns {name: version of the mathematics (`Mixer.version`)} for the model's mixers, the
     parts that `config.block` names, and the experts. Examples of names: "gdn2" (a mixer)
-    and "block.norm = rms" (a part of `config.block`). The version is 1 if a part declares none.
+    and "block.norm = rms" (a part of `config.block`). A part without a declared version has
+    version 1.
     """
     parts = {name: mixer_class(name) for name, _ in config.mixers_and_sparsity}
     unread = {"mlp": not config.has_dense_mlps, "rope_scaling": config.yarn_factor == 1}

@@ -1,15 +1,15 @@
 """Runs the decoder layers one after another. Layers that repeat with a period are traced once.
 
-`ModelConfig.layer_stacks` lists groups of layers. Each group is one block (`model.block.Block`),
-which is traced once. The first groups have a single layer each. The groups of several layers form
-one period of the pattern (3 recurrent layers and 1 attention layer in the released model). Each
-group of the period holds the layers at one place of the period, with their parameters stacked. The
-period is the body of one `lax.scan`.
+`ModelConfig.layer_stacks` lists groups of layers. A group of layers is one block
+(`model.block.Block`), which is traced once. Each layer before the periodic part is a group of its
+own. The groups of several layers form one period of the pattern (3 recurrent layers and 1 attention
+layer in the released model). Each group of the period holds the layers at one place of the period,
+with their parameters stacked. The period is the body of one `lax.scan`.
 
 There are two ways to pass caches to mixers. A mixer with `Mixer.writes_cache_in_place` gets the
-caches of all layers of its group and writes to the cache of its own layer; such caches are part of
-the scan's carry (`carried`). Any other mixer gets the cache of its own layer only; such caches are
-inputs and outputs of the scan (`scanned`).
+caches of all layers of its group and writes to the cache of its own layer; these caches are part of
+the scan's carry (`carried`). A mixer without `writes_cache_in_place` gets the cache of its own
+layer only; these caches are inputs and outputs of the scan (`scanned`).
 
 Letters: B batch, T time, D model.
 """
@@ -48,7 +48,7 @@ def run_layers(
       blocks: one block for each of `config.layer_stacks`, with its layers' parameters stacked.
       config: the model's settings.
       x_BTD: the residual stream before the first layer.
-      context: the inputs that all layers of the forward pass share. Here
+      context: the inputs that all layers of the forward pass share. In this function,
         `context.replayed_expert_ids` has an axis for the layers, [B, T, layers, A].
       cache: one cache for each block; None in training.
       remat: the policy for the backward pass (`model.remat`).
@@ -141,7 +141,7 @@ def run_layers(
 def _map_arrays_sliced_by_layer(f, cache: Cache | None, in_place: bool) -> Cache | None:
     """Returns a block's cache with `f` applied to the arrays that `run_layers` slices by layer. If
     the mixer writes its cache in place, only the cache of the n-gram embedding is sliced by layer;
-    otherwise all arrays of the cache are.
+    otherwise all arrays of the cache are sliced.
     """
     if cache is None or not in_place:
         return f(cache)
@@ -162,8 +162,9 @@ def _run_layer_of_each_block(
     looped: bool = False,
 ) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
     """Applies one layer of each block: the layer with the index `number` in its group. The
-    arguments and results are those of `run_layers`, but for these layers only. `replayed` holds the
-    `Context.replayed_expert_ids` of each layer. `looped`: see `remat.rematerialized`.
+    arguments and results are those of `run_layers`, restricted to the layers with this index.
+    `replayed` holds the `Context.replayed_expert_ids` of each layer. `looped`: see
+    `remat.rematerialized`.
     """
 
     def apply(block_params, x_BTD, block_cache, expert_ids, graphdef):
@@ -206,7 +207,7 @@ def _is_parameter(leaf: Any) -> bool:
 
 
 def _replace_expert_parameters(params: list[nnx.State], replace) -> list[nnx.State]:
-    """Returns `params` with every parameter p that holds several experts replaced by
+    """Returns `params`, in which each parameter p that holds several experts is replaced by
     `replace(p)`.
     """
     return jax.tree.map(

@@ -50,8 +50,8 @@ class ForwardOptions(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The inputs of a forward pass beside the residual stream. All layers share them, except
-    `replayed_expert_ids` and `layer_in_stack`, which belong to one layer.
+    """The inputs of a forward pass beside the residual stream. All fields have the same value for
+    all layers, except `replayed_expert_ids` and `layer_in_stack`, which belong to one layer.
 
     positions: [B, T] int32, each token's position in its document (with a cache: its slot in the
       cache, too).
@@ -106,16 +106,16 @@ def token_mean(x_BT: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
 
 def call_saving_only_inputs[T](f: Callable[..., T], x: jax.Array, *args: Any) -> T:
     """Returns f(x, *args). If the dtype of x is narrower than float32, the backward pass computes f
-    again, so that only the arguments are saved. Without this, autodiff would save the float32
-    intermediates of f, such as those of a norm, and each of them is larger than x.
+    again, so that only the arguments are saved. Autodiff alone would save the float32 intermediates
+    of f, such as those of a norm, each of which is larger than x.
     """
     return (f if x.dtype.itemsize >= 4 else jax.checkpoint(f))(x, *args)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-    """Applies the norm that `config.block.norm` names over the last axis of x; the result has the
-    dtype of x. The default is the zero-centred RMSNorm, x / rms(x) · (1 + weight), computed in
-    float32; no mean is subtracted. If `zero_centered_norm` is off, the factor is the weight itself.
+    """Normalises x over its last axis, by the norm that `config.block.norm` names; the result has
+    the dtype of x. The default is the zero-centred RMSNorm, x / rms(x) · (1 + weight), computed in
+    float32; no mean is subtracted. If `zero_centered_norm` is off, the norm is x / rms(x) · weight.
     """
     if config.block.norm != "rms":
         return config.block.import_part("norm").apply(x, weight, config)
@@ -197,7 +197,7 @@ def yarn_frequency_scale(
       context: the length of the trained context, in tokens.
 
     Returns:
-      [half], by which to multiply the frequencies; a number by which to multiply cos and sin.
+      The factors [half] of the frequencies; the factor of cos and sin.
     """
     low, high = (
         half * math.log(context / (turns * 2 * math.pi)) / math.log(theta) for turns in (32, 1)

@@ -41,33 +41,35 @@ class Mixer(nnx.Module):
 
     Class attributes:
       Settings: a dataclass of the settings that the mixer reads from the group `model.mixer`, with
-        their defaults and bounds. `self.settings(config)` returns their values.
-      switches_read: the settings in `Switch` that this mixer reads. A changed value of such a
-        setting is an error if no layer of the model reads the setting.
+        their defaults and bounds. `self.settings(config)` returns the values of the settings.
+      switches_read: the settings in `Switch` that this mixer reads. A setting in `Switch` must have
+        its default value if no layer of the model reads the setting.
       settings_fixed_by_weights: the settings in `config.compatibility.CONTEXT_LENGTH_SETTINGS` on
         which the meaning of the mixer's parameters depends. Weights that were trained with one
         value are not loaded with another value.
       loads_weights_of: another mixer class with the same parameters, which have the same meaning,
         so that each class can load the other's weights; None: there is no such class. A subclass
-        that adds parameters sets it to None again.
+        that adds parameters sets `loads_weights_of` to None again.
       settings_free_after_training: the fields of `Settings` that change how trained weights are
-        used, but not what the weights mean. A trained model may be evaluated with other values.
+        used, but not what the weights mean. A trained model may be evaluated with other values of
+        these settings.
       version: a number that is increased when the mixer's mathematics changes, so that the same
         weights mean something else. A faster algorithm or other start values do not increase the
-        version. A run records the version, and weights of another version are refused.
+        version. A run records the version; weights of another version are not loaded.
       cache_kind: "slots" if the cache has an entry per token; later tokens then overwrite rejected
         tokens. "state" if the size of the cache does not depend on the number of tokens; to reject
         tokens then means to restore an earlier state.
-      writes_cache_in_place: only for caches of kind "slots". If True, the mixer gets the caches of
-        all layers that are stacked with its own, [layers, B, …], and writes to the cache with the
-        index `context.layer_in_stack`. If False, the mixer gets the cache of its own layer, which
-        is copied for every token.
+      writes_cache_in_place: only for caches of kind "slots". True: the mixer gets the caches
+        [layers, B, …] of all layers that are stacked with its own layer, and writes to the cache
+        with the index `context.layer_in_stack`. False: the mixer gets the cache of its own layer,
+        which is copied for every token.
       has_indexer_loss: whether the mixer has an indexer that is trained with a loss of its own
         (`ForwardOptions.indexer_training`, `loss_token_mask`).
       needs_whole_rows: whether the mixer needs whole rows on one device, so that the mesh axis
         `context` must not split them.
       marks_saved_results: whether the mixer marks the results that the backward pass needs with
-        `ops.blocks.save_for_backward`. Each subclass has to set it again; it is not inherited.
+        `ops.blocks.save_for_backward`. The attribute is not inherited: each subclass has to set
+        `marks_saved_results` again.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -131,9 +133,10 @@ class Mixer(nnx.Module):
         self, x_BTD: jax.Array, context: Context, cache: dict
     ) -> tuple[jax.Array, dict[str, Any], dict]:
         """Does the same as `__call__`, but returns the cache after every token, each array
-        [B, T, …]. The cache is of kind "state", and the tokens are few and have no padding.
-        Speculative decoding uses the caches to go back to the state before a rejected token. This
-        implementation processes one token at a time; a mixer with a faster way overrides it.
+        [B, T, …]. The method is called with a few tokens without padding, for a cache of kind
+        "state". Speculative decoding uses the caches to go back to the state before a rejected
+        token. This implementation processes one token at a time; a mixer with a faster
+        implementation overrides this method.
         """
         outputs, caches = [], []
         for t in range(x_BTD.shape[1]):
@@ -162,12 +165,13 @@ class Mixer(nnx.Module):
     def loss_token_mask(
         cls, config: ModelConfig, positions_BT: jax.Array, counted_BT: jax.Array
     ) -> jax.Array:
-        """Returns [B, T] bool: the tokens over which the mixer's own loss is a mean.
+        """Returns [B, T] bool: the tokens over which the mixer's own loss is averaged.
 
         Args:
           config: the model's settings.
           positions_BT: the position of each token in its document.
-          counted_BT: the tokens that may count. The result marks some or all of these tokens.
+          counted_BT: the tokens that may count. The result marks some or all of the tokens that
+            `counted_BT` marks.
         """
         return counted_BT
 
@@ -192,7 +196,7 @@ class Mixer(nnx.Module):
         keys, in the forward pass over a row of `length` tokens. `model.flops` adds the products
         with matrices, which it counts from the declarations of the parameters. Products with
         parameters that are not declared as matrices, such as the recurrent weights of an RNN, are
-        counted here.
+        counted by this method.
         """
         raise NotImplementedError
 
@@ -203,7 +207,7 @@ class Mixer(nnx.Module):
     @classmethod
     def sizes_split_by_tensor(cls, config: ModelConfig) -> dict[str, int]:
         """Returns {name of a setting: its value}. The size of the mesh axis `tensor` must divide
-        each of these values.
+        the value of each of the settings.
         """
         return {}
 

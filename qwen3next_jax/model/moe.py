@@ -56,12 +56,12 @@ class DenseMLP(nnx.Module):
 
 class SparseMoE(nnx.Module):
     """The mixture of experts: Σ_e p_e · SwiGLU_e(x) over a token's chosen experts e, plus σ(w·x) ·
-    SwiGLU_shared(x). No token is ever dropped. `MoEConfig` has the settings of other routers.
+    SwiGLU_shared(x). No token is ever dropped. `MoEConfig` has settings for routers of other
+    models.
 
-    A subclass implements other experts (`moe.experts`). The subclass makes the parameters of its
-    experts (`make_experts`, `make_shared_expert`), chooses the function that computes the routed
-    experts (`choose_expert_implementation`), and computes the shared expert
-    (`shared_expert_output`).
+    A subclass with experts of another kind (`moe.experts`) makes the parameters of its experts
+    (`make_experts`, `make_shared_expert`), chooses the function that computes the routed experts
+    (`choose_expert_implementation`), and computes the shared expert (`shared_expert_output`).
 
     A token counts if `Context.stats_mask` marks it. The first entries of the auxiliary output are
     sums (not means) over the tokens that count, so that the sums of micro-batches and devices can
@@ -72,7 +72,7 @@ class SparseMoE(nnx.Module):
       tokens []: the number of tokens that count;
       required_bias [E, BINS]: the result of `router.required_bias_histogram`, if the router has a
         bias and `ForwardOptions.count_required_bias` is set.
-    Two entries are not sums:
+    Two entries of the auxiliary output are not sums:
       router_logits [B, T, E]: the router's logits of all tokens;
       expert_ids [B, T, A] int16: the experts of all tokens, if `ForwardOptions.record_routing` is
         set.
@@ -208,9 +208,9 @@ class _Weights(NamedTuple):
 
     Attributes:
       router: the router's matrix [D, E].
-      experts: the expert weights, in the order of `SparseMoE.expert_parameter_names`. For SwiGLU
-        they are gate and up [E, D, 2, I] ([E, D, 2·I] after `_gather_weights` with `flat`) and down
-        [E, I, D]. In decoding a dimension of stacked layers may come first.
+      experts: the expert weights, in the order of `SparseMoE.expert_parameter_names`. The expert
+        weights of SwiGLU are gate and up [E, D, 2, I] ([E, D, 2·I] after `_gather_weights` with
+        `flat`) and down [E, I, D]. In decoding a dimension of stacked layers may come first.
     """
 
     router: Any
@@ -225,7 +225,7 @@ class _RouterBiases(NamedTuple):
 
     Attributes:
       choice: the bias that is added to a token's scores when its experts are chosen. The weights of
-        the chosen experts are computed without this bias (`MoEConfig.router_bias`).
+        the chosen experts are computed without the bias `choice` (`MoEConfig.router_bias`).
       logit: the bias that is added to the router's logits.
     """
 
@@ -387,9 +387,9 @@ def choose_experts(
       bias_E: a bias that takes part in the choice of the experts, but not in their weights
         (`MoEConfig.router_bias`); or None.
       replayed_RA: the experts that the tokens use in place of the experts with the largest scores
-        (router replay, 2510.11370); a token with -1 uses those with the largest scores. The weights
-        are always computed from `logits_RE`, so gradients reach the scores of the replayed experts.
-        None: no token has replayed experts.
+        (router replay, 2510.11370); a token with -1 uses the experts with the largest scores. The
+        weights are always computed from `logits_RE`, so gradients reach the scores of the replayed
+        experts. None: no token has replayed experts.
 
     Returns:
       Each expert's share of a token's scores, [R, E]; the weights [R, A] of the chosen experts; the

@@ -93,8 +93,8 @@ class MultiTokenPrediction(nnx.Module):
 
     @staticmethod
     def next_depth_state(x_BTD: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
-        """Returns the state that the next depth reads; this class returns `hidden_BTD`. For depth 0
-        the arguments are those of the trunk's last layer.
+        """Returns the state that the next depth reads; this class returns `hidden_BTD`. For depth
+        0, `x_BTD` and `hidden_BTD` come from the trunk's last layer.
 
         Args:
           x_BTD: the residual stream after the layer.

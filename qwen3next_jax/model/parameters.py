@@ -56,7 +56,7 @@ class ParameterPart(NamedTuple):
       name: the name of the matrix, such as "query".
       width: the number of columns of the matrix.
       heads: the number of heads that lie side by side in these columns, such as the value heads of
-        a key head; it divides `width`. The number is 1 if the heads have a dimension of their own.
+        a key head; it divides `width`. `heads` is 1 if the heads have a dimension of their own.
     """
 
     name: str
@@ -77,9 +77,9 @@ class Declared:
         or None if no mesh axis ever splits the dimension.
       dim_roles: for each dimension of `shape` a letter, its role in the matrix product that uses
         the parameter. "i": input, the product sums over the dimension. "o": output, the result has
-        the dimension. "p": the dimension numbers matrices with the same input (gate and up). "b":
-        the dimension numbers experts, and a token uses some of them. The string is empty if no
-        product uses the parameter.
+        the dimension. "p": the dimension is an index of matrices with the same input (gate and up).
+        "b": the dimension is an index of experts, of which a token uses some. `dim_roles` is "" if
+        no product uses the parameter.
       parts: the matrices that lie side by side along the last dimension; () for a single matrix.
       uses_model_dtype: whether the parameter is cast to the model's dtype before it is gathered and
         used; otherwise it is used in the dtype in which it is stored.
@@ -126,8 +126,8 @@ class Declared:
 
 
 class Make:
-    """Makes the parameters of one layer, or of several layers with the same structure, whose
-    parameters are then stacked in one array each.
+    """Makes the parameters of one layer, or of several layers with the same structure. Each
+    parameter of several layers is one array, in which the layers are stacked.
 
     Args:
       config: the model's settings.
@@ -167,8 +167,8 @@ class Make:
         return self.parameter(start, shape, dims, kind=kind, **decisions)
 
     def norm(self, width: int, *, plain: bool = False) -> nnx.Param:
-        """Makes the weight [width] of a norm that `layers.rms_norm` applies. With `plain` it makes
-        the weight of `layers.rms_norm_plain` instead, which starts at 1 with every setting.
+        """Makes the weight [width] of a norm that `layers.rms_norm` applies. With `plain`, the norm
+        is `layers.rms_norm_plain`, whose weight starts at 1 with every setting.
         """
         if self.config.block.norm != "rms" and not plain:
             return self.config.block.import_part("norm").weight(self, width)
@@ -186,17 +186,17 @@ class Make:
         uses_model_dtype: bool | None = None,
         gathered_by: Literal["layer", "operator"] = "layer",
     ) -> nnx.Param:
-        """Makes a parameter with its declaration. With `model.depth_scaled_init` the start value of
-        a matrix that writes to the residual stream is divided by √(2 · layers).
+        """Makes a parameter with its declaration. If `model.depth_scaled_init` is on, the start
+        value of a matrix that writes to the residual stream is divided by √(2 · layers).
 
         Args:
           start: function (shape, with the dimension of stacked layers) → the start value.
           shape: the shape of the parameter of one layer.
           dims: one word for each dimension: its logical axis, or "." for a dimension without
             logical axis. In "embed -> query_heads head_width", the product sums over the dimensions
-            before "->", and its result has the dimensions after "->". Without "->" no product uses
-            the parameter. In "experts | embed -> * mlp", the dimensions before "|" number experts,
-            and "*" is a dimension that numbers matrices with the same input.
+            before "->", and its result has the dimensions after "->". If `dims` has no "->", no
+            product uses the parameter. In "experts | embed -> * mlp", the dimensions before "|" are
+            indices of experts, and "*" is an index of matrices with the same input.
           kind: the kind of the parameter (see `Kind`).
           parts: tuples with the fields of `ParameterPart`, as in `Declared`.
           uses_model_dtype: as in `Declared`; None: True for the kinds "matrix", "convolution",

@@ -1,5 +1,5 @@
-"""Position embeddings that are added to the token embeddings. The released model has none: its
-attention layers rotate queries and keys instead (RoPE).
+"""Position embeddings that are added to the token embeddings. The released model has no position
+embeddings: its attention layers rotate queries and keys instead (RoPE).
 
 Letters: B batch, T time, D model.
 """
@@ -14,8 +14,8 @@ from qwen3next_jax.model.parameters import Make
 
 
 class NoPositions(nnx.Module):
-    """Adds no position embeddings; subclasses add some. `model.mixer.Mixer` explains the attribute
-    `settings_fixed_by_weights`.
+    """Adds no position embeddings; subclasses add position embeddings. `model.mixer.Mixer` explains
+    the attribute `settings_fixed_by_weights`.
     """
 
     settings_fixed_by_weights: ClassVar[tuple[str, ...]] = ()

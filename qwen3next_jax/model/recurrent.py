@@ -1,4 +1,4 @@
-"""The base class of recurrent mixers. The class implements the short convolution, the recurrence,
+"""The base class of recurrent mixers. `Recurrent` implements the short convolution, the recurrence,
 the norm and gate of the output, and the cache. Subclasses add the input projections.
 
 Letters: B batch, T time, D model, G key heads, H value heads, R = H/G value heads of one key head,
@@ -38,8 +38,8 @@ class ProjectedInputs(NamedTuple):
       concatenated layout); None: there is no gate.
     log_decay: g, the logarithm of the decay, ≤ 0, float32 [B, T, H], or [B, T, H, K] if every key
       channel has its own decay. None: no decay.
-    beta: the write strength β, float32 [B, T, H]. The array may have one more axis if the mixer
-      overrides `recurrence` and reads several numbers for each head. None: 1 everywhere.
+    beta: the write strength β, float32 [B, T, H]. `beta` has one more axis if a mixer overrides
+      `recurrence` and reads several numbers for each head. None: 1 everywhere.
     """
 
     qkv: jax.Array | list[jax.Array]
@@ -113,7 +113,7 @@ class Recurrent(Mixer):
 
     @classmethod
     def qkv_channel_counts(cls, config: ModelConfig) -> tuple[int, int, int]:
-        """Returns how many channels one key head has in its query, in its key, and in the values of
+        """Returns the numbers of channels of a key head's query, of its key, and of the values of
         all its value heads together.
         """
         r = config.linear_num_value_heads // config.linear_num_key_heads
@@ -123,7 +123,7 @@ class Recurrent(Mixer):
     @classmethod
     def uses_delta_term(cls, config: ModelConfig) -> bool:
         """Whether a write replaces the value that the state holds for the key, as in the delta
-        rule. If not, the write is added to the state.
+        rule. If a write replaces nothing, it is added to the state.
         """
         return True
 
@@ -195,8 +195,8 @@ class Recurrent(Mixer):
 
     @classmethod
     def qkv_parts(cls, config: ModelConfig) -> tuple[ParameterPart, ParameterPart, ParameterPart]:
-        """Returns the three parts q, k and v of the columns that a projection has for one key
-        head.
+        """Returns the parts q, k and v of a projection; for each key head, the columns of q, k and
+        v lie side by side.
         """
         q, k, v = cls.qkv_channel_counts(config)
         return (
@@ -241,7 +241,7 @@ class Recurrent(Mixer):
 
     def make_output(self, make: Make, per_head: bool = False) -> None:
         """Makes the weight of the output norm and the output projection. With `per_head`, each head
-        has a norm weight of its own; otherwise all heads share one.
+        has a norm weight of its own; otherwise all heads share one weight.
         """
         c = make.config
         h, v = c.linear_num_value_heads, c.linear_value_head_dim
@@ -417,8 +417,9 @@ class Recurrent(Mixer):
 
     def concatenates_heads(self) -> bool:
         """Whether arrays between the layer's kernels have all heads side by side in their last
-        axis. They do on a GPU, and on a TPU if the width of each head is a multiple of 128 lanes.
-        A layer without a short convolution or without an output gate keeps an axis for the heads.
+        axis. The mixer uses this layout on a GPU, and on a TPU if the width of each head is a
+        multiple of 128 lanes. A layer without a short convolution or without an output gate keeps
+        an axis for the heads.
         """
         c = self.config
         return (
@@ -503,8 +504,8 @@ class Recurrent(Mixer):
         self, x_BTD: jax.Array, context: Context, cache: dict
     ) -> tuple[jax.Array, dict, dict]:
         """See `Mixer.call_returning_all_states`. A mixer that overrides `recurrence` processes one
-        token at a time, because its operator may return only the last state. The other mixers
-        process all tokens at once.
+        token at a time, because its operator may return only the last state. Mixers that do not
+        override `recurrence` process all tokens at once.
         """
         if type(self).recurrence is not Recurrent.recurrence:
             return super().call_returning_all_states(x_BTD, context, cache)
@@ -534,7 +535,7 @@ class Recurrent(Mixer):
     def activation_flops(cls, config: ModelConfig, length: int) -> float:
         """Returns the FLOPs per token of the recurrence. Each value head reads the state for the
         delta term (if there is one), writes to the state, and reads the output from the state. Each
-        of these reads and writes is K·V multiplications and additions.
+        read or write of the state is K·V multiplications and additions.
         """
         products = 3 if cls.uses_delta_term(config) else 2
         return (

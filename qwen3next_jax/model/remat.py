@@ -1,8 +1,8 @@
 """The policies of the setting `train.remat`. A policy says which results of a block (a decoder
-layer) the forward pass saves for the backward pass. The backward pass computes the other results
-again. Beside the named policies below, "keep=… offload=…" saves the block's input and the listed
-parts of the block. "NAME keep=… offload=…" saves the listed parts and what the policy NAME saves
-(`config/remat.py`).
+layer) the forward pass saves for the backward pass. The backward pass recomputes the results that
+are not saved. Beside the named policies below, "keep=… offload=…" saves the block's input and the
+listed parts of the block. "NAME keep=… offload=…" saves the listed parts and what the policy NAME
+saves (`config/remat.py`).
 
 none      saves every result that the backward pass needs. In bfloat16 it is replaced by "kept" if
           all mixers and MLPs of the model mark their results with `ops.blocks.save_for_backward`
@@ -45,7 +45,7 @@ def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callab
       block: function (params, x, …).
       policy: name of the policy, or "keep=… offload=…", alone or behind a name.
       looped: whether `block` is called in the body of a scan. In a scan XLA cannot merge the
-        recomputation with the forward pass, so `jax.checkpoint` does not have to prevent it
+        recomputation with the forward pass, so `jax.checkpoint` does not have to prevent this merge
         (`prevent_cse`).
     """
 

@@ -17,8 +17,8 @@ def score_experts(config: MoEConfig, logits: jax.Array) -> tuple[jax.Array, jax.
     """Computes scores from the router's logits [..., E].
 
     Returns:
-      (scores, scores divided by their sum over the experts), each [..., E]. With softmax, both are
-      the same array.
+      (scores, scores divided by their sum over the experts), each [..., E]. With softmax, both
+      results are the same array.
     """
     if config.scoring_func == "softmax":
         probabilities = jax.nn.softmax(logits, axis=-1)
@@ -32,8 +32,8 @@ def normalized_scores(scores: jax.Array) -> jax.Array:
     all scores are 0.
 
     Numerator and denominator are both multiplied by 2**33, which does not change the result.
-    Without this factor, the gradient would divide by the square of the sum. This square may be as
-    small as 1e-40, which float32 cannot represent as a normal number.
+    Without the factor 2**33, the gradient would divide by the square of the sum, which may be as
+    small as 1e-40, below the normal numbers of float32.
     """
     scores = scores * 2.0**33
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 2.0**33 * 1e-20)
@@ -59,8 +59,8 @@ def rank_experts(config: MoEConfig, score_RE: jax.Array, bias_E: jax.Array | Non
 
 
 def required_bias_range(bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the lowest and the highest bias [..., 1] of `required_bias_histogram`. Scores are
-    0 … 1, so no token needs a bias outside of this range.
+    """Returns the lowest and the highest bias [..., 1] that `required_bias_histogram` counts.
+    Scores are 0 … 1, so no token needs a bias outside of the returned range.
 
     Args:
       bias_E: the biases [..., E] with which the tokens chose their experts.
@@ -77,10 +77,10 @@ def required_bias_histogram(
     """Returns, for each expert, a histogram of the biases at which the tokens would choose the
     expert.
 
-    Let n_1 ≥ … ≥ n_A ≥ c be a token's A + 1 largest numbers score + bias. The token chooses an
-    expert if the expert's number is above c, so it would choose expert e at the bias c - score_e.
-    Quantile balancing sets the bias of expert e to the A/E quantile over the tokens of c - score_e
-    (Kimi K3's report, section 2.3.3; appendix D has the histogram).
+    For one token, let n_1 ≥ … ≥ n_A ≥ c be the A + 1 largest values of score + bias. The token
+    chooses an expert if the expert's value is above c, so it would choose expert e at the bias c -
+    score_e. Quantile balancing sets the bias of expert e to the A/E quantile of c - score_e over
+    the tokens (Kimi K3's report, section 2.3.3; appendix D has the histogram).
 
     Args:
       score_RE: the scores, 0 … 1, without the bias.

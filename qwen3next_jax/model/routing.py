@@ -1,5 +1,6 @@
 """Router replay (2510.11370): the experts of each token in each layer are recorded while text is
-generated, and training replays them, so that both compute with the same experts.
+generated, and training uses the recorded experts, so that generation and training compute with the
+same experts.
 
 Letters: B batch, T time, L trunk layers, A experts per token.
 """

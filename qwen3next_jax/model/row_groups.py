@@ -1,10 +1,9 @@
-"""Splits the rows of a batch into groups, so that communication overlaps with computation. Each
-group passes through the mixer, the norms and the shared expert alone. Only the routed experts
-process all groups together. While the tokens of one group travel along the mesh axis `expert`, the
-devices compute the mixer, the norms and the shared expert of another group
-(docs/notes/planner.md).
+"""Splits the rows of a batch into groups, so that communication overlaps with computation. The
+mixer, the norms and the shared expert process one group at a time. The routed experts process all
+groups together. While the tokens of one group travel along the mesh axis `expert`, the devices
+compute the mixer, the norms and the shared expert of another group (docs/notes/planner.md).
 
-Every group has an equal number of rows of every device.
+Each device contributes equally many rows to every group.
 
 Letters: B rows, T time, D model.
 """
@@ -21,9 +20,9 @@ from qwen3next_jax.sharding.rules import CONTEXT, EXPERT, ROWS, constrain, num_s
 
 
 def row_group_count(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
-    """Returns the number of groups of rows. This is the number of chunks into which the gathered
-    exchange of `expert_parallelism` splits a device's tokens, if this number divides the device's
-    rows. Otherwise, and without the gathered exchange, there is one group.
+    """Returns the number of groups of rows. With the gathered exchange of `expert_parallelism`,
+    there is one group for each chunk into which the exchange splits a device's tokens, if the
+    number of chunks divides the device's rows. In all other cases, all rows are one group.
 
     Args:
       x_BTD: all rows.

@@ -6,11 +6,11 @@ A value may list alternatives, separated by "|". The fields:
     name    the path of the parameter, with the wildcards of a shell: name=*/mixer/*. "*" also
             matches "/". A word without "=" is a name.
     kind    the kind of the parameter, as it is declared (`model.parameters.Kind`)
-    layer   the number of a layer, or a range of numbers with both ends: layer=0-3|7. The layer of
-            the multi-token prediction module comes after the last layer of the trunk.
+    layer the number of a layer, or a range of numbers with both ends: layer=0-3|7. The layer of the
+            multi-token prediction module is numbered after the last layer of the trunk.
     part    the name of one of the matrices that lie side by side in a parameter: part=v
 
-One parameter may hold the arrays of several layers, stacked, and several matrices side by side. The
+One parameter may hold the arrays of several layers, stacked, and several matrices side by side;
 conditions may choose only some of these layers and matrices.
 """
 
@@ -88,8 +88,8 @@ def choose_parameters(
       setting: the name of the setting that holds `text`, for messages.
 
     Returns:
-      {path of a parameter: the layers and parts of it that are chosen}, without parameters of which
-      nothing is chosen.
+      {path of a parameter: its chosen layers and parts}, without parameters of which nothing is
+      chosen.
 
     Raises:
       UserError: `text` is not valid, or it chooses nothing.
@@ -115,8 +115,8 @@ def choose_parameters(
 
 
 def _layer_numbers(model: ModelConfig, path: str, declared: Declared) -> list[int | None]:
-    """Returns the number of each layer that is stacked in the parameter. The numbers are None if
-    the parameter belongs to no layer.
+    """Returns the number of each layer that is stacked in the parameter. If the parameter belongs
+    to no layer, every number is None.
     """
     group, block, *_ = path.split("/") + [""]
     count = math.prod(declared.stack_shape)
@@ -180,8 +180,8 @@ def _parse_condition(
 
 
 def _parse_layer_range(text: str, last_layer: int, where: str) -> range:
-    """Parses a value of the field "layer", such as "7" or "0-3". Returns the range of these layers,
-    which have to be 0 to `last_layer`.
+    """Parses a value of the field "layer", such as "7" or "0-3". Returns the range of the layers,
+    all of which must lie in 0 … `last_layer`.
     """
     first, dash, last = text.partition("-")
     last = last if dash else first

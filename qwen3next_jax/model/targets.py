@@ -1,5 +1,5 @@
-"""The target that each position of a batch predicts, and the target's weight in the loss. Padding,
-tokens of other documents and masked tokens are no targets.
+"""The target that each position of a batch predicts, and the target's weight in the loss. A
+position has no target if its target token would be padding, masked, or a token of another document.
 
 A position t predicts token t + `offset`: the offset is 1 for the next token, and 2 + d for depth d
 of multi-token prediction.
@@ -23,8 +23,8 @@ def has_target_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
 
 def has_target(batch: dict[str, jax.Array], offset: int) -> jax.Array:
     """Returns [B, T] bool: whether token t + `offset` is a target, which position t predicts. A
-    target belongs to the same document as token t. In a batch with a `target_mask` [B, T], as
-    synthetic tasks have it, a target is also marked by the mask.
+    target belongs to the same document as token t. In a batch with a `target_mask` [B, T], as in
+    synthetic tasks, the mask must also mark the target.
     """
     inside_BT = has_target_in_document(batch["segment_ids"], offset)
     return (
@@ -47,15 +47,15 @@ def mask_ignored_targets(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def target_tokens(batch: dict[str, jax.Array], offset: int) -> jax.Array:
     """Returns [B, T] int32: the token t + `offset`, which position t predicts. In a batch with
-    `labels` [B, T], as state-tracking tasks have them, it is the label of token t + `offset`.
+    `labels` [B, T], as in state-tracking tasks, the target is the label of token t + `offset`.
     """
     return jnp.roll(batch.get("labels", batch["tokens"]), -offset, axis=1)
 
 
 def target_weights(batch: dict[str, jax.Array], offset: int) -> jax.Array:
-    """Returns [B, T] float32: the weight in the loss of the target t + `offset` of position t. The
-    weight is 0 if token t + `offset` is no target (`has_target`). The weight of a target is 1, or
-    the token's `loss_weights` in a batch that has them.
+    """Returns [B, T] float32: for position t, the weight of the target t + `offset` in the loss.
+    The weight is 0 if token t + `offset` is no target (`has_target`). The weight of a target is 1,
+    or the token's entry of `loss_weights`, if the batch has such weights.
     """
     weight_BT = has_target(batch, offset).astype(jnp.float32)
     if "loss_weights" in batch:

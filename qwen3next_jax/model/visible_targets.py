@@ -1,7 +1,8 @@
-"""Checks for models whose attention masks are not causal. With such a mask, each token sees the
-first tokens of its document (a prefix) or the whole document, also the tokens after it. A token
-that earlier tokens see cannot be a target of training, evaluation or decoding. The method
-`Mixer.noncausal_prefix_tokens` returns how many first tokens of a document earlier tokens see.
+"""Checks for models whose attention masks are not causal. With a mask that is not causal, each
+token sees the first tokens of its document (a prefix) or the whole document, including later
+tokens. A token that earlier tokens see cannot be a target of training, evaluation or decoding. The
+method `Mixer.noncausal_prefix_tokens` returns how many tokens at the start of a document are
+visible to earlier tokens.
 """
 
 import math
@@ -117,7 +118,7 @@ def check_prompts_hold_prefix(config: ModelConfig, prompts: Sequence, chunk: int
 
 def _mask_text(config: ModelConfig) -> str:
     """Returns the settings of the group model.mixer as a user writes them, such as
-    "model.mixer.window = 64". Without such settings it returns "the mask".
+    "model.mixer.window = 64". If the group has no settings, the function returns "the mask".
     """
     return (
         ", ".join(f"model.mixer.{name} = {value!r}" for name, value in config.mixer.items())

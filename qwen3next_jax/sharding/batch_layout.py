@@ -34,7 +34,7 @@ class BatchLayout:
         must call this method with its own rows.
 
         Args:
-          local: the arrays [len(rows), …] that this process has read, by name.
+          local: {name: array [len(rows), …]}, the rows that this process has read.
         """
         position = {row: i for i, row in enumerate(self.rows)}
 

@@ -8,10 +8,10 @@ the number of links is the bandwidth of one direction of one link. NVIDIA: data 
 FLOPs that the matrix units do in a cycle. Programs reach less than these peaks.
 
 The bandwidth between slices is the bandwidth of the data center network. The page of v5p gives 50
-Gbit/s a chip; the pages of v5e and v6e give 6.4 and 25.6 Tbit/s for a pod of 256 chips. The pages
-of v4 and TPU7x give no figure. The bandwidth to the host is from the book "How to Scale Your Model"
-(jax-ml.github.io/scaling-book): about 15 GB/s a chip, 32 GB/s on v6e. The book has no figure for
-TPU7x.
+Gbit/s between slices for a chip; the pages of v5e and v6e give 6.4 and 25.6 Tbit/s for a pod of 256
+chips. The pages of v4 and TPU7x give no bandwidth between slices. The bandwidth to the host is from
+the book "How to Scale Your Model" (jax-ml.github.io/scaling-book): about 15 GB/s a chip, 32 GB/s on
+v6e, no figure for TPU7x.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ GB, GIB, TERA = 1e9, 2**30, 1e12
 @dataclasses.dataclass(frozen=True)
 class Chip:
     """One kind of accelerator chip. A figure of 0 means that the figure is not known or not needed;
-    only in `torus_dimensions` it is a real 0.
+    but a 0 in `torus_dimensions` means that the chips form no torus.
 
     Attributes:
       name: the short name, such as "v5p", which `--topology` takes.

@@ -31,9 +31,9 @@ CHIP_OPTIONS = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES, "tpu7x": _SPARSE_COR
 
 
 def compiler_options(config: ParallelConfig, mesh: Mesh) -> dict[str, str]:
-    """Returns {name: value} of the compiler options for a step on `mesh`. On several devices these
-    are the chip's options of `CHIP_OPTIONS`; on one device there are none. The options of
-    `config.compiler_options` are added, and replace options of the same name.
+    """Returns {name: value} of the compiler options for a step on `mesh`. On several devices the
+    options are those of the chip in `CHIP_OPTIONS`, on one device there are none. The user's
+    options in `config.compiler_options` are added, and replace options of the same name.
 
     Raises:
       UserError: an option of the configuration is not of the form NAME=VALUE, or the compiler does

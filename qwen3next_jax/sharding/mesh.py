@@ -2,8 +2,8 @@
 
 The mesh axes `slice`, `data` and `expert` split the rows of a batch, `context` splits the tokens of
 a row, and `tensor` splits heads and widths. `expert` also splits the experts. Parameters are split
-over all axes but `slice`. The optimizer state is split in the same way; if the slices share this
-state, `slice` splits it too (`sharding.rules`).
+over all axes but `slice`. The optimizer state is split like the parameters; if the slices share the
+optimizer state, `slice` splits it too (`sharding.rules`).
 """
 
 import math
@@ -23,10 +23,10 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
     """Makes the mesh with the axis sizes of `config.mesh`.
 
     On TPU a mesh axis is laid along whole dimensions of the chips' network, or along contiguous
-    parts of dimensions, if possible. The devices of a group along `expert`, which together hold all
-    experts, form a block of the network where a block is faster than a line (`sharding.torus`). If
-    the devices belong to several TPU slices, only `slice` and `data` cross the slower network
-    between slices, and `data` only if the axis `slice` is smaller than the number of slices.
+    parts of dimensions, if possible. The devices along `expert`, which together hold all experts,
+    form a block of the network if a block is faster than a line (`sharding.torus`). If the devices
+    belong to several TPU slices, only `slice` and `data` cross the slower network between slices,
+    and `data` crosses this network only if the axis `slice` is smaller than the number of slices.
     Devices that belong to no TPU slice are put into the mesh in their order.
 
     Args:
@@ -93,9 +93,9 @@ def _slice_shape_text(devices: Sequence[Any]) -> str:
 
 
 def _grid_of_slices(sizes: dict[str, int], slices: Sequence[Sequence[Any]]) -> np.ndarray:
-    """Returns the devices of slices of one shape as an array with the dimensions `sizes`, a dict
-    from mesh axis to size. As many slices as possible lie along the axis `slice`, the others along
-    `data`.
+    """Returns the devices of slices, which all have the same shape, as an array with the dimensions
+    `sizes`, a dict from mesh axis to size. As many slices as possible lie along the axis `slice`,
+    all other slices along `data`.
     """
     along_slice = math.gcd(sizes["slice"], len(slices))
     along_data = len(slices) // along_slice

@@ -1,7 +1,7 @@
 """Look-up and update of large embedding tables, of which a batch uses only some rows, on a mesh.
-The mesh axes that split the tokens of a batch, except `slice`, split the rows of such a table, and
-`tensor` splits its width (the logical axes `table_rows` and `table_width` of `sharding.rules`).
-`ops.table_rows` exchanges the rows between devices.
+The mesh axes that split the tokens of a batch, except `slice`, split the rows of an embedding
+table, and `tensor` splits its width (the logical axes `table_rows` and `table_width` of
+`sharding.rules`). `ops.table_rows` exchanges the rows between devices.
 
 If the size of a mesh axis does not divide the number of rows, the devices along this axis hold
 copies of the rows.
@@ -39,8 +39,8 @@ def look_up_rows(
     time: str | None = "time",
     dtype: Any = None,
 ) -> jax.Array:
-    """Returns the rows of a table with the numbers `ids_BTH`, as an array [B, T, H · W]. The
-    gradient of the table is an array of the table's shape; `update_rows` avoids such an array.
+    """Returns the rows `ids_BTH` of a table, as an array [B, T, H · W]. The gradient of the table
+    is an array of the table's shape; `update_rows` avoids such an array.
 
     Args:
       ids_BTH: int32, numbers of rows, split over `mesh` as tokens are.

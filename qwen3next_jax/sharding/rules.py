@@ -2,11 +2,11 @@
 parameters to mesh axes, and `ACTIVATIONS` maps the logical axes of activations.
 
 Each parameter declares a logical axis for each of its dimensions (`model.parameters`). A mesh axis
-splits a dimension in one of two ways. With a compute axis, each device computes with its own part
-of the dimension. A storage axis splits the dimension only between uses, to save memory (FSDP,
-ZeRO-3: 1910.02054): the parameter is gathered over the storage axis just before its use. The
-dimension of stacked layers is never split, because a scan over the layers would gather all layers
-at once.
+splits a dimension in one of two ways. A compute axis splits the dimension at all times: each device
+computes with its own part. A storage axis splits the dimension only between uses, to save memory
+(FSDP, ZeRO-3: 1910.02054): the parameter is gathered over the storage axis just before its use. A
+parameter's dimension of stacked layers is never split, because a scan over the layers would gather
+all layers at once.
 """
 
 import functools
@@ -109,8 +109,8 @@ def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> 
     compute axes and the storage axes split it.
 
     Args:
-      declared: the parameter's declaration. Its logical axes are those of the last dimensions of
-        `shape`.
+      declared: the parameter's declaration. The declared logical axes are those of the last
+        dimensions of `shape`.
       shape: the global shape of the parameter, with the dimension of stacked layers first, if it
         has one.
       mesh: the devices.
@@ -125,8 +125,8 @@ def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> 
 def state_spec_shared_by_slices(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
     """Returns the PartitionSpec of an array of the optimizer's state if the slices share this
     state: `storage_spec` with `slice` added at the first dimension whose shards `slice` divides.
-    This dimension may be that of stacked layers, because no scan reads the optimizer's state. If
-    `slice` divides no dimension, every slice has the whole array.
+    `slice` may split the dimension of stacked layers, because no scan reads the optimizer's state.
+    If `slice` divides no dimension, every slice has the whole array.
     """
     entries = [mesh_axes_of_entry(entry) for entry in storage_spec(declared, shape, mesh)]
     for dim, (axes, size) in enumerate(zip(entries, shape)):
@@ -178,7 +178,8 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
     """Constrains the sharding of an activation `x`, whose dimensions have the logical axes `names`.
-    Dimensions after the named ones are not split. Returns `x` itself if there is no mesh.
+    Dimensions of `x` without a name, after the named dimensions, are not split. Returns `x` itself
+    if there is no mesh.
     """
     if mesh is None:
         return x
@@ -188,7 +189,7 @@ def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
 
 def non_manual_axes(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
     """Returns the mesh axes among `axes` that are not manual axes of a surrounding `shard_map`.
-    The only manual axis is `slice`, in the part of a train step in which each slice computes its
+    Only `slice` is ever a manual axis: in the part of a train step in which each slice computes its
     own gradients (`sharding.slices`).
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types))
@@ -210,8 +211,8 @@ def num_shards(mesh: Mesh | None, *axes: str) -> int:
 
 def per_shard(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
     """Wraps `f` in `jax.shard_map`, so that each device calls `f` on its own shards. Functions that
-    XLA's partitioner cannot split, such as kernels, need this. Returns `f` itself if there is no
-    mesh.
+    XLA's partitioner cannot split, such as kernels, need this wrapper. Returns `f` itself if there
+    is no mesh.
 
     Args:
       f: the function of the shards.
@@ -244,7 +245,8 @@ def gather_params(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
     (`gather_in_shard`).
 
     Args:
-      params: a tree of `nnx.Param` with declarations. It is returned unchanged without a mesh.
+      params: a tree of `nnx.Param` with declarations. Without a mesh, `params` is returned
+        unchanged.
       mesh: the devices, or None.
       dtype: the dtype of the model's products.
     """
@@ -303,7 +305,8 @@ def _gather_steps(storage: P, use: P) -> list[P]:
     The axes are gathered one by one because the TPU compiler handles some larger gathers badly. If
     one gather went over several axes that together span all dimensions of a torus, the compiler
     would replace the gather by a sum of zero-padded parts, and the reduce-scatter of the gradient
-    by a sum of whole arrays. Both sums would send twice the bytes.
+    by a sum of whole arrays. A sum sends twice the bytes of the gather or reduce-scatter that it
+    replaces.
     """
     specs = [storage]
     for dim, axes in enumerate(axes_to_gather(storage, use)):
@@ -347,7 +350,7 @@ def tree_shardings(
     """Returns the NamedSharding of every leaf of a train state or of a tree of parameters.
 
     A leaf whose path ends in the path of a parameter, such as a moment of the optimizer, is split
-    like the parameter. All other leaves, such as the step and the guards, are copied to every
+    like the parameter. All other leaves, such as the number of the step, are copied to every
     device. If `slice_state` is "sharded", `slice` also splits the leaves of the entry "opt_state".
 
     Args:

@@ -1,9 +1,9 @@
 """Data parallelism between TPU slices (hybrid FSDP): each slice has all parameters, computes the
 gradients of its own part of a batch, and then the gradients of all slices are added.
 
-The bandwidth between slices is a small part of the bandwidth within a slice. So each slice first
-adds the gradients of all its micro-batches over its own devices. Only the sums cross the network
-between slices, once a step.
+The network between slices has a much smaller bandwidth than the network within a slice. So each
+slice first adds the gradients of all its micro-batches over its own devices. Only the summed
+gradients cross the network between slices, once a step.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,9 @@ def on_each_slice(gradients: Callable, mesh: Mesh) -> Callable:
     """Wraps `gradients` so that each slice calls it with its own rows of a batch.
 
     Args:
-      gradients: a function (params, batch, counts, mesh) → (gradients, parts of the loss). It gets
-        the mesh of its slice, on which `sharding.rules` splits nothing over the axis `slice`.
+      gradients: a function (params, batch, counts, mesh) → (gradients, parts of the loss). The
+        function gets the mesh of its slice, on which `sharding.rules` splits nothing over the axis
+        `slice`.
       mesh: the mesh of all slices.
 
     Returns:
@@ -46,7 +47,8 @@ def on_each_slice(gradients: Callable, mesh: Mesh) -> Callable:
 
 def sum_over_slices(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
     """Adds the arrays of `tree` over all slices, in the part of a program in which each slice
-    computes its own gradients (`on_each_slice`). In all other parts it returns `tree` itself.
+    computes its own gradients (`on_each_slice`). In all other parts of the program, the function
+    returns `tree` itself.
 
     Args:
       mesh: the mesh of the traced part of the program; None: one device.
@@ -61,9 +63,11 @@ def sum_gradients_over_slices(grads: Any, before: Any, after: Any, dtype: Any) -
 
     Args:
       grads: a tree of gradients [slices, *shape of the parameter].
-      before: a tree of the parameters' shardings. Each slice has split its gradients in this way.
-      after: a tree of the shardings of the sums. A sharding is that of `before`, or it also splits
-        one dimension over `slice`; then each slice gets only its part of the sum.
+      before: a tree of the parameters' shardings. Each slice has split its gradients like the
+        parameters.
+      after: a tree of the shardings of the sums. A sharding in `after` may equal that in `before`,
+        so that each slice gets the whole sum, or also split one dimension over `slice`, so that
+        each slice gets a part of the sum.
       dtype: the dtype in which gradients cross the network between slices.
     """
     leaves, structure = jax.tree.flatten(grads)
