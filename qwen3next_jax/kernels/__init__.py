@@ -2,8 +2,8 @@
 kernels need a Hopper GPU; the kernels of the experts run on all GPUs from Ampere on. If the folder
 `kernels` is deleted, the operators run their XLA implementations.
 
-`ops.implementations` reads the table `KERNELS`, which gives the modules as strings. A kernel's
-module is imported when JAX traces a call of the operator for the kernel's platform, or when a call
+`ops.implementations` reads the table `KERNELS`, which gives the modules as import strings. A
+kernel's module is imported when JAX traces a call of its operator for its platform, or when a call
 names the kernel.
 """
 
