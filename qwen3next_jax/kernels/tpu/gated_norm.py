@@ -1,5 +1,6 @@
-"""TPU kernels that apply an RMS norm to each head and multiply the result by silu(gate). In the
-forward pass, and again in the backward pass, each array is read from HBM or written to it once.
+"""TPU kernels that apply an RMS norm to each head and multiply the result by silu(gate). The
+forward pass and the backward pass each read their inputs from HBM once and write their outputs
+once.
 
 B batch, T time in blocks of R tokens, H heads of V = LANES channels in blocks of whole heads.
 """
@@ -90,8 +91,8 @@ def _forward_kernel(eps, weight, o, gate, y):
 
 
 def _backward_kernel(eps, weight, o, gate, dy, do, dgate, dweight):
-    """Computes do and dgate of a block, and adds the block's part of the gradient of the weight to
-    8 rows of partial sums, `dweight` [8, V].
+    """Computes do and dgate of a block, and adds the block's part of the weight's gradient to
+    `dweight` [8, V], 8 rows of partial sums.
     """
 
     @pl.when(grids.is_first_step_of_channel_block())
