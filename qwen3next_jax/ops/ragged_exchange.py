@@ -1,5 +1,5 @@
-"""Exchange of rows between the shards of a mesh axis. The number of rows may differ for each pair
-of shards.
+"""Exchange of rows between the shards of a mesh axis. Each pair of shards may exchange a different
+number of rows.
 
 Q rows of a shard's input, P rows of its output, S shards.
 """
