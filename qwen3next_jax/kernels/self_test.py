@@ -55,8 +55,8 @@ class SelfTest:
         imported only when the outcome is looked up, because some of them need tokamax, which may
         not be installed.
       max_error: function that runs the kernels and the XLA implementation on a tiny input. The
-        function returns the name of the output or gradient in which the two differ most, and the
-        relative L2 difference (`largest_error`).
+        function returns the name of the output or gradient in which the kernels and XLA differ
+        most, and the relative L2 difference (`largest_error`).
       tolerance: the largest difference with which the test passes.
       trained_on: the GPU and the JAX release with which the kernels have run training steps
         (docs/gpu.md); "" if the kernels have never run a training step.
@@ -76,11 +76,11 @@ class SelfTest:
 
 def kernels_run_by_default(test: SelfTest, unsupported: str = "") -> bool:
     """Returns whether a call that names no implementation runs the kernels. If the kernels can run
-    the call and no outcome of the test is stored, the function runs the test; while
-    `trace_and_record` traces, the function assumes a pass instead. The function prints the decision
-    and the reason for the decision, each text once in a process; while `trace_and_record` traces,
-    it prints nothing. If the program is compiled for a GPU that this process does not have, the
-    function returns False and prints nothing.
+    the call and no outcome of the test is stored, the function runs the test. While
+    `trace_and_record` traces, the function runs no test and assumes a pass. The function prints the
+    decision and the reason for the decision, each text once in a process; while `trace_and_record`
+    traces, it prints nothing. If the program is compiled for a GPU that this process does not have,
+    the function returns False and prints nothing.
 
     Args:
       test: the test on which the decision depends.
@@ -119,7 +119,7 @@ def failure_or_assumed_pass(test: SelfTest) -> str:
 
 
 def known_failure(test: SelfTest) -> str:
-    """Returns what went wrong in the test if it has run in this process; otherwise ""."""
+    """Returns what went wrong in the test if the test has run in this process; otherwise ""."""
     return _agreed_outcomes.get(_test_key(test), "")
 
 
@@ -148,8 +148,8 @@ def agree_on_reason(question: str, reason: str) -> str:
 
 
 def print_once(line: str):
-    """Prints a line to stderr, the same line only once in a process. The function prints nothing
-    while `trace_and_record` traces.
+    """Prints a line to stderr, unless this process has printed the same line before. The function
+    prints nothing while `trace_and_record` traces.
     """
     if not implementations.is_recording_decisions():
         _print_first_time(line)
@@ -282,8 +282,8 @@ def _package_version(package: str) -> str:
 
 
 def _run_test(device, test: SelfTest) -> str:
-    """Runs the test on `device`. Returns "" if the kernels passed. Otherwise returns the error
-    that the kernels raised, or their largest difference from the XLA implementation.
+    """Runs the test on `device`. Returns "" if the kernels passed. If the kernels did not pass,
+    returns the error that they raised, or their largest difference from the XLA implementation.
     """
     try:
         with jax.default_device(device):

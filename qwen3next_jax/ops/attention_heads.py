@@ -71,7 +71,7 @@ def cosine_and_sine_by_lane(cos, sin):
     """Returns two arrays [B, T, L], the cosine and the sine for each of the first L channels of a
     head, from the cosines and sines of the angles, [B, T, half] each. Channels that do not rotate
     have cosine 1 and sine 0. The rotation of a channel is cos · channel + sin · partner, where the
-    partner is the other channel of the rotated pair. So the second array has −sin(angle) for the
+    partner is the other channel of the rotated pair. So the array of sines has −sin(angle) for the
     first half of the channels that rotate, and sin(angle) for the second half.
     """
     rest = (*cos.shape[:2], LANES - 2 * cos.shape[2])

@@ -18,10 +18,10 @@ def accumulation_dtype(x):
 
 
 def save_for_backward(tree, name: str = SAVED):
-    """Gives the arrays of `tree` a name (`checkpoint_name`) and returns them. A policy of
-    `jax.checkpoint` can save arrays with this name for the backward pass. Name the arrays that are
-    expensive to compute. If a policy saves only named arrays, the backward pass recomputes all
-    arrays without a name.
+    """Returns the arrays of `tree` with a name (`checkpoint_name`). A policy of `jax.checkpoint`
+    can save arrays with this name for the backward pass. Name the arrays that are expensive to
+    compute. If a policy saves only named arrays, the backward pass recomputes all arrays without a
+    name.
     """
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)
 

@@ -40,10 +40,10 @@ def causal_conv1d(
         along T; 0 marks padding at the end. A token reads no input of another document. The outputs
         of padding are zeros.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
-        `shard_map`. x and `segment_ids` are then this shard's parts, and a document has the same id
-        on every shard. Only the first shard reads `initial_state`; on all other shards,
-        `initial_state` is ignored and gets no gradient. Every shard returns the final state of the
-        whole row.
+        `shard_map`. With `axis_name`, x and `segment_ids` are this shard's parts, and a document
+        has the same id on every shard. Only the first shard reads `initial_state`; on all other
+        shards, `initial_state` is ignored and gets no gradient. Every shard returns the final state
+        of the whole row.
 
     Returns:
       y: [B, T, *channels] in x's dtype. Products and sums are in float32 (float64 for float64).

@@ -2,7 +2,7 @@
 also the chip.
 
 While operators are traced, they choose their implementation by the platform that the program is
-compiled for (`implementations.choose_implementation`). So no code for another platform is traced.
+compiled for (`implementations.choose_implementation`). So JAX traces no code for other platforms.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class CompileTarget(NamedTuple):
 
 
 def compile_target() -> CompileTarget:
-    """Returns the target of the current trace. The target comes from the first of these settings
+    """Returns the target of the current trace. The target comes from the first setting of this list
     that is set:
 
     1. the context `compiling_for`;

@@ -48,11 +48,11 @@ def linear_cross_entropy(
     the logits l_r = x_r w, computed one chunk of rows after another, and results for each row.
 
     If the call is differentiated, the forward pass also computes the gradients of each chunk from
-    the chunk's logits. The backward pass only multiplies these gradients by the gradient of the
-    loss, a scalar. Each chunk of a differentiated call takes three matrix products. For a narrow
-    model on a TPU, each chunk takes two more products, which compute the logits again, because
-    computing logits takes less time than writing them to HBM and reading them. The arrays saved
-    between the passes are dx [R, D], dw [D, V] and vectors [R]; no array [R, V] is saved.
+    the chunk's logits. The backward pass only multiplies the stored gradients by the gradient of
+    the loss, a scalar. Each chunk of a differentiated call takes three matrix products. For a
+    narrow model on a TPU, each chunk takes two more products, which compute the logits again,
+    because computing logits takes less time than writing them to HBM and reading them. The arrays
+    saved between the passes are dx [R, D], dw [D, V] and vectors [R]; no array [R, V] is saved.
 
     Args:
       x: [R, D], the inputs of the head, in the dtype of computation.
@@ -173,8 +173,8 @@ def _chunk_results_and_gradients(
     """
 
     def product(*after):
-        """Computes the logits. If a second call has arrays `after`, XLA computes the logits again,
-        but only after the arrays `after` are known.
+        """Computes the logits. If arrays `after` are given, XLA computes the logits again, but only
+        after the arrays `after` are known.
         """
         logits_CV = jnp.dot(
             jax.lax.optimization_barrier((x_CD, *after))[0], w_DV, preferred_element_type=wide

@@ -450,7 +450,7 @@ def _expert_mlp_gradients_in_blocks(sizes, x, gate_up, down, group_sizes, hidden
 
 
 def _blocked_functions_by_name(sizes: BlockSizes):
-    """Returns the functions of the implementation "blocked" by name, for these sizes of blocks."""
+    """Returns the functions of the implementation "blocked" by name, for blocks of `sizes`."""
     functions = dict(
         matmul=_matmul_in_blocks,
         gradients=_matmul_gradients_in_blocks,

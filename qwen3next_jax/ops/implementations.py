@@ -153,7 +153,7 @@ class ChosenImplementation(NamedTuple):
 
     def constant_named(self, name: str, default):
         """Returns the constant called `name` of the kernels' module. Returns `default` if the
-        module has no such constant, or if the implementation uses XLA alone.
+        kernels' module has no constant of this name, or if the implementation uses XLA alone.
         """
         return getattr(self.implementation.load(), name, default) if self.is_kernel else default
 
@@ -280,9 +280,9 @@ class Decision:
 
     @property
     def slowness_warning(self) -> str:
-        """A warning for users if the operator runs without kernels on a platform that has kernels
-        and a step therefore takes longer; else "". There is no warning for a call that the kernels
-        never run by default, such as a call with rows that are too short.
+        """A warning for users if the platform has kernels for the operator, but the operator runs
+        without kernels and slows down a step; else "". There is no warning for a call that the
+        kernels never run by default, such as a call with rows that are too short.
         """
         slow = _SLOW_WITHOUT_KERNELS.get(self.operator, "")
         if not slow or not self.why_no_kernels or self.why_no_kernels.endswith(BY_DEFAULT):
@@ -292,7 +292,7 @@ class Decision:
 
 
 class _ThreadState(threading.local):
-    """What one thread records while it traces.
+    """The records of one thread that traces a function.
 
     Attributes:
       decisions: (operator, implementation, reason, refusal) → decision; None while
@@ -347,8 +347,8 @@ def postpone_kernel_test(kind: Hashable, test: Callable[[], str]) -> bool:
 
     Args:
       kind: everything on which the outcome of the test depends. Only one test of each kind runs.
-      test: returns "" if the kernels passed, otherwise what went wrong. After the test, calls of
-        `choose_implementation` have to know the outcome.
+      test: returns "" if the kernels passed, otherwise what went wrong. The function has to store
+        the outcome, so that later calls of `choose_implementation` know the outcome.
     """
     if is_recording_decisions():
         _state.tests.setdefault(kind, test)
@@ -357,8 +357,8 @@ def postpone_kernel_test(kind: Hashable, test: Callable[[], str]) -> bool:
 
 def record_why_default(enabled: bool, reason: str) -> None:
     """Records why kernels run a call by default (if `enabled`), or why they do not. The function
-    `is_default` of a kernels' module calls `record_why_default`. A reason why kernels do not run is
-    a clause whose subject is the call.
+    `is_default` of a kernels' module calls `record_why_default`. If kernels do not run, `reason` is
+    a clause whose subject is the call, such as "has rows of 8 tokens".
     """
     if enabled:
         _state.reason = reason

@@ -61,8 +61,8 @@ def prefers_unrolled_layers(repeats: int) -> bool:
 def float32_product_precision(dtype) -> jax.lax.Precision:
     """Returns the precision for float32 matrix products whose operands were cast from `dtype`. The
     precision is HIGHEST, except for operands cast from bfloat16 on a TPU, for which the precision
-    is HIGH. HIGH takes three bfloat16 passes instead of six. The results of HIGH and HIGHEST differ
-    by 2e-6 (relative).
+    is HIGH. HIGH takes three bfloat16 passes instead of six. The relative difference between the
+    results of HIGH and HIGHEST is 2e-6.
     """
     if compile_target().platform == "tpu" and dtype == jnp.bfloat16:
         return jax.lax.Precision.HIGH
@@ -74,8 +74,9 @@ def require_row_major(x):
     row-major, which is the layout that kernels read and write.
 
     Use this function on arrays of rows that devices exchange. Without the constraint, the TPU's
-    compiler may give the exchanged array the layout of a neighbouring operation. The program then
-    copies the whole exchanged array, which is many times as large as the rows of one device.
+    compiler may give the exchanged array the layout of a neighbouring operation. With another
+    layout, the program copies the whole exchanged array, which is many times as large as the rows
+    of one device.
     """
     if compile_target().platform != "tpu":
         return x

@@ -3,7 +3,7 @@ id is the index of a row in the whole table. The shards exchange the ids and the
 rows that they need, so that no shard has to hold the whole table.
 
 A shard first removes duplicates from its ids, so that it sends each id once, and for each id a
-single sum of gradients. Every pair of shards then exchanges at most C rows at a time
+single sum of gradients. Every pair of shards exchanges at most C rows in a round
 (`_pair_capacity`). If any pair of shards has more than C rows to exchange, the exchange takes
 several rounds. Each round covers the same range of rows of every shard's part of the table, so all
 contributions to a row arrive in one round. If the ids are hashes, they are spread evenly, and one

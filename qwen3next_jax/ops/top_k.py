@@ -25,9 +25,9 @@ def top_k(x_RE: jax.Array, count: int, name: str) -> tuple[jax.Array, jax.Array]
     Args:
       x_RE: float32.
       count: A.
-      name: the name of both results for a policy of `jax.checkpoint`. This function itself gives
-        the name to the results, because a policy saves only the very array that has the name, and
-        the gradient reads the array of indices.
+      name: the name of both results for a policy of `jax.checkpoint`. The policy can save the
+        indices, which the gradient reads, only if this function names its results itself: a policy
+        saves only the very array that has the name.
     """
     return _differentiable_top_k(
         choose_implementation("top_k", None, XLA_IMPLEMENTATIONS, x_RE=x_RE, count=count),

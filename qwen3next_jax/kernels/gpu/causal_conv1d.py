@@ -2,10 +2,10 @@
 for the forward pass and one for the backward pass.
 
 A block of the grid has one warpgroup and computes 32 tokens of 128 or 256 channels; each thread
-computes one or two of these channels. The block computes one token after another. The inputs that
-the next token needs again stay in registers, in float32. The block copies its 32 tokens and the
-W - 1 tokens before its first token to shared memory, in the backward pass also the W - 1 tokens
-after its last token.
+computes one or two of these channels. The block computes one token after another. Inputs that
+several tokens need stay in registers, in float32. The block copies its 32 tokens and the W - 1
+tokens before its first token to shared memory, in the backward pass also the W - 1 tokens after its
+last token.
 
 B batch, T time, W kernel width, D channels.
 """
@@ -172,7 +172,7 @@ class _ConvolutionCall:
       width: W.
       channels: number of channels of a block, 128 or 256.
       shape: [B, T, D], the shape of x.
-      has_age: whether the call has document ids. The kernels then also take the age of each token
+      has_age: whether the call has document ids. If so, the kernels also take the age of each token
         (`count_earlier_inputs_in_document`).
       inputs: the arrays that both kernels take: x, before, kernel and, if `has_age`, the ages.
     """
@@ -334,10 +334,11 @@ def _forward_kernel(call, *refs):
 
 def _backward_kernel(call, *refs):
     """Computes dx of a block and the block's part of the gradient of `kernel`, from the block's
-    last token to its first. The kernel begins with the W - 1 tokens after the block, because their
-    outputs depend on the last tokens of the block; for these W - 1 tokens it computes only the
-    gradient of the activation's input. No tokens follow the last block of a row; this block copies
-    its own last tokens instead and multiplies their gradients by zero.
+    last token to its first. The kernel begins with the W - 1 tokens after the block, because the
+    outputs of these W - 1 tokens depend on the last tokens of the block. For these W - 1 tokens,
+    the kernel computes only the gradient of the activation's input. The last block of a row, which
+    no tokens follow, copies its own last tokens instead and multiplies the gradients of these
+    copies by zero.
     """
     refs = _name_refs(call, refs, 2, True)
     (dx_gmem, sums_gmem), xs, dys, weights = (

@@ -1,8 +1,8 @@
 """Calls cuDNN's attention, forward and backward, and says whether cuDNN can run here. On a CPU, JAX
-alone computes the same.
+alone computes the results of cuDNN's attention.
 
-JAX has no public function for packed rows, so the calls go through `jax._src`. Before it calls
-JAX's private functions, this module compares their signatures with the signatures that it was
+JAX has no public function for packed rows, so the calls go through `jax._src`. Before a call, this
+module compares the signatures of JAX's private functions with the signatures that the module was
 written for. The results of cuDNN are undefined for tokens that belong to no document.
 
 R rows, L queries and S keys of a row, N query heads, K key/value heads, D head width, M documents
@@ -113,7 +113,7 @@ def forward(q, k, v, documents: Documents | None, *, scale: float, causal: bool,
       scale: factor of the scores.
       causal: whether a query sees only the keys of its document up to its own position in the
         document.
-      interpret: whether to compute the results in JAX instead.
+      interpret: whether to compute the results in JAX instead of cuDNN.
     """
     if interpret:
         return _interpreted_forward(q, k, v, documents, scale, causal)

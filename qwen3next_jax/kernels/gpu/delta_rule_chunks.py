@@ -146,8 +146,8 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
     lower left quarter of each diagonal block of 2m rows.
 
     X stays in registers. Until m is 16, X is stored as an array [C, 16]: the four diagonal blocks
-    of 16 rows, below each other. As the right operand of a product, X has this layout [C, 16] in
-    shared memory, too. For a left operand, `to_diagonal` moves the four blocks to the diagonal of a
+    of 16 rows, below each other. In shared memory, as the right operand of a product, X is an array
+    [C, 16], too. For a left operand, `to_diagonal` moves the four blocks to the diagonal of a
     matrix [C, C].
 
     Args:

@@ -7,9 +7,9 @@ the norm rows and the gate rows.
 With keys of 64 or 128 channels, a block has one warpgroup, and two blocks share a multiprocessor,
 so that one block computes while the other block waits. If two blocks share a multiprocessor, each
 block has at most 115,712 bytes of shared memory, and all inputs of a block take more. So several
-inputs use the same memory one after another: an input is copied as soon as no product reads the
-earlier input in its place. The [C, C] matrices are transposed: their rows are tokens j, their
-columns tokens i. The transposition makes the errors E a left operand, which wgmma takes from
+inputs of a block use the same memory one after another: an input is copied as soon as no product
+reads the earlier input in its place. The [C, C] matrices are transposed: their rows are tokens j,
+their columns tokens i. The transposition makes the errors E a left operand, which wgmma takes from
 registers.
 
 With keys of 256 channels, one block fills a multiprocessor and needs more registers than one
@@ -131,7 +131,7 @@ def zeros_per_token():
 
 
 def zero_error_products():
-    """Returns zeros [C] and zeros [C, C] in registers. Without the delta term, these zeros replace
+    """Returns zeros [C] and zeros [C, C] in registers. Without the delta term, the zeros stand for
     the first two results of `_GradientBlock.add_error_products`.
     """
     return zeros_per_token(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
@@ -482,9 +482,10 @@ class _GradientBlock:
         return ks, errors
 
     def refill_slots_after_prediction_errors(self, c: int):
-        """Starts copies into the slots that `prediction_errors_of_tile` has finished reading. It
-        copies the state and, with two warpgroups, v for tile c + 1 of the value channels, unless
-        tile c is the last; with the delta term it also copies the low part of dV for tile c.
+        """Starts copies into the slots that `prediction_errors_of_tile` has finished reading.
+        Unless tile c of the value channels is the last, the method copies the state and, with two
+        warpgroups, v for tile c + 1. With the delta term, the method also copies the low part of dV
+        for tile c.
         """
         for t in self.own_tiles if c < self.last else ():
             self.copy_state(t, t, c + 1, self.refs.states_arrived)

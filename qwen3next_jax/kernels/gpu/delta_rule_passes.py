@@ -2,15 +2,15 @@
 (sm_90a).
 
 The kernel of `delta_rule_chunks` computes the matrices of each chunk that do not depend on the
-state. A kernel of `delta_rule_states` then carries the state, or in the backward pass its gradient,
-from chunk to chunk. In the backward pass, the kernel of `delta_rule_gradients` finally computes the
-gradients of each chunk's inputs.
+state. After the kernel of `delta_rule_chunks`, a kernel of `delta_rule_states` carries the state,
+or in the backward pass the gradient of the state, from chunk to chunk. In the backward pass, the
+kernel of `delta_rule_gradients` finally computes the gradients of each chunk's inputs.
 
-If a call has too few heads to fill the chip, each row is split into pieces, and two calls of
-kernels of `delta_rule_states` compute the pass. If S is the state before a piece, the state after
-the piece is U + M S. The first call computes piece 0, and the maps U + M S of all other pieces
-except the last. The composition of the maps gives the state before each piece, and the second call
-computes all pieces except piece 0.
+If a call has too few heads to fill the chip, each row is split into pieces, and two kernels of
+`delta_rule_states` run one after the other. If S is the state before a piece, the state after the
+piece is U + M S. The first kernel computes piece 0, and the maps U + M S of all pieces between the
+first and the last. The composition of the maps gives the state before each piece, and the second
+kernel computes all pieces except piece 0.
 
 B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key width, V value width.
 """

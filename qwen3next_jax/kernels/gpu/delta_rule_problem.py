@@ -35,8 +35,8 @@ INTERPRETER = plgpu.InterpretGPUParams()
 
 
 def multiprocessor_count() -> int:
-    """Returns the number of streaming multiprocessors of this process's GPU, or PROCESSORS if the
-    program is compiled for a GPU that is not here, or interpreted.
+    """Returns the number of streaming multiprocessors of this process's GPU. If this process has no
+    such GPU, or if the kernels are interpreted, returns PROCESSORS.
     """
     target = compile_target()
     if target.may_lack_device or target.platform != "gpu":
@@ -53,8 +53,8 @@ class WorkSplit(NamedTuple):
     """How the passes of the state split the work of a call over the chip.
 
     Attributes:
-      pieces_per_row: number of pieces into which every row is split: 1, or 3 or more, at most the
-        number of chunks. The lengths of two pieces differ by at most one chunk.
+      pieces_per_row: number of pieces into which every row is split: 1, or from 3 up to the number
+        of chunks. The lengths of two pieces differ by at most one chunk.
       warpgroups_per_block: number of warpgroups in a block that compute one tile of 64 value
         channels each: 1 or 2; 1 if rows are split or if the number of tiles is odd.
     """
@@ -101,7 +101,7 @@ class Problem:
         cls, x: Inputs, settings: Settings, split: WorkSplit | None = None, **others
     ) -> "Problem":
         """Returns the problem of a call. If `split` is None, `best_work_split` chooses
-        `work_split`. `others` sets the fields `save_states` and `interpret`.
+        `work_split`. `others` are the fields `save_states` and `interpret`.
         """
         batch, time, key_heads, channels = x.q.shape
         value_heads, value = x.v.shape[2:]
@@ -167,8 +167,8 @@ class Problem:
         """Returns how the passes of the state split the work over the chip.
 
         A block of a pass uses so much shared memory that it needs a multiprocessor to itself. If
-        rows are not split, the pass computes the N chunks of a row one after another. If each block
-        computes one tile of value channels, the pass then fills B · H · `value_tile_count`
+        rows are not split, the pass computes the N chunks of a row one after another. With one tile
+        of value channels per block, the pass over whole rows fills B · H · `value_tile_count`
         multiprocessors. If the chip has fewer multiprocessors, each block computes two tiles, and
         reads q and k only once for both tiles.
 
@@ -181,10 +181,11 @@ class Problem:
         some blocks would have to wait for other blocks.
 
         Rows are not split if the split would save less than a fifth of the estimated time;
-        COMPOSING_CHUNKS is the estimated overhead of a split. So rows stay whole if P is 2, which
-        saves nothing, if the rows are short, or if a call has enough heads and rows to fill the
-        chip. Packed documents and gates do not change the choice: they can make M zero, but leaving
-        out a map would save no time, because piece 0, which runs at the same time, takes as long.
+        COMPOSING_CHUNKS is the estimated overhead of a split. So rows stay whole if P would be 2,
+        which saves nothing, if the rows are short, or if a call has enough heads and rows to fill
+        the chip. Packed documents and gates do not change the choice: they can make M zero, but
+        leaving out a map would save no time, because piece 0, which runs at the same time, takes as
+        long.
         """
         rows = self.batch * self.value_heads
         pieces = 1 + multiprocessor_count() // (

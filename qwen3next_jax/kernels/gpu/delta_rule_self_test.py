@@ -60,7 +60,7 @@ def max_error(
     key: int, value: int, normalize: bool, delta_term: bool, split: WorkSplit, interpret: bool
 ) -> tuple[str, float]:
     """Runs the kernels and the implementation "chunked" in XLA. Returns the name of the output or
-    gradient in which the two differ most, and the relative L2 difference.
+    gradient in which the kernels and XLA differ most, and the relative L2 difference.
 
     The arrays have three chunks, two documents, padding, and one key head with two value heads. If
     rows are split, each chunk is a piece, and the decay is weak, so that the state before the

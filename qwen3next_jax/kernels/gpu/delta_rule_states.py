@@ -8,10 +8,10 @@ inputs as well: with a third warpgroup for the copies, each thread would have on
 compiles the kernels; jax 0.12 uses nvJitLink where it is installed. The formulas are in
 docs/delta_rule.md, "In terms of E".
 
-States, errors and outputs are transposed here: their rows are value channels, and their columns are
-tokens or key channels. So states, errors and outputs can be left operands of products, which wgmma
-takes from registers. For keys of at most 128 channels, all arrays that the next chunk waits for
-therefore stay in registers.
+In these kernels, states, errors and outputs are transposed: their rows are value channels, and
+their columns are tokens or key channels. Transposed states, errors and outputs can be left operands
+of products, which wgmma takes from registers. For keys of at most 128 channels, all arrays that the
+next chunk waits for therefore stay in registers.
 
 If rows are split into P pieces (`Problem.best_work_split`), two kernels run one after the other.
 Pieces are numbered in the order in which the state, or its gradient, passes through them: in a
@@ -213,9 +213,9 @@ def load_transposed_tile(tile):
 
 
 def store_transposed_and_start_copy(x, tile, target, in_flight: int):
-    """Waits until all copies except the last `in_flight` ones have read shared memory. Then it
-    writes the transpose of x to `tile` in shared memory and starts a copy of `tile` to `target` in
-    global memory.
+    """Waits until all copies except the last `in_flight` ones have read shared memory. Then writes
+    the transpose of x to `tile` in shared memory, and starts a copy of `tile` to `target` in global
+    memory.
     """
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
     transposed_ref(tile)[...] = x.astype(jnp.bfloat16)

@@ -10,7 +10,7 @@ Therefore documents are divided by their length into classes (`length_classes`),
 call of its own. The call of a class reshapes the arrays to rows of L tokens, where L is the
 greatest length in the class. A document may continue in the next row of L tokens, which follows in
 memory. Since the documents of a class have similar lengths, few documents begin in one row of L
-tokens. So M is small for all data.
+tokens. So M, the largest number of documents of a row, is small for all data.
 
 B batch, T tokens of a row, R rows of L tokens with R · L = B · T, M documents of a row of L tokens.
 """
@@ -115,7 +115,8 @@ def ranges_of_shared_documents(
 ) -> tuple[DocumentRanges, DocumentRanges]:
     """Returns the documents that have both queries and keys, if the keys are tokens of the row
     before the queries. A row has at most one such document: the last document of the keys, if the
-    first query belongs to it. The first result is for the queries, the second for the keys.
+    first query belongs to it. The first result gives the documents' ranges among the queries, the
+    second result among the keys.
     """
     last_B1 = jnp.max(kv_segment_ids_BS, axis=1, keepdims=True)  # padding at the end has the id 0
     shared_B1 = (segment_ids_BT[:, :1] == last_B1) & (last_B1 > 0)

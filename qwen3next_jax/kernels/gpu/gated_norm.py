@@ -64,7 +64,7 @@ def make_self_test(eps: float, width: int) -> self_test.SelfTest:
 
 def max_error(eps: float, width: int, interpret: bool = False) -> tuple[str, float]:
     """Runs the kernels and the XLA implementation on two blocks of tokens of two heads. Returns the
-    name of the result in which the two differ most, and the relative L2 difference.
+    name of the result in which the kernels and XLA differ most, and the relative L2 difference.
     """
     rng = np.random.default_rng(0)
     o, gate, dy = (

@@ -94,8 +94,8 @@ class _KernelChoice(NamedTuple):
 
 def _choose_kernels(*widths: int) -> _KernelChoice:
     """Returns the kernels for matrices of `widths`, (D, F). The usual choice is Mosaic for y and
-    dx, and Triton for dw. If the self-test of this choice has failed in this run, Mosaic computes
-    dw, too.
+    dx, and Triton for dw. If the self-test of Mosaic together with Triton has failed in this run,
+    Mosaic computes dw, too.
 
     Triton 3.9 writes PTX 9.4, which needs a ptxas of CUDA 13.4 or later. An older CUDA toolkit on
     PATH or in /usr/local/cuda takes precedence over the toolkit that the extra `gpu` installs.
@@ -183,7 +183,7 @@ def mosaic_product_settings(width: int) -> dict:
     """Returns the settings of tokamax's Mosaic kernel for y or dx, whose products sum over `width`
     numbers. A stage of the pipeline takes 48 KiB of the 227 KiB of shared memory, and the result 16
     KiB. If the sum has few stages, two blocks share a multiprocessor, so that one block computes
-    while the other writes.
+    while the other block writes.
     """
     tiles = dict(block_m=128, block_n=64, block_k=128)
     if width <= 512:
@@ -311,8 +311,8 @@ def _self_test_of_choice(
 def max_error(*widths: int, functions=None) -> tuple[str, float]:
     """Runs the kernels and XLA's products on inputs like the inputs of a layer: groups that end
     inside a tile, a group of several tiles, a group without rows, and rows of no group, which are
-    NaN. Returns the name of the result in which the two differ most, and the relative L2
-    difference.
+    NaN. Returns the name of the result in which the kernels and XLA differ most, and the relative
+    L2 difference.
 
     Args:
       widths: (D, F) of the matrices.

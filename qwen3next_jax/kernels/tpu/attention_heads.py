@@ -1,6 +1,6 @@
-"""TPU kernels of the two operators of `ops.attention_heads`: one normalises and rotates queries or
-keys, the other gates the outputs of the heads. Each kernel reads its inputs from HBM once and
-writes its outputs once.
+"""TPU kernels of the two operators of `ops.attention_heads`: `norm_and_rotate` normalises and
+rotates queries or keys, and `gate_heads` gates the outputs of the heads. Each kernel reads its
+inputs from HBM once and writes its outputs once.
 
 B batch, T time in blocks of R tokens, N heads of K channels, C = N · K channels of all heads, in
 blocks of whole heads, L = LANES. `half` is half the number of channels of a head that rotate, and
@@ -21,7 +21,7 @@ BLOCK = 256, 1024  # the largest numbers of rows and of channels in a block
 
 
 def unsupported_reason(time: int, width: int, rotary: int, dtype) -> str:
-    """Returns why the kernels cannot run a call; "" if they can.
+    """Returns why the kernels cannot run a call of an operator; "" if they can.
 
     Args:
       time: number of tokens in a row (T).
@@ -148,8 +148,8 @@ def _inverse_rms_and_normed(eps, x):
 
 def _rotate(x, cos, sin, half):
     """Returns x [R, K] with its first LANES channels rotated: channel i becomes x_i cos_i + x_j
-    sin_i. The partner j of channel i is i + half for i < half, and i - half for larger i. Channels
-    from 2 · half on have the cosine 1 and the sine 0.
+    sin_i. The partner j of a rotated channel i is i + half for i < half, and i - half for larger i.
+    Channels from 2 · half on have the cosine 1 and the sine 0.
     """
     first = x[:, :LANES]
     # Lane i of `below` holds channel i - half, and lane i of `above` holds channel i + half.

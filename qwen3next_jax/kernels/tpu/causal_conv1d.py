@@ -4,10 +4,10 @@ tokens of a block are read twice, the second time for the next block.
 
 A kernel computes a block in groups of 128 channels, one after another, with products and sums in
 float32 registers. The outputs of a block also depend on the W - 1 tokens before the block, which
-the kernel gets as a second, small block of the same input. In the backward pass, a block also needs
-the gradients of the W - 1 tokens after the block. The grid of the backward pass goes from the last
-block of tokens to the first, so the gradients of these W - 1 tokens are still in VMEM from the
-previous grid step.
+the kernel reads as a second, small block of x. In the backward pass, a block also needs the
+gradients of the W - 1 tokens after the block. The grid of the backward pass goes from the last
+block of tokens to the first, so the gradients of the W - 1 tokens after a block are still in VMEM
+from the previous grid step.
 
 B batch, T time in blocks of R tokens, W kernel width, D channels in blocks of C.
 """
@@ -94,7 +94,7 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
 
 
 class _ConvolutionCall:
-    """The blocks of one call and their specifications.
+    """The sizes of the blocks of one call, and the Pallas specifications of these blocks.
 
     Attributes:
       rows: R.
@@ -130,8 +130,8 @@ class _ConvolutionCall:
 
     def before_and_x_inputs(self, before, x):
         """Returns three inputs of the kernel: `before`, padded to EDGE rows, and x twice. From the
-        first x a grid step reads the last EDGE rows of the previous block; from the second x it
-        reads its own block.
+        first x, a grid step reads the last EDGE rows of the previous block; from the second x, the
+        grid step reads its own block.
         """
         return jnp.pad(before.astype(x.dtype), ((0, 0), (EDGE - before.shape[1], 0), (0, 0))), x, x
 

@@ -9,7 +9,7 @@ K^T, and the kernel sums dQ and dK over these value heads.
 docs/delta_rule.md, "In terms of E", derives the formulas; E is the matrix of prediction errors. A
 TPU scales the rows and columns of matrices faster for two heads at once. So the kernels keep beta,
 the decays and the norms of q and k as rows [pairs, 2C], which hold one number for each token of two
-heads. To scale a matrix, the kernels first multiply several rows of this kind elementwise, and then
+heads. To scale a matrix, the kernels first multiply rows [pairs, 2C] with each other, and then
 broadcast the product over the lanes.
 
 Matrix products take operands in the inputs' dtype and accumulate in float32. Where the terms of a
@@ -35,8 +35,9 @@ def unsupported_reason(x: Inputs, settings: Settings, split: bool) -> str:
     """Returns why the kernels cannot run a call of the operator on the chip; "" if they can.
 
     The answer depends only on shapes, dtypes and the chip, so the forward and the backward pass of
-    a call get the same answer. Both passes have to run the same implementation, because the kernels
-    arrange the saved inverses differently from the XLA implementations.
+    a call get the same answer. The forward and the backward pass have to run the same
+    implementation, because the kernels arrange the saved inverses differently from the XLA
+    implementations.
     """
     if any(array is not None and array.dtype == jnp.float64 for array in x):
         return "has float64 inputs: expected float32 or bfloat16"
@@ -137,9 +138,10 @@ def backward(
 
 
 class _ChunkOfHeads:
-    """The inputs of the heads of one grid step, and the arrays that both passes compute from them.
-    In this class, "the norm" of a row of q or k is the factor that normalises the row: the inverse
-    of the row's L2 norm (1 if q and k are not normalised).
+    """The inputs of the heads of one grid step, and the arrays that both the forward and the
+    backward pass compute from these inputs. In this class, "the norm" of a row of q or k is the
+    factor that normalises the row: the inverse of the row's L2 norm (1 if q and k are not
+    normalised).
 
     Attributes:
       p, refs: the problem, and the Pallas references of inputs and outputs by name.
@@ -271,13 +273,15 @@ class _ChunkOfHeads:
     # value heads, the arrays of the value heads are concatenated, so that one product suffices.
 
     def repeat_for_value_heads(self, x_J):
-        """Returns [I, ...], the arrays of the key heads repeated for each of their value heads."""
+        """Returns [I, ...]: the array of each key head, repeated for each value head of this key
+        head.
+        """
         count = self.p.heads_per_key
         return x_J if count == 1 else jnp.repeat(x_J, count, axis=0)
 
     def repeat_for_pairs(self, x):
-        """Returns [E, ...], the arrays of the key heads repeated for each of their pairs of value
-        heads.
+        """Returns [E, ...]: the array of each key head, repeated for each pair of value heads of
+        this key head.
 
         Args:
           x: [J, ...], the arrays of the key heads, or [E, ...] if `shared` is False. If `shared` is
@@ -326,9 +330,9 @@ class _ChunkOfHeads:
         """Returns two things: the list of the products x state^T, one for each x, and the product y
         other^T. Each product is [J, R, K], summed over the value heads of each key head.
 
-        A single product of stacked matrices computes all these products. Its right operand is
-        `state_IKV` stacked on `other_IKV`, which fills the columns of the matrix unit. Half of each
-        row of the result is not used.
+        A single product of stacked matrices computes all products x state^T and y other^T. The
+        right operand of this product is `state_IKV` stacked on `other_IKV`, which fills the columns
+        of the matrix unit. Half of each row of the result is not used.
         """
         stack = lambda *xs: jnp.concatenate(
             [self.concat_value_heads(x.astype(self.p.operand_dtype)) for x in xs], axis=1
@@ -430,8 +434,8 @@ def _outputs(c: _ChunkOfHeads, q_state, errors):
 
 
 def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
-    """Computes one chunk of the forward pass: o, the state after the chunk and, if they are
-    outputs, the state before the chunk and the inverses.
+    """Computes one chunk of the forward pass: o and the state after the chunk, and also the state
+    before the chunk and the inverses if these two are outputs of the kernel.
     """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])
@@ -455,8 +459,8 @@ def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     """Computes one chunk of `affine_map`: carries U and M to the next chunk and writes the reads r
     and the inverses. The kernel runs the forward pass on a state that has U and M side by side
-    along the lanes. If the values are zero and the initial state is the identity, M is the final
-    state, and r are the outputs.
+    along the lanes. M and r are the final state and the outputs for values of zero and the identity
+    as the initial state.
     """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])

@@ -247,8 +247,8 @@ class Problem:
         return x[:, :, : (self.unpadded_value_heads + 1) // 2]
 
     def to_pair_rows(self, x):
-        """Rearranges [B, T, H] into [B, N, blocks, pairs of a block, 2C], with the two heads of a
-        pair one after the other in a row.
+        """Rearranges [B, T, H] into [B, N, blocks, pairs of a block, 2C]. A row of 2C numbers has
+        the first head of a pair, then the second head.
         """
         x = _pad_axes(x, {1: self.chunks * self.chunk_size, 2: self.value_heads})
         x = jnp.swapaxes(x.reshape(self.batch, self.chunks, self.chunk_size, -1), 2, 3)

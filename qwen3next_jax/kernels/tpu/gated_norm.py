@@ -71,8 +71,8 @@ def _call_kernel(body, like, inputs, weight, dtypes, interpret, sums=False):
 
 
 def _normed_and_silu_of_gate(eps, o, gate, lanes):
-    """Returns 1 / rms, o / rms, silu(gate) and the derivative of silu at `gate` for one head, in
-    float32.
+    """Returns four arrays of one head in float32: 1 / rms, o / rms, silu(gate) and the derivative
+    of silu at `gate`.
     """
     o, gate = o[0, :, lanes].astype(jnp.float32), gate[0, :, lanes].astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps)

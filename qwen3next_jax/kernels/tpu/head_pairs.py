@@ -1,9 +1,10 @@
-"""Pairs of heads: arrays that hold the matrices of two heads side by side, and products with them.
+"""Pairs of heads: arrays that hold the matrices of two heads side by side, and products with these
+arrays.
 
-A matrix [C, C] with C = 64 fills half of a TPU register's 128 lanes and a sixteenth of the
-256 x 256 matrix unit. So the matrices of heads 2e and 2e + 1 lie side by side in the lanes, as a
-pair [C, 2C]. In a product of pairs, the right operand is a block-diagonal matrix of the two heads'
-right operands. One product of pairs then computes both heads in the time of one head.
+A matrix [C, C] with C = 64 fills half of a TPU register's 128 lanes and a sixteenth of the 256 x
+256 matrix unit. So the matrices of heads 2e and 2e + 1 lie side by side in the lanes, as a pair
+[C, 2C]. In a product of pairs, the right operand is a block-diagonal matrix of the two heads' right
+operands. So one product of pairs computes two heads in the time of one head.
 
 E pairs, I = 2E heads, C chunk length, R any number of rows, X any width.
 """
@@ -87,7 +88,7 @@ def broadcast_pairs_over_lanes_by_product(rows_EC):
     """Returns the same as `broadcast_pairs_over_lanes`, computed by a product with a matrix of ones
     and zeros. The result is exact, because each float32 number is split into three bfloat16 parts
     that add up to the number. Use this function where the cross-lane unit of the TPU is the
-    bottleneck, because it moves the work to the matrix unit.
+    bottleneck, because the function moves the work to the matrix unit.
     """
     count, size = rows_EC.shape[0], rows_EC.shape[1] // 2
     parts, rest = [], rows_EC
@@ -249,8 +250,8 @@ def sum_columns_where(rows_EC, condition):
 
 
 def _sum_part_products(product, x_parts, y_parts):
-    """Returns the sum of the blocks of `product`, without the block of the two remainders. Block
-    (i, j) is the product of part i of x and part j of y.
+    """Returns the sum of the blocks of `product`, except the block that is the product of the two
+    remainders. Block (i, j) is the product of part i of x and part j of y.
     """
     rows, columns = product.shape[-2] // len(x_parts), product.shape[-1] // len(y_parts)
     at = lambda i, j: product[:, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
@@ -297,9 +298,9 @@ def unit_lower_pair_inverse(m_ECC, products):
 
 
 def _diagonal_block_inverses(m_ECC):
-    """Inverts the diagonal blocks of 16 rows of I + L. Returns [E, C, 2C] with the inverses of
-    these blocks, and zeros elsewhere. For the computation, the diagonal blocks of a pair lie side
-    by side in an array [16, 2C].
+    """Returns [E, C, 2C]: the inverses of the diagonal blocks of 16 rows of I + L, and zeros
+    outside the diagonal blocks. For the computation, the diagonal blocks of a pair lie side by side
+    in an array [16, 2C].
     """
     size = m_ECC.shape[1]
     blocks = jnp.split(m_ECC, size // DIAGONAL, axis=1)

@@ -6,7 +6,7 @@ No scores go through HBM. The kernel that chooses the blocks writes two numbers 
 lowest score among the selected blocks, and an index of a block, before which blocks with exactly
 the lowest score are selected. The attention kernels compute the indexer's scores of a tile again,
 compare the scores with the two numbers of each query, and use the resulting mask for all heads. All
-kernels compute a score by the same products and sums.
+kernels compute a score by the same products and sums, so that they get exactly the same score.
 
 Tiles are computed transposed: keys lie along the sublanes and queries along the lanes. So an array
 with one number for each query is a single row, which all sublanes share, and a sum over keys adds
@@ -162,8 +162,8 @@ def _indexer_score_bits(index_k_SI, index_q):
 
 
 def _write_visibility_bias(index_q, queries, index_k, keys, bias):
-    """Writes to `bias` [S, C] 0 where the query sees the key, and HIDDEN elsewhere. Returns whether
-    some query of the tile sees some key.
+    """Writes to `bias` [S, C]: 0 where the query sees the key, HIDDEN where it does not. Returns
+    whether some query of the tile sees some key.
     """
     position, segment, tail, lowest, cut = (queries[row : row + 1] for row in range(5))
     columns = keys[...].T
@@ -228,7 +228,7 @@ def _call_attention_kernel(
     body, sizes: _CallSizes, tiles, limits_BZ, inputs, outputs, scratch, products, interpret
 ):
     """Runs an attention kernel over a grid with the axes (rows of the batch, rows of the causal
-    grid, steps of such a row), and returns the outputs of the kernel.
+    grid, steps of a row of the causal grid), and returns the outputs of the kernel.
 
     Args:
       body: the kernel.

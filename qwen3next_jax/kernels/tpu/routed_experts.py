@@ -189,7 +189,7 @@ def mlp_gradients(
     other arguments have the same meaning as in `mlp`.
 
     Args:
-      hidden_PF: the hidden layer that `mlp` returned; None: it is computed again.
+      hidden_PF: the hidden layer that `mlp` returned; None: the hidden layer is computed again.
       dw_before: nothing, or two arrays: earlier gradients of gate_up and down, to which the
         gradients of this call are added. Without `dw_before`, the gradients of an expert that has
         no tile are undefined.

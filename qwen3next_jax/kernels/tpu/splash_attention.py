@@ -36,8 +36,8 @@ def is_default(q, k, v, split: bool) -> bool:
 
     Args:
       q, k, v: the arrays of the call.
-      split: whether the sequence is split over a mesh axis. If it is split, the kernels get half of
-        a shard's tokens at a time.
+      split: whether the sequence is split over a mesh axis. If the sequence is split, the kernels
+        get half of a shard's tokens at a time.
     """
     return q.shape[1] // (2 if split else 1) >= LANES
 
@@ -143,8 +143,8 @@ def _mask_kind_scope(causal: bool):
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """Takes and returns the same as `ops.attention.xla.forward`, whose docstring gives the shapes,
-    but has no argument `block`. `interpret` says whether a CPU interprets the kernel.
+    """Computes the results that `forward` of `ops.attention.dispatch` describes. `interpret` says
+    whether a CPU interprets the kernel.
     """
     t, n = q.shape[1:3]
     kernel = _attention_function_of_row(
@@ -203,8 +203,8 @@ def _backward_function_of_row(kernel):
 def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
-    """Takes and returns the same as `ops.attention.xla.backward`, whose docstring gives the shapes,
-    but has no argument `block`. `interpret` says whether a CPU interprets the kernels.
+    """Computes the gradients that `backward` of `ops.attention.dispatch` describes. `interpret`
+    says whether a CPU interprets the kernels.
     """
     (t, n), chip = q.shape[1:3], compile_target().tpu_info
     # On a chip with several cores, the cores share only those grid axes of the backward kernels

@@ -42,8 +42,8 @@ def attention(
         of at least 256 tokens with `axis_name`), "cudnn" on a GPU on which cuDNN passed its test
         (docs/gpu.md says for which arrays), and "xla" otherwise.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
-        `shard_map`. Every array is then this shard's part, a document has the same id on every
-        shard, and T is even if the axis has more than one shard.
+        `shard_map`. With `axis_name`, every array is this shard's part, a document has the same id
+        on every shard, and T is even if the axis has more than one shard.
 
     Returns:
       o: [B, T, N, D] in q's dtype. The outputs of padding are finite, and padding gives no gradient

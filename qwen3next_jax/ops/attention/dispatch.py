@@ -1,6 +1,6 @@
 """Runs the forward and the backward pass of attention with the chosen implementation.
 
-The functions with custom gradients in `api.py` and `ring.py` call these passes.
+The functions with custom gradients in `api.py` and `ring.py` call the functions of this module.
 
 B batch, T queries, S keys, N query heads, M key/value heads, D head width.
 """

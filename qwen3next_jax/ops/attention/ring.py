@@ -3,14 +3,14 @@
 
 The tokens of a row are split into 2n blocks for n shards, and shard i holds blocks 2i and 2i+1.
 Under a causal mask, later queries attend to more keys. If each shard computed the queries of the
-two blocks that it holds, the last shard would have almost twice the average work. Therefore shard i
-computes the queries of block i (its low block) and of block 2n-1-i (its high block). Two calls of
-`ppermute` for each array move each block to the shard that computes it, and two calls move the
-outputs back.
+two blocks that it holds, the last shard would have almost twice the average work. To balance the
+work, shard i computes the queries of block i (its low block) and of block 2n-1-i (its high block).
+Two calls of `ppermute` for each array move each block to the shard that computes it, and two calls
+move the outputs back.
 
-The shards then send their keys and values around a ring. When shard i has received the keys of
-another shard j, which are the blocks j (low) and 2n-1-j (high), shard i computes two pairs of a
-query block and a key block, both without a mask:
+The shards send their keys and values around a ring. When shard i has received the keys of another
+shard j, which are the blocks j (low) and 2n-1-j (high), shard i computes two pairs of a query block
+and a key block, both without a mask:
 
     1. queries of its high block, keys of j's low block;
     2. if j < i: queries of its low block, keys of j's low block;

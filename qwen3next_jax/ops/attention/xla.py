@@ -28,7 +28,7 @@ def _block_sizes_positions_ids(block, causal, q, k, segment_ids, kv_segment_ids)
 
     1. the number of queries in a block (C of the queries);
     2. the number of keys in a block (C of the keys);
-    3. [n, B, C], the index of the last key that each query may attend to if segment ids are ignored;
+    3. [n, B, C], the index of the last key that each query may attend to apart from segment ids;
     4. [n, B, C], the segment ids of the queries, or None;
     5. [blocks of keys, B, C], the segment ids of the keys, or None.
     """

@@ -51,9 +51,9 @@ def gated_delta_rule(
         everything, -100 is enough (exp(-100) is 4e-44); -inf gives NaN.
       beta: [B, T, H] write strength, from 0 to 2. For keys of length 1 (`normalize_qk`) and beta
         from 0 to 2, the matrix I - beta k k^T, which multiplies the state, has eigenvalues from -1
-        to 1. So the distance of two states that get the same tokens never increases. If, without
-        decay (g = 0), the values are a linear function of the keys, v = M^T k, the distance of the
-        state to M never increases, either.
+        to 1. So the distance between two states that get the same tokens never increases. If,
+        without decay (g = 0), the values are a linear function of the keys, v = M^T k, the distance
+        of the state to M never increases, either.
       initial_state: [B, H, K, V], the state before the first token; None means zeros. With
         `segment_ids`, `initial_state` belongs to the first segment.
       segment_ids: [B, T] integers or None. The ids of documents are positive and non-decreasing
@@ -74,9 +74,10 @@ def gated_delta_rule(
         initial state a source and a target of different shapes; make the mapped axis part of B
         instead.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
-        `shard_map`. The arrays are then this shard's parts, and a document has the same id on every
-        shard. Only the first shard reads `initial_state`; on all other shards, `initial_state` is
-        ignored and gets no gradient. Every shard returns the final state of the whole row.
+        `shard_map`. With `axis_name`, the arrays are this shard's parts, and a document has the
+        same id on every shard. Only the first shard reads `initial_state`; on all other shards,
+        `initial_state` is ignored and gets no gradient. Every shard returns the final state of the
+        whole row.
       return_all_states: whether `final_state` is [B, T, H, K, V], the state after each token. Only
         "recurrent" without `axis_name` returns all states; otherwise the argument has no effect.
 

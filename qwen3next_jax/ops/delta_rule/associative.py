@@ -6,9 +6,9 @@ affine map, S' = M S + U, and the composition of affine maps is associative. In 
   (M2, U2) after (M1, U1) = (M2 M1, M2 U1 + U2)
 
 `context.py` composes the maps of the shards of a sequence in the same way. The matrices M are
-float32 (float64 for float64 inputs), because many of them are multiplied, so that rounding errors
-compound. If a document starts inside a chunk, the chunk's M is zero, because carry is 0, and rho or
-gamma is 0 in every row.
+float32 (float64 for float64 inputs), because rounding errors compound in products of many matrices.
+If a document starts inside a chunk, the chunk's M is zero, because carry is 0, and rho or gamma is
+0 in every row.
 
 N chunks, B batch, H value heads, C chunk length, K key width, V value width.
 """

@@ -1,10 +1,10 @@
 """The forward and backward computation of one chunk of the gated delta rule, as pure functions of
 arrays.
 
-The XLA implementations call all of these functions, with any leading batch dimensions. The TPU
-kernels call only the functions for products, norms and documents, and compute everything else for
-two heads at once (`kernels/tpu/head_pairs.py`). docs/delta_rule.md derives the formulas and uses
-the same names. Row i of a matrix belongs to token i of the chunk:
+The XLA implementations call all functions of this module, with any leading batch dimensions. The
+TPU kernels call only the functions for products, norms and documents, because they compute
+everything else for two heads at once (`kernels/tpu/head_pairs.py`). docs/delta_rule.md derives the
+formulas and uses the same names. Row i of a matrix belongs to token i of the chunk:
 
   gamma    [C, 1]  decay from the chunk's start to row i
   rho      [C, 1]  decay from row i to the chunk's end
@@ -51,8 +51,8 @@ def split_high_and_low(x, operand):
 
 
 def concatenate_split_operands(x_parts, y_parts, x_axis: int, y_axis: int):
-    """Returns two operands for a single product. This product is the sum of the products of all
-    parts of x with all parts of y, except the product of the two remainders.
+    """Returns two operands. The product of the two operands is the sum of the products of all parts
+    of x with all parts of y, except the product of the two remainders.
 
     Args:
       x_parts, y_parts: the parts of x and y, which `split_high_and_low` returns.
@@ -83,9 +83,9 @@ class RowScaled(typing.NamedTuple):
     """A matrix in two factors: the unscaled rows, and for each row a number by which the row has to
     be multiplied.
 
-    q and k in bfloat16 are stored as `RowScaled`. Products then take the unscaled rows, which need
-    no rounding. A normalised key that is rounded to bfloat16 no longer has length one, and this
-    error compounds if keys repeat.
+    q and k in bfloat16 are stored as `RowScaled`. Products take the unscaled rows of q and k, which
+    need no rounding. A normalised key that is rounded to bfloat16 no longer has length one, and
+    this error compounds if keys repeat.
     """
 
     unscaled: jax.Array  # [..., C, K], the unscaled rows
@@ -251,9 +251,9 @@ def inverse_norm_backward(dy, x, scale):
 
 
 def query_and_key_scales(q, k, normalize: bool):
-    """Returns two arrays [..., 1], the numbers by which the rows of q and the rows of k have to be
-    multiplied. These factors are the inverse L2 norms of the rows if `normalize`, else 1. The
-    factors of q also contain K^{-1/2}.
+    """Returns two arrays [..., 1], the factors of the rows of q and the factors of the rows of k.
+    If `normalize`, the factors are the inverse L2 norms of the rows, else 1. The factors of q also
+    contain K^{-1/2}.
     """
     if not normalize:
         one = jnp.ones((), q.dtype)

@@ -1,6 +1,6 @@
 """The chunked algorithm of the gated delta rule in XLA. The algorithm first computes the matrices
-that do not depend on the state, for all chunks at once. Then it carries the state from chunk to
-chunk ("state pass").
+that do not depend on the state, for all chunks at once. After the matrices, the algorithm carries
+the state from chunk to chunk ("state pass").
 
 This module has explicit formulas for the forward and the backward pass (docs/delta_rule.md);
 `api.py` combines the two passes in one `jax.custom_vjp`. The arrays saved for the backward pass are

@@ -105,8 +105,8 @@ def compose_maps_over_shards(axis_name, m_BHKK, u_BHKV, reverse: bool):
     zeros enter the first shard (with `reverse`, the last shard).
 
     Each shard composes the maps of all shards for its share of the heads, so no product is computed
-    twice. Two all-to-all exchanges bring each shard K (K + 2 V) numbers per head. If instead every
-    shard gathered all maps, a shard would receive (n - 1) K (K + V) numbers per head.
+    twice. Two all-to-all exchanges bring each shard K (K + 2 V) numbers per head. An all-gather of
+    the maps would bring each shard (n - 1) K (K + V) numbers per head.
 
     Args:
       axis_name: name of the mesh axis.

@@ -39,8 +39,8 @@ def diagonal_block_inverses(l_CC, exact: MatrixProducts, size: int):
 
 def unit_lower_inverse(l_CC, exact: MatrixProducts):
     """Returns (I + L)^{-1}, [..., C, C], for a C that is a power of two. `diagonal_block_inverses`
-    inverts the diagonal blocks of 16 rows (one block if C is smaller). Then pairs of neighbouring
-    blocks are merged until there is one block.
+    inverts the diagonal blocks of 16 rows (one block if C is smaller). After that, pairs of
+    neighbouring inverses are merged until one inverse remains.
     """
     size = l_CC.shape[-1]
     base = min(BASE, size)

@@ -55,8 +55,8 @@ def routed_experts(x, weight, expert, gate_up, down, *, capacity: int, keep_hidd
         experts on other devices. No token chooses an expert of this device twice.
       gate_up: [E, D, 2, I] or, flattened, [E, D, F]: the gate and up matrices.
       down: [E, I, D], the down matrices.
-      capacity: number of choices for which the layout has room. The result is the same for any
-        capacity, up to rounding.
+      capacity: number of choices for which the layout has room. Up to rounding, the result does not
+        depend on the capacity.
       keep_hidden: whether to keep the hidden layer for `routed_experts_gradients`.
 
     Returns:
@@ -183,8 +183,8 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
     Args:
       rows: [P, D]. All numbers have to be finite, because a kernel may multiply rows by zero.
       choice: [P] integers in any order, a number for each row. The number is n · A + a if the row
-        belongs to choice a of token n. No two rows have the same number below Q. Rows with a number
-        of Q or more are left out.
+        belongs to choice a of token n. Two rows must not have the same number below Q. Rows with a
+        number of Q or more are left out.
       shape: the tuple (N, A).
     """
     chosen = choose_implementation(
@@ -446,8 +446,8 @@ def _run_chosen_implementation(
     layout: _TileLayout, name: str, x_PD, gate_up_EDF, down_EID, *others, **options
 ):
     """Runs the function `name` ("mlp" or "mlp_gradients") of the chosen implementation on the rows
-    of the layout. `others` are the hidden layer, dy and the earlier gradients of the weights;
-    nothing for "mlp".
+    of the layout. For "mlp_gradients", `others` are the hidden layer, dy and the earlier gradients
+    of the weights.
     """
     chosen = choose_implementation(
         "routed_experts",
