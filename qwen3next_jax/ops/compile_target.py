@@ -21,8 +21,8 @@ class CompileTarget(NamedTuple):
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       may_lack_device: True if `compiling_for` names the platform, or if an abstract mesh names
-        another platform than this process's default. If True, the process may have no device of the
-        platform, so kernels cannot be tested.
+        another platform than this process's default. If `may_lack_device` is True, kernels cannot
+        be tested, because the process may have no device of the platform.
     """
 
     platform: str

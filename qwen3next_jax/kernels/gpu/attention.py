@@ -314,9 +314,9 @@ def make_self_test(width: int, grouped: bool) -> self_test.SelfTest:
 
 
 def max_error(width: int, grouped: bool, kernels=None) -> tuple[str, float]:
-    """Runs cuDNN and the XLA implementation on rows with documents of every class of length and
-    padding, on rows of one document, and on keys that lie before the queries. Returns the name of
-    the result in which cuDNN and XLA differ most, and the relative L2 difference.
+    """Runs cuDNN and the XLA implementation in three cases: rows with padding and with documents of
+    all length classes; rows of one document; keys that precede the queries in the row. Returns the
+    name of the result in which cuDNN and XLA differ most, and the relative L2 difference.
 
     Args:
       width: D.

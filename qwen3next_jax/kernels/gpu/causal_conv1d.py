@@ -172,8 +172,8 @@ class _ConvolutionCall:
       width: W.
       channels: number of channels of a block, 128 or 256.
       shape: [B, T, D], the shape of x.
-      has_age: whether the call has document ids. If so, the kernels also take the age of each token
-        (`count_earlier_inputs_in_document`).
+      has_age: whether the call has document ids. If `has_age`, the kernels also take the age of
+        each token (`count_earlier_inputs_in_document`).
       inputs: the arrays that both kernels take: x, before, kernel and, if `has_age`, the ages.
     """
 
@@ -335,9 +335,9 @@ def _forward_kernel(call, *refs):
 def _backward_kernel(call, *refs):
     """Computes dx of a block and the block's part of the gradient of `kernel`, from the block's
     last token to its first. The kernel begins with the W - 1 tokens after the block, because the
-    outputs of these W - 1 tokens depend on the last tokens of the block. For these W - 1 tokens,
-    the kernel computes only the gradient of the activation's input. The last block of a row, which
-    no tokens follow, copies its own last tokens instead and multiplies the gradients of these
+    outputs of these W - 1 tokens depend on the last tokens of the block. For the tokens after the
+    block, the kernel computes only the gradient of the activation's input. The last block of a row,
+    which no tokens follow, copies its own last tokens instead and multiplies the gradients of these
     copies by zero.
     """
     refs = _name_refs(call, refs, 2, True)

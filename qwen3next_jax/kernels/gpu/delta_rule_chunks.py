@@ -114,7 +114,7 @@ def block_row_column_indices():
 
 def row_block_n_of_array_n(*arrays):
     """Returns [C, 16], four blocks of 16 rows. Block n consists of the rows 16 n to 16 n + 15 of
-    the array [C, 16] with the index n. If this array is None or missing, block n is zero.
+    array n, [C, 16]. If array n is None or missing, block n is zero.
     """
     block, result = block_row_column_indices()[0], 0.0
     for n, x in enumerate(arrays):

@@ -7,10 +7,10 @@ the norm rows and the gate rows.
 With keys of 64 or 128 channels, a block has one warpgroup, and two blocks share a multiprocessor,
 so that one block computes while the other block waits. If two blocks share a multiprocessor, each
 block has at most 115,712 bytes of shared memory, and all inputs of a block take more. So several
-inputs of a block use the same memory one after another: an input is copied as soon as no product
-reads the earlier input in its place. The [C, C] matrices are transposed: their rows are tokens j,
-their columns tokens i. The transposition makes the errors E a left operand, which wgmma takes from
-registers.
+inputs of a block use the same shared memory one after another: an input is copied as soon as no
+product reads the earlier input in its place. The [C, C] matrices are transposed: their rows are
+tokens j, their columns tokens i. The transposition makes the errors E a left operand, which wgmma
+takes from registers.
 
 With keys of 256 channels, one block fills a multiprocessor and needs more registers than one
 warpgroup has, so a block has two warpgroups. Both warpgroups compute E. Each warpgroup computes two
@@ -677,9 +677,9 @@ class _GradientBlock:
     # ---- queries and keys
 
     def query_and_key_gradients(self, error_dstate):
-        """Returns dQ and dK, computed as if the L2 norms of q and k were constants. Each is a list
-        of arrays [C, 64], one for each of this warpgroup's tiles of key channels. Adds to the sum
-        DG the parts of dg that come from Q S and from <S, dS'> (CARRIED).
+        """Returns dQ and dK, computed as if the L2 norms of q and k were constants. dQ and dK are
+        lists with an array [C, 64] for each of this warpgroup's tiles of key channels. Adds to the
+        sum DG the parts of dg that come from Q S and from <S, dS'> (CARRIED).
         """
         sums = self.sums
         gradients = [

@@ -35,8 +35,9 @@ INTERPRETER = plgpu.InterpretGPUParams()
 
 
 def multiprocessor_count() -> int:
-    """Returns the number of streaming multiprocessors of this process's GPU. If this process has no
-    such GPU, or if the kernels are interpreted, returns PROCESSORS.
+    """Returns the number of streaming multiprocessors of this process's GPU. If this process does
+    not have the GPU that the program is compiled for, or if the kernels are interpreted, returns
+    PROCESSORS.
     """
     target = compile_target()
     if target.may_lack_device or target.platform != "gpu":
@@ -75,7 +76,7 @@ class Problem:
       key_width: K, one of WIDTHS. The channels of q and k above `unpadded_key_width` are zeros.
       value_width: V, one of WIDTHS.
       unpadded_key_width: the key width of the caller's arrays. The product of a query and a key is
-        divided by the square root of this width.
+        divided by the square root of `unpadded_key_width`.
       normalize_qk: whether q and k are L2-normalised.
       delta_term: whether a write to the state has the delta term (`Settings.delta_term`).
       save_states: whether the forward pass writes the state before each chunk.
@@ -202,7 +203,7 @@ class Problem:
 
     def piece_start_and_length(self, piece):
         """Returns two integers: the index of the first chunk of a piece, and the number of chunks
-        of the piece. Index 0 is the chunk that the pass computes first.
+        of the piece. Chunks are numbered in the order in which the pass computes them.
         """
         if self.pieces_per_row == 1:
             return 0, self.chunks

@@ -30,7 +30,7 @@ def make_self_test(
     split: WorkSplit,
     interpret: bool = False,
 ) -> self_test.SelfTest:
-    """Returns the test for calls with these widths and settings.
+    """Returns the test for calls with the given widths and settings.
 
     Args:
       key: K, the key width.

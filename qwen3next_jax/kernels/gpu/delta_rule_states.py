@@ -11,7 +11,7 @@ docs/delta_rule.md, "In terms of E".
 In these kernels, states, errors and outputs are transposed: their rows are value channels, and
 their columns are tokens or key channels. Transposed states, errors and outputs can be left operands
 of products, which wgmma takes from registers. For keys of at most 128 channels, all arrays that the
-next chunk waits for therefore stay in registers.
+next chunk waits for stay in registers.
 
 If rows are split into P pieces (`Problem.best_work_split`), two kernels run one after the other.
 Pieces are numbered in the order in which the state, or its gradient, passes through them: in a
@@ -118,14 +118,14 @@ def backward_kernel(p, *refs):
 
 
 def first_piece_and_maps_forward_kernel(p, *refs):
-    """Computes piece 0 of each row as `forward_kernel` computes a row, and the maps of the pieces
-    1 to P - 2.
+    """Computes piece 0 of each row, with the code of `forward_kernel`, and the maps of the pieces 1
+    to P - 2.
     """
     _run_first_piece_or_map_block(_ForwardBlock, p, refs)
 
 
 def first_piece_and_maps_backward_kernel(p, *refs):
-    """Computes piece 0 of each row as `backward_kernel` computes a row, and the maps of the pieces
+    """Computes piece 0 of each row, with the code of `backward_kernel`, and the maps of the pieces
     1 to P - 2.
     """
     _run_first_piece_or_map_block(_BackwardBlock, p, refs)

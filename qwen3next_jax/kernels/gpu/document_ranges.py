@@ -6,10 +6,10 @@ plans the work (in the backward pass also the memory) of R · M documents of L t
 tokens may have T documents. With L = M = T, cuDNN would plan the work of T · T tokens for each row,
 which is far too much.
 
-Therefore documents are divided by their length into classes (`length_classes`), and each class is a
-call of its own. The call of a class reshapes the arrays to rows of L tokens, where L is the
-greatest length in the class. A document may continue in the next row of L tokens, which follows in
-memory. Since the documents of a class have similar lengths, few documents begin in one row of L
+To plan less work, documents are divided by their length into classes (`length_classes`), and each
+class is a call of its own. The call of a class reshapes the arrays to rows of L tokens, where L is
+the greatest length in the class. A document may continue in the next row of L tokens, which follows
+in memory. Since the documents of a class have similar lengths, few documents begin in one row of L
 tokens. So M, the largest number of documents of a row, is small for all data.
 
 B batch, T tokens of a row, R rows of L tokens with R · L = B · T, M documents of a row of L tokens.
@@ -114,9 +114,9 @@ def ranges_of_shared_documents(
     segment_ids_BT: jax.Array, kv_segment_ids_BS: jax.Array
 ) -> tuple[DocumentRanges, DocumentRanges]:
     """Returns the documents that have both queries and keys, if the keys are tokens of the row
-    before the queries. A row has at most one such document: the last document of the keys, if the
-    first query belongs to it. The first result gives the documents' ranges among the queries, the
-    second result among the keys.
+    before the queries. At most one document of a row has both: the last document of the keys, if
+    the first query belongs to it. The first result gives the documents' ranges among the queries,
+    the second result among the keys.
     """
     last_B1 = jnp.max(kv_segment_ids_BS, axis=1, keepdims=True)  # padding at the end has the id 0
     shared_B1 = (segment_ids_BT[:, :1] == last_B1) & (last_B1 > 0)

@@ -51,8 +51,8 @@ def call_block_kernel(
       out_specs: the block specification of each output.
       grid: the size of each grid axis.
       name: name of the kernel in a compiled program.
-      bytes_accessed: number of bytes that the call reads and writes. From this number, the
-        compiler's scheduler estimates the time of the call.
+      bytes_accessed: number of bytes that the call reads and writes. The compiler's scheduler
+        estimates the time of the call from `bytes_accessed`.
       interpret: whether a CPU interprets the kernel.
       scratch: the shapes of scratch memory.
     """

@@ -3,7 +3,7 @@
 gradients of attention.
 
 No scores go through HBM. The kernel that chooses the blocks writes two numbers for each query: the
-lowest score among the selected blocks, and an index of a block, before which blocks with exactly
+lowest score among the selected blocks, and the index of a block, before which blocks with exactly
 the lowest score are selected. The attention kernels compute the indexer's scores of a tile again,
 compare the scores with the two numbers of each query, and use the resulting mask for all heads. All
 kernels compute a score by the same products and sums, so that they get exactly the same score.
@@ -669,8 +669,8 @@ def _dkv_kernel(sizes, *refs):
 
 def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False):
     """Returns two arrays [B, T] int32 for each query: the lowest score among the blocks that the
-    query selects, as bits, and an index of a block, before which blocks with exactly this score are
-    selected.
+    query selects, as bits, and the index of a block, before which blocks with exactly the lowest
+    score are selected.
 
     Args:
       number_chosen: the number of blocks that a query selects.
@@ -757,8 +757,8 @@ class _ChoiceRefs(NamedTuple):
 def _choice_kernel(number_chosen, *refs):
     """Scores some chunks of blocks for a tile of queries. For each block, the kernel writes to
     `score_bits` [G, C] the score's bits, or -1 if the query does not see the block. The last step
-    finds the lowest selected score, and the index of the block before which blocks with exactly
-    this score are selected.
+    finds the lowest selected score, and the index of the block before which blocks with exactly the
+    lowest score are selected.
     """
     refs = _ChoiceRefs(*refs)
     b, t, g = (pl.program_id(axis) for axis in range(3))

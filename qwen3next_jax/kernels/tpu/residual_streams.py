@@ -73,7 +73,7 @@ def forward(eps, streams, weights, h, *, interpret: bool = False):
 
 
 def backward(weights, h, inner, sizes, dh, dx, dinner, *, interpret: bool = False):
-    """Computes the gradients of a token's numbers in the backward pass of the mix.
+    """Computes the gradients of all arrays with an axis of tokens in the backward pass of the mix.
 
     Args:
       weights, h: the arguments of `forward`.

@@ -32,9 +32,9 @@ class AttentionOptions(NamedTuple):
     Attributes:
       chosen_implementation: the implementation that runs the call.
       scale: factor of the scores.
-      causal: whether a query attends only to its own token and the tokens before it. If False, the
-        keys are tokens of the row before the queries, and a query attends to all keys of its
-        segment.
+      causal: whether a query attends only to its own token and the tokens before it. If `causal` is
+        False, the keys are tokens of the row before the queries, and a query attends to all keys of
+        its segment.
     """
 
     chosen_implementation: ChosenImplementation

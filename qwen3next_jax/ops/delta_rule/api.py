@@ -49,11 +49,11 @@ def gated_delta_rule(
         difference of running sums within a chunk of 64 tokens, so strong decay costs accuracy: if s
         is the sum of g over a chunk, the relative error is up to |s| * 3e-7 in float32. To forget
         everything, -100 is enough (exp(-100) is 4e-44); -inf gives NaN.
-      beta: [B, T, H] write strength, from 0 to 2. For keys of length 1 (`normalize_qk`) and beta
-        from 0 to 2, the matrix I - beta k k^T, which multiplies the state, has eigenvalues from -1
-        to 1. So the distance between two states that get the same tokens never increases. If,
-        without decay (g = 0), the values are a linear function of the keys, v = M^T k, the distance
-        of the state to M never increases, either.
+      beta: [B, T, H] write strength, from 0 to 2. For keys of length 1 (`normalize_qk`), the matrix
+        I - beta k k^T, which multiplies the state, then has eigenvalues from -1 to 1. So the
+        distance between two states that get the same tokens never increases. If, without decay (g =
+        0), the values are a linear function of the keys, v = M^T k, the distance of the state to M
+        never increases, either.
       initial_state: [B, H, K, V], the state before the first token; None means zeros. With
         `segment_ids`, `initial_state` belongs to the first segment.
       segment_ids: [B, T] integers or None. The ids of documents are positive and non-decreasing

@@ -4,11 +4,11 @@ Let S be the state before a shard's first token. The state after the shard's las
 S' = U + M S, and the shard's outputs are o = o0 + r S, where U, M, o0 and r do not depend on S. The
 steps are:
 
-    1. Every shard computes U, M, r and the inverses of its chunks in one pass (`affine_map`).
-    2. The shards exchange and compose their maps U + M S. The composition gives S of each shard.
-    3. Every shard runs the forward pass of the implementation from S, with the inverses of step 1.
-    4. In the backward pass the maps dS = M^T dS' + r^T dO are composed from the last shard to the
-       first, which gives dS', the gradient of S', of each shard.
+    1. Every shard computes U, M, r and the inverses of its chunks in one pass (`affine_map`). 2.
+    The shards exchange and compose their maps U + M S. The composition gives S of each shard. 3.
+    Every shard runs the forward pass of the implementation from S, with the inverses of step 1. 4.
+    In the backward pass, the maps dS = M^T dS' + r^T dO are composed from the last shard to the
+    first. The composition gives each shard dS', the gradient of S'.
     5. Every shard runs the backward pass of the implementation from dS'.
 
 docs/notes/many_devices.md lists the costs. If a document starts inside a shard, the shard's M is

@@ -182,9 +182,9 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
 
     Args:
       rows: [P, D]. All numbers have to be finite, because a kernel may multiply rows by zero.
-      choice: [P] integers in any order, a number for each row. The number is n · A + a if the row
-        belongs to choice a of token n. Two rows must not have the same number below Q. Rows with a
-        number of Q or more are left out.
+      choice: [P] integers in any order, a number for each row. A row that belongs to choice a of
+        token n has the number n · A + a. Two rows must not have the same number below Q. Rows with
+        a number of Q or more are left out.
       shape: the tuple (N, A).
     """
     chosen = choose_implementation(
