@@ -1,6 +1,6 @@
 """The largest numbers of each row.
 
-R rows of E numbers. A numbers to find in each row.
+R rows, E numbers of a row, A largest numbers to find in a row.
 """
 
 import functools

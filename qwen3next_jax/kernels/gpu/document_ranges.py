@@ -114,9 +114,9 @@ def ranges_of_shared_documents(
     segment_ids_BT: jax.Array, kv_segment_ids_BS: jax.Array
 ) -> tuple[DocumentRanges, DocumentRanges]:
     """Returns the documents that have both queries and keys, if the keys are tokens of the row
-    before the queries. At most one document of a row has both: the last document of the keys, if
-    the first query belongs to it. The first result gives the documents' ranges among the queries,
-    the second result among the keys.
+    before the queries. At most one document of a row has both queries and keys: the last document
+    of the keys, if the first query belongs to it. The first result gives the documents' ranges
+    among the queries, the second result among the keys.
     """
     last_B1 = jnp.max(kv_segment_ids_BS, axis=1, keepdims=True)  # padding at the end has the id 0
     shared_B1 = (segment_ids_BT[:, :1] == last_B1) & (last_B1 > 0)

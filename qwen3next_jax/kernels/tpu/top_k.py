@@ -1,7 +1,7 @@
 """A TPU kernel that finds the A largest numbers of each row. XLA sorts whole rows to find the
 largest numbers; the kernel instead finds and removes the largest number of a row A times.
 
-R rows of E numbers, A numbers to find in each row.
+R rows, E numbers of a row, A largest numbers to find in a row.
 """
 
 import functools
