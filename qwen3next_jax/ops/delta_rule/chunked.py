@@ -384,8 +384,8 @@ def _carry_state_through_chunks(
 def _carry_state_gradient_back(
     c: Chunk, do, dfinal, dots: MatrixProducts, exact: MatrixProducts, parallel: bool
 ):
-    """Returns the gradient of the state after each chunk, dR and X of each chunk, and the gradient
-    of the initial state.
+    """Returns the gradient of the state after each chunk, the gradients dR and X of each chunk
+    (`_backward_through_inverse`), and the gradient of the initial state.
     """
     po, qo = dots.tn(c.p, do), dots.tn(c.q, c.decay.gamma * do)
     if parallel:
