@@ -2,9 +2,9 @@
 kernels need a Hopper GPU; the kernels of the experts run on all GPUs from Ampere on. If the folder
 `kernels` is deleted, the operators run their XLA implementations.
 
-`ops.implementations` reads the table `KERNELS`, which gives the modules as strings. A kernel's
-module is imported when JAX traces a call of the operator for the kernel's platform, or when a call
-names the kernel.
+`ops.implementations` reads the table `KERNELS`, which gives the modules as import strings. The
+module of a kernel is imported when JAX traces a call for the kernel's platform of the operator that
+the kernel computes, or when a call names the kernel.
 """
 
 # {operator: {name of the implementation: (platform, module)}}. If an operator had several

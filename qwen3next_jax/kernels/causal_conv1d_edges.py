@@ -37,8 +37,8 @@ def gradient_of_inputs_before(activation, before, x, kernel, age, dy):
 
 def count_earlier_inputs_in_document(ids, width: int):
     """Returns [B, T] integers: how many of the W - 1 inputs before each token belong to the token's
-    document; -1 for a token of padding. The kernels call this number the age of the token. Returns
-    None if `ids` is None.
+    document; -1 for a token of padding. The kernels call this number of earlier inputs the age of
+    the token. Returns None if `ids` is None.
 
     Args:
       ids: [B, W - 1 + T], the document ids of the W - 1 inputs before the first token and of the T

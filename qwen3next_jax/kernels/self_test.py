@@ -1,14 +1,15 @@
 """A test of kernels on the user's own GPU. A call that names no implementation runs the kernels
-only if they passed this test. The test is needed because the kernels have run on few chips so far.
+only if they passed their test. The tests are needed because the kernels have run on few chips so
+far.
 
 Each kind of call has its own test. A kind of call is a combination of widths, dtypes and settings
 that the kernels are compiled for. The test runs the kernels and the XLA implementation on a tiny
 input and compares the results. The outcome is stored in a file whose name depends on the kind of
 call, the chip, the releases of PACKAGES and the source code of the kernels; later processes read
-the file. If the kernels raised an error, no outcome is stored, because the device's memory may have
-been full. While JAX traces a training step, no test runs; after the trace, the tests run in
-parallel (`implementations.trace_and_record`). If several processes run one program and the kernels
-fail in one process, all processes use the XLA implementation.
+the file. If the kernels raised an error, no outcome is stored, because a full memory of the device
+may have caused the error. While JAX traces a training step, no test runs; after the trace, the
+tests run in parallel (`implementations.trace_and_record`). If several processes run one program and
+the kernels fail in one process, all processes use the XLA implementation.
 """
 
 import dataclasses
@@ -54,12 +55,13 @@ class SelfTest:
         imported only when the outcome is looked up, because some of them need tokamax, which may
         not be installed.
       max_error: function that runs the kernels and the XLA implementation on a tiny input. The
-        function returns the name of the output or gradient in which they differ most, and the
-        relative L2 difference (`largest_error`).
+        function returns the name of the output or gradient in which the kernels and XLA differ
+        most, and the relative L2 difference (`largest_error`).
       tolerance: the largest difference with which the test passes.
       trained_on: the GPU and the JAX release with which the kernels have run training steps
-        (docs/gpu.md); "" if they have run none.
-      warning: a drawback of the kernels, printed although they passed; "" if there is none.
+        (docs/gpu.md); "" if the kernels have never run a training step.
+      warning: a drawback of the kernels, printed although the kernels passed the test; "" if the
+        kernels have no drawback.
     """
 
     name: str
@@ -74,11 +76,11 @@ class SelfTest:
 
 def kernels_run_by_default(test: SelfTest, unsupported: str = "") -> bool:
     """Returns whether a call that names no implementation runs the kernels. If the kernels can run
-    the call and no outcome of the test is stored, the function runs the test; while
-    `trace_and_record` traces, it assumes a pass instead. The function prints the decision and its
-    reason, the same text once in a process; while `trace_and_record` traces, it prints nothing. If
-    the program is compiled for a GPU that this process does not have, the function returns False
-    and prints nothing.
+    the call and no outcome of the test is stored, the function runs the test. While
+    `trace_and_record` traces, the function runs no test and assumes a pass. The function prints the
+    decision and the reason for the decision, each text once in a process; while `trace_and_record`
+    traces, it prints nothing. If the program is compiled for a GPU that this process does not have,
+    the function returns False and prints nothing.
 
     Args:
       test: the test on which the decision depends.
@@ -104,8 +106,8 @@ def kernels_run_by_default(test: SelfTest, unsupported: str = "") -> bool:
 
 def failure_or_assumed_pass(test: SelfTest) -> str:
     """Returns what went wrong in the test; "" if the kernels passed. While `trace_and_record`
-    traces, the function runs no test: if the outcome is not known yet, it assumes a pass and
-    returns "".
+    traces, the function runs no test: if the outcome of the test is not known yet, the function
+    assumes a pass and returns "".
     """
     device = jax.local_devices()[0]
     kind = _test_key(test)
@@ -117,7 +119,7 @@ def failure_or_assumed_pass(test: SelfTest) -> str:
 
 
 def known_failure(test: SelfTest) -> str:
-    """Returns what went wrong in the test if it has run in this process; otherwise ""."""
+    """Returns what went wrong in the test if the test has run in this process; otherwise ""."""
     return _agreed_outcomes.get(_test_key(test), "")
 
 
@@ -135,10 +137,10 @@ def unsupported_chip_reason() -> str:
 
 
 def agree_on_reason(question: str, reason: str) -> str:
-    """Exchanges between all processes the reasons why they cannot run some kernels. `reason` is the
-    reason of this process; "" if it can run the kernels. Returns `reason` if it is not "".
-    Otherwise returns the first reason that another process gave for the same `question`, or "" if
-    all processes can run the kernels.
+    """Tells all processes why a process cannot run some kernels. `reason` is the reason of this
+    process; "" if it can run the kernels. Returns `reason` if it is not "". Otherwise returns the
+    first reason that another process gave for the same `question`, or "" if all processes can run
+    the kernels.
     """
     if jax.process_count() == 1:
         return reason
@@ -146,8 +148,8 @@ def agree_on_reason(question: str, reason: str) -> str:
 
 
 def print_once(line: str):
-    """Prints a line to stderr, the same line only once in a process. The function prints nothing
-    while `trace_and_record` traces.
+    """Prints a line to stderr, unless this process has printed the same line before. The function
+    prints nothing while `trace_and_record` traces.
     """
     if not implementations.is_recording_decisions():
         _print_first_time(line)
@@ -159,14 +161,15 @@ def _print_first_time(line: str):
 
 
 def largest_error(names, got, want) -> tuple[str, float]:
-    """Returns the name of the array in which `got` and `want` differ most, and its relative L2
-    difference |got - want| / |want|. The difference is infinite if this quotient is not a finite
-    number, for example because `got` has NaN or because `want` is all zeros.
+    """Returns the name of the array in which `got` and `want` differ most, and the array's relative
+    L2 difference |got - want| / |want|. The difference counts as infinite if |got - want| / |want|
+    is not a finite number, for example because `got` has NaN or because `want` is all zeros.
 
     Args:
       names: one name for each array.
       got: the arrays to test.
-      want: the arrays to compare `got` with, each with as many elements as its counterpart.
+      want: the arrays to compare `got` with, each with as many elements as its counterpart in
+        `got`.
     """
     errors = {}
     for name, a, b in zip(names, got, want, strict=True):
@@ -193,8 +196,8 @@ def _test_key(test: SelfTest) -> tuple:
 def _failure_in_any_process(call, find: Callable[[], str]) -> str:
     """Calls `find()` once for each value of `call` and exchanges the results of all processes. A
     result is "" or says what went wrong. Returns this process's result if it is not "". Otherwise
-    it returns the first result of another process that is not "", or "" if there is none. A process
-    that gives no result in TIMEOUT seconds counts as a failure.
+    returns the first result of another process that is not "", or "" if all results are "". A
+    process that gives no result in TIMEOUT seconds counts as a failure.
     """
     if call not in _agreed_outcomes:
         key = hashlib.sha256(repr(call).encode()).hexdigest()[:16]
@@ -205,7 +208,7 @@ def _failure_in_any_process(call, find: Callable[[], str]) -> str:
 def _exchange_failures(key: str, found: str) -> str:
     """Exchanges the results of all processes under the name `key`. A result is "" or says what went
     wrong. Returns this process's result `found` if it is not ""; otherwise the first result of
-    another process that is not "", or "" if there is none.
+    another process that is not "", or "" if all results are "".
     """
     if jax.process_count() == 1:
         return found
@@ -271,7 +274,7 @@ def _stored_or_new_failure(device, test: SelfTest, folder: pathlib.Path) -> str:
 
 
 def _package_version(package: str) -> str:
-    """Returns the release of a package; "" if it is not installed."""
+    """Returns the release of a package; "" if the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -279,8 +282,8 @@ def _package_version(package: str) -> str:
 
 
 def _run_test(device, test: SelfTest) -> str:
-    """Runs the test on `device`. Returns "" if the kernels passed. Otherwise returns the error
-    that the kernels raised, or their largest difference from the XLA implementation.
+    """Runs the test on `device`. Returns "" if the kernels passed. If the kernels did not pass,
+    returns the error that they raised, or their largest difference from the XLA implementation.
     """
     try:
         with jax.default_device(device):

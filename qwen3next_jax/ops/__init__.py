@@ -1,5 +1,5 @@
-"""Operators: functions that take and return arrays. They import only JAX and NumPy. Some of them
-also have kernels, which a plugin package provides (`implementations.KERNELS`).
+"""Operators: functions that take and return arrays. The operators import only JAX and NumPy. Some
+operators also have kernels, which a plugin package provides (`implementations.KERNELS`).
 """
 
 import importlib

@@ -1,9 +1,9 @@
-"""Two operators between the projections of gated attention and the attention itself.
+"""Two operators that run before and after the attention of a gated attention layer.
 `norm_and_rotate` normalises queries or keys (RMS norm), rotates them (rotary position embedding)
 and splits them into heads. `gate_heads` gates the outputs of the heads and concatenates them.
 
-The kernels of both operators read or write each array once in the forward pass and once in the
-backward pass.
+In each pass, forward and backward, the kernels of both operators read their inputs once and write
+their outputs once.
 
 B batch, T time, N heads of K channels, C = N · K channels of all heads, L = LANES.
 """
@@ -24,8 +24,9 @@ LANES = 128  # only the first LANES channels of a head may rotate
 
 
 def has_kernels(time: int, width: int, rotary: int, dtype) -> bool:
-    """Returns whether the two operators run kernels for these sizes on the platform that the
-    program is compiled for. If the result is False, the operators run in XLA alone.
+    """Returns whether `norm_and_rotate` and `gate_heads` run kernels for these sizes on the
+    platform that the program is compiled for. If the result is False, both operators run in XLA
+    alone.
 
     Args:
       time: number of tokens in a row (T).
@@ -70,7 +71,7 @@ def cosine_and_sine_by_lane(cos, sin):
     """Returns two arrays [B, T, L], the cosine and the sine for each of the first L channels of a
     head, from the cosines and sines of the angles, [B, T, half] each. Channels that do not rotate
     have cosine 1 and sine 0. The rotation of a channel is cos · channel + sin · partner, where the
-    partner is the channel with which it is rotated. So the second array has −sin(angle) for the
+    partner is the other channel of the rotated pair. So the array of sines has −sin(angle) for the
     first half of the channels that rotate, and sin(angle) for the second half.
     """
     rest = (*cos.shape[:2], LANES - 2 * cos.shape[2])

@@ -11,16 +11,17 @@ SAVED = "kept"  # the remat policy of this name (model/remat.py) saves arrays of
 
 
 def accumulation_dtype(x):
-    """Returns the dtype in which sums over x are accumulated: float32, or x's own if it is
+    """Returns the dtype in which sums over x are accumulated: float32, or x's dtype if that is
     wider.
     """
     return jnp.promote_types(jnp.float32, x.dtype)
 
 
 def save_for_backward(tree, name: str = SAVED):
-    """Returns the same arrays with a name (`checkpoint_name`), so that a policy of `jax.checkpoint`
-    can save them for the backward pass by that name. Name the arrays that are expensive to compute.
-    If a policy saves only named arrays, the backward pass recomputes all other arrays.
+    """Returns the arrays of `tree` with a name (`checkpoint_name`). A policy of `jax.checkpoint`
+    can save arrays with this name for the backward pass. Name the arrays that are expensive to
+    compute. If a policy saves only named arrays, the backward pass recomputes all arrays without a
+    name.
     """
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)
 
@@ -42,7 +43,7 @@ def to_chunks(tree, axis: int, size: int, mode: str = "constant"):
 
 
 def from_chunks(tree, axis: int, length: int):
-    """The inverse of `to_chunks` for an axis that had `length` entries. It drops the padding."""
+    """The inverse of `to_chunks` for an axis that had `length` entries. The padding is dropped."""
 
     def merge(x):
         x = jnp.moveaxis(x, 0, axis)

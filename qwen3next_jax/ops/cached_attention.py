@@ -1,4 +1,4 @@
-"""Attention to a key-value cache. One array holds the caches of several layers. The cache of a
+"""Attention to a key-value cache. A single array holds the caches of several layers. The cache of a
 layer has one slot for each token of a row.
 
 R layers, B batch, T queries, S slots, C slots per block, N query heads, M key/value heads, D head
@@ -18,8 +18,8 @@ _HIDDEN = -1e30
 
 
 def write_to_cache(cache: jax.Array, new: jax.Array, layer, start: jax.Array) -> jax.Array:
-    """Returns the cache with `new` written into slots start, start + 1, … of `layer`. XLA writes in
-    place if the old cache is not used again.
+    """Returns the cache with `new` written into slots start, start + 1, … of `layer`. If the old
+    cache is not used again, XLA writes into the memory of the old cache.
 
     Args:
       cache: [R, B, S, M, D], the caches of all layers.
@@ -55,7 +55,7 @@ def cached_attention(
 
     Args:
       q: [B, T, N, D], the queries.
-      k, v: [R, B, S, M, D], the cached keys and values, with N % M == 0. They may be the same
+      k, v: [R, B, S, M, D], the cached keys and values, with N % M == 0. k and v may be the same
         array.
       layer: index of the layer.
       positions: [B, T] integers, the position of each query. A query at a negative position is
@@ -85,8 +85,8 @@ def cached_attention(
 
 
 def _attend_to_all_slots(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
-    """Computes attention to all slots at once. The arrays have no axis of key heads; such an axis
-    of size 1, as in `_attend_blockwise`, would make the function take two thirds more time.
+    """Computes attention to all slots at once. The arrays have no axis of key heads. An axis of key
+    heads of size 1, as in `_attend_blockwise`, would make the function take two thirds more time.
     """
     q_BLX = q_BTNX.reshape(len(q_BTNX), -1, q_BTNX.shape[-1])
     position_BL1 = jnp.repeat(positions_BT, q_BTNX.shape[2], axis=1)[..., None]

@@ -35,20 +35,21 @@ def causal_conv1d(
       kernel: [W, *channels]. kernel[W - 1] multiplies the input of the current token.
       activation: "silu" or None.
       initial_state: [B, W - 1, *channels], the inputs before the first token, oldest first; None
-        means zeros. With `segment_ids` these inputs belong to the first segment.
-      segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
-        document, and 0 marks padding at the end. A token reads no input of another document. The
-        outputs of padding are zeros.
+        means zeros. With `segment_ids`, `initial_state` belongs to the first segment.
+      segment_ids: [B, T] integers or None. The ids of documents are positive and non-decreasing
+        along T; 0 marks padding at the end. A token reads no input of another document. The outputs
+        of padding are zeros.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
-        `shard_map`. x and `segment_ids` are then this shard's parts, and a document has the same id
-        on every shard. Only the first shard reads its `initial_state`; other shards ignore theirs,
-        which gets no gradient. Every shard returns the final state of the whole row.
+        `shard_map`. With `axis_name`, x and `segment_ids` are this shard's parts, and a document
+        has the same id on every shard. Only the first shard reads `initial_state`; on all other
+        shards, `initial_state` is ignored and gets no gradient. Every shard returns the final state
+        of the whole row.
 
     Returns:
       y: [B, T, *channels] in x's dtype. Products and sums are in float32 (float64 for float64).
       final_state: [B, W - 1, *channels] in x's dtype, the last W - 1 inputs before the padding,
-        oldest first. With `segment_ids`, inputs of other documents than the last one are replaced
-        by zeros.
+        oldest first. With `segment_ids`, only inputs of the last document are kept; all other
+        inputs are replaced by zeros.
 
     Raises:
       ValueError: shapes, dtypes or the activation do not fit, or a shard holds fewer than W - 1
@@ -140,8 +141,8 @@ def _inputs_of_previous_shard(x, first, size: int, axis_name: str):
 
 
 def _same_document_masks(ids, width: int, dtype):
-    """Returns [W, B, T] with 1 where t is a token (not padding) and the input that kernel[w]
-    multiplies for t belongs to t's document, else 0.
+    """Returns [W, B, T]: entry (w, b, t) is 1 if t is a token (not padding) and the input that
+    kernel[w] multiplies for token t belongs to the document of token t, else 0.
     """
     own = ids[:, width - 1 :]
     time = own.shape[1]
@@ -151,7 +152,8 @@ def _same_document_masks(ids, width: int, dtype):
 
 
 def _masked_products_by_tap(rows, scale, same):
-    """Returns the list of rows[w] * scale[w] for w = 0 … W - 1, with zeros where `same` is 0.
+    """Returns a list of the arrays rows[w] * scale[w] for w = 0 … W - 1, with zeros where `same` is
+    0.
 
     Args:
       rows: W arrays [B, T, D].
@@ -208,7 +210,8 @@ def _forward_in_xla(activation, before, x, kernel, ids):
 
 def _backward_in_xla(activation, before, x, kernel, ids, dy, *, row_by_row: bool):
     """Returns the gradients of `before`, x and `kernel`, given dy, the gradient of the outputs.
-    `row_by_row` says whether the gradient of `kernel` is summed one row of the batch at a time.
+    `row_by_row` says whether the sum for the gradient of `kernel` takes one row of the batch at a
+    time.
     """
     extended = jnp.concatenate([before, x], axis=1)
     dextended, dkernel = _input_and_kernel_gradients(
@@ -218,7 +221,7 @@ def _backward_in_xla(activation, before, x, kernel, ids, dy, *, row_by_row: bool
 
 
 def _input_and_kernel_gradients(activation, row_by_row, extended, kernel, ids, dy):
-    """Returns the gradients of `extended` [B, W - 1 + T, D], which is `before` followed by x, and
+    """Returns two gradients: of `extended` [B, W - 1 + T, D], which is `before` followed by x, and
     of `kernel`. `_backward_in_xla` describes the other arguments.
     """
     width, wide = kernel.shape[0], jnp.promote_types(jnp.float32, extended.dtype)
@@ -254,8 +257,8 @@ def _input_and_kernel_gradients(activation, row_by_row, extended, kernel, ids, d
 
 
 def _xla_implementation(platforms, row_by_row: bool) -> XlaImplementation:
-    """Returns the implementation "xla" for these platforms. `row_by_row` says whether the gradient
-    of the kernel is summed one row of the batch at a time.
+    """Returns the implementation "xla" for `platforms`. `row_by_row` says whether the sum for the
+    gradient of the kernel takes one row of the batch at a time.
     """
     backward = functools.partial(_backward_in_xla, row_by_row=row_by_row)
     return XlaImplementation("xla", platforms, dict(forward=_forward_in_xla, backward=backward))

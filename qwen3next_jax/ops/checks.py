@@ -7,16 +7,16 @@ import jax.numpy as jnp
 
 
 def check_shapes(**arrays) -> dict:
-    """Checks the shapes of arrays. Each argument has the form name=(array or None, axes), where
-    `axes` lists the array's axes by letter or size, such as "BTD" or ("B", "T", 3).
+    """Checks the shapes of arrays. Each argument has the form name=(array or None, axes). `axes`
+    gives a letter or a size for each axis of the array, such as "BTD" or ("B", "T", 3).
 
     Returns:
-      {letter: the size of its axes}.
+      A dict: letter → the size of the axes with this letter.
 
     Raises:
-      ValueError: an array has another number of axes than `axes`, an axis with a letter has size 0,
-        axes with the same letter have different sizes, or an axis given as a number has another
-        size.
+      ValueError: the number of axes of an array differs from the number in `axes`, an axis with a
+        letter has size 0, axes with the same letter have different sizes, or the size of an axis
+        differs from the size in `axes`.
     """
     sizes = {}
     for name, (x, axes) in arrays.items():
@@ -51,10 +51,10 @@ def check_implementation_name(name: str | None, known):
 
 def check_values_at_runtime(wrong: dict):
     """Checks values while the program runs: a host callback raises a ValueError with the first
-    message whose condition is true.
+    message in `wrong` whose condition is true.
 
     Args:
-      wrong: {message: its condition, a traced boolean scalar}.
+      wrong: message → condition, a traced boolean scalar.
     """
 
     def report(*found):

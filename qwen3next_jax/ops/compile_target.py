@@ -1,8 +1,8 @@
 """Finds the platform for which the program that is being traced will be compiled, and for a TPU
 also the chip.
 
-Operators choose their implementation by this platform while they are traced
-(`implementations.choose_implementation`), so that no code for another platform is traced.
+While operators are traced, they choose their implementation by the platform that the program is
+compiled for (`implementations.choose_implementation`). So JAX traces no code for other platforms.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ class CompileTarget(NamedTuple):
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       may_lack_device: True if `compiling_for` names the platform, or if an abstract mesh names
-        another platform than this process's default. The process may then have no device of that
-        platform, so kernels cannot be tested.
+        another platform than this process's default. If `may_lack_device` is True, kernels cannot
+        be tested, because the process may have no device of the platform.
     """
 
     platform: str
@@ -51,7 +51,7 @@ class CompileTarget(NamedTuple):
 
 
 def compile_target() -> CompileTarget:
-    """Returns the target of the current trace. The target comes from the first of these settings
+    """Returns the target of the current trace. The target comes from the first setting of this list
     that is set:
 
     1. the context `compiling_for`;
@@ -76,8 +76,8 @@ def compile_target() -> CompileTarget:
 @contextlib.contextmanager
 def compiling_for(platform: str):
     """Returns a context in which operators choose their implementations for `platform` ("cpu",
-    "gpu" or "tpu"), whatever devices this machine has. Use it around `lower(lowering_platforms=…)`
-    and `jax.export` for another platform.
+    "gpu" or "tpu"), whatever devices this machine has. Use this context around
+    `lower(lowering_platforms=…)` and `jax.export` for another platform.
     """
     with _platform(_platform_name(platform)):
         yield

@@ -26,7 +26,7 @@ _MEMORY_PART = 32
 
 
 class RowResults(NamedTuple):
-    """Results for each row. They carry no gradients."""
+    """The results for each row. No gradient flows through these results."""
 
     nll: jax.Array  # [R] float32, the negative log-likelihood of the target in nats
     logsumexp: jax.Array  # [R] float32, the logsumexp of the logits
@@ -48,28 +48,28 @@ def linear_cross_entropy(
     the logits l_r = x_r w, computed one chunk of rows after another, and results for each row.
 
     If the call is differentiated, the forward pass also computes the gradients of each chunk from
-    the chunk's logits. The backward pass only multiplies these gradients by the gradient of the
-    loss, a scalar. Each chunk of a differentiated call takes three matrix products. For a narrow
-    model on a TPU, each chunk takes two more products, which compute the logits again, because this
-    takes less time than writing the logits to HBM and reading them. The arrays saved between the
-    passes are dx [R, D], dw [D, V] and vectors [R]; no array [R, V] is saved.
+    the chunk's logits. The backward pass only multiplies the stored gradients by the gradient of
+    the loss, a scalar. Each chunk of a differentiated call takes three matrix products. For a
+    narrow model on a TPU, each chunk takes two more products, which compute the logits again,
+    because computing logits takes less time than writing them to HBM and reading them. The arrays
+    saved between the passes are dx [R, D], dw [D, V] and vectors [R]; no array [R, V] is saved.
 
     Args:
       x: [R, D], the inputs of the head, in the dtype of computation.
       w: [D, V], the weights of the head, cast to x's dtype for the products. Pass tied embeddings
         [V, D] transposed; XLA folds the transpose into the product.
       targets: [R] integers in [0, V). The target of a row of weight 0 may be any integer.
-      weights: [R] float32, the weight of each row in the loss. The gradient of a weight is the
-        row's term of the loss.
+      weights: [R] float32, the weight of each row in the loss. The gradient with respect to a row's
+        weight is the row's unweighted loss.
       z_weight: z, the weight of the z-loss (PaLM, 2204.02311, section 5), which keeps logsumexp
         near 0.
-      softcap: c; the logits are c · tanh(x_r w / c) (Gemma 2, 2408.00118). 0: they are x_r w.
+      softcap: c; the logits are c · tanh(x_r w / c) (Gemma 2, 2408.00118). 0: the logits are x_r w.
       chunk: number of rows in a chunk, at least 1; None means a number that suits the platform.
 
     Returns:
       loss_sum: float32 scalar.
-      rows: the results for each row. If several logits are the largest, `argmax` is the first of
-        their indices.
+      rows: the results for each row. If several logits of a row are equally large, `argmax` is the
+        smallest of their indices.
 
     Raises:
       ValueError: shapes or dtypes do not fit, or `chunk` is less than 1.
@@ -168,13 +168,13 @@ def _loss_and_gradients_by_chunk(settings: _LossSettings, x, w, targets, weights
 def _chunk_results_and_gradients(
     settings: _LossSettings, x_CD, w_DV, target_C, weight_C, wide, gradients
 ):
-    """Returns the `RowResults` of a chunk and, if `gradients`, the gradients dx [C, D] and dw [D,
-    V] that the chunk contributes; else None for both.
+    """Returns the `RowResults` of a chunk, dx [C, D], and the chunk's part of dw [D, V]. If
+    `gradients` is False, dx and dw are None.
     """
 
     def product(*after):
-        """Computes the logits. In a call with other arrays `after`, XLA computes the logits again,
-        and does so only after these arrays are known.
+        """Computes the logits. If arrays `after` are given, XLA computes the logits again, but only
+        after the arrays `after` are known.
         """
         logits_CV = jnp.dot(
             jax.lax.optimization_barrier((x_CD, *after))[0], w_DV, preferred_element_type=wide
@@ -231,7 +231,7 @@ def _target_logits(logits_CV, target_C, hit_CV):
 
     On a GPU, the function reads only the logits of the targets. A sum over all logits, masked by
     `hit_CV` (True at the targets), would read all logits once more. On other platforms, XLA fuses
-    this sum with other reductions.
+    the masked sum with other reductions.
     """
     if compile_target().platform != "gpu":
         return jnp.sum(jnp.where(hit_CV, logits_CV, 0), axis=1)

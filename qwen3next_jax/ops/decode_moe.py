@@ -1,8 +1,8 @@
-"""Routed experts for a small batch on a CPU, as in decoding. If the tokens chose few of the
-experts, only the chosen experts are computed.
+"""Routed experts for a small batch on a CPU, as in decoding. If only a part of the experts is
+likely to be chosen, only the chosen experts are computed.
 
-R tokens, A choices per token, E experts, D model width, I expert width, C tokens that an expert
-processes at a time.
+R tokens, A choices per token, E experts, D model width, I expert width, C the number of tokens that
+an expert processes at a time.
 """
 
 import jax
@@ -14,8 +14,8 @@ _MIN_ROWS = 4
 
 
 def is_decode_batch(tokens: int, choices: int, experts: int, stacked: bool = False) -> bool:
-    """Returns whether, on a CPU, `decode_moe` is expected to be faster than sorting the choices by
-    expert and computing a grouped product.
+    """Returns whether `decode_moe` should be faster on a CPU than a grouped product over rows
+    sorted by expert.
 
     Args:
       tokens: number of tokens (R).
@@ -67,18 +67,18 @@ def decode_moe(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
 
 
 def _is_faster_with_all_experts(tokens, choices, experts, layer) -> bool:
-    """Returns whether `decode_moe` computes all experts in one product. One product is faster if
-    the tokens are likely to choose most of the experts, because slicing one expert's weights out of
-    the array takes as long as the expert's products. One product is not faster if the array holds
-    the weights of several layers (`layer` is then true), because the weights of all experts of the
-    layer would first have to be sliced out.
+    """Returns whether `decode_moe` computes all experts in one product. A single product is faster
+    if the tokens are likely to choose most of the experts, because slicing one expert's weights out
+    of the array takes as long as the expert's products. If the array holds the weights of several
+    layers (`layer` is then true), a single product is not faster, because the weights of all
+    experts of the layer would first have to be sliced out.
     """
     return tokens > 2 and 2 * tokens * choices > experts and not layer
 
 
 def _compute_all_experts(x_RD, weight_RA, expert_RA, gate_up, down):
-    """Computes all experts at once. Each pass computes up to C tokens of every expert. Passes are
-    run until the expert with the most tokens is done; in most cases one pass is enough.
+    """Computes all experts at once. Each pass computes up to C tokens of every expert. Passes run
+    until the expert with the most tokens is done; in most cases one pass is enough.
     """
     (r, a), e = expert_RA.shape, len(gate_up)
     used_RE, weight_RE = _chosen_mask_and_weights(weight_RA, expert_RA, e)

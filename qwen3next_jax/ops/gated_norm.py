@@ -19,12 +19,10 @@ GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 def gated_norm(o, gate, weight, eps: float, gate_type: str = "silu"):
     """Returns y = o / rms(o) · weight · f(gate), with the root mean square over the channels of
-    each head. The function f is silu or sigmoid.
-
-    This is the output norm of Gated DeltaNet (https://arxiv.org/abs/2412.06464), called
-    `FusedRMSNormGated` in the library fla. For the gate "silu" there are kernels for TPUs and
-    Hopper GPUs, which read and write each array once in the forward pass and once in the backward
-    pass. Other gates run in XLA alone.
+    each head. The function f is silu or sigmoid. Gated DeltaNet (https://arxiv.org/abs/2412.06464)
+    normalises its outputs with this operator, which the library fla calls `FusedRMSNormGated`. For
+    the gate "silu" there are kernels for TPUs and Hopper GPUs. In each pass, forward and backward,
+    the kernels read their inputs once and write their outputs once. Other gates run in XLA alone.
 
     Args:
       o, gate: [B, T, H · V].

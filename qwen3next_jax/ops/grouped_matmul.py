@@ -2,9 +2,9 @@
 of its group, as in a mixture of experts.
 
 The implementation "blocked" copies the rows into blocks. Each block holds rows of one group, padded
-with zeros. The implementation then computes batched products of blocks and matrices, so each row is
-multiplied by one matrix only. `jax.lax.ragged_dot`, which XLA compiles well for TPUs, multiplies
-each row by all matrices on CPUs and GPUs.
+with zeros. The implementation "blocked" then computes batched products of blocks and matrices, so
+each row is multiplied by a single matrix. `jax.lax.ragged_dot`, which XLA compiles well for TPUs,
+multiplies each row by all matrices on CPUs and GPUs.
 
 R rows, C rows per block, D input width, F output width, E groups (experts), G = min(E, R) the
 largest number of groups that can have rows, I expert width, n batches of K blocks each, W groups
@@ -34,11 +34,12 @@ class BlockSizes(NamedTuple):
 
     Attributes:
       largest_block_rows: the largest number of rows in a block.
-      blocks_per_group: the number of blocks into which a group of mean size is split. The group is
-        split into fewer blocks if the blocks would have less than `_FULL_TILE` rows. More blocks
-        mean less padding, because each group has less than one block of padding.
-      batch_weight_elements: the largest number of elements of the weights that are copied for one
-        batch of blocks.
+      blocks_per_group: the number of blocks into which a group of mean size is split. A group is
+        split into fewer blocks if the blocks would have less than `_FULL_TILE` rows. With more
+        blocks per group, blocks are shorter, and there is less padding, because the padding of a
+        group is shorter than one block.
+      batch_weight_elements: for each batch of blocks, the weights of the blocks' groups are copied;
+        the copies have at most this number of elements.
     """
 
     largest_block_rows: int
@@ -59,15 +60,15 @@ _FULL_TILE = 64  # a product of fewer rows takes no less time
 def grouped_matmul(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
-    """Returns y with y_r = x_r · w[e], where e is the group of row r.
+    """Returns y with y_r = x_r · w[e] for each row r, where e is the group of row r.
 
     Args:
       x: [R, D], the rows sorted by group.
       w: [E, D, F], the matrix of each group.
-      group_sizes: [E] integers, the number of rows of each group. If their sum is less than R, the
-        result has zeros in the last R - sum rows.
+      group_sizes: [E] integers, the number of rows of each group. If the sizes add up to less than
+        R, the remaining rows of the result, at its end, are zeros.
       implementation: "blocked", "ragged_dot", or None for the platform's best. None means
-        "ragged_dot" on a TPU, tokamax's kernels on a GPU on which they passed their test
+        "ragged_dot" on a TPU, tokamax's kernels on a GPU on which the kernels passed their test
         (docs/gpu.md), and "blocked" otherwise.
 
     Returns:
@@ -190,8 +191,8 @@ def _mlp_gradients_by_matmul(gradients, x, gate_up, down, group_sizes, hidden, d
 
 
 def _swiglu(hidden):
-    """Returns silu(gate) · up [..., I], computed in float32, for hidden [..., 2I], which holds the
-    gate in its first half and up in its second half.
+    """Returns silu(gate) · up [..., I], computed in float32. The first half of hidden [..., 2I] is
+    the gate, the second half is up.
     """
     gate, up = jnp.split(hidden.astype(accumulation_dtype(hidden)), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(hidden.dtype)
@@ -215,8 +216,8 @@ def _gradients_by_ragged_dot(x, w, group_sizes, dy):
 
 
 class _BlockPlan(NamedTuple):
-    """Which rows lie in which blocks. The "rank" of a group is its index among the groups that have
-    rows.
+    """Which rows lie in which blocks. The "rank" of a group is the index of the group among the
+    groups that have rows.
     """
 
     group_of_block: jax.Array  # [n, K] the group of each block
@@ -292,16 +293,17 @@ def _plan_blocks(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _Bl
 
 
 def _scan_block_batches(plan: _BlockPlan, rows, weights, step):
-    """Runs `step` on one batch of blocks after another. In the shapes below, D and F stand for any
-    widths, which differ from array to array.
+    """Runs `step` on one batch of blocks after another. In the shapes of the arguments and results,
+    D and F stand for any widths, which differ from array to array.
 
     Args:
       plan: which rows lie in which blocks.
       rows: tuple of arrays [R, F], which `step` takes in blocks.
-      weights: tuple of arrays [E, D, F], one for each array of terms. The sums of the terms have
-        the shape and dtype of this array.
+      weights: tuple of arrays [E, D, F], one for each array of terms. The sum of the terms of an
+        array has the shape and dtype of the array.
       step: function that takes the group of each block, [K], and for each array of `rows` its
-        blocks, [K, C, F]. It returns a tuple of outputs [K, C, F] and a tuple of terms [K, D, F].
+        blocks, [K, C, F]. `step` returns a tuple of outputs [K, C, F] and a tuple of terms
+        [K, D, F].
 
     Returns:
       A tuple of the outputs as rows [R, F], with zeros in rows that belong to no group; and a tuple
@@ -448,7 +450,7 @@ def _expert_mlp_gradients_in_blocks(sizes, x, gate_up, down, group_sizes, hidden
 
 
 def _blocked_functions_by_name(sizes: BlockSizes):
-    """Returns the functions of the implementation "blocked" by name, for these sizes of blocks."""
+    """Returns the functions of the implementation "blocked" by name, for blocks of `sizes`."""
     functions = dict(
         matmul=_matmul_in_blocks,
         gradients=_matmul_gradients_in_blocks,

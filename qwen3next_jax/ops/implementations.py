@@ -4,14 +4,15 @@ There are two kinds of implementations. An XLA implementation uses XLA alone; th
 module lists its XLA implementations in a tuple `XLA_IMPLEMENTATIONS`. An operator may also have
 kernels, which the plugin package `qwen3next_jax.kernels` lists by operator. If a call names an
 implementation, `choose_implementation` returns this implementation, or raises an error that says
-why it cannot run. If a call names no implementation, `choose_implementation` returns the best one
-for the platform that the program is compiled for (`compile_target`). If the plugin is not
-installed, every operator runs an XLA implementation.
+why the implementation cannot run. If a call names no implementation, `choose_implementation`
+returns the best implementation for the platform that the program is compiled for
+(`compile_target`). If the plugin is not installed, every operator runs an XLA implementation.
 
-`trace_and_record` traces a function and returns which implementations `choose_implementation` chose
-meanwhile, and why. Some kernels are used only after they have passed a test on the chip. While
-`trace_and_record` traces a function, these kernels are assumed to pass. After the trace their tests
-run in parallel; if a test fails, the function is traced again without the kernels that failed.
+`trace_and_record` traces a function, and returns the implementations that `choose_implementation`
+chose during the trace, with the reasons. Some kernels are used only after they have passed a test
+on the chip. While `trace_and_record` traces a function, kernels are assumed to pass their tests.
+After the trace the tests run in parallel; if a test fails, the function is traced again without the
+kernels that failed.
 """
 
 import concurrent.futures
@@ -58,8 +59,9 @@ class XlaImplementation:
       name: name of the implementation, for the operator's argument `implementation`. Several XLA
         implementations of an operator may have the same name.
       platforms: platforms on which the implementation is the default if no kernel runs. A call that
-        names the implementation can run on every platform: it runs the implementation of that name
-        that lists the platform, or, if there is none, the last implementation of that name.
+        names the implementation can run on every platform: it runs the implementation with this
+        name whose `platforms` include the call's platform, or, if there is none, the last
+        implementation with this name.
       functions: the implementation's functions by name, such as "forward" and "backward".
     """
 
@@ -70,8 +72,8 @@ class XlaImplementation:
 
 @dataclasses.dataclass(frozen=True)
 class KernelImplementation:
-    """An operator's kernels for one platform. A call that names them can also run them on a CPU,
-    which interprets them.
+    """An operator's kernels for one platform. A call that names the kernels can also run on a CPU,
+    which interprets the kernels.
 
     Attributes:
       operator: name of the operator in the plugin's table.
@@ -79,10 +81,10 @@ class KernelImplementation:
       platform: "tpu" or "gpu".
       module: import string of the module that has the operator's functions, each with an argument
         `interpret`. The module also has a function `unsupported_reason(**call)`, which returns ""
-        or the reason why the kernels cannot run a call. It may have a function
+        or the reason why the kernels cannot run a call. The module may have a function
         `is_default(**call)`, which returns whether a call that names no implementation runs the
-        kernels; if a module has no `is_default`, every such call that the kernels support
-        runs them.
+        kernels. Without `is_default`, a call that names no implementation runs the kernels if they
+        support the call.
     """
 
     operator: str
@@ -119,8 +121,8 @@ class KernelImplementation:
 
 
 class ChosenImplementation(NamedTuple):
-    """The implementation that runs the forward and the backward pass of one call. It is hashable,
-    so that a function with a custom gradient can take it as a static argument.
+    """The implementation that runs the forward and the backward pass of one call. The tuple is
+    hashable, so that a function with a custom gradient can take it as a static argument.
 
     Attributes:
       implementation: the XLA implementation or the kernels.
@@ -151,7 +153,7 @@ class ChosenImplementation(NamedTuple):
 
     def constant_named(self, name: str, default):
         """Returns the constant called `name` of the kernels' module. Returns `default` if the
-        module has no such constant, or if the implementation uses XLA alone.
+        kernels' module has no constant of this name, or if the implementation uses XLA alone.
         """
         return getattr(self.implementation.load(), name, default) if self.is_kernel else default
 
@@ -165,13 +167,13 @@ def choose_implementation(
       operator: name of the operator in the plugin's table.
       named: name of the implementation that the caller asks for; None asks for the best one.
       xla_implementations: the operator's implementations that use XLA alone. The message of
-        `Unsupported` recommends the first one.
+        `Unsupported` recommends the first of these implementations.
       call: the arrays and settings of the call, which the function `unsupported_reason` of the
         operator's kernels takes.
 
     Raises:
-      Unsupported: the named implementation cannot run this call, or the plugin that has it is
-        missing. This is a NotImplementedError.
+      Unsupported: the named implementation cannot run this call, or the plugin with its kernels is
+        missing. `Unsupported` is a NotImplementedError.
       ImportError: the plugin lists a module that cannot be imported.
     """
     platform = compile_target().platform
@@ -264,9 +266,9 @@ class Decision:
       is_kernel: whether the operator runs kernels.
       why_chosen: why the implementation runs.
       why_no_kernels: why the kernels for this platform do not run, as a clause whose subject is the
-        call; "" if they run, if the platform has no kernels or if the caller named the
+        call; "" if the kernels run, if the platform has no kernels or if the caller named the
         implementation.
-      shapes_and_dtypes: the shapes and dtypes of the first such call.
+      shapes_and_dtypes: the shapes and dtypes of the first call for which this was decided.
     """
 
     operator: str
@@ -278,9 +280,9 @@ class Decision:
 
     @property
     def slowness_warning(self) -> str:
-        """A warning for users if the operator runs without kernels on a platform that has kernels
-        and a step therefore takes longer; else "". There is no warning for a call that the kernels
-        never run by default, such as one with rows that are too short.
+        """A warning for users if the platform has kernels for the operator, but the operator runs
+        without kernels and slows down a step; else "". There is no warning for a call that the
+        kernels never run by default, such as a call with rows that are too short.
         """
         slow = _SLOW_WITHOUT_KERNELS.get(self.operator, "")
         if not slow or not self.why_no_kernels or self.why_no_kernels.endswith(BY_DEFAULT):
@@ -290,13 +292,15 @@ class Decision:
 
 
 class _ThreadState(threading.local):
-    """What one thread records while it traces.
+    """The records of one thread that traces a function.
 
     Attributes:
       decisions: (operator, implementation, reason, refusal) → decision; None while
         `trace_and_record` does not run in this thread.
-      tests: kind of call → the postponed test of its kernels, which returns "" or what went wrong.
-      reason, refusal: why the kernels that were asked last are, or are not, the default.
+      tests: kind of call → the postponed test of the kernels for this kind of call; the test
+        returns "" or what went wrong.
+      reason, refusal: why the kernels that `choose_implementation` considered last are, or are not,
+        the default.
     """
 
     def __init__(self):
@@ -309,11 +313,12 @@ _state = _ThreadState()
 
 
 def trace_and_record(trace: Callable[[], object]) -> tuple[Decision, ...]:
-    """Calls `trace()`, which traces a function, and returns the decisions made meanwhile in this
-    thread, each once. Meanwhile the tests of kernels are postponed; they run in parallel after the
-    trace has ended. If a test fails, JAX's caches of traced functions are cleared, and `trace()` is
-    called again without these kernels; an error of the first `trace()` may come from them. If no
-    test fails, an error of `trace()` is raised.
+    """Calls `trace()`, which traces a function, and returns the decisions that this thread made
+    during the trace, each decision once. The tests of kernels are postponed during the trace; they
+    run in parallel after the trace has ended. If a test fails, JAX's caches of traced functions are
+    cleared, and `trace()` is called again without the kernels that failed; an error of the first
+    `trace()` is ignored, because it may come from these kernels. If no test fails, an error of
+    `trace()` is raised.
     """
     while True:
         error = None
@@ -337,12 +342,13 @@ def trace_and_record(trace: Callable[[], object]) -> tuple[Decision, ...]:
 
 def postpone_kernel_test(kind: Hashable, test: Callable[[], str]) -> bool:
     """Postpones the test of a call's kernels if `trace_and_record` is running in this thread.
-    Returns whether the test is postponed. If it is not, the caller has to run the test at once.
+    Returns whether the test is postponed. If the test is not postponed, the caller has to run the
+    test at once.
 
     Args:
       kind: everything on which the outcome of the test depends. Only one test of each kind runs.
-      test: returns "" if the kernels passed, otherwise what went wrong. A later call of
-        `choose_implementation` has to know the outcome.
+      test: returns "" if the kernels passed, otherwise what went wrong. The function has to store
+        the outcome, so that later calls of `choose_implementation` know the outcome.
     """
     if is_recording_decisions():
         _state.tests.setdefault(kind, test)
@@ -350,9 +356,9 @@ def postpone_kernel_test(kind: Hashable, test: Callable[[], str]) -> bool:
 
 
 def record_why_default(enabled: bool, reason: str) -> None:
-    """Records why kernels run a call by default (`enabled`), or why they do not. The function
-    `is_default` of kernels calls it. A reason why kernels do not run is a clause whose subject is
-    the call.
+    """Records why kernels run a call by default (if `enabled`), or why they do not. The function
+    `is_default` of a kernels' module calls `record_why_default`. If kernels do not run, `reason` is
+    a clause whose subject is the call, such as "has rows of 8 tokens".
     """
     if enabled:
         _state.reason = reason

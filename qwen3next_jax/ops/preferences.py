@@ -1,4 +1,4 @@
-"""Choices of layers that depend on the platform that the program is compiled for. Layers call these
+"""Functions that adapt layers to the platform that the program is compiled for. Layers call these
 functions, so that no layer names a platform in its own code.
 """
 
@@ -25,24 +25,25 @@ def prefers_concatenated_heads(*widths: int) -> bool:
 
 def prefers_expert_tiles() -> bool:
     """Returns whether a layer computes its experts with the operator `routed_experts` (which lays
-    out the rows of each expert in tiles) for every dtype and number of tokens. This is so on a TPU.
-    On other platforms, a layer may use other operators for some dtypes or numbers of tokens.
+    out the rows of each expert in tiles) for every dtype and number of tokens. The result is True
+    on a TPU. On other platforms, a layer may use other operators for some dtypes or numbers of
+    tokens.
     """
     return compile_target().platform == "tpu"
 
 
 def prefers_cache_sized_experts() -> bool:
-    """Returns whether a layer computes its experts in the way that suits a CPU's caches: it sorts
-    the rows by expert, and for few tokens it computes only the experts that a token chose. This is
-    so on a CPU.
+    """Returns whether a layer computes its experts in the way that suits a CPU's caches: the layer
+    sorts the rows by expert, and for few tokens it computes only the chosen experts. The result is
+    True on a CPU.
     """
     return compile_target().platform == "cpu"
 
 
 def device_memory_bytes() -> int:
     """Returns the bytes of a device's memory, by which a layer chooses how many rows it computes at
-    a time; 0 if the size is not known. While JAX traces, it knows the memory of a TPU, but not of a
-    GPU. Every GPU counts as an H100.
+    a time; 0 if the size is not known. During a trace, JAX knows the memory size of a TPU, but not
+    of a GPU. Every GPU counts as an H100.
     """
     target = compile_target()
     return _GPU_MEMORY if target.platform == "gpu" else target.memory_bytes or 0
@@ -59,9 +60,9 @@ def prefers_unrolled_layers(repeats: int) -> bool:
 
 def float32_product_precision(dtype) -> jax.lax.Precision:
     """Returns the precision for float32 matrix products whose operands were cast from `dtype`. The
-    precision is HIGHEST, except for operands cast from bfloat16 on a TPU: there it is HIGH, which
-    takes three bfloat16 passes instead of six. The results of HIGH and HIGHEST differ by 2e-6
-    (relative).
+    precision is HIGHEST, except for operands cast from bfloat16 on a TPU, for which the precision
+    is HIGH. HIGH takes three bfloat16 passes instead of six. The relative difference between the
+    results of HIGH and HIGHEST is 2e-6.
     """
     if compile_target().platform == "tpu" and dtype == jnp.bfloat16:
         return jax.lax.Precision.HIGH
@@ -73,8 +74,9 @@ def require_row_major(x):
     row-major, which is the layout that kernels read and write.
 
     Use this function on arrays of rows that devices exchange. Without the constraint, the TPU's
-    compiler may give the exchanged array the layout that a neighbouring operation has. The compiler
-    then has to copy the whole array, which is many times as large as the rows of one device.
+    compiler may give the exchanged array the layout of a neighbouring operation. With another
+    layout, the program copies the whole exchanged array, which is many times as large as the rows
+    of one device.
     """
     if compile_target().platform != "tpu":
         return x

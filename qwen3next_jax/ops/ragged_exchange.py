@@ -1,5 +1,5 @@
-"""Exchange of rows between the shards of a mesh axis. The number of rows may differ for each pair
-of shards.
+"""Exchange of rows between the shards of a mesh axis. Each pair of shards may exchange a different
+number of rows.
 
 Q rows of a shard's input, P rows of its output, S shards.
 """
@@ -14,8 +14,9 @@ def exchange_rows(rows, output, read_SS, rows_SS, land_SS, axis: str):
     """Sends rows between the shards of `axis` and returns `output` with the received rows written
     into it.
 
-    Shard s sends rows_SS[s, d] consecutive rows to shard d. The first of these rows is row
-    read_SS[s, d] of `rows` on shard s, and becomes row land_SS[s, d] of `output` on shard d.
+    Shard s sends rows_SS[s, d] consecutive rows to shard d. The first row that shard s sends to
+    shard d is row read_SS[s, d] of `rows` on shard s, and becomes row land_SS[s, d] of `output` on
+    shard d.
 
     Args:
       rows: [Q, …], the array from which this shard sends rows.

@@ -1,13 +1,13 @@
 """Reads and updates single rows of a large table whose rows are split over the shards of a mesh. An
 id is the index of a row in the whole table. The shards exchange the ids and the contents of the
-rows that they need. So no shard holds the whole table.
+rows that they need, so that no shard has to hold the whole table.
 
-A shard first removes duplicates from its ids, so it sends each id, and the sum of the gradients of
-the id's row, once. Every pair of shards then exchanges at most C rows at a time (`_pair_capacity`).
-If any pair of shards has more rows to exchange, the exchange takes several rounds. Each round
-covers the same range of rows of every shard's part of the table, so all contributions to a row
-arrive in one round. If the ids are hashes, they are spread evenly, and one round is almost always
-enough.
+A shard first removes duplicates from its ids, so that it sends each id once, and for each id a
+single sum of gradients. Every pair of shards exchanges at most C rows in a round
+(`_pair_capacity`). If any pair of shards has more than C rows to exchange, the exchange takes
+several rounds. Each round covers the same range of rows of every shard's part of the table, so all
+contributions to a row arrive in one round. If the ids are hashes, they are spread evenly, and one
+round is almost always enough.
 
 Letters: N ids of this shard, S shards, R rows of a shard's part of the table, C capacity, W width
 of a row, P = S · C rows that reach this shard in a round.
@@ -24,8 +24,7 @@ import jax.numpy as jnp
 def look_up_rows(
     table_RW: jax.Array, ids_N: jax.Array, axes: Sequence[str], dtype: Any
 ) -> jax.Array:
-    """Returns the rows of the ids, [N, W] in `dtype`. The shards also exchange the rows in this
-    dtype.
+    """Returns the rows of the ids, [N, W] in `dtype`. The shards also exchange the rows in `dtype`.
 
     Args:
       table_RW: this shard's rows of the table.
@@ -71,7 +70,7 @@ def update_rows(
       write: function (state, row, gradient) → state, which is called once in each round. `row` is
         int32 [P], indices in this shard's part of the table; each row occurs once, and an entry of
         R or more stands for no row. `gradient` [P, W] has the sum of all shards' gradients of each
-        row. If `axes` is (), both have N entries.
+        row. If `axes` is (), `row` and `gradient` have N entries instead of P.
     """
     axes = tuple(axes)
     unique_N, slot_N = _unique_ids_and_slots(ids_N, _num_table_rows(rows, axes))
@@ -113,9 +112,9 @@ class _ExchangeRounds(NamedTuple):
 
     def ids_to_send(self, unique_N: jax.Array, round: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the ids that this shard sends to each shard in the round with the index `round`,
-        as two arrays [S, C]. The first has the index of the id in `unique_N`, and N for an entry
-        without an id. The second has the index of the id's row in the other shard's part of the
-        table, and -1 for an entry without an id.
+        as two arrays [S, C]. The first array has the index of each id in `unique_N`, and N for an
+        entry without an id. The second array has the index of the id's row in the receiving shard's
+        part of the table, and -1 for an entry without an id.
         """
         first_S = jnp.arange(_num_shards(self.mesh_axes), dtype=jnp.int32) * self.rows_per_shard
         begin = jnp.minimum(round * self.rows_per_round, self.rows_per_shard)
@@ -139,7 +138,7 @@ def _plan_exchange_rounds(unique_N: jax.Array, rows: int, axes: tuple[str, ...])
 
     def exceeds(width):
         """Returns whether any pair of shards exchanges more rows than the capacity in a round of
-        this width.
+        `width` rows.
         """
         # the ids of one pair and round are neighbours, because the ids are sorted
         part_N = within_N // width
@@ -160,16 +159,17 @@ def _plan_exchange_rounds(unique_N: jax.Array, rows: int, axes: tuple[str, ...])
 
 def _pair_capacity(ids: int, shards: int) -> int:
     """Returns C, the largest number of rows that a pair of shards exchanges in a round. C is the
-    mean number of rows of a pair, plus six standard deviations of a Poisson distribution with this
-    mean, plus 1, but at most `ids`, the number of ids of a shard.
+    mean number of rows of a pair of shards, plus six standard deviations of a Poisson distribution
+    with this mean, plus 1; but C is at most `ids`, the number of ids of a shard.
     """
     mean = ids / shards
     return min(ids, math.ceil(mean + 6 * math.sqrt(mean)) + 1)
 
 
 def _unique_ids_and_slots(ids_N: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
-    """Returns two arrays [N]: the ids in ascending order without duplicates, followed by entries
-    `limit`; and for each id of `ids_N` its index in the first array.
+    """Returns two arrays [N]. The first array has the ids in ascending order without duplicates,
+    then `limit` in all remaining entries. The second array has, for each id of `ids_N`, the index
+    of the id in the first array.
     """
     order_N = jnp.argsort(ids_N)
     sorted_N = ids_N[order_N]

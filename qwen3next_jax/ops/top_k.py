@@ -1,6 +1,6 @@
 """The largest numbers of each row.
 
-R rows of E numbers. The A largest of each row are found.
+R rows, E numbers of a row, A largest numbers to find in a row.
 """
 
 import functools
@@ -25,9 +25,9 @@ def top_k(x_RE: jax.Array, count: int, name: str) -> tuple[jax.Array, jax.Array]
     Args:
       x_RE: float32.
       count: A.
-      name: the name of both results for a policy of `jax.checkpoint`. The results get the name in
-        this function, because the gradient reads the indices, and a policy saves only the very
-        array that has the name.
+      name: the name of both results for a policy of `jax.checkpoint`. The policy can save the
+        indices, which the gradient reads, only if this function names its results itself: a policy
+        saves only the very array that has the name.
     """
     return _differentiable_top_k(
         choose_implementation("top_k", None, XLA_IMPLEMENTATIONS, x_RE=x_RE, count=count),

@@ -1,9 +1,10 @@
 """Attention over packed documents with cuDNN, for Hopper GPUs and later (docs/gpu.md).
 
-cuDNN keeps the documents of a row apart by their offsets and lengths. Documents of similar length
-share a call of cuDNN (`document_ranges.py` says why), and a call without documents is skipped. XLA
-computes all documents of at most SHORT tokens at once, because cuDNN's tiles of 128 tokens would be
-mostly empty. Where a row is one document, there is one call without offsets.
+cuDNN takes the offset and the length of each document of a row, and keeps the documents apart. All
+documents of similar length are computed by one call of cuDNN (`document_ranges.py` says why); a
+call without documents is skipped. XLA computes all documents of at most SHORT tokens at once,
+because cuDNN's tiles of 128 tokens would be mostly empty. If every row is one document, cuDNN runs
+once, without offsets.
 
 B batch, T queries, S keys, N query heads, M key/value heads, D head width.
 """
@@ -42,8 +43,8 @@ def unsupported_reason(q, k, v, split: bool) -> str:
 
     Args:
       q, k, v: the queries [B, T, N, D] and the keys and values [B, S, M, D].
-      split: whether the sequence is split over a mesh axis. Some calls then get half of a shard's
-        tokens.
+      split: whether the sequence is split over a mesh axis. If the sequence is split, ring
+        attention also calls cuDNN with half of a shard's tokens.
     """
     queries, keys = (x.shape[1] // (2 if split else 1) for x in (q, k))
     width = q.shape[3]
@@ -79,9 +80,10 @@ def is_default(q, k, v, split: bool) -> bool:
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """Takes and returns the same as `forward` of `ops.attention.dispatch`. In tokens of padding, o
-    is zero and the logsumexp is UNSEEN. If `causal` is False, the keys are the tokens of the row
-    that precede the queries, so at most one document has both queries and keys.
+    """Computes the results that `forward` of `ops.attention.dispatch` describes. For tokens of
+    padding, the output o is zero and the logsumexp is `xla.UNSEEN`. If `causal` is False, the keys
+    are the tokens of the row that precede the queries, so at most one document has both queries and
+    keys.
     """
     run = functools.partial(_forward_of_part, scale=scale, causal=causal, interpret=interpret)
     return _run_in_parts(run, q, k, v, segment_ids, kv_segment_ids)
@@ -90,8 +92,8 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=Fa
 def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
-    """Takes and returns the same as `backward` of `ops.attention.dispatch`, for the calls that
-    `forward` takes. The gradients of padding are zeros.
+    """Computes the gradients that `backward` of `ops.attention.dispatch` describes. The gradients
+    of padding are zeros.
     """
     run = functools.partial(_backward_of_part, scale=scale, causal=causal, interpret=interpret)
     o, do = o.astype(q.dtype), do.astype(q.dtype)
@@ -108,8 +110,8 @@ def _cudnn_elements_per_row(q) -> int:
 
 
 def _run_in_parts(run, q, *arrays):
-    """Returns run(q, *arrays), computed for as many rows at a time as one call of cuDNN may
-    have.
+    """Returns run(q, *arrays), computed in parts along the batch axis. A part has as many rows as
+    one call of cuDNN may have.
     """
     documents = max(
         q.shape[1] // of.longest * of.max_documents_per_row
@@ -194,17 +196,17 @@ def _backward_of_part(
 
 
 def _run_if_any_covered(covered_BT, run, result):
-    """Returns run(result) if any token is covered, else `result`. A loop of one iteration or none
-    stands in place of a conditional, because XLA copies the arrays of a conditional whose branch is
-    not taken.
+    """Returns run(result) if `covered_BT` has a True, else `result`. The code is a loop of one
+    iteration or none, and no `jax.lax.cond`, because XLA copies the arrays of a conditional whose
+    branch is not taken.
     """
     turns = jnp.any(covered_BT).astype(jnp.int32)
     return jax.lax.fori_loop(0, turns, lambda _, result: run(result), result)
 
 
 def _replace_where_covered(covered_BT, new, result):
-    """Returns the arrays of `result`, with the numbers of `new` where a token is covered. The
-    arrays are [B, T, heads, D] or [B, N, T].
+    """Returns the arrays of `result`, with the numbers of `new` for the tokens that `covered_BT`
+    marks. The arrays are [B, T, heads, D] or [B, N, T].
     """
 
     def merge(x, y):
@@ -215,13 +217,13 @@ def _replace_where_covered(covered_BT, new, result):
 
 
 def _logsumexp_by_token(logsumexp, ranges: document_ranges.DocumentRanges):
-    """Rearranges the logsumexp by document [documents, N, L] to [B, N, T]."""
+    """Rearranges the logsumexp of each document's tokens, [documents, N, L], into [B, N, T]."""
     return logsumexp[ranges.document_of_token, :, ranges.position_in_document].swapaxes(1, 2)
 
 
 def _logsumexp_by_document(logsumexp_BNT, ranges: document_ranges.DocumentRanges, width: int):
-    """Rearranges the logsumexp [B, N, T] to [documents, N, L], with UNSEEN after the last token of
-    each document.
+    """Rearranges the logsumexp [B, N, T] into [documents, N, L], with UNSEEN after the last token
+    of each document.
     """
     tokens = logsumexp_BNT.swapaxes(1, 2).reshape(-1, logsumexp_BNT.shape[1])
     place = jnp.arange(width)
@@ -272,9 +274,9 @@ def _split_into_blocks(x):
 
 
 def _short_documents_blocks(q, k, v, segment_ids, short_BT):
-    """Returns three tuples: the queries of each block and their ids; the keys, values and ids of
-    the same block; and the keys, values and ids of the block before it in the row. No query of a
-    block sees a key whose id is -1.
+    """Returns three tuples for each block of tokens: the queries and their ids; the keys, values
+    and ids; and the keys, values and ids of the preceding block of the row. No query of a block
+    sees a key whose id is -1.
     """
     kv_ids = jnp.where(short_BT, segment_ids, -1)
     # Before the first block of a row comes its last block. The two share no short document.
@@ -312,14 +314,15 @@ def make_self_test(width: int, grouped: bool) -> self_test.SelfTest:
 
 
 def max_error(width: int, grouped: bool, kernels=None) -> tuple[str, float]:
-    """Runs cuDNN and the XLA implementation on rows with documents of every class of length and
-    padding, on rows of one document, and on keys that lie before the queries. Returns the name of
-    the result in which they differ most, and the relative L2 difference.
+    """Runs cuDNN and the XLA implementation in three cases: rows with padding and with documents of
+    all length classes; rows of one document; keys that precede the queries in the row. Returns the
+    name of the result in which cuDNN and XLA differ most, and the relative L2 difference.
 
     Args:
       width: D.
       grouped: whether two query heads read each key/value head.
-      kernels: two functions to test instead of `forward` and `backward`; None means these two.
+      kernels: two functions to test instead of `forward` and `backward`; None means `forward` and
+        `backward`.
     """
     rng = np.random.default_rng(0)
     t, heads = 1024, (4, 2) if grouped else (2, 2)

@@ -2,9 +2,10 @@
 for the forward pass and one for the backward pass.
 
 A block of the grid has one warpgroup and computes 32 tokens of 128 or 256 channels; each thread
-computes one or two of these channels. The block computes one token after another. The inputs that
-the next token needs again stay in registers, in float32. The block copies its tokens and the W - 1
-tokens before them to shared memory, in the backward pass also the W - 1 tokens after them.
+computes one or two of these channels. The block computes one token after another. Inputs that
+several tokens need stay in registers, in float32. The block copies its 32 tokens and the W - 1
+tokens before its first token to shared memory, in the backward pass also the W - 1 tokens after its
+last token.
 
 B batch, T time, W kernel width, D channels.
 """
@@ -49,10 +50,10 @@ def unsupported_reason(x, kernel, activation) -> str:
 
 
 def is_default(x, kernel, activation) -> bool:
-    """Returns whether a call that names no implementation runs the kernels. The call runs them if
-    rows have at least 32 tokens (decoding has fewer), if the kernels support the call and if they
-    passed their test on this GPU. For rows of 32 tokens or more the function prints the decision
-    once.
+    """Returns whether a call that names no implementation runs the kernels. The call runs the
+    kernels if rows have at least 32 tokens (decoding has fewer), if the kernels support the call
+    and if the kernels passed their test on this GPU. For rows of 32 tokens or more the function
+    prints the decision once.
     """
     if x.shape[1] < TOKENS:
         return False
@@ -77,7 +78,7 @@ def make_self_test(x, kernel, activation) -> self_test.SelfTest:
 def max_error(activation, dtype: str, width: int, interpret: bool = False) -> tuple[str, float]:
     """Runs the kernels and a plain sum in JAX, with JAX's gradients, on two rows of two blocks of
     tokens: once with documents and padding, and once with one document per row. Returns the name of
-    the result in which they differ most, and the relative L2 difference.
+    the result in which kernels and JAX differ most, and the relative L2 difference.
     """
     rng, size = np.random.default_rng(0), TOKENS
     before, x, kernel, dy = (
@@ -171,8 +172,8 @@ class _ConvolutionCall:
       width: W.
       channels: number of channels of a block, 128 or 256.
       shape: [B, T, D], the shape of x.
-      has_age: whether the call has document ids. The kernels then also take the age of each token
-        (`count_earlier_inputs_in_document`).
+      has_age: whether the call has document ids. If `has_age`, the kernels also take the age of
+        each token (`count_earlier_inputs_in_document`).
       inputs: the arrays that both kernels take: x, before, kernel and, if `has_age`, the ages.
     """
 
@@ -190,7 +191,7 @@ class _ConvolutionCall:
         Args:
           body: the kernel, a function of this object and of the references.
           name: name of the kernel in a compiled program, after "causal_conv1d_".
-          inputs: the arrays that the kernel takes besides the attribute `inputs`.
+          inputs: the arrays that the kernel takes after the arrays of the attribute `inputs`.
           outputs: the shape and dtype of each output.
           after: number of tokens after a block that the kernel reads: W - 1 in the backward pass,
             0 in the forward pass.
@@ -233,9 +234,9 @@ class _ConvolutionCall:
         )
 
     def start_copies(self, refs: "_Refs"):
-        """Starts the copies of a block's inputs, of the W - 1 inputs before the block and of the
-        ages of its tokens to shared memory. Returns a function (source, target) that starts one
-        more copy. The barrier `refs.inputs_arrived` counts the copies that have arrived.
+        """Starts copying to shared memory: the block's inputs, the W - 1 inputs before the block
+        and the ages of the block's tokens. Returns a function (source, target) that starts one more
+        copy. The barrier `refs.inputs_arrived` counts the copies that have arrived.
         """
         b, t, first, channels = self.block_indices()
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, refs.inputs_arrived)
@@ -255,8 +256,8 @@ class _ConvolutionCall:
         return copy
 
     def zero_if_other_document(self, x, age, back: int):
-        """Returns zeros if the token is padding, or if the input `back` tokens earlier belongs to
-        another document; otherwise x. `age` is the token's age, None if a row is one document.
+        """Returns x, but zeros if the token is padding, or if the input `back` tokens before the
+        token belongs to another document. `age` is the token's age, None if a row is one document.
         """
         return x if age is None else x * (age >= back).astype(jnp.float32)
 
@@ -333,10 +334,11 @@ def _forward_kernel(call, *refs):
 
 def _backward_kernel(call, *refs):
     """Computes dx of a block and the block's part of the gradient of `kernel`, from the block's
-    last token to its first. The kernel begins with the W - 1 tokens after the block, because their
-    outputs depend on the last tokens of the block; for these W - 1 tokens it computes only the
-    gradient of the activation's input. The last block of a row, which has no tokens after it,
-    copies its own last tokens instead and multiplies their gradients by zero.
+    last token to its first. The kernel begins with the W - 1 tokens after the block, because the
+    outputs of these W - 1 tokens depend on the last tokens of the block. For the tokens after the
+    block, the kernel computes only the gradient of the activation's input. The last block of a row,
+    which no tokens follow, copies its own last tokens instead and multiplies the gradients of these
+    copies by zero.
     """
     refs = _name_refs(call, refs, 2, True)
     (dx_gmem, sums_gmem), xs, dys, weights = (

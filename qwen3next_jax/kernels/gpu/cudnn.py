@@ -1,9 +1,9 @@
-"""cuDNN's attention, forward and backward: the calls, whether they can run here, and the same
-computation in JAX alone, which a CPU runs instead.
+"""Calls cuDNN's attention, forward and backward, and says whether cuDNN can run here. On a CPU, JAX
+alone computes the results of cuDNN's attention.
 
-JAX has no public function for packed rows, so the calls go through `jax._src`. This module compares
-the signatures of JAX's private functions with the signatures that it was written for. A result of
-cuDNN is undefined for tokens that belong to no document.
+JAX has no public function for packed rows, so the calls go through `jax._src`. Before a call, this
+module compares the signatures of JAX's private functions with the signatures that the module was
+written for. The results of cuDNN are undefined for tokens that belong to no document.
 
 R rows, L queries and S keys of a row, N query heads, K key/value heads, D head width, M documents
 of a row (1 if a call has no documents).
@@ -41,7 +41,9 @@ _SIGNATURES = {
 
 
 class Documents(NamedTuple):
-    """The documents of the queries and of the keys of one call, in the same order."""
+    """The documents of the queries and the documents of the keys of one call, both in the same
+    order.
+    """
 
     queries: DocumentRanges
     keys: DocumentRanges
@@ -61,8 +63,8 @@ def unsupported_reason() -> str:
 
 
 def cudnn_version() -> int:
-    """Returns the number of the release of cuDNN that JAX has loaded, such as 90600; 0 if it has
-    loaded none.
+    """Returns the release of cuDNN that JAX has loaded, as a number such as 90600; 0 if JAX has
+    loaded no cuDNN.
     """
     try:
         return _cudnn_module().check_cudnn_version()
@@ -109,8 +111,9 @@ def forward(q, k, v, documents: Documents | None, *, scale: float, causal: bool,
       k, v: [R, S, K, D].
       documents: the queries and keys of the documents; None: each row is one document.
       scale: factor of the scores.
-      causal: whether a query sees only the keys of its document up to its own position in it.
-      interpret: whether to compute it in JAX.
+      causal: whether a query sees only the keys of its document up to its own position in the
+        document.
+      interpret: whether to compute the results in JAX instead of cuDNN.
     """
     if interpret:
         return _interpreted_forward(q, k, v, documents, scale, causal)
@@ -142,8 +145,8 @@ def backward(
     """Returns dq, dk and dv. Other arguments are those of `forward`.
 
     Args:
-      o, logsumexp: in the shapes of `forward`'s results. o and the logsumexp may also come from a
-        softmax over k and further keys; dq is then the part that comes from k.
+      o, logsumexp: the results of `forward`, or the results of a softmax over k and more keys, in
+        the same shapes. With more keys, dq is the part that comes from k.
       do: [R, L, N, D], the gradient of o.
     """
     if interpret:
@@ -216,9 +219,9 @@ def _interpreted_backward(q, k, v, o, logsumexp, do, documents, scale, causal):
 
 
 def _token_indices(q, k, documents):
-    """Returns for each document of all rows, in order, the indices of its queries [R · M, L] and of
-    its keys [R · M, S] among the tokens of all rows. The index is -1 after the last
-    token of a document.
+    """Returns two arrays of indices among the tokens of all rows: the queries of each document,
+    [R · M, L], and the keys of each document, [R · M, S]. After the last token of a document, the
+    index is -1.
     """
 
     def tokens(x, ranges):
@@ -238,8 +241,8 @@ def _token_indices(q, k, documents):
 
 
 def _gather_tokens(x, at, heads: int):
-    """Returns the tokens `at` of x [R, L, K, D] for each of `heads` query heads, in float32; zeros
-    where `at` is -1.
+    """Returns the tokens of x [R, L, K, D] with the indices `at`, for each of `heads` query heads,
+    in float32; zeros where `at` is -1.
     """
     flat = x.reshape(-1, *x.shape[2:]).astype(jnp.float32)
     gathered = jnp.where((at >= 0)[..., None, None], flat[at], 0)
@@ -247,8 +250,8 @@ def _gather_tokens(x, at, heads: int):
 
 
 def _scatter_tokens(values, at, like):
-    """Returns an array of the shape and dtype of `like` that has `values` in the tokens `at`, and
-    NaN in all other tokens.
+    """Returns an array of the shape and dtype of `like`, with `values` in the tokens with the
+    indices `at`, and NaN in all other tokens.
     """
     flat = jnp.full((like.shape[0] * like.shape[1], *like.shape[2:]), jnp.nan, like.dtype)
     index = jnp.where(at >= 0, at, flat.shape[0])

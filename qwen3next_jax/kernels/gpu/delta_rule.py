@@ -17,7 +17,7 @@ __all__ = ["backward", "forward", "is_default", "unsupported_reason"]
 
 
 def unsupported_reason(x: Inputs, settings: Settings, split: bool) -> str:
-    """Returns why the kernels cannot run a call in this process; "" if they can.
+    """Returns why the kernels cannot run a call of the operator in this process; "" if they can.
 
     Args:
       x: the arrays with a time axis.
@@ -39,9 +39,10 @@ def unsupported_reason(x: Inputs, settings: Settings, split: bool) -> str:
 
 
 def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
-    """Returns whether a call that names no implementation runs the kernels. The call runs them if
-    rows have more than 32 tokens, if the kernels support the call and if they passed their test on
-    this GPU. For rows of more than 32 tokens the function prints the decision once.
+    """Returns whether a call that names no implementation runs the kernels. The call runs the
+    kernels if rows have more than 32 tokens, if the kernels support the call and if the kernels
+    passed their test on this GPU. For rows of more than 32 tokens the function prints the decision
+    once.
     """
     if x.q.shape[1] <= C // 2:  # XLA takes shorter chunks for such short rows
         few = f"has rows of {x.q.shape[1]} tokens: the kernels run longer ones"

@@ -1,8 +1,8 @@
 """The Mosaic GPU kernel that computes the arrays of a chunk that do not depend on the state
 (sm_90a): norms, decays, P beta and the inverse of I + M beta.
 
-A block of the grid has one warpgroup and computes one chunk of a key head and of all its value
-heads. The formulas are in docs/delta_rule.md, "In terms of E".
+A block of the grid has one warpgroup and computes one chunk of a key head and of all value heads
+that share this key head. The formulas are in docs/delta_rule.md, "In terms of E".
 
 C = 64 tokens per chunk; a matrix [C, C] has rows i and columns j.
 """
@@ -77,13 +77,14 @@ def scratch_memory(p) -> list:
 
 def high_low_product(p, a, b_refs, meanwhile=lambda: None):
     """Returns the product of two matrices, [C, columns] in float32. Each matrix is the sum of a
-    high and a low part. The product of the two low parts is left out, because it is negligible.
+    high and a low part. The product of the low parts of both matrices is left out, because it is
+    negligible.
 
     Args:
       p: the `Problem`.
       a: the high and the low part of the left matrix, in registers.
       b_refs: [2, …, columns] in shared memory, the high and the low part of the right matrix.
-      meanwhile: function that is called while the products run.
+      meanwhile: a function that is called while the tensor cores compute the products.
     """
 
     def accumulate(total):
@@ -113,7 +114,7 @@ def block_row_column_indices():
 
 def row_block_n_of_array_n(*arrays):
     """Returns [C, 16], four blocks of 16 rows. Block n consists of the rows 16 n to 16 n + 15 of
-    the array with the index n, [C, 16]. The block is zero if this array is None or missing.
+    array n, [C, 16]. If array n is None or missing, block n is zero.
     """
     block, result = block_row_column_indices()[0], 0.0
     for n, x in enumerate(arrays):
@@ -144,9 +145,10 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
     inverses of diagonal blocks of m = 2 rows. Each step doubles m: it adds X (-L) X to X in the
     lower left quarter of each diagonal block of 2m rows.
 
-    X stays in registers. Until m is 16, X is an array [C, 16] that holds the four diagonal blocks
-    of 16 rows below each other. As the right operand of a product, X has the same layout in shared
-    memory. For a left operand, `to_diagonal` moves the blocks to the diagonal of a matrix [C, C].
+    X stays in registers. Until m is 16, X is stored as an array [C, 16]: the four diagonal blocks
+    of 16 rows, below each other. In shared memory, as the right operand of a product, X is an array
+    [C, 16], too. For a left operand, `to_diagonal` moves the four blocks to the diagonal of a
+    matrix [C, C].
 
     Args:
       p: the `Problem`.
@@ -161,9 +163,9 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
     ones = [jnp.where(block == n, 1.0, 0.0).astype(jnp.bfloat16) for n in range(C // NARROW)]
 
     def to_diagonal(parts, first: int = 0):
-        """Returns one matrix [C, C] for each array [C, 16] in `parts`. The four blocks of the array
-        are the diagonal blocks of the matrix. The first 16 · `first` columns of the matrix are left
-        out.
+        """Returns one matrix [C, C] for each array [C, 16] in `parts`. The four 16 x 16 blocks of
+        the array become the diagonal blocks of the matrix. The first 16 · `first` columns of the
+        matrix are left out.
         """
         return [jnp.concatenate([x * one for one in ones[first:]], axis=1) for x in parts]
 

@@ -5,16 +5,17 @@ The formulas are in docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` defi
 the norm rows and the gate rows.
 
 With keys of 64 or 128 channels, a block has one warpgroup, and two blocks share a multiprocessor,
-so that one computes while the other waits. If two blocks share a multiprocessor, each has at most
-115,712 bytes of shared memory, which is less than all its inputs take. So several inputs use the
-same memory one after another: an input is copied as soon as no product reads the earlier input in
-its place. The [C, C] matrices are transposed, with rows j and columns i. The transposition makes E
-a left operand, which wgmma takes from registers.
+so that one block computes while the other block waits. If two blocks share a multiprocessor, each
+block has at most 115,712 bytes of shared memory, and all inputs of a block take more. So several
+inputs of a block use the same shared memory one after another: an input is copied as soon as no
+product reads the earlier input in its place. The [C, C] matrices are transposed: their rows are
+tokens j, their columns tokens i. The transposition makes the errors E a left operand, which wgmma
+takes from registers.
 
 With keys of 256 channels, one block fills a multiprocessor and needs more registers than one
 warpgroup has, so a block has two warpgroups. Both warpgroups compute E. Each warpgroup computes two
 of the four tiles of key channels of dQ and dK. The first warpgroup computes the gradient of K K^T,
-the second one the gradient of Q K^T. At the end the sums of both warpgroups are added.
+the second warpgroup the gradient of Q K^T. At the end the sums of both warpgroups are added.
 
 C = 64 tokens of a chunk.
 """
@@ -107,8 +108,8 @@ def scratch_memory(p) -> list:
 
 def hide_addresses_from_compiler(*refs):
     """Returns references to the same memory in a form that hides from the compiler that the
-    addresses are the same. A compiler that knows all addresses keeps them in registers, and there
-    are too few registers.
+    addresses are the same. If the compiler knew all addresses, it would keep all of them in
+    registers, and there are too few registers.
     """
     zero = jax.lax.optimization_barrier(jnp.int32(0))
     return [ref.at[pl.ds(zero, ref.shape[0])] for ref in refs]
@@ -120,7 +121,7 @@ def row_inner_products(x, y):
 
 
 def broadcast_over_columns(x_C):
-    """Returns [C, C], whose row i holds x[i] in all columns."""
+    """Returns a matrix [C, C]: row i holds x[i] in all columns."""
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(x_C, (C, C), (0,)), plgpu.Layout.WGMMA)
 
 
@@ -130,7 +131,7 @@ def zeros_per_token():
 
 
 def zero_error_products():
-    """Returns zeros [C] and zeros [C, C] in registers. Without the delta term, the zeros replace
+    """Returns zeros [C] and zeros [C, C] in registers. Without the delta term, the zeros stand for
     the first two results of `_GradientBlock.add_error_products`.
     """
     return zeros_per_token(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
@@ -148,8 +149,8 @@ def load_tile(ref):
 
 def decay_between_tokens(gate_rows_ref, row, column):
     """Returns [C, C], the decay from token j (the row) to token i (the column); zero for i < j and
-    between documents. The mask is applied to the exponent, because the exponential of a masked
-    exponent may overflow.
+    between documents. The mask is applied before the exponential, because the exponential of an
+    entry that the mask hides may overflow.
 
     Args:
       gate_rows_ref: the 8 gate rows of the chunk.
@@ -229,13 +230,13 @@ class _GradientBlock:
       w: the index of this warpgroup.
       own_tiles: the indices of the tiles of 64 key channels that this warpgroup computes.
       k, do, dv: the tiles of k, dO and dV in shared memory.
-      inverse_or_gradient_tiles: tiles of shared memory. The first two hold the high and the low
-        part of the inverse until `store_qk_and_kk_gradients` overwrites them with the gradients of
-        Q K^T and K K^T.
+      inverse_or_gradient_tiles: tiles of shared memory. The first two tiles hold the high and the
+        low part of the inverse until `store_qk_and_kk_gradients` overwrites both tiles with the
+        gradients of Q K^T and K K^T.
       slots: tiles of shared memory for inputs. The first slots hold the tiles of the state. The
         next slots hold the tiles of the state's gradient, and later the tiles of q. With one
-        warpgroup, one spare slot follows. With two warpgroups there is one slot for v, one for the
-        low part of dV and a spare slot for each warpgroup.
+        warpgroup, one spare slot comes last. With two warpgroups, the last slots are one slot for
+        v, one slot for the low part of dV and a spare slot for each warpgroup.
       …_arrived: barriers that are passed when the copy of the input in the name has arrived.
     """
 
@@ -272,8 +273,8 @@ class _GradientBlock:
     # ---- places in memory, copies and sums
 
     def dstate_slot(self, t: int) -> int:
-        """Returns the slot of tile t of the state's gradient. Tile t of q overwrites the slot
-        later.
+        """Returns the slot of tile t of the state's gradient. Tile t of q later overwrites this
+        slot.
         """
         return self.p.key_tile_count + t
 
@@ -282,8 +283,8 @@ class _GradientBlock:
         return self.slots.at[self.dstate_slot(t)]
 
     def gmem_value_tile(self, gmem, c: int):
-        """Returns this chunk's tile [C, C] of an array [B, T, H, V], with the value channels 64 c
-        to 64 c + 63.
+        """Returns the tile [C, C] of an array [B, T, H, V] with this chunk's tokens and the value
+        channels 64 c to 64 c + 63.
         """
         return gmem.at[self.b, token_slice(self.n), self.h, channel_slice(c)]
 
@@ -294,8 +295,8 @@ class _GradientBlock:
         return gmem.at[self.n, self.b, self.h, channel_slice(t), channel_slice(c)]
 
     def gmem_key_tile(self, gmem, t: int):
-        """Returns this chunk's tile [C, C] of an array [B, T, G, K], with the key channels 64 t to
-        64 t + 63.
+        """Returns the tile [C, C] of an array [B, T, G, K] with this chunk's tokens and the key
+        channels 64 t to 64 t + 63.
         """
         return gmem.at[self.b, token_slice(self.n), self.g, channel_slice(t)]
 
@@ -316,7 +317,7 @@ class _GradientBlock:
         )
 
     def hide_tile_addresses_from_compiler(self):
-        """Replaces the references to tiles, so that the compiler cannot see their addresses."""
+        """Replaces the references to tiles by references with hidden addresses."""
         self.k, self.do, self.dv, self.inverse_or_gradient_tiles, self.slots = (
             hide_addresses_from_compiler(*self.tiles)
         )
@@ -326,7 +327,9 @@ class _GradientBlock:
         do() if self.one_warpgroup else pl.when(self.w == 0)(do)
 
     def sync_warpgroups(self):
-        """Waits until all warpgroups have done their reads and writes of shared memory so far."""
+        """Waits until all warpgroups have finished the reads and writes of shared memory that
+        precede this call.
+        """
         plgpu.commit_smem()
         if not self.one_warpgroup:
             plgpu.barrier_arrive(self.refs.warpgroup_barrier)
@@ -403,8 +406,8 @@ class _GradientBlock:
     # ---- errors E
 
     def compute_errors_and_products(self):
-        """Computes the errors E, one tile of value channels after another, and the products of E
-        with dV, dO and the state's gradient dS.
+        """Computes the prediction errors E, one tile of value channels after another, and the
+        products of E with dV, dO and the state's gradient dS.
 
         Returns:
           error_highs: for each tile of value channels the high part of E, [C, 64]; empty with two
@@ -425,7 +428,7 @@ class _GradientBlock:
                 plgpu.barrier_wait(barrier)
             ks, errors = self.prediction_errors_of_tile(c)
             self.sync_warpgroups()  # all reads of the slots end before copies write there
-            self.copy_next_state(c)
+            self.refill_slots_after_prediction_errors(c)
             high, low = high_and_low(errors)
             dv_low_term, pairs, error_dstate = self.add_error_products(
                 c, ks, high, low, pairs, error_dstate
@@ -435,7 +438,7 @@ class _GradientBlock:
             plgpu.commit_smem()
             if self.one_warpgroup:
                 error_highs.append(high)
-            self.copy_next_dstate(c)
+            self.refill_slots_after_products(c)
         return error_highs, error_dstate, pairs
 
     def prediction_errors_of_tile(self, c: int):
@@ -478,10 +481,11 @@ class _GradientBlock:
         self.add_to_sum_row(LEAVE, row_inner_products(leave, errors))
         return ks, errors
 
-    def copy_next_state(self, c: int):
-        """Starts copies to the slots that `prediction_errors_of_tile` has read: the state for tile
-        c + 1 of the value channels, with the delta term the low part of dV for tile c and, with two
-        warpgroups, v for tile c + 1. After the last tile there is no tile c + 1 to copy.
+    def refill_slots_after_prediction_errors(self, c: int):
+        """Starts copies into the slots that `prediction_errors_of_tile` has finished reading.
+        Unless tile c of the value channels is the last, the method copies the state and, with two
+        warpgroups, v for tile c + 1. With the delta term, the method also copies the low part of dV
+        for tile c.
         """
         for t in self.own_tiles if c < self.last else ():
             self.copy_state(t, t, c + 1, self.refs.states_arrived)
@@ -497,11 +501,12 @@ class _GradientBlock:
                     self.v_slot, self.gmem_value_tile(self.refs.v_gmem, c + 1), self.v_arrived
                 )
 
-    def copy_next_dstate(self, c: int):
-        """Starts copies to the slots that the products of tile c of the value channels have read.
-        Before the last tile, the method copies the gradient of the state and, with one warpgroup, v
-        for tile c + 1. After the last tile, the method copies q and, if there are several tiles,
-        the tile of the state that `query_and_key_tile_gradients` reads second.
+    def refill_slots_after_products(self, c: int):
+        """Starts copies into the slots that the products of tile c of the value channels have
+        finished reading. Unless tile c is the last, the method copies the gradient of the state
+        and, with one warpgroup, v for tile c + 1. After the last tile, the method copies q and, if
+        there are several tiles, the tile of the state that `query_and_key_tile_gradients` reads
+        second.
         """
         for t in self.own_tiles:
             if c < self.last:
@@ -520,9 +525,9 @@ class _GradientBlock:
             self.copy_state(self.spare_slot, self.own_tiles[0], self.last - 1, self.spare_arrived)
 
     def add_error_products(self, c: int, ks, high, low, pairs, error_dstate):
-        """Multiplies tile `c` of the value channels of E = `high` + `low` by dV^T (in the second
-        warpgroup by dO^T) and by dS^T. Adds the products to `pairs` and `error_dstate`, which hold
-        the sums over the tiles before `c`.
+        """Multiplies tile c of the value channels of E by dV^T (in the second warpgroup by dO^T)
+        and by dS^T; E is the sum of `high` and `low`. Adds the products to `pairs` and
+        `error_dstate`, which hold the sums over the tiles before c.
 
         Returns:
           Three results: [C], the inner product of each token's row of `ks` (gamma K S) with its row
@@ -672,9 +677,9 @@ class _GradientBlock:
     # ---- queries and keys
 
     def query_and_key_gradients(self, error_dstate):
-        """Returns dQ and dK with the norms held constant, each as a list of [C, 64] for this
-        warpgroup's tiles of key channels. Adds to the sum DG the parts of dg that come from Q S and
-        from <S, dS'> (CARRIED).
+        """Returns dQ and dK, computed as if the L2 norms of q and k were constants. dQ and dK are
+        lists with an array [C, 64] for each of this warpgroup's tiles of key channels. Adds to the
+        sum DG the parts of dg that come from Q S and from <S, dS'> (CARRIED).
         """
         sums = self.sums
         gradients = [
@@ -697,8 +702,8 @@ class _GradientBlock:
     def query_and_key_tile_gradients(self, i: int, error_dstate, of_q, of_k):
         """Returns three results for the tile `own_tiles[i]` of key channels: [C], the inner product
         of each row of q with the part of the row's gradient that comes through the state; dQ; dK.
-        dQ and dK treat the L2 norms of the rows of q and k as constants. `of_q` and `of_k` are
-        accumulators for dQ and dK.
+        The L2 norms of the rows of q and k are treated as constants in dQ and dK. `of_q` and `of_k`
+        are accumulators for dQ and dK.
         """
         p, last, norm_rows = self.p, self.last, self.norm_rows
         k, do, dv, a, slots = hide_addresses_from_compiler(*self.tiles)

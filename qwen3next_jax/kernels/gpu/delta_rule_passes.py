@@ -2,15 +2,15 @@
 (sm_90a).
 
 The kernel of `delta_rule_chunks` computes the matrices of each chunk that do not depend on the
-state. A kernel of `delta_rule_states` then carries the state, or in the backward pass its gradient,
-from chunk to chunk. In the backward pass, the kernel of `delta_rule_gradients` finally computes the
-gradients of each chunk's inputs.
+state. After the kernel of `delta_rule_chunks`, a kernel of `delta_rule_states` carries the state,
+or in the backward pass the gradient of the state, from chunk to chunk. In the backward pass, the
+kernel of `delta_rule_gradients` finally computes the gradients of each chunk's inputs.
 
-If a call has too few heads to fill the chip, each row is split into pieces, and two calls of
-kernels of `delta_rule_states` compute the pass. The state after a piece is U + M S if the state
-before it is S. The first call computes the first piece and the maps U + M S of all other pieces but
-the last. The composition of the maps gives the state before each piece, and the second call
-computes all pieces but the first.
+If a call has too few heads to fill the chip, each row is split into pieces, and two kernels of
+`delta_rule_states` run one after the other. If S is the state before a piece, the state after the
+piece is U + M S. The first kernel computes piece 0, and the maps U + M S of all pieces between the
+first and the last. The composition of the maps gives the state before each piece, and the second
+kernel computes all pieces except piece 0.
 
 B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key width, V value width.
 """
@@ -39,12 +39,12 @@ def forward(
     interpret: bool = False,
     split: WorkSplit | None = None,
 ):
-    """Computes what `ops.delta_rule.interface.Implementation.forward` describes, always in chunks
-    of 64 tokens.
+    """Computes the results that `ops.delta_rule.interface.Implementation.forward` describes, always
+    in chunks of 64 tokens.
 
-    Heads are padded with zeros to a width of WIDTHS. The padding changes no result: a channel of
-    zeros in k or v writes nothing to the state, and a channel of zeros in q reads nothing. `states`
-    keep the padded width.
+    Heads are padded with zeros to 64, 128 or 256 channels. The padding changes no result: a channel
+    of zeros in k or v writes nothing to the state, and a channel of zeros in q reads nothing.
+    `states` keep the padded width.
 
     The argument and the result `inverses` hold the inverses of I + M beta (docs/delta_rule.md) in
     the layout that `to_saved_inverses` returns.
@@ -88,8 +88,8 @@ def backward(
     interpret: bool = False,
     split: WorkSplit | None = None,
 ):
-    """Computes what `ops.delta_rule.interface.Implementation.backward` describes, in chunks of 64
-    tokens. `inverses`, `interpret` and `split` have the same meaning as in `forward`.
+    """Computes the results that `ops.delta_rule.interface.Implementation.backward` describes, in
+    chunks of 64 tokens. `inverses`, `interpret` and `split` have the same meaning as in `forward`.
     """
     p = Problem.of_call(x, settings, split, interpret=interpret)
     q, k = p.pad_keys(x.q), p.pad_keys(x.k)
@@ -163,10 +163,10 @@ def _run_state_pass(
     Args:
       p: the problem.
       name: the key of the kernels in KERNELS.
-      inputs: the input arrays of the kernels without the first states.
+      inputs: the input arrays of the kernels, except the states with which pieces start.
       first: [B, H, K, V] float32, the state (or gradient) with which the pass starts.
       outputs: shape and dtype of each output with an axis of tokens or chunks, by name.
-      results: shared memory from which these outputs are copied, for `Problem.run_state_kernel`.
+      results: shared memory from which the outputs are copied, for `Problem.run_state_kernel`.
 
     Returns:
       The outputs by name, and the state (or gradient) with which the pass ends, [B, H, K, V].
@@ -230,10 +230,10 @@ def transpose_last_axes(x):
 
 
 def to_saved_inverses(inverses):
-    """Converts the inverses [N, B, H, 2, C, C], the high and low parts in bfloat16, to the shape
-    [N, B, ⌈H / 2⌉, C, 2C] and the dtype float32 that every implementation saves. If H is odd, a
-    head of zeros is added. The bits of two bfloat16 numbers become the bits of one float32 number,
-    so the values of the float32 numbers have no meaning.
+    """Converts the inverses [N, B, H, 2, C, C], with their high and low parts in bfloat16, to
+    float32 [N, B, ⌈H / 2⌉, C, 2C], the shape and dtype that every implementation saves. If H is
+    odd, a head of zeros is added. The bits of two bfloat16 numbers become the bits of one float32
+    number, so the values of the float32 numbers have no meaning.
     """
     chunks, batch, heads = inverses.shape[:3]
     x = jax.lax.bitcast_convert_type(inverses.reshape(chunks, batch, heads, C * C, 2), jnp.float32)
@@ -241,7 +241,7 @@ def to_saved_inverses(inverses):
 
 
 def from_saved_inverses(x, heads: int):
-    """Returns the argument of `to_saved_inverses` whose result is x. `heads` is H."""
+    """Returns the inverses that `to_saved_inverses` converted to x. `heads` is H."""
     chunks, batch = x.shape[:2]
     x = x.reshape(chunks, batch, -1, C * C)[:, :, :heads]
     return jax.lax.bitcast_convert_type(x, jnp.bfloat16).reshape(chunks, batch, heads, 2, C, C)

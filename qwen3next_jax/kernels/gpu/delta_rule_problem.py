@@ -1,10 +1,10 @@
-"""The sizes of one call of the gated delta rule's Mosaic GPU kernels, the numbers that follow from
-the sizes, and the calls of the kernels over their grids.
+"""The sizes of one call of the gated delta rule, and the functions that run its Mosaic GPU kernels
+over their grids.
 
 "A pass of the state" is a call of a kernel of `delta_rule_states`, which carries the state, or its
-gradient, from chunk to chunk. Two such calls may split each row into pieces that run at the same
-time (`delta_rule_passes`). "Maps" are the affine maps U + M S of these pieces, where S is the state
-before a piece and U + M S is the state after it.
+gradient, from chunk to chunk. A pass may split each row of the batch into pieces that run at the
+same time, and then takes two calls (`delta_rule_passes`). "Maps" are the affine maps U + M S of the
+pieces: if S is the state before a piece, U + M S is the state after the piece.
 
 B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key width, V value width.
 """
@@ -35,8 +35,9 @@ INTERPRETER = plgpu.InterpretGPUParams()
 
 
 def multiprocessor_count() -> int:
-    """Returns the number of streaming multiprocessors of this process's GPU, or PROCESSORS if the
-    program is compiled for a GPU that is not here, or interpreted.
+    """Returns the number of streaming multiprocessors of this process's GPU. If this process does
+    not have the GPU that the program is compiled for, or if the kernels are interpreted, returns
+    PROCESSORS.
     """
     target = compile_target()
     if target.may_lack_device or target.platform != "gpu":
@@ -53,10 +54,10 @@ class WorkSplit(NamedTuple):
     """How the passes of the state split the work of a call over the chip.
 
     Attributes:
-      pieces_per_row: number of pieces into which every row is split: 1, or 3 or more, at most the
-        number of chunks. The lengths of the pieces differ by at most one chunk.
-      warpgroups_per_block: number of warpgroups that compute in a block, 1 or 2, each one tile of
-        64 value channels; 1 if rows are split or if the number of tiles is odd.
+      pieces_per_row: number of pieces into which every row is split: 1, or from 3 up to the number
+        of chunks. The lengths of two pieces differ by at most one chunk.
+      warpgroups_per_block: number of warpgroups in a block that compute one tile of 64 value
+        channels each: 1 or 2; 1 if rows are split or if the number of tiles is odd.
     """
 
     pieces_per_row: int
@@ -74,8 +75,8 @@ class Problem:
       value_heads: H.
       key_width: K, one of WIDTHS. The channels of q and k above `unpadded_key_width` are zeros.
       value_width: V, one of WIDTHS.
-      unpadded_key_width: the key width of the caller's arrays. Scores are divided by its square
-        root.
+      unpadded_key_width: the key width of the caller's arrays. The product of a query and a key is
+        divided by the square root of `unpadded_key_width`.
       normalize_qk: whether q and k are L2-normalised.
       delta_term: whether a write to the state has the delta term (`Settings.delta_term`).
       save_states: whether the forward pass writes the state before each chunk.
@@ -101,7 +102,7 @@ class Problem:
         cls, x: Inputs, settings: Settings, split: WorkSplit | None = None, **others
     ) -> "Problem":
         """Returns the problem of a call. If `split` is None, `best_work_split` chooses
-        `work_split`. `others` sets the fields `save_states` and `interpret`.
+        `work_split`. `others` are the fields `save_states` and `interpret`.
         """
         batch, time, key_heads, channels = x.q.shape
         value_heads, value = x.v.shape[2:]
@@ -141,7 +142,8 @@ class Problem:
     def blocks_per_map(self) -> int:
         """The number of blocks of the grid that compute the map of a piece for a value head. Each
         block computes two tiles of 64 columns: U has `value_tile_count` tiles, and M has
-        `key_tile_count` tiles. If the sum is odd, the last tile of the last block has no meaning.
+        `key_tile_count` tiles. If U and M together have an odd number of tiles, the last tile of
+        the last block has no meaning.
         """
         return -(-(self.value_tile_count + self.key_tile_count) // 2)
 
@@ -165,23 +167,26 @@ class Problem:
     def best_work_split(self) -> WorkSplit:
         """Returns how the passes of the state split the work over the chip.
 
-        A block of a pass uses so much shared memory that it needs a multiprocessor to itself.
-        Without a split, the pass computes the N chunks of a row one after another, on B · H · tiles
-        multiprocessors if a block computes one tile. If the chip has fewer multiprocessors, a block
-        computes two tiles, which share the tiles of q and k that they read.
+        A block of a pass uses so much shared memory that it needs a multiprocessor to itself. If
+        rows are not split, the pass computes the N chunks of a row one after another. With one tile
+        of value channels per block, the pass over whole rows fills B · H · `value_tile_count`
+        multiprocessors. If the chip has fewer multiprocessors, each block computes two tiles, and
+        reads q and k only once for both tiles.
 
-        With P pieces, the pass computes 2 N / P chunks one after another: the first call computes
-        piece 0 and the maps of P - 2 pieces, the second call computes the other P - 1 pieces. If K
-        is at most V, either call needs P - 1 times as many multiprocessors as whole rows, because a
-        map takes `blocks_per_map` blocks with two tiles each, and a piece `value_tile_count` blocks
-        with one. P is the largest number with which the chip runs all blocks of a call at the same
-        time. With more pieces, some blocks would wait for others.
+        With P pieces per row, the pass computes 2 N / P chunks one after another: the first call
+        computes piece 0 and the maps of the pieces 1 to P - 2, the second call computes the pieces
+        1 to P - 1. If K is at most V, each of the two calls needs P - 1 times as many
+        multiprocessors as a pass over whole rows, because a map takes `blocks_per_map` blocks of
+        two tiles, and a piece takes `value_tile_count` blocks of one tile. P is the largest number
+        of pieces with which the chip runs all blocks of a call at the same time. With more pieces,
+        some blocks would have to wait for other blocks.
 
-        Rows are not split if that saves less than a fifth of the time (COMPOSING_CHUNKS). So rows
-        stay whole if P is 2, which saves nothing, if the rows are short, and if a call has enough
-        heads and rows to fill the chip, so that the maps would only cost time. Neither packed
-        documents nor gates change the choice: they shrink M or make it zero, but the chip computes
-        piece 0 in the same time as a map.
+        Rows are not split if the split would save less than a fifth of the estimated time;
+        COMPOSING_CHUNKS is the estimated overhead of a split. So rows stay whole if P would be 2,
+        which saves nothing, if the rows are short, or if a call has enough heads and rows to fill
+        the chip. Packed documents and gates do not change the choice: they can make M zero, but
+        leaving out a map would save no time, because piece 0, which runs at the same time, takes as
+        long.
         """
         rows = self.batch * self.value_heads
         pieces = 1 + multiprocessor_count() // (
@@ -197,8 +202,8 @@ class Problem:
         return WorkSplit(1, 1 if one_tile else 2)
 
     def piece_start_and_length(self, piece):
-        """Returns two integers: the index of the first chunk of a piece, and the number of its
-        chunks. Chunks are counted in the order in which the pass computes the chunks.
+        """Returns two integers: the index of the first chunk of a piece, and the number of chunks
+        of the piece. Chunks are numbered in the order in which the pass computes them.
         """
         if self.pieces_per_row == 1:
             return 0, self.chunks
@@ -219,11 +224,13 @@ class Problem:
         return jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2), mode=mode)
 
     def pad_keys(self, x_BTGK):
-        """Returns q or k with T padded to a multiple of C, and its heads padded to K channels."""
+        """Returns q or k, with T padded to a multiple of C and each head padded to K channels."""
         return pad_axis(self.pad_time(x_BTGK), -1, self.key_width)
 
     def pad_values(self, x_BTHV):
-        """Returns v, or the gradient of o, padded as `pad_keys` pads; its heads get V channels."""
+        """Returns v, or the gradient of o, with T padded to a multiple of C and each head padded to
+        V channels.
+        """
         return pad_axis(self.pad_time(x_BTHV), -1, self.value_width)
 
     def pad_state(self, x_BHKV):
@@ -303,7 +310,7 @@ class Problem:
 
     def run_chunk_kernel(self, q, k, gate_rows_BHN8C, inverses: bool) -> dict:
         """Runs the kernel of `delta_rule_chunks`, which computes the arrays of a chunk that do not
-        depend on the state. Returns a dict with these arrays:
+        depend on the state. Returns a dict with the arrays:
 
         norm_rows: [B, H, N, 6, C] float32, the rows whose indices `delta_rule_tiles` names K_GAMMA,
           ….
@@ -329,9 +336,9 @@ class Problem:
         )
 
     def run_state_kernel(self, kernel, name: str, outputs: dict, results, inputs: list) -> dict:
-        """Runs a pass of the state over whole rows, or over all pieces but the first. The grid has
-        one block for every 64 or 128 value channels of every value head of every row or piece.
-        Returns the outputs by name.
+        """Runs a pass of the state over whole rows or, if rows are split, over all pieces except
+        the first. The grid has one block for each 64 or 128 value channels of each value head of
+        each row or piece. Returns the outputs by name.
 
         Args:
           kernel: `delta_rule_states.forward_kernel` or `backward_kernel`.
@@ -356,9 +363,9 @@ class Problem:
         self, kernel, name: str, outputs: dict, results, inputs: list
     ) -> dict:
         """Runs the pass of the state that computes the first piece of every row, and the maps of
-        the other pieces but the last. The arguments and the result are those of `run_state_kernel`.
-        `kernel` is `first_piece_and_maps_forward_kernel` or `first_piece_and_maps_backward_kernel`
-        of `delta_rule_states`.
+        all pieces between the first and the last. The arguments and the result have the same
+        meaning as in `run_state_kernel`. `kernel` is `first_piece_and_maps_forward_kernel` or
+        `first_piece_and_maps_backward_kernel` of `delta_rule_states`.
         """
         blocks = self.value_tile_count + (self.pieces_per_row - 2) * self.blocks_per_map
         grid = dict(blocks=blocks, heads=self.value_heads, batch=self.batch)
@@ -394,8 +401,8 @@ class Problem:
 
     def _state_kernel_barriers(self, warpgroups: int, not_read: int = 0) -> list:
         """Returns the barriers `inputs_arrived` and `inputs_read` of blocks with `warpgroups`
-        warpgroups that compute. `not_read`: how many of the inputs q, k, P beta, the
-        norm rows, the gate rows and the inverse the blocks do not read.
+        warpgroups that compute. `not_read`: the number of arrays among q, k, P beta, the norm rows,
+        the gate rows and the inverse that the blocks do not read.
         """
         copies = warpgroups + (6 if self.delta_term else 5) - not_read
         return [

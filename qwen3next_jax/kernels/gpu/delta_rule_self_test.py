@@ -30,15 +30,15 @@ def make_self_test(
     split: WorkSplit,
     interpret: bool = False,
 ) -> self_test.SelfTest:
-    """Returns the test for calls of one kind.
+    """Returns the test for calls with the given widths and settings.
 
     Args:
       key: K, the key width.
       value: V, the value width.
       normalize: whether q and k are L2-normalised.
       delta_term: whether the write has the delta term -S^T k.
-      split: how the passes of the state split the work. All numbers of pieces above 1 are one
-        kind.
+      split: how the passes of the state split the work. All splits into more than one piece have
+        the same test.
       interpret: whether a CPU interprets the kernels.
     """
     split = WorkSplit(min(split.pieces_per_row, 3), split.warpgroups_per_block)
@@ -60,11 +60,12 @@ def max_error(
     key: int, value: int, normalize: bool, delta_term: bool, split: WorkSplit, interpret: bool
 ) -> tuple[str, float]:
     """Runs the kernels and the implementation "chunked" in XLA. Returns the name of the output or
-    gradient in which they differ most, and the relative L2 difference.
+    gradient in which the kernels and XLA differ most, and the relative L2 difference.
 
     The arrays have three chunks, two documents, padding, and one key head with two value heads. If
-    rows are split, each chunk is a piece, and the gates are weak, so that the state before the
-    second piece still matters after it. The arguments have the same meaning as in `make_self_test`.
+    rows are split, each chunk is a piece, and the decay is weak, so that the state before the
+    second piece still matters after the second piece. The arguments have the same meaning as in
+    `make_self_test`.
     """
     rng = np.random.default_rng(0)
     time, heads = 2 * C + 6, 2

@@ -8,17 +8,17 @@ inputs as well: with a third warpgroup for the copies, each thread would have on
 compiles the kernels; jax 0.12 uses nvJitLink where it is installed. The formulas are in
 docs/delta_rule.md, "In terms of E".
 
-States, errors and outputs are transposed here: their rows are value channels, and their columns are
-tokens or key channels. So states, errors and outputs can be left operands of products, which wgmma
-takes from registers. For keys of at most 128 channels, everything that the next chunk waits for
-therefore stays in registers.
+In these kernels, states, errors and outputs are transposed: their rows are value channels, and
+their columns are tokens or key channels. Transposed states, errors and outputs can be left operands
+of products, which wgmma takes from registers. For keys of at most 128 channels, all arrays that the
+next chunk waits for stay in registers.
 
 If rows are split into P pieces (`Problem.best_work_split`), two kernels run one after the other.
 Pieces are numbered in the order in which the state, or its gradient, passes through them: in a
 backward pass, piece 0 is the end of the row. The first kernel computes piece 0, whose first state
-is known, and at the same time the affine maps of the pieces 1 to P - 2: the state after a piece is
-U + M S if S is the state before it. XLA composes the maps. The second kernel computes the pieces 1
-to P - 1, all at the same time.
+is known, and at the same time the affine maps of the pieces 1 to P - 2: if S is the state before a
+piece, U + M S is the state after the piece. XLA composes the maps. The second kernel computes the
+pieces 1 to P - 1, all at the same time.
 
 C = 64 tokens of a chunk.
 """
@@ -57,7 +57,7 @@ class BlockWork:
       piece_index: the index of the piece of the row; 0 if rows are not split.
       state_index: the index of the piece's states in the arrays of first and last states.
       first_tile: the index of the first tile of 64 columns. The columns are the value channels. In
-        a block that computes maps, they are the columns of U and then those of M.
+        a block that computes maps, the columns are the columns of U, then the columns of M.
       computing_warpgroups: the number of warpgroups that compute one tile each, 1 or 2.
       computes_maps: whether the block computes a part of the map of the piece.
     """
@@ -103,29 +103,29 @@ class SharedMemory(NamedTuple):
 
 
 def forward_kernel(p, *refs):
-    """Computes the state of a value head from the first chunk of a row to the last, and O. If rows
-    are split into pieces, the kernel computes all pieces but piece 0.
+    """Computes the state of a value head, from the first chunk of a row to the last, and the
+    outputs O. If rows are split into pieces, the kernel computes all pieces except piece 0.
     """
     _run_state_block(_ForwardBlock, p, refs)
 
 
 def backward_kernel(p, *refs):
     """Computes the gradient of a value head's state from the last chunk of a row to the first, and
-    dV as a high and a low part. If rows are split into pieces, the kernel computes all pieces but
-    piece 0.
+    dV as a high and a low part. If rows are split into pieces, the kernel computes all pieces
+    except piece 0.
     """
     _run_state_block(_BackwardBlock, p, refs)
 
 
 def first_piece_and_maps_forward_kernel(p, *refs):
-    """Computes piece 0 of each row as `forward_kernel` computes a row, and the maps of the pieces
-    1 to P - 2.
+    """Computes piece 0 of each row, with the code of `forward_kernel`, and the maps of the pieces 1
+    to P - 2.
     """
     _run_first_piece_or_map_block(_ForwardBlock, p, refs)
 
 
 def first_piece_and_maps_backward_kernel(p, *refs):
-    """Computes piece 0 of each row as `backward_kernel` computes a row, and the maps of the pieces
+    """Computes piece 0 of each row, with the code of `backward_kernel`, and the maps of the pieces
     1 to P - 2.
     """
     _run_first_piece_or_map_block(_BackwardBlock, p, refs)
@@ -149,8 +149,8 @@ def _run_state_block(kind, p, refs):
 
 def _run_first_piece_or_map_block(kind, p, refs):
     """Runs a block of `first_piece_and_maps_forward_kernel` or
-    `first_piece_and_maps_backward_kernel`. Of the blocks of a value head, the first ones compute
-    piece 0, and each of the others computes two tiles of columns of a map.
+    `first_piece_and_maps_backward_kernel`. The first `p.value_tile_count` blocks of a value head
+    compute piece 0; each later block computes two tiles of columns of a map.
     """
     inputs, outputs, (last, last_maps, *scratch) = _inputs_outputs_and_other_refs(kind, p, refs)
     *scratch, maps_arrived, maps_read = scratch
@@ -200,9 +200,9 @@ def _inputs_outputs_and_other_refs(kind, p, refs):
 
 
 def reads_state_from_shared_memory(p) -> bool:
-    """Returns whether products read the state from shared memory. The answer is True for keys
-    of more than 128 channels, because such a state takes half of the registers. Fewer products run
-    at a time then.
+    """Returns whether products read the state from shared memory. The answer is True for keys of
+    more than 128 channels, because the state then takes half of the registers, so that fewer
+    products can run at a time.
     """
     return p.key_width > 128
 
@@ -213,9 +213,9 @@ def load_transposed_tile(tile):
 
 
 def store_transposed_and_start_copy(x, tile, target, in_flight: int):
-    """Waits until all copies except the last `in_flight` ones have read shared memory. Then it
-    writes the transpose of x to `tile` in shared memory and starts a copy of `tile` to `target` in
-    global memory.
+    """Waits until all copies except the last `in_flight` ones have read shared memory. Then writes
+    the transpose of x to `tile` in shared memory, and starts a copy of `tile` to `target` in global
+    memory.
     """
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
     transposed_ref(tile)[...] = x.astype(jnp.bfloat16)
@@ -230,15 +230,16 @@ class _StatePassBlock:
       visits_chunks_in_order: True if the block goes from the first chunk of its piece to the last;
         False if it goes from the last chunk to the first.
       work: what the block computes.
-      w, c: the index of the warpgroup in the block, and of the tile of columns that it computes.
-        A warpgroup that only copies has no tile.
+      w, c: the index of this warpgroup in the block, and the index of the tile of columns that this
+        warpgroup computes. A warpgroup that only copies has no tile.
       inputs: seven pairs (array in global memory or None, its copy in shared memory with one slot
         for each stage): q, k, v (in the backward pass dO), P beta, the norm rows, the gate rows
         and the inverse. A pair whose array is None is not copied.
       first_gmem: the states (or gradients) with which pieces start.
       last_gmem: the output for the states (or gradients) with which pieces end.
       inputs_arrived, inputs_read: two barriers for each slot. `inputs_arrived` is passed when the
-        slot's inputs have been copied, `inputs_read` when all computing warpgroups have read them.
+        slot's inputs have been copied, `inputs_read` when all computing warpgroups have read the
+        slot's inputs.
     """
 
     visits_chunks_in_order: bool
@@ -318,9 +319,9 @@ class _StatePassBlock:
         raise NotImplementedError
 
     def load_first_state(self):
-        """Returns the transposed state with which the piece starts: the 64 columns of this
-        warpgroup by all key channels, float32. In a block that computes maps, the state
-        is zeros for the tiles of U and 64 rows of the identity for the tiles of M.
+        """Returns this warpgroup's 64 rows of the transposed state with which the piece starts,
+        [64, K] float32. In a block that computes maps, the rows are zeros for a tile of U, and rows
+        of the identity matrix for a tile of M.
         """
         if not self.work.computes_maps:
             return plgpu.load(
@@ -341,8 +342,8 @@ class _StatePassBlock:
         self.last_gmem[self.work.state_index, self.h, channel_slice(self.c)] = state
 
     def load_transposed_values(self, slot):
-        """Returns the transposed tile of v, or in the backward pass of dO. For a tile of the map M,
-        which starts from the identity and takes zeros as values, the result is zeros.
+        """Returns the transposed tile of v, or in the backward pass of dO. For a tile of M in a map
+        U + M S, the result is zeros.
         """
         values = load_transposed_tile(self.v_slots.at[slot, self.w])
         if not self.work.computes_maps:
@@ -372,8 +373,8 @@ class _StatePassBlock:
 
     def state_operand_and_copy(self, state, tile, target, in_flight: int):
         """Returns two things: the state, or in the backward pass its gradient, as a left operand of
-        products, and a function that copies the state to `target` in global memory. This function
-        does nothing if `target` is None.
+        products; and a function that copies the state to `target` in global memory, or does nothing
+        if `target` is None.
         """
         if not reads_state_from_shared_memory(self.p):
             x = state.astype(jnp.bfloat16)
@@ -417,8 +418,8 @@ class _ForwardBlock(_StatePassBlock):
         return with_accumulators(self.p, (C, C, C, self.p.key_width), body)
 
     def compute_chunk_with_accumulators(self, n, slot, state, k_state, outputs, errors, after):
-        """Computes chunk n and returns S', the state after it, [64, K] like `state`. `k_state`,
-        `outputs`, `errors` and `after` are accumulators for K S, O, E and S'.
+        """Computes chunk n and returns S', the state after chunk n, [64, K] like `state`.
+        `k_state`, `outputs`, `errors` and `after` are accumulators for K S, O, E and S'.
         """
         p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
         maps, from_shared = self.work.computes_maps, reads_state_from_shared_memory(p)
@@ -500,9 +501,9 @@ class _BackwardBlock(_StatePassBlock):
         return with_accumulators(self.p, (C, C, C, self.p.key_width), body)
 
     def compute_chunk_with_accumulators(self, n, slot, dstate, k_dstate, p_do, values, before):
-        """Computes chunk n and returns dS, the gradient of the state before it, [64, K] like
-        `dstate`, the gradient dS' of the state after it. `k_dstate`, `p_do`, `values` and `before`
-        are accumulators for K dS', (P beta)^T dO, dV and dS.
+        """Computes chunk n. Takes `dstate`, the gradient dS' of the state after chunk n, and
+        returns dS, the gradient of the state before chunk n, both [64, K]. `k_dstate`, `p_do`,
+        `values` and `before` are accumulators for K dS', (P beta)^T dO, dV and dS.
         """
         p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
         maps, from_shared = self.work.computes_maps, reads_state_from_shared_memory(p)

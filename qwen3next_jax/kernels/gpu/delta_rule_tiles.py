@@ -1,10 +1,10 @@
-"""Building blocks of the gated delta rule's Mosaic GPU kernels (sm_90a): tiles, accumulators, and
+"""Parts that the gated delta rule's Mosaic GPU kernels (sm_90a) share: tiles, accumulators, and
 rows that hold one number for each token.
 
 Every matrix is split into tiles of 64 x 64, because a wgmma instruction (the matrix product of a
 warpgroup) computes 64 rows. bfloat16 tiles lie in shared memory, swizzled in the order in which
-wgmma reads them. float32 sums of products are in registers. Where the terms of a sum may cancel, a
-float32 operand is split into two bfloat16 parts (`high_and_low`).
+wgmma reads them. float32 sums of products are in registers. Where the terms of a sum may cancel,
+the kernels split a float32 operand into two bfloat16 parts (`high_and_low`).
 
 The formulas are in docs/delta_rule.md, "In terms of E". A matrix [C, C] has rows i and
 columns j.
@@ -31,7 +31,7 @@ ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def named_refs(kind, refs, missing: str = ""):
-    """Returns the references that a kernel gets as a NamedTuple of the class `kind`. If `missing`
+    """Returns the references `refs` of a kernel as a NamedTuple of the class `kind`. If `missing`
     is the name of a field, `refs` has no reference for it, and the field gets None.
     """
     names = [name for name in kind._fields if name != missing]
@@ -163,7 +163,7 @@ PART_PAIRS = (0, 0), (1, 0), (0, 1)
 
 
 def load_over_columns(ref, row: int):
-    """Returns [C, C], whose row i holds ref[row, i] in all columns."""
+    """Returns a matrix [C, C]: row i holds ref[row, i] in all columns."""
     return plgpu.layout_cast(
         jax.lax.broadcast_in_dim(plgpu.load(ref.at[row], layout=ROW), (C, C), (0,)),
         plgpu.Layout.WGMMA,
@@ -171,7 +171,7 @@ def load_over_columns(ref, row: int):
 
 
 def load_over_rows(ref, row: int):
-    """Returns [C, C], whose column j holds ref[row, j] in all rows."""
+    """Returns a matrix [C, C]: column j holds ref[row, j] in all rows."""
     return plgpu.layout_cast(
         jax.lax.broadcast_in_dim(plgpu.load(ref.at[row], layout=COLUMN), (C, C), (1,)),
         plgpu.Layout.WGMMA,

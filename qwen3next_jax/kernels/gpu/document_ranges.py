@@ -1,17 +1,18 @@
-"""Where the documents of packed rows begin and how long they are, as cuDNN's attention takes it: by
-an offset and a length for each document (`cudnn.py`).
+"""Computes the offset and the length of each document of packed rows, which cuDNN's attention takes
+(`cudnn.py`).
 
-cuDNN sees R rows of L tokens with at most M documents each. However short the documents are,
-cuDNN plans work for R · M documents of L tokens, and in the backward pass also memory. A row of T
-tokens may have T documents. With L = M = T, cuDNN would plan for T · T tokens in each row, which is
-far too much.
+cuDNN sees R rows of L tokens with at most M documents each. However short the documents are, cuDNN
+plans the work (in the backward pass also the memory) of R · M documents of L tokens. A row of T
+tokens may have T documents. With L = M = T, cuDNN would plan the work of T · T tokens for each row,
+which is far too much.
 
-Therefore documents are divided by their length into classes (`length_classes`), and each class is a
-call of its own. The call reshapes the arrays to rows of L tokens, where L is the greatest length in
-the class. A document may continue in the next of these rows, which follows in memory. Since a class
-has no short documents, few of its documents begin in one row. So M is small for all data.
+To plan less work, documents are divided by their length into classes (`length_classes`), and each
+class is a call of its own. The call of a class reshapes the arrays to rows of L tokens, where L is
+the greatest length in the class. A document may continue in the next row of L tokens, which follows
+in memory. Since the documents of a class have similar lengths, few documents begin in one row of L
+tokens. So M, the largest number of documents of a row, is small for all data.
 
-B batch, T tokens of a row, R rows of L tokens with R · L = B · T, M documents of such a row.
+B batch, T tokens of a row, R rows of L tokens with R · L = B · T, M documents of a row of L tokens.
 """
 
 from typing import NamedTuple
@@ -32,9 +33,9 @@ class LengthClass(NamedTuple):
 
     @property
     def max_documents_per_row(self) -> int:
-        """M, the largest number of documents that begin among `longest` consecutive tokens; 2 or
-        more, because cuDNN takes offsets only of several documents. Two documents begin at least
-        longer_than + 1 tokens apart.
+        """M, the largest number of documents that can begin among `longest` consecutive tokens; at
+        least 2, because cuDNN takes no offsets for a single document. The first tokens of two
+        documents are at least longer_than + 1 tokens apart.
         """
         return max(2, -(-self.longest // (self.longer_than + 1)))
 
@@ -43,13 +44,15 @@ class DocumentRanges(NamedTuple):
     """The documents of one call.
 
     Attributes:
-      lengths: int32 [R, M], number of tokens of each document, in order; -1 where there is none.
-      offsets: int32 [R, M + 1], index in its row of each document's first token; -1 where there is
-        none, and in the last column.
+      lengths: int32 [R, M], number of tokens of each document, in order; -1 after the last
+        document.
+      offsets: int32 [R, M + 1], index in its row of each document's first token; -1 after the last
+        document of the row, and in the last column.
       flat_offsets: int32 [R · M], the first token of each document of all rows, in order, as an
         index among all R · L tokens; 0 after the last document.
-      flat_lengths: int32 [R · M], number of tokens of these documents; 0 after the last document.
-      covered: bool [B, T], whether a token belongs to one of these documents.
+      flat_lengths: int32 [R · M], number of tokens of each document of all rows; 0 after the last
+        document.
+      covered: bool [B, T], whether a token belongs to one of the documents in `lengths`.
       document_of_token: int32 [B, T], index in `flat_offsets` of the document of a covered token.
       position_in_document: int32 [B, T], position of a covered token in its document.
     """
@@ -76,8 +79,8 @@ def length_classes(length: int) -> tuple[LengthClass, ...]:
 
 
 def document_starts_and_lengths(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns two arrays int32 [B, T]: the index in its row of the first token of each token's
-    document, and the number of tokens of this document, 0 in padding.
+    """Returns two arrays int32 [B, T] about the document of each token: the index in the row of the
+    document's first token, and the number of tokens of the document (0 for padding).
 
     Args:
       segment_ids_BT: [B, T], which do not decrease along T; 0 marks padding at the end.
@@ -110,9 +113,10 @@ def ranges_of_class(first_BT: jax.Array, length_BT: jax.Array, of: LengthClass) 
 def ranges_of_shared_documents(
     segment_ids_BT: jax.Array, kv_segment_ids_BS: jax.Array
 ) -> tuple[DocumentRanges, DocumentRanges]:
-    """Returns the documents that queries and keys share, where the keys are tokens of the row
-    before the queries. A row has at most one such document: the last document of the keys, if the
-    first query belongs to it. The first result is for the queries, the second for the keys.
+    """Returns the documents that have both queries and keys, if the keys are tokens of the row
+    before the queries. At most one document of a row has both queries and keys: the last document
+    of the keys, if the first query belongs to it. The first result gives the documents' ranges
+    among the queries, the second result among the keys.
     """
     last_B1 = jnp.max(kv_segment_ids_BS, axis=1, keepdims=True)  # padding at the end has the id 0
     shared_B1 = (segment_ids_BT[:, :1] == last_B1) & (last_B1 > 0)
@@ -131,8 +135,8 @@ def ranges_of_shared_documents(
 def _ranges_that_begin_at(
     begins_RL, length_RL, covered, position, documents: int
 ) -> DocumentRanges:
-    """Returns the documents that begin where `begins_RL` is True, with the lengths `length_RL` at
-    these tokens; at most `documents` of them in each row.
+    """Returns the documents that begin where `begins_RL` is True, at most `documents` in each row.
+    At the first token of a document, `length_RL` has its length.
     """
     rows, width = begins_RL.shape
     row = jnp.broadcast_to(jnp.arange(rows)[:, None], begins_RL.shape)

@@ -41,8 +41,9 @@ def unsupported_reason(o, weight, eps: float) -> str:
 
 
 def is_default(o, weight, eps: float) -> bool:
-    """Returns whether a call that names no implementation runs the kernels. The call runs them if
-    they support it and passed their test on this GPU. The function prints the decision once.
+    """Returns whether a call that names no implementation runs the kernels. The call runs the
+    kernels if they support the call and passed their test on this GPU. The function prints the
+    decision once.
     """
     return self_test.kernels_run_by_default(
         make_self_test(eps, weight.shape[0]), unsupported_reason(o, weight, eps)
@@ -63,7 +64,7 @@ def make_self_test(eps: float, width: int) -> self_test.SelfTest:
 
 def max_error(eps: float, width: int, interpret: bool = False) -> tuple[str, float]:
     """Runs the kernels and the XLA implementation on two blocks of tokens of two heads. Returns the
-    name of the result in which they differ most, and the relative L2 difference.
+    name of the result in which the kernels and XLA differ most, and the relative L2 difference.
     """
     rng = np.random.default_rng(0)
     o, gate, dy = (
@@ -101,8 +102,8 @@ def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
 
 
 def _call_kernel(body, eps, weight, inputs, like, sums, interpret):
-    """Runs the kernel `body`. Returns its outputs: first one output for each array in `like`, with
-    its shape and dtype, then one for each shape and dtype in `sums`.
+    """Runs the kernel `body`. Returns the outputs of the kernel: first one output for each array in
+    `like`, with the array's shape and dtype, then one output for each shape and dtype in `sums`.
     """
     batch, time, d = inputs[0].shape
     width = weight.shape[0]
@@ -154,11 +155,11 @@ class _HeadBlock:
         return self.load_input_tile(0, c)
 
     def broadcast_over_columns(self, x):
-        """Returns [C, C], whose row i holds x[i] in all columns."""
+        """Returns a matrix [C, C]: row i holds x[i] in all columns."""
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (C, C), (0,)), plgpu.Layout.WGMMA)
 
     def load_weight_over_rows(self, c: int):
-        """Returns [C, C], whose column j holds the weight of channel j of tile c in all rows."""
+        """Returns a matrix [C, C]: column j holds the weight of channel j of tile c in all rows."""
         row = plgpu.load(self.weight.at[channel_slice(c)], layout=COLUMN)
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(row, (C, C), (1,)), plgpu.Layout.WGMMA)
 

@@ -4,9 +4,9 @@ group.
 
 On a Hopper GPU (H100, H200), the Mosaic kernel computes y and dx, and the Triton kernel computes
 dw. On other GPUs from Ampere on, the Triton kernel computes y, dx and dw. The package tokamax ships
-its measurements on an H100 (tokamax/data/autotuning). For 131,072 to 524,288 rows, widths of 768 to
-4,096 and 128 experts, these files give the following TFLOP/s. The tiles in this file were the
-fastest there.
+measurements of its kernels on an H100 (tokamax/data/autotuning). For 131,072 to 524,288 rows,
+widths of 768 to 4,096 and 128 experts, tokamax measured the following TFLOP/s. This module uses the
+tiles that were the fastest in tokamax's measurements.
 
          Mosaic        Triton
     y    384 to 468    152 to 505
@@ -40,10 +40,10 @@ ROWS = 64
 
 
 def unsupported_reason(x, weights) -> str:
-    """Returns why the kernels cannot run a call; "" if they can.
+    """Returns why the kernels cannot run a call of the operator; "" if they can.
 
     Args:
-      x: [R, D], the rows. Any number of rows can be run: they are padded to a multiple of ROWS.
+      x: [R, D], the rows. Any number of rows can be run: the rows are padded to a multiple of ROWS.
       weights: the arrays of matrices [E, D, F], one array for each product of the call.
     """
     if {x.dtype, *(w.dtype for w in weights)} != {jnp.dtype(jnp.bfloat16)}:
@@ -52,9 +52,9 @@ def unsupported_reason(x, weights) -> str:
 
 
 def is_default(x, weights) -> bool:
-    """Returns whether a call that names no implementation runs the kernels. The call runs them if
-    it has at least MIN_ROWS rows, if the kernels support it and if they passed their tests on this
-    GPU. For MIN_ROWS rows or more the function prints the decision once.
+    """Returns whether a call that names no implementation runs the kernels. The call runs the
+    kernels if it has at least MIN_ROWS rows, if the kernels support the call and if the kernels
+    passed their tests on this GPU. For MIN_ROWS rows or more the function prints the decision once.
     """
     if x.shape[0] < MIN_ROWS:
         few = f"has {x.shape[0]} rows: the kernels run {MIN_ROWS} or more"
@@ -93,8 +93,9 @@ class _KernelChoice(NamedTuple):
 
 
 def _choose_kernels(*widths: int) -> _KernelChoice:
-    """Returns the kernels for matrices of `widths`, (D, F). If the self-test of Mosaic (for y and
-    dx) together with Triton (for dw) has failed in this run, Mosaic computes dw, too.
+    """Returns the kernels for matrices of `widths`, (D, F). The usual choice is Mosaic for y and
+    dx, and Triton for dw. If the self-test of Mosaic together with Triton has failed in this run,
+    Mosaic computes dw, too.
 
     Triton 3.9 writes PTX 9.4, which needs a ptxas of CUDA 13.4 or later. An older CUDA toolkit on
     PATH or in /usr/local/cuda takes precedence over the toolkit that the extra `gpu` installs.
@@ -140,8 +141,8 @@ def gradients(x_RD, w_EDF, sizes_E, dy_RF):
 
 
 def unmasked_matmul(x_RD, w_EDF, sizes_E):
-    """Returns y [R, F], where rows of no group are undefined. The numbers that x has in rows of no
-    group do not matter.
+    """Returns y [R, F], where rows of no group are undefined. The result does not depend on the
+    rows of x that belong to no group.
     """
     run = (
         _mosaic_product
@@ -153,7 +154,7 @@ def unmasked_matmul(x_RD, w_EDF, sizes_E):
 
 def weight_gradients(x_RD, dy_RF, sizes_E, dtype):
     """Returns dw [E, D, F], the sum of x_r dy_rᵀ over the rows r of each group; zeros for a group
-    without rows. The numbers that x and dy have in rows of no group do not matter.
+    without rows. The result does not depend on the rows of x and dy that belong to no group.
     """
     kernels = _choose_kernels(x_RD.shape[1], dy_RF.shape[1])
     run = (
@@ -170,7 +171,7 @@ def _zero_rows_of_no_group(sizes_E, y_RF):
 
 
 def _pad_rows(x_RD):
-    """Returns x_RD with zeros after its rows, so that their number is a multiple of ROWS."""
+    """Returns x_RD, padded with rows of zeros to a multiple of ROWS rows."""
     missing = -x_RD.shape[0] % ROWS
     return jnp.pad(x_RD, ((0, missing), (0, 0))) if missing else x_RD
 
@@ -179,9 +180,10 @@ def _pad_rows(x_RD):
 
 
 def mosaic_product_settings(width: int) -> dict:
-    """Returns tokamax's settings for y and dx, which sum over `width` numbers. A stage of the
-    pipeline takes 48 KiB of the 227 KiB of shared memory, and the result 16 KiB. Where few stages
-    are summed, two blocks share a multiprocessor, so that one computes while the other writes.
+    """Returns the settings of tokamax's Mosaic kernel for y or dx, whose products sum over `width`
+    numbers. A stage of the pipeline takes 48 KiB of the 227 KiB of shared memory, and the result 16
+    KiB. If the sum has few stages, two blocks share a multiprocessor, so that one block computes
+    while the other block writes.
     """
     tiles = dict(block_m=128, block_n=64, block_k=128)
     if width <= 512:
@@ -307,9 +309,10 @@ def _self_test_of_choice(
 
 
 def max_error(*widths: int, functions=None) -> tuple[str, float]:
-    """Runs the kernels and XLA products on inputs like those of a layer: groups that end inside a
-    tile, a group of several tiles, a group without rows, and rows of no group, which are NaN.
-    Returns the name of the result in which they differ most, and the relative L2 difference.
+    """Runs the kernels and XLA's products on inputs like the inputs of a layer: groups that end
+    inside a tile, a group of several tiles, a group without rows, and rows of no group, which are
+    NaN. Returns the name of the result in which the kernels and XLA differ most, and the relative
+    L2 difference.
 
     Args:
       widths: (D, F) of the matrices.

@@ -1,6 +1,6 @@
 """The routed experts of `ops.routed_experts` on GPUs. The kernels of `grouped_matmul` compute the
-products; XLA computes everything between two products in one pass over memory. Rows of no expert
-are neither computed nor set to zero, because nothing reads them.
+products; XLA computes everything between two products in one pass over memory. The results of rows
+that belong to no expert are neither computed nor set to zero, because nothing reads these results.
 
 P rows of the layout, T tiles, D model width, E experts, I expert width, F = 2I (gate before up).
 """
@@ -12,13 +12,13 @@ from qwen3next_jax.kernels.gpu import grouped_matmul
 
 
 def unsupported_reason(x, gate_up, tile, added) -> str:
-    """Returns why the kernels cannot run a call; "" if they can.
+    """Returns why the kernels cannot run a call of the operator; "" if they can.
 
     Args:
       x: [P, D], the rows.
       gate_up: [E, D, F], the gate and up matrices.
-      tile, added: the rows of a tile, and whether the call adds to earlier gradients. `tile` and
-        `added` may have any value.
+      tile, added: the rows of a tile, and whether the call adds its gradients to earlier gradients.
+        The result does not depend on `tile` and `added`.
     """
     return grouped_matmul.unsupported_reason(x, _matrix_shapes(gate_up))
 
@@ -45,8 +45,7 @@ def mlp(
     keep_hidden: bool = False,
 ):
     """Returns y [P, D] with y_p = (weight_p · silu(x_p gate) · (x_p up)) down, where gate, up and
-    down are the matrices of the expert of row p's tile. In the tiles with an index of `used` or
-    more, y is undefined.
+    down are the matrices of the expert of row p's tile. From tile `used` on, y is undefined.
 
     Args:
       x_PD: the rows.
@@ -56,7 +55,7 @@ def mlp(
       expert_T: [T] int32, the expert of each tile, ascending.
       used: [1] int32, the number of tiles that hold rows.
       keep_hidden: whether to return also the hidden layer x_p (gate, up), [P, F], for
-        `mlp_gradients`. It is undefined in the tiles with an index of `used` or more.
+        `mlp_gradients`. From tile `used` on, the hidden layer is undefined.
 
     Returns:
       (y, the hidden layer or None).
@@ -79,17 +78,17 @@ def mlp_gradients(
     dy_PD,
     *dw_before,
 ):
-    """Returns the gradients of `mlp`, given dy_PD [P, D], the gradient of its result. The other
-    arguments have the same meaning as in `mlp`.
+    """Returns the gradients of the arguments of `mlp`, given dy_PD [P, D], the gradient of y. The
+    other arguments have the same meaning as in `mlp`.
 
     Args:
-      hidden_PF: the hidden layer that `mlp` returned; None: it is computed again.
+      hidden_PF: the hidden layer that `mlp` returned; None: the hidden layer is computed again.
       dw_before: nothing, or two arrays: earlier gradients of gate_up and down, to which the
         gradients of this call are added.
 
     Returns:
-      dx [P, D], dweight [P] in float32, dgate_up [E, D, F] and ddown [E, I, D]. In the tiles with
-      an index of `used` or more, dx and dweight are undefined.
+      dx [P, D], dweight [P] in float32, dgate_up [E, D, F] and ddown [E, I, D]. From tile `used`
+      on, dx and dweight are undefined.
     """
     sizes_E = _rows_per_expert(expert_T, used, x_PD.shape[0], gate_up_EDF.shape[0])
     if hidden_PF is None:
@@ -123,8 +122,8 @@ def _weighted_swiglu(hidden_PF, weight_P):
 
 
 def _swiglu_gradients(hidden_PF, weight_P, da_PI):
-    """Returns the result of `_weighted_swiglu`, and, given the gradient da_PI of it, the gradients
-    of hidden_PF and weight_P (float32).
+    """Returns the result of `_weighted_swiglu` and, given the gradient da_PI of this result, the
+    gradients of hidden_PF and weight_P (float32).
     """
     gate, up = jnp.split(hidden_PF.astype(jnp.float32), 2, axis=-1)
     da, weight = da_PI.astype(jnp.float32), weight_P[:, None]

@@ -1,7 +1,9 @@
-"""Imports the kernels of the library tokamax, and says whether they can run here (docs/gpu.md).
-tokamax has kernels in two languages: Mosaic, for Hopper GPUs, and Triton, for GPUs from Ampere on.
+"""Imports the kernels of the library tokamax, and says whether these kernels can run here
+(docs/gpu.md). tokamax has kernels in two languages: Mosaic, for Hopper GPUs, and Triton, for GPUs
+from Ampere on.
 
-Several processes of a run have to compile the same program, so they agree on every answer.
+The processes of a run have to compile the same program, so all processes agree on whether the
+kernels can run.
 """
 
 import importlib
@@ -76,7 +78,7 @@ def _old_chip_reason() -> str:
 
 
 def compute_capability() -> float:
-    """Returns the compute capability of this process's first GPU, such as 9.0 for an H100; 0 if it
-    has none.
+    """Returns the compute capability of this process's first GPU, such as 9.0 for an H100; 0 if the
+    process has no GPU.
     """
     return float(getattr(jax.local_devices()[0], "compute_capability", 0) or 0)

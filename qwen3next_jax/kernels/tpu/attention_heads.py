@@ -1,6 +1,6 @@
-"""TPU kernels of the two operators of `ops.attention_heads`: one normalises and rotates queries or
-keys, the other gates the outputs of the heads. Each kernel reads each of its inputs from HBM once
-and writes each of its outputs once.
+"""TPU kernels of the two operators of `ops.attention_heads`: `norm_and_rotate` normalises and
+rotates queries or keys, and `gate_heads` gates the outputs of the heads. Each kernel reads its
+inputs from HBM once and writes its outputs once.
 
 B batch, T time in blocks of R tokens, N heads of K channels, C = N · K channels of all heads, in
 blocks of whole heads, L = LANES. `half` is half the number of channels of a head that rotate, and
@@ -21,7 +21,7 @@ BLOCK = 256, 1024  # the largest numbers of rows and of channels in a block
 
 
 def unsupported_reason(time: int, width: int, rotary: int, dtype) -> str:
-    """Returns why the kernels cannot run a call; "" if they can.
+    """Returns why the kernels cannot run a call of an operator; "" if they can.
 
     Args:
       time: number of tokens in a row (T).
@@ -129,8 +129,8 @@ def _call_kernel(body, width, inputs, outputs, norm_inputs=(), sums=False, inter
 
 
 def _for_each_head(heads, body):
-    """Runs body(head, lanes) for every head of the block `heads` [1, N, R, K]. `head` is its index,
-    and `lanes` is the slice of its channels in a block [1, R, C].
+    """Runs body(head, lanes) for every head of the block `heads` [1, N, R, K]. `head` is the index
+    of the head, and `lanes` is the slice of the head's channels in a block [1, R, C].
     """
 
     def step(h, _):
@@ -148,8 +148,8 @@ def _inverse_rms_and_normed(eps, x):
 
 def _rotate(x, cos, sin, half):
     """Returns x [R, K] with its first LANES channels rotated: channel i becomes x_i cos_i + x_j
-    sin_i. Here j is i + half for i < half, and i - half for larger i. Channels from 2 · half on
-    have the cosine 1 and the sine 0.
+    sin_i. The partner j of a rotated channel i is i + half for i < half, and i - half for larger i.
+    Channels from 2 · half on have the cosine 1 and the sine 0.
     """
     first = x[:, :LANES]
     # Lane i of `below` holds channel i - half, and lane i of `above` holds channel i + half.
@@ -170,8 +170,8 @@ def _norm_and_rotate_kernel(eps, half, weight, cos, sin, x, y):
 
 
 def _norm_and_rotate_gradients_kernel(eps, half, weight, cos, sin, x, dy, dx, dweight):
-    """Computes dx of a block, and adds the block's part of the gradient of the weight to 8 rows of
-    partial sums, `dweight` [8, K].
+    """Computes dx of a block, and adds the block's part of the weight's gradient to `dweight`
+    [8, K], 8 rows of partial sums.
     """
 
     @pl.when(grids.is_first_step_of_channel_block())

@@ -1,12 +1,13 @@
-"""TPU kernels of the causal depthwise convolution with its activation. In the forward pass, and
-again in the backward pass, each array is read from HBM or written to it once. Only the last EDGE
+"""TPU kernels of the causal depthwise convolution with its activation. The forward pass and the
+backward pass each read their inputs from HBM once and write their outputs once. Only the last EDGE
 tokens of a block are read twice, the second time for the next block.
 
 A kernel computes a block in groups of 128 channels, one after another, with products and sums in
-float32 registers. A block also reads the W - 1 tokens before it, which the kernel gets as a second,
-small block of the same input. In the backward pass a block also needs the gradients of the W - 1
-tokens after it. The grid then goes from the last block of tokens to the first, so these gradients
-are still in VMEM from the previous grid step.
+float32 registers. The outputs of a block also depend on the W - 1 tokens before the block, which
+the kernel reads as a second, small block of x. In the backward pass, a block also needs the
+gradients of the W - 1 tokens after the block. The grid of the backward pass goes from the last
+block of tokens to the first, so the gradients of the W - 1 tokens after a block are still in VMEM
+from the previous grid step.
 
 B batch, T time in blocks of R tokens, W kernel width, D channels in blocks of C.
 """
@@ -93,7 +94,7 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
 
 
 class _ConvolutionCall:
-    """The blocks of one call and their specifications.
+    """The sizes of the blocks of one call, and the Pallas specifications of these blocks.
 
     Attributes:
       rows: R.
@@ -129,14 +130,14 @@ class _ConvolutionCall:
 
     def before_and_x_inputs(self, before, x):
         """Returns three inputs of the kernel: `before`, padded to EDGE rows, and x twice. From the
-        first copy of x a grid step reads the last EDGE rows of the previous block; from the second
-        copy it reads its own block.
+        first x, a grid step reads the last EDGE rows of the previous block; from the second x, the
+        grid step reads its own block.
         """
         return jnp.pad(before.astype(x.dtype), ((0, 0), (EDGE - before.shape[1], 0), (0, 0))), x, x
 
     def __call__(self, body, inputs, in_specs, out_specs, outputs, scratch=(), *, elements):
         """Runs the kernel `body` and returns its outputs. `elements` is the number of array
-        elements that it reads and writes.
+        elements that the kernel reads and writes.
         """
         width, d = self.kernel.shape
         inputs = [self.kernel, *inputs]
@@ -159,8 +160,8 @@ class _ConvolutionCall:
 
 
 def _shifted_inputs(first, before, tail, x, width: int, lanes):
-    """Returns W arrays [R, LANES] in float32. The array with the index `back` holds, for each token
-    of the block, the input `back` tokens before it.
+    """Returns W arrays [R, LANES] in float32. The array with the index `back` holds for each token
+    of the block the input `back` tokens before the token.
 
     Args:
       first: whether this is the first block of the row.
@@ -184,8 +185,8 @@ def _broadcast_ages(age):
 
 
 def _zero_if_other_document(age, x, back: int):
-    """Returns x [R, LANES], with zeros in the rows of padding and in the rows of tokens whose input
-    `back` tokens earlier belongs to another document. If `age` is None, x is returned unchanged.
+    """Returns x [R, LANES], but with zeros for padding, and for each token whose input `back`
+    tokens earlier belongs to another document. If `age` is None, x is returned unchanged.
     """
     return x if age is None else jnp.where(age >= back, x, 0.0)
 
@@ -202,8 +203,8 @@ def _output_before_activation(kernel, age, taps, lanes):
 
 
 def _split_ages_from_refs(has_age, refs):
-    """Returns two things: the ages of a block's tokens [R, LANES], or None if the call has no
-    document ids; and the other references.
+    """Splits the references of a kernel into two parts. Returns the ages of a block's tokens
+    [R, LANES], or None if the call has no document ids; and all references except the ages.
     """
     if not has_age:
         return None, refs

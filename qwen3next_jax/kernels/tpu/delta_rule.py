@@ -9,15 +9,15 @@ K^T, and the kernel sums dQ and dK over these value heads.
 docs/delta_rule.md, "In terms of E", derives the formulas; E is the matrix of prediction errors. A
 TPU scales the rows and columns of matrices faster for two heads at once. So the kernels keep beta,
 the decays and the norms of q and k as rows [pairs, 2C], which hold one number for each token of two
-heads. To scale a matrix, the kernels first multiply such rows with each other, and then broadcast
-the product over the lanes.
+heads. To scale a matrix, the kernels first multiply rows [pairs, 2C] with each other, and then
+broadcast the product over the lanes.
 
 Matrix products take operands in the inputs' dtype and accumulate in float32. Where the terms of a
 sum may cancel, an operand is split into two bfloat16 parts (`head_pairs.PairProducts`).
 
 B batch, T time, N chunks, C chunk length, G key heads, H value heads, K key width, V value width.
 One grid step has J key heads, I value heads and E = I / 2 pairs of value heads (`head_pairs.py`);
-in the shape of an array, E always means this number. R any number of rows, X any width.
+in the shape of an array, E always means I / 2. R any number of rows, X any width.
 """
 
 import jax
@@ -32,11 +32,12 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 
 def unsupported_reason(x: Inputs, settings: Settings, split: bool) -> str:
-    """Returns why the kernels cannot run a call on the chip; "" if they can.
+    """Returns why the kernels cannot run a call of the operator on the chip; "" if they can.
 
     The answer depends only on shapes, dtypes and the chip, so the forward and the backward pass of
-    a call get the same answer. Both passes have to run the same implementation, because the kernels
-    arrange the saved inverses differently from the XLA implementations.
+    a call get the same answer. The forward and the backward pass have to run the same
+    implementation, because the kernels arrange the saved inverses differently from the XLA
+    implementations.
     """
     if any(array is not None and array.dtype == jnp.float64 for array in x):
         return "has float64 inputs: expected float32 or bfloat16"
@@ -137,9 +138,10 @@ def backward(
 
 
 class _ChunkOfHeads:
-    """The inputs of the heads of one grid step, and the arrays that both passes compute from them.
-    "The norm" of a row of q or k means here the factor that normalises the row: the inverse of the
-    row's L2 norm (1 if q and k are not normalised).
+    """The inputs of the heads of one grid step, and the arrays that both the forward and the
+    backward pass compute from these inputs. In this class, "the norm" of a row of q or k is the
+    factor that normalises the row: the inverse of the row's L2 norm (1 if q and k are not
+    normalised).
 
     Attributes:
       p, refs: the problem, and the Pallas references of inputs and outputs by name.
@@ -151,8 +153,8 @@ class _ChunkOfHeads:
       carry: [I, 1, 1], the decay over the whole chunk.
       pair_decay: [E, C, 2C], the decay from row j to row i.
       kk, qk: [E, C, 2C], K K^T and Q K^T without the norms of q and k.
-      kk_scale, qk_scale: [E, C, 2C], the factors by which `kk` and `qk` have to be multiplied: the
-        norms of both rows, and in `qk_scale` also the scale K^{-1/2} of q.
+      kk_scale, qk_scale: [E, C, 2C], the factors by which the entries of `kk` and `qk` have to be
+        multiplied: the norms of both rows of an entry, and in `qk_scale` also the scale K^{-1/2}.
       k_gamma, q_gamma: [E, 2C], the decay from the chunk's start times the norm of k or q.
       rho_row: [E, 2C], the decay to the chunk's end times the norm of k.
       k_rho: [E, 2C], `rho_row` times beta.
@@ -271,17 +273,19 @@ class _ChunkOfHeads:
     # value heads, the arrays of the value heads are concatenated, so that one product suffices.
 
     def repeat_for_value_heads(self, x_J):
-        """Returns [I, ...], the arrays of the key heads repeated for each of their value heads."""
+        """Returns [I, ...]: the array of each key head, repeated for each value head of this key
+        head.
+        """
         count = self.p.heads_per_key
         return x_J if count == 1 else jnp.repeat(x_J, count, axis=0)
 
     def repeat_for_pairs(self, x):
-        """Returns [E, ...], the arrays of the key heads repeated for each of their pairs of value
-        heads.
+        """Returns [E, ...]: the array of each key head, repeated for each pair of value heads of
+        this key head.
 
         Args:
-          x: [J, ...], the arrays of the key heads, or [E, ...] if `shared` is False. An x that has
-            one array for each pair already is returned unchanged.
+          x: [J, ...], the arrays of the key heads, or [E, ...] if `shared` is False. If `shared` is
+            False, x has one array for each pair already, and is returned unchanged.
         """
         count = self.p.heads_per_key
         return jnp.repeat(x, count // 2, axis=0) if self.shared and count > 2 else x
@@ -303,7 +307,9 @@ class _ChunkOfHeads:
         return jnp.sum(x_I.reshape(-1, self.p.heads_per_key, *x_I.shape[1:]), axis=1)
 
     def rows_times_states(self, rows_JRK, state_IKV):
-        """Returns [I, R, V]: for each value head, the rows of its key head times its state."""
+        """Returns [I, R, V]: for each value head, the product of the rows of its key head with its
+        state.
+        """
         return self.split_value_heads(
             self.dots.plain_products.nn(
                 rows_JRK, self.concat_value_heads(state_IKV.astype(self.p.operand_dtype))
@@ -311,8 +317,8 @@ class _ChunkOfHeads:
         )
 
     def transposed_rows_times_values(self, rows_JRK, *parts_IRV):
-        """Returns [I, K, V]: for each value head, the transposed rows of its key head times the sum
-        of its arrays in `parts_IRV`.
+        """Returns [I, K, V]: for each value head, the product of the transposed rows of its key
+        head with the sum of its arrays in `parts_IRV`.
         """
         rows = jnp.concatenate([rows_JRK] * len(parts_IRV), axis=1)
         parts = [self.concat_value_heads(x) for x in parts_IRV]
@@ -324,9 +330,9 @@ class _ChunkOfHeads:
         """Returns two things: the list of the products x state^T, one for each x, and the product y
         other^T. Each product is [J, R, K], summed over the value heads of each key head.
 
-        One matrix product computes all these products. Its right operand has both states side by
-        side, which fills the columns of the matrix unit. Half of each row of its result is not
-        used.
+        A single product of stacked matrices computes all products x state^T and y other^T. The
+        right operand of this product is `state_IKV` stacked on `other_IKV`, which fills the columns
+        of the matrix unit. Half of each row of the result is not used.
         """
         stack = lambda *xs: jnp.concatenate(
             [self.concat_value_heads(x.astype(self.p.operand_dtype)) for x in xs], axis=1
@@ -428,8 +434,8 @@ def _outputs(c: _ChunkOfHeads, q_state, errors):
 
 
 def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
-    """Computes one chunk of the forward pass: o, the state after the chunk and, if they are
-    outputs, the state before the chunk and the inverses.
+    """Computes one chunk of the forward pass: o and the state after the chunk, and also the state
+    before the chunk and the inverses if these two are outputs of the kernel.
     """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])
@@ -453,8 +459,8 @@ def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     """Computes one chunk of `affine_map`: carries U and M to the next chunk and writes the reads r
     and the inverses. The kernel runs the forward pass on a state that has U and M side by side
-    along the lanes. M is the final state of a call whose values are zero and whose initial state is
-    the identity, and r are the outputs of that call.
+    along the lanes. M and r are the final state and the outputs for values of zero and the identity
+    as the initial state.
     """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])
@@ -571,8 +577,8 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
 
 def _backward_through_norms(c: _ChunkOfHeads, dk, dq):
-    """Applies the backward pass of the L2 normalisation. dk and dq, [J, C, K], are the gradients
-    with the norms held constant.
+    """Applies the backward pass of the L2 normalisation. dk and dq, [J, C, K], are gradients that
+    treat the L2 norms as constants.
     """
     scales = c.k_norm, c.q_norm * c.p.unpadded_key_width**0.5
     through_norm = lambda dx, x, scale: (
@@ -586,7 +592,7 @@ def _backward_through_norms(c: _ChunkOfHeads, dk, dq):
 
 def _gate_gradient_of_carried_state(c: _ChunkOfHeads, state, dstate):
     """Returns [E, 2C], the part of dg that comes from the decay of the state over the whole chunk.
-    This part is the same for all tokens of the chunk.
+    This part of dg is the same for all tokens of the chunk.
     """
     products = dstate * state.astype(jnp.float32)
     inner = jnp.sum(jnp.sum(products, axis=1, keepdims=True), axis=2, keepdims=True)

@@ -1,8 +1,8 @@
-"""How the grid of the gated delta rule's TPU kernels divides a call: the heads of a grid step, the
-layouts of the arrays, and the blocks.
+"""Defines how the gated delta rule's TPU kernels divide a call over their grid: the heads of a grid
+step, the layouts of the arrays, and the blocks.
 
-The kernels take value heads in pairs (`head_pairs.py`). If their number is odd, heads of zeros are
-added.
+The kernels take value heads in pairs (`head_pairs.py`). If the number of value heads is odd, heads
+of zeros are added.
 
 B batch, T time, N chunks, C chunk length, G key heads, H value heads, K key width, V value width.
 """
@@ -25,9 +25,9 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 class Tiling:
     """The sizes of one grid step, which computes one chunk of `block_value_heads` value heads.
 
-    The heads of a step are independent, so the work of one head hides the latency of another. Up to
-    32 heads, larger blocks are faster, as long as each core of the chip has a block. VMEM limits
-    the size, because the compiler keeps intermediate arrays of all heads of a block.
+    The heads of a grid step are independent, so the work of one head hides the latency of another
+    head. Up to 32 heads, larger blocks are faster, as long as each core of the chip has a block.
+    VMEM limits the size, because the compiler keeps intermediate arrays of all heads of a block.
 
     Raises:
       ValueError: `block_value_heads` is odd or no multiple of `heads_per_key`, or a width is no
@@ -57,8 +57,8 @@ class Tiling:
     def needed_vmem_bytes(self) -> int:
         """The bytes of VMEM that the backward kernel needs for double-buffered blocks and for the
         intermediate arrays of every head. For a v6e the compiler allocates 8 arrays [C, K + V] in
-        float32 per head. To be safe, this property counts 16 such arrays, which is also enough for
-        M of the affine map, [K, K] in float32.
+        float32 per head. To be safe, this property counts 16 arrays [C, K + V] per head, which is
+        also enough for the matrix M [K, K] of an affine map in float32.
         """
         keys, values = self.chunk_size * self.key_width, self.chunk_size * self.value_width
         state = self.key_width * self.value_width
@@ -72,8 +72,8 @@ class Tiling:
     @classmethod
     def choose(cls, value_heads: int, *, vmem: int, cores: int, **sizes):
         """Returns the tiling with the largest block that divides the heads, fits in VMEM and, if
-        possible, leaves no core idle. A block has at most 32 value heads, or at most the value
-        heads of two key heads if these are more than 32.
+        possible, leaves no core idle. A block has at most 32 value heads, or, if two key heads have
+        more than 32 value heads, at most the value heads of two key heads.
 
         Args:
           value_heads: number of value heads of the call.
@@ -82,7 +82,7 @@ class Tiling:
           sizes: the fields of `Tiling` other than `block_value_heads`.
 
         Raises:
-          NotImplementedError: the smallest block does not fit.
+          NotImplementedError: the smallest block does not fit in VMEM.
         """
         per_key = sizes["heads_per_key"]
         blocks = [
@@ -114,7 +114,7 @@ class Problem:
     """The sizes of one call, its arrays in the kernels' layouts, and the blocks of the grid.
 
     The attributes for heads and widths (`key_heads`, `value_heads`, `key_width`, `value_width`)
-    describe the padded arrays. The attributes named `unpadded_…` describe the arrays of the call.
+    describe the padded arrays. The attributes named `unpadded_…` describe the caller's arrays.
     `operand_dtype` is the dtype of the operands of matrix products.
 
     Raises:
@@ -247,8 +247,8 @@ class Problem:
         return x[:, :, : (self.unpadded_value_heads + 1) // 2]
 
     def to_pair_rows(self, x):
-        """Rearranges [B, T, H] into [B, N, blocks, pairs of a block, 2C], with the two heads of a
-        pair one after the other in a row.
+        """Rearranges [B, T, H] into [B, N, blocks, pairs of a block, 2C]. A row of 2C numbers has
+        the first head of a pair, then the second head.
         """
         x = _pad_axes(x, {1: self.chunks * self.chunk_size, 2: self.value_heads})
         x = jnp.swapaxes(x.reshape(self.batch, self.chunks, self.chunk_size, -1), 2, 3)

@@ -1,5 +1,6 @@
-"""TPU kernels that apply an RMS norm to each head and multiply the result by silu(gate). In the
-forward pass, and again in the backward pass, each array is read from HBM or written to it once.
+"""TPU kernels that apply an RMS norm to each head and multiply the result by silu(gate). The
+forward pass and the backward pass each read their inputs from HBM once and write their outputs
+once.
 
 B batch, T time in blocks of R tokens, H heads of V = LANES channels in blocks of whole heads.
 """
@@ -70,8 +71,8 @@ def _call_kernel(body, like, inputs, weight, dtypes, interpret, sums=False):
 
 
 def _normed_and_silu_of_gate(eps, o, gate, lanes):
-    """Returns 1 / rms, o / rms, silu(gate) and the derivative of silu at `gate` for one head, in
-    float32.
+    """Returns four arrays of one head in float32: 1 / rms, o / rms, silu(gate) and the derivative
+    of silu at `gate`.
     """
     o, gate = o[0, :, lanes].astype(jnp.float32), gate[0, :, lanes].astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps)
@@ -90,8 +91,8 @@ def _forward_kernel(eps, weight, o, gate, y):
 
 
 def _backward_kernel(eps, weight, o, gate, dy, do, dgate, dweight):
-    """Computes do and dgate of a block, and adds the block's part of the gradient of the weight to
-    8 rows of partial sums, `dweight` [8, V].
+    """Computes do and dgate of a block, and adds the block's part of the weight's gradient to
+    `dweight` [8, V], 8 rows of partial sums.
     """
 
     @pl.when(grids.is_first_step_of_channel_block())

@@ -11,9 +11,9 @@ TILE_ROWS = 16  # the rows of a tile of bfloat16 numbers
 
 
 def block_sizes(time: int, channels: int, largest: tuple[int, int]) -> tuple[int, int]:
-    """Returns the number of rows and of channels in a block. The rows are the largest power of two
-    from TILE_ROWS to 256 that divides `time`, and the channels are the largest multiple of LANES
-    that divides `channels`; neither number exceeds `largest`.
+    """Returns the number of rows and of channels in a block. The number of rows is the largest
+    power of two from TILE_ROWS to 256 that divides `time`; the number of channels is the largest
+    multiple of LANES that divides `channels`. Neither number exceeds its limit in `largest`.
 
     Args:
       time: number of tokens of a row, a multiple of TILE_ROWS.
@@ -52,7 +52,7 @@ def call_block_kernel(
       grid: the size of each grid axis.
       name: name of the kernel in a compiled program.
       bytes_accessed: number of bytes that the call reads and writes. The compiler's scheduler
-        estimates the call's time from it.
+        estimates the time of the call from `bytes_accessed`.
       interpret: whether a CPU interprets the kernel.
       scratch: the shapes of scratch memory.
     """

@@ -1,9 +1,10 @@
-"""Pairs of heads: arrays that hold the matrices of two heads side by side, and products with them.
+"""Pairs of heads: arrays that hold the matrices of two heads side by side, and products with these
+arrays.
 
-A matrix [C, C] with C = 64 fills half of a TPU register's 128 lanes and a sixteenth of the
-256 x 256 matrix unit. So the matrices of heads 2e and 2e + 1 lie side by side in the lanes, as a
-pair [C, 2C]. In a product of pairs, the right operand is a block-diagonal matrix of the two heads'
-right operands. One product of pairs then computes both heads in the time of one head.
+A matrix [C, C] with C = 64 fills half of a TPU register's 128 lanes and a sixteenth of the 256 x
+256 matrix unit. So the matrices of heads 2e and 2e + 1 lie side by side in the lanes, as a pair
+[C, 2C]. In a product of pairs, the right operand is a block-diagonal matrix of the two heads' right
+operands. So one product of pairs computes two heads in the time of one head.
 
 E pairs, I = 2E heads, C chunk length, R any number of rows, X any width.
 """
@@ -85,9 +86,9 @@ def broadcast_pairs_over_lanes(rows_EC):
 
 def broadcast_pairs_over_lanes_by_product(rows_EC):
     """Returns the same as `broadcast_pairs_over_lanes`, computed by a product with a matrix of ones
-    and zeros. The result is exact, because each float32 number is split into three bfloat16 parts,
-    whose sum is the number. Use this function where the cross-lane unit of the TPU is the
-    bottleneck, because it moves the work to the matrix unit.
+    and zeros. The result is exact, because each float32 number is split into three bfloat16 parts
+    that add up to the number. Use this function where the cross-lane unit of the TPU is the
+    bottleneck, because the function moves the work to the matrix unit.
     """
     count, size = rows_EC.shape[0], rows_EC.shape[1] // 2
     parts, rest = [], rows_EC
@@ -102,8 +103,8 @@ def broadcast_pairs_over_lanes_by_product(rows_EC):
 
 
 def broadcast_pairs_as_columns(rows_EC):
-    """Returns [E, C, 2C]: the C numbers of each head of rows_EC [E, 2C] as a column, repeated in
-    all lanes of the head's half.
+    """Returns [E, C, 2C]: the C numbers of each head in rows_EC [E, 2C] become a column, which is
+    repeated in all lanes of the head's half.
     """
     count, lanes = rows_EC.shape
     size, width = lanes // 2, max(lanes, 2 * count)
@@ -150,7 +151,7 @@ class PairProducts:
     value and the rounded remainder. Every other operand has one part. The product of two operands
     is the sum of the products of their parts, except the product of the two remainders, which is
     too small to matter. `nn` and `tn` concatenate the parts along the contracted axis, so that the
-    matrix unit computes this sum.
+    matrix unit adds up the products of the parts.
 
     Attributes:
       operand_dtype: the dtype of the parts.
@@ -185,9 +186,9 @@ class PairProducts:
         """Returns pairs [E, R, 2C]: for each head, the head's half [R, C] of x [E, R, 2C] times the
         head's half [C, C] of y [E, C, 2C].
 
-        One product of the parts of x, stacked along the rows, with the parts of y, stacked along
-        the columns, computes the products of all parts. This product loads a quarter as many
-        weights into the matrix unit as a product whose operands are concatenated along the
+        The parts of x are stacked along the rows, and the parts of y along the columns, so that a
+        single product computes the products of all parts. The single product loads a quarter as
+        many weights into the matrix unit as a product of operands that are concatenated along the
         contracted axis. The loads of weights are most of the cost of small products.
         """
         y = []
@@ -205,8 +206,8 @@ class PairProducts:
         )
 
     def nt(self, xs, y_parts):
-        """Returns a list: for every x [I, R, X] in `xs` the products x y^T of all heads, with y [I,
-        C, X], as pairs [E, R, 2C]. Every x, and y, is given as a tuple of parts.
+        """Returns a list: for every x [I, R, X] in `xs`, the products x y^T of all heads with y
+        [I, C, X], as pairs [E, R, 2C]. Every x, and y, is given as a tuple of parts.
         """
         x = jnp.concatenate([concat_pair(part) for x_parts in xs for part in x_parts], axis=-2)
         product = self.plain_products.nt(
@@ -220,8 +221,8 @@ class PairProducts:
         return products
 
     def sums_of_columns_before(self, x_ECC):
-        """Returns an array [E, C, 2C], whose column t is the sum of all columns of x [E, C, 2C]
-        before t that belong to the same head as column t.
+        """Returns an array [E, C, 2C]: its column t is the sum of all columns of x [E, C, 2C] that
+        come before column t and belong to the same head.
         """
         lanes = x_ECC.shape[-1]
         row, column = row_and_column_indices(lanes, lanes)
@@ -239,8 +240,8 @@ class PairProducts:
 
 
 def sum_columns_where(rows_EC, condition):
-    """Returns an array [..., 2C], whose column t is the sum of all columns i of rows_EC [..., 2C]
-    that belong to the same head as column t and for which condition(i, t) is true.
+    """Returns an array [..., 2C]: its column t is the sum of all columns i of rows_EC [..., 2C]
+    that belong to the same head as column t, and for which condition(i, t) is true.
     """
     lanes = rows_EC.shape[-1]
     row, column = row_and_column_indices(lanes, lanes)
@@ -249,8 +250,8 @@ def sum_columns_where(rows_EC, condition):
 
 
 def _sum_part_products(product, x_parts, y_parts):
-    """Returns the sum of the blocks of `product`, without the block of the two remainders. Block
-    (i, j) is the product of part i of x and part j of y.
+    """Returns the sum of the blocks of `product`, except the block that is the product of the two
+    remainders. Block (i, j) is the product of part i of x and part j of y.
     """
     rows, columns = product.shape[-2] // len(x_parts), product.shape[-1] // len(y_parts)
     at = lambda i, j: product[:, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
@@ -271,8 +272,8 @@ def unit_lower_pair_inverse(m_ECC, products):
     triangular part of the head's matrix in `m_ECC`. `products` is a `PairProducts`.
 
     The vector unit inverts diagonal blocks of 16 rows by substitution. Then neighbouring blocks are
-    merged two by two until there is one block. The matrix unit computes only the rows that change:
-    the rows of every second block.
+    merged two by two until there is one block. To merge blocks, the matrix unit computes only the
+    rows that change: the rows of every second block.
     """
     size = m_ECC.shape[-2]
     x = _diagonal_block_inverses(m_ECC)
@@ -297,9 +298,9 @@ def unit_lower_pair_inverse(m_ECC, products):
 
 
 def _diagonal_block_inverses(m_ECC):
-    """Returns [E, C, 2C] with the inverses of the diagonal blocks of 16 rows of I + L, and zeros
-    elsewhere. For the computation, the diagonal blocks of a pair lie side by side in an array
-    [16, 2C].
+    """Returns [E, C, 2C]: the inverses of the diagonal blocks of 16 rows of I + L, and zeros
+    outside the diagonal blocks. For the computation, the diagonal blocks of a pair lie side by side
+    in an array [16, 2C].
     """
     size = m_ECC.shape[1]
     blocks = jnp.split(m_ECC, size // DIAGONAL, axis=1)
@@ -322,7 +323,7 @@ def _forward_substitution(l):
     """Returns the inverses (I + L)^{-1} of blocks of 16 x 16 that lie side by side, [n, 16, lanes].
 
     Step j eliminates row j from the rows below it, in all blocks at once. Each half of a block has
-    8 rows, the rows of a register.
+    8 rows, as many as a register.
     """
     half = DIAGONAL // 2
     row, column = row_and_column_indices(DIAGONAL, l.shape[-1])

@@ -2,18 +2,19 @@
 (`zoo.ops.indexed_attention`): the choice of the blocks, attention to the chosen blocks, and the
 gradients of attention.
 
-No scores go through HBM. The kernel of the choice writes two numbers for each query: the lowest
-score that the query selects, and the block at which its selection of blocks with exactly this score
-ends. The attention kernels compute the indexer's scores of a tile again, compare them with these
-two numbers, and use the result for all heads. All kernels compute a score by the same products and
-sums.
+No scores go through HBM. The kernel that chooses the blocks writes two numbers for each query: the
+lowest score among the selected blocks, and the index of a block, before which blocks with exactly
+the lowest score are selected. The attention kernels compute the indexer's scores of a tile again,
+compare the scores with the two numbers of each query, and use the resulting mask for all heads. All
+kernels compute a score by the same products and sums, so that they get exactly the same score.
 
-Tiles are computed transposed: keys lie along the sublanes and queries along the lanes. So the
-numbers of all queries are one row, which all sublanes share, and a sum over keys adds registers.
+Tiles are computed transposed: keys lie along the sublanes and queries along the lanes. So an array
+with one number for each query is a single row, which all sublanes share, and a sum over keys adds
+registers.
 
-Letters: B batch, T tokens, padded to whole tiles, N query heads, M key/value heads, K head width,
-H heads of the indexer, I their width, G blocks, padded to whole chunks; C queries and S keys of a
-tile.
+Letters: B batch, T tokens (padded to whole tiles), N query heads, M key/value heads, K head width,
+H heads of the indexer, I width of an indexer's head, G blocks (padded to whole chunks), C queries
+of a tile, S keys of a tile.
 """
 
 import functools
@@ -78,12 +79,12 @@ class _CallSizes(NamedTuple):
 
     @property
     def padded_tokens(self) -> int:
-        """T: the number of tokens of a row that is padded to whole tiles."""
+        """T: the number of tokens of a row after it is padded to whole tiles."""
         return -(-self.tokens_per_row // self.tile_tokens) * self.tile_tokens
 
     def needed_vmem_bytes(self, tile: int) -> int:
-        """Returns the bytes of VMEM that the kernel of dq needs, the largest of the kernels of
-        attention.
+        """Returns the bytes of VMEM that the kernel of dq needs. The other attention kernels need
+        less.
         """
         queries, keys = self.query_heads * self.head_width, self.key_heads * self.head_width
         per_token = queries * (4 * self.itemsize + 4)  # q, do, dq twice, and its sum in float32
@@ -103,14 +104,14 @@ def unsupported_reason(
     tokens: int, heads: int, key_heads: int, width: int, index_heads: int, index_width: int,
     blocks: int, dtype,
 ) -> str:  # fmt: skip
-    """Returns why the kernels cannot run a call on the chip; "" if they can.
+    """Returns why the kernels cannot run a call of the operator on the chip; "" if they can.
 
     Args:
       tokens: number of tokens of a row (T).
       heads, key_heads, width: N, M and K.
       index_heads, index_width: H and I.
       blocks: number of blocks of a row (G).
-      dtype: dtype of the queries, keys and values, and of the indexer's.
+      dtype: dtype of the queries, keys and values, and of the indexer's queries and keys.
     """
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"has {dtype}: expected bfloat16 or float32"
@@ -149,8 +150,8 @@ def _dot(a, b, dims):
 
 
 def _indexer_score_bits(index_k_SI, index_q):
-    """Returns the indexer's scores [S, C] as integers with the scores' bits. The integers have the
-    order of the scores, because scores are not negative.
+    """Returns the bits of the indexer's scores [S, C] as integers. The integers have the same order
+    as the scores, because scores are not negative.
     """
     width, total_SC = index_k_SI.shape[1], 0.0
     for start in range(0, index_q.shape[1], width):
@@ -161,8 +162,8 @@ def _indexer_score_bits(index_k_SI, index_q):
 
 
 def _write_visibility_bias(index_q, queries, index_k, keys, bias):
-    """Writes to `bias` [S, C] 0 where the query sees the key, and HIDDEN elsewhere. Returns whether
-    some query of the tile sees some key.
+    """Writes to `bias` [S, C]: 0 where the query sees the key, HIDDEN where it does not. Returns
+    whether some query of the tile sees some key.
     """
     position, segment, tail, lowest, cut = (queries[row : row + 1] for row in range(5))
     columns = keys[...].T
@@ -181,7 +182,9 @@ def _aligned_part_slice(index, size: int):
 
 
 def _for_each_head(sizes: _CallSizes, body) -> None:
-    """Runs body(head, its slice, the slice of its key/value head) for every query head."""
+    """Runs body(index of the head, slice of the head's channels, slice of its key/value head's
+    channels) for every query head.
+    """
     readers = sizes.query_heads // sizes.key_heads
 
     def step(n, _):
@@ -202,9 +205,10 @@ def _for_each_head(sizes: _CallSizes, body) -> None:
 
 
 def _causal_step_tiles_by_query(n: int, r, c):
-    """Returns three things for step c in row r of a grid in which the keys of a tile of queries
-    follow each other: the tile of queries, the tile of keys, and whether the step is the first one
-    with this pair of tiles. (If n is odd, the middle row has each pair twice.)
+    """Returns three things for step c in row r of a grid that visits all tiles of keys of a tile of
+    queries before the next tile of queries: the index of the tile of queries, the index of the tile
+    of keys, and whether the step is the first step with this pair of tiles. (If n is odd, the
+    middle row of the grid has each pair twice.)
     """
     second = c > r
     i = jnp.where(second, n - 1 - r, r)
@@ -212,8 +216,8 @@ def _causal_step_tiles_by_query(n: int, r, c):
 
 
 def _causal_step_tiles_by_key(n: int, r, c):
-    """Returns the same as `_causal_step_tiles_by_query` for a grid in which the queries of a tile
-    of keys follow each other.
+    """Returns the same as `_causal_step_tiles_by_query`, but for a grid that visits all tiles of
+    queries of a tile of keys before the next tile of keys.
     """
     second = c >= n - r
     j = jnp.where(second, n - 1 - r, r)
@@ -223,19 +227,19 @@ def _causal_step_tiles_by_key(n: int, r, c):
 def _call_attention_kernel(
     body, sizes: _CallSizes, tiles, limits_BZ, inputs, outputs, scratch, products, interpret
 ):
-    """Runs an attention kernel over the grid (rows of the batch, rows of the causal grid, its
-    steps), and returns its outputs.
+    """Runs an attention kernel over a grid with the axes (rows of the batch, rows of the causal
+    grid, steps of a row of the causal grid), and returns the outputs of the kernel.
 
     Args:
       body: the kernel.
       tiles: `_causal_step_tiles_by_query` or `_causal_step_tiles_by_key`.
-      limits_BZ: [B, n] int32: for each tile of queries the first tile of keys that it sees, or for
-        each tile of keys the last tile of queries that see it.
+      limits_BZ: [B, n] int32: for each tile of queries the first tile of keys that the queries see,
+        or for each tile of keys the last tile of queries that see the keys.
       inputs: pairs (array, kind); the kind says by which tile the array is cut: "i" (queries) or
         "j" (keys) along axis 1, "-i" or "-j" along axis 2.
       outputs: pairs (shape and dtype, kind).
       scratch: the shapes of scratch memory.
-      products: number of products of K · C · S numbers for each head and tile.
+      products: number of matrix products of K · C · S multiply-adds for each head and tile.
       interpret: whether a CPU interprets the kernel.
     """
     n, tile = sizes.padded_tokens // sizes.tile_tokens, sizes.tile_tokens
@@ -304,7 +308,7 @@ def _swap_tokens_and_channels(x_BTX):
 
 
 def _pad_end(x, size: int, axis: int = 1):
-    """Returns x with zeros after its last entry along `axis`, which then has `size` entries."""
+    """Returns x with zeros at the end of `axis`, so that the axis has `size` entries."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = 0, size - x.shape[axis]
     return jnp.pad(x, widths)
@@ -325,11 +329,11 @@ def _document_starts(segment_BT):
 
 
 def _mask_inputs_and_limits(sizes: _CallSizes, ratio: int, rows, chosen, index_q):
-    """Returns the inputs of `_call_attention_kernel` from which a kernel finds which keys a query
-    sees: first the inputs with queries, then the inputs with keys. Then returns the limits of
-    `_call_attention_kernel`, [B, tiles] int32: for each tile of queries the first tile of keys in
-    the documents of the queries, and for each tile of keys the last tile of queries in the
-    documents of the keys.
+    """Returns four arguments for `_call_attention_kernel`. The first two are inputs from which a
+    kernel computes the mask of a tile: the inputs about queries, and the inputs about keys. The
+    last two are limits, [B, tiles] int32: for each tile of queries the first tile of keys in the
+    documents of the queries, and for each tile of keys the last tile of queries in the documents of
+    the keys.
     """
     count = rows.block_key.shape[1]
     tail = (rows.position + 1) // ratio * ratio
@@ -532,7 +536,9 @@ def backward(
 
 
 def _attention_probabilities(sizes, q, k, bias, logsumexp, number, own, of_keys):
-    """Returns p [S, C] of a head, from the logsumexp of its queries."""
+    """Returns the attention weights p [S, C] of a head, computed from the logsumexp of the tile's
+    queries.
+    """
     s_SC = _dot(k[:, of_keys], q[:, own], _NT) * sizes.head_width**-0.5 + bias[...]
     return jnp.exp(s_SC - logsumexp[pl.ds(number, 1), :])
 
@@ -662,8 +668,9 @@ def _dkv_kernel(sizes, *refs):
 
 
 def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False):
-    """Returns for each query the lowest score that it selects, as bits, and the number of the block
-    at which its selection of blocks with this score ends: both [B, T] int32.
+    """Returns two arrays [B, T] int32 for each query: the lowest score among the blocks that the
+    query selects, as bits, and the index of a block, before which blocks with exactly the lowest
+    score are selected.
 
     Args:
       number_chosen: the number of blocks that a query selects.
@@ -750,7 +757,8 @@ class _ChoiceRefs(NamedTuple):
 def _choice_kernel(number_chosen, *refs):
     """Scores some chunks of blocks for a tile of queries. For each block, the kernel writes to
     `score_bits` [G, C] the score's bits, or -1 if the query does not see the block. The last step
-    finds the lowest selected score and the block at which the selection of this score ends.
+    finds the lowest selected score, and the index of the block before which blocks with exactly the
+    lowest score are selected.
     """
     refs = _ChoiceRefs(*refs)
     b, t, g = (pl.program_id(axis) for axis in range(3))
@@ -785,8 +793,9 @@ def _choice_kernel(number_chosen, *refs):
         return jnp.sum(total, axis=0, keepdims=True)
 
     def largest(num_bits: int, holds):
-        """Returns [1, C], the largest number of `num_bits` bits for which `holds` is true. `holds`
-        is true for 0, and true for every number below one for which it is true.
+        """Returns [1, C], the largest number of `num_bits` bits for which `holds` is true. The
+        condition `holds` is true for 0; if it is true for a number, it is true for all smaller
+        numbers.
         """
 
         def step(bit, found):

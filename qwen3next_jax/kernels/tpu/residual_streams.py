@@ -1,10 +1,11 @@
 """TPU kernels of the residual streams (`zoo.ops.residual_streams`): the mix of the streams into the
 input of a block, and the addition of the block's output to the streams. Each kernel reads and
-writes each array of the streams once. VMEM holds a tile of tokens of all streams; in the mix also
-both matrices of the gate.
+writes each array of the streams once. VMEM holds a tile of tokens of all streams. For the mix, VMEM
+also holds both matrices of the gate.
 
-N tokens in tiles of M, S streams of D channels, E = S · D, X columns: those of the gate's rank and
-those of the factors, filled up with zeros to a multiple of LANES.
+N tokens in tiles of M, S streams of D channels, E = S · D, X columns of the matrix `down`: the
+columns for the rank of the gate and the columns for the factors, padded with zeros to a multiple of
+LANES.
 """
 
 import functools
@@ -25,7 +26,7 @@ _NT = (((1,), (1,)), ((), ()))  # x yᵀ
 
 
 def unsupported_reason(tokens: int, width: int, streams: int, columns: int, dtype) -> str:
-    """Returns why the kernels cannot run a call on the chip; "" if they can.
+    """Returns why the kernels cannot run a call of the operator on the chip; "" if they can.
 
     Args:
       tokens: number of tokens (N).
@@ -49,9 +50,9 @@ def unsupported_reason(tokens: int, width: int, streams: int, columns: int, dtyp
 
 
 def forward(eps, streams, weights, h, *, interpret: bool = False):
-    """Returns x [N, D], inner [N, X] float32 and the sizes [N, S] float32, which
-    `zoo.ops.residual_streams` defines, from h [N, E] and the weights: scale [E] float32, down
-    [E, X] and up [X, E].
+    """Returns x [N, D], inner [N, X] float32 and the sizes [N, S] float32 (defined in
+    `zoo.ops.residual_streams`), given h [N, E] and the weights: scale [E] float32, down [E, X] and
+    up [X, E].
     """
     scale, down, up = weights
     spec = _CallSpecs(h, streams, down.shape[1])
@@ -72,7 +73,7 @@ def forward(eps, streams, weights, h, *, interpret: bool = False):
 
 
 def backward(weights, h, inner, sizes, dh, dx, dinner, *, interpret: bool = False):
-    """Computes the gradients of a token's numbers in the backward pass of the mix.
+    """Computes the gradients of all arrays with an axis of tokens in the backward pass of the mix.
 
     Args:
       weights, h: the arguments of `forward`.
@@ -83,8 +84,8 @@ def backward(weights, h, inner, sizes, dh, dx, dinner, *, interpret: bool = Fals
     Returns:
       dh [N, E] with the gradient that passes through the mix; dgate [N, E], the gradient of the
       gate before its sigmoid; dinner [N, X] in h's dtype, with the gradient that passes through the
-      gate; rows [8 · cores, E] float32, whose sum is the gradient of scale that does not pass
-      through down.
+      gate; rows [8 · cores, E] float32, which add up to the part of the gradient of scale that does
+      not pass through down.
     """
     scale, down, up = weights
     spec = _CallSpecs(h, sizes.shape[1], down.shape[1])
@@ -110,8 +111,8 @@ def backward(weights, h, inner, sizes, dh, dx, dinner, *, interpret: bool = Fals
 
 
 def write(h, y, a, *, interpret: bool = False):
-    """Returns the streams [N, E] after y [N, D] was added to each of the streams h [N, E], times
-    its factor in a [N, S].
+    """Returns the streams [N, E] after the write of a block's output y [N, D]: each stream of h
+    [N, E] plus y times the stream's factor in a [N, S].
     """
     spec = _CallSpecs(h, a.shape[1])
     widths = spec.e, spec.d, spec.streams
@@ -150,8 +151,8 @@ def _needed_vmem_bytes(tile: int, width: int, streams: int, columns: int, size: 
 
 
 class _CallSpecs:
-    """The sizes of a call, the block specifications of its arrays, and the call itself. The grid
-    has the axes (cores, tiles of a core).
+    """The sizes of a call, the block specifications of its arrays, and the method that runs a
+    kernel. The grid has the axes (cores, tiles of a core).
     """
 
     def __init__(self, h, streams: int, columns: int = 0):
@@ -228,7 +229,7 @@ def _dot(a, b, dims=(((1,), (0,)), ((), ()))):
 
 
 def _sigmoid(x):
-    """Returns the sigmoid, computed with tanh, which is one instruction of the chip."""
+    """Returns the sigmoid, computed with tanh, because tanh is a single instruction of the chip."""
     return 0.5 * jnp.tanh(0.5 * x) + 0.5
 
 
@@ -300,8 +301,9 @@ def _forward_kernel(eps, *refs):
 
 
 class _BackwardRefs(NamedTuple):
-    """The references of `_backward_kernel`. `dstreams_past_mix` and `ddown_products_past_gate` are
-    gradients that do not pass through the mix and the gate; the kernel adds those that do.
+    """The references of `_backward_kernel`. `dstreams_past_mix` is the part of a gradient that does
+    not pass through the mix, `ddown_products_past_gate` the part that does not pass through the
+    gate; the kernel adds the remaining parts.
     """
 
     stream_values: Any  # [M, E]
@@ -385,7 +387,9 @@ def _backward_kernel(*refs):
 
 
 def _write_kernel(h, y, a, out):
-    """Adds y [M, D], times the factors a [M, S], to the streams h [M, E] of a tile."""
+    """Adds y [M, D], times the factor of each stream in a [M, S], to the streams h [M, E] of a
+    tile.
+    """
     d = y.shape[1]
     factors = [a[:, s : s + 1] for s in range(a.shape[1])]
 

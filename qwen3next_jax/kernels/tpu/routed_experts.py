@@ -1,10 +1,10 @@
 """TPU kernels of the routed experts: the SwiGLU experts, forward and backward, and the sum of the
 rows of each token.
 
-The rows, one for each choice of an expert by a token, lie in tiles. All rows of a tile belong to
-one expert. An expert's last tile is filled up with rows that hold finite numbers and have the
-weight 0. Products accumulate in float32. In the forward pass the hidden layer of an expert never
-leaves VMEM. Results [P, width] are written in the dtype of the inputs.
+There is one row for each pair of a token and an expert that the token chose. The rows lie in tiles.
+All rows of a tile belong to one expert. An expert's last tile is padded with rows that hold finite
+numbers and have the weight 0. Products accumulate in float32. In the forward pass the hidden layer
+of an expert never leaves VMEM. Results [P, width] are written in the dtype of the inputs.
 
 T tiles, M rows per tile, P = T·M, D model width, I expert width, F = 2I (gate before up),
 E experts, N tokens. In `sum_rows_by_token`, V is the number of grid steps; each step adds the rows
@@ -32,15 +32,15 @@ _SUM_TOKENS, _SUM_ROWS = (
 def unsupported_reason(x, gate_up, tile: int, added: bool) -> str:
     """Returns why the kernels of the experts cannot run these shapes on the chip; "" if they can.
 
-    The kernels need a D that is a multiple of LANES times the number of cores, an F that is a
-    multiple of 2 LANES, and a VMEM that holds the weights of one expert, or their gradients.
+    D has to be a multiple of LANES times the number of cores, F has to be a multiple of 2 LANES,
+    and the weights of one expert, or the gradients of these weights, have to fit in VMEM.
 
     Args:
       x: [P, D].
       gate_up: [E, D, F].
       tile: M.
-      added: whether the gradients of the weights are added to earlier gradients, which VMEM then
-        has to hold, too.
+      added: whether the gradients of the weights are added to earlier gradients; if so, VMEM has to
+        hold the earlier gradients, too.
     """
     (_, d, f), size = gate_up.shape, x.dtype.itemsize
     if x.dtype not in (jnp.bfloat16, jnp.float32):
@@ -96,7 +96,8 @@ def _call_kernel(
       scratch: the shapes of scratch memory.
       flops: number of operations, for the compiler's scheduler.
       shared: the inputs that every core reads as a whole.
-      aliases: pairs (index of an input, index of the output that takes over its memory).
+      aliases: pairs (index of an input, index of the output that is written to the memory of this
+        input).
       interpret: whether a CPU interprets the kernel.
     """
     read_by_others = shared * (chip.core_count() - 1)
@@ -138,8 +139,7 @@ def mlp(
     interpret: bool = False,
 ):
     """Returns y [P, D] with y_p = (weight_p · silu(x_p gate) · (x_p up)) down, where gate, up and
-    down are the matrices of the expert of row p's tile. In the tiles with an index of `used` or
-    more, y is zero.
+    down are the matrices of the expert of row p's tile. From tile `used` on, y is zero.
 
     Args:
       x_PD: [P, D], the rows.
@@ -149,7 +149,7 @@ def mlp(
       expert_T: [T] int32, the expert of each tile, ascending.
       used: [1] int32, the number of tiles that hold rows.
       keep_hidden: whether to return also the hidden layer x_p (gate, up), [P, F], for
-        `mlp_gradients`. It is undefined in the tiles with an index of `used` or more.
+        `mlp_gradients`. From tile `used` on, the hidden layer is undefined.
       interpret: whether a CPU interprets the kernel.
 
     Returns:
@@ -185,18 +185,18 @@ def mlp_gradients(
     *dw_before,
     interpret: bool = False,
 ):
-    """Returns the gradients of `mlp`, given dy_PD [P, D], the gradient of its result. The other
-    arguments have the same meaning as in `mlp`.
+    """Returns the gradients of the arguments of `mlp`, given dy_PD [P, D], the gradient of y. The
+    other arguments have the same meaning as in `mlp`.
 
     Args:
-      hidden_PF: the hidden layer that `mlp` returned; None: it is computed again.
+      hidden_PF: the hidden layer that `mlp` returned; None: the hidden layer is computed again.
       dw_before: nothing, or two arrays: earlier gradients of gate_up and down, to which the
         gradients of this call are added. Without `dw_before`, the gradients of an expert that has
         no tile are undefined.
 
     Returns:
-      dx [P, D], dweight [P] in float32, dgate_up [E, D, F] and ddown [E, I, D]. In the tiles with
-      an index of `used` or more, dx is zero and dweight is undefined.
+      dx [P, D], dweight [P] in float32, dgate_up [E, D, F] and ddown [E, I, D]. From tile `used`
+      on, dx is zero and dweight is undefined.
     """
     spec = _TileSpecs(x_PD, gate_up_EDF, down_EID, expert_T)
     p, shape = x_PD.shape[0], jax.ShapeDtypeStruct
@@ -307,12 +307,12 @@ class _TileSpecs:
 
 
 def _tiles_per_core(used, cores: int):
-    """Returns the number of used tiles of each core. The last core may have fewer."""
+    """Returns the number of used tiles of each core. The last core may have fewer tiles."""
     return jax.lax.div(used[0] + (cores - 1), jnp.int32(cores))
 
 
 def _tile_has_rows(used):
-    """Returns whether the tile of this grid step is in use."""
+    """Returns whether the tile of this grid step holds rows."""
     core, step = pl.program_id(0), pl.program_id(1)
     own = _tiles_per_core(used, pl.num_programs(0))
     return (step < own) & (core * own + step < used[0])
@@ -338,8 +338,8 @@ def _expert_forward_kernel(expert_T, used, x, weight, gate_up, down, y, *kept):
 
 
 class _RowGradientRefs(NamedTuple):
-    """The references of the two kernels that compute the gradients of a tile's rows, without the
-    rows or their hidden layer.
+    """The references of the two kernels that compute the gradients of a tile's rows, except the
+    reference to the rows (in one kernel) or to the hidden layer (in the other kernel).
     """
 
     router_weight: Any  # [rows, 1]
@@ -361,7 +361,9 @@ def _expert_backward_rows_kernel(expert_T, used, x, *refs):
 
 
 def _expert_backward_rows_given_hidden_kernel(expert_T, used, hidden, *refs):
-    """Computes the same as `_expert_backward_rows_kernel`, from the hidden layer."""
+    """Computes the same as `_expert_backward_rows_kernel`, but from the hidden layer instead of the
+    rows.
+    """
     _write_row_gradients(used, lambda: hidden[...].astype(jnp.float32), _RowGradientRefs(*refs))
 
 

@@ -30,14 +30,14 @@ def unsupported_reason(q, k, v, split: bool) -> str:
 
 
 def is_default(q, k, v, split: bool) -> bool:
-    """Returns whether a call that names no implementation runs the kernels. The call runs them if
-    they get at least LANES tokens of a row. Shorter rows are padded to LANES tokens, so much of the
-    work would be on padding.
+    """Returns whether a call that names no implementation runs the kernels. The call runs the
+    kernels if the kernels get at least LANES tokens of a row. The kernels pad shorter rows to LANES
+    tokens, so most of the work would be on padding.
 
     Args:
       q, k, v: the arrays of the call.
-      split: whether the sequence is split over a mesh axis. The kernels then get half of a shard's
-        tokens at a time.
+      split: whether the sequence is split over a mesh axis. If the sequence is split, the kernels
+        get half of a shard's tokens at a time.
     """
     return q.shape[1] // (2 if split else 1) >= LANES
 
@@ -45,9 +45,10 @@ def is_default(q, k, v, split: bool) -> bool:
 def block_size(length: int, width: int, itemsize: int) -> int:
     """Returns the number of queries in a block, which is also the number of keys in a block.
 
-    With the long block, the work per key takes a tenth to a quarter fewer cycles, and there are
-    half as many copies. But a causal mask excludes fewer whole blocks of keys if blocks are longer.
-    In a short row, the masked keys that remain cost more than the long block saves.
+    With blocks of LONG_BLOCK instead of BLOCK tokens, the work per key takes a tenth to a quarter
+    fewer cycles, and the kernels copy half as many blocks. But a causal mask excludes fewer whole
+    blocks of keys if blocks are longer. In a short row, the work on masked keys inside the blocks
+    costs more than the long blocks save.
 
     Args:
       length: number of tokens of the padded row.
@@ -66,7 +67,7 @@ def _attention_function_of_row(
     x, heads: int, length: int, causal: bool, interpret: bool, save_residuals: bool
 ):
     """Returns JAX's attention function for one row of the batch: heads [N, T, D] of a padded row of
-    `length` tokens. With `save_residuals` this function also returns the logsumexp.
+    `length` tokens. With `save_residuals` the attention function also returns the logsumexp.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
@@ -93,8 +94,8 @@ def _attention_function_of_row(
 
 
 def _padded_length(t: int) -> int:
-    """Returns t rounded up to a multiple of LANES; if that is more than BLOCK, to a multiple of
-    BLOCK.
+    """Returns t rounded up to a multiple of LANES; if the result would exceed BLOCK, t rounded up
+    to a multiple of BLOCK.
     """
     lanes = -(-t // LANES) * LANES
     return lanes if lanes <= BLOCK else -(-t // BLOCK) * BLOCK
@@ -116,9 +117,9 @@ def _from_splash_layout(x_BNTD, like):
 
 
 def _padded_segment_ids(q, segment_ids, kv_segment_ids, causal):
-    """Returns the document ids of the padded queries and keys. The keys that padding adds get the
-    id -1, to which no query attends. Returns None if the call has no ids and either the mask is
-    causal or nothing is padded.
+    """Returns the document ids of the padded queries and keys. Keys of padding get the id -1, which
+    no query has. Returns None if the call has no ids and either the mask is causal or nothing is
+    padded.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -135,15 +136,15 @@ def _padded_segment_ids(q, segment_ids, kv_segment_ids, causal):
 
 def _mask_kind_scope(causal: bool):
     """Returns a scope that adds the kind of mask to the kernels' names. The planner reads the kind
-    of mask from these names, because nothing else in a compiled program says which mask a kernel
-    has.
+    of mask from the kernels' names, because nothing else in a compiled program says which mask a
+    kernel has.
     """
     return jax.named_scope("splash_causal" if causal else "splash_full")
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """Takes and returns the same as `ops.attention.xla.forward`, whose docstring gives the shapes,
-    but has no argument `block`. `interpret` says whether a CPU interprets the kernel.
+    """Computes the results that `forward` of `ops.attention.dispatch` describes. `interpret` says
+    whether a CPU interprets the kernel.
     """
     t, n = q.shape[1:3]
     kernel = _attention_function_of_row(
@@ -165,9 +166,10 @@ def _backward_function_of_row(kernel):
     """Returns a function (q, k, v, segments, o, logsumexp, do) → (dq, dk, dv) for one row of the
     batch, which runs only the backward kernels.
 
-    JAX has no public name for these kernels. In JAX 0.11.2 and 0.12.0 `_splash_attention_bwd` runs
-    the backward kernels and takes the arguments used here. If JAX has no such function, the
-    returned function uses the public gradient, which also runs the forward kernel again.
+    JAX has no public name for the backward kernels. In JAX 0.11.2 and 0.12.0 the private function
+    `_splash_attention_bwd` runs the backward kernels and takes the arguments that this function
+    passes. If JAX has no such function, the returned function uses the public gradient, which also
+    runs the forward kernel again.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -201,8 +203,8 @@ def _backward_function_of_row(kernel):
 def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
-    """Takes and returns the same as `ops.attention.xla.backward`, whose docstring gives the shapes,
-    but has no argument `block`. `interpret` says whether a CPU interprets the kernels.
+    """Computes the gradients that `backward` of `ops.attention.dispatch` describes. `interpret`
+    says whether a CPU interprets the kernels.
     """
     (t, n), chip = q.shape[1:3], compile_target().tpu_info
     # On a chip with several cores, the cores share only those grid axes of the backward kernels

@@ -1,4 +1,4 @@
-"""Sums the rows of each token on TPUs: it sorts the rows by token, then calls
+"""Sums the rows of each token on TPUs: the function sorts the rows by token, then calls
 `routed_experts.sum_rows_by_token`.
 
 N tokens, A choices per token, P rows, D model width.
@@ -33,10 +33,10 @@ def values_by_choice(values, choice, shape: tuple[int, int], *, interpret: bool 
     """Returns [Q] with `values` [P], float32, at the indices `choice` [P], and 0 elsewhere; indices
     of Q or more are left out.
 
-    A scatter would write one number after another. In this function, each value becomes a row with
-    three nonzero columns, whose place depends on the choice, and the rows of a token are summed.
-    The three columns hold three bfloat16 numbers whose sum is the value. So the sum is exact, with
-    a sixth of the products that float32 rows would need.
+    A scatter would write one number after another. Instead, this function turns each value into a
+    row with three nonzero columns, whose positions depend on the choice, and sums the rows of each
+    token. The three columns hold three bfloat16 numbers that add up to the value. So the result is
+    exact, with a sixth of the products that float32 rows would need.
     """
     tokens, choices = shape
     choice, values = jax.lax.sort((choice.astype(jnp.int32), values), num_keys=1, is_stable=False)

@@ -1,7 +1,7 @@
-"""A TPU kernel that finds the largest numbers of each row. XLA sorts whole rows to find these
-numbers; the kernel instead finds and removes the largest number A times.
+"""A TPU kernel that finds the A largest numbers of each row. XLA sorts whole rows to find the
+largest numbers; the kernel instead finds and removes the largest number of a row A times.
 
-R rows of E numbers. The A largest of each row are found.
+R rows, E numbers of a row, A largest numbers to find in a row.
 """
 
 import functools
@@ -58,14 +58,14 @@ def top_k(x_RE, count: int, *, interpret: bool = False):
 
 
 def _to_ordered_integers(bits):
-    """Returns integers in the order of the float32 numbers that have these bits: -inf, …, -0, 0, …,
-    inf, NaN. The function is its own inverse.
+    """Takes the bits of float32 numbers as integers, and returns integers that have the order of
+    the float32 numbers: -inf, …, -0, 0, …, inf, NaN. The function is its own inverse.
     """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _top_k_kernel(count, x, value, index):
-    """Finds the largest numbers of a block of rows, ROWS of them at once."""
+    """Finds the largest numbers of each row in a block, for ROWS rows at once."""
 
     def find_in_rows(i, _):
         rows = pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS)

@@ -1,5 +1,5 @@
-"""Causal grouped-query attention. One public function has three implementations: XLA alone, JAX's
-splash attention kernels and cuDNN. The sequence may be split over a mesh axis.
+"""Causal grouped-query attention. The function `attention` has three implementations: XLA alone,
+JAX's splash attention kernels and cuDNN. The sequence may be split over a mesh axis.
 """
 
 from qwen3next_jax.ops.attention.api import attention

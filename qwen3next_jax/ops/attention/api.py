@@ -32,21 +32,22 @@ def attention(
     Args:
       q: [B, T, N, D] queries.
       k, v: [B, T, M, D] keys and values, with N % M == 0.
-      segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
-        document, and 0 marks padding at the end. A query attends only to keys of its own segment.
+      segment_ids: [B, T] integers or None. The ids of documents are positive and non-decreasing
+        along T; 0 marks padding at the end. A query attends only to keys of its own segment.
       scale: factor of the scores; None means D^-1/2.
       implementation: name of the implementation, or None for the platform's best. "xla" computes
-        attention block by block. "splash" runs JAX's kernels on a TPU; a CPU interprets them.
-        "cudnn" runs cuDNN on a Hopper GPU or a later one; a CPU runs the same calls in JAX. None
-        means "splash" on a TPU for rows of at least 128 tokens (for shards of at least 256 tokens
-        with `axis_name`), "cudnn" on a GPU on which it passed its test (docs/gpu.md says for which
-        arrays), and "xla" otherwise.
+        attention block by block. "splash" runs JAX's splash attention kernels on a TPU; a CPU
+        interprets the kernels. "cudnn" runs cuDNN on a Hopper GPU or a later GPU; a CPU runs the
+        same calls in JAX. None means "splash" on a TPU for rows of at least 128 tokens (for shards
+        of at least 256 tokens with `axis_name`), "cudnn" on a GPU on which cuDNN passed its test
+        (docs/gpu.md says for which arrays), and "xla" otherwise.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
-        `shard_map`. Every array is then this shard's part, a document has the same id on every
-        shard, and T is even if the axis has more than one shard.
+        `shard_map`. With `axis_name`, every array is this shard's part, a document has the same id
+        on every shard, and T is even if the axis has more than one shard.
 
     Returns:
-      o: [B, T, N, D] in q's dtype. Rows of padding are finite and give no gradient to other rows.
+      o: [B, T, N, D] in q's dtype. The outputs of padding are finite, and padding gives no gradient
+        to other tokens.
 
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.

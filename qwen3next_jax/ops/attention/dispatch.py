@@ -1,6 +1,6 @@
 """Runs the forward and the backward pass of attention with the chosen implementation.
 
-The functions with custom gradients in `api.py` and `ring.py` call these passes.
+The functions with custom gradients in `api.py` and `ring.py` call the functions of this module.
 
 B batch, T queries, S keys, N query heads, M key/value heads, D head width.
 """
@@ -27,13 +27,14 @@ XLA_IMPLEMENTATIONS = (
 
 
 class AttentionOptions(NamedTuple):
-    """The static settings of one call. They are hashable.
+    """The static settings of one call of `attention`, as a hashable tuple.
 
     Attributes:
       chosen_implementation: the implementation that runs the call.
       scale: factor of the scores.
-      causal: whether a query attends only to its own token and the tokens before it. If not, it
-        attends to all keys of its segment, and the keys are tokens of the row before the queries.
+      causal: whether a query attends only to its own token and the tokens before it. If `causal` is
+        False, the keys are tokens of the row before the queries, and a query attends to all keys of
+        its segment.
     """
 
     chosen_implementation: ChosenImplementation
@@ -54,7 +55,7 @@ def forward(options: AttentionOptions, *inputs):
 
     Args:
       inputs: the arrays q [B, T, N, D], k and v [B, S, M, D], segment_ids [B, T] and kv_segment_ids
-        [B, S], in this order. Either both arrays of ids are None or neither is.
+        [B, S], in this order. Either both arrays of ids are None, or neither array is None.
     """
     run = options.chosen_implementation.function_named("forward")
     return run(*inputs, scale=options.scale, causal=options.causal)
@@ -65,9 +66,9 @@ def backward(options: AttentionOptions, inputs, o, logsumexp_BNT, do):
 
     Args:
       inputs: the arrays that `forward` takes.
-      o, logsumexp_BNT: the results of `forward`, or of attention to the keys in `inputs` and to
-        further keys. With further keys, dk and dv are still right, and dq is the part that comes
-        from the keys in `inputs`.
+      o, logsumexp_BNT: the results of `forward`, or the results of attention to the keys in
+        `inputs` and more keys. With more keys, dk and dv are still right, and dq is the part that
+        comes from the keys in `inputs`.
       do: [B, T, N, D], the gradient of o.
     """
     run = options.chosen_implementation.function_named("backward")

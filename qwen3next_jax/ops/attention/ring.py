@@ -2,23 +2,24 @@
 (https://arxiv.org/abs/2310.01889) with equal work on every shard.
 
 The tokens of a row are split into 2n blocks for n shards, and shard i holds blocks 2i and 2i+1.
-Under a causal mask, later queries attend to more keys. If each shard computed the queries of its
-own two blocks, the last shard would have almost twice the average work. Therefore shard i computes
-the queries of block i (its low block) and of block 2n-1-i (its high block). Two calls of `ppermute`
-for each array move the blocks to these shards, and two more move the outputs back.
+Under a causal mask, later queries attend to more keys. If each shard computed the queries of the
+two blocks that it holds, the last shard would have almost twice the average work. To balance the
+work, shard i computes the queries of block i (its low block) and of block 2n-1-i (its high block).
+Two calls of `ppermute` for each array move each block to the shard that computes it, and two calls
+move the outputs back.
 
-The shards then send their keys and values around a ring. When shard i has received the keys of
-another shard j, which are blocks j (low) and 2n-1-j (high), it computes two pairs of a query block
+The shards send their keys and values around a ring. When shard i has received the keys of another
+shard j, which are the blocks j (low) and 2n-1-j (high), shard i computes two pairs of a query block
 and a key block, both without a mask:
 
     1. queries of its high block, keys of j's low block;
     2. if j < i: queries of its low block, keys of j's low block;
        if j > i: queries of its high block, keys of j's high block.
 
-For its own keys, a shard computes causal attention over the concatenation of its two blocks.
-`dispatch` runs each of these computations. The results of a query for several blocks of keys are
-combined by means of their logsumexp. A query block and a key block that share no document are
-skipped.
+For its own keys, a shard computes causal attention over the concatenation of its low and its high
+block. `dispatch` runs all computations of attention. From the logsumexps of a query, the shard
+combines the query's results for several blocks of keys. A query block and a key block that share no
+document are skipped.
 
 B batch, T tokens of a shard, N query heads, M key/value heads, D head width; n shards, i the index
 of this shard.
@@ -57,8 +58,8 @@ def ring_attention(options: dispatch.AttentionOptions, axis_name: str, q, k, v, 
 
 
 def _holding_and_computing_shards(n: int):
-    """Returns two lists, the first for the even blocks and the second for the odd ones. Each entry
-    is (the shard that holds a block, the shard that computes it).
+    """Returns two lists, the first list for the even blocks, the second list for the odd blocks.
+    Each entry of a list is (the shard that holds a block, the shard that computes this block).
     """
     worker = lambda block: min(block, 2 * n - 1 - block)
     return tuple([(i, worker(2 * i + odd)) for i in range(n)] for odd in (0, 1))
@@ -90,7 +91,8 @@ def _exchange_from_balanced_blocks(x, axis_name, n):
 
 def _concatenate_swapped_on_odd_shards(first, second, axis_name):
     """Concatenates two blocks: `first` before `second` on even shards, and `second` before `first`
-    on odd shards. (The low block of shard i is block i, so on an odd shard it is an odd block.)
+    on odd shards. (The low block of shard i is block i, so the low block of an odd shard is an odd
+    block.)
     """
     swap = jax.lax.axis_index(axis_name) % 2 == 1
     return jnp.concatenate([jnp.where(swap, second, first), jnp.where(swap, first, second)], axis=1)
@@ -186,9 +188,9 @@ _differentiable_ring.defvjp(_ring_forward, _ring_backward)
 
 
 def _send_around_ring(axis_name, visiting, gradients, result, step):
-    """Sends every shard's `visiting` arrays around the ring, so that every other shard gets them
-    once. The gradients of these arrays follow them around the ring and return to the shard that
-    owns the arrays.
+    """Sends every shard's `visiting` arrays around the ring, so that every other shard gets the
+    arrays once. The gradients of the arrays follow the arrays around the ring, and return to the
+    shard that owns the arrays.
 
     A shard starts to send the arrays of the next step before it computes the current step, so that
     the transfer and the computation overlap.
@@ -199,10 +201,10 @@ def _send_around_ring(axis_name, visiting, gradients, result, step):
       gradients: the gradients of this shard's `visiting` arrays before the first step.
       result: the result of this shard before the first step, such as its output so far.
       step: function (earlier, visiting, result) → (gradients of the visiting arrays, new result).
-        `earlier` is a boolean: whether the visiting arrays belong to a shard before this one.
+        `earlier` is a boolean: whether the visiting arrays belong to a shard before this shard.
 
     Returns:
-      The sum of the gradients of this shard's arrays, and the result after the last step.
+      The summed gradients of this shard's `visiting` arrays, and the result after the last step.
     """
     n, shard = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     send = lambda tree: jax.lax.ppermute(tree, axis_name, [(i, (i + 1) % n) for i in range(n)])
@@ -220,17 +222,17 @@ def _send_around_ring(axis_name, visiting, gradients, result, step):
 
 
 def _query_key_block_pairs(earlier):
-    """Returns the two pairs (query block, key block) of a step. 0 is the low block and 1 is the
-    high block. `earlier` says whether the keys come from an earlier shard.
+    """Returns the two pairs (query block, key block) that a step of the ring computes, with 0 for
+    the low block and 1 for the high block. `earlier` says whether the keys come from an earlier
+    shard.
     """
     same = jnp.where(earlier, 0, 1)
     return (1, 0), (same, same)
 
 
 def _call_if_document_shared(ids, kv_ids, pair, skip, *arguments):
-    """Returns pair(*arguments) if in any row of the batch the block of queries and the block of
-    keys have a document in common, else skip(*arguments). The block of keys lies before the block
-    of queries.
+    """Returns pair(*arguments) if the block of queries and the block of keys share a document in
+    any row of the batch, else skip(*arguments). The block of keys lies before the block of queries.
 
     Args:
       ids: [B, T], segment ids of the block of queries; None if a row is one document.
@@ -255,7 +257,7 @@ def _split_low_high_blocks(x, axis: int):
 
 
 def _merge_low_high_blocks(x, axis: int):
-    """Concatenates the two blocks x[0] and x[1] along `axis`."""
+    """Concatenates the low block x[0] and the high block x[1] along `axis`."""
     return jnp.concatenate([x[0], x[1]], axis=axis)
 
 

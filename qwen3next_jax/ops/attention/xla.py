@@ -24,11 +24,11 @@ UNSEEN = -_HIDDEN
 
 
 def _block_sizes_positions_ids(block, causal, q, k, segment_ids, kv_segment_ids):
-    """Returns how queries and keys are split into blocks, as a tuple of five entries:
+    """Splits queries and keys into blocks, and returns a tuple of five entries:
 
     1. the number of queries in a block (C of the queries);
     2. the number of keys in a block (C of the keys);
-    3. [n, B, C], the index of the last key that each query may attend to, whatever the segment ids;
+    3. [n, B, C], the index of the last key that each query may attend to apart from segment ids;
     4. [n, B, C], the segment ids of the queries, or None;
     5. [blocks of keys, B, C], the segment ids of the keys, or None.
     """
@@ -89,8 +89,8 @@ def _masked_scores(scale, q_BMLD, k_BMCD, mask):
 
 
 def _visible_key_blocks(position_BC, segment_BC, kv_segments, size_k, keys):
-    """Returns the index of the first block of keys that any query of this block may attend to, and
-    one more than the index of the last such block.
+    """Returns the range of the blocks of keys that some query of this block may attend to: the
+    index of the first block of keys, and one more than the index of the last block of keys.
     """
     last = jnp.minimum(jnp.max(position_BC), keys - 1) // size_k + 1
     if segment_BC is None:
@@ -102,7 +102,7 @@ def _visible_key_blocks(position_BC, segment_BC, kv_segments, size_k, keys):
 
 
 def _add_at_index(x, j, term):
-    """Returns x with `term` added to x[j]. XLA updates x in place; for `.at[j].add` it would run a
+    """Returns x with `term` added to x[j]. XLA updates x in place; `.at[j].add` would run as a
     scatter.
     """
     return jax.lax.dynamic_update_index_in_dim(x, x[j] + term, j, 0)
@@ -124,7 +124,8 @@ def _normalize_softmax_sums(o, largest, total):
 
 def merge_attention_over_key_sets(done, new):
     """Combines the results of attention to two disjoint sets of keys. `done` and `new` are pairs
-    (o, logsumexp), one for each set. Returns the pair (o, logsumexp) for both sets together.
+    (o, logsumexp), one pair for each set of keys. Returns the pair (o, logsumexp) for the union of
+    both sets.
     """
     (o1, l1), (o2, l2) = done, new
     # A query may attend to none of the new keys. Its `l1` is always finite, because `done` includes
@@ -138,7 +139,7 @@ def merge_attention_over_key_sets(done, new):
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
-    """Computes attention as `forward` in `dispatch.py` describes it, in blocks of at most `block`
+    """Computes the results that `forward` in `dispatch.py` describes, in blocks of at most `block`
     queries and `block` keys.
 
     Args:
@@ -203,7 +204,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
 
 
 def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, block, causal):
-    """Computes the gradients as `backward` in `dispatch.py` describes them, in the same blocks as
+    """Computes the gradients that `backward` in `dispatch.py` describes, in the same blocks as
     `forward`. Returns dq [B, T, N, D], dk and dv [B, S, M, D], given do [B, T, N, D], the gradient
     of o.
     """

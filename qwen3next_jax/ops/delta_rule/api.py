@@ -1,5 +1,5 @@
-"""Defines `gated_delta_rule`, which checks its arguments, chooses an implementation and gives it a
-custom gradient.
+"""Defines `gated_delta_rule`, which checks its arguments, chooses an implementation and runs it
+with a custom gradient.
 
 B batch, T time, G key heads, H value heads (value head h reads key head h // (H // G)), K key
 width, V value width.
@@ -49,49 +49,51 @@ def gated_delta_rule(
         difference of running sums within a chunk of 64 tokens, so strong decay costs accuracy: if s
         is the sum of g over a chunk, the relative error is up to |s| * 3e-7 in float32. To forget
         everything, -100 is enough (exp(-100) is 4e-44); -inf gives NaN.
-      beta: [B, T, H] write strength, from 0 to 2. For keys of length 1 (`normalize_qk`), the factor
-        I - beta k k^T of the state then has eigenvalues from -1 to 1, so that nothing grows: the
-        distance of two states that get the same tokens never increases. Without decay (g = 0), if
-        the values are a linear function of the keys, v = M^T k, the distance of the state to M
+      beta: [B, T, H] write strength, from 0 to 2. For keys of length 1 (`normalize_qk`), the matrix
+        I - beta k k^T, which multiplies the state, then has eigenvalues from -1 to 1. So the
+        distance between two states that get the same tokens never increases. If, without decay (g =
+        0), the values are a linear function of the keys, v = M^T k, the distance of the state to M
         never increases, either.
       initial_state: [B, H, K, V], the state before the first token; None means zeros. With
-        `segment_ids` this state belongs to the first segment.
-      segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
-        document, and 0 marks padding at the end. The state becomes zero where a document starts
-        (for the first document, it stays `initial_state`). The outputs of padding are zeros, and
-        its inputs get zero gradients.
+        `segment_ids`, `initial_state` belongs to the first segment.
+      segment_ids: [B, T] integers or None. The ids of documents are positive and non-decreasing
+        along T; 0 marks padding at the end. The state becomes zero where a document starts, except
+        the first document, which starts from `initial_state`. The outputs of padding are zeros, and
+        the inputs of padding get zero gradients.
       normalize_qk: whether q and k are first L2-normalised over K in float32: x * rsqrt(sum x^2 +
         1e-6).
       delta_term: whether the write has the delta term -S^T k_t. Without the delta term, the
         function computes gated linear attention.
       implementation: one of "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu", or
-        None for the platform's best. None means "pallas_tpu" on a TPU if its blocks fit in VMEM,
-        "pallas_gpu" on an H100 or H200 if it supports the call and passed its test (docs/gpu.md),
-        and "chunked" otherwise. A call that names "pallas_tpu" or "pallas_gpu" also runs on a CPU,
-        which interprets the kernels. "pallas_gpu" takes bfloat16 heads of 33 to 256 channels, which
-        it pads to 64, 128 or 256, and no `axis_name`. On a TPU "pallas_tpu" does not run under
-        `jax.vmap`, because JAX then gives the copy of the initial state a source and a target of
-        different shapes; make the mapped axis part of B instead.
+        None for the platform's best. None means "pallas_tpu" on a TPU if the kernels' blocks fit in
+        VMEM, "pallas_gpu" on an H100 or H200 if the kernels support the call and passed their test
+        (docs/gpu.md), and "chunked" otherwise. A call that names "pallas_tpu" or "pallas_gpu" also
+        runs on a CPU, which interprets the kernels. "pallas_gpu" takes bfloat16 heads of 33 to 256
+        channels, which it pads to 64, 128 or 256 channels. "pallas_gpu" does not take `axis_name`.
+        On a TPU "pallas_tpu" does not run under `jax.vmap`, because JAX then gives the copy of the
+        initial state a source and a target of different shapes; make the mapped axis part of B
+        instead.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
-        `shard_map`. The arrays are then this shard's parts, and a document has the same id on every
-        shard. Only the first shard reads its `initial_state`; other shards ignore theirs, which
-        gets no gradient. Every shard returns the final state of the whole row.
+        `shard_map`. With `axis_name`, the arrays are this shard's parts, and a document has the
+        same id on every shard. Only the first shard reads `initial_state`; on all other shards,
+        `initial_state` is ignored and gets no gradient. Every shard returns the final state of the
+        whole row.
       return_all_states: whether `final_state` is [B, T, H, K, V], the state after each token. Only
         "recurrent" without `axis_name` returns all states; otherwise the argument has no effect.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
       final_state: [B, H, K, V] in float32 (float64 for float64 inputs), the state after the last
-        token. With `segment_ids` this is the state of the last segment.
+        token. With `segment_ids`, `final_state` is the state of the last segment.
 
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
       NotImplementedError: the named implementation cannot run these arrays here.
 
     Values are checked only if this function is traced under `jax.debug_nans(True)`
-    (`JAX_DEBUG_NANS=1` sets it for a whole process). Then a host callback raises a ValueError if g
-    is positive, infinite or NaN, or if ids are out of order or follow padding; a compiled program
-    reports it as a `jax.errors.JaxRuntimeError` with the same text.
+    (`JAX_DEBUG_NANS=1` sets it for a whole process). Under `jax.debug_nans`, a host callback raises
+    a ValueError if g is positive, infinite or NaN, or if ids are out of order or follow padding; a
+    compiled program raises a `jax.errors.JaxRuntimeError` with the same text.
     """
     # NumPy's float64 arrays become float32 if x64 is off
     q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))

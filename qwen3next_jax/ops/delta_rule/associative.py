@@ -5,10 +5,10 @@ affine map, S' = M S + U, and the composition of affine maps is associative. In 
   M = carry I - K^T rho A beta gamma K     U = K^T rho A beta V
   (M2, U2) after (M1, U1) = (M2 M1, M2 U1 + U2)
 
-`context.py` composes the maps of the shards of a sequence in the same way. M is float32 (float64
-for float64 inputs), because it is a product of many matrices, whose rounding errors compound. If a
-document starts inside a chunk, M of that chunk is zero, because carry is 0, and rho or gamma is 0
-in every row.
+`context.py` composes the maps of the shards of a sequence in the same way. The matrices M are
+float32 (float64 for float64 inputs), because rounding errors compound in products of many matrices.
+If a document starts inside a chunk, the chunk's M is zero, because carry is 0, and rho or gamma is
+0 in every row.
 
 N chunks, B batch, H value heads, C chunk length, K key width, V value width.
 """
@@ -28,7 +28,7 @@ def compose_affine_maps(first, second, exact: MatrixProducts):
 
 
 def _apply_row_scales(k):
-    """Returns k as one array: for a `RowScaled` k, its rows times their scales."""
+    """Returns k as one array. If k is `RowScaled`, each row is multiplied by its scale."""
     return k.scale_column * k.unscaled if isinstance(k, RowScaled) else k
 
 
@@ -47,13 +47,13 @@ def affine_maps_of_chunks(c: Chunk, exact: MatrixProducts):
 
 def states_before_each_map(maps, first, exact: MatrixProducts, reverse: bool):
     """Applies N maps to a state, one after another. Returns the state before each map,
-    [N, ..., K, V], and the state after all of them, [..., K, V].
+    [N, ..., K, V], and the state after all maps, [..., K, V].
 
     Args:
       maps: the pair (M [N, ..., K, K], U [N, ..., K, V]).
       first: [..., K, V], the state before the map that is applied first.
-      exact: matrix products in float32 or float64, with which the maps are composed.
-      reverse: whether the maps are applied from the last one to the first one.
+      exact: the matrix products, in float32 or float64, that compose the maps.
+      reverse: whether the maps are applied from the last map to the first map.
     """
     m, u = jax.lax.associative_scan(
         lambda a, b: compose_affine_maps(a, b, exact), maps, reverse=reverse
@@ -75,8 +75,8 @@ def state_gradients_after_chunks(c: Chunk, po, qo, dfinal, exact: MatrixProducts
     """Returns the gradient of the state after each chunk, [N, B, H, K, V], and the gradient of the
     initial state, [B, H, K, V].
 
-    A chunk maps dS', the gradient of the state after it, to dS, the gradient of the state before
-    it:
+    A chunk maps dS', the gradient of the state after the chunk, to dS, the gradient of the state
+    before the chunk:
 
     dS = M^T dS' + (gamma Q)^T dO - (beta gamma K)^T A^T P^T dO.
 

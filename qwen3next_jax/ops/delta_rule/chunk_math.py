@@ -1,10 +1,10 @@
 """The forward and backward computation of one chunk of the gated delta rule, as pure functions of
 arrays.
 
-The XLA implementations call all of these functions, with any leading batch dimensions. The TPU
-kernels call only the functions for products, norms and documents, and compute everything else for
-two heads at once (`kernels/tpu/head_pairs.py`). docs/delta_rule.md derives the formulas and uses
-the same names. Row i of a matrix belongs to token i of the chunk:
+The XLA implementations call all functions of this module, with any leading batch dimensions. The
+TPU kernels call only the functions for products, norms and documents, because they compute
+everything else for two heads at once (`kernels/tpu/head_pairs.py`). docs/delta_rule.md derives the
+formulas and uses the same names. Row i of a matrix belongs to token i of the chunk:
 
   gamma    [C, 1]  decay from the chunk's start to row i
   rho      [C, 1]  decay from row i to the chunk's end
@@ -17,7 +17,8 @@ the same names. Row i of a matrix belongs to token i of the chunk:
   R        [C, V]  beta (V - gamma K S)
   V'       [C, V]  A R, what the chunk writes into the state; `written` in the code
 
-Q is already multiplied by K^{-1/2} and is zero for padding, so the formulas have no such factor.
+Q is already multiplied by K^{-1/2}, and is zero for padding, so the formulas have no factor
+K^{-1/2}.
 
 C chunk length, K key width, V value width, 1 an axis that is kept for broadcasting, `...` leading
 batch dimensions.
@@ -42,16 +43,16 @@ def row_and_column_indices(rows: int, columns: int):
 def split_high_and_low(x, operand):
     """Returns a tuple of arrays of dtype `operand` whose sum is x, exactly or up to rounding. If
     `operand` is x's dtype, the tuple is (x,). If `operand` is narrower, the tuple holds x rounded
-    to `operand` and the remainder rounded to `operand`; their sum differs from x by the error of
-    the second rounding.
+    to `operand` and the remainder rounded to `operand`; the sum of both differs from x by the
+    rounding error of the remainder.
     """
     high = x.astype(operand)
     return (high,) if operand == x.dtype else (high, (x - high.astype(x.dtype)).astype(operand))
 
 
 def concatenate_split_operands(x_parts, y_parts, x_axis: int, y_axis: int):
-    """Returns two operands whose product is the sum of the products of the parts of x with the
-    parts of y, except the product of the two remainders.
+    """Returns two operands. The product of the two operands is the sum of the products of all parts
+    of x with all parts of y, except the product of the two remainders.
 
     Args:
       x_parts, y_parts: the parts of x and y, which `split_high_and_low` returns.
@@ -64,7 +65,8 @@ def concatenate_split_operands(x_parts, y_parts, x_axis: int, y_axis: int):
 
 def _dot(x, y, x_dim: int, y_dim: int, precision=None):
     """Returns the product of the matrices x and y [..., rows, columns] in float32 or float64.
-    `x_dim` and `y_dim` say which of their axes is contracted: 0 the rows, 1 the columns.
+    `x_dim` and `y_dim` are the axes of x and y that are contracted: 0 for the rows, 1 for the
+    columns.
     """
     batch = tuple(range(x.ndim - 2))
     wide = jnp.promote_types(jnp.float32, x.dtype)
@@ -78,12 +80,12 @@ def _dot(x, y, x_dim: int, y_dim: int, precision=None):
 
 
 class RowScaled(typing.NamedTuple):
-    """A matrix in two factors: the unscaled rows, and one number for each row by which it has to be
-    multiplied.
+    """A matrix in two factors: the unscaled rows, and for each row a number by which the row has to
+    be multiplied.
 
-    q and k in bfloat16 are represented like this. Products then take the unscaled rows, which need
-    no rounding. If instead a normalised key were rounded to bfloat16, it would no longer have
-    length one, and with repeated keys that error compounds.
+    q and k in bfloat16 are stored as `RowScaled`. Products take the unscaled rows of q and k, which
+    need no rounding. A normalised key that is rounded to bfloat16 no longer has length one, and
+    this error compounds if keys repeat.
     """
 
     unscaled: jax.Array  # [..., C, K], the unscaled rows
@@ -97,7 +99,8 @@ class RowScaled(typing.NamedTuple):
 
 class MatrixProducts(typing.NamedTuple):
     """Matrix products that cast their operands to one dtype and accumulate in float32 or float64.
-    An operand may be `RowScaled`; in `nt` either both operands are `RowScaled` or neither is.
+    An operand may be `RowScaled`; in `nt`, either both operands are `RowScaled` or neither operand
+    is.
 
     If `operand_dtype` is bfloat16 and the argument `fine` is True, a product splits its right
     operand into two bfloat16 parts (`split_high_and_low`); `nt` splits both operands. Use `fine` if
@@ -105,9 +108,9 @@ class MatrixProducts(typing.NamedTuple):
 
     Attributes:
       operand_dtype: the dtype to which operands are cast.
-      may_copy_transpose: whether `tn` may write x^T to memory. On a CPU, XLA calls its fast library
-        only for products that contract the last axis of the left operand; the library takes half
-        the time.
+      may_copy_transpose: whether `tn` may write x^T to memory. On a CPU, XLA calls its fast
+        library, which takes half the time, only for products that contract the last axis of the
+        left operand.
     """
 
     operand_dtype: typing.Any
@@ -201,16 +204,16 @@ def lower_mask(size: int, strict: bool = False):
 
 def signed_segment_ids(segment_ids, before=None):
     """Returns signed ids [B, T] for `segment_ids` [B, T], which has 0 for padding at the end. A
-    token keeps the id of its document. Padding gets minus the id of the last document before it, or
-    -1 if there is none.
+    token keeps the id of its document. Padding gets minus the id of the last document before the
+    padding, or -1 if there is no document before it.
 
-    The absolute value names the document whose state is carried through the position. The sign says
-    whether the position holds a token.
+    The absolute value of a signed id names the document whose state is carried through the
+    position. The sign of a signed id says whether the position holds a token.
 
     Args:
       segment_ids: [B, T] integers.
-      before: [B], the id of the last document before these T positions; None if nothing precedes
-        them.
+      before: [B], the id of the last document before the T positions; None if nothing precedes the
+        T positions.
     """
     ids = segment_ids.astype(jnp.int32)
     last = jnp.maximum(
@@ -248,9 +251,9 @@ def inverse_norm_backward(dy, x, scale):
 
 
 def query_and_key_scales(q, k, normalize: bool):
-    """Returns two arrays [..., 1], the numbers by which the rows of q and the rows of k have to be
-    multiplied. The numbers are the inverse L2 norms of the rows if `normalize`, else 1. The numbers
-    for q also contain the factor K^{-1/2}.
+    """Returns two arrays [..., 1], the factors of the rows of q and the factors of the rows of k.
+    If `normalize`, the factors are the inverse L2 norms of the rows, else 1. The factors of q also
+    contain K^{-1/2}.
     """
     if not normalize:
         one = jnp.ones((), q.dtype)
@@ -264,7 +267,7 @@ def query_and_key_scales(q, k, normalize: bool):
 
 
 class ChunkDecays(typing.NamedTuple):
-    """The four decays inside a chunk. The docstring of this module defines the four."""
+    """The four decays inside a chunk, which the docstring of this module defines."""
 
     pair: jax.Array  # [..., C, C], zero above the diagonal and across documents
     gamma: jax.Array  # [..., C, 1]
@@ -283,15 +286,16 @@ class DocumentIndices(typing.NamedTuple):
 def chunk_decays(total_C1, total_1C, total_11, documents: DocumentIndices | None) -> ChunkDecays:
     """Returns the four decays of a chunk.
 
-    The mask is applied to the exponent, because the exponential of a masked entry may overflow, and
-    its gradient would then be NaN. A decay is never computed as a product of two exponentials,
-    because the absolute values of exponents can exceed 1000, where exponentials overflow or vanish.
+    The mask is applied before the exponential, because the exponential of an entry that the mask
+    hides may overflow, and would make the gradient NaN. A decay is never computed as a product of
+    two exponentials, because the absolute values of exponents can exceed 1000, where exponentials
+    overflow or vanish.
 
     Args:
       total_C1: [..., C, 1], the inclusive running sum of g, as a column.
-      total_1C: [..., 1, C], the same sum as a row.
-      total_11: [..., 1, 1], its last entry.
-      documents: the documents of the rows; None if there is only one.
+      total_1C: [..., 1, C], the running sum of g as a row.
+      total_11: [..., 1, 1], the last entry of the running sum of g.
+      documents: the documents of the rows; None if all rows belong to one document.
     """
     mask = lower_mask(total_C1.shape[-2])
     gamma, rho, carry = total_C1, total_11 - total_C1, total_11
@@ -324,15 +328,15 @@ class Chunk(typing.NamedTuple):
 
 
 def write_interaction_matrix(kk_CC, beta_C1, d: ChunkDecays):
-    """Returns L. Its entry (i, j) is the factor with which the write of row j is subtracted from
+    """Returns L. Entry (i, j) of L is the factor with which the write of row j is subtracted from
     the write of row i.
     """
     return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), beta_C1 * kk_CC * d.pair, 0)
 
 
 def prediction_error(v_CV, ks_CV, d: ChunkDecays):
-    """Returns V - gamma K S: the values minus the values that the state before the chunk, decayed
-    to each row, returns for the keys. `ks_CV` is K S.
+    """Returns V - gamma K S: the values minus the predicted values gamma K S, which the decayed
+    state before the chunk holds for the keys. `ks_CV` is K S.
     """
     return v_CV - d.gamma * ks_CV
 
@@ -383,7 +387,7 @@ def gradient_of_state_before(qo_KV, k_CK, x_CV, dstate_KV, d: ChunkDecays, dots:
 def chunk_gradients(
     c: Chunk, error_CV, written_CV, dr_CV, x_CV, state_KV, dstate_KV, do_CV, dots: MatrixProducts
 ) -> ChunkGradients:
-    """Returns the gradients of one chunk's inputs, given the gradient of the state after it.
+    """Returns the gradients of one chunk's inputs, given the gradient of the state after the chunk.
 
     Args:
       c: the chunk.
@@ -426,8 +430,8 @@ def log_decay_gradient(pairs_CC, enter_C1, leave_C1):
     """Returns dg_t = sum_{i>=t>j} pairs_ij + sum_{i>=t} enter_i + sum_{i<t} leave_i, as a row
     [..., 1, C].
 
-    The first sum is computed by adding the entries themselves. Differences of running sums over
-    rows and columns would take less work, but would suffer from catastrophic cancellation.
+    The sum of pairs_ij is computed by adding entries of `pairs_CC`. Differences of running sums
+    over rows and columns would take less work, but would suffer from catastrophic cancellation.
     """
     size = pairs_CC.shape[-1]
     lower, strict = lower_mask(size), lower_mask(size, strict=True)

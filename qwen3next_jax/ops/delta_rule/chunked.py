@@ -1,5 +1,6 @@
-"""The chunked algorithm of the gated delta rule in XLA. It computes the matrices that do not depend
-on the state for all chunks at once. Then it carries the state from chunk to chunk ("state pass").
+"""The chunked algorithm of the gated delta rule in XLA. The algorithm first computes the matrices
+that do not depend on the state, for all chunks at once. After the matrices, the algorithm carries
+the state from chunk to chunk ("state pass").
 
 This module has explicit formulas for the forward and the backward pass (docs/delta_rule.md);
 `api.py` combines the two passes in one `jax.custom_vjp`. The arrays saved for the backward pass are
@@ -34,15 +35,15 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 
 class BlockLimits(typing.NamedTuple):
-    """Limits for the number of chunks that are computed at once, as one block. Here `width` is the
-    larger of K and V.
+    """Limits for the number of chunks that are computed at once, as one block. In the shapes,
+    `width` is the larger of K and V.
 
     Attributes:
-      single_chunk_multiply_adds: every block has a single chunk if a product of arrays [B, H, C, C]
-        and [B, H, C, width] takes at least this many multiply-adds. Carrying the state through a
-        block of one chunk needs no loop.
-      block_elements: otherwise, the largest number of elements that the arrays [B, H, C, width] of
-        all chunks in a block may have together.
+      single_chunk_multiply_adds: if a product of arrays [B, H, C, C] and [B, H, C, width] takes at
+        least this number of multiply-adds, every block has a single chunk. Carrying the state
+        through a block of one chunk needs no loop.
+      block_elements: if a block may have several chunks, the largest number of elements that the
+        arrays [B, H, C, width] of all its chunks may have together.
     """
 
     single_chunk_multiply_adds: int
@@ -101,8 +102,8 @@ def affine_map(x: Inputs, initial_state, settings: Settings, *, parallel: bool):
 
 
 def state_gradient_from_outputs(r, do):
-    """Returns [B, H, K, V], the gradient of a state S that enters the outputs as o = o0 + r S. The
-    gradient is r^T dO, summed over all tokens.
+    """Returns [B, H, K, V], the gradient of a state S on which the outputs depend by o = o0 + r S.
+    The gradient is r^T dO, summed over all tokens.
 
     Args:
       r: [N, B, H, C, K], the r that `affine_map` returns.
@@ -190,8 +191,8 @@ def backward_in_blocks(
 
 
 def _chunks_per_block(limits: BlockLimits, x: Inputs, size: int) -> int:
-    """Returns the number of chunks in a block. All blocks have the same number; the last block may
-    be padded.
+    """Returns the number of chunks in a block. All blocks have the same number of chunks; the last
+    block may be padded.
 
     Args:
       limits: the limits of a block.
@@ -214,8 +215,8 @@ def _split_inputs_into_blocks(x: Inputs, length: int):
     as the token before it. The booleans of the first block are True. If a row is one document, the
     second result is None.
 
-    The padding of the last block is zero (a decay of 1 and no write), so it does not change the
-    state.
+    The padding of the last block consists of zeros (a decay of 1 and no write), so the padding does
+    not change the state.
     """
     block_inputs = blocks.to_chunks(x._replace(signed_segment_ids=None), 1, length)
     if x.signed_segment_ids is None:
@@ -234,9 +235,9 @@ def zero_state_unless_continued(continues_B, state_BHKV):
 
     Args:
       continues_B: [B] booleans, whether the next token belongs to the same document as the state;
-        None means that it does in all rows.
-      state_BHKV: [B, H, K, V], the state before the next token; or its gradient, or a map of
-        states, which is zeroed in the same way.
+        None stands for True in all rows.
+      state_BHKV: [B, H, K, V], the state before the next token; or the gradient of a state, or the
+        matrix M of a map, which is zeroed in the same way.
     """
     if continues_B is None:
         return state_BHKV
@@ -326,8 +327,8 @@ def _row_scaled(raw, column):
 
 def _inverses_to_head_pairs(a_NBHCC):
     """Reshapes the inverses [N, B, H, C, C] to [N, B, ceil(H / 2), C, 2C], the shape that all
-    implementations save. The numbers keep their order in memory; an odd H gets one more head of
-    zeros. Returns None for None.
+    implementations save. The numbers keep their order in memory; if H is odd, one head of zeros is
+    added. Returns None for None.
     """
     if a_NBHCC is None:
         return None
@@ -346,8 +347,8 @@ def _inverses_from_head_pairs(a, heads: int):
 
 
 def _written_values_and_errors(c: Chunk, state, dots: MatrixProducts, exact: MatrixProducts):
-    """Returns V' and the error V - gamma K S, from which V' is computed. Without the delta term,
-    the two results are beta V and V.
+    """Returns V' and the error V - gamma K S, from which V' is computed. Without the delta term, V'
+    is beta V, and the error is V.
     """
     if c.inverse is None:
         return c.beta * c.v, c.v
@@ -357,7 +358,7 @@ def _written_values_and_errors(c: Chunk, state, dots: MatrixProducts, exact: Mat
 
 def _without_token_pair_arrays(c: Chunk) -> Chunk:
     """Returns the chunks without the arrays that a step of the state pass does not read, so that
-    the scan over the chunks does not slice them.
+    the scan over the chunks does not slice these arrays.
     """
     return c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
 
@@ -383,8 +384,8 @@ def _carry_state_through_chunks(
 def _carry_state_gradient_back(
     c: Chunk, do, dfinal, dots: MatrixProducts, exact: MatrixProducts, parallel: bool
 ):
-    """Returns the gradient of the state after each chunk, dR and X of each chunk, and the gradient
-    of the initial state.
+    """Returns the gradient of the state after each chunk, the gradients dR and X of each chunk
+    (`_backward_through_inverse`), and the gradient of the initial state.
     """
     po, qo = dots.tn(c.p, do), dots.tn(c.q, c.decay.gamma * do)
     if parallel:
@@ -409,9 +410,9 @@ def _carry_state_gradient_back(
 
 
 def _backward_through_inverse(c: Chunk, dwritten, exact: MatrixProducts):
-    """Returns two gradients through V' = A R, where A is the inverse and R = beta (V - gamma K S):
-    the gradient of R, dR = A^T dV', and the gradient of -K S, X = beta gamma dR. Without the delta
-    term there is no inverse, and the result is dV' and None.
+    """Computes the backward pass of V' = A R, where A is the inverse and R = beta (V - gamma K S).
+    Returns dR = A^T dV', the gradient of R, and X = beta gamma dR, the gradient of -K S. Without
+    the delta term there is no inverse, and the results are dV' and None.
     """
     if c.inverse is None:
         return dwritten, None
@@ -421,8 +422,8 @@ def _backward_through_inverse(c: Chunk, dwritten, exact: MatrixProducts):
 
 def _backward_through_normalization(dq_BTHK, dk_BTHK, q_BTGK, k_BTGK, normalize: bool):
     """Returns the gradients of q and k [B, T, G, K] from the gradients of the normalised and scaled
-    q and k of each value head. It sums over the value heads of each key head, multiplies dq by the
-    scale K^{-1/2} and, if `normalize`, applies the backward pass of the L2 normalisation.
+    q and k of each value head. The function sums over the value heads of each key head, multiplies
+    dq by the scale K^{-1/2} and, if `normalize`, applies the backward pass of the L2 normalisation.
     """
     batch, time, groups, width = q_BTGK.shape
     dq, dk = (x.reshape(batch, time, groups, -1, width).sum(axis=3) for x in (dq_BTHK, dk_BTHK))

@@ -1,18 +1,19 @@
 """The gated delta rule over a sequence that is split over a mesh axis.
 
-Let S be the state before a shard's first token. The state after its last token is S' = U + M S, and
-its outputs are o = o0 + r S, where U, M, o0 and r do not depend on S. The steps are:
+Let S be the state before a shard's first token. The state after the shard's last token is
+S' = U + M S, and the shard's outputs are o = o0 + r S, where U, M, o0 and r do not depend on S. The
+steps are:
 
-    1. Every shard computes U, M, r and the inverses of its chunks in one pass (`affine_map`).
-    2. The shards exchange and compose their maps, which gives S of each shard.
-    3. Every shard runs the forward pass of the implementation from S, with the inverses of step 1.
-    4. In the backward pass the maps dS = M^T dS' + r^T dO are composed from the last shard to the
-       first, which gives dS', the gradient of S', of each shard.
+    1. Every shard computes U, M, r and the inverses of its chunks in one pass (`affine_map`). 2.
+    The shards exchange and compose their maps U + M S. The composition gives S of each shard. 3.
+    Every shard runs the forward pass of the implementation from S, with the inverses of step 1. 4.
+    In the backward pass, the maps dS = M^T dS' + r^T dO are composed from the last shard to the
+    first. The composition gives each shard dS', the gradient of S'.
     5. Every shard runs the backward pass of the implementation from dS'.
 
-docs/notes/many_devices.md lists the costs. If a document starts inside a shard, M is
+docs/notes/many_devices.md lists the costs. If a document starts inside a shard, the shard's M is
 zero, because the decay across the start of a document is zero. If a document starts at the first
-token of a shard, `chunked.zero_state_unless_continued` sets M and S to zero.
+token of a shard, `chunked.zero_state_unless_continued` sets the shard's M and S to zero.
 
 B batch, H value heads, K key width, V value width.
 """
@@ -30,7 +31,7 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs
 
 
 def last_segment_id_before_shard(segment_ids, axis_name: str):
-    """Returns [B], the largest document id in the shards before this one, but at least 1.
+    """Returns [B], the largest document id in the shards before this shard, but at least 1.
 
     Args:
       segment_ids: [B, T], the ids of this shard.
@@ -50,9 +51,9 @@ def gated_delta_rule_over_axis(
     Args:
       operator: the implementation and the settings.
       axis_name: name of the mesh axis over which T is split.
-      x: this shard's inputs. Their segments were encoded with `before`
+      x: this shard's inputs. `x.signed_segment_ids` was computed with `before`
         (`chunk_math.signed_segment_ids`).
-      initial_state: [B, H, K, V], the state before the row. Only the first shard uses it.
+      initial_state: [B, H, K, V], the state before the row. Only the first shard uses this state.
       before: [B], the result of `last_segment_id_before_shard`; None if a row is one document.
     """
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
@@ -90,8 +91,9 @@ def _recurrent_over_axis(operator: Operator, axis_name, x: Inputs, initial_state
 
 
 def _state_entering_shard(axis_name, continues, m_BHKK, u_BHKV):
-    """Returns the state [B, H, K, V] before this shard's first token, if the state before the first
-    shard is zero. The state is zero if a document starts at the first token of this shard.
+    """Returns the state [B, H, K, V] before this shard's first token, computed as if the state
+    before the first shard were zero. The result is zero if a document starts at the first token of
+    this shard.
     """
     m_BHKK = chunked.zero_state_unless_continued(continues, m_BHKK)
     state_BHKV = compose_maps_over_shards(axis_name, m_BHKK, u_BHKV, reverse=False)
@@ -103,8 +105,8 @@ def compose_maps_over_shards(axis_name, m_BHKK, u_BHKV, reverse: bool):
     zeros enter the first shard (with `reverse`, the last shard).
 
     Each shard composes the maps of all shards for its share of the heads, so no product is computed
-    twice. Two all-to-all exchanges bring each shard K (K + 2 V) numbers per head. If every shard
-    gathered all maps instead, it would receive (n - 1) K (K + V) numbers per head.
+    twice. Two all-to-all exchanges bring each shard K (K + 2 V) numbers per head. An all-gather of
+    the maps would bring each shard (n - 1) K (K + V) numbers per head.
 
     Args:
       axis_name: name of the mesh axis.

@@ -20,8 +20,8 @@ from qwen3next_jax.ops.implementations import (
 def chunked_implementation(
     platforms: tuple[str, ...], limits: chunked.BlockLimits
 ) -> XlaImplementation:
-    """Returns the implementation "chunked" for these platforms. This implementation carries the
-    state from chunk to chunk, and computes as many chunks at a time as `limits` allows.
+    """Returns the implementation "chunked" for `platforms`. The implementation carries the state
+    from chunk to chunk, and computes as many chunks at a time as `limits` allows.
     """
     functions = dict(
         forward=functools.partial(chunked.forward_in_blocks, limits=limits),
@@ -52,8 +52,8 @@ class Operator(NamedTuple):
     """The implementation that runs all passes of one call, and the call's settings.
 
     An operator is hashable, so that a function with a custom gradient can take it as a static
-    argument. Its methods take and return the same as the methods of `interface.Implementation`, but
-    without the argument `settings`.
+    argument. The methods of an operator take and return the same as the methods of
+    `interface.Implementation`, but without the argument `settings`.
     """
 
     chosen_implementation: ChosenImplementation

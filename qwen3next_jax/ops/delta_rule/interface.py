@@ -1,9 +1,9 @@
 """The arguments and results of every implementation of the gated delta rule.
 
 An implementation is a module, or an `XlaImplementation`, with the functions `forward`, `backward`
-and `affine_map`, whose signatures the protocol `Implementation` defines. Only a sequence that is
-split over a mesh axis needs `affine_map`. `dispatch.py` lists the XLA implementations; the plugin
-package of kernels (`ops.implementations`) lists the Pallas kernels.
+and `affine_map`. The protocol `Implementation` defines the signatures of these functions. Only a
+sequence that is split over a mesh axis needs `affine_map`. `dispatch.py` lists the XLA
+implementations; the plugin package of kernels (`ops.implementations`) lists the Pallas kernels.
 
 B batch, T time, G key heads, H value heads, K key width, V value width, C chunk length, N = ⌈T / C⌉
 chunks.
@@ -28,8 +28,8 @@ class Inputs(NamedTuple):
     )
 
     def cast_gradients(self, gradients) -> "Inputs":
-        """Returns `gradients`, the gradients of q, k, v, g and beta, each cast to the dtype of its
-        array. The gradient of `signed_segment_ids` is None.
+        """Returns `gradients`, the gradients of q, k, v, g and beta, each cast to the dtype of the
+        array whose gradient it is. The gradient of `signed_segment_ids` is None.
         """
         return Inputs(*(dx.astype(x.dtype) for dx, x in zip(gradients, self)))
 
@@ -50,8 +50,8 @@ class Implementation(Protocol):
     def forward(
         self, x: Inputs, initial_state, inverses, settings: Settings, *, save: bool
     ) -> tuple:
-        """Returns the outputs and the final state, and with `save` also the arrays that `backward`
-        needs from this pass.
+        """Returns the outputs and the final state, and with `save` also the arrays of the forward
+        pass that `backward` needs.
 
         Args:
           x: the arrays with an axis of tokens.
@@ -64,15 +64,15 @@ class Implementation(Protocol):
           o: [B, T, H, V] in v's dtype.
           final state: [B, H, K, V] in float32 or float64.
           states: [N, B, H, K, V] in v's dtype, the state before each chunk; None without `save`.
-          inverses: [N, B, ⌈H / 2⌉, C, 2C], the matrix A of each chunk (docs/delta_rule.md). Only
-            the shape of this array is fixed; each implementation arranges the numbers in its own
-            way. None without `save` or without `delta_term`.
+          inverses: [N, B, ⌈H / 2⌉, C, 2C], the matrix A of each chunk (docs/delta_rule.md). All
+            implementations return the inverses in this shape, but each arranges the numbers in its
+            own way. None without `save` or without `delta_term`.
         """
 
     def affine_map(self, x: Inputs, initial_state, settings: Settings) -> tuple:
-        """Returns how the final state and the outputs depend on the initial state. If a state S is
-        added to `initial_state`, the final state becomes U + M S and the outputs become o + r S,
-        where U and o are the final state and the outputs for `initial_state` alone.
+        """Returns how the final state and the outputs depend on the initial state. Let U and o be
+        the final state and the outputs for `initial_state`. If a state S is added to
+        `initial_state`, the final state becomes U + M S, and the outputs become o + r S.
 
         Returns:
           U: [B, H, K, V] in float32 or float64.
@@ -94,14 +94,14 @@ class Implementation(Protocol):
 
         Returns:
           (dq, dk, dv, dg and dbeta in the shapes of the inputs, the gradient of the initial state
-          [B, H, K, V]), in any dtype: the caller casts them (`Inputs.cast_gradients`).
+          [B, H, K, V]), in any dtype: the caller casts the gradients (`Inputs.cast_gradients`).
         """
 
 
 def choose_chunk_size(x: Inputs) -> int:
     """Returns C, the tokens of a chunk. C is 16 for float32 heads of at most 32 channels and 64
-    otherwise. If the sequence is shorter than 64 tokens, 64 is replaced by the smallest power of
-    two that is at least 16 and at least the sequence's length.
+    otherwise. For a sequence of less than 64 tokens, C is at most the smallest power of two that is
+    at least 16 and at least the sequence's length.
 
     For heads of few channels d, the work inside a chunk (about 8 C d operations per token) exceeds
     the work on the state (about 6 d² per token), so short chunks are faster: on 2 CPU cores a

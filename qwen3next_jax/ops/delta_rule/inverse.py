@@ -3,9 +3,9 @@ alone.
 
 The power series of the inverse, I - L + L^2 - …, is not accurate enough for chunks of 64 rows: if
 the keys have a correlation of 0.9, the terms of the series grow until their sum in float32 has no
-correct digit. This module uses block elimination, which computes no powers of L. Block elimination
-computes the inverse X of a block of 2m rows from the inverses X11 and X22 of its two diagonal
-blocks of m rows: the lower left block is X21 = -X22 (L21 X11).
+correct digit. This module uses block elimination, which computes no powers of L. To invert a block
+of 2m rows, block elimination takes the inverses X11 and X22 of the block's two diagonal blocks of m
+rows, and computes the lower left quarter of the inverse, X21 = -X22 (L21 X11).
 
 C rows of the matrix.
 """
@@ -19,7 +19,7 @@ BASE = 16
 
 def diagonal_block_inverses(l_CC, exact: MatrixProducts, size: int):
     """Returns [..., C, C]: the inverses of the diagonal blocks of `size` rows of I + L, with zeros
-    outside these blocks.
+    outside the diagonal blocks.
 
     The function doubles the size m of the inverted diagonal blocks step by step: X <- X - X L_m X
     for m = 2, 4, …, where L_m is L with zeros outside the lower left m x m quarter of each diagonal
@@ -39,8 +39,8 @@ def diagonal_block_inverses(l_CC, exact: MatrixProducts, size: int):
 
 def unit_lower_inverse(l_CC, exact: MatrixProducts):
     """Returns (I + L)^{-1}, [..., C, C], for a C that is a power of two. `diagonal_block_inverses`
-    inverts the diagonal blocks of 16 rows (one block if C is smaller). Then pairs of neighbouring
-    blocks are merged until there is one block.
+    inverts the diagonal blocks of 16 rows (one block if C is smaller). After that, pairs of
+    neighbouring inverses are merged until one inverse remains.
     """
     size = l_CC.shape[-1]
     base = min(BASE, size)

@@ -1,5 +1,5 @@
 """The gated delta rule computed token by token with the recurrence of the paper. Tests compare
-every other implementation with it, and decoding of a few tokens at a time runs it.
+every other implementation with this recurrence, and decoding of a few tokens at a time runs it.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
 equation 10.

@@ -1,5 +1,5 @@
-"""The routed experts of one device. There is one row for each choice of an expert by a token. The
-rows lie in tiles, and all rows of a tile belong to one expert.
+"""The routed experts of one device. There is one row for each pair of a token and an expert that
+the token chose. The rows lie in tiles, and all rows of a tile belong to one expert.
 """
 
 from qwen3next_jax.ops.routed_experts.layout import (

@@ -2,9 +2,10 @@
 results of a token's experts are added with the router's weights.
 
 A "choice" is a pair of a token and one of its experts. The choices are sorted by expert, and each
-expert gets whole tiles of rows, one row for each of its choices. These tiles are called the
-layout. The router's weight multiplies the hidden layer of the expert. Multiplying the results of
-the expert instead, and in the backward pass their gradients, would take extra passes over memory.
+expert gets whole tiles of rows, one row for each of its choices. These tiles are called the layout.
+The router's weight multiplies the hidden layer of the expert. If the router's weight multiplied the
+results of the expert (in the backward pass, the gradients of the results), extra passes over memory
+would be necessary.
 
 The layout has room for a fixed number of choices, the capacity. If an unbalanced router sends more
 choices to this device, a loop computes the choices that do not fit, one expert after another. If
@@ -31,13 +32,12 @@ _LARGEST_NUMBER = 2**31
 
 
 class SavedForBackward(NamedTuple):
-    """Arrays of the forward pass that the backward pass reads, so that it need not compute them
-    again.
+    """Arrays of the forward pass that the backward pass would otherwise compute again.
 
     Attributes:
       sorted_choices: the choices, sorted by expert.
       hidden_PF: the hidden layer of the experts (gate before up) in the layout, in x's dtype; None:
-        the backward pass computes it again.
+        the backward pass computes the hidden layer again.
     """
 
     sorted_choices: "SortedChoices"
@@ -45,18 +45,18 @@ class SavedForBackward(NamedTuple):
 
 
 def routed_experts(x, weight, expert, gate_up, down, *, capacity: int, keep_hidden: bool = False):
-    """Returns for each token the sum of weight · SwiGLU_expert(x) over its choices. Choices of
-    experts on other devices are left out.
+    """Returns for each token the sum of weight · SwiGLU_expert(x) over the token's choices. Choices
+    of experts on other devices are left out.
 
     Args:
       x: [N, D], the tokens.
       weight: [N, A], the router's weight of each choice.
-      expert: [N, A] integers, the expert of each choice. Numbers below 0 and from E on mean experts
-        on other devices. No token has an expert of this device twice.
+      expert: [N, A] integers, the expert of each choice. Numbers below 0 and from E on stand for
+        experts on other devices. No token chooses an expert of this device twice.
       gate_up: [E, D, 2, I] or, flattened, [E, D, F]: the gate and up matrices.
       down: [E, I, D], the down matrices.
-      capacity: number of choices for which the layout has room. The result is the same for any
-        capacity, up to rounding.
+      capacity: number of choices for which the layout has room. Up to rounding, the result does not
+        depend on the capacity.
       keep_hidden: whether to keep the hidden layer for `routed_experts_gradients`.
 
     Returns:
@@ -105,9 +105,9 @@ def routed_experts_gradients(
 
     Args:
       x, weight, expert, gate_up, down, capacity: the arguments of `routed_experts`.
-      dy: [N, D], the gradient of its result.
+      dy: [N, D], the gradient of the result of `routed_experts`.
       dw_before: nothing, or two arrays in the shapes and dtypes of gate_up and down: gradients of
-        these weights from other tokens. The gradients of this call are added to them.
+        gate_up and down from other tokens, to which the gradients of this call are added.
       kept: the second result of `routed_experts`; None: the arrays are computed again. With
         `kept`, the function reads only the shape and the dtype of `weight`, and does not read
         `expert`.
@@ -182,9 +182,9 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
 
     Args:
       rows: [P, D]. All numbers have to be finite, because a kernel may multiply rows by zero.
-      choice: [P] integers in any order, a number for each row. The number is n · A + a if the row
-        belongs to choice a of token n. No two rows have the same number below Q. Rows with a number
-        of Q or more are left out.
+      choice: [P] integers in any order, a number for each row. A row that belongs to choice a of
+        token n has the number n · A + a. Two rows must not have the same number below Q. Rows with
+        a number of Q or more are left out.
       shape: the tuple (N, A).
     """
     chosen = choose_implementation(
@@ -212,7 +212,7 @@ def _values_by_choice_in_xla(values, choice, shape: tuple[int, int]):
 
 
 def _sum_by_token_in_xla(rows, choice, shape: tuple[int, int]):
-    """Computes `sum_by_token` in XLA with a gather. With a scatter, a GPU would add the terms in an
+    """Computes `sum_by_token` in XLA with a gather. A scatter on a GPU would add the terms in an
     order that changes from run to run.
     """
     place_Q = (
@@ -275,7 +275,7 @@ class SortedChoices(NamedTuple):
 
 
 def _sort_choices(weight_NA, expert_NA, experts: int, capacity: int) -> SortedChoices:
-    """Returns the choices `expert_NA` with the router's weights `weight_NA`, sorted."""
+    """Sorts the choices `expert_NA`, with the router's weights `weight_NA`, by expert."""
     size, _, _ = _tile_size_and_counts(expert_NA.size, experts, capacity)
     expert_Q = (
         jnp.where((expert_NA >= 0) & (expert_NA < experts), expert_NA, experts)
@@ -332,8 +332,8 @@ def _make_tile_layout(
 
 
 def _tile_size_and_counts(choices: int, experts: int, capacity: int) -> tuple[int, int, int]:
-    """Returns three numbers: the rows of a tile, the tiles of the layout, and the tiles that would
-    be enough for any choices.
+    """Returns three numbers: the number of rows of a tile, the number of tiles of the layout, and
+    the number of tiles with which all choices of any router would fit.
     """
     capacity = min(capacity, choices)
     # On average, half a tile of each expert is padding. To keep that small, a tile has at most a
@@ -350,12 +350,13 @@ def _sort_entries_by_expert(keys, weights, experts: int):
     """Returns (numbers, weights) sorted by key.
 
     Args:
-      keys: integers from 0 to E, the expert of each entry. E means no expert of this device.
+      keys: integers from 0 to E, the expert of each entry. The number E stands for no expert of
+        this device.
       weights: the weight of each entry.
       experts: E.
 
     Returns:
-      The index that each entry had before the sort, and its weight.
+      Two arrays: the index that each entry had before the sort, and the weight of each entry.
     """
     count = keys.shape[0]
     numbers, bits = jnp.arange(count, dtype=jnp.int32), (count - 1).bit_length()
@@ -370,14 +371,14 @@ def _sort_entries_by_expert(keys, weights, experts: int):
 
 
 def _token_of_choice(choice, weight_NA):
-    """Returns the token of each choice, given the choice's number. Numbers of Q and more get an
-    arbitrary token.
+    """Returns the token of each choice, given the choice's number. For numbers of Q and more, the
+    token is arbitrary.
     """
     return jnp.minimum(choice, weight_NA.size - 1) // weight_NA.shape[1]
 
 
 def _take_rows(x, index):
-    """Returns the rows x[index], for indices that exist."""
+    """Returns the rows x[index]. All indices must exist."""
     return x.at[index].get(mode="promise_in_bounds")
 
 
@@ -385,9 +386,9 @@ def _take_rows(x, index):
 
 
 def _weighted_mlp_in_xla(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, keep_hidden: bool):
-    """Returns the results [P, D] of the weighted SwiGLU experts in XLA, and, if it is to be kept,
-    the hidden layer [P, F]; else None. `sizes_E` is the number of rows of each expert; rows after
-    them are zeros.
+    """Computes the weighted SwiGLU experts in XLA. Returns the results [P, D], and the hidden layer
+    [P, F] if `keep_hidden`, else None. `sizes_E` is the number of rows of each expert; the results
+    of rows of no expert are zeros.
     """
     hidden_PF = grouped_matmul(x_PD, gate_up_EDF, sizes_E)
     y_PD = _results_from_hidden_layer(hidden_PF, weight_P, down_EID, sizes_E)
@@ -408,9 +409,10 @@ def _weighted_swiglu(hidden, weight):
 def _weighted_mlp_gradients_in_xla(
     x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, hidden_PF, dy_PD, *dw_before
 ):
-    """Returns the gradients of x, weight, gate_up and down of `_weighted_mlp_in_xla`, given dy [P,
-    D]. `hidden_PF` is the hidden layer; None: it is computed again. `dw_before`, if given, are
-    earlier gradients of gate_up and down, which are added.
+    """Returns the gradients of x, weight, gate_up and down of `_weighted_mlp_in_xla`, given dy
+    [P, D]. `hidden_PF` is the hidden layer; None: the hidden layer is computed again. If
+    `dw_before` is given, these earlier gradients of gate_up and down are added to the gradients of
+    this call.
     """
     # If the hidden layer is known, nothing reads this product, and XLA drops it.
     product, pull_first = jax.vjp(lambda *a: grouped_matmul(*a, sizes_E), x_PD, gate_up_EDF)
@@ -444,8 +446,8 @@ def _run_chosen_implementation(
     layout: _TileLayout, name: str, x_PD, gate_up_EDF, down_EID, *others, **options
 ):
     """Runs the function `name` ("mlp" or "mlp_gradients") of the chosen implementation on the rows
-    of the layout. `others` are the hidden layer, dy and the earlier gradients of the weights;
-    nothing for "mlp".
+    of the layout. For "mlp_gradients", `others` are the hidden layer, dy and the earlier gradients
+    of the weights.
     """
     chosen = choose_implementation(
         "routed_experts",
@@ -486,8 +488,8 @@ SUM_XLA_IMPLEMENTATIONS = (
 
 
 def _loop_over_overflowing_experts(layout: _TileLayout, body, carry):
-    """Runs carry = body(e, carry) for the first expert e with choices that do not fit in the layout
-    and for all experts after it. Returns the last `carry`.
+    """Runs carry = body(e, carry) for each expert e, from the first expert with choices that do not
+    fit in the layout to the last expert. Returns the last `carry`.
     """
     if layout.first_overflowing_expert is None:
         return carry
@@ -497,9 +499,9 @@ def _loop_over_overflowing_experts(layout: _TileLayout, body, carry):
 
 
 class _OverflowChoices(NamedTuple):
-    """O choices of one expert that do not fit in the layout. One step of the loop computes them.
-    Entries after the expert's last choice have weight 0 and an arbitrary token, and scatters drop
-    them.
+    """O choices of one expert that do not fit in the layout, computed by one step of the loop.
+    Entries after the expert's last choice have weight 0 and an arbitrary token; scatters drop these
+    entries.
     """
 
     token_O: jax.Array
