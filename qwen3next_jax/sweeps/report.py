@@ -255,7 +255,9 @@ def _learning_rate_section(
 
 
 def _learning_rate_chart(title: str, x: str, label: str, line: Sequence[BestRate]) -> str:
-    """Returns the chart of a metric over the learning rate, with a line for each value of x."""
+    """Returns the chart of a metric over the learning rate, with a line for each value on the x
+    axis of the sweep.
+    """
     return line_chart(
         title + (f" ({label})" if label else ""),
         [
@@ -409,7 +411,9 @@ def _points_table(sweep: Sweep, results: Sequence[PointResult]) -> str:
 
 
 def _point_cell(result: PointResult) -> str | LinkCell:
-    """Returns the name of a point. If its run has written a report, the name is a link to it."""
+    """Returns the name of a point. If the run of the point has written a report, the name is a link
+    to the report.
+    """
     name = result.point.name
     return (
         LinkCell(name, f"points/{urllib.parse.quote(name)}/report.html")

@@ -267,9 +267,9 @@ def lines_along_x(
       values: (result, value of a metric or cost at its point).
 
     Returns:
-      label of a line → {name of a value on the x axis: the values of the points at this place, one
-      for each seed}. The points of a line have the same values on all axes except the x axis and
-      the axes of seeds; the label names these values.
+      label of a line → {name of a value on the x axis: the metric or cost of the points with this
+      value, one number for each seed}. The points of a line have the same values on all axes except
+      the x axis and the axes of seeds; the label names these values.
     """
     hidden = (sweep.x_axis, *seed_axes(sweep))
     lines: dict[str, dict[str, list[float]]] = {}
@@ -292,7 +292,7 @@ def all_metrics(results: Iterable[PointResult]) -> dict[str, Metric]:
 
 
 def main_metrics(results: Iterable[PointResult]) -> dict[str, Metric]:
-    """Returns name → declaration of the metrics by which points are compared: those that an
+    """Returns name → declaration of the metrics by which points are compared: the metrics that an
     evaluation declares as main. If a metric has a value under each of several conditions and also a
     value over all conditions, the result contains only the value over all conditions.
     """
