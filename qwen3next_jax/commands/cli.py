@@ -110,8 +110,8 @@ def _report_error(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
 
 
 def _parse_flags(doc: str, argv: Sequence[str]) -> list[str]:
-    """Parses the flags and returns the other arguments. If the user asks for help, prints the help
-    and exits. If a flag is wrong, prints one line on standard error and exits.
+    """Parses the flags and returns the arguments that are not flags. If the user asks for help,
+    prints the help and exits. If a flag is wrong, prints one line on standard error and exits.
     """
     try:
         if asked := [argument for argument in argv[1:] if argument in _HELP]:

@@ -117,7 +117,8 @@ def load_settings_of_file_or_run(path: str) -> dict[str, Any]:
         of a run.
 
     Raises:
-      UserError: the file cannot be read, or the text of an override is not a value of its type.
+      UserError: the file cannot be read, or the text of an override is not a value of the setting's
+        type.
     """
     found = find_user_or_shipped_file(path)
     if found.is_dir():

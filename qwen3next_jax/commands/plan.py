@@ -8,14 +8,14 @@ compiles the real train step for the slice, on a machine that needs no TPU.
     uv run --extra plan-gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
     --mesh=data=8
 
-`--search` ranks candidates by their estimated time for a token. A candidate is a combination of a
+`--search` ranks candidates by their estimated time per token. A candidate is a combination of a
 mesh, a batch size (from `--rows`), a remat policy and a number of micro-batches, and has the axis
 sizes that `--mesh` names; -1 leaves an axis free. The search compiles up to five of the candidates
 that should fit into memory: the best one for each of expert=1, 2, 4 and 8 (with tensor=1), and then
-the best of the others. If no candidate should fit, it compiles the one that needs the least memory.
-`--json` also draws the memory of each plan into a .png of the same name. docs/planner.md explains
-the figures. For GPUs (hosts x GPUs per host) the command predicts memory, FLOPs and network
-traffic, but no times.
+the best remaining candidate. If all candidates are estimated not to fit, the search compiles the
+candidate that needs the least memory. `--json` also draws the memory of each plan into a .png of
+the same name. docs/planner.md explains the figures. For GPUs (hosts x GPUs per host) the command
+predicts memory, FLOPs and network traffic, but no times.
 """
 
 import dataclasses
@@ -199,15 +199,17 @@ def _check_json_writable(out: pathlib.Path) -> None:
 
 
 def with_mesh(parallel: ParallelConfig, sizes: dict[str, int]) -> ParallelConfig:
-    """Returns `parallel` with a mesh of these axis sizes. The other axes have their default sizes:
-    `data` takes the remaining devices, `slice` has one group for each TPU slice, and the rest have
-    size 1.
+    """Returns `parallel` with a mesh of these axis sizes. Axes that are not named have their
+    default sizes: `data` takes the remaining devices, `slice` has one group for each TPU slice, and
+    every other axis has size 1.
     """
     return dataclasses.replace(parallel, mesh=MeshConfig(**sizes))
 
 
 def _batch_sizes_of_flag() -> tuple[int, ...]:
-    """Returns the batch sizes in `--rows`. Raises UserError if one is not a positive number."""
+    """Returns the batch sizes in `--rows`. Raises UserError if a batch size is not a positive
+    number.
+    """
     try:
         rows = tuple(int(n) for n in _rows.value)
     except ValueError:
@@ -385,7 +387,7 @@ def _network_traffic_table(plan, device: str) -> Table:
 
 def _waiting_times_table(plan) -> Table:
     """Returns a table of the resources for which the step waits, such as HBM, with the seconds that
-    the step waits for each, and their share of the time of the step.
+    the step waits for each resource, and the share of these seconds in the time of the step.
     """
     estimate = plan.estimate
     table = Table("waiting for", "s", "share")
@@ -513,8 +515,8 @@ def _time_estimate_sentences(plan, device: str) -> Iterator[str]:
 
 
 def _expert_overflow_text(load) -> str:
-    """Returns a text that says how loops compute the choices of experts that do not fit into the
-    buffers of the experts; "" if there are none.
+    """Returns a text about the loops for tokens that do not fit into the buffers of their experts;
+    "" if no loop runs.
     """
     if load.rounds:
         return f": {load.rounds:.1f} further rounds exchange and compute them"
