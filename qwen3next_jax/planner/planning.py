@@ -67,10 +67,10 @@ class Plan:
     """The prediction for one configuration on one slice. Bytes, FLOPs and seconds are for one
     device and one step.
 
-    A plan for a TPU that needs at most the share NEAR more than the usable memory has all
-    predictions. If a program needs more, the only predictions are `needed_hbm_bytes`, `usable_hbm`
-    and `failure_reason`. If the compiler gives another error or ends its process, `failed` is true
-    and there is only `failure_reason`.
+    If the compiler refuses a program that needs too much memory, the plan has all predictions only
+    on a TPU, and only if the program needs at most (1 + NEAR) times the usable memory. Otherwise
+    its only predictions are `needed_hbm_bytes`, `usable_hbm` and `failure_reason`. If the compiler
+    gives another error or ends its process, `failed` is true and there is only `failure_reason`.
 
     Attributes:
       config_name: name of the configuration.
@@ -97,13 +97,13 @@ class Plan:
       collectives: the collectives of the program that send data.
       slice_traffic: the traffic between slices; None if there is one slice.
       expert_skew: σ of the experts' popularity that the cost model "calibrated" assumes.
-      expert_load: the load of the experts that follows from it; None if the program has no kernels
-        of experts.
+      expert_load: the load of the experts that follows from `expert_skew`; None if the program has
+        no kernels of experts.
       loops_of_unknown_length: names of loops that count as if they ran once, because the program
         does not state how often they run. The cost model "calibrated" counts the loops of the
         experts as often as `expert_load` says.
-      kernels_of_unknown_cost: names of kernels whose FLOPs or cycles are unknown. If there are any,
-        `mfu` is None.
+      kernels_of_unknown_cost: names of kernels whose FLOPs or cycles are unknown. If there are such
+        kernels, `mfu` is None.
       compiler_options: the options that training gives the compiler, name → value.
     """
 
@@ -451,7 +451,7 @@ def _plan_with_estimates(
 def _slice_traffic(
     config: Config, topology: Topology, mesh: jax.sharding.Mesh, memory: Memory
 ) -> SliceTraffic | None:
-    """Returns the traffic between the slices of the mesh; None if it has one."""
+    """Returns the traffic between the slices of the mesh; None if the mesh has one slice."""
     if mesh.shape[SLICE] == 1:
         return None
     stored = memory.parameters / 4  # parameters are float32

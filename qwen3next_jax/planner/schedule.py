@@ -3,10 +3,10 @@ cycles that they take, and the bytes that they copy.
 
 The compiler can write the final instruction bundles (VLIW instructions) of each kernel and fusion
 to text files. The chip issues at most one bundle per cycle, so the number of bundles in a loop
-times the number of its trips is a lower bound of the loop's cycles, if every trip issues them all.
-A trip may skip bundles: a product goes through its contracted dimension in steps, and writes its
-result in the last of them. `count_skipped_bundles` counts these bundles, and their number is
-subtracted.
+times the number of its trips is a lower bound of the loop's cycles, if every trip issues all
+bundles. A trip may skip bundles: a product goes through its contracted dimension in steps, and
+writes its result in the last of them. `count_skipped_bundles` counts the skipped bundles, and their
+number is subtracted.
 """
 
 import math
@@ -29,7 +29,7 @@ class Schedule(NamedTuple):
       copied_bytes: bytes that a kernel would copy between HBM and VMEM if every grid step copied
         the blocks of all operands. (A real kernel does not copy a block again that stays the same.)
       states_all_trips: whether the compiler states the number of trips of every loop with matrix
-        work. If not, `cycles` is too small.
+        work. If `states_all_trips` is false, `cycles` is too small.
       cores: number of cores that share the work; `cycles` are the cycles of one core.
     """
 
@@ -57,8 +57,8 @@ class Loop(NamedTuple):
 
 
 def enable_schedule_dump(folder: str | pathlib.Path) -> None:
-    """Makes the compiler write its final bundles into `folder`. Call it before libtpu is loaded,
-    because libtpu reads these options only once.
+    """Makes the compiler write its final bundles into `folder`. Call this function before libtpu is
+    loaded, because libtpu reads its options only once.
     """
     options = (
         f"--xla_jf_dump_to={folder}",
@@ -75,7 +75,7 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
 
     Returns:
       {name of an instruction: its schedule}. The compiler writes the schedule of only one of
-      several equal instructions; the result has this schedule for each of them.
+      several equal instructions; the result has this schedule for each of the equal instructions.
     """
     schedules: dict[str, Schedule] = {}
     for path in pathlib.Path(folder).glob("*final_bundles.txt"):
