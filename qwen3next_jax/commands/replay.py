@@ -1,6 +1,6 @@
-"""Repeats the step at which a guard (a check of loss and gradients, config.guards) ended a run,
-from the dump that the run wrote. Prints the norm of every parameter and of its gradient, and the
-number of values that are not finite.
+"""Repeats the step at which a guard against spikes, or against numbers that are not finite, ended a
+run, from the dump that the run wrote. Prints the norm of every parameter and of its gradient, and
+the number of values that are not finite.
 
     qwen3next replay WORKDIR/dumps/STEP
 """

@@ -1,8 +1,8 @@
 """Paths of folders and files, in a bucket (gs://BUCKET/… or s3://BUCKET/…) or in a file system.
 
-`to_path` returns a `pathlib.Path`, or a `BucketPath` with the same methods as far as a bucket has
-them. A bucket has no folders, only objects whose names hold "/". The functions of this module take
-either kind of path, so their callers need not know which one they have.
+`to_path` returns a `pathlib.Path` or a `BucketPath`, which has the methods of `pathlib.Path` that
+make sense in a bucket. A bucket has no folders, only objects whose names hold "/". The functions of
+this module take either kind of path, so their callers need not know whether a path is in a bucket.
 
 A bucket has no rename, no append and no locks. `runs.store` says how a run uses renames, appends
 and locks on a file system, and what it does in a bucket instead.

@@ -107,7 +107,7 @@ def generate_until(
       stops: for each prompt, its stop strings.
       rows: the number of rows that are decoded. The last prompt is repeated to fill the rows, so
         that any number of prompts runs the same compiled program.
-      options: further arguments of `inference.decode.generate`, such as `max_new_tokens`.
+      options: other arguments of `inference.decode.generate`, such as `max_new_tokens`.
 
     Returns:
       The new text of each prompt, without the stop string.

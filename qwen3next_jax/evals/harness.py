@@ -35,8 +35,8 @@ class HarnessModel(TemplateLM):
       tokenizer: the tokenizer of the model.
       max_length: the largest number of tokens of context and continuation together. The beginning
         of a longer context is cut off. `max_length` is at most the model's context length.
-      batch_size: number of rows of one forward pass. If the mesh does not divide it, rows of
-        padding are added.
+      batch_size: number of rows of one forward pass. If the mesh does not divide `batch_size`, rows
+        of padding are added.
       mesh: the mesh on which the parameters lie; None for a single device.
       speculative: number of tokens that the multi-token prediction module drafts per forward pass
         of the other layers when text is generated; 0: no drafts.
@@ -207,9 +207,9 @@ def _batches_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def _pad_rows(rows: Sequence[Sequence[int]], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens and segment ids, both [count, T]. The arrays begin with `rows`, padded with
-    zeros; their remaining rows are empty. T is a power of two, at least 16, so that few shapes are
-    compiled.
+    """Returns tokens and segment ids, both [count, T]. The first rows of both arrays hold `rows`,
+    padded with zeros; the remaining rows are empty. T is a power of two, at least 16, so that few
+    shapes are compiled.
     """
     length = max(16, 1 << (max(map(len, rows)) - 1).bit_length())
     tokens_BT = np.zeros((count, length), np.int32)

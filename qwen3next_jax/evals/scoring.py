@@ -1,7 +1,7 @@
 """Scores given tokens: computes the loss of each token, and the token that the model finds most
 likely in its place.
 
-Also has the functions with which all evaluations place batches on the mesh.
+This module also has the functions with which all evaluations place batches on the mesh.
 
 Letters: B batch, T time, D model.
 """

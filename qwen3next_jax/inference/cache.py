@@ -52,8 +52,8 @@ def roll_back_cache(config: ModelConfig, cache: list, index_B: jax.Array) -> lis
 
     Args:
       config: the model's settings.
-      cache: the cache that `Qwen3Next.decode` returned with `return_all_states=True`. Its arrays of
-        kind "state" hold the state after every token, [layers, B, T, …].
+      cache: the cache that `Qwen3Next.decode` returned with `return_all_states=True`. The arrays of
+        kind "state" in this cache hold the state after every token, [layers, B, T, …].
       index_B: [B] int32, numbers from 0 to T - 1.
     """
 

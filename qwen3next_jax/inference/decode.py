@@ -206,7 +206,7 @@ class _CompiledGeneration:
       prefill_calls: functions state → state, which write the chunks of the prompts to the caches.
       advance: function (state, number of steps) → (state, the emitted tokens, the number of tokens
         that each row may still get).
-      num_prompts: number of prompts; further rows of the batch only fill the mesh.
+      num_prompts: number of prompts; rows of the batch beyond this number only fill the mesh.
       max_steps: the most steps of one call of `advance`.
       record_routing: as in `generate`.
     """
