@@ -39,7 +39,7 @@ def run_command(command: types.ModuleType, arguments: str = "") -> None:
     Args:
       command: the module of the command.
       arguments: the name of the command's positional arguments, such as "WORKDIR"; "" if the
-        command takes none. These arguments are paths, and `main` gets them as a list.
+        command takes none. The positional arguments are paths, and `main` gets them as a list.
     """
     main = command.main
     flags.DEFINE_list(

@@ -199,9 +199,9 @@ def _check_json_writable(out: pathlib.Path) -> None:
 
 
 def with_mesh(parallel: ParallelConfig, sizes: dict[str, int]) -> ParallelConfig:
-    """Returns `parallel` with a mesh of these axis sizes. Axes that are not named have their
-    default sizes: `data` takes the remaining devices, `slice` has one group for each TPU slice, and
-    every other axis has size 1.
+    """Returns `parallel` with a mesh whose axes have the given `sizes`. Axes that are not named
+    have their default sizes: `data` takes the remaining devices, `slice` has one group for each TPU
+    slice, and every other axis has size 1.
     """
     return dataclasses.replace(parallel, mesh=MeshConfig(**sizes))
 
@@ -458,7 +458,7 @@ def _fit_time_and_mfu_text(plan) -> str:
 
 
 def _time_estimate_sentences(plan, device: str) -> Iterator[str]:
-    """Yields the sentences about a plan that has estimates of time."""
+    """Yields sentences about `plan`, which must have estimates of time."""
     from qwen3next_jax.planner.calibrated import rates_of_chip
     from qwen3next_jax.sharding.compiler_options import options_text
 

@@ -135,8 +135,8 @@ def require_path(where: str, path: str | os.PathLike) -> None:
 
 def escape_control(text: str) -> str:
     """Returns `text` with Python's escapes in place of characters that cannot be printed, such as
-    control characters and lone surrogates. So a name from another person's file cannot break a line
-    or move the terminal's cursor.
+    control characters and lone surrogates. The escapes keep a name from another person's file from
+    breaking a line or moving the terminal's cursor.
     """
     if text.isprintable():
         return text
@@ -183,8 +183,8 @@ def join_first(texts: Iterable[str], most: int, separator: str = ", ") -> str:
 
 
 def similar_folder_hint(path: os.PathLike) -> str:
-    """Returns " (did you mean 'x'?)" with the folder beside `path` whose name is closest;
-    "" if `path` exists.
+    """Returns " (did you mean 'x'?)" with the folder beside `path` whose name is closest to the
+    name of `path`; "" if `path` exists.
     """
     with contextlib.suppress(OSError):
         if not isinstance(path, pathlib.Path) or path.exists():

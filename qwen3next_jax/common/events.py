@@ -158,7 +158,7 @@ def _is_text(value: Any) -> bool:
 
 def _is_reportable(value: Any) -> bool:
     """Whether the report can handle `value`: a number, text, a truth value, null, or a list or
-    object of these. The magnitude of an integer must be less than _LARGEST.
+    object of such values. The magnitude of an integer must be less than _LARGEST.
     """
     if isinstance(value, dict):
         return all(map(_is_reportable, value.values()))

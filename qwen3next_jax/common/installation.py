@@ -41,8 +41,7 @@ def has_tpu_chips() -> bool:
 
 def exclude_absent_tpu_from_jax(environment: MutableMapping[str, str]) -> None:
     """Makes JAX leave out TPUs on a machine that has libtpu, the TPU's compiler, but no TPU.
-    Without this call, libtpu prints errors on standard error on such a machine, although nothing is
-    wrong.
+    Otherwise libtpu would print errors on a machine without TPUs, although nothing is wrong.
 
     Call it before JAX is imported. The function changes nothing if the user has chosen platforms.
     Child processes inherit the choice.

@@ -1,10 +1,10 @@
 """Declares what an evaluation measures: each metric's title, its unit, and which direction is
 better.
 
-An evaluation declares its metrics. The event that records the measured values records these
-declarations too, under the key "figures". The display, the report and sweeps read the declarations
-from the event, so they need no list of evaluations, and they can show evaluations that another
-version of this code wrote.
+An evaluation declares its metrics. The event that records the measured values also records the
+declarations of their metrics, under the key "figures". The display, the report and sweeps read the
+declarations from the event, so they need no list of evaluations, and they can show evaluations that
+another version of this code wrote.
 """
 
 import dataclasses

@@ -152,7 +152,9 @@ def with_retries(
 
 
 class _GoogleStorage:
-    """gs://, by the JSON API. google.cloud.storage finds the credentials."""
+    """A bucket of Google Cloud Storage (gs://), through the JSON API. google.cloud.storage finds
+    the credentials.
+    """
 
     def __init__(self, bucket: str):
         try:

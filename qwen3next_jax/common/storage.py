@@ -89,10 +89,10 @@ def to_path(path: str | os.PathLike, where: str = "") -> "pathlib.Path | BucketP
 class BucketPath:
     """An object in a bucket, or the folder of all objects whose keys begin with `key` and "/".
 
-    Its methods do what the methods of `pathlib.Path` with the same names do, unless their
-    docstrings say otherwise. A request that the store refuses for the moment (429, 5xx), or does
-    not answer, is repeated for `patience_seconds`; then the method raises `StoreUnavailable`, an
-    OSError.
+    The methods of a `BucketPath` do what the methods of `pathlib.Path` with the same names do,
+    unless their docstrings say otherwise. A request that the store refuses for the moment (429,
+    5xx), or does not answer, is repeated for `patience_seconds`; then the method raises
+    `StoreUnavailable`, an OSError.
     """
 
     scheme: str

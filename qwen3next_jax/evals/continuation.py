@@ -33,8 +33,8 @@ class GenerationOptions(NamedTuple):
 def parse_generation_options(
     given: Mapping[str, Any], normalize: Callable, max_new_tokens: int
 ) -> GenerationOptions:
-    """Converts the generation options of a task of lm-evaluation-harness to those of this package's
-    decoder.
+    """Converts the generation options of a task of lm-evaluation-harness to the options of this
+    package's decoder.
 
     Args:
       given: the task's `generation_kwargs`.

@@ -145,8 +145,8 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Continues the context of each request up to the first of the request's stop strings.
 
-        The harness's function `normalize_gen_kwargs` interprets the options of a request: other
-        names of the limit, and whether a temperature asks for sampling.
+        The harness's function `normalize_gen_kwargs` interprets the options of a request: it knows
+        other names of the limit, and it decides whether a temperature asks for sampling.
 
         Raises:
           UserError: a request has an option that this decoder does not have, or asks for so many

@@ -16,9 +16,9 @@ MIN_SLOTS = 64  # slots of the smallest cache
 def round_up_cache_length(tokens: int) -> int:
     """Returns the number of slots of a cache for `tokens` tokens.
 
-    The number is MIN_SLOTS, or 5, 6, 7 or 8 eighths of a power of two. So requests of similar
-    length use the same compiled programs, and less than a fifth of the slots is unused (except in a
-    cache of MIN_SLOTS).
+    The number is MIN_SLOTS, or 5, 6, 7 or 8 eighths of a power of two. Requests of similar length
+    therefore use the same compiled programs, and less than a fifth of the slots is unused (except
+    in a cache of MIN_SLOTS).
     """
     if tokens <= MIN_SLOTS:
         return MIN_SLOTS
@@ -43,9 +43,9 @@ def cache_bytes_by_kind(config: ModelConfig, batch: int, length: int) -> dict[st
 
 
 def roll_back_cache(config: ModelConfig, cache: list, index_B: jax.Array) -> list:
-    """Rolls the cache back to an earlier token of the T tokens of the last call of
-    `Qwen3Next.decode`: row b gets the cache as it was after token number `index_B[b]`. The first of
-    the T tokens has the number 0.
+    """Rolls the cache back to an earlier token: after a call of `Qwen3Next.decode` on T tokens, row
+    b gets the cache as it was after token number `index_B[b]`. The first of the T tokens has the
+    number 0.
 
     Caches of kind "slots" are returned unchanged: a slot after token `index_B[b]` is overwritten
     before any query reads it.

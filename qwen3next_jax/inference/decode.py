@@ -411,7 +411,7 @@ def checked_prompts(
       config: the model's settings.
       prompts: the token ids of each prompt.
       max_new_tokens, temperature: see `generate`.
-      chunk: the smallest number of tokens in which prompts are divided for prefill.
+      chunk: the size, in tokens, of the smallest chunks into which prompts are divided for prefill.
 
     Raises:
       UserError: see `generate`.

@@ -2,11 +2,11 @@
 
 Every row has one pending token, which is known but not in the cache yet. Prefill writes all tokens
 of a prompt except the last into the cache; the last token of the prompt is the first pending token.
-A step writes the pending token into the cache and chooses the next pending token. So a prompt of
-one token needs no prefill, and the same program decodes rows of any lengths.
+A step writes the pending token into the cache and chooses the next pending token. A prompt of one
+token therefore needs no prefill, and the same program decodes rows of any lengths.
 
 Letters: B batch, T time, D model, V vocabulary, N the most tokens that one call generates per row,
-L layers without those of multi-token prediction, A experts per token.
+L layers without the multi-token prediction module, A experts per token.
 """
 
 from typing import NamedTuple

@@ -7,9 +7,9 @@ reach. It also counts costs that the cost models "schedule" and "roofline" leave
 - A collective takes a fixed start time, and then sends its bytes at the rate that a link was
   measured to reach.
 - The links along one dimension of the torus are one resource. Collectives over different mesh axes
-  that lie along the same dimension wait for each other. There is one exception: if a collective is
-  shorter than what remains of the collectives that started before it, it shares the links with
-  them. Then it takes twice its own time, and delays each of them by its own time.
+  that lie along the same dimension wait for each other. There is one exception: a collective that
+  is shorter than what remains of the earlier collectives shares the links with them. Such a short
+  collective takes twice its own time, and delays each earlier collective by its own time.
 - An asynchronous copy to or from the memory of the host moves its bytes at the published rate of
   the link between device and host, one copy after another in each direction.
 - A kernel for grouped products computes whole tiles, and a tile again for each group that has rows
@@ -19,11 +19,11 @@ reach. It also counts costs that the cost models "schedule" and "roofline" leave
   is the sum of a start time and the time of its products at the peak.
 - The experts' kernels skip the tiles of their buffers that hold no row, and the loops for rows that
   do not fit run as often as the load of the experts asks for (`expert_load.py`).
-- A copy that the compiler started early, and the HBM traffic of a collective (a byte that a chip
-  sends is read once, and a byte that it receives is written once), take only the HBM time that the
-  instructions beside it leave. Several transfers at once share the HBM time evenly, so that a short
-  copy does not wait for a long one. If a copy is unfinished at its end instruction, the device
-  waits until it has finished.
+- A copy that the compiler started early takes only the HBM time that the instructions beside it
+  leave. So does the HBM traffic of a collective, which reads every byte that the chip sends and
+  writes every byte that the chip receives. Several transfers at once share the HBM time evenly, so
+  that a short copy does not wait for a long one. If a copy is unfinished at its end instruction,
+  the device waits until it has finished.
 
 `RATES` has the rates of each chip; `ChipRates.rate_sources` says where each rate was measured. A
 rate that was not measured on a chip is taken from the nearest chip on which it was measured, and
@@ -206,7 +206,7 @@ def _rates_without_hbm_curve(
 
     Args:
       network: where the link's rate and the start of a collective were measured.
-      products: where products were measured; "": nowhere.
+      products: where the seconds of products were measured; "": nowhere.
       steps: the chip on which the start of a step of a kernel's grid was measured: this chip, or
         the nearest chip with such a measurement.
     """

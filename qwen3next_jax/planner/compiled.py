@@ -452,8 +452,8 @@ def is_tpu_kernel(instruction: Instruction) -> bool:
 
 
 def visited_grid_step_share(computation: Computation, instruction: Instruction) -> float:
-    """Returns the share of a kernel's grid steps that do any work. It is 1 for all kernels except
-    causal splash attention, which computes only the blocks on the diagonal and below it.
+    """Returns the share of a kernel's grid steps that do any work. The share is 1 for all kernels
+    except causal splash attention, which computes only the blocks on the diagonal and below it.
     """
     if "splash_m" not in instruction.name or "splash_causal" not in instruction.op_name:
         return 1.0

@@ -326,7 +326,7 @@ class Program:
                 yield from self.walk(callee, inner)
 
     def loops_of_unknown_length(self) -> list[str]:
-        """Returns the traced names, without repetition, of the loops with an unknown number of
+        """Returns the names (`op_name`), without repetition, of the loops with an unknown number of
         trips.
         """
         return list(
@@ -474,7 +474,7 @@ def _closing_parenthesis(line: str, opening: int) -> int:
 
 def product_flops(computation: Computation, instruction: Instruction) -> float:
     """Returns the FLOPs (2 × multiply-adds) of a `dot` or a `convolution`; 0 for any other
-    instruction. On TPU, XLA writes every matrix product in one of these two forms.
+    instruction. In a program for a TPU, every matrix product is a `dot` or a `convolution`.
     """
     if instruction.opcode == "dot":
         left = computation[instruction.operands[0]].shapes[0].dims

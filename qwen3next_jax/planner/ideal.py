@@ -166,7 +166,7 @@ def intermediate_bytes_per_token(m: ModelConfig, experts: bool = True) -> float:
 
     Args:
       m: the model.
-      experts: whether the operands of the MLP, or of the experts in its place, count.
+      experts: whether to count the operands of the MLP, or of the experts that replace the MLP.
     """
     mixer = 3 * (
         m.linear_num_key_heads * m.linear_key_head_dim

@@ -68,9 +68,10 @@ class Plan:
     device and one step.
 
     If the compiler refuses a program that needs too much memory, the plan has all predictions only
-    on a TPU, and only if the program needs at most (1 + NEAR) times the usable memory. Otherwise
-    its only predictions are `needed_hbm_bytes`, `usable_hbm` and `failure_reason`. If the compiler
-    gives another error or ends its process, `failed` is true and there is only `failure_reason`.
+    on a TPU, and only if the program needs at most (1 + NEAR) times the usable memory. For any
+    other refused program, the only predictions are `needed_hbm_bytes`, `usable_hbm` and
+    `failure_reason`. If the compiler gives another error or ends its process, `failed` is true and
+    there is only `failure_reason`.
 
     Attributes:
       config_name: name of the configuration.
@@ -327,9 +328,10 @@ def make_plan(
       config: the configuration of the run.
       topology: the devices.
       optimization_level: the compiler's optimization level. "" is the default, which training uses.
-        "O1" compiles faster. Both levels partition the program and plan its memory in the same way,
-        so the predictions of memory and network are the same. The predicted times differ, because
-        "O1" keeps no arrays in VMEM between fusions and optimizes the code of each fusion less.
+        "O1" compiles faster. The default and "O1" partition the program and plan its memory in the
+        same way, so their predictions of memory and network are the same. The predicted times
+        differ, because "O1" keeps no arrays in VMEM between fusions and optimizes the code of each
+        fusion less.
       dump_folder: the folder into which the compiler writes its schedules
         (`schedule.enable_schedule_dump`), and this function the compiled program. None means that
         no schedules are read.
@@ -411,9 +413,9 @@ def make_plan(
 def reestimate_plan(
     plan: Plan, config: Config, topology: Topology, dump_folder: str | pathlib.Path
 ) -> Plan:
-    """Returns `plan`, which `make_plan` made of `config`, with estimates that the cost models make
-    now from the program and the schedules in `dump_folder`. Nothing is compiled. If the step of the
-    plan was not compiled (`plan.memory` is None), there is nothing to estimate.
+    """Returns `plan`, which `make_plan` made for `config`, with new estimates: the cost models make
+    them from the program and the schedules in `dump_folder`. Nothing is compiled. If the step of
+    the plan was not compiled (`plan.memory` is None), there is nothing to estimate.
     """
     plan = dataclasses.replace(plan, topology=topology)
     if not plan.memory:
@@ -517,7 +519,7 @@ def used_cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:
 
 def needed_and_usable_bytes(message: str) -> tuple[float, float]:
     """Reads (bytes needed, bytes usable) from the compiler's error message. Returns zeros if the
-    message does not contain them.
+    message does not contain the two numbers.
     """
     for pattern in (
         r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",

@@ -458,7 +458,7 @@ class Network:
         return self._seconds_within_slice(collective, spans, sharing)
 
     def _slices_spanned(self, axes: tuple[str, ...]) -> int:
-        """Returns the number of slices over which a group along these mesh axes extends."""
+        """Returns the number of slices over which a group along the mesh axes `axes` extends."""
         index = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
         return len(np.unique(self.slices[index]))
 
@@ -489,9 +489,9 @@ class Network:
         return sent / (links * self.chip.link_bandwidth)
 
     def _torus_spans_and_sharing(self, axes: tuple[str, ...]) -> tuple[list["_TorusSpan"], float]:
-        """Returns the dimensions of the torus that a group along these mesh axes spans, and the
-        factor by which sharing the chip's links multiplies the bytes of a device: 2 if the two
-        devices of a chip belong to different groups, else 1.
+        """Returns the dimensions of the torus that a group along the mesh axes `axes` spans, and a
+        factor for the bytes of a device: 2 if the two devices of a chip belong to different groups,
+        which share the chip's links; otherwise 1.
         """
         index = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
         coordinates = self.coordinates[index].reshape(-1, len(self.shape))
@@ -511,7 +511,7 @@ class Network:
         direction (half a transfer counts 0.5); 0 if no transfer leaves its chip.
 
         A transfer goes along one dimension of the torus after another, in a ring always the shorter
-        way round. If both ways are equally long, half of the data goes each way.
+        way round. If both ways round a ring are equally long, half of the data goes each way.
 
         Args:
           pairs: [n, 2] positions of sources and targets in the mesh.

@@ -173,10 +173,10 @@ def rank_candidates(
 
 
 def candidates_to_compile(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Returns the candidates that a search compiles, in the order of `fitting`: the first with each
-    size of the axis `expert` in EXPERT_SIZES without tensor parallelism, and then the first of the
-    remaining candidates. The formulas are too rough to decide between expert parallelism and FSDP
-    alone.
+    """Returns the candidates that a search compiles, at most `count`, in the order of `fitting`.
+    For each size of the axis `expert` in EXPERT_SIZES, the function takes the first candidate
+    without tensor parallelism, and then the first of the remaining candidates. The formulas are too
+    rough to decide between expert parallelism and FSDP alone.
     """
     first: dict[int, int] = {}
     for i, candidate in enumerate(fitting):
@@ -351,7 +351,7 @@ def estimated_step_seconds(
     input), and the time of the network traffic that does not overlap with compute. If the time of
     all network traffic is longer than this sum, the estimate is the time of all network traffic.
     Traffic takes the links that the mesh axes have on the torus (`roofline.Network`); axes that lie
-    along the same dimension share them.
+    along the same dimension share its links.
     """
     chip = topology.chip
     tokens = _micro_batch_tokens(train, mesh)

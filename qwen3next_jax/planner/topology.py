@@ -85,8 +85,8 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
       slices: number of TPU slices of this shape, between which there is a slower network.
 
     Raises:
-      UserError: there is no such chip or grid (the message lists the existing ones), or the
-        compiler is not installed.
+      UserError: there is no such chip or grid (the message lists the chips or grids that exist), or
+        the compiler is not installed.
     """
     chip, _, grid = name.partition(":")
     known = _known_grids_text(chip)

@@ -31,11 +31,11 @@ class Quantity(NamedTuple):
       label: the name of the number in the chart's legend.
       event_kind: the kind of the events that record the number, such as "train".
       event_field: the field of these events that holds the number.
-      each_mtp_depth: whether each depth of multi-token prediction has its own number. If so,
-        `{depth}` in `event_field` stands for the depth, and `{target}` in `label` for the token
-        that this depth predicts.
-      each_source: whether each source of the data has its own number. If so, `{source}` in
-        `event_field` and in `label` stands for the source.
+      each_mtp_depth: whether each depth of multi-token prediction has its own number. If
+        `each_mtp_depth` is true, `{depth}` in `event_field` stands for the depth, and `{target}` in
+        `label` for the token that this depth predicts.
+      each_source: whether each source of the data has its own number. If `each_source` is true,
+        `{source}` in `event_field` and in `label` stands for the source.
       also_parameter_average: whether the chart also shows the same number for the moving average of
         the parameters (train.ema), if a run has measured it.
     """

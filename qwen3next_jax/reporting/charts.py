@@ -210,7 +210,7 @@ def line_chart(
 
 
 def _line_for_page_script(line: Line) -> dict:
-    """Returns the data of a line with which page.js shows values and draws the line again."""
+    """Returns the data with which page.js shows the values of a line and draws the line again."""
     data = {"label": line.label, "colour": line.css_colour, "x": _rounded_for_json(line.x, 9)}
     data["y"] = _rounded_for_json(line.y)
     if _largest_band_height(line) > 0:

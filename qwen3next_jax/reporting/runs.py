@@ -390,7 +390,7 @@ class IncomparableReason(NamedTuple):
 
 
 def incomparable_reasons(runs: Sequence[Run]) -> dict[str, IncomparableReason]:
-    """Returns the reasons why numbers of these runs cannot be compared. The result has the key
+    """Returns the reasons why numbers of the given runs cannot be compared. The result has the key
     "tokenizer" if the runs have different tokenizers, and the key "heldout" if the runs were
     evaluated on different text.
     """

@@ -17,12 +17,12 @@ half the compute; a number below 1 means that the change slows training down. Th
 baseline's budgets. If a constant factor of compute turns the law of one arm into the law of the
 other, the definition of 2509.02046 and the definition here give the same speed-up at every loss.
 
-The interval over seeds reaches from the lowest to the highest speed-up of all pairs of a seed of
-the baseline and a seed of the arm. If noise moves the log of the compute, with the same
-distribution in both arms, the interval misses the true speed-up only if the noise of every seed of
-one arm is larger than the noise of every seed of the other arm. With n seeds of one arm and m seeds
-of the other, the interval misses the true speed-up with the probability 2 n! m! / (n + m)!: 1/3 for
-two seeds of each arm, 1/10 for three, and 1/35 for four.
+The interval over seeds reaches from the lowest to the highest speed-up among all pairs (seed of the
+baseline, seed of the arm). If noise moves the log of the compute, with the same distribution in
+both arms, the interval misses the true speed-up only if the noise of every seed of one arm is
+larger than the noise of every seed of the other arm. With n seeds of one arm and m seeds of the
+other, the interval misses the true speed-up with the probability 2 n! m! / (n + m)!: 1/3 for two
+seeds of each arm, 1/10 for three, and 1/35 for four.
 
 Letters: S seeds, B budgets.
 """

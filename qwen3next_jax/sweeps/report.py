@@ -280,8 +280,8 @@ def _learning_rate_chart(title: str, x: str, label: str, line: Sequence[BestRate
 
 
 def _cost_section(sweep: Sweep, results: Sequence[PointResult], done: Sequence[PointResult]) -> str:
-    """Returns the charts of the costs of the points, of their tokens per second, and of the main
-    metrics against the cache. A cost that is the same at all points has no chart.
+    """Returns charts of the costs and the tokens per second of all points, and of the main metrics
+    against the size of the cache. A cost that is the same at all points has no chart.
     """
     charts = []
     for name, text in COSTS.items():
