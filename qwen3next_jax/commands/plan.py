@@ -90,8 +90,9 @@ def main() -> int:
 
 
 def _no_mesh_sentence(config: Config, topology) -> str:
-    """Returns the sentence that a command without `--mesh` prints. The sentence names the mesh of
-    the configuration, which is planned, and the candidate that a search would rank first.
+    """Returns the sentence that a command without `--mesh` prints. The sentence names the mesh that
+    is planned, which is the mesh of the configuration, and the candidate that a search would rank
+    first.
     """
     from qwen3next_jax.planner.search import rank_candidates
     from qwen3next_jax.sharding.mesh import mesh_text
@@ -183,8 +184,8 @@ def _check_plan_files_absent(out: pathlib.Path) -> None:
 
 
 def _check_json_writable(out: pathlib.Path) -> None:
-    """Raises UserError if the file of `--json` cannot be written. The command calls this before it
-    compiles the step, which takes minutes.
+    """Raises UserError if the file of `--json` cannot be written. The command calls this function
+    before it compiles the step, which takes minutes.
     """
     if out.suffix == ".png":
         raise UserError(

@@ -10,7 +10,7 @@ Every row of prepared data is read, but not the padding between rows.
 
     qwen3next verify PREPARED_DIR --evaluation=GLOB --tokenizer=FILE [--text_field=NAME]
 
-also says which texts of an evaluation the prepared tokens contain.
+With --evaluation, the command also says which texts of an evaluation the prepared tokens contain.
 """
 
 import pathlib

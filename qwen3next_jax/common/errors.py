@@ -158,7 +158,7 @@ def out_of_memory_message(error: RuntimeError) -> str:
 
 def warn(message: str, word: str = "warning") -> None:
     """Prints the line "`word`: `message`" on standard error. If standard error cannot be written to
-    (a full disk), it prints nothing and raises nothing.
+    (a full disk), the function prints nothing and raises nothing.
     """
     with contextlib.suppress(OSError):
         print(f"{word}: {escape_control(message)}", file=sys.stderr, flush=True)

@@ -106,7 +106,7 @@ def divergence_reason(events: Iterable[dict[str, Any]], step: int) -> str:
 
     A run can take its last step and still have diverged. A run that diverged at its last step
     writes a "stop" event with the exit code DIVERGED at this step. A held-out evaluation that a
-    later start of the run records at this step cancels the event.
+    later start of the run records at this step cancels the "stop" event.
     """
     reason = ""
     for event in events:

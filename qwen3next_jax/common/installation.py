@@ -43,8 +43,8 @@ def exclude_absent_tpu_from_jax(environment: MutableMapping[str, str]) -> None:
     """Makes JAX leave out TPUs on a machine that has libtpu, the TPU's compiler, but no TPU.
     Otherwise libtpu would print errors on a machine without TPUs, although nothing is wrong.
 
-    Call it before JAX is imported. The function changes nothing if the user has chosen platforms.
-    Child processes inherit the choice.
+    Call it before JAX is imported. The function changes nothing if the user has chosen platforms
+    with JAX_PLATFORMS. Child processes inherit the choice.
 
     Args:
       environment: the environment variables of the process, `os.environ`.

@@ -22,9 +22,9 @@ _FORMATS = {"share": ".1%", "count": ",.0f", "nats": ".4f", "bits": ".4f"}
 class Metric:
     """The declaration of one metric, such as accuracy, that an evaluation measures.
 
-    An evaluation may measure the same metric under several conditions. The evaluation then returns
-    one value for each condition, under "metric/condition": "accuracy/8 pairs" is the metric
-    "accuracy" measured with 8 pairs.
+    If an evaluation measures the same metric under several conditions, it returns one value for
+    each condition, under "metric/condition": "accuracy/8 pairs" is the metric "accuracy" measured
+    with 8 pairs.
 
     Attributes:
       title: what a chart or table calls the metric.

@@ -1,9 +1,9 @@
 """The requests to Google Cloud Storage and to S3 with which `storage.BucketPath` is implemented.
 
-An object is a key and bytes. An object appears whole or not at all. Every write gives the object a
-new version (the generation of Google Cloud Storage, the ETag of S3). A write may demand the version
-that it replaces, so that the store refuses one of two concurrent writers (RFC 9110, section 13.1;
-Google Cloud Storage: `ifGenerationMatch`).
+An object in a bucket consists of a key and bytes. An object appears whole or not at all. Every
+write gives the object a new version (the generation of Google Cloud Storage, the ETag of S3). A
+write may demand the version that it replaces, so that the store refuses one of two concurrent
+writers (RFC 9110, section 13.1; Google Cloud Storage: `ifGenerationMatch`).
 
 Every function here makes one request and does not repeat it. `with_retries` repeats requests.
 """

@@ -30,8 +30,8 @@ class EvalOptions:
     Attributes:
       rows: number of rows that an evaluation runs. The evaluations mqar, induction, copy and niah
         run `rows` rows under each of their conditions. Every other evaluation runs `rows` rows in
-        total (if the data are text, at most as many as there are held-out rows). None: each
-        evaluation's own default.
+        total (if the data are text, at most as many as there are held-out rows). If `rows` is None,
+        each evaluation uses its own default.
       row_lengths: row lengths in tokens, for induction, copy, niah and state.
       pair_counts: numbers of key-value pairs in a row, for mqar.
     """
@@ -168,7 +168,8 @@ def check_evaluations(
       data: the settings of the data that the evaluations measure on; None: they are not checked.
 
     Raises:
-      UserError: an evaluation cannot run. The message names the evaluation and its requirement.
+      UserError: an evaluation cannot run. The message of the error names the evaluation and its
+        requirement.
     """
     require(
         options.rows is None or options.rows >= 1,

@@ -1,8 +1,8 @@
 """Makes a model available to lm-evaluation-harness.
 
-The harness is an optional dependency: `pip install 'qwen3next-jax[evals]'`. `HarnessModel` computes
-log-likelihoods in one forward pass over context and continuation, and generates text with the
-cached decoder.
+lm-evaluation-harness is an optional dependency: `pip install 'qwen3next-jax[evals]'`.
+`HarnessModel` computes log-likelihoods in one forward pass over context and continuation, and
+generates text with the cached decoder.
 
 Letters: B batch, T time.
 """
@@ -33,8 +33,9 @@ class HarnessModel(TemplateLM):
     Args:
       model: the model with its parameters.
       tokenizer: the tokenizer of the model.
-      max_length: the largest number of tokens of context and continuation together. The beginning
-        of a longer context is cut off. `max_length` is at most the model's context length.
+      max_length: the largest number of tokens of context and continuation together. If context and
+        continuation have more tokens, the beginning of the context is cut off. `max_length` is at
+        most the model's context length.
       batch_size: number of rows of one forward pass. If the mesh does not divide `batch_size`, rows
         of padding are added.
       mesh: the mesh on which the parameters lie; None for a single device.

@@ -16,9 +16,9 @@ MIN_SLOTS = 64  # slots of the smallest cache
 def round_up_cache_length(tokens: int) -> int:
     """Returns the number of slots of a cache for `tokens` tokens.
 
-    The number is MIN_SLOTS, or 5, 6, 7 or 8 eighths of a power of two. Requests of similar length
-    therefore use the same compiled programs, and less than a fifth of the slots is unused (except
-    in a cache of MIN_SLOTS).
+    The number of slots is MIN_SLOTS, or 5, 6, 7 or 8 eighths of a power of two. Requests of similar
+    length therefore use the same compiled programs, and less than a fifth of the slots is unused
+    (except in a cache of MIN_SLOTS).
     """
     if tokens <= MIN_SLOTS:
         return MIN_SLOTS

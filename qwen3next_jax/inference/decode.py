@@ -57,7 +57,8 @@ class TokenStream:
         make the drafts of the first round (`speculative.init_state`).
       routed_experts: for each prompt, the experts to which the n tokens of prompt and continuation
         were routed, int16 [n - 1, layers, experts per token]; the last token never enters the
-        model. The list is empty before the stream has ended, and if the experts are not recorded.
+        model. `routed_experts` is empty before the stream has ended, and if the experts are not
+        recorded.
     """
 
     def __init__(self, pieces: Callable[["TokenStream"], Iterator[list[np.ndarray]]], drafts: int):
@@ -115,7 +116,7 @@ def generate(
         per pass of the trunk; 0: no drafts. Drafting changes neither the tokens of greedy decoding
         nor the distribution of samples.
       min_cache_length: the least number of cache slots; more than 0 in a chat. All prompts that fit
-        into this many slots use the same compiled programs.
+        into `min_cache_length` slots use the same compiled programs.
       mesh: the mesh on which the model's parameters lie, as in `Qwen3Next.features`; None for a
         single device. If several processes share the mesh, all of them must pass the same
         arguments, and all get the same tokens.

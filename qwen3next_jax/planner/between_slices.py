@@ -28,8 +28,8 @@ DENSE_EFFICIENCY, GROUPED_EFFICIENCY = 0.75, 0.60
 
 
 class SliceTraffic(NamedTuple):
-    """The traffic between slices in one step, for one device. (The planner's JSON contains the
-    fields under the same names.)
+    """The traffic between slices in one step, for one device. (In the planner's JSON, the fields
+    have the same names.)
 
     Attributes:
       bytes: the bytes that leave the device.

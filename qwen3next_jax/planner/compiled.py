@@ -177,8 +177,8 @@ def fused_collective(
 
 def _is_reduce_scatter(computation: Computation, reduction: Instruction) -> bool:
     """Returns whether every result of a computation is a slice of the result of the all-reduce
-    `reduction`. The TPU compiler expresses a reduce-scatter as a fusion of this form and runs it as
-    a reduce-scatter ("AllReduceScatterFusion").
+    `reduction`. The TPU compiler expresses a reduce-scatter as a fusion of an all-reduce with
+    slices of its result, and runs the fusion as a reduce-scatter ("AllReduceScatterFusion").
     """
     root = computation.root
     for name in root.operands if root.opcode == "tuple" else (root.name,):
@@ -473,11 +473,11 @@ def kernel_hbm_bytes(computation: Computation, instruction: Instruction) -> floa
     """Returns the bytes that a kernel reads from and writes to HBM: the number that it states, or
     for splash attention a formula; 0 if they are unknown.
 
-    The grid of splash attention goes through the pairs of a block of queries and a block of keys
-    that the mask leaves. Within a row of pairs, the kernel keeps one of the two blocks in VMEM and
+    The grid of splash attention goes through the pairs (block of queries, block of keys) that the
+    mask does not exclude. Within a row of pairs, the kernel keeps one of the two blocks in VMEM and
     reads the other from HBM. The forward kernel and the kernel of dq read blocks of keys and
-    values; the kernel of dk and dv reads blocks of queries and of the output's gradient. All other
-    arrays are read or written once.
+    values; the kernel of dk and dv reads blocks of queries and of the output's gradient. The
+    formula counts every other array once.
     """
     stated = _cost_stated_by_kernel(instruction, "bytes_accessed")
     if stated is not None:

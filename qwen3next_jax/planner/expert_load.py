@@ -5,8 +5,8 @@ more choices than a balanced router makes, and loops compute the choices that do
 buffers is in use and how often the loops run, and the compiled program does not state the router's
 choices. So this module draws random routers: the popularity of expert e is proportional to exp(σ
 z_e), with standard normal z_e, and each expert gets a Poisson number of choices. With σ = 0 all
-experts are equally popular. All devices wait for the one with the most choices, so the load is that
-of the fullest shard.
+experts are equally popular. All devices wait for the device with the most choices, so the module
+computes the load of the fullest shard.
 """
 
 import dataclasses
@@ -130,8 +130,8 @@ def parse_expert_layout(
 ) -> ExpertLayout:
     """Returns the layout of a call of one of the experts' kernels
     (`kernels/tpu/routed_experts.py`). The kernel's operands begin with the expert of each tile, the
-    number of tiles in use, and an array of rows. The first array of three dimensions among its
-    operands and results holds matrices of the experts.
+    number of tiles in use, and an array of rows. The first array of three dimensions among the
+    kernel's operands and results holds matrices of the experts.
     """
     arrays = [shape for name in kernel.operands for shape in computation[name].shapes]
     tiles, rows = arrays[0].elements, arrays[2].dims[0]

@@ -56,8 +56,7 @@ SHARED_LINKS = "network, shared links"
 
 
 class IdealTime(NamedTuple):
-    """Lower bounds of the time of a step. (The planner's JSON contains the fields under the same
-    names.)
+    """Lower bounds of the time of a step. (In the planner's JSON, the fields have the same names.)
 
     Attributes:
       seconds: the largest value of `bound`, a lower bound of the step's time.

@@ -70,8 +70,8 @@ class Plan:
     If the compiler refuses a program that needs too much memory, the plan has all predictions only
     on a TPU, and only if the program needs at most (1 + NEAR) times the usable memory. For any
     other refused program, the only predictions are `needed_hbm_bytes`, `usable_hbm` and
-    `failure_reason`. If the compiler gives another error or ends its process, `failed` is true and
-    there is only `failure_reason`.
+    `failure_reason`. If the compilation fails for another reason than memory, or ends its process,
+    `failed` is true and the plan has only `failure_reason`.
 
     Attributes:
       config_name: name of the configuration.

@@ -92,7 +92,7 @@ class Estimate(NamedTuple):
 
 class FunctionCost(NamedTuple):
     """The cost of the instructions compiled from the code of one function, in one run of the
-    program on one device. (The planner's JSON contains the fields under the same names.)
+    program on one device. (In the planner's JSON, the fields have the same names.)
     """
 
     seconds: float

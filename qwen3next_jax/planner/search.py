@@ -349,9 +349,9 @@ def estimated_step_seconds(
     the matrix products at realistic rates, the time of writing and reading the saved activations
     (with "offload" also on the link from the host, because the backward pass waits for a layer's
     input), and the time of the network traffic that does not overlap with compute. If the time of
-    all network traffic is longer than this sum, the estimate is the time of all network traffic.
-    Traffic takes the links that the mesh axes have on the torus (`roofline.Network`); axes that lie
-    along the same dimension share its links.
+    all network traffic is longer than the sum of the three times, the estimate is the time of all
+    network traffic. Traffic takes the links that the mesh axes have on the torus
+    (`roofline.Network`); axes that lie along the same dimension share its links.
     """
     chip = topology.chip
     tokens = _micro_batch_tokens(train, mesh)

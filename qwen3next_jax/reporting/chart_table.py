@@ -326,8 +326,8 @@ ATTENTION = (
 
 def evaluation_charts(runs: Sequence[Run]) -> list[Chart]:
     """Returns a chart for each metric of each evaluation in `eval.suites`, except for metrics with
-    the unit "count". The quantities of these charts have the event kind "suite NAME" with the name
-    of the evaluation; `run_charts` groups the events of a run by these kinds.
+    the unit "count". The quantities of the evaluation NAME have the event kind "suite NAME";
+    `run_charts` groups the "suite" events of a run by the names of the evaluations.
     """
     # (evaluation, kind of number) → {name of the number: one of its values}
     measured: dict[tuple[str, str], dict[str, MetricValue]] = {}

@@ -148,8 +148,8 @@ def _draw_over_steps(chart: Chart, runs: Sequence[Run], marks: Marks) -> str:
 
 
 def _most_points_per_line(runs: Sequence[Run]) -> int:
-    """Returns the largest number of points that a line may have. The number decreases with the
-    number of runs, so that the page of many runs stays small.
+    """Returns the largest number of points that a line may have. The more runs the page has, the
+    fewer points a line may have, so that the page of many runs stays small.
     """
     return min(POINTS, max(4 * POINTS // len(runs), 75))
 

@@ -95,7 +95,7 @@ class Run:
 
     def field_names(self, kind: str, prefix: str) -> list[str]:
         """Returns, in sorted order, the names of fields that start with `prefix`, in events of
-        `kind`. Only the first and the last event of this kind are read.
+        `kind`. Only the first and the last event of `kind` are read.
         """
         events = self.events_by_kind.get(kind, ())
         names = {name for event in (*events[:1], *events[-1:]) for name in event}
@@ -131,7 +131,7 @@ class Run:
 
     def newest_value(self, kind: str, name: str, step: int | None = None) -> Any:
         """Returns the newest value of the field `name` in the events of `kind`; None if there is
-        none. If `step` is given, only the events of this step count.
+        none. If `step` is given, only the events at this step are searched.
         """
         for event in reversed(self.events_by_kind.get(kind, ())):
             if event.get(name) is not None and step in (None, event["step"]):

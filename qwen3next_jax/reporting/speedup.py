@@ -61,8 +61,8 @@ class Arm:
     Attributes:
       name: the name of the arm.
       losses: [S, B], the loss at the end of every budget.
-      budgets_by_unit: unit → [S, B], the budgets in this unit, which is a key of UNITS. If a unit
-        was not measured, it is absent, or its budgets are NaN.
+      budgets_by_unit: unit → [S, B], the budgets in this unit, which is a key of UNITS. A unit that
+        was not measured is absent from `budgets_by_unit`, or its budgets are NaN.
       device_names: the devices on which the arm was trained, such as {"8 × TPU v5"}.
     """
 

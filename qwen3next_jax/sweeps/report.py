@@ -132,9 +132,9 @@ def _findings_html(
 
 def _charts_html(sweep: Sweep, done: Sequence[PointResult]) -> str:
     """Returns one chart for each metric. If a metric was measured under several conditions
-    ("accuracy/8 pairs", "loss/64-127"), the chart has lines for each condition. The colour of a
-    line then shows the condition, and its dash pattern shows the values of all axes except the x
-    axis.
+    ("accuracy/8 pairs", "loss/64-127"), the chart has lines for each condition. In a chart of
+    several conditions, the colour of a line shows the condition, and the dash pattern shows the
+    values of all axes except the x axis.
     """
     kinds: dict[tuple[str, bool, Metric], list[tuple[str, str]]] = {}
     for name, metric in all_metrics(done).items():

@@ -111,7 +111,7 @@ class Optimum(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The predicted loss of a run that was not fitted.
+    """The predicted loss of a run that the fit did not use.
 
     Attributes:
       heldout_run: the run, with its measured loss.
