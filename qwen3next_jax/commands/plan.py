@@ -436,8 +436,8 @@ def _gpu_summary(plan, device: str) -> str:
 
 
 def _fit_time_and_mfu_text(plan) -> str:
-    """Returns a text that says whether a plan fits, and gives the time of the step and the MFU: the
-    range over all cost models, and the values of each cost model.
+    """Returns a text that says whether a plan fits, and gives the time of the step and the MFU:
+    first their ranges over all cost models, then their values by each cost model.
     """
     estimates = plan.estimate_by_cost_model.items()
     times = sorted(estimate.seconds for _, estimate in estimates)

@@ -91,7 +91,7 @@ class BucketPath:
 
     The methods of a `BucketPath` do what the methods of `pathlib.Path` with the same names do,
     unless their docstrings say otherwise. A request that the store refuses for the moment (429,
-    5xx), or does not answer, is repeated for `patience_seconds`; then the method raises
+    5xx), or does not answer, is repeated for `patience_seconds`; after this time the method raises
     `StoreUnavailable`, an OSError.
     """
 

@@ -33,7 +33,7 @@ class SliceTraffic(NamedTuple):
 
     Attributes:
       bytes: the bytes that leave the device.
-      seconds: the time that they take at the peak of the network between slices.
+      seconds: the time that these bytes take at the peak rate of the network between slices.
       hidden_from_rows: the smallest number of rows of a batch with which the backward pass of the
         last micro-batch takes as long as this traffic, at realistic rates of its products.
     """

@@ -152,7 +152,7 @@ def num_slices(mesh: jax.sharding.Mesh) -> int:
 
 def _sent_bytes_factor(kind: str, group: int) -> float:
     """Returns the bytes that leave each of `group` devices in a collective, as a multiple of the
-    bytes of its operands (see `Collective.sent_bytes`).
+    bytes of the collective's operands (see `Collective.sent_bytes`).
     """
     shares = {
         "all-gather": group - 1,
@@ -402,8 +402,8 @@ def _attention_operand_shapes(computation: Computation, instruction: Instruction
 
 def _delta_rule_flops(rule: "DeltaRuleCall") -> float:
     """Returns the FLOPs of a kernel of the gated delta rule (docs/delta_rule.md). The FLOPs for
-    computing the inverses do not count, so a kernel that gets the inverses as an input counts as
-    many FLOPs as a kernel that computes them.
+    computing the inverse matrices do not count, so a kernel that gets the inverse matrices as an
+    input counts as many FLOPs as a kernel that computes them.
     """
     key, value, chunk = rule.key_width, rule.value_width, rule.chunk_tokens
     if rule.pass_name == "map":
@@ -470,8 +470,8 @@ def _attention_block_count(x: Shape) -> int:
 
 
 def kernel_hbm_bytes(computation: Computation, instruction: Instruction) -> float:
-    """Returns the bytes that a kernel reads from and writes to HBM: the number that it states, or
-    for splash attention a formula; 0 if they are unknown.
+    """Returns the bytes that a kernel reads from and writes to HBM: the number that the kernel
+    states or, for splash attention, the result of a formula; 0 if the bytes are unknown.
 
     The grid of splash attention goes through the pairs (block of queries, block of keys) that the
     mask does not exclude. Within a row of pairs, the kernel keeps one of the two blocks in VMEM and
@@ -730,8 +730,8 @@ def _temporary_bytes(stats: Any, kept: float) -> float:
     take `kept` bytes.
 
     The compiler compares the total of all allocations in HBM with the chip's memory.
-    `temp_size_in_bytes` can be several GiB more than this total would give (docs/notes/planner.md),
-    so the function uses it only if the version of jaxlib does not report the total.
+    `temp_size_in_bytes` can be several GiB too large (docs/notes/planner.md), so the function uses
+    it only if the version of jaxlib does not report the total of all allocations.
     """
     allocated = getattr(stats, "total_allocation_bytes", 0)
     return allocated - kept if allocated > kept else float(stats.temp_size_in_bytes)

@@ -61,9 +61,9 @@ class IdealTime(NamedTuple):
     Attributes:
       seconds: the largest value of `bound`, a lower bound of the step's time.
       realistic: a lower bound in seconds at rates that chips were measured to reach.
-      bound: {resource: seconds}, longest first. A resource is "compute", "hbm", "network" with a
-        mesh axis, or, if mesh axes share links, "network, shared links": the time for which the
-        busiest links are needed.
+      bound: {resource: seconds}, longest first. A resource is "compute", "hbm", or "network" with a
+        mesh axis. If mesh axes share links, `bound` also has "network, shared links", the time for
+        which the busiest links are needed.
     """
 
     seconds: float

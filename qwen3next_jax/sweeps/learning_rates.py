@@ -1,5 +1,5 @@
 """Finds the best learning rate for each value on the x axis of a sweep, such as the width of the
-model, and how far the best learning rate moves along this axis.
+model, and measures how far the best learning rate moves along this axis.
 """
 
 import math

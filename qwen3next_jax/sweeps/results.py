@@ -326,10 +326,10 @@ def metric_title(name: str, metric: Metric) -> str:
 
 
 def finding_sentences(sweep: Sweep, results: Sequence[PointResult]) -> list[str]:
-    """Returns a finding for each main metric, over all held-out rows and over the rows of each data
-    source, and for each line of the metric's chart. A finding says which value on the x axis has
-    the best mean over the seeds, which other values have seeds that are as good as a seed of the
-    best value, and which values are worse at every seed.
+    """Returns findings: one for each line in the chart of each main metric, where the metric is
+    measured over all held-out rows or over the rows of one data source. A finding says which value
+    on the x axis has the best mean over the seeds, which other values have seeds that are as good
+    as a seed of the best value, and which values are worse at every seed.
     """
     x = sweep.x_axis.rpartition(".")[2]
     sentences = []
