@@ -77,9 +77,9 @@ class EvalContext:
 
         Args:
           rows: the number of rows if `options.rows` is None; None: all rows.
-          least: the least number of rows of each source of the data, if the source has so many. If
-            the first `rows` rows hold fewer than `least` rows of a source, more rows of this source
-            follow them.
+          least: at least this many rows of each source of the data are yielded, or all rows of a
+            source that has fewer. If the first `rows` rows hold fewer than `least` rows of a
+            source, more rows of this source follow them.
         """
         return self.open_data().heldout_batches(self.options.rows or rows, least=least)
 

@@ -375,7 +375,7 @@ def cached_programs(
     record_routing: bool = False,
 ) -> DecodePrograms:
     """Returns the `DecodePrograms` for these arguments. Calls with the same arguments return the
-    same object, so that its functions are compiled once.
+    same object, so that the functions of the object are compiled once.
     """
     return DecodePrograms(graphdef, mesh, greedy, filters, drafts, record_routing)
 

@@ -327,11 +327,11 @@ def make_plan(
     Args:
       config: the configuration of the run.
       topology: the devices.
-      optimization_level: the compiler's optimization level. "" is the default, which training uses.
-        "O1" compiles faster. The default and "O1" partition the program and plan its memory in the
-        same way, so their predictions of memory and network are the same. The predicted times
-        differ, because "O1" keeps no arrays in VMEM between fusions and optimizes the code of each
-        fusion less.
+      optimization_level: the compiler's optimization level; "" means the default level, which
+        training uses. "O1" compiles faster. The default and "O1" partition the program and plan its
+        memory in the same way, so their predictions of memory and network are the same. The
+        predicted times differ, because "O1" keeps no arrays in VMEM between fusions and optimizes
+        the code of each fusion less.
       dump_folder: the folder into which the compiler writes its schedules
         (`schedule.enable_schedule_dump`), and this function the compiled program. None means that
         no schedules are read.

@@ -508,8 +508,9 @@ def _setting_text(value: Any) -> str:
 
 
 def _shorten_repeated_names(names: Sequence[str]) -> str:
-    """Returns a list of names, such as the kinds of all layers, as a short text that counts
-    repeats: "3 × a, b" for the names a, a, a, b; "2 × (3 × a, b)" if these four names come twice.
+    """Returns a short text for a list of names, such as the kinds of all layers. The text counts
+    repeats: "3 × a, b" stands for the names a, a, a, b, and "2 × (3 × a, b)" for these four names
+    twice.
     """
     count = len(names)
     period = next(p for p in range(1, count + 1) if names == names[:p] * (count // p))
