@@ -39,7 +39,7 @@ def run_command(command: types.ModuleType, arguments: str = "") -> None:
     Args:
       command: the module of the command.
       arguments: the name of the command's positional arguments, such as "WORKDIR"; "" if the
-        command takes none. These arguments are paths, and `main` gets them as a list.
+        command takes none. The positional arguments are paths, and `main` gets them as a list.
     """
     main = command.main
     flags.DEFINE_list(
@@ -110,8 +110,8 @@ def _report_error(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
 
 
 def _parse_flags(doc: str, argv: Sequence[str]) -> list[str]:
-    """Parses the flags and returns the other arguments. If the user asks for help, prints the help
-    and exits. If a flag is wrong, prints one line on standard error and exits.
+    """Parses the flags and returns the arguments that are not flags. If the user asks for help,
+    prints the help and exits. If a flag is wrong, prints one line on standard error and exits.
     """
     try:
         if asked := [argument for argument in argv[1:] if argument in _HELP]:

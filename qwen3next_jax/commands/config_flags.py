@@ -117,7 +117,8 @@ def load_settings_of_file_or_run(path: str) -> dict[str, Any]:
         of a run.
 
     Raises:
-      UserError: the file cannot be read, or the text of an override is not a value of its type.
+      UserError: the file cannot be read, or the text of an override is not a value of the setting's
+        type.
     """
     found = find_user_or_shipped_file(path)
     if found.is_dir():
@@ -155,8 +156,8 @@ def settings_given_by_user(may_resume: bool = False) -> UserInput | None:
 
 def _config_of_user_settings(values: dict[str, Any], may_resume: bool) -> Config:
     """Returns the Config of the settings in the nested dict `values`, which the user wrote. If
-    `model.vocab_size` is 0, the Config gets the size of the tokenizer's vocabulary. The packages
-    that the settings name are trusted from now on.
+    `model.vocab_size` is 0, the Config gets the size of the tokenizer's vocabulary. From now on,
+    this process trusts the packages that the settings name, and may import them.
     """
     name = str(values.get("name", Config().name))
     fill_vocabulary_from_tokenizer(values, workdir_flag_or_default(name) if may_resume else None)

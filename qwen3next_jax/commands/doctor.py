@@ -159,7 +159,7 @@ def _gradient_function(function: Callable[..., Any]) -> Callable[..., Any]:
 def _attention_operator(rows: int, length: int) -> TestedOperator:
     """Returns grouped-query attention with heads of width 256, over rows of several documents. For
     the count of FLOPs, a causal query reads half of the keys of its document on average. The
-    forward pass has two products, the backward pass five.
+    forward pass has two matrix products, the backward pass has five.
     """
     import jax.numpy as jnp
 
@@ -220,8 +220,8 @@ def _delta_rule_operator(rows: int, length: int) -> TestedOperator:
 
 
 def _convolution_operator(rows: int, length: int) -> TestedOperator:
-    """Returns the short convolution before the delta rule, with its activation. Its time is limited
-    by memory bandwidth, so no FLOPs are counted.
+    """Returns the short convolution before the delta rule, with its activation. The time of the
+    convolution is limited by memory bandwidth, so no FLOPs are counted.
     """
     from qwen3next_jax import ops
 
@@ -237,8 +237,8 @@ def _convolution_operator(rows: int, length: int) -> TestedOperator:
 
 
 def _norm_and_gate_operator(rows: int, length: int) -> TestedOperator:
-    """Returns the norm and gate after the delta rule. Their time is limited by memory bandwidth, so
-    no FLOPs are counted.
+    """Returns the norm and gate after the delta rule. The time of norm and gate is limited by
+    memory bandwidth, so no FLOPs are counted.
     """
     from qwen3next_jax.ops.gated_norm import gated_norm
 
@@ -296,7 +296,7 @@ class OperatorResult:
       shortest_seconds: the shortest time of the forward and backward pass together; None if they
         were not timed.
       share_of_peak: the time that the peak rates in the chip's data sheet allow, divided by
-        `shortest_seconds`; None if one of the two is not known.
+        `shortest_seconds`; None if the peak rates or `shortest_seconds` are not known.
       exit_code: 0, SLOW or BROKEN.
     """
 

@@ -240,7 +240,8 @@ def _open_data(
 def _print_values(title: str, values: list[MetricValue]) -> None:
     """Prints the values as a table. If several metrics were measured under the same conditions
     (such as loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition and
-    a column per metric. Otherwise the table has a row per value.
+    a column per metric. If the metrics do not share their conditions, the table has a row per
+    value.
     """
     cells = {(value.metric_name, value.condition_in_key): str(value) for value in values}
     titles = {value.metric_name: value.metric.title for value in values}

@@ -8,8 +8,8 @@
 The weights are read onto the run's mesh and written tensor by tensor. If the command is killed, the
 same command continues and keeps the complete files. If the run began with a Hugging Face directory,
 the export has the same format as this directory; a vision tower and the other fields of config.json
-are copied from it (docs/families.md). --form chooses another format. --source names the directory
-if it has moved. --novision leaves out the vision tower.
+are copied from this directory (docs/families.md). --form chooses another format. --source names the
+directory if it has moved. --novision leaves out the vision tower.
 
 Adapters (model.lora) are merged into their matrices. With --adapter, only the adapters are written,
 as PEFT's adapter_model.safetensors and adapter_config.json (docs/adapting.md).

@@ -169,7 +169,7 @@ def _prompt_text() -> str:
 
 def _check_flags() -> None:
     """Raises UserError if flags contradict each other, or if a flag has a value that is wrong for
-    every model. The model is not loaded for these checks.
+    every model. The checks of this function do not need the model, so they run before it is loaded.
     """
     for flag in (_temperature, _top_p, _min_p):
         if not math.isfinite(flag.value):

@@ -92,8 +92,8 @@ def _setting_entries() -> Iterator[tuple[str, str, str]]:
 
 
 def _format_entry(name: str, text: str, width: int) -> list[str]:
-    """Returns the lines of `--help` for one flag or setting. The text begins on the line of the
-    name, or on the next line if the name is long.
+    """Returns the lines of `--help` for one flag or setting. The explanation begins on the line of
+    the name, or on the next line if the name is long.
     """
     if len(name) > 22:
         return [

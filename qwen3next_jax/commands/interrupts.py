@@ -38,8 +38,8 @@ class InterruptThread(threading.Thread):
 
 
 def interrupt_at_sigterm() -> None:
-    """Makes SIGTERM act like Ctrl-C. Otherwise a process that a scheduler ends by SIGTERM would
-    print no line. Only commands that do not stay in compiled code for long call this.
+    """Makes SIGTERM act like Ctrl-C, so that a process that a scheduler ends by SIGTERM prints a
+    line. Only commands that do not stay in compiled code for long call this function.
     """
 
     def interrupt(number: int, frame: object) -> None:

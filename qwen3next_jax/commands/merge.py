@@ -11,9 +11,9 @@ optimizer state, the step and the position in the data of the last checkpoint. T
 --config.train.init_from=runs/merged begins another run with its parameters. With --export the mean
 is written as a Hugging Face directory instead.
 
---weights=linear, cosine or 1-sqrt weighs the checkpoints of a run with a constant learning rate so
-that their mean approximates the result of a decay of the learning rate from the first checkpoint to
-the last (WSM, 2507.17634; docs/adapting.md).
+With --weights=linear, cosine or 1-sqrt, the weighted mean of the checkpoints of a run with a
+constant learning rate approximates the result of decaying the learning rate from the first
+checkpoint to the last (WSM, 2507.17634; docs/adapting.md).
 """
 
 import dataclasses

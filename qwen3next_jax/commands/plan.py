@@ -8,14 +8,14 @@ compiles the real train step for the slice, on a machine that needs no TPU.
     uv run --extra plan-gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
     --mesh=data=8
 
-`--search` ranks candidates by their estimated time for a token. A candidate is a combination of a
+`--search` ranks candidates by their estimated time per token. A candidate is a combination of a
 mesh, a batch size (from `--rows`), a remat policy and a number of micro-batches, and has the axis
 sizes that `--mesh` names; -1 leaves an axis free. The search compiles up to five of the candidates
 that should fit into memory: the best one for each of expert=1, 2, 4 and 8 (with tensor=1), and then
-the best of the others. If no candidate should fit, it compiles the one that needs the least memory.
-`--json` also draws the memory of each plan into a .png of the same name. docs/planner.md explains
-the figures. For GPUs (hosts x GPUs per host) the command predicts memory, FLOPs and network
-traffic, but no times.
+the best remaining candidate. If all candidates are estimated not to fit, the search compiles the
+candidate that needs the least memory. `--json` also draws the memory of each plan into a .png of
+the same name. docs/planner.md explains the figures. For GPUs (hosts x GPUs per host) the command
+predicts memory, FLOPs and network traffic, but no times.
 """
 
 import dataclasses
@@ -90,8 +90,9 @@ def main() -> int:
 
 
 def _no_mesh_sentence(config: Config, topology) -> str:
-    """Returns the sentence that a command without `--mesh` prints. The sentence names the mesh of
-    the configuration, which is planned, and the candidate that a search would rank first.
+    """Returns the sentence that a command without `--mesh` prints. The sentence names the mesh that
+    is planned, which is the mesh of the configuration, and the candidate that a search would rank
+    first.
     """
     from qwen3next_jax.planner.search import rank_candidates
     from qwen3next_jax.sharding.mesh import mesh_text
@@ -183,8 +184,8 @@ def _check_plan_files_absent(out: pathlib.Path) -> None:
 
 
 def _check_json_writable(out: pathlib.Path) -> None:
-    """Raises UserError if the file of `--json` cannot be written. The command calls this before it
-    compiles the step, which takes minutes.
+    """Raises UserError if the file of `--json` cannot be written. The command calls this function
+    before it compiles the step, which takes minutes.
     """
     if out.suffix == ".png":
         raise UserError(
@@ -199,15 +200,17 @@ def _check_json_writable(out: pathlib.Path) -> None:
 
 
 def with_mesh(parallel: ParallelConfig, sizes: dict[str, int]) -> ParallelConfig:
-    """Returns `parallel` with a mesh of these axis sizes. The other axes have their default sizes:
-    `data` takes the remaining devices, `slice` has one group for each TPU slice, and the rest have
-    size 1.
+    """Returns `parallel` with a mesh whose axes have the given `sizes`. Axes that are not named
+    have their default sizes: `data` takes the remaining devices, `slice` has one group for each TPU
+    slice, and every other axis has size 1.
     """
     return dataclasses.replace(parallel, mesh=MeshConfig(**sizes))
 
 
 def _batch_sizes_of_flag() -> tuple[int, ...]:
-    """Returns the batch sizes in `--rows`. Raises UserError if one is not a positive number."""
+    """Returns the batch sizes in `--rows`. Raises UserError if a batch size is not a positive
+    number.
+    """
     try:
         rows = tuple(int(n) for n in _rows.value)
     except ValueError:
@@ -385,7 +388,7 @@ def _network_traffic_table(plan, device: str) -> Table:
 
 def _waiting_times_table(plan) -> Table:
     """Returns a table of the resources for which the step waits, such as HBM, with the seconds that
-    the step waits for each, and their share of the time of the step.
+    the step waits for each resource, and the share of these seconds in the time of the step.
     """
     estimate = plan.estimate
     table = Table("waiting for", "s", "share")
@@ -433,8 +436,8 @@ def _gpu_summary(plan, device: str) -> str:
 
 
 def _fit_time_and_mfu_text(plan) -> str:
-    """Returns a text that says whether a plan fits, and gives the time of the step and the MFU: the
-    range over all cost models, and the values of each cost model.
+    """Returns a text that says whether a plan fits, and gives the time of the step and the MFU:
+    first their ranges over all cost models, then their values by each cost model.
     """
     estimates = plan.estimate_by_cost_model.items()
     times = sorted(estimate.seconds for _, estimate in estimates)
@@ -456,7 +459,7 @@ def _fit_time_and_mfu_text(plan) -> str:
 
 
 def _time_estimate_sentences(plan, device: str) -> Iterator[str]:
-    """Yields the sentences about a plan that has estimates of time."""
+    """Yields sentences about `plan`, which must have estimates of time."""
     from qwen3next_jax.planner.calibrated import rates_of_chip
     from qwen3next_jax.sharding.compiler_options import options_text
 
@@ -513,8 +516,8 @@ def _time_estimate_sentences(plan, device: str) -> Iterator[str]:
 
 
 def _expert_overflow_text(load) -> str:
-    """Returns a text that says how loops compute the choices of experts that do not fit into the
-    buffers of the experts; "" if there are none.
+    """Returns a text about the loops for tokens that do not fit into the buffers of their experts;
+    "" if no loop runs.
     """
     if load.rounds:
         return f": {load.rounds:.1f} further rounds exchange and compute them"

@@ -202,7 +202,7 @@ def plan(
       A `planner.planning.Plan`; `as_dict()` has its figures.
 
     Raises:
-      UserError: there is no such topology, or the mesh does not fit it or the model.
+      UserError: the topology does not exist, or the mesh does not fit the topology or the model.
     """
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
     from qwen3next_jax.planner.topology import describe_topology
@@ -228,8 +228,8 @@ def plan(
 
 
 class Run:
-    """The settings, metrics and checkpoints in the folder of a run. Each call reads the folder
-    anew, so the numbers of a run that is still training are the newest ones.
+    """The settings, metrics and checkpoints in the folder of a run. Each call of a method reads the
+    folder again, so a run that is still training gives its newest numbers.
 
     Attributes:
       path: the folder.
@@ -276,7 +276,7 @@ class Run:
 
     def table(self, event: str = "train") -> dict[str, np.ndarray]:
         """Returns field → column of numbers, for all events of one kind; pandas.DataFrame accepts
-        the result. If an event has no such field, or null in it, the number is NaN.
+        the result. If a field is missing or null in an event, the number is NaN.
         """
         events = list(self._events_of_kind(event))
         names = dict.fromkeys(

@@ -1,5 +1,6 @@
-"""Repeats the step at which the guards ended a run, from the dump that the run wrote. Prints the
-norm of every parameter and gradient, and the number of their values that are not finite.
+"""Repeats the step at which a guard against spikes, or against numbers that are not finite, ended a
+run, from the dump that the run wrote. Prints the norm of every parameter and of its gradient, and
+the number of values that are not finite.
 
     qwen3next replay WORKDIR/dumps/STEP
 """

@@ -3,9 +3,9 @@
 For one run, the command writes WORKDIR/report.html, as training does at every checkpoint. For
 several runs, the command writes report.html in the current folder, with the curves of all runs on
 the same axes and the settings in which the runs differ. If the newest steps of the runs differ, the
-page compares the runs at the last step that all of them recorded. For two runs with a constant
-learning rate, the page and the command give the effective speed-up of the second run over the
-first. docs/report.md explains every chart.
+page compares the runs at the last step that all of them recorded. If there are exactly two runs,
+both with a constant learning rate, the page and the command give the effective speed-up of the
+second run over the first. docs/report.md explains every chart.
 """
 
 import pathlib

@@ -88,7 +88,7 @@ class LoadingFlags(NamedTuple):
 @functools.cache  # several commands in one process may define these flags
 def define_loading_flags() -> Callable[[], LoadingFlags]:
     """Defines `--step`, `--ema`, `--mesh`, `--dtype` and the flags of `define_launch_flags`.
-    Returns a function that returns the values of these flags.
+    Returns a function that returns the values of the flags.
     """
     step = flags.DEFINE_string(
         "step",

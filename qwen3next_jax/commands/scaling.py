@@ -3,11 +3,11 @@
     qwen3next scaling runs/sweeps/ladder [SWEEP …] [--size=flops] [--metric="heldout loss"]
 
 The command prints the constants of L = E + A / N^α + B / D^β (2203.15556) with intervals, the
-compute-optimal size and number of tokens, and how well a fit of the other runs predicts the largest
-run and the runs with the highest budget. The command writes scaling.html with charts, and
-scaling.json, into the folder of the sweep; for several sweeps, into the current folder. Every SWEEP
-is the folder of a sweep or its results.json. A sweep of several model sizes with an axis "flops",
-such as configs/sweeps/ladder.py, also gives isoFLOP parabolas.
+compute-optimal size and number of tokens, and the errors of predictions for the largest run and for
+the runs with the highest budget, each from a fit of all other runs. The command writes scaling.html
+with charts, and scaling.json, into the folder of the sweep; for several sweeps, into the current
+folder. Every SWEEP is the folder of a sweep or its results.json. A sweep of several model sizes
+with an axis "flops", such as configs/sweeps/ladder.py, also gives isoFLOP parabolas.
 """
 
 import pathlib

@@ -58,8 +58,8 @@ def main(paths: list[str]) -> int:
 
 
 def _load_config(path: str, console: Console) -> Config:
-    """Returns the configuration in a config file, or of a run. If its settings are not valid,
-    prints the settings that differ from their defaults.
+    """Returns the configuration in a config file, or of a run. If the settings are not valid,
+    prints those that differ from their defaults.
 
     Raises:
       UserError: the file cannot be read, or a setting is not valid.
@@ -145,9 +145,9 @@ def print_model(
 
 
 def layers_text(layers: Sequence[int]) -> str:
-    """Returns a short text for increasing indices of layers, such as "0–2, 4–6". If this text would
-    have more than four parts, the middle is left out: "3, 7, 11, … 47". For an empty sequence,
-    which stands for the layer of the multi-token prediction module, returns "multi-token
+    """Returns a short text for increasing indices of layers, such as "0–2, 4–6". If there are more
+    than four ranges of layers, the text leaves out the middle: "3, 7, 11, … 47". For an empty
+    sequence, which stands for the layer of the multi-token prediction module, returns "multi-token
     prediction".
     """
     if not layers:

@@ -10,7 +10,7 @@ Every row of prepared data is read, but not the padding between rows.
 
     qwen3next verify PREPARED_DIR --evaluation=GLOB --tokenizer=FILE [--text_field=NAME]
 
-also says which texts of an evaluation the prepared tokens contain.
+With --evaluation, the command also says which texts of an evaluation the prepared tokens contain.
 """
 
 import pathlib
@@ -113,8 +113,8 @@ def print_contamination(
 
 
 def verify(path: pathlib.Path) -> Iterator[Finding]:
-    """Checks all files of the run, export or prepared data in `path`. Yields for each file or
-    folder that was checked its name and a description of its damage, which is None if it is whole.
+    """Checks all files of the run, export or prepared data in `path`. For each file or folder that
+    was checked, yields its name, and a description of the damage or None if there is no damage.
 
     Raises:
       UserError: `path` is neither the folder of a run, nor a Hugging Face directory with

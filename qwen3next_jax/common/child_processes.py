@@ -8,8 +8,8 @@ import sys
 
 def die_with_parent(parent: int, number: signal.Signals) -> None:
     """Makes Linux send the signal `number` to this process when its parent dies, for whatever
-    reason. A child process must call this function. It exits at once if the process `parent` is
-    already dead.
+    reason. A child process must call this function. If the process `parent` is already dead, the
+    child process exits at once.
     """
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1

@@ -14,7 +14,7 @@ def sha256(content: str | bytes) -> str:
 
 
 def sha256_json(value: Any) -> str:
-    """Returns the SHA-256 of a JSON-serializable value. The order of its keys does not matter."""
+    """Returns the SHA-256 of a JSON-serializable value. The order of dict keys does not matter."""
     return sha256(json.dumps(value, sort_keys=True))
 
 

@@ -1,7 +1,7 @@
 """Errors that users can cause, and the exit codes of commands.
 
-A mistake of the user raises UserError. Its message, one line, says what is wrong, where, what was
-expected and what to do.
+A mistake of the user raises UserError. The message of a UserError is one line; it says what is
+wrong, where, what was expected and what to do.
 """
 
 import contextlib
@@ -56,8 +56,8 @@ RESTARTED = (ExitCode.CRASHED, ExitCode.HANG, ExitCode.UNREACHABLE, ExitCode.STO
 
 
 class UserError(ValueError):
-    """A mistake of the user. Commands print its message as one line, without a traceback, and
-    exit with `exit_code`.
+    """A mistake of the user. Commands print the message of a UserError as one line, without a
+    traceback, and exit with its `exit_code`.
     """
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.USER_ERROR):
@@ -134,9 +134,9 @@ def require_path(where: str, path: str | os.PathLike) -> None:
 
 
 def escape_control(text: str) -> str:
-    """Returns `text` with each character that cannot be printed, such as a control character or a
-    lone surrogate, written as Python's escape, so that a name from another person's file cannot
-    break a line or move the terminal's cursor.
+    """Returns `text` with Python's escapes in place of characters that cannot be printed, such as
+    control characters and lone surrogates. The escapes keep a name from another person's file from
+    breaking a line or moving the terminal's cursor.
     """
     if text.isprintable():
         return text
@@ -158,7 +158,7 @@ def out_of_memory_message(error: RuntimeError) -> str:
 
 def warn(message: str, word: str = "warning") -> None:
     """Prints the line "`word`: `message`" on standard error. If standard error cannot be written to
-    (a full disk), it prints nothing and raises nothing.
+    (a full disk), the function prints nothing and raises nothing.
     """
     with contextlib.suppress(OSError):
         print(f"{word}: {escape_control(message)}", file=sys.stderr, flush=True)
@@ -177,14 +177,14 @@ def short_repr(value: object) -> str:
 
 
 def join_first(texts: Iterable[str], most: int, separator: str = ", ") -> str:
-    """Joins the first `most` texts. An ellipsis follows if there are more."""
+    """Joins the first `most` texts. If there are more than `most` texts, an ellipsis follows."""
     texts = list(texts)
     return separator.join([*texts[:most], "…"] if len(texts) > most else texts)
 
 
 def similar_folder_hint(path: os.PathLike) -> str:
-    """Returns " (did you mean 'x'?)" with the folder beside `path` whose name is closest;
-    "" if `path` exists.
+    """Returns " (did you mean 'x'?)" with the folder beside `path` whose name is closest to the
+    name of `path`; "" if `path` exists.
     """
     with contextlib.suppress(OSError):
         if not isinstance(path, pathlib.Path) or path.exists():
@@ -209,8 +209,8 @@ class Mistakes:
     @contextlib.contextmanager
     def collect(self, place: str) -> Iterator[None]:
         """Keeps a `UserError` of the `with` block, unless another place has the same mistake. The
-        collected message begins with `place`, which is not added to a message that begins with it
-        already.
+        collected message begins with `place`; if the message of the error already begins with
+        `place`, nothing is added.
         """
         try:
             yield

@@ -67,9 +67,9 @@ def _open_events_file(path: pathlib.Path | BucketPath) -> IO[str]:
 
 def events_file_pieces(path: pathlib.Path | BucketPath) -> list[Any]:
     """Returns the files that hold the lines of `path` (WORKDIR/metrics.jsonl), in order. On a file
-    system, the only such file is `path` itself, if it exists. In a bucket, the files are the
-    numbered pieces. If a run was copied from a file system to the bucket, the object `path` also
-    exists and comes first.
+    system, the only file is `path` itself, if it exists. In a bucket, the files are the numbered
+    pieces. If a run was copied from a file system to the bucket, the object `path` also exists and
+    comes first.
     """
     if not isinstance(path, BucketPath):
         return [path] if path.exists() else []
@@ -104,8 +104,9 @@ def training_devices(events: Iterable[dict[str, Any]]) -> frozenset[str]:
 def divergence_reason(events: Iterable[dict[str, Any]], step: int) -> str:
     """Returns the reason why a run ended as diverged after its last step, `step`; "" if it did not.
 
-    A run can take its last step and still have diverged. Such a run writes a "stop" event with the
-    exit code DIVERGED after the last evaluation of that step.
+    A run can take its last step and still have diverged. A run that diverged at its last step
+    writes a "stop" event with the exit code DIVERGED at this step. A held-out evaluation that a
+    later start of the run records at this step cancels the "stop" event.
     """
     reason = ""
     for event in events:
@@ -120,8 +121,8 @@ def divergence_reason(events: Iterable[dict[str, Any]], step: int) -> str:
 
 
 def heldout_losses(events: Iterable[dict[str, Any]]) -> dict[int, float]:
-    """Returns step → held-out loss after it, in nats per token. Steps whose loss is not a finite
-    number are left out.
+    """Returns step → held-out loss after this step, in nats per token. Steps whose loss is not a
+    finite number are left out.
     """
     losses = {}
     for event in events:
@@ -157,7 +158,7 @@ def _is_text(value: Any) -> bool:
 
 def _is_reportable(value: Any) -> bool:
     """Whether the report can handle `value`: a number, text, a truth value, null, or a list or
-    object of these. The magnitude of an integer must be less than _LARGEST.
+    object of such values. The magnitude of an integer must be less than _LARGEST.
     """
     if isinstance(value, dict):
         return all(map(_is_reportable, value.values()))

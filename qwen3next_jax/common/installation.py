@@ -41,10 +41,10 @@ def has_tpu_chips() -> bool:
 
 def exclude_absent_tpu_from_jax(environment: MutableMapping[str, str]) -> None:
     """Makes JAX leave out TPUs on a machine that has libtpu, the TPU's compiler, but no TPU.
-    Otherwise libtpu prints lines about errors on standard error, although nothing is wrong.
+    Otherwise libtpu would print errors on a machine without TPUs, although nothing is wrong.
 
-    Call it before JAX is imported. The function changes nothing if the user has chosen platforms.
-    Processes that this one starts inherit the choice.
+    Call it before JAX is imported. The function changes nothing if the user has chosen platforms
+    with JAX_PLATFORMS. Child processes inherit the choice.
 
     Args:
       environment: the environment variables of the process, `os.environ`.

@@ -61,12 +61,12 @@ def parse(text: str | bytes, kind: type = dict) -> Any:
 
 
 def read(path: str | os.PathLike, kind: type = dict) -> Any:
-    """Returns the JSON value in a local file or an object of a bucket. `kind` is its type: dict or
-    list.
+    """Returns the JSON value in a local file or an object of a bucket. `kind` is the expected type
+    of the value: dict or list.
 
     Raises:
       OSError: the file cannot be read or is not a regular file. The attribute `strerror` says why.
-      ValueError: as `parse` raises it, or the file is larger than MAX_BYTES.
+      ValueError: `parse` raises it for the text of the file, or the file is larger than MAX_BYTES.
     """
     with open_regular_file(path) as file:
         content = file.read(MAX_BYTES + 1)

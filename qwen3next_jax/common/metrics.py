@@ -1,10 +1,10 @@
 """Declares what an evaluation measures: each metric's title, its unit, and which direction is
 better.
 
-An evaluation declares its metrics. The event that records the measured values records these
-declarations too, under the key "figures". The display, the report and sweeps read the declarations
-from the event, so they need no list of evaluations, and they can show evaluations that another
-version of this code wrote.
+An evaluation declares its metrics. The event that records the measured values also records the
+declarations of their metrics, under the key "figures". The display, the report and sweeps read the
+declarations from the event, so they need no list of evaluations, and they can show evaluations that
+another version of this code wrote.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ _FORMATS = {"share": ".1%", "count": ",.0f", "nats": ".4f", "bits": ".4f"}
 class Metric:
     """The declaration of one metric, such as accuracy, that an evaluation measures.
 
-    An evaluation may measure the same metric under several conditions. The evaluation then returns
-    one value for each condition, under "metric/condition": "accuracy/8 pairs" is the metric
-    "accuracy" measured with 8 pairs.
+    If an evaluation measures the same metric under several conditions, it returns one value for
+    each condition, under "metric/condition": "accuracy/8 pairs" is the metric "accuracy" measured
+    with 8 pairs.
 
     Attributes:
       title: what a chart or table calls the metric.
@@ -46,9 +46,10 @@ class MetricValue(NamedTuple):
     """One number that an evaluation measured.
 
     Attributes:
-      key: the key under which the evaluation returned it: "accuracy/8 pairs".
-      metric_name: the part of the name that says which metric it is: "accuracy".
-      condition_in_key: the rest of the name, such as "8 pairs"; "" for a value over all conditions.
+      key: the key under which the evaluation returned the number: "accuracy/8 pairs".
+      metric_name: the part of the key that names the metric: "accuracy".
+      condition_in_key: the part of the key after the "/", such as "8 pairs"; "" for a value over
+        all conditions.
       metric: the declaration of the metric.
       value: the measured number.
     """
@@ -86,8 +87,9 @@ def displayed_condition(kind: str, condition: str) -> str:
 
 
 def displayed_mtp_depth(depth: int) -> str:
-    """Returns what displays call a depth of multi-token prediction, by the token that it predicts:
-    "t+2" for depth 0. t+1 is the next token. Fields of events have the depth: "mtp_loss/0".
+    """Returns the name that displays show for a depth of multi-token prediction, after the token
+    that the depth predicts: "t+2" for depth 0. t+1 is the next token. Fields of events have the
+    depth: "mtp_loss/0".
     """
     return f"t+{depth + 2}"
 

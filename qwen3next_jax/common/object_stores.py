@@ -1,9 +1,9 @@
-"""The requests to Google Cloud Storage and to S3 that `storage.BucketPath` is made of.
+"""The requests to Google Cloud Storage and to S3 with which `storage.BucketPath` is implemented.
 
-An object is a key and bytes. It appears whole or not at all. Every write gives it a new version
-(the generation of Google Cloud Storage, the ETag of S3), and a write may demand the version that it
-replaces, so that the store refuses one of two concurrent writers (RFC 9110, section 13.1; Google
-Cloud Storage: `ifGenerationMatch`).
+An object in a bucket consists of a key and bytes. An object appears whole or not at all. Every
+write gives the object a new version (the generation of Google Cloud Storage, the ETag of S3). A
+write may demand the version that it replaces, so that the store refuses one of two concurrent
+writers (RFC 9110, section 13.1; Google Cloud Storage: `ifGenerationMatch`).
 
 Every function here makes one request and does not repeat it. `with_retries` repeats requests.
 """
@@ -52,8 +52,8 @@ class VersionConflict(OSError):
 
 
 class StoreError(OSError, UserError):
-    """An error of a store that says nothing about the content of an object. Commands print it as
-    one line, as they do with every UserError.
+    """A store refused or failed a request; the error says nothing about the content of an object.
+    Commands print this error as one line, as they do with every UserError.
     """
 
     def __init__(self, number: int, reason: str, url: str):
@@ -93,14 +93,14 @@ class ObjectStore(Protocol):
 
     def list(self, prefix: str, deep: bool, limit: int | None) -> tuple[list[FileInfo], list[str]]:
         """Returns the objects whose keys begin with `prefix`, in the order of their keys. Unless
-        `deep`, the objects with a "/" in the rest of their key are left out; the second result then
-        holds the beginnings of these keys, up to this "/". `limit` is the largest number of objects
-        to return; None: all.
+        `deep` is true, the first result leaves out objects whose keys have a "/" after `prefix`;
+        the second result holds the beginnings of their keys, up to this "/". `limit` is the largest
+        number of objects to return; None: all.
         """
 
     def write(self, key: str, data: bytes, replaces: str | None) -> str:
         """Writes an object and returns its version. `replaces` is the version that the object must
-        have, ABSENT if it may not exist; None: any.
+        have; ABSENT: the object may not exist; None: any version, or none.
 
         Raises:
           VersionConflict: the object has another version.
@@ -118,7 +118,8 @@ def open_store(scheme: str, bucket: str) -> ObjectStore:
     """Returns the bucket of gs:// or s3://.
 
     Raises:
-      UserError: the packages for it are not installed, or there are no credentials.
+      UserError: the packages for this kind of bucket are not installed, or there are no
+        credentials.
     """
     return {"gs": _GoogleStorage, "s3": _S3}[scheme](bucket)
 
@@ -126,9 +127,9 @@ def open_store(scheme: str, bucket: str) -> ObjectStore:
 def with_retries(
     attempt: Callable[[int], Any], patience: float, on_retry: Callable[[], None] = lambda: None
 ) -> Any:
-    """Returns `attempt(i)`, i = 0, 1, …. Repeats the attempt while it raises StoreUnavailable, with
-    pauses that double and are drawn at random ("full jitter", so that many hosts do not come back
-    at once).
+    """Calls `attempt(0)`, `attempt(1)`, … until a call succeeds, and returns its result. Repeats
+    the attempt while it raises StoreUnavailable, with pauses that double and are drawn at random
+    ("full jitter", so that many hosts do not come back at once).
 
     Args:
       attempt: makes a request.
@@ -151,7 +152,9 @@ def with_retries(
 
 
 class _GoogleStorage:
-    """gs://, by the JSON API. google.cloud.storage finds the credentials."""
+    """A bucket of Google Cloud Storage (gs://), through the JSON API. google.cloud.storage finds
+    the credentials.
+    """
 
     def __init__(self, bucket: str):
         try:

@@ -1,8 +1,8 @@
 """Paths of folders and files, in a bucket (gs://BUCKET/… or s3://BUCKET/…) or in a file system.
 
-`to_path` returns a `pathlib.Path`, or a `BucketPath` with the same methods as far as a bucket has
-them. A bucket has no folders, only objects whose names hold "/". The functions of this module take
-either kind of path, so their callers need not know which one they have.
+`to_path` returns a `pathlib.Path` or a `BucketPath`, which has the methods of `pathlib.Path` that
+make sense in a bucket. A bucket has no folders, only objects whose names hold "/". The functions of
+this module take either kind of path, so their callers need not know whether a path is in a bucket.
 
 A bucket has no rename, no append and no locks. `runs.store` says how a run uses renames, appends
 and locks on a file system, and what it does in a bucket instead.
@@ -89,10 +89,10 @@ def to_path(path: str | os.PathLike, where: str = "") -> "pathlib.Path | BucketP
 class BucketPath:
     """An object in a bucket, or the folder of all objects whose keys begin with `key` and "/".
 
-    Its methods do what the methods of `pathlib.Path` with the same names do, unless their
-    docstrings say otherwise. A request that the store refuses for the moment (429, 5xx), or does
-    not answer, is repeated for `patience_seconds`; then the method raises `StoreUnavailable`, an
-    OSError.
+    The methods of a `BucketPath` do what the methods of `pathlib.Path` with the same names do,
+    unless their docstrings say otherwise. A request that the store refuses for the moment (429,
+    5xx), or does not answer, is repeated for `patience_seconds`; after this time the method raises
+    `StoreUnavailable`, an OSError.
     """
 
     scheme: str

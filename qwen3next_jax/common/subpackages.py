@@ -1,5 +1,5 @@
 """Finds out which optional subpackages are installed. A user may delete some subpackages. A run
-without a deleted one works, and prints one line about the missing function.
+works without a deleted subpackage, and prints one line that says what it cannot do.
 """
 
 import functools
@@ -16,8 +16,8 @@ def has_subpackage(name: str) -> bool:
 
 @functools.cache
 def has_subpackage_or_warn(name: str, lost: str) -> bool:
-    """Whether the folder `qwen3next_jax/<name>` is there. If it is not, prints one warning, in
-    which `lost` says what the run will not do.
+    """Whether the folder `qwen3next_jax/<name>` is there. If the folder is missing, prints one
+    warning, in which `lost` says what the run will not do.
     """
     if not has_subpackage(name):
         warn(f"qwen3next_jax/{name} is missing: {lost}")

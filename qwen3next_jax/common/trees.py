@@ -33,8 +33,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def map_leaves(f: Callable[[str, Any], Any], tree: Mapping[Any, Any], prefix: str = "") -> dict:
     """Returns a nested dict with f(path, leaf) in place of every leaf. A path is a text such as
-    "layers/0/mixer/q_proj". Leaves for which f returns None are left out, and so are dicts that are
-    then empty.
+    "layers/0/mixer/q_proj". The result leaves out each leaf for which f returns None, and each dict
+    that would be empty.
     """
     result = {}
     for key, value in tree.items():

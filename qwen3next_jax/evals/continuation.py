@@ -33,8 +33,8 @@ class GenerationOptions(NamedTuple):
 def parse_generation_options(
     given: Mapping[str, Any], normalize: Callable, max_new_tokens: int
 ) -> GenerationOptions:
-    """Converts the generation options of a task of lm-evaluation-harness to those of this package's
-    decoder.
+    """Converts the generation options of a task of lm-evaluation-harness to the options of this
+    package's decoder.
 
     Args:
       given: the task's `generation_kwargs`.
@@ -107,7 +107,7 @@ def generate_until(
       stops: for each prompt, its stop strings.
       rows: the number of rows that are decoded. The last prompt is repeated to fill the rows, so
         that any number of prompts runs the same compiled program.
-      options: further arguments of `inference.decode.generate`, such as `max_new_tokens`.
+      options: other arguments of `inference.decode.generate`, such as `max_new_tokens`.
 
     Returns:
       The new text of each prompt, without the stop string.

@@ -30,8 +30,8 @@ class EvalOptions:
     Attributes:
       rows: number of rows that an evaluation runs. The evaluations mqar, induction, copy and niah
         run `rows` rows under each of their conditions. Every other evaluation runs `rows` rows in
-        total (at most the held-out rows, if the data are text). None: each evaluation's own
-        default.
+        total (if the data are text, at most as many as there are held-out rows). If `rows` is None,
+        each evaluation uses its own default.
       row_lengths: row lengths in tokens, for induction, copy, niah and state.
       pair_counts: numbers of key-value pairs in a row, for mqar.
     """
@@ -58,7 +58,7 @@ class EvalContext:
       graphdef: the graph definition of the `Qwen3Next`; `nnx.merge` adds parameters to it.
       tokenizer: turns text into the model's tokens.
       open_data: function that opens the data with the held-out rows. Only evaluations that read
-        held-out rows call it.
+        held-out rows call `open_data`.
       options: the user's options.
       mesh: the mesh on which the parameters lie, or None for a single device. If several
         processes share the mesh, each of them runs every evaluation on the same rows.
@@ -77,9 +77,9 @@ class EvalContext:
 
         Args:
           rows: the number of rows if `options.rows` is None; None: all rows.
-          least: the least number of rows of each source of the data, if the source has so many. If
-            the first `rows` rows hold fewer rows of a source, its missing rows are yielded after
-            them.
+          least: at least this many rows of each source of the data are yielded, or all rows of a
+            source that has fewer. If the first `rows` rows hold fewer than `least` rows of a
+            source, more rows of this source follow them.
         """
         return self.open_data().heldout_batches(self.options.rows or rows, least=least)
 
@@ -124,8 +124,9 @@ class Evaluation:
 
     @classmethod
     def check_model(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        """Checks the evaluation's requirements on a model, besides `needs_text` and
-        `required_context_length`. The method of the base class accepts every model.
+        """Checks the evaluation's requirements on a model, except for `needs_text` and
+        `required_context_length`, which the caller checks. The method of the base class accepts
+        every model.
 
         Raises:
           UserError: the evaluation cannot run on a model of this config.
@@ -167,7 +168,8 @@ def check_evaluations(
       data: the settings of the data that the evaluations measure on; None: they are not checked.
 
     Raises:
-      UserError: an evaluation cannot run. The message names the evaluation and its requirement.
+      UserError: an evaluation cannot run. The message of the error names the evaluation and its
+        requirement.
     """
     require(
         options.rows is None or options.rows >= 1,

@@ -1,8 +1,8 @@
 """Makes a model available to lm-evaluation-harness.
 
-The harness is an optional dependency: `pip install 'qwen3next-jax[evals]'`. `HarnessModel` computes
-log-likelihoods in one forward pass over context and continuation, and generates text with the
-cached decoder.
+lm-evaluation-harness is an optional dependency: `pip install 'qwen3next-jax[evals]'`.
+`HarnessModel` computes log-likelihoods in one forward pass over context and continuation, and
+generates text with the cached decoder.
 
 Letters: B batch, T time.
 """
@@ -33,10 +33,11 @@ class HarnessModel(TemplateLM):
     Args:
       model: the model with its parameters.
       tokenizer: the tokenizer of the model.
-      max_length: the largest number of tokens of context and continuation together. The beginning
-        of a longer context is cut off. `max_length` is at most the model's context length.
-      batch_size: number of rows of one forward pass. If the mesh does not divide it, rows of
-        padding are added.
+      max_length: the largest number of tokens of context and continuation together. If context and
+        continuation have more tokens, the beginning of the context is cut off. `max_length` is at
+        most the model's context length.
+      batch_size: number of rows of one forward pass. If the mesh does not divide `batch_size`, rows
+        of padding are added.
       mesh: the mesh on which the parameters lie; None for a single device.
       speculative: number of tokens that the multi-token prediction module drafts per forward pass
         of the other layers when text is generated; 0: no drafts.
@@ -145,8 +146,8 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Continues the context of each request up to the first of the request's stop strings.
 
-        The harness's function `normalize_gen_kwargs` interprets the options of a request: other
-        names of the limit, and whether a temperature asks for sampling.
+        The harness's function `normalize_gen_kwargs` interprets the options of a request: it knows
+        other names of the limit, and it decides whether a temperature asks for sampling.
 
         Raises:
           UserError: a request has an option that this decoder does not have, or asks for so many
@@ -207,9 +208,9 @@ def _batches_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def _pad_rows(rows: Sequence[Sequence[int]], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens and segment ids, both [count, T]. The arrays begin with `rows`, padded with
-    zeros; their remaining rows are empty. T is a power of two, at least 16, so that few shapes are
-    compiled.
+    """Returns tokens and segment ids, both [count, T]. The first rows of both arrays hold `rows`,
+    padded with zeros; the remaining rows are empty. T is a power of two, at least 16, so that few
+    shapes are compiled.
     """
     length = max(16, 1 << (max(map(len, rows)) - 1).bit_length())
     tokens_BT = np.zeros((count, length), np.int32)

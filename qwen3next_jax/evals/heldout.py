@@ -84,8 +84,9 @@ def make_heldout_step(
     row of the batch, [B]. `metrics_from_sums` turns the sums of all rows into metrics.
 
     `batch` has the arrays "tokens" and "segment_ids" [B, T] and may have "target_mask" [B, T]. If
-    it has "loss_weights" [B, T], the tokens with a weight above 0 count, all alike.
-    `token_bytes` [V] int32 is the number of UTF-8 bytes of each token, 0 for special tokens.
+    the batch has "loss_weights" [B, T], only tokens with a weight above 0 count, and all of them
+    count equally. `token_bytes` [V] int32 is the number of UTF-8 bytes of each token, 0 for special
+    tokens.
 
     Args:
       graphdef: the graph definition of the `Qwen3Next`.

@@ -2,8 +2,8 @@
 a haystack.
 
 Each evaluation takes one forward pass over a prompt and the right answer, and compares each token
-of the answer with the token that the model finds most likely in its place. If all are equal, greedy
-decoding would generate the right answer.
+of the answer with the token that the model finds most likely in its place. If every token of the
+answer is the model's most likely token, greedy decoding would generate the right answer.
 
 Letters: B batch, T time.
 """

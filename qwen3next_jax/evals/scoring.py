@@ -1,7 +1,7 @@
 """Scores given tokens: computes the loss of each token, and the token that the model finds most
 likely in its place.
 
-Also has the functions with which all evaluations place batches on the mesh.
+This module also has the functions with which all evaluations place batches on the mesh.
 
 Letters: B batch, T time, D model.
 """
@@ -83,8 +83,8 @@ def place_on_mesh(
     """Shards arrays [B, T] over the mesh as `Qwen3Next.features` expects them.
 
     The function first pads the batch with empty rows to a number of rows that the mesh divides. If
-    the mesh axis `context` splits rows, it also pads each row with padding tokens to a multiple of
-    16 tokens per device. Without a mesh it returns the batch unchanged.
+    the mesh axis `context` splits rows, the function also pads each row with padding tokens to a
+    multiple of 16 tokens per device. Without a mesh it returns the batch unchanged.
 
     Args:
       batch: host arrays with all rows, the same in every process.

@@ -2,9 +2,9 @@
 
 An attention sink is a head that gives much of its attention to the first token of the document. A
 massive activation is an entry of the residual stream whose magnitude is far above the median. A
-gate on the output of attention removes both: "Gated Attention for Large Language Models" (arXiv
-2505.06708) reports that the share of attention on the first token falls from .467 to .048, and the
-largest activation from 1053 to 94.
+gate on the output of attention removes attention sinks and massive activations: "Gated Attention
+for Large Language Models" (arXiv 2505.06708) reports that the share of attention on the first token
+falls from .467 to .048, and the largest activation from 1053 to 94.
 """
 
 from collections.abc import Callable, Iterable
@@ -70,8 +70,8 @@ def measure_sinks(
 
     Returns:
       first_token_share: the attention probability on the first token of the document, averaged
-        over the queries after it, heads and attention layers;
-        first_token_share/layer I: its mean over the queries and heads of layer I.
+        over attention layers, heads, and all queries after the first token;
+        first_token_share/layer I: the mean over the queries and heads of layer I.
       first_token_heads: the share of heads whose first_token_share exceeds SINK_HEAD.
       activation_max/layer I: the largest |x| of the residual stream after the layer;
         activation_max: the largest over all layers.

@@ -24,7 +24,7 @@ class StateTracking(Evaluation):
     """The evaluation "state", on the state-tracking task of the run's data. The evaluation reads
     rows as long as the largest of `eval.suite_lengths`, and measures the accuracy in the ranges of
     positions between the lengths: for the lengths 64 and 512, at the positions 1 to 64 and 65 to
-    512. The accuracy at positions 1 to 64 stands for that of rows of 64 tokens.
+    512. The accuracy at positions 1 to 64 stands for the accuracy on rows of 64 tokens.
     """
 
     metrics = {"accuracy": Metric("accuracy", "share", "higher", main=True)}
@@ -73,8 +73,8 @@ def accuracy_by_position(
     is_right_BT: np.ndarray, is_target_BT: np.ndarray, lengths: Sequence[int]
 ) -> dict[str, float]:
     """Returns "accuracy/FIRST-LAST" for each range of positions that ends at one of `lengths`. The
-    first position is 1, and `lengths` ascend. Position t is that of the answer after token t.
-    Ranges without a target are left out.
+    first position is 1, and `lengths` ascend. The answer after token t is at position t. Ranges
+    without a target are left out.
     """
     found = {}
     for before, last in zip((0, *lengths), lengths):

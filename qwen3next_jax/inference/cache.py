@@ -16,9 +16,9 @@ MIN_SLOTS = 64  # slots of the smallest cache
 def round_up_cache_length(tokens: int) -> int:
     """Returns the number of slots of a cache for `tokens` tokens.
 
-    The number is MIN_SLOTS, or 5, 6, 7 or 8 eighths of a power of two. So requests of similar
-    length use the same compiled programs, and less than a fifth of the slots is unused (except in a
-    cache of MIN_SLOTS).
+    The number of slots is MIN_SLOTS, or 5, 6, 7 or 8 eighths of a power of two. Requests of similar
+    length therefore use the same compiled programs, and less than a fifth of the slots is unused
+    (except in a cache of MIN_SLOTS).
     """
     if tokens <= MIN_SLOTS:
         return MIN_SLOTS
@@ -43,17 +43,17 @@ def cache_bytes_by_kind(config: ModelConfig, batch: int, length: int) -> dict[st
 
 
 def roll_back_cache(config: ModelConfig, cache: list, index_B: jax.Array) -> list:
-    """Rolls the cache back to an earlier token of the T tokens of the last call of
-    `Qwen3Next.decode`: row b gets the cache as it was after token number `index_B[b]`. The first of
-    the T tokens has the number 0.
+    """Rolls the cache back to an earlier token: after a call of `Qwen3Next.decode` on T tokens, row
+    b gets the cache as it was after token number `index_B[b]`. The first of the T tokens has the
+    number 0.
 
     Caches of kind "slots" are returned unchanged: a slot after token `index_B[b]` is overwritten
     before any query reads it.
 
     Args:
       config: the model's settings.
-      cache: the cache that `Qwen3Next.decode` returned with `return_all_states=True`. Its arrays of
-        kind "state" hold the state after every token, [layers, B, T, …].
+      cache: the cache that `Qwen3Next.decode` returned with `return_all_states=True`. The arrays of
+        kind "state" in this cache hold the state after every token, [layers, B, T, …].
       index_B: [B] int32, numbers from 0 to T - 1.
     """
 

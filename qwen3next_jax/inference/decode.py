@@ -57,7 +57,8 @@ class TokenStream:
         make the drafts of the first round (`speculative.init_state`).
       routed_experts: for each prompt, the experts to which the n tokens of prompt and continuation
         were routed, int16 [n - 1, layers, experts per token]; the last token never enters the
-        model. The list is empty before the stream has ended, and if the experts are not recorded.
+        model. `routed_experts` is empty before the stream has ended, and if the experts are not
+        recorded.
     """
 
     def __init__(self, pieces: Callable[["TokenStream"], Iterator[list[np.ndarray]]], drafts: int):
@@ -115,7 +116,7 @@ def generate(
         per pass of the trunk; 0: no drafts. Drafting changes neither the tokens of greedy decoding
         nor the distribution of samples.
       min_cache_length: the least number of cache slots; more than 0 in a chat. All prompts that fit
-        into this many slots use the same compiled programs.
+        into `min_cache_length` slots use the same compiled programs.
       mesh: the mesh on which the model's parameters lie, as in `Qwen3Next.features`; None for a
         single device. If several processes share the mesh, all of them must pass the same
         arguments, and all get the same tokens.
@@ -206,7 +207,7 @@ class _CompiledGeneration:
       prefill_calls: functions state → state, which write the chunks of the prompts to the caches.
       advance: function (state, number of steps) → (state, the emitted tokens, the number of tokens
         that each row may still get).
-      num_prompts: number of prompts; further rows of the batch only fill the mesh.
+      num_prompts: number of prompts; rows of the batch beyond this number only fill the mesh.
       max_steps: the most steps of one call of `advance`.
       record_routing: as in `generate`.
     """
@@ -374,7 +375,7 @@ def cached_programs(
     record_routing: bool = False,
 ) -> DecodePrograms:
     """Returns the `DecodePrograms` for these arguments. Calls with the same arguments return the
-    same object, so that its functions are compiled once.
+    same object, so that the functions of the object are compiled once.
     """
     return DecodePrograms(graphdef, mesh, greedy, filters, drafts, record_routing)
 
@@ -411,7 +412,7 @@ def checked_prompts(
       config: the model's settings.
       prompts: the token ids of each prompt.
       max_new_tokens, temperature: see `generate`.
-      chunk: the smallest number of tokens in which prompts are divided for prefill.
+      chunk: the size, in tokens, of the smallest chunks into which prompts are divided for prefill.
 
     Raises:
       UserError: see `generate`.

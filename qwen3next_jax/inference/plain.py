@@ -2,11 +2,11 @@
 
 Every row has one pending token, which is known but not in the cache yet. Prefill writes all tokens
 of a prompt except the last into the cache; the last token of the prompt is the first pending token.
-A step writes the pending token into the cache and chooses the next pending token. So a prompt of
-one token needs no prefill, and the same program decodes rows of any lengths.
+A step writes the pending token into the cache and chooses the next pending token. A prompt of one
+token therefore needs no prefill, and the same program decodes rows of any lengths.
 
 Letters: B batch, T time, D model, V vocabulary, N the most tokens that one call generates per row,
-L layers without those of multi-token prediction, A experts per token.
+L layers without the multi-token prediction module, A experts per token.
 """
 
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class EmittedTokens(NamedTuple):
     Attributes:
       tokens: [B, N] int32.
       token_counts: [B] int32, the number n of tokens that each row got: the first n entries of its
-        row of `tokens`. The other entries have no meaning.
+        row of `tokens`. The entries after the first n have no meaning.
       model_passes: [] int32, number of passes through the model; a pass with n active rows counts n
         times.
       accepted_drafts: [K] int32, for each MTP depth the number of accepted drafts; K = 0 without
@@ -97,12 +97,12 @@ def _run_model(
     positions_BT: jax.Array,
     is_token_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, DecodeState]:
-    """Runs the model (`Qwen3Next.decode`) on tokens. Returns its hidden states [B, T, D], and the
-    decoding state with the cache and the recorded experts after these tokens.
+    """Runs the model (`Qwen3Next.decode`) on tokens. Returns the model's hidden states [B, T, D],
+    and the decoding state with the cache and the recorded experts after these tokens.
 
     Args:
-      is_token_BT: [B, T] int32, 1 for a token to process, 0 for a place to ignore; None: all are
-        processed.
+      is_token_BT: [B, T] int32, 1 for a token to process, 0 for a place to ignore; None: all tokens
+        are processed.
     """
     arguments = tokens_BT, positions_BT, state.cache, is_token_BT, mesh
     if state.recorded_experts is None:

@@ -1,5 +1,5 @@
 """Speculative decoding: the multi-token prediction (MTP) module drafts tokens, and one pass of the
-trunk (the model without this module) verifies several of them.
+trunk (the model without this module) verifies several drafts.
 
 A round with K drafts per row has three steps:
 1. The trunk processes the pending token and the K drafts in one pass.
@@ -11,8 +11,8 @@ Greedy decoding accepts a draft if it is the trunk's own most likely token, so t
 same as without drafts. Sampling follows "Fast Inference from Transformers via Speculative Decoding"
 (arXiv 2211.17192): let p be the trunk's distribution, and q the distribution from which the draft
 was sampled. The draft is accepted with probability min(1, p/q). The first rejected draft is
-replaced by a sample from max(p - q, 0), normalized. Every token then has the distribution p, with
-the same filters as without drafts.
+replaced by a sample from max(p - q, 0), normalized. With this rule, every token has the
+distribution p, with the same filters as without drafts.
 
 A rejected draft has already changed the caches:
 - Attention layers: the slot of a rejected draft is overwritten with the right token before any
@@ -21,14 +21,14 @@ A rejected draft has already changed the caches:
   after each of its K+1 tokens (`Mixer.call_returning_all_states`), and the next round continues
   from the state after the last accepted token. An alternative would process the accepted tokens
   again from the state before the round. The alternative needs no memory for the states, but passes
-  of 2K+1 tokens; `benchmarks/inference/decoding.py --part=replay` measures both.
+  of 2K+1 tokens; `benchmarks/inference/decoding.py --part=replay` measures both methods.
 - The MTP module: while the module drafts, it computes the cache entries of drafts from its own
-  hidden states. For the accepted tokens, the next round overwrites these entries with entries that
-  are computed from the trunk's states. So the module makes the first draft of a round under the
-  same conditions as at depth 0 in training. The later drafts attend to the entries of accepted
-  tokens and to the entries of the same round; in training, each depth attends only to its own
-  entries. A cache for each depth would give the drafts the conditions of training, but it would
-  take more time than the additional accepted drafts save (docs/notes/cpu.md).
+  hidden states. For the accepted tokens, the next round overwrites the entries of the module with
+  entries computed from the trunk's hidden states. The module therefore makes the first draft of a
+  round under the same conditions as at depth 0 in training. The later drafts attend to the entries
+  of accepted tokens and to the entries of the same round; in training, each depth attends only to
+  its own entries. A cache for each depth would give the drafts the conditions of training, but it
+  would take more time than the additional accepted drafts save (docs/notes/cpu.md).
 
 Letters: B batch, T time, X = T + 1, D model, V vocabulary, K drafts, J = K + 1 positions from the
 pending token on, N the most tokens that one call generates per row.
@@ -179,7 +179,7 @@ def advance(
     """Takes `rounds` rounds of drafting and verifying, or fewer if every row ends before. `rounds`
     must be at most MAX_ROUNDS.
 
-    The other arguments and the results are those of `plain.advance`.
+    All arguments except `rounds`, and the results, are those of `plain.advance`.
     """
     batch, k = state.drafts.shape
 
@@ -410,7 +410,7 @@ def _gather_token_entries(x_BKV, token_BK) -> jax.Array:
 
 def _gather_positions(x, index_BT):
     """Returns [B, T, …], the entries of x [B, S, …] at the indices [B, T]. An index outside of 0 …
-    S-1 is replaced by the nearest valid one.
+    S-1 is replaced by the nearest valid index.
     """
     index_BT = jnp.clip(index_BT, 0, x.shape[1] - 1)
     return jnp.take_along_axis(x, index_BT.reshape(*index_BT.shape, *(1,) * (x.ndim - 2)), axis=1)

@@ -7,8 +7,9 @@ class DecodeStream:
     """Decodes the tokens of one text incrementally. `add` returns text as soon as the characters
     are complete, and never a part of a UTF-8 character.
 
-    Some tokenizers decode the first token of a text differently. To decode the continuation of a
-    prompt, add the prompt's tokens first and ignore the text that `add` returns for them.
+    Some tokenizers decode a token differently if it is the first token of a text. To decode the
+    continuation of a prompt, add the prompt's tokens first and ignore the text that `add` returns
+    for them.
     """
 
     # A character has at most 4 bytes, and a token has at least one byte. So a longer sequence of

@@ -1,13 +1,13 @@
-"""Predicts the traffic between TPU slices: what a chip sends, how long that takes, and from which
-batch on the backward pass is long enough to hide it.
+"""Predicts the traffic between TPU slices: the bytes that a chip sends, the time that they take,
+and the smallest batch whose backward pass is long enough to hide this time.
 
     replicated state:  an all-reduce of the gradients, 2 (S - 1)/S · n · b bytes
     sharded state:     a reduce-scatter of the gradients and an all-gather of the updates,
                        (S - 1)/S · n · (b + 4) bytes
 
 Here S is the number of slices, n the number of parameters that a device stores, and b the bytes of
-a number of `parallel.slice_gradients`. The bytes do not depend on the batch size; the time of the
-backward pass is proportional to the batch size.
+one number in the dtype `parallel.slice_gradients`. The bytes do not depend on the batch size; the
+time of the backward pass is proportional to the batch size.
 """
 
 import math
@@ -28,12 +28,12 @@ DENSE_EFFICIENCY, GROUPED_EFFICIENCY = 0.75, 0.60
 
 
 class SliceTraffic(NamedTuple):
-    """The traffic between slices in one step, for one device. (The planner's JSON contains the
-    fields under these names.)
+    """The traffic between slices in one step, for one device. (In the planner's JSON, the fields
+    have the same names.)
 
     Attributes:
       bytes: the bytes that leave the device.
-      seconds: the time that they take at the peak of the network between slices.
+      seconds: the time that these bytes take at the peak rate of the network between slices.
       hidden_from_rows: the smallest number of rows of a batch with which the backward pass of the
         last micro-batch takes as long as this traffic, at realistic rates of its products.
     """
@@ -56,7 +56,7 @@ def bytes_between_slices(stored: float, slices: int, parallel: ParallelConfig) -
 
 
 def seconds_between_slices(sent: float, chip: Chip) -> float:
-    """Returns the seconds in which a device sends these bytes to other slices.
+    """Returns the seconds in which a device sends `sent` bytes to other slices.
 
     Raises:
       UserError: the bandwidth between slices of this chip is not known.

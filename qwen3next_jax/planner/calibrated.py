@@ -1,5 +1,5 @@
 """The cost model "calibrated": the simulation of `roofline.py` at rates that chips were measured to
-reach. It also counts costs that the other two cost models leave out, listed here.
+reach. It also counts costs that the cost models "schedule" and "roofline" leave out, listed here.
 
 - An instruction takes the longest of three times: the measured seconds for its bytes through HBM,
   the measured seconds for the FLOPs of its products, and the cycles of its schedule. Measured
@@ -8,24 +8,26 @@ reach. It also counts costs that the other two cost models leave out, listed her
   measured to reach.
 - The links along one dimension of the torus are one resource. Collectives over different mesh axes
   that lie along the same dimension wait for each other. There is one exception: a collective that
-  is shorter than the rest of the collectives before it shares the links with them, takes twice its
-  time, and delays them by its time.
+  is shorter than what remains of the earlier collectives shares the links with them. Such a short
+  collective takes twice its own time, and delays each earlier collective by its own time.
 - An asynchronous copy to or from the memory of the host moves its bytes at the published rate of
   the link between device and host, one copy after another in each direction.
 - A kernel for grouped products computes whole tiles, and a tile again for each group that has rows
-  in it (`grouped_products.py`). Each step of its grid takes its products at the published peak, a
-  start, what the vector unit does beside them, and the wait for the next block of a matrix. Each
-  step of the experts' kernels takes its products at the peak and a start.
+  in it (`grouped_products.py`). The time of a step of the kernel's grid is the sum of a start time,
+  the time of its products at the published peak, the time of the vector unit that the products do
+  not hide, and the wait for the next block of a matrix. The time of a step of the experts' kernels
+  is the sum of a start time and the time of its products at the peak.
 - The experts' kernels skip the tiles of their buffers that hold no row, and the loops for rows that
   do not fit run as often as the load of the experts asks for (`expert_load.py`).
-- A copy that the compiler started early, and the HBM traffic of a collective (a byte that a chip
-  sends is read once, and a byte that it receives is written once), take only the HBM time that the
-  instructions beside it leave. Several at once share this time evenly, so that a short copy does
-  not wait for a long one. If a copy is unfinished at its end instruction, the device waits for the
-  rest.
+- A copy that the compiler started early takes only the HBM time that the instructions beside it
+  leave. So does the HBM traffic of a collective, which reads every byte that the chip sends and
+  writes every byte that the chip receives. Several transfers at once share the HBM time evenly, so
+  that a short copy does not wait for a long one. If a copy is unfinished at its end instruction,
+  the device waits until it has finished.
 
-`RATES` has the rates and says where each comes from. For a chip without a measurement it uses the
-nearest chip with one, scaled by the published peaks; `ChipRates.rate_sources` says so.
+`RATES` has the rates of each chip; `ChipRates.rate_sources` says where each rate was measured. A
+rate that was not measured on a chip is taken from the nearest chip on which it was measured, and
+scaled by the ratio of the published peaks.
 
 Like the other cost models, the prediction leaves out stalls inside a schedule, input data, and
 checkpoints.
@@ -204,9 +206,9 @@ def _rates_without_hbm_curve(
 
     Args:
       network: where the link's rate and the start of a collective were measured.
-      products: where products were measured; "": nowhere.
-      steps: the chip on which the start of a step of a kernel's grid was measured: this one, or the
-        nearest.
+      products: where the seconds of products were measured; "": nowhere.
+      steps: the chip on which the start of a step of a kernel's grid was measured: this chip, or
+        the nearest chip with such a measurement.
     """
     return ChipRates(
         product_curve=_V6E_PRODUCTS.scaled_to_peak(_relative_peak_rate("v6e", name, "products")),
@@ -267,7 +269,7 @@ def rates_of_chip(chip: Chip) -> ChipRates:
     """Returns the measured rates of a kind of chip.
 
     Raises:
-      UserError: there are none for this chip, nor a nearest chip.
+      UserError: `RATES` has no rates of this chip.
     """
     if chip.name not in RATES:
         raise UserError(
@@ -296,8 +298,8 @@ class CalibratedTimeline(Timeline):
         self.spend_hbm_time_on_transfers(times * (seconds - costs.seconds_by_resource[HBM]))
 
     def spend_hbm_time_on_transfers(self, seconds: float) -> None:
-        """Lets the transfers use HBM for `seconds`. The transfers share this time evenly, until
-        each has had the time that it needs.
+        """Lets the transfers use HBM for `seconds`. The transfers share the time evenly, until each
+        has had the time that it needs.
         """
         while self.backlog:
             share = seconds / len(self.backlog)
@@ -318,8 +320,8 @@ class CalibratedTimeline(Timeline):
 
     def occupy_links(self, dimensions: Sequence[int], seconds: float) -> float:
         """Lets a transfer use the links along these dimensions for `seconds`, and returns the time
-        at which it finishes. The transfer waits for the transfers before it, or, if it is shorter
-        than the rest of these transfers, shares the links with them.
+        at which it finishes. If the transfer is shorter than what remains of the earlier transfers,
+        it shares the links with them; otherwise it waits for them.
         """
         free = max([self.now, *(self._free[d] for d in dimensions)])
         if seconds >= free - self.now:
@@ -422,7 +424,7 @@ class CalibratedSimulation(Simulation):
             timeline.finish_transfer(name)
 
     def _long_transfer_seconds(self, moved: float) -> float:
-        """Returns the seconds of a long transfer through HBM: it starts no kernel."""
+        """Returns the seconds of a long transfer through HBM, without the start of a kernel."""
         size, seconds = self.rates.hbm_curve.size_and_seconds_points[-1]
         return moved * seconds / size
 
@@ -511,8 +513,9 @@ class CalibratedSimulation(Simulation):
         self, product: GroupedProductCall, instruction: Instruction
     ) -> float:
         """Returns the seconds of a kernel for grouped products. The cores share the tiles of
-        columns, the axis of the grid that megablox marks as parallel (of XLA's kernel this is
-        assumed). With an odd number of tiles, one core waits while the other computes the last.
+        columns: megablox marks this axis of its grid as parallel, and XLA's kernel is assumed to do
+        the same. If two cores share an odd number of tiles, one core waits while the other computes
+        the last tile.
         """
         cores = self._cores_sharing_work(instruction)
         rows, width, columns = product.step_tile
@@ -545,14 +548,16 @@ class CalibratedSimulation(Simulation):
         return schedule.cores if schedule else self.chip.cores_per_device
 
     def _grid_step_seconds(self, flops: float) -> float:
-        """Returns the seconds of a step of a kernel's grid that has so many FLOPs of products."""
+        """Returns the seconds of a step of a kernel's grid whose matrix products have `flops`
+        FLOPs.
+        """
         return (
             flops * self.chip.cores_per_device / self.chip.device_flops
             + self.rates.grid_step_start_seconds
         )
 
     def _vector_seconds(self, elements: int) -> float:
-        """Returns the seconds that the vector unit takes to compute with so many elements."""
+        """Returns the seconds that one operation of the vector unit on `elements` numbers takes."""
         return elements / (_VECTOR_WIDTH * self.chip.clock_hz)
 
     def _run_synchronously(

@@ -47,15 +47,15 @@ class Collective(NamedTuple):
     Attributes:
       kind: one of COLLECTIVES.
       axes: the mesh axes over which the devices exchange data, in the mesh's order. For a
-        permutation, these are the axes along which source and target differ in at least one pair.
-      group_size: number of devices that exchange data with each other. For a permutation it is the
-        number of devices that send or receive.
+        permutation, `axes` are the axes along which source and target differ in at least one pair.
+      group_size: number of devices that exchange data with each other. For a permutation,
+        `group_size` is the number of devices that send or receive.
       sent_bytes: bytes that leave each device when the collective runs once, with the best
-        algorithm on a ring of n devices. For an operand of S bytes on each device it is (n - 1) S
-        for all-gather, (n - 1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for all-reduce,
-        and S for a permutation or a broadcast. For a ragged all-to-all, S is the size of the
-        smaller of its two buffers (input and output), because the larger one has additional room
-        for an uneven load.
+        algorithm on a ring of n devices. For an operand of S bytes on each device, `sent_bytes` is
+        (n - 1) S for all-gather, (n - 1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for
+        all-reduce, and S for a permutation or a broadcast. For a ragged all-to-all, S is the size
+        of the smaller of its two buffers (input and output), because the larger one has additional
+        room for an uneven load.
       run_count: how often the collective runs in one run of the program.
     """
 
@@ -108,8 +108,8 @@ def collective_kind(instruction: Instruction) -> str:
 
 class SliceTransfer(NamedTuple):
     """A collective between TPU slices. The program of a slice hands its data to the host (`send`),
-    and takes the result from it (`recv`); the hosts of all slices do the rest (the "megascale"
-    runtime).
+    and takes the result of the collective from the host (`recv`); in between, the hosts of all
+    slices exchange the data (the "megascale" runtime).
 
     Attributes:
       rendezvous_name: a name that the `send` and the `recv` of a transfer have in common.
@@ -152,7 +152,7 @@ def num_slices(mesh: jax.sharding.Mesh) -> int:
 
 def _sent_bytes_factor(kind: str, group: int) -> float:
     """Returns the bytes that leave each of `group` devices in a collective, as a multiple of the
-    bytes of its operands (see `Collective.sent_bytes`).
+    bytes of the collective's operands (see `Collective.sent_bytes`).
     """
     shares = {
         "all-gather": group - 1,
@@ -177,8 +177,8 @@ def fused_collective(
 
 def _is_reduce_scatter(computation: Computation, reduction: Instruction) -> bool:
     """Returns whether every result of a computation is a slice of the result of the all-reduce
-    `reduction`. The TPU compiler expresses a reduce-scatter as a fusion of this form and runs it as
-    a reduce-scatter ("AllReduceScatterFusion").
+    `reduction`. The TPU compiler expresses a reduce-scatter as a fusion of an all-reduce with
+    slices of its result, and runs the fusion as a reduce-scatter ("AllReduceScatterFusion").
     """
     root = computation.root
     for name in root.operands if root.opcode == "tuple" else (root.name,):
@@ -281,8 +281,8 @@ def _groups_of_named_mesh(mesh: str, device_ids: str | None, axes: str) -> np.nd
 
     Args:
       mesh: names and sizes of the mesh's axes, such as "'x'=2,'y'=4".
-      device_ids: the ids of the mesh's devices. If it is None or does not have one id for each
-        device, the ids are 0, 1, ….
+      device_ids: the ids of the mesh's devices. If `device_ids` is None or does not have one id for
+        each device, the ids are 0, 1, ….
       axes: the axes along which the groups lie, such as "'y':(2)2". 'y':(before)size means that the
         axis y is split into three factors, before · size · rest, and that the groups lie along the
         second factor.
@@ -383,9 +383,9 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
 
 
 def _cost_stated_by_kernel(instruction: Instruction, name: str) -> float | None:
-    """Returns a number of the cost estimate that a kernel states; None if it states none. The
-    compiler writes the estimate of a kernel in another layout if it fused the kernel with an update
-    in place, for example of what a scan saves.
+    """Returns one number of the cost estimate that a kernel states; None if the kernel does not
+    state this number. If the compiler fused a kernel with an update in place, for example of an
+    array that a scan fills, it writes the kernel's estimate in another layout.
     """
     estimate = re.search(r'"cost_estimate":\s*\{([^}]*)\}', instruction.attributes)
     number = estimate and re.search(rf'"{name}":\s*"?(\d+)', estimate.group(1))
@@ -402,8 +402,8 @@ def _attention_operand_shapes(computation: Computation, instruction: Instruction
 
 def _delta_rule_flops(rule: "DeltaRuleCall") -> float:
     """Returns the FLOPs of a kernel of the gated delta rule (docs/delta_rule.md). The FLOPs for
-    computing the inverses do not count, so a kernel that gets the inverses as an input counts as
-    many FLOPs as a kernel that computes them.
+    computing the inverse matrices do not count, so a kernel that gets the inverse matrices as an
+    input counts as many FLOPs as a kernel that computes them.
     """
     key, value, chunk = rule.key_width, rule.value_width, rule.chunk_tokens
     if rule.pass_name == "map":
@@ -452,8 +452,8 @@ def is_tpu_kernel(instruction: Instruction) -> bool:
 
 
 def visited_grid_step_share(computation: Computation, instruction: Instruction) -> float:
-    """Returns the share of a kernel's grid steps that do any work. It is 1 for all kernels except
-    causal splash attention, which computes only the blocks on the diagonal and below it.
+    """Returns the share of a kernel's grid steps that do any work. The share is 1 for all kernels
+    except causal splash attention, which computes only the blocks on the diagonal and below it.
     """
     if "splash_m" not in instruction.name or "splash_causal" not in instruction.op_name:
         return 1.0
@@ -470,13 +470,14 @@ def _attention_block_count(x: Shape) -> int:
 
 
 def kernel_hbm_bytes(computation: Computation, instruction: Instruction) -> float:
-    """Returns the bytes that a kernel reads from and writes to HBM: the number that it states, or
-    for splash attention a formula; 0 if they are unknown.
+    """Returns the bytes that a kernel reads from and writes to HBM: the number that the kernel
+    states or, for splash attention, the result of a formula; 0 if the bytes are unknown.
 
-    The grid of splash attention goes through the pairs of a block of queries and a block of keys
-    that the mask leaves. Within a row of pairs, the kernel keeps one of the two blocks in VMEM and
-    reads the other: keys and values for the forward kernel and that of dq, queries and their
-    output's gradient for that of dk and dv. In addition, every array is read or written once.
+    The grid of splash attention goes through the pairs (block of queries, block of keys) that the
+    mask does not exclude. Within a row of pairs, the kernel keeps one of the two blocks in VMEM and
+    reads the other from HBM. The forward kernel and the kernel of dq read blocks of keys and
+    values; the kernel of dk and dv reads blocks of queries and of the output's gradient. The
+    formula counts every other array once.
     """
     stated = _cost_stated_by_kernel(instruction, "bytes_accessed")
     if stated is not None:
@@ -497,10 +498,10 @@ def kernel_hbm_bytes(computation: Computation, instruction: Instruction) -> floa
 def kernels_of_unknown_cost(
     program: Program, schedules: Mapping[str, Schedule] | None = None
 ) -> list[str]:
-    """Returns the names, without repetition, of the TPU kernels whose cost is unknown:
-    `_kernel_flops` returns None for them, and they have no schedule whose `states_all_trips` is
-    true, so their cycles are unknown, too. A name is the kernel's `op_name` in the traced program
-    or, if the compiled program does not record it, the name of the instruction.
+    """Returns the names, without repetition, of the TPU kernels whose FLOPs and cycles are unknown:
+    `_kernel_flops` returns None, and there is no schedule whose `states_all_trips` is true. A name
+    is the kernel's `op_name` in the traced program or, if the compiled program does not record it,
+    the name of the instruction.
 
     Args:
       schedules: {name of an instruction: its schedule}; None if there are no schedules.
@@ -569,9 +570,9 @@ def parse_delta_rule_call(
 
 
 def hbm_bytes(program: Program, computation: Computation, instruction: Instruction) -> float:
-    """Returns the bytes that one run of an instruction reads from HBM and writes to HBM. Call it
-    for a whole fusion, not for an instruction inside it, because values inside a fusion are not
-    stored in HBM.
+    """Returns the bytes that one run of an instruction reads from HBM and writes to HBM. Call this
+    function for a whole fusion, not for an instruction inside it, because values inside a fusion
+    are not stored in HBM.
 
     For a slice, a gather, a scatter, or an update in place, only the part that is read or updated
     counts, once as read and once as written. Arrays in other memories, such as VMEM, do not count.
@@ -728,22 +729,22 @@ def _temporary_bytes(stats: Any, kept: float) -> float:
     """Returns the bytes of HBM that a program needs in addition to its arguments and outputs, which
     take `kept` bytes.
 
-    The total of all allocations in HBM is what the compiler holds against the chip's memory.
-    `temp_size_in_bytes` can be several GiB more (docs/notes/planner.md). It is used only if the
-    version of jaxlib does not report the total.
+    The compiler compares the total of all allocations in HBM with the chip's memory.
+    `temp_size_in_bytes` can be several GiB too large (docs/notes/planner.md), so the function uses
+    it only if the version of jaxlib does not report the total of all allocations.
     """
     allocated = getattr(stats, "total_allocation_bytes", 0)
     return allocated - kept if allocated > kept else float(stats.temp_size_in_bytes)
 
 
 def _scan_stacked_bytes(program: Program) -> tuple[float, float]:
-    """Returns two sums of bytes in HBM, over the arrays of which each trip of a loop fills one
-    slice: first for the loops of the forward pass, then for the loops of the backward pass.
+    """Returns the bytes in HBM of the arrays of which each trip of a loop fills one slice, as two
+    sums: over the loops of the forward pass, and over the loops of the backward pass.
 
     In the forward pass, a scan over layers fills the arrays that its backward scan reads. In the
-    backward pass, it fills the gradients of the parameters. The name of a backward scan contains
-    "transpose(". The arrays of an inner loop exist only during one trip of the outer loop, so they
-    count once.
+    backward pass, a scan over layers fills the gradients of the parameters. The name of a backward
+    scan contains "transpose(". The arrays of an inner loop exist only during one trip of the outer
+    loop, so they count once.
     """
     forward = backward = 0.0
     for step in program.walk():

@@ -1,12 +1,12 @@
-"""The load of the routed experts that the cost model "calibrated" assumes.
-
-The buffers of the experts have room for somewhat more rows than a balanced router sends, and loops
-compute what does not fit (`ops/routed_experts/layout.py`, `model/expert_parallelism.py`). The
-router decides how much of the buffers is in use and how often the loops run, and no program states
-its choices. So this module draws random routers: the popularity of expert e is proportional to
-exp(σ z_e), with standard normal z_e, and each expert gets a Poisson number of choices. With σ = 0
-all experts are equally popular. All devices wait for the one with the most choices, so the load is
-that of the fullest shard.
+"""The load of the routed experts that the cost model "calibrated" assumes. A choice is a pair of a
+token and an expert to which the router sends it. The buffers of the experts have room for somewhat
+more choices than a balanced router makes, and loops compute the choices that do not fit
+(`ops/routed_experts/layout.py`, `model/expert_parallelism.py`). The router decides how much of the
+buffers is in use and how often the loops run, and the compiled program does not state the router's
+choices. So this module draws random routers: the popularity of expert e is proportional to exp(σ
+z_e), with standard normal z_e, and each expert gets a Poisson number of choices. With σ = 0 all
+experts are equally popular. All devices wait for the device with the most choices, so the module
+computes the load of the fullest shard.
 """
 
 import dataclasses
@@ -51,7 +51,9 @@ class ExpertLayout(NamedTuple):
 
     @property
     def choice_capacity(self) -> int:
-        """The number of choices that the layout has room for, whatever their experts."""
+        """The number of choices that the layout has room for, however they are distributed over the
+        experts.
+        """
         # The layouts of one shard and of the ragged exchange have room for choices of any experts.
         padding = (
             self.experts_per_shard // 2 if self.uses_gathered_exchange else self.experts_per_shard
@@ -66,16 +68,18 @@ class ExpertLayout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ExpertLoad:
-    """The load of the fullest shard, the mean over random routers.
+    """The load of the fullest shard, as a mean over random routers.
 
     Attributes:
       fullest: the number of choices of the fullest shard, relative to the mean of all shards.
       used: the share of the layout's tiles that hold choices.
-      beyond: the share of this shard's choices that the layout has no room for.
+      beyond: the share of the fullest shard's choices that the layout has no room for.
       experts_beyond: number of experts with choices that the layout has no room for, which the
         gathered exchange computes one after another.
-      steps_beyond: number of steps, of `LOOP_ROWS` choices, that the loop of such an expert takes.
-      rounds: number of rounds of the ragged exchange after the first, which compute such choices.
+      steps_beyond: number of steps, of `LOOP_ROWS` choices, that the loop takes for one of the
+        `experts_beyond`.
+      rounds: number of rounds of the ragged exchange after the first round, which compute the
+        choices that the layout has no room for.
     """
 
     fullest: float
@@ -126,8 +130,8 @@ def parse_expert_layout(
 ) -> ExpertLayout:
     """Returns the layout of a call of one of the experts' kernels
     (`kernels/tpu/routed_experts.py`). The kernel's operands begin with the expert of each tile, the
-    number of tiles in use, and an array of rows. The first array of three dimensions among its
-    operands and results holds matrices of the experts.
+    number of tiles in use, and an array of rows. The first array of three dimensions among the
+    kernel's operands and results holds matrices of the experts.
     """
     arrays = [shape for name in kernel.operands for shape in computation[name].shapes]
     tiles, rows = arrays[0].elements, arrays[2].dims[0]

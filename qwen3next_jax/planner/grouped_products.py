@@ -1,9 +1,10 @@
 """The steps of a kernel for grouped products, which multiplies each row by the matrix of its group.
 
 XLA's `ragged_dot` and megablox go through tiles of rows, and visit a tile once for each group that
-has rows in it. These kernels compute whole tiles: rows of other groups, and columns beyond the end
-of a matrix, take as long as rows and columns that count. The number of visits depends on the
-groups, so the compiler's text states no trips of these loops.
+has rows in it. The kernels compute whole tiles: in a tile, rows of other groups, and columns beyond
+the end of a matrix, cost as much time as the rows and columns that are needed. The number of visits
+depends on the sizes of the groups, so the compiler's text does not state how often the loops over
+tiles run.
 """
 
 import math
@@ -20,21 +21,22 @@ TILING = "ragged_dot_tiling"
 
 
 class GroupedProductCall(NamedTuple):
-    """A call of a kernel for grouped products, or for their gradients. It has rows [R, width] or
-    [R, columns], and a matrix [width, columns] for each group.
+    """A call of a kernel for grouped products, or for their gradients. The rows have the shape [R,
+    width] or [R, columns]; the matrix of each group has the shape [width, columns].
 
     Attributes:
-      step_tile: rows, width and columns of what one step multiplies.
+      step_tile: rows, width and columns of the tiles that one step of the kernel's grid multiplies.
       tile_visits: number of visits of tiles of rows, an upper bound: it assumes that all rows
         belong to groups, that all groups have rows, and that no group but the last ends with a
         tile.
       width_and_column_tiles: number of tiles along the width, and along the columns.
       group_count: number of groups.
-      computes_matrix_gradients: whether it computes the gradients of the matrices, which add up
-        over the rows.
+      computes_matrix_gradients: whether the kernel computes the gradients of the matrices, which
+        are sums over rows.
       schedule_is_one_step: whether the compiler's schedule of the kernel is that of one step. True
-        for XLA's kernel, whose loop has no stated trips. False for megablox, whose loop contains
-        its product twice: for the last tile of the contracted axis, and for the other tiles.
+        for XLA's kernel, because the compiler does not state the trips of its loop. False for
+        megablox, because the loop of megablox contains the product twice: for the last tile of the
+        contracted axis, and for the other tiles.
     """
 
     step_tile: tuple[int, int, int]

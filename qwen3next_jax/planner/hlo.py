@@ -197,11 +197,11 @@ class Program:
         """Returns the function of this package from whose code an instruction was compiled, as
         "file function"; "?" if it is unknown.
 
-        The program records a stack frame for most instructions. For a fusion without one, the
-        method returns the function of a matrix product inside the fusion, or else of the first
-        instruction inside that has a frame. For a custom call or an asynchronous call without a
-        frame, it returns the instruction's own name. For any other instruction without a frame, it
-        returns the function of the first operand.
+        The program records a stack frame for most instructions. For a fusion without a stack frame,
+        the method returns the function of a matrix product inside the fusion, or else of the first
+        instruction inside the fusion that has a frame. For a custom call or an asynchronous call
+        without a frame, it returns the instruction's own name. For any other instruction without a
+        frame, it returns the function of the first operand.
         """
         candidates = [instruction]
         if instruction.opcode == "fusion":
@@ -294,7 +294,7 @@ class Program:
 
     def may_change_carried_element(self, body: Computation, index: int) -> bool:
         """Returns whether a trip of a loop with this body may change element `index` of the tuple
-        that the loop carries. It is False only if the body returns the element that it received.
+        that the loop carries. Returns False only if the body returns the element that it received.
         """
         after = _tuple_elements(body, body.root.name)
         return (
@@ -326,7 +326,7 @@ class Program:
                 yield from self.walk(callee, inner)
 
     def loops_of_unknown_length(self) -> list[str]:
-        """Returns the traced names, without repetition, of the loops with an unknown number of
+        """Returns the names (`op_name`), without repetition, of the loops with an unknown number of
         trips.
         """
         return list(
@@ -341,7 +341,7 @@ class Program:
 
 def _defining_instruction(computation: Computation, name: str) -> Instruction:
     """Returns the instruction that computes the value `name`. If `name` is a copy, a bitcast or an
-    optimization barrier, this is the instruction that computes its operand.
+    optimization barrier, returns the instruction that computes the operand of `name`.
     """
     instruction = computation[name]
     while instruction.opcode in ("copy", "bitcast", "opt-barrier", "copy-done", "copy-start"):
@@ -474,7 +474,7 @@ def _closing_parenthesis(line: str, opening: int) -> int:
 
 def product_flops(computation: Computation, instruction: Instruction) -> float:
     """Returns the FLOPs (2 × multiply-adds) of a `dot` or a `convolution`; 0 for any other
-    instruction. On TPU, XLA writes every matrix product in one of these two forms.
+    instruction. In a program for a TPU, every matrix product is a `dot` or a `convolution`.
     """
     if instruction.opcode == "dot":
         left = computation[instruction.operands[0]].shapes[0].dims
@@ -529,11 +529,9 @@ def _position_pairs_without_padding(
     kernel_dilation: int,
 ) -> int:
     """Returns how many pairs (output position, kernel position) along one dimension of a
-    convolution read an element of the input. The other pairs read padding, or a zero that dilation
-    inserts.
-
-    XLA may express a batch dimension as a spatial dimension with strides and dilation. Then there
-    is one pair per element.
+    convolution read an element of the input. A pair that is not counted reads padding, or a zero
+    that dilation inserts. If XLA expresses a batch dimension as a spatial dimension with strides
+    and dilation, there is one pair per element.
 
     Args:
       base, kernel, out: sizes of the input, the kernel and the output.

@@ -8,8 +8,8 @@ Mesh axes that lie along the same dimension of the torus share its links; their 
 - Products: the FLOPs of the model's forward and backward pass (`model/flops.py`), without
   recomputation.
 - HBM, weights: in each micro-batch, every gathered weight is read or written six times, in
-  bfloat16. The forward and the backward pass each write it (when it is gathered) and read it, and
-  its gradient is written and read.
+  bfloat16. The forward and the backward pass each write the weight (when it is gathered) and read
+  it, and the gradient of the weight is written and read.
 - HBM, state: for every parameter in the device's shards, seven float32 numbers are read or written.
   The parameter and the optimizer's two moments are read and written, and the gradient is read.
 - HBM, activations: the intermediate values of each token in a layer
@@ -24,7 +24,7 @@ Mesh axes that lie along the same dimension of the torus share its links; their 
 - The traffic over the mesh axis `context` is not counted.
 
 Nothing reaches its peak rate. `IdealTime.realistic` is the same maximum at the rates that chips
-were measured to reach with large operands (`calibrated.RATES`); a good step is near it.
+were measured to reach with large operands (`calibrated.RATES`); a good step takes little more time.
 """
 
 import math
@@ -56,15 +56,14 @@ SHARED_LINKS = "network, shared links"
 
 
 class IdealTime(NamedTuple):
-    """Lower bounds of the time of a step. (The planner's JSON contains the fields under these
-    names.)
+    """Lower bounds of the time of a step. (In the planner's JSON, the fields have the same names.)
 
     Attributes:
       seconds: the largest value of `bound`, a lower bound of the step's time.
-      realistic: a lower bound in seconds, too, but at rates that chips were measured to reach.
-      bound: {resource: seconds}, longest first. A resource is "compute", "hbm", "network" with a
-        mesh axis, or, if mesh axes share links, "network, shared links": the time for which the
-        busiest links are needed.
+      realistic: a lower bound in seconds at rates that chips were measured to reach.
+      bound: {resource: seconds}, longest first. A resource is "compute", "hbm", or "network" with a
+        mesh axis. If mesh axes share links, `bound` also has "network, shared links", the time for
+        which the busiest links are needed.
     """
 
     seconds: float
@@ -166,7 +165,7 @@ def intermediate_bytes_per_token(m: ModelConfig, experts: bool = True) -> float:
 
     Args:
       m: the model.
-      experts: whether the operands of the MLP, or of the experts in its place, count.
+      experts: whether to count the operands of the MLP, or of the experts that replace the MLP.
     """
     mixer = 3 * (
         m.linear_num_key_heads * m.linear_key_head_dim

@@ -67,10 +67,11 @@ class Plan:
     """The prediction for one configuration on one slice. Bytes, FLOPs and seconds are for one
     device and one step.
 
-    A plan for a TPU that needs at most the share NEAR more than the usable memory has all
-    predictions. If a program needs more, the only predictions are `needed_hbm_bytes`, `usable_hbm`
-    and `failure_reason`. If the compiler gives another error or ends its process, `failed` is true
-    and there is only `failure_reason`.
+    If the compiler refuses a program that needs too much memory, the plan has all predictions only
+    on a TPU, and only if the program needs at most (1 + NEAR) times the usable memory. For any
+    other refused program, the only predictions are `needed_hbm_bytes`, `usable_hbm` and
+    `failure_reason`. If the compilation fails for another reason than memory, or ends its process,
+    `failed` is true and the plan has only `failure_reason`.
 
     Attributes:
       config_name: name of the configuration.
@@ -97,13 +98,13 @@ class Plan:
       collectives: the collectives of the program that send data.
       slice_traffic: the traffic between slices; None if there is one slice.
       expert_skew: σ of the experts' popularity that the cost model "calibrated" assumes.
-      expert_load: the load of the experts that follows from it; None if the program has no kernels
-        of experts.
+      expert_load: the load of the experts that follows from `expert_skew`; None if the program has
+        no kernels of experts.
       loops_of_unknown_length: names of loops that count as if they ran once, because the program
         does not state how often they run. The cost model "calibrated" counts the loops of the
         experts as often as `expert_load` says.
-      kernels_of_unknown_cost: names of kernels whose FLOPs or cycles are unknown. If there are any,
-        `mfu` is None.
+      kernels_of_unknown_cost: names of kernels whose FLOPs or cycles are unknown. If there are such
+        kernels, `mfu` is None.
       compiler_options: the options that training gives the compiler, name → value.
     """
 
@@ -326,10 +327,11 @@ def make_plan(
     Args:
       config: the configuration of the run.
       topology: the devices.
-      optimization_level: the compiler's optimization level. "" is the default, which training uses.
-        "O1" compiles faster. Both levels partition the program and plan its memory in the same way,
-        so the predictions of memory and network are the same. The predicted times differ, because
-        "O1" keeps no arrays in VMEM between fusions and optimizes the code of each fusion less.
+      optimization_level: the compiler's optimization level; "" means the default level, which
+        training uses. "O1" compiles faster. The default and "O1" partition the program and plan its
+        memory in the same way, so their predictions of memory and network are the same. The
+        predicted times differ, because "O1" keeps no arrays in VMEM between fusions and optimizes
+        the code of each fusion less.
       dump_folder: the folder into which the compiler writes its schedules
         (`schedule.enable_schedule_dump`), and this function the compiled program. None means that
         no schedules are read.
@@ -411,9 +413,9 @@ def make_plan(
 def reestimate_plan(
     plan: Plan, config: Config, topology: Topology, dump_folder: str | pathlib.Path
 ) -> Plan:
-    """Returns `plan`, which `make_plan` made of `config`, with estimates that the cost models make
-    now from the program and the schedules in `dump_folder`. Nothing is compiled. If the step of the
-    plan was not compiled (`plan.memory` is None), there is nothing to estimate.
+    """Returns `plan`, which `make_plan` made for `config`, with new estimates: the cost models make
+    them from the program and the schedules in `dump_folder`. Nothing is compiled. If the step of
+    the plan was not compiled (`plan.memory` is None), there is nothing to estimate.
     """
     plan = dataclasses.replace(plan, topology=topology)
     if not plan.memory:
@@ -451,7 +453,7 @@ def _plan_with_estimates(
 def _slice_traffic(
     config: Config, topology: Topology, mesh: jax.sharding.Mesh, memory: Memory
 ) -> SliceTraffic | None:
-    """Returns the traffic between the slices of the mesh; None if it has one."""
+    """Returns the traffic between the slices of the mesh; None if the mesh has one slice."""
     if mesh.shape[SLICE] == 1:
         return None
     stored = memory.parameters / 4  # parameters are float32
@@ -517,7 +519,7 @@ def used_cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:
 
 def needed_and_usable_bytes(message: str) -> tuple[float, float]:
     """Reads (bytes needed, bytes usable) from the compiler's error message. Returns zeros if the
-    message does not contain them.
+    message does not contain the two numbers.
     """
     for pattern in (
         r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",

@@ -2,30 +2,32 @@
 and the time of a collective from the links of the torus.
 
 A computation lists its instructions in the order in which the compiler starts them. The prediction
-goes through these instructions one after another:
+goes through the instructions of a computation one after another:
 
 - An instruction takes max(FLOPs / peak, HBM bytes / bandwidth).
 - A kernel also takes at least the cycles of the schedule that the compiler made of it
   (`schedule.py`). If there is no schedule of a gated delta rule kernel, its cycles come from a
   table (`_CYCLES`). A kernel's HBM bytes are the number that the kernel states, or else the bytes
   of its blocks times the number of grid steps.
-- In the cost model "schedule", every instruction takes at least the cycles of its schedule. These
-  cycles include work that FLOPs do not show: the vector unit, products that do not fill the matrix
-  unit, sorts and scatters. In the cost model "roofline", only kernels take at least the cycles of
-  their schedules. The cost model "calibrated" replaces the peak rates by measured ones, and counts
-  much of what the other two leave out (`calibrated.py`).
+- In the cost model "schedule", every instruction takes at least the cycles of its schedule. The
+  cycles of a schedule include work that FLOPs do not show: the vector unit, products that do not
+  fill the matrix unit, sorts and scatters. In the cost model "roofline", only kernels take at least
+  the cycles of their schedules. The cost model "calibrated" replaces the peak rates by measured
+  ones, and counts many costs that "schedule" and "roofline" leave out (`calibrated.py`).
 - A collective takes the time in which the links along its mesh axes carry its bytes, at their peak
   rate and with all links in use (`Network`). A permutation takes the time of its busiest link.
-- The compiler may split a collective into a start and an end. Such a collective overlaps with the
+- The compiler may split a collective into a start and an end. A split collective overlaps with the
   instructions between its start and its end; at its end the device waits until the collective has
-  finished. During any other collective the device does nothing else. Collectives over the same axes
-  run one after another.
+  finished. During a collective that is not split, the device does nothing else. Collectives over
+  the same axes run one after another.
 - A fusion that contains a collective takes as long as the collective or as the rest of the fusion,
   whichever is longer.
-- Copies between HBM and VMEM that the compiler starts early overlap in the same way.
-- Between slices the program sends data to the host and receives a result from it. Both overlap with
-  the instructions in between, and take the time that their bytes need on the network between
-  slices, at its peak.
+- Copies between HBM and VMEM that the compiler starts early overlap with the instructions between
+  their start and their end, too.
+- For a collective between slices, the program sends data to the host and later receives the result
+  from the host. The collective overlaps with the instructions between the `send` and the end of the
+  `recv`, and takes the time that its bytes need on the network between slices, at the network's
+  peak rate.
 - A loop takes the time of its body times the number of its trips.
 
 The cost models "schedule" and "roofline" leave out the latency of collectives, launches and small
@@ -90,7 +92,7 @@ class Estimate(NamedTuple):
 
 class FunctionCost(NamedTuple):
     """The cost of the instructions compiled from the code of one function, in one run of the
-    program on one device. (The planner's JSON contains the fields under these names.)
+    program on one device. (In the planner's JSON, the fields have the same names.)
     """
 
     seconds: float
@@ -265,7 +267,9 @@ class Simulation:
     def _run_collective(
         self, timeline: Timeline, computation: Computation, instruction: Instruction, source: str
     ) -> None:
-        """Runs a collective, or starts it if the instruction is the start of one."""
+        """Runs a collective, or starts it if the instruction is the start of an asynchronous
+        collective.
+        """
         resource, seconds = self._collective_resource_and_seconds(computation, instruction)
         if instruction.opcode.endswith("-start"):
             timeline.start_transfer(instruction.name, seconds, resource, source)
@@ -280,7 +284,9 @@ class Simulation:
         resource: str,
         source: str,
     ) -> None:
-        """Starts a computation that runs beside the instructions until its end."""
+        """Starts an asynchronous computation, which overlaps with the instructions until its end
+        instruction.
+        """
         timeline.start_transfer(instruction.name, seconds, resource, source)
 
     def _start_async_copy(
@@ -394,13 +400,13 @@ def _delta_rule_seconds(computation: Computation, instruction: Instruction, chip
 class Network:
     """Computes the time of collectives on the links of a TPU slice, at the links' peak rates.
 
-    A "group" is a set of devices that take part in one collective. If its chips form a ring along
-    one dimension of the torus, it sends in both directions, at twice a link's rate. If the
-    dimension does not close to a ring, or the group has only a part of the dimension, its chips
-    form a line, which sends at a link's rate. A group that spans several dimensions uses the links
-    of all of them. If the neighbours in a group are s chips apart, s groups share the links, and
-    each gets 1/s of the rate. The two devices of a TPU7x chip share the chip's links, and exchange
-    data with each other over a faster link.
+    A "group" is a set of devices that take part in one collective. If the chips of a group form a
+    ring along one dimension of the torus, the group sends in both directions, at twice a link's
+    rate. If the dimension does not close to a ring, or the group has only a part of the dimension,
+    the chips of the group form a line, which sends at a link's rate. A group that spans several
+    dimensions uses the links of all of them. If the neighbours in a group are s chips apart, s
+    groups share the links, and each gets 1/s of the rate. The two devices of a TPU7x chip share the
+    chip's links, and exchange data with each other over a faster link.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh, chip: Chip, shape: tuple[int, ...]):
@@ -425,8 +431,8 @@ class Network:
 
         Args:
           collective: the collective.
-          instruction: the instruction of the collective. It is read only for a permutation, and may
-            be None for any other collective.
+          instruction: the instruction of the collective, which is read only for a permutation; it
+            may be None for any other collective.
         """
         if not collective.sent_bytes:
             return 0.0
@@ -452,7 +458,7 @@ class Network:
         return self._seconds_within_slice(collective, spans, sharing)
 
     def _slices_spanned(self, axes: tuple[str, ...]) -> int:
-        """Returns the number of slices over which a group along these mesh axes extends."""
+        """Returns the number of slices over which a group along the mesh axes `axes` extends."""
         index = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
         return len(np.unique(self.slices[index]))
 
@@ -483,9 +489,9 @@ class Network:
         return sent / (links * self.chip.link_bandwidth)
 
     def _torus_spans_and_sharing(self, axes: tuple[str, ...]) -> tuple[list["_TorusSpan"], float]:
-        """Returns the dimensions of the torus that a group along these mesh axes spans, and the
-        factor by which sharing the chip's links multiplies the bytes of a device: 2 if the two
-        devices of a chip belong to different groups, else 1.
+        """Returns the dimensions of the torus that a group along the mesh axes `axes` spans, and a
+        factor for the bytes of a device: 2 if the two devices of a chip belong to different groups,
+        which share the chip's links; otherwise 1.
         """
         index = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
         coordinates = self.coordinates[index].reshape(-1, len(self.shape))
@@ -505,7 +511,7 @@ class Network:
         direction (half a transfer counts 0.5); 0 if no transfer leaves its chip.
 
         A transfer goes along one dimension of the torus after another, in a ring always the shorter
-        way round. If both ways are equally long, half of the data goes each way.
+        way round. If both ways round a ring are equally long, half of the data goes each way.
 
         Args:
           pairs: [n, 2] positions of sources and targets in the mesh.

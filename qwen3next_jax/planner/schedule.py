@@ -3,10 +3,10 @@ cycles that they take, and the bytes that they copy.
 
 The compiler can write the final instruction bundles (VLIW instructions) of each kernel and fusion
 to text files. The chip issues at most one bundle per cycle, so the number of bundles in a loop
-times the number of its trips is a lower bound of the loop's cycles, if every trip issues them all.
-A trip may skip bundles: a product goes through its contracted dimension in steps, and writes its
-result in the last of them. `count_skipped_bundles` counts these bundles, and their number is
-subtracted.
+times the number of its trips is a lower bound of the loop's cycles, if every trip issues all
+bundles. A trip may skip bundles: a product goes through its contracted dimension in steps, and
+writes its result in the last step. `count_skipped_bundles` counts the skipped bundles, and their
+number is subtracted.
 """
 
 import math
@@ -29,7 +29,7 @@ class Schedule(NamedTuple):
       copied_bytes: bytes that a kernel would copy between HBM and VMEM if every grid step copied
         the blocks of all operands. (A real kernel does not copy a block again that stays the same.)
       states_all_trips: whether the compiler states the number of trips of every loop with matrix
-        work. If not, `cycles` is too small.
+        work. If `states_all_trips` is false, `cycles` is too small.
       cores: number of cores that share the work; `cycles` are the cycles of one core.
     """
 
@@ -57,8 +57,8 @@ class Loop(NamedTuple):
 
 
 def enable_schedule_dump(folder: str | pathlib.Path) -> None:
-    """Makes the compiler write its final bundles into `folder`. Call it before libtpu is loaded,
-    because libtpu reads these options only once.
+    """Makes the compiler write its final bundles into `folder`. Call this function before libtpu is
+    loaded, because libtpu reads its options only once.
     """
     options = (
         f"--xla_jf_dump_to={folder}",
@@ -75,7 +75,7 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
 
     Returns:
       {name of an instruction: its schedule}. The compiler writes the schedule of only one of
-      several equal instructions; the result has this schedule for each of them.
+      several equal instructions; the result has this schedule for each of the equal instructions.
     """
     schedules: dict[str, Schedule] = {}
     for path in pathlib.Path(folder).glob("*final_bundles.txt"):
@@ -178,12 +178,13 @@ def read_loops(text: str) -> tuple[list[Loop], int]:
 
 
 def count_skipped_bundles(text: str, loops: list[Loop]) -> float:
-    """Returns the number of bundles that `count_cycles` counts and that a run does not issue,
-    because a jump skips them unless a loop's index has its last value.
+    """Returns the number of bundles that `count_cycles` counts although a run does not issue them:
+    a jump skips these bundles unless a loop's index has its last value.
 
     A skipped part counts only if the predicate of its jump compares one or several indices with
-    constants, because only then does the text say how often the part runs. If a part runs where the
-    index is 7, the loop over this index has at least 8 steps, so the part runs in at most one of 8.
+    constants, because only then does the text say how often the part runs. If a part runs only
+    where an index is 7, the loop over this index has at least 8 steps, so the part runs in at most
+    one of 8 steps.
     """
     skipped = 0.0
     for start, end, share in _parts_that_jumps_skip(text):
@@ -198,9 +199,9 @@ def count_skipped_bundles(text: str, loops: list[Loop]) -> float:
 
 
 def _parts_that_jumps_skip(text: str) -> list[tuple[int, int, float]]:
-    """Returns, for each part of a schedule that a jump skips unless indices have their last values
-    and that has no matrix-unit instruction: the address of its first bundle, the address after its
-    last one, and the largest share of the steps in which it can run.
+    """Finds the parts of a schedule that have no matrix-unit instruction and that a jump skips
+    unless indices have their last values. Returns for each part the address of its first bundle,
+    the address after its last bundle, and the largest share of the steps in which it can run.
     """
     delay = 5  # a jump takes effect after the four bundles behind it
     address, starts, jumps, matrix = 0, {}, [], []

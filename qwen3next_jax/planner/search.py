@@ -133,9 +133,9 @@ def rank_candidates(
 ) -> list[Candidate]:
     """Ranks every combination of mesh, batch size, remat policy and number of micro-batches.
 
-    The list begins with the candidates that should fit in memory, sorted by seconds per token. It
-    has only the fastest one for each mesh and batch size, because each compilation takes minutes.
-    All candidates that should not fit follow, sorted by bytes.
+    The list begins with the candidates that should fit in memory, sorted by seconds per token. Of
+    the fitting candidates with the same mesh and batch size, the list has only the fastest, because
+    each compilation takes minutes. All candidates that should not fit follow, sorted by bytes.
 
     Args:
       model: the model.
@@ -173,9 +173,10 @@ def rank_candidates(
 
 
 def candidates_to_compile(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Returns the candidates that a search compiles, in the order of `fitting`: the first with each
-    size of the axis `expert` in EXPERT_SIZES without tensor parallelism, and then the first of the
-    others. The formulas are too rough to decide between expert parallelism and FSDP alone.
+    """Returns the candidates that a search compiles, at most `count`, in the order of `fitting`.
+    For each size of the axis `expert` in EXPERT_SIZES, the function takes the first candidate
+    without tensor parallelism, and then the first of the remaining candidates. The formulas are too
+    rough to decide between expert parallelism and FSDP alone.
     """
     first: dict[int, int] = {}
     for i, candidate in enumerate(fitting):
@@ -256,11 +257,12 @@ def estimated_hbm_bytes(
     parallel: ParallelConfig = ParallelConfig(),
     optimizer: OptimizerConfig = OptimizerConfig(),
 ) -> float:
-    """Returns the estimated bytes of HBM that one device needs: the parameters with the optimizer's
-    state and the gradients, and what is needed beside them either by the forward and backward pass
-    or, if that is more, by the update with Muon. The pass needs the saved activations; the gathered
-    embedding and head with their gradients; and the arrays that are needed while one period of
-    layers is computed, which are its gathered weights and the activations of one layer.
+    """Returns the estimated bytes of HBM that one device needs: the bytes of the parameters, the
+    optimizer's state and the gradients, plus the temporary bytes of the forward and backward pass
+    or of the update with Muon, whichever are more. The forward and backward pass needs the saved
+    activations; the gathered embedding and head with their gradients; and the arrays that are
+    needed while one period of layers is computed, which are its gathered weights and the
+    activations of one layer.
     """
     tokens = _micro_batch_tokens(train, mesh)
     in_moments, in_update = _optimizer_bytes_per_parameter(m, optimizer)
@@ -284,9 +286,9 @@ def estimated_hbm_bytes(
 def _optimizer_bytes_per_parameter(
     m: ModelConfig, optimizer: OptimizerConfig
 ) -> tuple[float, float]:
-    """Returns the bytes of a parameter, on average over the model, that an optimizer keeps
-    (its moments), and that it needs during its update. AdamW has two moments: the mean of the
-    gradients and the mean of their squares. Muon has the first moment for each matrix, and both
+    """Returns two averages over the model, in bytes per parameter: the bytes that an optimizer
+    keeps (its moments), and the temporary bytes of its update. AdamW has two moments: the mean of
+    the gradients and the mean of their squares. Muon has the first moment for each matrix, and both
     moments for all other parameters.
     """
     mean = 2.0 if optimizer.mean_dtype == "bfloat16" else 4.0
@@ -328,8 +330,8 @@ def _saved_activation_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig
 
 def _gathers_all_rows_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bool:
     """Returns whether each device gathers the rows of all shards of the axis `expert` at once, not
-    in chunks. If it does, a remat policy can save the gathered rows. Returns False if there is
-    nothing to gather.
+    in chunks. A remat policy can save the gathered rows only if the result is True. Returns False
+    if there is nothing to gather.
     """
     n = mesh.expert
     tokens = int(_micro_batch_tokens(train, mesh))
@@ -343,13 +345,13 @@ def _gathers_all_rows_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConf
 def estimated_step_seconds(
     m: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
 ) -> float:
-    """Returns the estimated seconds of a step. They are the sum of three times: the time of the
-    matrix products at realistic rates, the time of writing and reading the saved activations (with
-    "offload" also on the link from the host, because the backward pass waits for a layer's input),
-    and the time of the network traffic that does not overlap with compute. If the time of all
-    network traffic is longer than this sum, the step takes that time. Traffic takes the links that
-    the mesh axes have on the torus (`roofline.Network`); axes that lie along the same dimension
-    share them.
+    """Returns the estimated seconds of a step. The estimate is the sum of three times: the time of
+    the matrix products at realistic rates, the time of writing and reading the saved activations
+    (with "offload" also on the link from the host, because the backward pass waits for a layer's
+    input), and the time of the network traffic that does not overlap with compute. If the time of
+    all network traffic is longer than the sum of the three times, the estimate is the time of all
+    network traffic. Traffic takes the links that the mesh axes have on the torus
+    (`roofline.Network`); axes that lie along the same dimension share its links.
     """
     chip = topology.chip
     tokens = _micro_batch_tokens(train, mesh)

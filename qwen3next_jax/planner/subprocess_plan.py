@@ -82,8 +82,8 @@ def make_plan_in_subprocess(
 
 def _failure_reason(code: int, text: str) -> str:
     """Returns the reason why a process ended without an answer. If the process ended with an exit
-    code, it also prints `text`, because then Python raised an exception and the mistake is in the
-    planner, not in the compiler.
+    code, Python raised an exception: the mistake is in the planner, not in the compiler, so the
+    function also prints `text`.
 
     Args:
       code: the exit code of the process, or -n if signal n ended it.

@@ -75,8 +75,9 @@ class Topology(NamedTuple):
 
 
 def describe_topology(name: str, slices: int = 1) -> Topology:
-    """Returns the topology with the given name. For a TPU, call it before anything else loads
-    libtpu in this process, because libtpu reads environment variables that this function sets.
+    """Returns the topology with the given name. For a TPU, call this function before anything else
+    loads libtpu in this process, because libtpu reads environment variables that this function
+    sets.
 
     Args:
       name: CHIP:GRID for a TPU slice, such as "v5p:8x8x8", or CHIP:HOSTSxGPUS for GPUs, such as
@@ -84,8 +85,8 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
       slices: number of TPU slices of this shape, between which there is a slower network.
 
     Raises:
-      UserError: there is no such chip or grid (the message lists the existing ones), or the
-        compiler is not installed.
+      UserError: there is no such chip or grid (the message lists the chips or grids that exist), or
+        the compiler is not installed.
     """
     chip, _, grid = name.partition(":")
     known = _known_grids_text(chip)

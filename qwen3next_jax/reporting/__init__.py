@@ -1,3 +1,3 @@
 """Writes the report about runs, report.html: reads the events of metrics.jsonl, reduces them to
-series of few points, and draws charts. It needs neither JAX nor a network.
+series of few points, and draws charts. This package needs neither JAX nor a network.
 """

@@ -1,6 +1,6 @@
-"""Draws the architecture of a model as an SVG file. The left column shows all layers; beside it, a
-panel for each kind of layer lists the parameters of one such layer. The colours adapt to a light or
-dark page.
+"""Draws the architecture of a model as an SVG file. The left column shows all layers. Beside this
+column, each kind of layer has a panel, which lists the parameters of one layer of the kind. The
+colours adapt to a light or dark page.
 """
 
 import html

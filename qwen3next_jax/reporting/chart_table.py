@@ -31,11 +31,11 @@ class Quantity(NamedTuple):
       label: the name of the number in the chart's legend.
       event_kind: the kind of the events that record the number, such as "train".
       event_field: the field of these events that holds the number.
-      each_mtp_depth: whether each depth of multi-token prediction has such a number. `{depth}` in
-        `event_field` then stands for the depth, and `{target}` in `label` for the token that this
-        depth predicts.
-      each_source: whether each source of the data has such a number. `{source}` in `event_field`
-        and in `label` then stands for the source.
+      each_mtp_depth: whether each depth of multi-token prediction has its own number. If
+        `each_mtp_depth` is true, `{depth}` in `event_field` stands for the depth, and `{target}` in
+        `label` for the token that this depth predicts.
+      each_source: whether each source of the data has its own number. If `each_source` is true,
+        `{source}` in `event_field` and in `label` stands for the source.
       also_parameter_average: whether the chart also shows the same number for the moving average of
         the parameters (train.ema), if a run has measured it.
     """
@@ -65,7 +65,7 @@ class Chart:
       from_zero: whether the y axis starts at 0.
       fit_y_to_late_values: whether the y axis fits only the values after the first steps.
       reference_lines: (label, y) of horizontal lines. If `line_for_each` is "quantity", the chart
-        shows at most as many of these lines as it has quantities.
+        shows at most as many reference lines as it has quantities.
       note: a sentence under the title.
     """
 
@@ -326,8 +326,8 @@ ATTENTION = (
 
 def evaluation_charts(runs: Sequence[Run]) -> list[Chart]:
     """Returns a chart for each metric of each evaluation in `eval.suites`, except for metrics with
-    the unit "count". The quantities of these charts have the event kind "suite NAME" with the name
-    of the evaluation; `run_charts` groups the events of a run by these kinds.
+    the unit "count". The quantities of the evaluation NAME have the event kind "suite NAME";
+    `run_charts` groups the "suite" events of a run by the names of the evaluations.
     """
     # (evaluation, kind of number) → {name of the number: one of its values}
     measured: dict[tuple[str, str], dict[str, MetricValue]] = {}
@@ -359,7 +359,8 @@ def expand_quantities(chart: Chart, runs: Sequence[Run]) -> list[Quantity]:
     """Returns the quantities of a chart whose `line_for_each` is "quantity". A quantity of each
     depth of multi-token prediction or of each data source becomes one quantity per depth or source
     that the runs have recorded. If a run has evaluated the average of its parameters, a quantity
-    with `also_parameter_average` becomes two.
+    with `also_parameter_average` becomes two quantities: one of the parameters, and one of their
+    average.
     """
     found = []
     for quantity in chart.quantities:

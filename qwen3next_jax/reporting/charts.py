@@ -1,9 +1,10 @@
 """Functions that draw charts. Each function takes data and returns HTML: one <figure> with an
 inline SVG.
 
-The page that contains a chart must include page.css, which colours it, and page.js, which shows its
-values under the pointer, offers them as CSV, and draws line charts again when the reader asks for a
-logarithmic axis, smoothing or other runs; `page.html_document` makes such a page.
+A page with charts must include page.css, which colours the charts, and page.js. The script page.js
+shows the values of a chart under the pointer, offers them as CSV, and draws a line chart again when
+the reader asks for a logarithmic axis, smoothing or other runs. `page.html_document` makes a page
+that includes both files.
 """
 
 import base64
@@ -41,8 +42,8 @@ class Line:
       y: a number for each x; NaN leaves a gap.
       band_low, band_high: the edges of a band around y, or None for no band.
       colour_index: the index of one of the colours --series-0 … of page.css.
-      gradient_position: a number from 0 to 1, such as the relative depth of a layer. It chooses one
-        of the colours --depth-0 … of page.css; None: `colour_index` chooses the colour.
+      gradient_position: a number from 0 to 1, such as the relative depth of a layer, which chooses
+        one of the colours --depth-0 … of page.css; None: `colour_index` chooses the colour.
       dash_index: the index of the line's dash pattern in DASHES.
       dots: whether the points are marked.
       joined: whether a line joins the points.
@@ -83,7 +84,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A linear or logarithmic scale. It maps the values from `low` to `high` to the coordinates
+    """A linear or logarithmic scale, which maps the values from `low` to `high` to the coordinates
     from `svg_begin` to `svg_end`, in SVG units. If `whole_ticks` is true, all ticks are whole
     numbers.
     """
@@ -138,8 +139,8 @@ def line_chart(
       log_y: whether the y axis is logarithmic.
       log_x: whether the x axis is logarithmic; every x is then positive.
       from_zero: whether the y axis starts at 0.
-      fit_y_to_late_values: whether the y axis fits only the values after the first 3 % of x. Larger
-        values are cut off, and the note says so.
+      fit_y_to_late_values: whether the y axis fits only the values after the first 3 % of x. If
+        earlier values lie above the axis, they are cut off, and the note says so.
       reference_lines: (label, y) of dashed horizontal lines, such as published values.
       marks: (x, text, kind) of vertical lines; the kind, "fault" or "stage", gives their colour.
       note: a sentence under the title.
@@ -209,7 +210,7 @@ def line_chart(
 
 
 def _line_for_page_script(line: Line) -> dict:
-    """Returns the data of a line with which page.js shows values and draws the line again."""
+    """Returns the data with which page.js shows the values of a line and draws the line again."""
     data = {"label": line.label, "colour": line.css_colour, "x": _rounded_for_json(line.x, 9)}
     data["y"] = _rounded_for_json(line.y)
     if _largest_band_height(line) > 0:
@@ -244,8 +245,8 @@ def heatmap(
     Args:
       rows: the names of the rows.
       columns: the names of the columns, or increasing whole numbers.
-      diverging: whether the values are ratios. If so, the colour scale is logarithmic from 1/4 to 4
-        with 1 in the middle, and zeros are black.
+      diverging: whether the values are ratios. The colour scale of ratios is logarithmic from 1/4
+        to 4 with 1 in the middle, and zeros are black.
       log: whether the colour scale is logarithmic, for values that are not ratios.
       run: the index of the run that the figure is about, on a page of several runs; None: no run.
     """

@@ -53,9 +53,9 @@ MAX_SAMPLES = 12  # sampled texts on the page; metrics.jsonl has all of them
 
 
 def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> list[str]:
-    """Writes the report of the runs in `workdirs` to the file `out`, atomically. Returns a sentence
-    for each thing that the report cannot show or compare, and for two runs a sentence with the
-    effective speed-up.
+    """Writes the report of the runs in `workdirs` to the file `out`, atomically. Returns sentences:
+    one for each thing that the report cannot show or compare and, if there are exactly two runs,
+    one with the effective speed-up.
 
     Raises:
       UserError: a folder contains no run, or a run that has recorded nothing.
@@ -145,8 +145,8 @@ def _section_id(name: str) -> str:
 
 
 def _with_distinct_names(runs: Sequence[Run]) -> list[Run]:
-    """Returns the runs. If several runs have the same name, the names of the second and later ones
-    get a number.
+    """Returns the runs. If several runs have the same name, a number is appended to the name of
+    each of these runs except the first.
     """
     seen: dict[str, int] = {}
     result = []
@@ -162,8 +162,9 @@ def _with_distinct_names(runs: Sequence[Run]) -> list[Run]:
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
-    """Returns the line under the title. For one run it names the devices, the version of JAX, the
-    commit and the stages; for several runs it gives the number of runs.
+    """Returns the line under the title. On the page of one run, the line names the devices, the
+    version of JAX, the commit and the stages. On the page of several runs, it gives the number of
+    runs.
     """
     if len(runs) > 1:
         return f"{len(runs)} runs; times are of each run's own start"
@@ -196,8 +197,8 @@ def _tiles_html(run: Run) -> str:
 
 def _runs_table_html(runs: Sequence[Run]) -> str:
     """Returns a table with a row for each run: its most important numbers and the settings in which
-    the runs differ. In this table the reader can select, search and sort the runs, and choose the
-    colours that they have in all charts (page.js).
+    the runs differ. In the table, the reader can select, search and sort the runs, and choose the
+    colour that each run has in all charts (page.js).
     """
     longest = max((spans[-1][1] for run in runs if (spans := wall_time_spans(run))), default=0.0)
     steps = _last_common_steps(runs)
@@ -292,9 +293,9 @@ def comparison_warnings(runs: Sequence[Run]) -> list[str]:
 
 
 def _learning_rate_warnings(runs: Sequence[Run]) -> list[str]:
-    """Returns a sentence if the runs have different learning rates at the step whose training
-    losses the table compares; otherwise []. The rates can differ because a learning-rate schedule
-    depends on `train.steps`.
+    """If the table compares training losses at a step at which the runs have different learning
+    rates, returns a list with one sentence, which says so; otherwise []. The learning rates of two
+    runs at the same step can differ because a learning-rate schedule depends on `train.steps`.
     """
     step = _last_common_steps(runs).get(("train", "loss"))
     rates = (
@@ -312,8 +313,8 @@ def _learning_rate_warnings(runs: Sequence[Run]) -> list[str]:
 def _last_common_steps(runs: Sequence[Run]) -> dict[tuple[str, str], int]:
     """Returns the steps at which the table compares runs of different lengths: (kind of event, name
     of a metric) → the last step at which all runs that recorded the metric have a value. A metric
-    is left out if all runs have their newest value at the same step, or if no step is common to
-    them.
+    is left out if all runs have their newest value at the same step, or if there is no step at
+    which all of them have a value.
     """
     found = {}
     for kind, name in COMPARED:
@@ -339,8 +340,8 @@ def _headline_numbers(
     Args:
       unit: the unit of the wall time and the length of this unit in seconds; None: a text with
         several units, such as "2 d 3 h 5 min".
-      steps: (kind of event, name of a metric) → a step. The result has the value of the metric at
-        this step, too.
+      steps: (kind of event, name of a metric) → a step. For each metric in `steps`, the result also
+        has the value at the given step.
     """
     spans = wall_time_spans(run)
     faults_of_run = faults_and_restarts(run)
@@ -398,7 +399,7 @@ def _duration_text(seconds: float) -> str:
 
 def _samples_html(runs: Sequence[Run]) -> str:
     """Returns HTML with at most MAX_SAMPLES sampled texts of each run, chosen at equal distances.
-    The newest text comes first; the page hides the others until the reader unfolds them.
+    The newest text comes first; the page hides the older texts until the reader unfolds them.
     """
     parts = []
     for r, run in enumerate(runs):
@@ -458,8 +459,8 @@ def _bad_records_html(runs: Sequence[Run]) -> str:
 
 
 def _operators_html(runs: Sequence[Run]) -> str:
-    """Returns a table of the implementation that has run each operator since the run's newest
-    start, and the reason for this choice; "" if no run has recorded implementations.
+    """Returns a table that says which implementation has run each operator since the run's newest
+    start, and why this implementation was chosen; "" if no run has recorded implementations.
     """
     rows = [
         [
@@ -507,8 +508,9 @@ def _setting_text(value: Any) -> str:
 
 
 def _shorten_repeated_names(names: Sequence[str]) -> str:
-    """Returns a list of names, such as the kinds of all layers, as a short text that counts
-    repeats: "3 × a, b" for the names a, a, a, b; "2 × (3 × a, b)" if these four names come twice.
+    """Returns a short text for a list of names, such as the kinds of all layers. The text counts
+    repeats: "3 × a, b" stands for the names a, a, a, b, and "2 × (3 × a, b)" for these four names
+    twice.
     """
     count = len(names)
     period = next(p for p in range(1, count + 1) if names == names[:p] * (count // p))

@@ -105,7 +105,7 @@ def _fault_and_stage_marks(run: Run) -> list[tuple[float, str, str]]:
 
 def _draw_over_steps(chart: Chart, runs: Sequence[Run], marks: Marks) -> str:
     """Draws the quantities of a chart, such as the loss, over steps. Returns "" if no run recorded
-    any of these quantities.
+    any quantity of the chart.
 
     If there is one run, each quantity has its own colour. If there are several runs, each run has
     its own colour, and each quantity its own dash pattern.
@@ -148,15 +148,15 @@ def _draw_over_steps(chart: Chart, runs: Sequence[Run], marks: Marks) -> str:
 
 
 def _most_points_per_line(runs: Sequence[Run]) -> int:
-    """Returns the largest number of points that a line may have. The number decreases with the
-    number of runs, so that the page of many runs stays small.
+    """Returns the largest number of points that a line may have. The more runs the page has, the
+    fewer points a line may have, so that the page of many runs stays small.
     """
     return min(POINTS, max(4 * POINTS // len(runs), 75))
 
 
 def _incomparable_note(quantities: Sequence[Quantity], runs: Sequence[Run]) -> str:
-    """Returns sentences that say why these quantities cannot be compared between the runs; "" if
-    they can.
+    """Returns sentences that say why the quantities of a chart cannot be compared between the runs;
+    "" if the quantities can be compared.
     """
     if len(runs) == 1:
         return ""
@@ -166,8 +166,8 @@ def _incomparable_note(quantities: Sequence[Quantity], runs: Sequence[Run]) -> s
 
 
 def _reason_keys_for_quantity(quantity: Quantity) -> set[str]:
-    """Returns which differences between runs make a quantity incomparable: a set with "tokenizer"
-    or "heldout", the keys of `incomparable_reasons`, or both.
+    """Returns the differences between runs that make a quantity incomparable, as a set of keys of
+    `incomparable_reasons`: "tokenizer", "heldout", both or neither.
     """
     name, is_of_suite = (
         quantity.event_field.partition("/")[0],
@@ -300,8 +300,8 @@ def _draw_newest_over_layers(chart: Chart, runs: Sequence[Run]) -> str:
 
 
 def _layer_labels(run: Run, count: int) -> list[str]:
-    """Returns a label for each of the `count` entries of a list over layers: `run.layer_names`; or
-    the numbers 0 … count - 1 if the run's settings give another number of layers.
+    """Returns a label for each of the `count` entries of a list over layers: `run.layer_names` if
+    there are `count` names, otherwise the numbers 0 … count - 1.
     """
     return run.layer_names if len(run.layer_names) == count else [str(i) for i in range(count)]
 
@@ -356,8 +356,8 @@ def _title_with_run_name(title: str, run: Run, runs: Sequence[Run]) -> str:
 
 
 def _wall_time_charts(runs: Sequence[Run]) -> list[str]:
-    """Draws a chart for each run of how it used its wall time. All charts have the same unit of
-    time.
+    """For each run, draws a chart of the uses of the run's wall time. All charts have the same unit
+    of time.
     """
     spans_of_runs = [wall_time_spans(run) for run in runs]
     longest = max((spans[-1][1] for spans in spans_of_runs if spans), default=0.0)

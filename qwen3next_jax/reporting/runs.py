@@ -72,7 +72,8 @@ class Run:
         field "expert_load" keeps this field.
       events_by_kind: kind of event → the events of this kind, in the order they were written.
       tokenizer_identity: the fingerprint of the run's tokenizer, or the setting data.tokenizer if
-        the run recorded no fingerprint. Runs whose values differ have different tokenizers.
+        the run recorded no fingerprint. Runs with different values of `tokenizer_identity` have
+        different tokenizers.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Run:
 
     def field_names(self, kind: str, prefix: str) -> list[str]:
         """Returns, in sorted order, the names of fields that start with `prefix`, in events of
-        `kind`. Only the first and the last event of this kind are read.
+        `kind`. Only the first and the last event of `kind` are read.
         """
         events = self.events_by_kind.get(kind, ())
         names = {name for event in (*events[:1], *events[-1:]) for name in event}
@@ -110,8 +111,8 @@ class Run:
             distances are chosen.
 
         Returns:
-          Steps [N] and values [N, L]. A value is NaN if the layer has none. None if no event
-          records the quantity.
+          Steps [N] and values [N, L]. If a layer has no value in an event, the value is NaN. None
+          if no event records the quantity.
         """
         lists = [
             (event["step"], event[name])
@@ -130,7 +131,7 @@ class Run:
 
     def newest_value(self, kind: str, name: str, step: int | None = None) -> Any:
         """Returns the newest value of the field `name` in the events of `kind`; None if there is
-        none. If `step` is given, only the events of this step count.
+        none. If `step` is given, only the events at this step are searched.
         """
         for event in reversed(self.events_by_kind.get(kind, ())):
             if event.get(name) is not None and step in (None, event["step"]):
@@ -212,7 +213,7 @@ def downsample(x: np.ndarray, y: np.ndarray, points: int) -> Series:
 
     The range of x is divided into intervals. Each point of the result has the mean, the smallest
     and the largest of the finite values in one interval, so that no finite spike is lost. If an
-    interval has no finite value, these three numbers are NaN.
+    interval has no finite value, its mean, smallest and largest value are NaN.
 
     Args:
       x: [N]; each number is at least as large as the one before it.
@@ -257,7 +258,7 @@ class Span(NamedTuple):
 
 
 class _SpanRecorder:
-    """Collects spans of wall time, each of which begins at the end of the span before it."""
+    """Collects spans of wall time; each span begins where the previous span ends."""
 
     def __init__(self, start: float):
         self.spans: list[Span] = []
@@ -389,7 +390,7 @@ class IncomparableReason(NamedTuple):
 
 
 def incomparable_reasons(runs: Sequence[Run]) -> dict[str, IncomparableReason]:
-    """Returns the reasons why numbers of these runs cannot be compared. The result has the key
+    """Returns the reasons why numbers of the given runs cannot be compared. The result has the key
     "tokenizer" if the runs have different tokenizers, and the key "heldout" if the runs were
     evaluated on different text.
     """

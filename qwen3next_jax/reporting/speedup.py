@@ -12,17 +12,17 @@ law is fitted to the losses of each arm:
 ℓ is the loss of the worse arm at its largest budget. The speed-up is the compute that the baseline
 needs to reach ℓ, divided by the compute that the arm with the change needs. A speed-up of 2 means
 half the compute; a number below 1 means that the change slows training down. The better arm reaches
-ℓ between its own budgets, so no law is used beyond the budgets that were trained. 2509.02046 has
-another definition: it inverts the baseline's law at the loss of the other arm, which lies beyond
-the baseline's budgets. If the laws of both arms are the same up to a factor of compute, the two
-definitions agree at every loss.
+ℓ between its own budgets, so no law is used beyond the budgets that were trained. The paper
+2509.02046 inverts the baseline's law at the final loss of the other arm, which lies beyond the
+baseline's budgets. If a constant factor of compute turns the law of one arm into the law of the
+other, the definition of 2509.02046 and the definition here give the same speed-up at every loss.
 
-The interval over seeds reaches from the lowest to the highest speed-up of all pairs of a seed of
-the baseline and a seed of the arm. Assume that noise moves the log of the compute, with the same
-distribution in both arms. Then the interval misses the true speed-up only if the noise of every
-seed of one arm is larger than the noise of every seed of the other. With n and m seeds, the
-interval misses with the probability 2 n! m! / (n + m)!: 1/3 for two seeds of each arm, 1/10 for
-three, and 1/35 for four.
+The interval over seeds reaches from the lowest to the highest speed-up among all pairs (seed of the
+baseline, seed of the arm). If noise moves the log of the compute, with the same distribution in
+both arms, the interval misses the true speed-up only if the noise of every seed of one arm is
+larger than the noise of every seed of the other arm. With n seeds of one arm and m seeds of the
+other, the interval misses the true speed-up with the probability 2 n! m! / (n + m)!: 1/3 for two
+seeds of each arm, 1/10 for three, and 1/35 for four.
 
 Letters: S seeds, B budgets.
 """
@@ -61,8 +61,8 @@ class Arm:
     Attributes:
       name: the name of the arm.
       losses: [S, B], the loss at the end of every budget.
-      budgets_by_unit: unit → [S, B], the budgets in this unit, which is a key of UNITS. If a unit
-        was not measured, it is absent, or its budgets are NaN.
+      budgets_by_unit: unit → [S, B], the budgets in this unit, which is a key of UNITS. A unit that
+        was not measured is absent from `budgets_by_unit`, or its budgets are NaN.
       device_names: the devices on which the arm was trained, such as {"8 × TPU v5"}.
     """
 
@@ -79,8 +79,8 @@ class Law(NamedTuple):
       e, a, alpha: E, A and α.
       smallest_budget, largest_budget: the smallest and the largest budget of the fit.
       residual: the distance of the losses from the law, in the unit of the loss: the root of the
-        sum of squared residuals divided by max(B - 3, 1). With three budgets the residual is 0 if
-        constants exist with which the law meets the three losses exactly.
+        sum of squared residuals divided by max(B - 3, 1). With three budgets, the residual is 0 if
+        a law exists that meets the three losses exactly.
     """
 
     e: float
@@ -134,7 +134,9 @@ class SpeedUp(NamedTuple):
     misfit: float | None
 
     def __str__(self) -> str:
-        """Returns "1.43", or with seeds "1.43 (1.31 to 1.58)"."""
+        """Returns the factor as text, such as "1.43", or "1.43 (1.31 to 1.58)" if there is an
+        interval over seeds.
+        """
         if self.low is None:
             return f"{self.factor:.3g}"
         if self.low == 0 and self.high == math.inf:
@@ -343,7 +345,9 @@ def interval_confidence(seeds: tuple[int, int]) -> float:
 
 
 def compare_in_every_unit(baseline: Arm, arm: Arm) -> Comparison:
-    """Returns the speed-up of `arm` over `baseline` in every unit, or why there is none."""
+    """Returns, for every unit of compute, the speed-up of `arm` over `baseline`, or the reason why
+    there is no speed-up.
+    """
     found: dict[str, SpeedUp | str] = {}
     for unit in UNITS:
         try:
@@ -367,7 +371,8 @@ def arms_of_runs(baseline: Run, run: Run) -> tuple[str, Arm, Arm]:
       The name of the losses for readers, the arm of `baseline`, and the arm of `run`.
 
     Raises:
-      UserError: the runs cannot be compared, or a run has too few such evaluations.
+      UserError: the runs cannot be compared, or a run has too few held-out evaluations at its
+        highest learning rate.
     """
     reasons = incomparable_reasons((baseline, run))
     metric, title = "bits_per_byte", "Held-out bits per byte"
@@ -381,7 +386,9 @@ def arms_of_runs(baseline: Run, run: Run) -> tuple[str, Arm, Arm]:
 
 
 def speed_up_sentence_of_runs(baseline: Run, run: Run) -> str:
-    """Returns the speed-up of `run` over `baseline` as one sentence, or why there is none."""
+    """Returns one sentence: the speed-up of `run` over `baseline`, or the reason why there is no
+    speed-up.
+    """
     try:
         _, *arms = arms_of_runs(baseline, run)
     except UserError as error:
@@ -390,8 +397,8 @@ def speed_up_sentence_of_runs(baseline: Run, run: Run) -> str:
 
 
 def _arm_of_run(run: Run, metric: str) -> Arm:
-    """Returns the arm of a run: one seed, with the values of the field `metric` of its "heldout"
-    events as losses.
+    """Returns the arm of a run. The arm has one seed; its losses are the values of the field
+    `metric` of the run's "heldout" events.
     """
     train = [event for event in run.events_by_kind.get("train", ()) if _has_learning_rate(event)]
     rates = np.array([event["learning_rate"] for event in train], float)
@@ -475,7 +482,7 @@ def _median_flops_per_step(train: Sequence[Mapping]) -> float | None:
 
 
 def speed_up_sentence(comparison: Comparison) -> str:
-    """Returns the speed-up as one sentence, or why there is none."""
+    """Returns one sentence: the speed-up, or the reason why there is no speed-up."""
     told = {
         u: found for u, found in comparison.speed_ups_by_unit.items() if isinstance(found, SpeedUp)
     }

@@ -63,7 +63,7 @@ def check_points_can_run(sweep: Sweep) -> None:
 
     Raises:
       UserError: a point cannot run. The message lists every mistake, each with the first point that
-        has it.
+        has this mistake.
     """
     mistakes = Mistakes()
     for point in sweep.points:

@@ -23,7 +23,8 @@ class Costs(NamedTuple):
       flops_per_token: FLOPs of the forward and backward pass per token, averaged over all tokens of
         the run.
       cache_bytes_per_token: bytes that the attention cache of one sequence needs for each token.
-      state_bytes: bytes of the recurrent states of one sequence; they do not grow with its length.
+      state_bytes: bytes of the recurrent states of one sequence, which do not grow with the length
+        of the sequence.
     """
 
     parameters: int

@@ -25,8 +25,8 @@ class LocalFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[tuple[int, ...]]:
         """Holds the lock of the folder, and yields the file descriptors of the lock. The processes
-        of the points inherit them, so the folder stays locked as long as any of them runs, even if
-        this process is killed.
+        of the points inherit the descriptors, so the folder stays locked as long as one of these
+        processes runs, even if this process is killed.
 
         Raises:
           UserError: another runner holds the lock.

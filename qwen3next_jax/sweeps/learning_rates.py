@@ -1,5 +1,5 @@
 """Finds the best learning rate for each value on the x axis of a sweep, such as the width of the
-model, and how far the best learning rate moves along this axis.
+model, and measures how far the best learning rate moves along this axis.
 """
 
 import math
@@ -23,9 +23,9 @@ class BestRate(NamedTuple):
       mean_losses: [rates], the mean of the metric over the seeds.
       smallest_losses, largest_losses: [rates], the smallest and the largest metric of a seed.
       rate: the best learning rate, as `best_rate` defines it.
-      at_edge: whether the best is the lowest or the highest rate that was tried.
-      moved_sqrt2_steps: how many factors of √2 lie between the best rate at the first value of the
-        x axis and this one; positive if this one is higher.
+      at_edge: whether the best rate is the lowest or the highest rate that was tried.
+      moved_sqrt2_steps: the logarithm, to the base √2, of `rate` divided by the first best rate
+        along the x axis.
     """
 
     x_value: str
@@ -78,8 +78,8 @@ def best_rates_along_x(
     Returns:
       label → the best learning rate at every value of the x axis for which at least two rates were
       tried. The points of one label have the same values on all axes except the x axis, the
-      learning rate and the seeds. {} if the sweep has no axis `optimizer.learning_rate`, or if this
-      is the x axis.
+      learning rate and the seeds. {} if the sweep has no axis `optimizer.learning_rate`, or if the
+      learning rate is the x axis.
     """
     if AXIS not in sweep.axes or sweep.x_axis == AXIS:
         return {}

@@ -83,8 +83,9 @@ class Sweep:
         the settings of a point.
       axes: axis → the names of its values.
       x_axis: the axis whose values are the x axis of the report's charts.
-      match_widths_by: the setting `match` of the file: "parameters" or "flops", in which the MLP
-        widths make all points equal, or "".
+      match_widths_by: the entry `match` of the file: "parameters" or "flops" if the MLP widths are
+        chosen so that all points have the same number of parameters or of FLOPs per token,
+        otherwise "".
       points: every combination of the axes' values.
       override_sentences: a sentence for each setting of the file that --set replaces.
     """
@@ -106,8 +107,8 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
       changes: setting → the value of `--set`, which overrides the file's value at every point.
 
     Raises:
-      UserError: the file, an axis, or the configuration of a point is wrong. In the last case the
-        message names the point.
+      UserError: the file, an axis, or the configuration of a point (which the message then names)
+        is wrong.
     """
     record, changes = _read_sweep_file(find_user_or_shipped_file(path)), changes or {}
     base = load_config_file(find_user_or_shipped_file(record["base"]), f"{path}: base = ")
@@ -289,8 +290,8 @@ def _axis_of_setting(
     """Returns setting → the axis that gives the setting, as a text such as "axis 'width'".
 
     Raises:
-      UserError: two axes give the same setting. The report would show one value, but the point
-        would train with the other.
+      UserError: two axes give the same setting. A point would train with the value of only one of
+        the two axes, but the report would show the values of both.
     """
     sources: dict[str, str] = {}
     given = {
@@ -352,7 +353,7 @@ def _settings_of_ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
     """Returns the settings for a ratio of recurrent to full attention layers, such as "3:1".
 
     Raises:
-      UserError: the ratio has another form.
+      UserError: the ratio is not of the form "3:1".
     """
     found = re.fullmatch(r"(\d+):([01])", value)
     if not found or value == "0:0":
@@ -463,7 +464,7 @@ def _check_fits_command_line(name: str, value: Any, where: str) -> None:
 
 def _check_setting_exists(name: str, where: str, known: tuple[str, ...] = ()) -> None:
     """Raises UserError if there is no setting called `name`. The message may suggest the most
-    similar name of a setting or in `known`.
+    similar name among the settings and the names in `known`.
     """
     settings: Any = default_config()
     if not isinstance(name, str):

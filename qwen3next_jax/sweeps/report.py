@@ -132,9 +132,9 @@ def _findings_html(
 
 def _charts_html(sweep: Sweep, done: Sequence[PointResult]) -> str:
     """Returns one chart for each metric. If a metric was measured under several conditions
-    ("accuracy/8 pairs", "loss/64-127"), the chart has lines for each condition. The colour of a
-    line then shows the condition, and its dash pattern shows the values of all axes except the x
-    axis.
+    ("accuracy/8 pairs", "loss/64-127"), the chart has lines for each condition. In a chart of
+    several conditions, the colour of a line shows the condition, and the dash pattern shows the
+    values of all axes except the x axis.
     """
     kinds: dict[tuple[str, bool, Metric], list[tuple[str, str]]] = {}
     for name, metric in all_metrics(done).items():
@@ -255,7 +255,9 @@ def _learning_rate_section(
 
 
 def _learning_rate_chart(title: str, x: str, label: str, line: Sequence[BestRate]) -> str:
-    """Returns the chart of a metric over the learning rate, with a line for each value of x."""
+    """Returns the chart of a metric over the learning rate, with a line for each value on the x
+    axis of the sweep.
+    """
     return line_chart(
         title + (f" ({label})" if label else ""),
         [
@@ -278,8 +280,8 @@ def _learning_rate_chart(title: str, x: str, label: str, line: Sequence[BestRate
 
 
 def _cost_section(sweep: Sweep, results: Sequence[PointResult], done: Sequence[PointResult]) -> str:
-    """Returns the charts of the costs of the points, of their tokens per second, and of the main
-    metrics against the cache. A cost that is the same at all points has no chart.
+    """Returns charts of the costs and the tokens per second of all points, and of the main metrics
+    against the size of the cache. A cost that is the same at all points has no chart.
     """
     charts = []
     for name, text in COSTS.items():
@@ -409,7 +411,9 @@ def _points_table(sweep: Sweep, results: Sequence[PointResult]) -> str:
 
 
 def _point_cell(result: PointResult) -> str | LinkCell:
-    """Returns the name of a point. If its run has written a report, the name is a link to it."""
+    """Returns the name of a point. If the run of the point has written a report, the name is a link
+    to the report.
+    """
     name = result.point.name
     return (
         LinkCell(name, f"points/{urllib.parse.quote(name)}/report.html")

@@ -1,5 +1,5 @@
-"""Reads the results of a sweep's points from the folders of their runs, and writes findings, which
-say what values on the x axis are best.
+"""Reads the results of a sweep's points from the folders of their runs, and writes findings:
+sentences that say which values on the x axis are best.
 
 Every number comes from the metrics.jsonl of a run, or is computed from the run's configuration.
 """
@@ -267,9 +267,9 @@ def lines_along_x(
       values: (result, value of a metric or cost at its point).
 
     Returns:
-      label of a line → {name of a value on the x axis: the values of the points at this place, one
-      for each seed}. The points of a line have the same values on all axes except the x axis and
-      the axes of seeds; the label names these values.
+      label of a line → {name of a value on the x axis: the metric or cost of the points with this
+      value, one number for each seed}. The points of a line have the same values on all axes except
+      the x axis and the axes of seeds; the label names these values.
     """
     hidden = (sweep.x_axis, *seed_axes(sweep))
     lines: dict[str, dict[str, list[float]]] = {}
@@ -292,7 +292,7 @@ def all_metrics(results: Iterable[PointResult]) -> dict[str, Metric]:
 
 
 def main_metrics(results: Iterable[PointResult]) -> dict[str, Metric]:
-    """Returns name → declaration of the metrics by which points are compared: those that an
+    """Returns name → declaration of the metrics by which points are compared: the metrics that an
     evaluation declares as main. If a metric has a value under each of several conditions and also a
     value over all conditions, the result contains only the value over all conditions.
     """
@@ -326,10 +326,10 @@ def metric_title(name: str, metric: Metric) -> str:
 
 
 def finding_sentences(sweep: Sweep, results: Sequence[PointResult]) -> list[str]:
-    """Returns a finding for each main metric, over all held-out rows and over the rows of each data
-    source, and for each line of the metric's chart. A finding says which value on the x axis has
-    the best mean over the seeds, which other values have seeds that are as good as a seed of the
-    best value, and which values are worse at every seed.
+    """Returns findings: one for each line in the chart of each main metric, where the metric is
+    measured over all held-out rows or over the rows of one data source. A finding says which value
+    on the x axis has the best mean over the seeds, which other values have seeds that are as good
+    as a seed of the best value, and which values are worse at every seed.
     """
     x = sweep.x_axis.rpartition(".")[2]
     sentences = []

@@ -77,7 +77,7 @@ def one_line_commands(sweep: Sweep, workdir: pathlib.Path) -> list[str]:
     """Returns for every point the command that runs it, as one line for a shell.
 
     Raises:
-      UserError: a command has several lines, because a setting of its point has.
+      UserError: a command has several lines, because the value of a setting has several lines.
     """
     lines = [shell_command(sweep, point, workdir) for point in sweep.points]
     for point, line in zip(sweep.points, lines, strict=True):
@@ -240,7 +240,7 @@ class Runner:
         self.log(f"{point.name}: started" + (f" (start {start})" if start > 1 else ""))
 
     def _collect_ended(self) -> list[Point]:
-        """Removes the points whose processes have ended from `running`. Returns the points that
+        """Removes from `running` the points whose processes have ended. Returns the points that
         must be started again.
         """
         again = []
@@ -256,8 +256,8 @@ class Runner:
         return again
 
     def _must_restart(self, ended: _RunningPoint, code: int) -> bool:
-        """Returns whether the point must be started again. Logs how its process ended and, if the
-        point failed, stores the reason in `failed`.
+        """Returns whether the point must be started again. Logs how the process of the point ended
+        and, if the point failed, stores the reason in `failed`.
 
         Args:
           code: the exit code of the process, or minus the number of the signal that killed it.

@@ -99,8 +99,8 @@ class Interval(NamedTuple):
 class Optimum(NamedTuple):
     """The best use of `flops` FLOPs: the size, the number of tokens, and the loss.
 
-    `at_search_end` is true if the size is the smallest or the largest that was searched. In that
-    case, by the fit, ever smaller or ever larger models are better, and there is no best size.
+    `at_search_end` is true if `size` is the smallest or the largest size that was searched: by the
+    fit, ever smaller or ever larger models are then better, and no size is the best.
     """
 
     flops: float
@@ -111,7 +111,7 @@ class Optimum(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The predicted loss of a run that was not fitted.
+    """The predicted loss of a run that the fit did not use.
 
     Attributes:
       heldout_run: the run, with its measured loss.
@@ -148,7 +148,7 @@ class Parabola(NamedTuple):
 
     @property
     def size_at_minimum(self) -> float:
-        """The size at the minimum; NaN if the parabola has none."""
+        """The size at the minimum; NaN if the parabola has no minimum."""
         c2, c1, _ = self.coefficients
         return self.centre_size * math.exp(-c1 / (2 * c2)) if c2 > 0 else math.nan
 
@@ -166,9 +166,9 @@ class IsoFlopFit(NamedTuple):
 
     Attributes:
       parabolas: a parabola for each budget with at least three sizes, in the order of the budgets.
-      size_exponent: a of the line N = G C^a through the minima; None if fewer than two parabolas
-        have a minimum between the sizes of their runs.
-      size_factor: G of this line; NaN if `size_exponent` is None.
+      size_exponent: the exponent a of the line N = G C^a through the minima; None if fewer than two
+        parabolas have a minimum between the sizes of their runs.
+      size_factor: the factor G of the line N = G C^a; NaN if `size_exponent` is None.
     """
 
     parabolas: tuple[Parabola, ...]
@@ -185,9 +185,10 @@ class ScalingAnalysis:
       loss_fit: the fit of L(N, D) to the losses of all runs.
       constant_intervals: name of a constant of the fit → its value and interval.
       resampled_fits: fits of resampled losses, from which the intervals are computed.
-      optima: the best use of the budget with the most FLOPs, and of 10 and 100 times this budget.
-      optimal_size_exponent: a of N_optimal ∝ C^a by the fit, over the last factor of 10 below the
-        budget with the most FLOPs.
+      extrapolated_optima: the best size and number of tokens by `loss_fit`, for the budget with the
+        most FLOPs and for 10 and 100 times this budget.
+      optimal_size_exponent: the exponent a of N_optimal ∝ C^a by the fit, over the last factor of
+        10 below the budget with the most FLOPs.
       iso_flop: the isoFLOP parabolas.
       heldout_predictions: name of a group of held-out runs → the predictions of these runs from a
         fit of the other runs, or a sentence that says why there are none.
@@ -197,7 +198,7 @@ class ScalingAnalysis:
     loss_fit: LossFit
     constant_intervals: dict[str, Interval]
     resampled_fits: tuple[LossFit, ...]
-    optima: tuple[Optimum, ...]
+    extrapolated_optima: tuple[Optimum, ...]
     optimal_size_exponent: Interval
     iso_flop: IsoFlopFit
     heldout_predictions: dict[str, tuple[Prediction, ...] | str]
@@ -329,7 +330,8 @@ def fit_loss(runs: Sequence[ScalingRun], near: LossFit | None = None) -> LossFit
     squared relative error for this α and β.
 
     Args:
-      near: a fit that serves as the only starting point; None: the starting points above.
+      near: a fit that serves as the only starting point; None: the starting points that are
+        described above.
     """
     size, tokens, loss = (np.array([run[i] for run in runs]) for i in (1, 2, 4))
     # Logs relative to their means keep the constants apart from each other.
@@ -392,12 +394,13 @@ def fit_loss(runs: Sequence[ScalingRun], near: LossFit | None = None) -> LossFit
 def resample_fits(
     runs: Sequence[ScalingRun], fit: LossFit, resamples: int, seed: int
 ) -> tuple[LossFit, ...]:
-    """Returns fits of resampled losses. Each has the sizes and tokens of the runs; a loss is the
-    loss of `fit` times the exponential of the log residual of a randomly chosen run.
+    """Returns fits of resampled losses. A resample has the sizes and tokens of the runs; each of
+    its losses is the loss that `fit` gives, times the exponential of the log residual of a randomly
+    chosen run.
 
     Residuals are resampled, not runs, because the sizes and tokens of the runs were chosen on
     purpose, and a resample without the largest size would be another experiment. A fit of P
-    constants makes the residuals of n runs too small, so they are multiplied by √(n / (n - P)).
+    constants makes the residuals of n runs too small, so each is multiplied by √(n / (n - P)).
     """
     residuals = np.array([math.log(run.loss / fit(run.size, run.tokens)) for run in runs])
     residuals = _inflate_residuals(residuals, len(CONSTANTS))
@@ -506,7 +509,9 @@ def fit_iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFl
 
 
 def _fit_line_of_minima(found: Sequence[Parabola]) -> tuple[float, float]:
-    """Returns a and G of N = G C^a through the minima of the parabolas; NaN if one has none."""
+    """Returns a and G of the line N = G C^a through the minima of the parabolas; NaN if a parabola
+    has no minimum.
+    """
     points = np.log([(parabola.budget_flops, parabola.size_at_minimum) for parabola in found])
     if not np.isfinite(points).all():
         return math.nan, math.nan
@@ -609,7 +614,7 @@ def analyse_scaling(
         loss_fit=fit,
         constant_intervals=intervals,
         resampled_fits=fits,
-        optima=tuple(optima),
+        extrapolated_optima=tuple(optima),
         optimal_size_exponent=_confidence_interval(slope(fit), [slope(one) for one in fits]),
         iso_flop=fit_iso_flop(runs, resamples, seed),
         heldout_predictions=_predict_heldout_groups(runs, resamples, seed),

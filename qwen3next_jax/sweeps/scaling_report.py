@@ -54,12 +54,12 @@ def result_sentences(scaling: ScalingAnalysis, resamples: int) -> list[str]:
             "More budgets, or longer and larger runs, would tell; until then trust the fit "
             "between the runs, not far beyond them."
         )
-    if without := [optimum for optimum in scaling.optima if optimum.at_search_end]:
+    if without := [optimum for optimum in scaling.extrapolated_optima if optimum.at_search_end]:
         found.append(
             f"At {', '.join(f'{optimum.flops:.2g}' for optimum in without)} FLOPs the fit has no "
             "best N: the one in the table is the end of the search."
         )
-    if not scaling.optima[0].at_search_end:
+    if not scaling.extrapolated_optima[0].at_search_end:
         found.append(
             "By the fit, the best N grows as "
             f"C^{_interval_text(scaling.optimal_size_exponent, '.2f')} up to here."
@@ -96,7 +96,7 @@ def result_tables(scaling: ScalingAnalysis) -> dict[str, tuple[list[str], list[l
             _interval_text(o.tokens, ".3g"),
             _interval_text(o.loss, ".4f"),
         ]
-        for o in scaling.optima
+        for o in scaling.extrapolated_optima
     ]
     found = {
         "Constants": (["", "fit", "interval", "determined"], constants),
@@ -139,7 +139,7 @@ def as_json(scaling: ScalingAnalysis) -> str:
                 **{n: getattr(o, n)._asdict() for n in ("size", "tokens", "loss")},
                 "at_end": o.at_search_end,
             }
-            for o in scaling.optima
+            for o in scaling.extrapolated_optima
         ],
         "predictions": {
             what: found

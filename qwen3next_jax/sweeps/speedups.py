@@ -106,8 +106,9 @@ def _make_arm(name: str, seeds: Sequence[Sequence[PointResult]], metric: str) ->
 
 
 def compare_arms(sweep: Sweep, results: Sequence[PointResult]) -> list[Comparison]:
-    """Returns the speed-up of every arm over the first arm, or why there is none. Returns [] if the
-    sweep has no axis of arms, or if its points have no loss.
+    """Returns, for every arm after the first, the speed-up over the first arm, or the reason why
+    there is no speed-up. Returns [] if the sweep has no axis of arms, or if its points have no
+    loss.
 
     Args:
       results: the results of all points.

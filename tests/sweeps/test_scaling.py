@@ -111,8 +111,8 @@ def test_a_fit_without_a_best_size_is_named():
     """The loss does not depend on the size, so ever smaller models are better."""
     flat = LossFit(1.69, 1e-9, 410.7, 0.34, 0.28)
     scaling = analyse_scaling(ladder(flat), resamples=20)
-    assert scaling.optima[0].at_search_end
-    assert not analyse_scaling(ladder(), resamples=20).optima[2].at_search_end
+    assert scaling.extrapolated_optima[0].at_search_end
+    assert not analyse_scaling(ladder(), resamples=20).extrapolated_optima[2].at_search_end
     text = " ".join(result_sentences(scaling, 20))
     assert "no best N" in text
     assert "grows as" not in text
