@@ -84,7 +84,7 @@ def compare_settings(
         with none, or resumes from a checkpoint of its own.
 
     Returns:
-      The settings that differ. A run may resume with all of these differences.
+      The settings that differ; a run may resume with the new value of each of them.
 
     Raises:
       UserError: a setting differs that may not change.
@@ -140,7 +140,7 @@ def compare_data(
 
 def compare_code_and_devices(record: RunRecord, now: CodeAndDevices) -> list[Change]:
     """Returns what differs between the code and the devices of run.json and those of this start,
-    `now`. A run may resume with any of these differences.
+    `now`. A run may resume with other code and on other devices.
     """
     before = {field: getattr(record, field) for field in CodeAndDevices._fields}
     return _differences(before, now._asdict())
@@ -170,8 +170,8 @@ def _with_numbered_stages(record: dict[str, Any]) -> dict[str, Any]:
 def _check_begun_stages(
     workdir: pathlib.Path, old: Sequence[ResolvedStage], new: Sequence[ResolvedStage], step: int
 ) -> None:
-    """Checks that no stage that has begun differs from the recorded one. Only the number of steps
-    of the current stage and the settings in MAY_CHANGE may differ.
+    """Checks that every stage that has begun is equal to the stage in run.json. Only the number of
+    steps of the current stage and the settings in MAY_CHANGE may differ.
 
     Args:
       old: the recorded stages.

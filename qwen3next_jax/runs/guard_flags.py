@@ -90,8 +90,8 @@ class GuardFlags:
 
         Raises:
           Halted: the guards ended the run at this step.
-          UserError: the first batch of a stage has no token to predict. All processes raise it,
-            because all of them have the same flags.
+          UserError: the first batch of a stage has no token to predict. All processes raise this
+            error, because all of them have the same flags.
         """
         flags = int(values["flags"])
         if not flags:
@@ -124,9 +124,9 @@ class GuardFlags:
         skipped.
 
         Raises:
-          UserError: it is the first batch of a stage. Then the settings are the likely cause, and
-            the run would train on nothing. If it is a later batch, its documents may be the cause,
-            so the method only writes an event.
+          UserError: the batch is the first of a stage. The likely cause is then the settings, with
+            which the run would train on nothing. If a later batch of a stage has no token to
+            predict, its documents may be the cause, so the method only writes an event.
         """
         reason = f"its batch has no token to predict: {why_no_targets(self._model)}"
         require(step not in self._first_steps, f"step {step}: {reason}")
@@ -211,9 +211,10 @@ def write_dump(
 
 def _state_before_halt(halt: Halted) -> State:
     """Returns the train state before the halted step. The updates of the halted step and of the
-    steps after it were skipped. So these steps changed only counts and the flag `halted`, which
-    this function sets back. The counts `spikes` and `skipped_in_a_row`, on which no update depends,
-    may still include these steps.
+    steps after it were skipped. So the halted step and the steps after it changed only counts and
+    the flag `halted`. This function restores the counts `step` and `skipped` and the flag. The
+    counts `spikes` and `skipped_in_a_row`, on which no update depends, may still include the halted
+    step and the steps after it.
     """
     step, guards = halt.state["step"], halt.state["guards"]
     before = jnp.full_like(step, halt.step - 1)

@@ -1,4 +1,4 @@
-"""The hooks of a run: what it does besides its training steps, such as evaluations and saves.
+"""The hooks of a run: what a run does besides its training steps, such as evaluations and saves.
 `runs.train` adds the hooks to `training.loop.Trainer`. Each hook is one class and uses no other
 hook.
 """
@@ -196,7 +196,7 @@ class DisplayHook(Hook):
 
 class OperatorChoicesHook(Hook):
     """Writes which implementation runs each operator of the model, as an "operators" event and into
-    run.json, whenever a newly traced step adds implementations to those of the stages before.
+    run.json, whenever the step of a new stage uses implementations that no earlier stage has used.
     """
 
     def __init__(self, store: RunStore, metrics: MetricsFile):
@@ -423,9 +423,9 @@ def choose_sample_prompt(
     config: EvalConfig, data: DataSource, longest: int
 ) -> tuple[str, np.ndarray]:
     """Returns (the prompt of samples as text, the prompt as tokens [n]). The prompt is
-    `eval.sample_prompt`. But if this setting has its default and the data are conversations, the
-    prompt is taken from a held-out row: the tokens before the first answer, at most the last
-    `longest` of these tokens.
+    `eval.sample_prompt`. But if `eval.sample_prompt` has its default and the data are
+    conversations, the prompt comes from a held-out row: it is the last `longest` tokens before the
+    first answer, or all tokens before it if there are fewer.
     """
     row_numbers = range(min(data.heldout_rows, _HELDOUT_ROWS_SEARCHED))
     if config.sample_prompt == EvalConfig.sample_prompt and "loss_weights" in data.array_dtypes:

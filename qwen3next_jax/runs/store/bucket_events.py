@@ -7,10 +7,11 @@ piece has `_PIECE_BYTES` bytes, the next piece begins. So a killed process loses
 seconds, and the number of pieces depends only on the number of bytes.
 
 Every write is conditional: the piece must have the version that this process wrote or read last. If
-the piece has another version, there are two cases. If this process still has the run's lock, and
-the piece holds a beginning of what is to be written, then the answer to an earlier write was lost,
-and the piece is written. Otherwise the process ends. A process begins with `remove_events_after`,
-which writes the newest piece again, so a process that had the lock before cannot write it any more.
+the piece has another version, but this process still has the run's lock, and the piece holds a
+beginning of what is to be written, then the answer to an earlier write was lost, and the process
+writes the piece. If a lost answer does not explain the other version, the process ends. A process
+begins with `remove_events_after`, which writes the newest piece again, so that a process that had
+the lock before can no longer write this piece.
 """
 
 import threading
@@ -58,7 +59,7 @@ class BucketEvents(EventLog):
     def remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
         """As `EventLog.remove_events_after`. Reads the pieces from the newest one back, until a
         piece holds a "train" event of `last_step` or an earlier step, because all events in earlier
-        pieces stay. The result is about the events in the pieces that were read.
+        pieces stay. The result covers only the events in the pieces that were read.
         """
         self.flush()
         with self._writing:

@@ -43,8 +43,8 @@ _DELETED_PREFIX = ".deleted-"
 
 
 class LocalCheckpoints(CheckpointWriter):
-    """Writes the checkpoints of a run to a folder on a file system. If a save fails, training
-    continues, and `take_events` reports the failure. But a run of several processes ends.
+    """Writes the checkpoints of a run to a folder on a file system. If a save fails, a run of one
+    process continues, and `take_events` reports the failure; a run of several processes ends.
     """
 
     def __init__(
