@@ -161,11 +161,11 @@ def total_loss(
     Args:
       model: the model.
       batch: tokens and segment_ids, [B, T] int32. The target of a token is the token that follows
-        it in the same document. If the batch has target_mask, [B, T] bool, only the tokens that it
-        marks are targets. If it has loss_weights, [B, T] float32, they are the weights of the
-        targets. If it has expert_ids, [B, T, layers, A] int16, the tokens use these experts
-        (`Qwen3Next.features`). If it has layer_rows, they are the rows of n-gram embedding tables
-        that were looked up before (`Context.embedding_rows`).
+        it in the same document. If the batch has target_mask, [B, T] bool, only the tokens that
+        target_mask marks are targets. If the batch has loss_weights, [B, T] float32, these are the
+        weights of the targets. If the batch has expert_ids, [B, T, layers, A] int16, the tokens use
+        these A experts in each layer (`Qwen3Next.features`). If the batch has layer_rows, these are
+        the rows of n-gram embedding tables that were looked up before (`Context.embedding_rows`).
       train: the weights of the terms of the loss, and `remat`.
       counts: the counts of the whole batch.
       load: [L, E] `expert_load` of the whole batch. None: the load is computed from `batch`, which
@@ -263,8 +263,8 @@ def _router_mean_by_layer(features: Features, counts: Counts, name: str) -> jax.
 
 def _router_sums_by_layer(features: Features, name: str) -> list[jax.Array]:
     """Returns a list of one router statistic, summed over tokens: first that of the decoder layers
-    with experts, [L, …], then that of the layer of the MTP module, [1, …]. If the model lacks one
-    of the two, the list has one entry, or none.
+    with experts, [L, …], then that of the layer of the MTP module, [1, …]. If the model has no
+    layers of one of these kinds, the list has no entry for this kind.
     """
     layers = [features.router_statistics[name]] if features.router_statistics else []
     return layers + (

@@ -2,10 +2,11 @@
 parameter with the width and the depth of the model, so that the learning rate that is best for a
 small model is about the best for a large one.
 
-m is the width over `optimizer.base_width`, and l the number of layers over `optimizer.base_depth`.
-For a model of the base width and depth all factors are 1. For other models, the table gives the
-factors. The row of a parameter follows from its declaration: from whether the dimensions that its
-matrix product sums over (in) and the dimensions of the product's result (out) grow with the width.
+m is the width of the model divided by `optimizer.base_width`, and l the number of layers divided by
+`optimizer.base_depth`. For a model of the base width and depth all factors are 1. For other models,
+the table gives the factors. The declaration of a parameter tells its row of the table: whether the
+dimensions that the parameter's matrix product sums over (in) and the dimensions of the product's
+result (out) grow with the width.
 
                        in      out     start value   AdamW's rate   Muon's rate
     hidden matrices    grows   grows   m^-1/2        m^-1           m^-1/2
@@ -15,11 +16,11 @@ matrix product sums over (in) and the dimensions of the product's result (out) g
 
 "mup" (2203.03466, table 3) has the factors of the table. "completep" (2505.01618) also divides the
 initial value and the learning rate of the matrices that write to the residual stream by l. The
-paper divides the output of each block by l instead; for an optimizer whose update does not depend
-on the size of the gradient, both methods are equivalent. Scaling the matrices changes neither the
-model's forward pass nor its exported files. Muon's column is the spectral condition ‖ΔW‖ ∝ √(out /
-in) (2310.17813) for updates whose norm is 0.2 √max(in, out); parameters that Muon leaves to AdamW
-have AdamW's factors.
+paper of CompleteP instead divides the output of each block by l, which is equivalent for an
+optimizer whose update does not depend on the size of the gradient. Scaling the matrices changes
+neither the model's forward pass nor its exported files. Muon's column is the spectral condition
+‖ΔW‖ ∝ √(out / in) (2310.17813) for updates whose norm is 0.2 √max(in, out); parameters that Muon
+leaves to AdamW have AdamW's factors.
 
 The weight decay of a parameter is divided by the factor of its learning rate, so that weight decay
 shrinks every parameter by the same share per step. Adam's `eps` is not scaled.

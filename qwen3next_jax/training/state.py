@@ -88,7 +88,8 @@ def init_state(
     seed: int,
     params: dict | None = None,
 ) -> State:
-    """Returns the train state before the first step. Each device computes its own shards of it.
+    """Returns the train state before the first step. Each device computes its own shards of the
+    state.
 
     Args:
       model: the settings of the model.
