@@ -462,7 +462,8 @@ def _next_message_key() -> str:
 
 
 def _key_value_client() -> Any:
-    """Returns the client of the key-value store of `jax.distributed`; None before `initialize`.
+    """Returns the client of the key-value store of `jax.distributed`; None before `initialize` has
+    run.
 
     JAX has no public name for the client. JAX 0.11.2 and 0.12.0 have the client in `jax._src`, and
     Orbax reads it from there, too.

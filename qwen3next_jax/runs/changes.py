@@ -1,5 +1,5 @@
-"""Compares the settings, data, code and devices of a start with those in run.json. MAY_CHANGE lists
-what may differ when a run resumes.
+"""Compares run.json with the settings, data, code and devices of the process that starts or resumes
+the run. MAY_CHANGE lists what may differ when a run resumes.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ def may_change(name: str) -> bool:
 def compare_settings(
     folder: RunFolder, record: RunRecord, config: Config, parent: ParentCheckpoint | None
 ) -> list[Change]:
-    """Compares the settings of a start with those in run.json.
+    """Compares the settings in run.json with those of the process that starts or resumes the run.
 
     Args:
       folder: the folder of the run.
@@ -110,7 +110,8 @@ def compare_settings(
 def compare_data(
     folder: RunFolder, record: RunRecord, fingerprints: Sequence[str], tokenizer: str
 ) -> None:
-    """Compares the data of a start with those in run.json, for the stages that have begun.
+    """Compares the data in run.json with those of the process that resumes the run, for the stages
+    that have begun.
 
     Args:
       folder, record: as for `compare_settings`.
@@ -157,7 +158,8 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 def _with_numbered_stages(record: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings with the list `train.stages` as a dict: index of a stage → the settings
-    that the stage overrides. Then `flatten` gives each setting of a stage a name of its own.
+    that the stage overrides. From the returned dict, `flatten` makes a separate name for each
+    setting of a stage.
     """
     train = record["config"]["train"]
     stages = {

@@ -366,7 +366,7 @@ def _default_tokenizer(
 
 
 def _has_fingerprint(name: str, fingerprint: str) -> bool:
-    """Whether the tokenizer `name` can be loaded and has this fingerprint."""
+    """Whether the tokenizer `name` can be loaded and has the fingerprint `fingerprint`."""
     try:
         return load_tokenizer(name).fingerprint == fingerprint
     except UserError:

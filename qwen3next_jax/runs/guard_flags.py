@@ -212,9 +212,9 @@ def write_dump(
 def _state_before_halt(halt: Halted) -> State:
     """Returns the train state before the halted step. The updates of the halted step and of the
     steps after it were skipped. So the halted step and the steps after it changed only counts and
-    the flag `halted`. This function restores the counts `step` and `skipped` and the flag. The
-    counts `spikes` and `skipped_in_a_row`, on which no update depends, may still include the halted
-    step and the steps after it.
+    the flag `halted`. This function restores the counts `step` and `skipped` and the flag `halted`.
+    The counts `spikes` and `skipped_in_a_row`, on which no update depends, may still include the
+    halted step and the steps after it.
     """
     step, guards = halt.state["step"], halt.state["guards"]
     before = jnp.full_like(step, halt.step - 1)

@@ -94,8 +94,8 @@ class HookErrors(Hook):
     """Collects the errors in hooks that training does not need. Depending on `train.on_hook_error`,
     the run saves and ends after the next step, or continues.
 
-    A hook may fail on one process alone. So this class is a hook, too: before each save and at the
-    end of the run, every process sends its errors to all processes.
+    A hook may fail on one process alone. So `HookErrors` is itself a hook: before each save and at
+    the end of the run, every process sends its errors to all processes.
 
     Attributes:
       fatal: the error with which all processes of the run end; None if there is no such error.
@@ -162,7 +162,7 @@ class StopHook(Hook):
 
 
 class ProfilerHook(Hook):
-    """Starts and stops the profiler around the steps that it traces."""
+    """Starts the profiler before the first step to trace, and stops it after the last."""
 
     def __init__(self, profiler: Profiler):
         self._profiler = profiler
@@ -230,7 +230,7 @@ class OperatorChoicesHook(Hook):
 
 class MetricsHook(Hook):
     """Writes a "stage" event when a stage begins, and a "train" event with the metrics of a step
-    whenever it is called.
+    whenever the trainer calls this hook.
     """
 
     def __init__(self, trainer: Trainer, metrics: MetricsFile, epochs: Mapping[str, Epoch]):

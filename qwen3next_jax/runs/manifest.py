@@ -119,7 +119,7 @@ def arrays_folder(directory: Folder) -> Folder:
     `directory` itself, unless the manifest can be read and has the key "arrays".
 
     Raises:
-      OSError: the manifest cannot be read, but may exist.
+      OSError: the manifest may exist, but cannot be read.
     """
     try:
         place = json_files.read(directory / FILE_NAME).get("arrays", "")

@@ -1,5 +1,5 @@
-"""Records a trace of a few steps for xprof (`--config.profile.steps=10:13`). With
-`profile.memory = True` it also writes a profile of the devices' memory after these steps.
+"""Records a trace of a few steps for xprof (`--config.profile.steps=10:13`). With the setting
+`profile.memory` the profiler also writes a profile of the devices' memory after the traced steps.
 """
 
 import pathlib

@@ -446,9 +446,9 @@ def _add_hooks(
     add_hooks: Callable[[Trainer], None] | None,
 ) -> hooks.EvaluationHook | None:
     """Adds all hooks to the trainer. The trainer calls hooks in the order in which they are added.
-    The hook `saving` is the last, so the metrics of a step are written before its checkpoint. When
-    the run is stopped, evaluations and samples come after `saving`, because they may take longer
-    than the time that the process has left.
+    The hook `saving` is the last, so the run writes the metrics of a step before the checkpoint of
+    this step. When the run is stopped, evaluations and samples come after `saving`, because they
+    may take longer than the time that the process has left.
 
     Args:
       errors: the hook that stops the run after an error in another hook.

@@ -1,7 +1,7 @@
 """Merges checkpoints: computes a weighted mean of their parameters (`qwen3next merge`).
 
-Only the model of the last checkpoint is in memory as a whole. The parameters of the other
-checkpoints are read in groups of arrays, one checkpoint after another.
+Only the model of the last checkpoint is in memory as a whole. The parameters of all other
+checkpoints than the last are read in groups of arrays, one checkpoint after another.
 
 The mean is computed as p_n + Σ_i w_i (p_i − p_n), where p_n are the parameters of the last
 checkpoint. So parameters that are equal in all checkpoints, such as frozen parameters, are
@@ -366,8 +366,8 @@ def write_merged_run(
     parameters. The folder `out` is created only when all its files are written. If there are
     several processes, all must call this function.
 
-    The run has the configuration, optimizer state, step and data of the last checkpoint. The
-    run.json of the new run has the entry "merged", a list of the merged checkpoints with their
+    The merged run has the configuration, optimizer state, step and data of the last checkpoint. The
+    run.json of the merged run has the entry "merged", a list of the merged checkpoints with their
     weights.
 
     Args:

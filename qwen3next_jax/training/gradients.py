@@ -131,10 +131,11 @@ def _sum_gradients_over_slices(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _GradientComputation:
-    """Computes the gradients of some or all rows of a batch. The methods take: `params`, all
-    parameters; `counts`, the counts of the whole batch, by which sums over rows are divided, so
-    that the losses of the parts of a batch add up to the loss of the batch; and `mesh`, the devices
-    that the traced code runs on: the devices of one slice if there are several TPU slices.
+    """Computes the gradients of some or all rows of a batch. The methods of this class take:
+    `params`, all parameters; `counts`, the counts of the whole batch, by which sums over rows are
+    divided, so that the losses of the parts of a batch add up to the loss of the batch; and `mesh`,
+    the devices that the traced code runs on: the devices of one slice if there are several TPU
+    slices.
     """
 
     run: ResolvedRun

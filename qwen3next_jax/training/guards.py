@@ -164,7 +164,7 @@ def _bit_if(bit: int, is_set: jax.Array) -> jax.Array:
 
 def keep_old_if(skip: jax.Array, old: dict, new: dict) -> dict:
     """Returns the tree `old` if `skip` is true, else the tree `new`. `skip` is a traced bool. An
-    array object that is in both trees is returned itself, because `jnp.where` would copy it.
+    array object that is in both trees is returned without `jnp.where`, which would copy it.
     """
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(skip, a, b), old, new)
 

@@ -47,8 +47,8 @@ class StepInfo:
 
 class Hook:
     """Base class of hooks, which do what a run does besides its training steps. The training loop
-    calls each method at another moment; a subclass overrides the methods that it needs. A plain
-    function of a `StepInfo` is a hook as well.
+    calls each method of a hook at a different moment; a subclass overrides the methods that it
+    needs. A plain function of a `StepInfo` is a hook as well.
     """
 
     def __call__(self, info: StepInfo) -> None:

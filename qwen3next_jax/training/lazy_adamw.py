@@ -155,14 +155,14 @@ def update(
 
 
 def leaf_at(tree: dict, path: tuple[str | int, ...]) -> jax.Array:
-    """Returns the leaf of a nested dict at this path."""
+    """Returns the leaf of the nested dict `tree` at `path`."""
     for name in path:
         tree = tree[name]
     return tree
 
 
 def with_leaf_at(tree: dict, path: tuple[str | int, ...], leaf: jax.Array) -> dict:
-    """Returns a copy of a nested dict with `leaf` at this path."""
+    """Returns a copy of the nested dict `tree` with `leaf` at `path`."""
     name, *rest = path
     return tree | {name: with_leaf_at(tree.get(name, {}), tuple(rest), leaf) if rest else leaf}
 

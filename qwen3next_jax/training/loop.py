@@ -82,7 +82,7 @@ def make_train_step(
         metrics: the parts of the loss (`loss.total_loss`), among them expert_load [layers with
           experts, experts]; the metrics of `guards.check_step`, `loss.token_count_metrics` and
           `gradients.gradient_norms`; learning_rate; and the metrics of the update rules. A metric
-          without a shape in this list is a scalar.
+          for which this docstring gives no shape is a scalar.
     """
     gradients = make_gradients(run, stage, loss)
     schedule = learning_rate_schedule(stage.optimizer, stage.train.steps, stage.schedule_start)

@@ -168,9 +168,9 @@ def total_loss(
         the rows of n-gram embedding tables that were looked up before (`Context.embedding_rows`).
       train: the weights of the terms of the loss, and `remat`.
       counts: the counts of the whole batch.
-      load: [L, E] `expert_load` of the whole batch. None: the load is computed from `batch`, which
-        then has to be the whole batch, or all rows of the batch that this TPU slice has. For a
-        micro-batch, `load` may be None if `train.balance_loss_weight` is 0.
+      load: [L, E] `expert_load` of the whole batch. If `load` is None, the load is computed from
+        `batch`, which then has to be the whole batch, or all rows of the batch that this TPU slice
+        has. For a micro-batch, `load` may be None if `train.balance_loss_weight` is 0.
       mesh: the devices that share the batch; None: one device.
 
     Returns:
@@ -263,8 +263,8 @@ def _router_mean_by_layer(features: Features, counts: Counts, name: str) -> jax.
 
 def _router_sums_by_layer(features: Features, name: str) -> list[jax.Array]:
     """Returns a list of one router statistic, summed over tokens: first that of the decoder layers
-    with experts, [L, …], then that of the layer of the MTP module, [1, …]. If the model has no
-    layers of one of these kinds, the list has no entry for this kind.
+    with experts, [L, …], then that of the layer of the MTP module, [1, …]. A model without decoder
+    layers with experts, or without an MTP module, lacks the corresponding entry.
     """
     layers = [features.router_statistics[name]] if features.router_statistics else []
     return layers + (

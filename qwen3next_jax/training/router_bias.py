@@ -98,8 +98,8 @@ def quantile_biases(counts_LEM: jax.Array, bias_LE: jax.Array, share: float) -> 
     of the tokens. The function subtracts the mean over the experts from the biases, which changes
     no token's choice.
 
-    Within a bin of the histogram, the tokens count as evenly spread, so the error of a bias is less
-    than the width of a bin. Layers without tokens keep their biases.
+    The function assumes that the tokens are evenly spread within each bin of the histogram, so the
+    error of a bias is less than the width of a bin. Layers without tokens keep their biases.
 
     Args:
       counts_LEM: the counts of `router.required_bias_histogram`.

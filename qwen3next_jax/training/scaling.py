@@ -100,9 +100,9 @@ def scaling_factors(
 
 
 def _grows_with_width(parameter: Declared, wider: Declared, letter: str) -> bool:
-    """Whether a dimension of the parameter with this letter (`Declared.dim_roles`) grows with the
-    width of the model. `wider`: the declaration of the same parameter in a model that is wider and
-    otherwise equal.
+    """Whether a dimension of the parameter with the letter `letter` (`Declared.dim_roles`) grows
+    with the width of the model. `wider`: the declaration of the same parameter in a model that is
+    wider and otherwise equal.
     """
     return any(
         axis in GROWING or not axis and size != of_wider

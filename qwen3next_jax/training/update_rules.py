@@ -47,7 +47,7 @@ class UpdateRule:
     of a parameter and a path that ends in the parameter's path; such an array is sharded like the
     parameter. A branch of a run (`train.init_state` = "all") continues with its parent's entry if
     the parent has an equal rule (`==`; a frozen dataclass of the rule's settings compares
-    correctly). Otherwise the branch begins with the result of `init`.
+    correctly). If the parent has no equal rule, the branch begins with the result of `init`.
     """
 
     def init(self, params: dict) -> dict[str, Any]:

@@ -3,15 +3,15 @@
     WORKDIR/metrics/000000.jsonl, 000001.jsonl, …    the lines of metrics.jsonl, in pieces
 
 Every few seconds a thread writes the newest piece again, with the lines that were added. Once the
-piece has `_PIECE_BYTES` bytes, the next piece begins. So a killed process loses the events of a few
-seconds, and the number of pieces depends only on the number of bytes.
+piece has `_PIECE_BYTES` bytes, the next piece begins. So a killed process loses only the events of
+a few seconds, and the number of pieces depends only on the number of bytes.
 
 Every write is conditional: the piece must have the version that this process wrote or read last. If
 the piece has another version, but this process still has the run's lock, and the piece holds a
 beginning of what is to be written, then the answer to an earlier write was lost, and the process
-writes the piece. If a lost answer does not explain the other version, the process ends. A process
-begins with `remove_events_after`, which writes the newest piece again, so that a process that had
-the lock before can no longer write this piece.
+writes the piece. If the process finds another version of a piece for any other reason than a lost
+answer, it ends. A process begins with `remove_events_after`, which writes the newest piece again,
+so that a process that had the lock before can no longer write this piece.
 """
 
 import threading
@@ -39,7 +39,7 @@ class BucketEvents(EventLog):
         """Begins the thread, without reading any piece.
 
         Args:
-          path: WORKDIR/metrics.jsonl. Readers open the pieces under this name.
+          path: WORKDIR/metrics.jsonl, the name under which readers open the pieces.
           lease: the run's lock.
           patience: the seconds for which a write may fail before the process ends.
         """

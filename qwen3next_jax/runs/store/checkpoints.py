@@ -36,8 +36,8 @@ class CheckpointWriter(Checkpoints):
     the first call of `prepare_folder`.
 
     Old checkpoints are deleted. The run keeps the newest `keep_last` valid checkpoints, and the
-    checkpoints whose step is a multiple of `keep_every` or the end of a stage. With `keep_best` it
-    also keeps the checkpoint with the lowest held-out loss. When a checkpoint is complete, the
+    checkpoints whose step is a multiple of `keep_every` or the end of a stage. With `keep_best` the
+    run also keeps the checkpoint with the lowest held-out loss. When a checkpoint is complete, the
     background thread verifies the previous checkpoint again. If the previous checkpoint is damaged,
     an older one is kept in its place.
 

@@ -139,7 +139,8 @@ class LocalCheckpoints(CheckpointWriter):
         """Warns that the save of `step` failed, and removes its files.
 
         Raises:
-          UserError: the run has several processes.
+          UserError: the run has several processes, all of which must start again after a failed
+            save.
         """
         reason = " ".join(str(error).split())[:200]
         # Other processes may have saved; only a new start brings all processes to the same state.

@@ -102,8 +102,8 @@ class RunStore(abc.ABC):
     @abc.abstractmethod
     def run_file_identities(self) -> dict[str, Any]:
         """Returns name → identity of the file, for files of the run in the folder. Once
-        `move_old_run_aside` has moved the run, the folder has no files with these names and
-        identities any more.
+        `move_old_run_aside` has moved the run, the folder no longer has any of the files in the
+        returned dict.
         """
 
     # ---- run.json and the tokenizer

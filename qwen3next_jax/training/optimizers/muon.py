@@ -9,9 +9,9 @@ as well. Only parameters of the kind "matrix" get Muon's direction. All other pa
 
 On a mesh, every matrix is orthogonalised on a single device, and the devices share the matrices.
 All matrices of equal shape (up to transposition) whose parameters are split in the same way are
-stacked. Then the mesh is made to split the stack's axis instead of the rows and columns. For each
-mesh axis that splits rows or columns, the resharding costs one all-to-all before the iterations and
-one after them.
+stacked. During the iterations the mesh splits the axis of the stack instead of the rows and columns
+of the matrices. For each mesh axis that splits rows or columns, the resharding costs one all-to-all
+before the iterations and one after them.
 """
 
 import itertools
@@ -178,9 +178,9 @@ def _part_widths(declared: Declared, per_head: bool) -> list[int]:
 
 class Layout(NamedTuple):
     """How the array of a part is reshaped to a stack [*S, M, m, n] of its matrices [m, n], m ≤ n.
-    The other dimensions (layers, experts, heads, …) number the matrices. Of the dimensions that
-    number the matrices, S are those that the mesh splits, and M is the product of the sizes of the
-    rest.
+    The array's other dimensions (layers, experts, heads, …) number the matrices. Of the dimensions
+    that number the matrices, S are those that the mesh splits, and M is the product of the sizes of
+    the rest.
 
     Attributes:
       order: the numbers of the array's dimensions, in the order in which the stack has them.
@@ -318,5 +318,5 @@ def _orthogonalise(stack: jax.Array, config: OptimizerConfig) -> jax.Array:
 
 
 def _split_points(widths: Iterable[int]) -> list[int]:
-    """Returns the indices at which `jnp.split` splits an axis into pieces of these widths."""
+    """Returns the indices at which `jnp.split` splits an axis into pieces of `widths`."""
     return list(itertools.accumulate(widths))[:-1]
