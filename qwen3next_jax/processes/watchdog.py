@@ -144,7 +144,8 @@ class Watchdog:
 
     def _end_process(self, allowed: float, what: str, step: int) -> None:
         """Calls `write_stacks` with a "stop" event, and exits with `ExitCode.HANG`. `allowed`: the
-        time limit in seconds that has passed. `what` and `step`: the arguments of `set_time_limit`.
+        time limit that has passed, in seconds. `what` and `step`: the arguments of
+        `set_time_limit`.
         """
         stop = {
             "event": "stop",

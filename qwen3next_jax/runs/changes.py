@@ -53,7 +53,8 @@ MAY_CHANGE = {
 
 
 class CodeAndDevices(NamedTuple):
-    """The code and the devices of a process that trains. The fields have the names of `RunRecord`.
+    """The code and the devices of a process that trains. The fields have the same names as in
+    `RunRecord`.
 
     Attributes:
       code: the version of the code.

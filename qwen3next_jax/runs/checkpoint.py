@@ -75,7 +75,8 @@ class Checkpoints:
 
     def newest_valid_step(self) -> int | None:
         """Returns the newest step whose checkpoint is valid; None if there is none. Process 0 reads
-        the files, warns of newer damaged checkpoints, and sends the result to the other processes.
+        the files, warns of damaged checkpoints that are newer, and sends the result to the other
+        processes.
 
         Raises:
           UserError: this object is a `CheckpointWriter`, and the run had checkpoints, but none of

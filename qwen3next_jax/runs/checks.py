@@ -61,7 +61,7 @@ def check_versions_of_weights(start: Start) -> None:
 
 def check_without_devices(config: Config) -> None:
     """Checks the settings of a run and the files of its data, without devices and without the
-    folder of the run. Sweeps check their points with this function.
+    folder of the run. A sweep checks each of its configurations with this function.
 
     Raises:
       UserError: a check failed; the message names the first mistake.

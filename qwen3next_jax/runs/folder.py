@@ -130,7 +130,7 @@ def complete_steps(workdir: pathlib.Path) -> list[int]:
 
 def best_step(workdir: pathlib.Path) -> int:
     """Returns the step of the complete checkpoint with the lowest held-out loss. Of two checkpoints
-    with equal losses, the function takes the earlier.
+    with equal losses, the function takes the earlier one.
 
     Raises:
       UserError: no complete checkpoint was evaluated.

@@ -51,8 +51,8 @@ class Halted(Exception):
     Attributes:
       reason: why the guards ended the run, as text.
       is_spike: whether a loss spike ended the run.
-      state: the train state when the run ended. The step `step` and the steps after it have updated
-        no parameter.
+      state: the train state when the run ended. No parameter was updated in `step` or in the steps
+        after it.
     """
 
     def __init__(self, step: int, reason: str, is_spike: bool, state: State):
@@ -124,9 +124,9 @@ class GuardFlags:
         skipped.
 
         Raises:
-          UserError: the batch is the first of a stage. The likely cause is then the settings, with
-            which the run would train on nothing. If a later batch of a stage has no token to
-            predict, its documents may be the cause, so the method only writes an event.
+          UserError: the batch is the first of a stage. Such a stage would train on nothing, and the
+            likely cause is its settings. If a later batch of a stage has no token to predict, its
+            documents may be the cause, so the method only writes an event.
         """
         reason = f"its batch has no token to predict: {why_no_targets(self._model)}"
         require(step not in self._first_steps, f"step {step}: {reason}")

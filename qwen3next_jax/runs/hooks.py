@@ -91,8 +91,8 @@ class WatchdogHook(Hook):
 
 
 class HookErrors(Hook):
-    """Collects the errors in hooks that training does not need. Depending on `train.on_hook_error`,
-    the run saves and ends after the next step, or continues.
+    """Collects the errors in hooks that training does not need. After an error in a hook, the run
+    saves and ends after the next step, or continues (`train.on_hook_error`).
 
     A hook may fail on one process alone. So `HookErrors` is itself a hook: before each save and at
     the end of the run, every process sends its errors to all processes.
@@ -127,8 +127,8 @@ class HookErrors(Hook):
         self.share_errors()
 
     def share_errors(self) -> None:
-        """Sends the errors since the last call to all processes, which must all call this method
-        together.
+        """Sends the errors in this process's hooks since the last call to all processes, which must
+        all call this method together.
         """
         told, self._untold = gather_from_all(self._untold), []
         for error in itertools.chain(*told[1:]):  # process 0 has written its own, and alone writes

@@ -42,8 +42,8 @@ def lock_folder(start: Start, data: Sequence[DataSource], store: RunStore) -> It
 
     Preparing the data can take hours, during which the folder or the model in `train.init_from` may
     change. So once the folder is locked, the function reads the folder and the model again, and
-    decides the start again if one of them has changed. Process 0 locks, moves and compares for all
-    processes.
+    decides again how the run starts if one of them has changed. Process 0 locks, moves and compares
+    for all processes.
 
     Args:
       start: the decision about the start.
@@ -104,8 +104,8 @@ def _lock_and_decide_again(start: Start, data: Sequence[DataSource], store: RunS
 
 
 def _decide_again(start: Start) -> Start:
-    """Reads again what the start depends on. Returns `start` if nothing has changed, or else a new
-    decision.
+    """Reads again what the start of the run depends on. Returns `start` if nothing has changed, or
+    else a new decision.
     """
     facts = read_facts(start.given_config, start.workdir, writes_telemetry=is_process_0())
     if facts == start.facts:

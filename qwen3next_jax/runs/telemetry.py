@@ -49,8 +49,8 @@ class MetricsFile:
         `write_start` records how many steps are repeated.
 
         Args:
-          log: writes the lines of metrics.jsonl. None on all processes except process 0: then
-            nothing is written and no listener is called.
+          log: writes the lines of metrics.jsonl; None on all processes except process 0. Without
+            `log`, nothing is written and no listener is called.
           steps_before: number of steps of the run that are already taken.
           listeners: functions that are called with each event.
           repeated: kinds of events that this process writes again for step `steps_before`, whose

@@ -67,9 +67,9 @@ def weight_of_each_checkpoint(text: str, steps: Sequence[int]) -> np.ndarray:
     1.
 
     "uniform" gives all checkpoints the same weight. A list such as "1,2,1" gives the ratios of the
-    weights. The name of a learning-rate decay gives weights with which the mean of the checkpoints
-    of a run with a constant learning rate approximates a run whose learning rate decays from the
-    first checkpoint to the last (WSM, 2507.17634):
+    weights. The name of a learning-rate decay is for checkpoints of a run with a constant learning
+    rate: their mean then approximates a run whose learning rate decays from the first checkpoint to
+    the last (WSM, 2507.17634).
 
     Let θ_0 … θ_n be the checkpoints and Δ_i = θ_i − θ_{i−1} the sum of the updates in interval i. A
     learning rate that is d times as large makes an update d times as large. If the gradients stayed
@@ -250,9 +250,9 @@ def read_merged_state(
       group_bytes: the arrays of all checkpoints but the last are read in groups of about this size.
 
     Returns:
-      The train state. The parameters in the state are the weighted mean. The entries of update
-      rules, such as the moving average, begin anew from the merged parameters. The optimizer state
-      and all other entries are those of the last checkpoint.
+      The train state. The parameters in the state are the weighted mean of the checkpoints'
+      parameters. The entries of update rules, such as the moving average, begin anew from the
+      merged parameters. The optimizer state and all other entries are those of the last checkpoint.
 
     Raises:
       UserError: a checkpoint is damaged, or was replaced after `find_sources` found it.

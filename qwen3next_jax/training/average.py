@@ -9,8 +9,8 @@ average is p_1. The weights d^(t−i) sum to (1 − d^t) / (1 − d), which give
 
     e_t = e_(t−1) + (1 − d) / (1 − d^t) · (p_t − e_(t−1)).
 
-An update that the guards skip does not count. A parameter that never changes has bit-identical
-values in the average. The average leaves out parameters that are frozen as a whole.
+An update that the guards skip does not count in the average. A parameter that never changes has
+bit-identical values in the average. The average leaves out parameters that are frozen as a whole.
 
 If `train.ema` is not 0, the train state has the entry "ema", a dict:
 

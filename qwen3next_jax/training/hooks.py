@@ -131,8 +131,8 @@ def hook_exit_code(error: Exception) -> ExitCode:
 
 def describe_hook_error(name: str, step: int, error: Exception) -> str:
     """Returns a part of an error message: which hook failed after which step, the error, and a file
-    and line. The file and line are the last of the user's own code in the traceback, or the last of
-    this package's code if the traceback contains no code of the user.
+    and line. The file and line are those of the last frame in the user's own code in the traceback,
+    or of the last frame in this package if the traceback contains no code of the user.
     """
     frames = traceback.extract_tb(error.__traceback__)
     # the last of the frames with the lowest number of `_rank_of_code_owner`

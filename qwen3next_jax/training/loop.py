@@ -9,7 +9,7 @@ file to loss.
     model    `model.Qwen3Next` is the model. The model's parameters are the entry "params" of the
              train state (see `state`).
     step     `make_train_step`, below, makes the function (state, batch) → (state, metrics). JAX
-             compiles this function once per stage.
+             compiles the update step once per stage.
     loop     `Trainer.train`, below, repeats: read the next batch, do the step, call the hooks.
 
 `resolve.resolve_run` resolves the configuration for a mesh once; the functions in this file take

@@ -3,10 +3,10 @@ parameter with the width and the depth of the model, so that the learning rate t
 small model is about the best for a large one.
 
 m is the width of the model divided by `optimizer.base_width`, and l the number of layers divided by
-`optimizer.base_depth`. For a model of the base width and depth all factors are 1. For other models,
-the table gives the factors. The declaration of a parameter tells its row of the table: whether the
-dimensions that the parameter's matrix product sums over (in) and the dimensions of the product's
-result (out) grow with the width.
+`optimizer.base_depth`. For a model of the base width and depth all factors of the initial values
+and learning rates are 1. For other models, the table gives the factors. The declaration of a
+parameter tells its row of the table: whether the dimensions that the parameter's matrix product
+sums over (in) and the dimensions of the product's result (out) grow with the width.
 
                        in      out     start value   AdamW's rate   Muon's rate
     hidden matrices    grows   grows   m^-1/2        m^-1           m^-1/2
@@ -71,7 +71,7 @@ def scaling_factors(
     Args:
       model: the settings of the model.
       optimizer: the settings of the optimizer.
-      parameters: path → declaration.
+      parameters: path of a parameter → its declaration.
 
     Raises:
       UserError: the optimizer or the model has no rule for scaling.

@@ -25,9 +25,9 @@ logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in r
 
 
 def _print_unraisable(error: Any) -> None:
-    """Prints an exception that Python could not raise, but not the error "Event loop is closed".
-    TensorStore's threads cause this error after a failed save, when they report the end of their
-    writes to an event loop that Orbax has closed.
+    """Prints an exception that Python could not raise (`sys.unraisablehook`), but not the error
+    "Event loop is closed". TensorStore's threads cause this error after a failed save, when they
+    report the end of their writes to an event loop that Orbax has closed.
     """
     if str(error.exc_value) != "Event loop is closed":
         _previous_hook(error)
@@ -66,8 +66,9 @@ def make_checkpointer(in_background: bool = False) -> ocp.AsyncCheckpointer:
 
     Args:
       in_background: whether a thread uses the checkpointer while another thread runs train steps.
-        Processes then wait for each other through JAX's coordinator. A program on the devices would
-        be no safe barrier: two processes could run it between different train steps.
+        With `in_background`, processes wait for each other through JAX's coordinator. A program on
+        the devices would be no safe barrier: two processes could run it between different train
+        steps.
     """
     # Weights compress by 8 % only, and uncompressed arrays are saved and read twice as fast.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)

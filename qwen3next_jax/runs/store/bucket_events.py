@@ -2,9 +2,9 @@
 
     WORKDIR/metrics/000000.jsonl, 000001.jsonl, …    the lines of metrics.jsonl, in pieces
 
-Every few seconds a thread writes the newest piece again, with the lines that were added. Once the
-piece has `_PIECE_BYTES` bytes, the next piece begins. So a killed process loses only the events of
-a few seconds, and the number of pieces depends only on the number of bytes.
+Every few seconds a thread writes the newest piece of metrics.jsonl again, with the lines that were
+added. Once this piece has `_PIECE_BYTES` bytes, the next piece begins. So a killed process loses
+only the events of a few seconds, and the number of pieces depends only on the number of bytes.
 
 Every write is conditional: the piece must have the version that this process wrote or read last. If
 the piece has another version, but this process still has the run's lock, and the piece holds a
@@ -36,7 +36,7 @@ class BucketEvents(EventLog):
     """Writes metrics.jsonl to a bucket, in pieces. A thread writes the pieces."""
 
     def __init__(self, path: BucketPath, lease: Lease, patience: float):
-        """Begins the thread, without reading any piece.
+        """Starts the thread that writes the pieces, without reading any piece.
 
         Args:
           path: WORKDIR/metrics.jsonl, the name under which readers open the pieces.
@@ -144,8 +144,8 @@ class BucketEvents(EventLog):
 
     def _write_piece(self, path: BucketPath, content: bytes, version: str) -> str:
         """Writes the newest piece, on the condition that it has `version`, and returns the new
-        version. If it has another version, either the answer to an earlier write of this process
-        was lost, or another process has the lock; in the second case, ends this process.
+        version. If the piece has another version, either the answer to an earlier write of this
+        process was lost, or another process has the lock; in the second case, this process ends.
         """
         try:
             return path.write(content, replaces=version)

@@ -42,9 +42,9 @@ class CheckpointWriter(Checkpoints):
     an older one is kept in its place.
 
     Attributes:
-      before_manifest: function that the background thread calls before it writes a manifest. The
-        run sets a function that writes its metrics, so that metrics.jsonl has all steps up to the
-        newest checkpoint.
+      before_manifest: function that the background thread calls before it writes a manifest. A run
+        sets `before_manifest` to a function that writes its metrics, so that metrics.jsonl has all
+        steps up to the newest checkpoint.
     """
 
     def __init__(

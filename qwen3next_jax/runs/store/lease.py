@@ -4,9 +4,10 @@
 
 A bucket has no locks that end with their process. So a thread of the owner writes the object
 WORKDIR/lock again every third of `seconds`, each time on the condition that the object has the
-version that the owner wrote last. Another process takes the lock if the object has not changed for
-`seconds` by its own clock; the clocks of two machines are never compared. If the owner was frozen
-or cut off, its next write finds another version, and the owner ends before it writes anything else.
+version that the owner wrote last. Another process takes the lock if its own clock has counted
+`seconds` without a change of the object; the clocks of two machines are never compared. If the
+owner was frozen or cut off, its next write finds another version, and the owner ends before it
+writes anything else.
 
 The thread also notices if the bucket does not answer, and ends the process after `patience`
 seconds. Every process of a run has a thread that watches the bucket, but only the thread of process
