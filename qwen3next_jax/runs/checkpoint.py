@@ -88,8 +88,8 @@ class Checkpoints:
 
     def _find_newest_valid(self) -> tuple[int, str | None] | None:
         """Returns (the newest step whose checkpoint is valid, the digest of its manifest); None if
-        no checkpoint is valid. Warns of every newer checkpoint; all checkpoints newer than the
-        newest valid one are damaged.
+        no checkpoint is valid. Warns of every checkpoint that is newer than the newest valid one,
+        and therefore damaged.
         """
         for step in reversed(self.steps()):
             # The digest is read before the files, so it belongs to the files that are verified.

@@ -3,10 +3,10 @@ checkpoint of another run, the parent (`train.init_from = RUN` or `RUN@STEP`).
 
 With `train.init_state = "weights"` a run begins at step 0, with a new optimizer state and the
 first batch of its data. With `train.init_state = "all"` a run also takes over the parent's
-optimizer state and step, and skips the rows that the parent has read (`training.stages`). If a run
-with "all" also has the data, the batch size and the guards' window of its parent, its steps equal
-the steps that the parent would take next: on CPUs bit for bit, but not on GPUs, where the gradients
-of cuDNN's attention have no fixed order of sums.
+optimizer state and step, and skips the rows that the parent has read (`training.stages`). If, with
+`train.init_state = "all"`, a run also has the data, the batch size and the guards' window of its
+parent, its steps equal the steps that the parent would take next: on CPUs bit for bit, but not on
+GPUs, where the gradients of cuDNN's attention have no fixed order of sums.
 """
 
 import dataclasses

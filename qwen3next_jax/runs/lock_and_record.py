@@ -51,7 +51,7 @@ def lock_folder(start: Start, data: Sequence[DataSource], store: RunStore) -> It
       store: the store of the run.
 
     Yields:
-      The decision about the start, with all changes since the last start.
+      The decision about how the run starts, with all changes since the last start.
 
     Raises:
       UserError: another process trains in the folder, or the folder has the files of another run.

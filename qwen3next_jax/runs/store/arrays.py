@@ -128,7 +128,7 @@ def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = Fal
       partial: whether `folder` may hold more arrays than `abstract_state` has; they are not read.
 
     Raises:
-      UserError: the arrays have another structure, or cannot be read.
+      UserError: the saved arrays have another structure than `abstract_state`, or cannot be read.
     """
     require(
         not os.fspath(folder).startswith("s3://"),
