@@ -277,8 +277,8 @@ def run_on_all(
 
 
 def gather_from_all(value: Any) -> list[Any]:
-    """Sends `value`, which must be JSON-serializable, to all processes. Returns on every process a
-    list of the values of all processes, in the order of their indices.
+    """Sends `value`, which must be JSON-serializable, to all processes. Returns, on every process,
+    the list of the values of all processes, in the order of the process indices.
     """
     if jax.process_count() == 1:
         return [value]

@@ -258,7 +258,7 @@ def _port_of_job(job: str) -> int:
 
 
 def _checked_coordinator(coordinator: str) -> str:
-    """Returns the value of --coordinator. Raises UserError if its form is not HOST:PORT."""
+    """Returns the value of --coordinator; raises UserError if its form is not HOST:PORT."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(
@@ -268,7 +268,7 @@ def _checked_coordinator(coordinator: str) -> str:
 
 
 def _required_variable(environment: Environment, name: str) -> str:
-    """Returns the environment variable `name`. Raises UserError if the variable is not set."""
+    """Returns the environment variable `name`; raises UserError if the variable is not set."""
     if name not in environment:
         raise UserError(
             f"{name} is not set, although the launcher's other variables are: give "

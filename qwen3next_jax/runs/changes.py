@@ -182,8 +182,8 @@ def _check_begun_stages(
       step: the number of steps that the run has taken.
 
     Raises:
-      UserError: a stage that has begun differs, or the current stage has fewer steps than the run
-        has taken in it.
+      UserError: a stage that has begun differs from that in run.json, or the current stage has
+        fewer steps than the run has taken in it.
     """
     for i, stage in enumerate(old):
         if stage.steps_before >= max(step, 1):
