@@ -203,10 +203,10 @@ def total_loss(
     )
 
     def cross_entropy(hidden_BTD, offset, targets, z_weight=0.0):
-        """Returns (cross-entropy + z_weight · z, top-1 accuracy, z), each as what `batch`
-        contributes to the mean over the whole batch. z is the squared logsumexp of the logits. The
-        target of a token is the token `offset` positions later in the same document. `targets`: the
-        sum of the weights of the targets in the whole batch.
+        """Returns what `batch` contributes to three means over the whole batch: (cross-entropy +
+        z_weight · z, top-1 accuracy, z). z is the squared logsumexp of the logits. The target of a
+        token is the token `offset` positions later in the same document. `targets`: the sum of the
+        weights of the targets in the whole batch.
         """
         weight_BT = target_weights(batch, offset) / targets
         found = model.cross_entropy(

@@ -16,11 +16,11 @@ sums over (in) and the dimensions of the product's result (out) grow with the wi
 
 "mup" (2203.03466, table 3) has the factors of the table. "completep" (2505.01618) also divides the
 initial value and the learning rate of the matrices that write to the residual stream by l. The
-paper of CompleteP instead divides the output of each block by l, which is equivalent for an
-optimizer whose update does not depend on the size of the gradient. Scaling the matrices changes
-neither the model's forward pass nor its exported files. Muon's column is the spectral condition
-‖ΔW‖ ∝ √(out / in) (2310.17813) for updates whose norm is 0.2 √max(in, out); parameters that Muon
-leaves to AdamW have AdamW's factors.
+paper of CompleteP divides the output of each block by l; scaling the matrices has the same effect
+for an optimizer whose update does not depend on the size of the gradient. Scaling the matrices
+changes neither the model's forward pass nor its exported files. Muon's column is the spectral
+condition ‖ΔW‖ ∝ √(out / in) (2310.17813) for updates whose norm is 0.2 √max(in, out); parameters
+that Muon leaves to AdamW have AdamW's factors.
 
 The weight decay of a parameter is divided by the factor of its learning rate, so that weight decay
 shrinks every parameter by the same share per step. Adam's `eps` is not scaled.
