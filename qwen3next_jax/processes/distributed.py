@@ -1,10 +1,10 @@
 """Coordinates the processes of one run, on one host or many: connects them, checks that they have
 the same settings and code, lets one process work before the others, and stops all at the same step.
 
-In a run of several processes, all processes must call these functions in the same order. Messages
-between processes go through the key-value store of `jax.distributed`, so no program is compiled for
-them. In a run of one process the functions exchange no messages; they only call the function `work`
-that they are given.
+In a run of several processes, all processes must call the functions of this file in the same order.
+Messages between processes go through the key-value store of `jax.distributed`, so no message needs
+a compiled program. In a run of one process the functions of this file exchange no messages; they
+only call the function `work` that they are given.
 """
 
 import contextlib
@@ -54,8 +54,8 @@ def initialize(launch: Launch | None, config: ParallelConfig) -> None:
     this function before any other code asks JAX for a device.
 
     If not all processes have connected within `config.start_timeout` seconds, this process prints
-    one line and exits with `ExitCode.UNREACHABLE`. (JAX's runtime would abort the process with a
-    stack trace.)
+    one line and exits with `ExitCode.UNREACHABLE`. (JAX's runtime itself would abort a process that
+    cannot connect, and print a stack trace.)
 
     Args:
       launch: the coordinator's address and the index of this process; None for a run of one
@@ -114,12 +114,13 @@ def initialize(launch: Launch | None, config: ParallelConfig) -> None:
 def distributed_run(
     launch: Launch | None, parallel: ParallelConfig, settings: dict[str, Any]
 ) -> Iterator[None]:
-    """Context manager that connects the processes of a run (`initialize`) and checks that all have
-    the same settings, code and libraries.
+    """Context manager that connects the processes of a run (`initialize`) and checks that all
+    processes have the same settings, code and libraries.
 
-    If one process fails inside the `with` block, it exits after a few seconds with its own exit
-    code, and JAX's runtime ends the others. Without this exit, the failed process would wait for
-    the other processes at its end, while they wait for it in the middle of a step: a deadlock.
+    A process that fails inside the `with` block exits after a few seconds with its own exit code,
+    and JAX's runtime ends the other processes. If the failed process did not exit by itself, it
+    would wait at its end for the other processes, which wait for it in the middle of a step: a
+    deadlock.
 
     Args:
       launch: the argument of `initialize`.
@@ -128,8 +129,8 @@ def distributed_run(
         hosts.
 
     Raises:
-      UserError: `initialize` or `check_platform` raised it, or two processes differ; the message
-        names the first difference.
+      UserError: `initialize` or `check_platform` raised an error, or two processes have different
+        settings, code or libraries; the message names the first difference.
     """
     initialize(launch, parallel)
     try:
@@ -153,8 +154,8 @@ def check_platform(platforms: str, environment: Mapping[str, str]) -> None:
     """Checks that JAX computes on the first platform of the list JAX_PLATFORMS. If the first
     platform has no device, JAX itself silently takes the next platform of the list.
 
-    If not the user but `installation.exclude_absent_tpu_from_jax` has set JAX_PLATFORMS, and no GPU
-    works, the function falls back to the CPU, as JAX does by default.
+    If `installation.exclude_absent_tpu_from_jax`, not the user, has set JAX_PLATFORMS, and no GPU
+    works, the function makes JAX compute on the CPU, as JAX does by default.
 
     Args:
       platforms: the value of JAX_PLATFORMS, such as "cuda,cpu"; "" if it is not set.
@@ -230,8 +231,8 @@ def broadcast_from_process_0(work: Callable[[], Any]) -> Any:
       work: function whose result must be JSON-serializable.
 
     Raises:
-      UserError: `work` raised an error on process 0; every process raises a UserError with its
-        message.
+      UserError: `work` raised an error on process 0; every process raises a UserError with the
+        message of this error.
     """
     if jax.process_count() == 1:
         return work()
@@ -276,8 +277,8 @@ def run_on_all(
 
 
 def gather_from_all(value: Any) -> list[Any]:
-    """Sends `value`, which must be JSON-serializable, to all processes. Returns on every process a
-    list of the values of all processes, in the order of their indices.
+    """Sends `value`, which must be JSON-serializable, to all processes. Returns, on every process,
+    the list of the values of all processes, in the order of the process indices.
     """
     if jax.process_count() == 1:
         return [value]
@@ -309,8 +310,8 @@ def barrier(timeout: float = _WORK_TIMEOUT) -> None:
 
 
 def check_shared_folder(folder: pathlib.Path, patience: float) -> None:
-    """Checks that all processes see the same `folder`: process 0 writes a file there, and the
-    others read it.
+    """Checks that all processes see the same `folder`: process 0 writes a file to it, and the other
+    processes read the file.
 
     Raises:
       UserError: a process has not seen the file of process 0 within `patience` seconds; every
@@ -344,7 +345,8 @@ class StopVote:
 
     Before each training step the devices compute an all-reduce of one boolean. A process casts its
     vote before it dispatches a step and reads the result after the dispatch, so the step need not
-    wait for the vote. (JAX's preemption service could do the same, but it notices only SIGTERM.)
+    wait for the vote. (JAX's preemption service also makes all processes stop at the same step, but
+    it notices only SIGTERM.)
     """
 
     def __init__(self):
@@ -402,7 +404,7 @@ def _write_and_return_text(path: pathlib.Path, text: str) -> str:
 
 def _try_work(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
     """Calls `work`. Returns (result, report for the other processes). The report describes the
-    error that `work` raised; it is {} if there is none.
+    error that `work` raised; it is {} if `work` raised no error.
 
     If `work` raised an error that is not a `UserError`, this function prints the traceback.
     """
@@ -460,10 +462,11 @@ def _next_message_key() -> str:
 
 
 def _key_value_client() -> Any:
-    """Returns the client of the key-value store of `jax.distributed`; None before `initialize`.
+    """Returns the client of the key-value store of `jax.distributed`; None before `initialize` has
+    run.
 
-    JAX has no public name for the client. JAX 0.11.2 and 0.12.0 have it in `jax._src`, and Orbax
-    reads it from the same place.
+    JAX has no public name for the client. JAX 0.11.2 and 0.12.0 have the client in `jax._src`, and
+    Orbax reads it from there, too.
 
     Raises:
       UserError: this version of JAX does not have the client in `jax._src`.

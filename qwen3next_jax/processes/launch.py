@@ -224,7 +224,7 @@ def gpus_of_process(environment: Environment, local: int, here: int) -> tuple[in
     """Returns the indices of the GPUs that this process should use, among the GPUs that are visible
     to it; () means all visible GPUs.
 
-    A process that is alone on its host, or to which one GPU is visible, uses all visible GPUs. If
+    A process that is alone on its host, or that sees only one GPU, uses all GPUs that it sees. If
     CUDA_VISIBLE_DEVICES lists several GPUs, the processes of the host share them evenly. Without
     CUDA_VISIBLE_DEVICES each process takes one GPU.
 
@@ -258,7 +258,7 @@ def _port_of_job(job: str) -> int:
 
 
 def _checked_coordinator(coordinator: str) -> str:
-    """Returns the value of --coordinator. Raises UserError unless it has the form HOST:PORT."""
+    """Returns the value of --coordinator; raises UserError if its form is not HOST:PORT."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(
@@ -268,7 +268,7 @@ def _checked_coordinator(coordinator: str) -> str:
 
 
 def _required_variable(environment: Environment, name: str) -> str:
-    """Returns the environment variable `name`. Raises UserError if it is not set."""
+    """Returns the environment variable `name`; raises UserError if the variable is not set."""
     if name not in environment:
         raise UserError(
             f"{name} is not set, although the launcher's other variables are: give "

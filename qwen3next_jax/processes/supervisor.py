@@ -3,9 +3,9 @@
 
 The supervisor runs the same command as a child process and waits for it. If the child is killed,
 crashes or hangs, the supervisor starts it again, and the run continues from its last good
-checkpoint. If a restart would end in the same way, for example because the run is complete, a
-setting is wrong or the disk is full, the supervisor exits with the child's exit code. The
-supervisor passes SIGINT and SIGTERM on to the child process.
+checkpoint. If a restarted child would end in the same way as the last, for example because the run
+is complete, a setting is wrong or the disk is full, the supervisor exits with the child's exit
+code. The supervisor passes SIGINT and SIGTERM on to the child process.
 """
 
 import contextlib

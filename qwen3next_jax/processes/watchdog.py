@@ -23,10 +23,10 @@ _SAME_SIGNAL_SECONDS = 0.25
 class SignalHandler:
     """Catches SIGINT and SIGTERM. Use it as a context manager.
 
-    The first signal sets `caught` and prints a line; the training loop then ends the current step
-    or the next, saves a checkpoint and stops. A second signal ends the process at once, without
-    saving. A separate thread reads the signals, so a signal is handled even while the main thread
-    waits for a device.
+    The first signal sets `caught` and prints a line; the training loop then finishes the current
+    step or the next one, saves a checkpoint and stops. A second signal ends the process at once,
+    without saving. A separate thread reads the signals, so a signal is handled even while the main
+    thread waits for a device.
     """
 
     def __init__(self, show: Callable[[str], None]):
@@ -80,15 +80,15 @@ class SignalHandler:
 
 def _do_nothing(number: int, frame: object) -> None:
     """Does nothing. Python writes the number of a signal to the wake-up descriptor only if the
-    signal has a handler. The handler itself would act too late, because Python calls it only when
-    the main thread has returned from XLA.
+    signal has a handler. A Python handler would act too late, because Python calls it only when the
+    main thread has returned from XLA.
     """
 
 
 class Watchdog:
     """Ends the process with `ExitCode.HANG` if a step takes longer than the limit set with
-    `set_time_limit`. Before that, it writes the stacks of all threads. Use the class as a context
-    manager.
+    `set_time_limit`. Before the watchdog ends the process, it writes the stacks of all threads. Use
+    the class as a context manager.
 
     Time during which the whole process is stopped (SIGSTOP, a suspended machine) does not count.
     """
@@ -97,9 +97,9 @@ class Watchdog:
         """Makes a watchdog without a time limit.
 
         Args:
-          write_stacks: function that writes the stacks of all threads. Its argument is the "stop"
-            event of the run. The function must not take a lock, because the main thread may hold
-            the locks of the display and the metrics file.
+          write_stacks: function of the run's "stop" event that writes the stacks of all threads.
+            `write_stacks` must not take a lock, because the main thread may hold the locks of the
+            display and the metrics file.
           tick: number of seconds between two checks of the time.
         """
         self._write_stacks, self._tick = write_stacks, tick
@@ -126,9 +126,9 @@ class Watchdog:
         self._limit = (seconds or math.inf, what, step)
 
     def _watch(self) -> None:
-        """Runs in a thread: ends the process when the newest time limit has passed. At most two
-        ticks count between two checks of the time, so that time during which the process is
-        suspended does not count.
+        """Runs in a thread: ends the process when the newest time limit has passed. Between two
+        checks of the time, at most two ticks count as elapsed, so that time during which the
+        process is suspended does not count.
         """
         before, limit, left = time.monotonic(), None, math.inf
         while not self._done.wait(self._tick):
@@ -144,7 +144,8 @@ class Watchdog:
 
     def _end_process(self, allowed: float, what: str, step: int) -> None:
         """Calls `write_stacks` with a "stop" event, and exits with `ExitCode.HANG`. `allowed`: the
-        time limit in seconds that has passed. `what` and `step`: the arguments of `set_time_limit`.
+        time limit that has passed, in seconds. `what` and `step`: the arguments of
+        `set_time_limit`.
         """
         stop = {
             "event": "stop",

@@ -1,5 +1,5 @@
-"""Compares the settings, data, code and devices of a start with those in run.json. MAY_CHANGE lists
-what may differ when a run resumes.
+"""Compares run.json with the settings, data, code and devices of the process that starts or resumes
+the run. MAY_CHANGE lists what may differ when a run resumes.
 """
 
 import dataclasses
@@ -53,7 +53,8 @@ MAY_CHANGE = {
 
 
 class CodeAndDevices(NamedTuple):
-    """The code and the devices of a process that trains. The fields have the names of `RunRecord`.
+    """The code and the devices of a process that trains. The fields have the same names as in
+    `RunRecord`.
 
     Attributes:
       code: the version of the code.
@@ -74,7 +75,7 @@ def may_change(name: str) -> bool:
 def compare_settings(
     folder: RunFolder, record: RunRecord, config: Config, parent: ParentCheckpoint | None
 ) -> list[Change]:
-    """Compares the settings of a start with those in run.json.
+    """Compares the settings in run.json with those of the process that starts or resumes the run.
 
     Args:
       folder: the folder of the run.
@@ -84,7 +85,7 @@ def compare_settings(
         with none, or resumes from a checkpoint of its own.
 
     Returns:
-      The settings that differ. A run may resume with all of these differences.
+      The settings that differ; a run may resume with the new value of each of them.
 
     Raises:
       UserError: a setting differs that may not change.
@@ -110,7 +111,8 @@ def compare_settings(
 def compare_data(
     folder: RunFolder, record: RunRecord, fingerprints: Sequence[str], tokenizer: str
 ) -> None:
-    """Compares the data of a start with those in run.json, for the stages that have begun.
+    """Compares the data in run.json with those of the process that resumes the run, for the stages
+    that have begun.
 
     Args:
       folder, record: as for `compare_settings`.
@@ -140,7 +142,7 @@ def compare_data(
 
 def compare_code_and_devices(record: RunRecord, now: CodeAndDevices) -> list[Change]:
     """Returns what differs between the code and the devices of run.json and those of this start,
-    `now`. A run may resume with any of these differences.
+    `now`. A run may resume with other code and on other devices.
     """
     before = {field: getattr(record, field) for field in CodeAndDevices._fields}
     return _differences(before, now._asdict())
@@ -157,7 +159,8 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 def _with_numbered_stages(record: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings with the list `train.stages` as a dict: index of a stage → the settings
-    that the stage overrides. Then `flatten` gives each setting of a stage a name of its own.
+    that the stage overrides. From the returned dict, `flatten` makes a separate name for each
+    setting of a stage.
     """
     train = record["config"]["train"]
     stages = {
@@ -170,8 +173,8 @@ def _with_numbered_stages(record: dict[str, Any]) -> dict[str, Any]:
 def _check_begun_stages(
     workdir: pathlib.Path, old: Sequence[ResolvedStage], new: Sequence[ResolvedStage], step: int
 ) -> None:
-    """Checks that no stage that has begun differs from the recorded one. Only the number of steps
-    of the current stage and the settings in MAY_CHANGE may differ.
+    """Checks that every stage that has begun is equal to the stage in run.json. Only the number of
+    steps of the current stage and the settings in MAY_CHANGE may differ.
 
     Args:
       old: the recorded stages.
@@ -179,8 +182,8 @@ def _check_begun_stages(
       step: the number of steps that the run has taken.
 
     Raises:
-      UserError: a stage that has begun differs, or the current stage has fewer steps than the run
-        has taken in it.
+      UserError: a stage that has begun differs from that in run.json, or the current stage has
+        fewer steps than the run has taken in it.
     """
     for i, stage in enumerate(old):
         if stage.steps_before >= max(step, 1):

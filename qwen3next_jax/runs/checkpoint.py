@@ -4,11 +4,11 @@
     WORKDIR/frozen/             the parameters that the run does not change, with a manifest
 
 `runs.store.checkpoints` writes both folders. A checkpoint that does not hold the whole state has a
-file frozen.json. The file lists the paths of the parameters that are frozen as a whole, and has the
-digest of the manifest of WORKDIR/frozen, which holds these parameters. In a bucket every checkpoint
-holds the whole state.
+file frozen.json. This frozen.json lists the paths of the parameters that are frozen as a whole and
+therefore saved in WORKDIR/frozen, and has the digest of the manifest of WORKDIR/frozen. In a bucket
+every checkpoint holds the whole state.
 
-How far a checkpoint can be trusted; each word includes those before it:
+Four words say how far a checkpoint can be trusted; each includes the words above it:
 
     saved       its folder WORKDIR/checkpoints/STEP exists (`folder.saved_steps`)
     complete    it has a manifest, which is written last (`folder.complete_steps`)
@@ -52,8 +52,8 @@ StepChoice = int | Literal["best"] | None
 
 
 class Checkpoints:
-    """Reads the checkpoints of one run. Use it as a context manager, because at the end of the
-    `with` block the subclass `CheckpointWriter` waits for its last save.
+    """Reads the checkpoints of one run. Use the class as a context manager, because the subclass
+    `CheckpointWriter` waits for its last save at the end of the `with` block.
     """
 
     def __init__(self, workdir: pathlib.Path | BucketPath):
@@ -75,10 +75,12 @@ class Checkpoints:
 
     def newest_valid_step(self) -> int | None:
         """Returns the newest step whose checkpoint is valid; None if there is none. Process 0 reads
-        the files, warns of newer damaged checkpoints, and sends the result to the other processes.
+        the files, warns of damaged checkpoints that are newer, and sends the result to the other
+        processes.
 
         Raises:
-          UserError: this is a `CheckpointWriter`, and its run had checkpoints, but none is valid.
+          UserError: this object is a `CheckpointWriter`, and the run had checkpoints, but none of
+            them is valid.
         """
         verified = broadcast_from_process_0(self._find_newest_valid)
         self._verified = verified and tuple(verified)
@@ -86,7 +88,8 @@ class Checkpoints:
 
     def _find_newest_valid(self) -> tuple[int, str | None] | None:
         """Returns (the newest step whose checkpoint is valid, the digest of its manifest); None if
-        no checkpoint is valid. Warns of every newer checkpoint, all of which are damaged.
+        no checkpoint is valid. Warns of every checkpoint that is newer than the newest valid one,
+        and therefore damaged.
         """
         for step in reversed(self.steps()):
             # The digest is read before the files, so it belongs to the files that are verified.
@@ -105,8 +108,8 @@ class Checkpoints:
         return manifest.find_damage(self.directory / str(step), sizes_only, run_id(self.workdir))
 
     def find_step(self, step: StepChoice) -> int | None:
-        """Returns the number of the step that `step` chooses. If `step` is None and no checkpoint
-        is valid, returns None. All processes have to call this method.
+        """Returns the number of the step that `step` (a number, "best" or None) chooses. If `step`
+        is None and no checkpoint is valid, returns None. All processes have to call this method.
 
         Raises:
           UserError: `step` is "best", and no checkpoint was evaluated.
@@ -183,8 +186,8 @@ class Checkpoints:
 
 def split_frozen(state: State, frozen_paths: frozenset[str]) -> tuple[State, State]:
     """Splits a train state into two: `state` without the parameters at `frozen_paths`, and a state
-    with these parameters alone. If one of the two has no parameters, it has no entry "params",
-    because Orbax reads no empty dict.
+    with these parameters alone. A state without parameters has no entry "params", because Orbax
+    cannot read an empty dict.
     """
 
     def params_entry(frozen: bool) -> dict:
@@ -236,7 +239,7 @@ def load_adapters(
 
     Args:
       step: which checkpoint to load.
-      ema: whether to load the moving average of the adapters (`train.ema`) instead.
+      ema: whether to load the moving average of the adapters (`train.ema`) instead of the adapters.
 
     Raises:
       UserError: the model has no adapters, or the checkpoint cannot be loaded or has no average.
@@ -305,11 +308,12 @@ def load_trained(
       record: the content of run.json; None if the caller has not read it.
       merge: whether to add the products of adapters (`model.lora`) to their matrices, so that the
         model has no adapters.
-      ema: whether to load the moving average of the parameters (`train.ema`) instead.
+      ema: whether to load the moving average of the parameters (`train.ema`) instead of the
+        parameters.
 
     Raises:
-      UserError: the checkpoint cannot be loaded or has no average, or another run has replaced this
-        one since `record` was read.
+      UserError: the checkpoint cannot be loaded or has no average, or another run has replaced the
+        run in `workdir` since `record` was read.
     """
     record = read_record(workdir) if record is None else record
     config = record.read_config(workdir)

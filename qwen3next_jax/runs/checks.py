@@ -1,4 +1,4 @@
-"""Checks before a run starts that need JAX: of the mesh, the code of the model and the
+"""The checks before the start of a run that need JAX: of the mesh, the code of the model and the
 evaluations.
 """
 
@@ -43,7 +43,7 @@ def check_and_resolve_run(start: Start, mesh: Mesh) -> ResolvedRun:
 
 def check_versions_of_weights(start: Start) -> None:
     """Checks that this code computes the modules of the model in the same way as the code that
-    trained the weights. The weights are those of the run's own checkpoint or of its parent's.
+    trained the weights. The weights come from a checkpoint of the run or of its parent.
 
     Raises:
       UserError: a module of the model has another version in this code.
@@ -61,7 +61,7 @@ def check_versions_of_weights(start: Start) -> None:
 
 def check_without_devices(config: Config) -> None:
     """Checks the settings of a run and the files of its data, without devices and without the
-    folder of the run. Sweeps check their points with this function.
+    folder of the run. A sweep checks each of its configurations with this function.
 
     Raises:
       UserError: a check failed; the message names the first mistake.

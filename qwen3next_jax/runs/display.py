@@ -113,7 +113,7 @@ class _Activity:
 
 
 class Display:
-    """Shows the events of a run. The run calls the instance with each event. Use it as a context
+    """Shows the events of a run. The run calls the display with each event. Use it as a context
     manager.
     """
 
@@ -211,7 +211,7 @@ class Display:
 
         Args:
           text: what the run does, such as "saving a checkpoint".
-          compiles: whether the block compiles when it runs for the first time. If so, a plain line
+          compiles: whether the block compiles when it runs for the first time; if so, a plain line
             announces the first time. The panel shows `text` each time.
         """
         before = self._activity
@@ -227,7 +227,7 @@ class Display:
 
     def set_elapsed(self, seconds: float) -> None:
         """Makes the live panel show `seconds` as the time that the run has taken. Pictures of a
-        recorded run need this.
+        recorded run need this method.
         """
         for task in self._progress.tasks:
             task.start_time, task.stop_time = 0.0, seconds
@@ -293,7 +293,9 @@ class Display:
             self.say_without_panel(line)
 
     def say_without_panel(self, line: str) -> None:
-        """Prints a line if there is no live panel. The panel shows the same in another form."""
+        """Prints a line if there is no live panel, which would show the content of the line in
+        another form.
+        """
         if not self._live:
             self.say(line)
 
@@ -306,9 +308,8 @@ class Display:
 
     def _narrow_panel(self) -> Constrain:
         """Returns the panel with a width that leaves room for two "^C", which a terminal prints
-        behind the last line when the user presses Ctrl-C. Without this room the terminal would
-        begin a new line. Then the next panel would be drawn one line lower, below a leftover
-        border.
+        behind the last line when the user presses Ctrl-C. Without room for "^C" the terminal would
+        begin a new line, and the next panel would be drawn one line lower, below a leftover border.
         """
         return Constrain(self.panel(), self._console.width - len("^C^C"))
 
@@ -459,8 +460,8 @@ def missing_kernel_lines(operators: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _format_number(value: float | str | None, form: str) -> str:
-    """Formats a number of an event. Events hold NaN and infinity as text, which is returned as it
-    is; None becomes "–".
+    """Formats a number of an event. NaN and infinity, which events hold as text, are returned
+    unchanged; None becomes "–".
     """
     if value is None:
         return "–"

@@ -222,8 +222,8 @@ class DataReadByParent(NamedTuple):
 
 def find_data_read_by_parent(run: ResolvedRun, start: Start) -> DataReadByParent:
     """Returns how much the parent had read, if the run begins or began with the whole state of its
-    parent (`train.init_state = "all"`). If the run has a checkpoint of its own, its parent is not
-    read: the parent's stages are assumed to be those of the run.
+    parent (`train.init_state = "all"`). If the run has a checkpoint of its own, the function does
+    not read the parent, and assumes that the parent has the stages of the run.
     """
     if start.config.train.init_state != "all":
         return DataReadByParent(0, ())
@@ -255,7 +255,7 @@ def estimate_source_readings(
 
     Returns:
       Name of a source → how much of the source is read. `training.stages.reading_by_source`
-      computes the same from the rows of prepared data.
+      computes the same numbers from the rows of prepared data.
     """
     first = parent.parent_steps
     steps = [(s, min(s.last_step, first) - s.steps_before) for s in parent.shared_stages]

@@ -73,7 +73,7 @@ def dump_and_report_halt(
     metrics: MetricsFile,
 ) -> ExitCode:
     """Writes a dump of the inputs of the step at which the guards halted the run, and a "stop"
-    event. Prints the reason, and returns the exit code.
+    event. Prints the reason of the halt, and returns the exit code.
     """
     stage_index = stage_index_of_step(cursors, halt.step)
     index = cursors[stage_index].batch_index(halt.step, int(halt.state["guards"]["data_offset"]))

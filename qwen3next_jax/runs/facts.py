@@ -1,5 +1,6 @@
 """Reads, once, what the start of a run depends on: the folder of the run, the model in
-`train.init_from`, the tokenizers of both, and which packages are installed. From these facts alone
+`train.init_from`, the tokenizers of the run and of this model, and which packages are installed.
+From the settings and the facts that this file reads, and from nothing else,
 `runs.start.decide_start` decides how the run starts. This file does not import JAX, so that the
 user learns of a mistake within a second.
 
@@ -52,7 +53,7 @@ class ParentRun:
     """The run in `train.init_from`.
 
     Attributes:
-      folder: the folder of that run.
+      folder: the folder of the run that `train.init_from` names.
       record: the content of its run.json.
       config: its configuration.
       checkpoint: the checkpoint with which the new run begins; None if `train.init_from` names no
@@ -227,7 +228,7 @@ def _check_init_from_exists(init_from: str) -> None:
 def _read_initial_model(init_from: str, folder: RunFolder) -> ParentRun | PretrainedModel:
     """Reads the model in `train.init_from`. If this run was killed before its first checkpoint, it
     begins again with the checkpoint of its parent that its run.json names, even if the parent has
-    newer ones.
+    newer checkpoints.
     """
     _check_init_from_exists(init_from)
     path, step = split_step(init_from)
@@ -365,7 +366,7 @@ def _default_tokenizer(
 
 
 def _has_fingerprint(name: str, fingerprint: str) -> bool:
-    """Whether the tokenizer `name` can be loaded and has this fingerprint."""
+    """Whether the tokenizer `name` can be loaded and has the fingerprint `fingerprint`."""
     try:
         return load_tokenizer(name).fingerprint == fingerprint
     except UserError:

@@ -2,11 +2,11 @@
 checkpoint of another run, the parent (`train.init_from = RUN` or `RUN@STEP`).
 
 With `train.init_state = "weights"` a run begins at step 0, with a new optimizer state and the
-first batch of its data. With `train.init_state = "all"` it also takes over the parent's optimizer
-state and step, and skips the rows that the parent has read (`training.stages`). If the run also has
-the data, the batch size and the guards' window of its parent, its steps equal the steps that the
-parent would take next: on CPUs bit for bit, but not on GPUs, where the gradients of cuDNN's
-attention have no fixed order of sums.
+first batch of its data. With `train.init_state = "all"` a run also takes over the parent's
+optimizer state and step, and skips the rows that the parent has read (`training.stages`). If, with
+`train.init_state = "all"`, a run also has the data, the batch size and the guards' window of its
+parent, its steps equal the steps that the parent would take next: on CPUs bit for bit, but not on
+GPUs, where the gradients of cuDNN's attention have no fixed order of sums.
 """
 
 import dataclasses
@@ -135,9 +135,9 @@ def _state_from_parent(
 
 
 def _inherited_update_rules(run: ResolvedRun, parent_config: Config) -> list[UpdateRule]:
-    """Returns the update rules of `run` that its parent has, too, with equal settings. The run
-    takes over the entries of these rules in the train state. For example, if `train.ema` differs
-    from the parent's, the average of the parameters begins anew.
+    """Returns the update rules of `run` that its parent has, too, with equal settings. From the
+    parent's train state, the run takes over the entries of the returned rules. For example, if
+    `train.ema` differs from the parent's, the average of the parameters begins anew.
     """
     ours, train = run.config.train.update_rules, parent_config.train
     train = dataclasses.replace(

@@ -1,9 +1,10 @@
 """Reads the files of a run in its folder. `runs.store` writes them.
 
-A folder belongs to a run once it has a checkpoint or an event about a step. Until then a new run
-may replace the run.json in it. From then on a process can train in the folder only if it has the
-run's settings (apart from allowed changes), data and tokenizer, and if neither run.json nor the
-checkpoints and metrics.jsonl are missing. So no run overwrites the files of another.
+A folder belongs to a run once it has a checkpoint or an event about a step. As long as a folder
+belongs to no run, a new run may replace the run.json in it. In a folder that belongs to a run, a
+process can train only with the settings (apart from allowed changes), data and tokenizer of this
+run, and only if there are run.json and either a checkpoint or metrics.jsonl. So no run overwrites
+the files of another.
 """
 
 import dataclasses
@@ -128,8 +129,8 @@ def complete_steps(workdir: pathlib.Path) -> list[int]:
 
 
 def best_step(workdir: pathlib.Path) -> int:
-    """Returns the step of the complete checkpoint with the lowest held-out loss. Of two equal
-    losses, the earlier step is taken.
+    """Returns the step of the complete checkpoint with the lowest held-out loss. Of two checkpoints
+    with equal losses, the function takes the earlier one.
 
     Raises:
       UserError: no complete checkpoint was evaluated.
@@ -155,8 +156,8 @@ def is_step_name(name: str) -> bool:
 
 def check_checkpoints_not_lost(workdir: pathlib.Path) -> None:
     """Checks that the run in `workdir` never had a checkpoint. Call this function if the run has no
-    valid checkpoint. If it had one before, the checkpoint was lost, and a start at step 0 would
-    overwrite the record of the run's steps.
+    valid checkpoint. If the run had a checkpoint before, the checkpoint was lost, and a start at
+    step 0 would overwrite the record of the run's steps.
 
     Raises:
       UserError: the run had a checkpoint.

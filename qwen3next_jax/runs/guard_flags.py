@@ -51,8 +51,8 @@ class Halted(Exception):
     Attributes:
       reason: why the guards ended the run, as text.
       is_spike: whether a loss spike ended the run.
-      state: the train state when the run ended. The step `step` and the steps after it have updated
-        no parameter.
+      state: the train state when the run ended. No parameter was updated in `step` or in the steps
+        after it.
     """
 
     def __init__(self, step: int, reason: str, is_spike: bool, state: State):
@@ -90,8 +90,8 @@ class GuardFlags:
 
         Raises:
           Halted: the guards ended the run at this step.
-          UserError: the first batch of a stage has no token to predict. All processes raise it,
-            because all of them have the same flags.
+          UserError: the first batch of a stage has no token to predict. All processes raise this
+            error, because all of them have the same flags.
         """
         flags = int(values["flags"])
         if not flags:
@@ -124,9 +124,9 @@ class GuardFlags:
         skipped.
 
         Raises:
-          UserError: it is the first batch of a stage. Then the settings are the likely cause, and
-            the run would train on nothing. If it is a later batch, its documents may be the cause,
-            so the method only writes an event.
+          UserError: the batch is the first of a stage. Such a stage would train on nothing, and the
+            likely cause is its settings. If a later batch of a stage has no token to predict, its
+            documents may be the cause, so the method only writes an event.
         """
         reason = f"its batch has no token to predict: {why_no_targets(self._model)}"
         require(step not in self._first_steps, f"step {step}: {reason}")
@@ -211,9 +211,10 @@ def write_dump(
 
 def _state_before_halt(halt: Halted) -> State:
     """Returns the train state before the halted step. The updates of the halted step and of the
-    steps after it were skipped. So these steps changed only counts and the flag `halted`, which
-    this function sets back. The counts `spikes` and `skipped_in_a_row`, on which no update depends,
-    may still include these steps.
+    steps after it were skipped. So the halted step and the steps after it changed only counts and
+    the flag `halted`. This function restores the counts `step` and `skipped` and the flag `halted`.
+    The counts `spikes` and `skipped_in_a_row`, on which no update depends, may still include the
+    halted step and the steps after it.
     """
     step, guards = halt.state["step"], halt.state["guards"]
     before = jnp.full_like(step, halt.step - 1)

@@ -1,4 +1,4 @@
-"""The hooks of a run: what it does besides its training steps, such as evaluations and saves.
+"""The hooks of a run: what a run does besides its training steps, such as evaluations and saves.
 `runs.train` adds the hooks to `training.loop.Trainer`. Each hook is one class and uses no other
 hook.
 """
@@ -91,11 +91,11 @@ class WatchdogHook(Hook):
 
 
 class HookErrors(Hook):
-    """Collects the errors in hooks that training does not need. Depending on `train.on_hook_error`,
-    the run saves and ends after the next step, or continues.
+    """Collects the errors in hooks that training does not need. After an error in a hook, the run
+    saves and ends after the next step, or continues (`train.on_hook_error`).
 
-    A hook may fail on one process alone. So this class is a hook, too: before each save and at the
-    end of the run, every process sends its errors to all processes.
+    A hook may fail on one process alone. So `HookErrors` is itself a hook: before each save and at
+    the end of the run, every process sends its errors to all processes.
 
     Attributes:
       fatal: the error with which all processes of the run end; None if there is no such error.
@@ -127,8 +127,8 @@ class HookErrors(Hook):
         self.share_errors()
 
     def share_errors(self) -> None:
-        """Sends the errors since the last call to all processes, which must all call this method
-        together.
+        """Sends the errors in this process's hooks since the last call to all processes, which must
+        all call this method together.
         """
         told, self._untold = gather_from_all(self._untold), []
         for error in itertools.chain(*told[1:]):  # process 0 has written its own, and alone writes
@@ -162,7 +162,7 @@ class StopHook(Hook):
 
 
 class ProfilerHook(Hook):
-    """Starts and stops the profiler around the steps that it traces."""
+    """Starts the profiler before the first step to trace, and stops it after the last."""
 
     def __init__(self, profiler: Profiler):
         self._profiler = profiler
@@ -196,7 +196,7 @@ class DisplayHook(Hook):
 
 class OperatorChoicesHook(Hook):
     """Writes which implementation runs each operator of the model, as an "operators" event and into
-    run.json, whenever a newly traced step adds implementations to those of the stages before.
+    run.json, whenever the step of a new stage uses implementations that no earlier stage has used.
     """
 
     def __init__(self, store: RunStore, metrics: MetricsFile):
@@ -230,7 +230,7 @@ class OperatorChoicesHook(Hook):
 
 class MetricsHook(Hook):
     """Writes a "stage" event when a stage begins, and a "train" event with the metrics of a step
-    whenever it is called.
+    whenever the trainer calls this hook.
     """
 
     def __init__(self, trainer: Trainer, metrics: MetricsFile, epochs: Mapping[str, Epoch]):
@@ -423,9 +423,9 @@ def choose_sample_prompt(
     config: EvalConfig, data: DataSource, longest: int
 ) -> tuple[str, np.ndarray]:
     """Returns (the prompt of samples as text, the prompt as tokens [n]). The prompt is
-    `eval.sample_prompt`. But if this setting has its default and the data are conversations, the
-    prompt is taken from a held-out row: the tokens before the first answer, at most the last
-    `longest` of these tokens.
+    `eval.sample_prompt`. But if `eval.sample_prompt` has its default and the data are
+    conversations, the prompt comes from a held-out row: it is the last `longest` tokens before the
+    first answer, or all tokens before it if there are fewer.
     """
     row_numbers = range(min(data.heldout_rows, _HELDOUT_ROWS_SEARCHED))
     if config.sample_prompt == EvalConfig.sample_prompt and "loss_weights" in data.array_dtypes:

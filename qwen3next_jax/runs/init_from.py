@@ -165,7 +165,8 @@ def check_same_structure(model: ModelConfig, initial_model: ModelConfig, init_fr
     `train.init_from`.
 
     Raises:
-      UserError: the parameters have other shapes or another meaning.
+      UserError: the parameters of `initial_model` have other shapes or another meaning than those
+        of `model`.
     """
     for name in settings_incompatible_with_weights(model, initial_model):
         # The vocabulary may grow (training/vocabulary.py), but the hashes of n-grams depend on it.

@@ -38,11 +38,11 @@ from qwen3next_jax.training.stages import DataCursors
 def lock_folder(start: Start, data: Sequence[DataSource], store: RunStore) -> Iterator[Start]:
     """Locks the folder of a run until the end of the `with` block. With `--restart`, or if an
     earlier `--restart` did not finish, moves the files of the old run to WORKDIR/before-TIME.
-    Compares the data, the code and the devices with run.json.
+    Compares the data, the code and the devices of this start with those in run.json.
 
     Preparing the data can take hours, during which the folder or the model in `train.init_from` may
-    change. So both are read again once the folder is locked. If one of them has changed, the start
-    is decided again. Process 0 does this
+    change. So once the folder is locked, the function reads the folder and the model again, and
+    decides again how the run starts if one of them has changed. Process 0 locks, moves and compares
     for all processes.
 
     Args:
@@ -51,10 +51,10 @@ def lock_folder(start: Start, data: Sequence[DataSource], store: RunStore) -> It
       store: the store of the run.
 
     Yields:
-      The decision about the start, with all changes since the last start.
+      The decision about how the run starts, with all changes since the last start.
 
     Raises:
-      UserError: another process trains in the folder, or it has the files of another run.
+      UserError: another process trains in the folder, or the folder has the files of another run.
     """
     with store:
         yield _lock_and_decide_again(start, data, store)
@@ -104,8 +104,8 @@ def _lock_and_decide_again(start: Start, data: Sequence[DataSource], store: RunS
 
 
 def _decide_again(start: Start) -> Start:
-    """Reads again what the start depends on. Returns `start` if nothing has changed, or else a new
-    decision.
+    """Reads again what the start of the run depends on. Returns `start` if nothing has changed, or
+    else a new decision.
     """
     facts = read_facts(start.given_config, start.workdir, writes_telemetry=is_process_0())
     if facts == start.facts:
@@ -154,7 +154,8 @@ def make_record(
 def base_model_record(initial_model: ParentRun | PretrainedModel | None) -> BaseModel | None:
     """Returns the Hugging Face directory with which the weights of a run began, as run.json records
     it. A run that begins with a parent run copies the parent's entry, because the user may delete
-    the parent; the entry `files`, which only the first run needs, is left out.
+    the parent; the entry `files`, which only the first run of a chain of parents needs, is left
+    out.
     """
     if isinstance(initial_model, PretrainedModel):
         return BaseModel(

@@ -5,10 +5,10 @@ notices a flipped bit in a file, which Orbax does not notice.
                              "files": {relative path: [bytes, [SHA-256 of each piece]]}}
 
 In a bucket a SHA-256 digest would cost a download of all that was just written. So the manifest in
-a bucket holds, as "md5:…", the MD5 digests that the store computes of the objects itself. Its key
-"arrays" names the folder of the files, relative to FOLDER. `find_damage` compares the MD5 digests
-with those in a listing of the bucket. If the folder was copied to a file system, `find_damage`
-reads the files and computes their MD5 digests.
+a bucket holds the MD5 digests that the object store itself computes, as "md5:…". The key "arrays"
+of a manifest in a bucket names the folder of the files, relative to FOLDER. `find_damage` compares
+the MD5 digests with those in a listing of the bucket. If the folder was copied to a file system,
+`find_damage` reads the files and computes their MD5 digests.
 
 The manifest of a checkpoint names its run (the id in run.json) and its step, so a renamed or copied
 folder is not mistaken for another step or another run. The manifest is written atomically after all
@@ -86,13 +86,14 @@ def write_bucket_manifest(
 
     Args:
       step, run: as for `write_manifest`.
-      replaces: the version of the manifest that this one replaces; ABSENT if there may be none.
+      replaces: the version of the manifest that the new manifest replaces; ABSENT if there must be
+        no manifest yet.
 
     Returns:
       The size of all files in bytes.
 
     Raises:
-      Conflict: there is a manifest of another version.
+      Conflict: the folder has a manifest of another version.
     """
     files = {
         name: [entry.size, [_MD5_PREFIX + (entry.md5 or md5_of(arrays / name))]]
@@ -109,7 +110,7 @@ def write_bucket_manifest(
 
 
 def _run_and_step_entries(step: int | None, run: str | None) -> dict[str, Any]:
-    """Returns the keys of a manifest that say which checkpoint of which run it describes."""
+    """Returns the entries of a manifest that name the run and the step of its checkpoint."""
     return ({"run": run} if run else {}) | ({} if step is None else {"step": step})
 
 
@@ -118,7 +119,7 @@ def arrays_folder(directory: Folder) -> Folder:
     `directory` itself, unless the manifest can be read and has the key "arrays".
 
     Raises:
-      OSError: the manifest cannot be read, but may exist.
+      OSError: the manifest may exist, but cannot be read.
     """
     try:
         place = json_files.read(directory / FILE_NAME).get("arrays", "")
@@ -156,8 +157,9 @@ def find_damage(directory: Folder, sizes_only: bool = False, run: str | None = N
     """Compares the files of a folder with its manifest.
 
     Args:
-      sizes_only: whether to compare only the names and sizes of files, not their content. For a
-        checkpoint, no damage then means that it is plausible, not valid (see `runs.checkpoint`).
+      sizes_only: whether to compare only the names and sizes of files, not their content. With
+        `sizes_only`, a checkpoint without damage is plausible, but perhaps not valid (see
+        `runs.checkpoint`).
       run: the id of the run to which the checkpoint must belong; None accepts any run.
 
     Returns:

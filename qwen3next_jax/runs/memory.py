@@ -59,9 +59,9 @@ def check_activations_fit(run: ResolvedRun, stage: ResolvedStage) -> None:
 
 def minimum_activation_bytes(run: ResolvedRun, stage: ResolvedStage) -> int:
     """Returns a lower bound for the bytes of activations that the backward pass of a micro-batch
-    needs on a device: the bytes of the inputs of all layers. If `train.remat` offloads these
-    inputs, the bound is 0. With frozen parameters it is 0, too, because layers without gradients
-    keep no inputs.
+    needs on a device: the bytes of the inputs of all layers. If `train.remat` offloads the inputs
+    of the layers, the bound is 0. With frozen parameters the bound is 0, too, because layers
+    without gradients keep no inputs.
     """
     saved = parse_remat(stage.train.remat)
     if saved.policy == "offload" or "input" in saved.offloaded_to_host or stage.train.freeze:

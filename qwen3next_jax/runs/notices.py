@@ -9,7 +9,7 @@ from qwen3next_jax.training.stages import ResolvedStage
 
 def surprising_settings(run: ResolvedRun, start: Start) -> list[str]:
     """Returns one line for each setting that may surprise the user. `train.py` and `--dry-run`
-    print these lines before the run computes anything.
+    print the returned lines before the run computes anything.
     """
     lines = [*partial_ablation_lines(run.model), *run.groups.summary_lines]
     lines += filter(None, [_warm_up_warning(run.stages[0])])

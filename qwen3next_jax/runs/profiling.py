@@ -1,5 +1,5 @@
-"""Records a trace of a few steps for xprof (`--config.profile.steps=10:13`). With
-`profile.memory = True` it also writes a profile of the devices' memory after these steps.
+"""Records a trace of a few steps for xprof (`--config.profile.steps=10:13`). With the setting
+`profile.memory` the profiler also writes a profile of the devices' memory after the traced steps.
 """
 
 import pathlib
@@ -35,8 +35,8 @@ class Profiler:
         method before each step.
 
         Args:
-          pending: the arrays that earlier steps compute. The method waits for them first, so that
-            the trace does not include these steps.
+          pending: the arrays that earlier steps compute; the method first waits for them, so that
+            the trace does not include the earlier steps.
         """
         if step in self._config.traced_steps and not self._running:
             jax.block_until_ready(pending)
@@ -48,7 +48,7 @@ class Profiler:
         method after it has dispatched each step.
 
         Args:
-          pending: the arrays that the step computes. The method waits for them first, so that the
+          pending: the arrays that the step computes; the method first waits for them, so that the
             trace includes the whole step.
         """
         if self._running and step + 1 not in self._config.traced_steps:

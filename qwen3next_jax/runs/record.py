@@ -1,10 +1,10 @@
-"""run.json: the type of its content (`RunRecord`), a function that reads it, and one that makes its
-text.
+"""run.json: the type of its content (`RunRecord`), a function that reads the file, and one that
+makes its text.
 
     WORKDIR/run.json    configuration, data, tokenizer, code, processes, devices, parent, and every
                         allowed change since the first start; with its format and a digest
 
-A run writes run.json before its first step. A run that resumes compares its settings with the file.
+A run writes run.json before its first step. A run that resumes compares its settings with run.json.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class MergedCheckpoint(ParentCheckpoint):
 
 @dataclasses.dataclass(frozen=True)
 class BaseModel:
-    """The Hugging Face directory with which a run began, or the first run in its chain of parents.
+    """The Hugging Face directory with which a run, or the first run in its chain of parents, began.
     The user may delete the directory. An export of the run has the file format of the directory.
 
     Attributes:

@@ -1,9 +1,9 @@
 """Decides how a run starts, before anything is written.
 
-`decide_start` raises every error that follows from the settings and the facts alone. It reads no
-file: `facts.read_facts` has read all that the decision depends on. Neither function imports JAX, so
-the user learns of a mistake within a second. `checks.check_and_resolve_run` later checks what
-depends on the mesh and on the code of the model.
+`decide_start` raises every error that follows from the settings and the facts alone. `decide_start`
+reads no file: `facts.read_facts` has read all that the decision depends on. Neither `decide_start`
+nor `read_facts` needs JAX, so the user learns of a mistake within a second.
+`checks.check_and_resolve_run` later checks what depends on the mesh and on the code of the model.
 """
 
 import dataclasses

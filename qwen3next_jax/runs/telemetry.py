@@ -1,5 +1,5 @@
 """Writes the events of a run to `metrics.jsonl`. The terminal, TensorBoard, Weights & Biases and
-report.html show these events. docs/reference/metrics.md describes the events.
+report.html show the events of a run. docs/reference/metrics.md describes the events.
 """
 
 import json
@@ -44,17 +44,17 @@ class MetricsFile:
         listeners: Sequence[Listener] = (),
         repeated: Collection[str] = (),
     ):
-        """Opens the file and removes the events after step `steps_before`, because this process
+        """Opens the file and removes the events of steps after `steps_before`, because this process
         takes these steps again. Events of the kinds in `store.events.PROCESS_EVENTS` stay.
         `write_start` records how many steps are repeated.
 
         Args:
-          log: writes the lines of metrics.jsonl. None on all processes except process 0: then
-            nothing is written and no listener is called.
+          log: writes the lines of metrics.jsonl; None on all processes except process 0. Without
+            `log`, nothing is written and no listener is called.
           steps_before: number of steps of the run that are already taken.
           listeners: functions that are called with each event.
-          repeated: kinds of events that this process writes again for step `steps_before`. The old
-            events of these kinds and of this step are removed as well.
+          repeated: kinds of events that this process writes again for step `steps_before`, whose
+            old events of these kinds are removed as well.
         """
         self._log, self._listeners = log, tuple(listeners)
         if log is not None:
@@ -93,7 +93,7 @@ class MetricsFile:
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Writes an event and calls the listeners. If the disk is full, the event stays in memory
-        and is written with a later one.
+        and is written with a later event.
 
         Args:
           event: the kind of event.
@@ -121,8 +121,8 @@ class MetricsFile:
             self._log.flush()
 
     def remove_events_after(self, step: int) -> None:
-        """Removes the events after `step`, because the run takes these steps again. Events of the
-        kinds in `store.events.PROCESS_EVENTS` stay.
+        """Removes the events of steps after `step`, because the run takes these steps again. Events
+        of the kinds in `store.events.PROCESS_EVENTS` stay.
         """
         if self._log is not None:
             self._log.remove_events_after(step)
@@ -163,7 +163,7 @@ class Throughput:
 
         Args:
           step: the number of the step.
-          loss: the loss of the step, in nats per token; None if it had no token to predict.
+          loss: the loss of the step, in nats per token; None if the step had no token to predict.
           steps: the number of steps since the last event.
           seconds: the time of these steps.
           data_wait: the part of this time in which the loop waited for data, in seconds.
@@ -253,8 +253,8 @@ def open_metrics(
     display: Listener,
     repeated: Collection[str] = (),
 ) -> MetricsFile:
-    """Opens the run's metrics.jsonl. Its listeners are the display, the report, and the loggers
-    that `config.telemetry` turns on. Only process 0 writes.
+    """Opens the run's metrics.jsonl. The listeners of the file are the display, the report, and the
+    loggers that `config.telemetry` turns on. Only process 0 writes.
 
     Args:
       steps_before, repeated: as for `MetricsFile`.

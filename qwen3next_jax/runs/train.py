@@ -1,8 +1,8 @@
 """A training run from start to end: mesh, data, folder, state, hooks, loop, exit code.
 
-`training.loop` takes the training steps. This module adds what lets a run resume and what protects
-it from faults: the folder, checkpoints, run.json and metrics.jsonl, signals, the watchdog, and
-rewinds.
+`training.loop` takes the training steps. This module adds to the steps what lets a run resume and
+what protects a run from faults: the folder, checkpoints, run.json and metrics.jsonl, signals, the
+watchdog, and rewinds.
 """
 
 import contextlib
@@ -213,16 +213,16 @@ def _open_checkpoints(run: ResolvedRun, store: RunStore) -> CheckpointWriter:
 
 def _missing_evaluation_kinds(run: ResolvedRun, start: Start, step: int) -> list[str]:
     """Returns the kinds of events that evaluations and samples should have written after `step`,
-    the step of the newest checkpoint. Returns [] if metrics.jsonl has all of these events, or if
-    none were due.
+    the step of the newest checkpoint. Returns [] if metrics.jsonl has all events that were due
+    after `step`, or if none were due.
 
-    Events of evaluations can be missing for two reasons. A run that is asked to stop saves before
-    it evaluates, and may be killed between the two. And an evaluation may have ended the run with
-    an error; its events count as missing, unless the settings now say that errors in hooks do not
-    end the run.
+    Events of evaluations can be missing for two reasons. First, a run that is asked to stop saves
+    before it evaluates, and may be killed between the save and the evaluation. Second, an
+    evaluation may have ended the run with an error; its events count as missing, unless the
+    settings now say that errors in hooks do not end the run.
 
-    If this start changes the settings `eval`, nothing is missing, because the run was not to
-    evaluate with the new settings.
+    If this start changes the settings `eval`, no events count as missing, because the earlier
+    process was not to evaluate with the new settings.
 
     Args:
       step: the step of the newest checkpoint; 0 if there is none.
@@ -446,9 +446,9 @@ def _add_hooks(
     add_hooks: Callable[[Trainer], None] | None,
 ) -> hooks.EvaluationHook | None:
     """Adds all hooks to the trainer. The trainer calls hooks in the order in which they are added.
-    `saving` is the last, so the metrics of a step are written before its checkpoint. When the run
-    is stopped, evaluations and samples come after `saving`, because they may take longer than the
-    time that the process has left.
+    The hook `saving` is the last, so the run writes the metrics of a step before the checkpoint of
+    this step. When the run is stopped, evaluations and samples come after `saving`, because they
+    may take longer than the time that the process has left.
 
     Args:
       errors: the hook that stops the run after an error in another hook.

@@ -1,10 +1,10 @@
 """Checks that this code computes the modules of a run's model in the same way as the code that
 trained the run.
 
-The class of a module has a number `version`. It is increased when the module computes another
-function of its weights than before. run.json holds the versions of the modules of the run's model.
-With another version, trained weights would give other results without any message, so loading them
-is an error.
+The class of a module of the model has a number `version`, which increases when the module begins to
+compute another function of its weights. run.json holds the versions of the modules of the run's
+model. If the code has another version of a module than run.json, the trained weights would give
+other results without any message, so loading the weights is an error.
 """
 
 import pathlib

@@ -13,9 +13,10 @@ def fill_vocabulary_from_tokenizer(
     """Sets `model.vocab_size` and `model.eos_token_id` if `model.vocab_size` is 0 and the run
     trains on text.
 
-    A resumed run keeps the values in its run.json; its tokenizer and its parent are not read. A new
-    run takes the values from the tokenizer that `data.tokenizer` names. If `data.tokenizer` is "",
-    a new run takes the values from the tokenizer of the model in `train.init_from`.
+    A resumed run takes `vocab_size` and `eos_token_id` from its run.json; its tokenizer and its
+    parent are not read. A new run takes `vocab_size` and `eos_token_id` from the tokenizer that
+    `data.tokenizer` names or, if `data.tokenizer` is "", from the tokenizer of the model in
+    `train.init_from`.
 
     Args:
       values: the settings as a nested dict; it is changed in place.

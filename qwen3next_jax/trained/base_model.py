@@ -1,5 +1,5 @@
-"""Finds the base model of a run: the Hugging Face directory with whose weights training began. If a
-run began with the weights of another run, its parent, it has the parent's base model. run.json
+"""Finds the base model of a run: the Hugging Face directory with whose weights training began. A
+run that began with the weights of another run, its parent, has the parent's base model. run.json
 records the base model, so the folders of the parents need not be kept.
 """
 
@@ -26,12 +26,12 @@ def find_base_model(path: str | pathlib.Path) -> BaseModel | None:
 
 def find_adapter_base(workdir: str | pathlib.Path) -> pathlib.Path | BucketPath | None:
     """Finds the Hugging Face directory with the matrices to which the adapters of a run
-    (`model.lora`) belong. The run began with this directory, or its parent did if the parent has
-    the same adapters.
+    (`model.lora`) belong. The run began with this directory, or the parent of the run began with it
+    and has the same adapters.
 
     Returns:
-      The directory, which may no longer exist; None if the run began with random weights, or if its
-      parent had trained the matrices, or if the parent's folder is gone.
+      The directory, which may no longer exist; None if the run began with random weights, if the
+      parent of the run had trained the matrices, or if the parent's folder is gone.
 
     Raises:
       UserError: the vocabulary grew when the run began, so the directory does not have the run's

@@ -37,9 +37,10 @@ class LoadedModel(NamedTuple):
       tokenizer: the model's tokenizer; None if a Hugging Face directory has none.
       step: number of steps for which the model was trained; None for a Hugging Face directory.
       mesh: the mesh over which the parameters are sharded; None for one device.
-      weights_identity: text that identifies the weights. For a run: the digest of the checkpoint's
-        manifest, followed by " ema" for the moving average. For a Hugging Face directory: the
-        result of `interop.weights.modification_digest`.
+      weights_identity: text that identifies the weights. For a run, `weights_identity` is the
+        digest of the checkpoint's manifest, followed by " ema" for the moving average. For a
+        Hugging Face directory, `weights_identity` is the result of
+        `interop.weights.modification_digest`.
     """
 
     model: Qwen3Next

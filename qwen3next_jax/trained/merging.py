@@ -1,7 +1,7 @@
 """Merges checkpoints: computes a weighted mean of their parameters (`qwen3next merge`).
 
-Only the model of the last checkpoint is in memory as a whole. The parameters of the other
-checkpoints are read in groups of arrays, one checkpoint after another.
+Only the model of the last checkpoint is in memory as a whole. The parameters of all other
+checkpoints than the last are read in groups of arrays, one checkpoint after another.
 
 The mean is computed as p_n + Σ_i w_i (p_i − p_n), where p_n are the parameters of the last
 checkpoint. So parameters that are equal in all checkpoints, such as frozen parameters, are
@@ -67,22 +67,22 @@ def weight_of_each_checkpoint(text: str, steps: Sequence[int]) -> np.ndarray:
     1.
 
     "uniform" gives all checkpoints the same weight. A list such as "1,2,1" gives the ratios of the
-    weights. The name of a learning-rate decay gives weights with which the mean of the checkpoints
-    of a run with a constant learning rate approximates a run whose learning rate decays from the
-    first checkpoint to the last (WSM, 2507.17634):
+    weights. The name of a learning-rate decay is for checkpoints of a run with a constant learning
+    rate: their mean then approximates a run whose learning rate decays from the first checkpoint to
+    the last (WSM, 2507.17634).
 
     Let θ_0 … θ_n be the checkpoints and Δ_i = θ_i − θ_{i−1} the sum of the updates in interval i. A
-    rate that is d times as large scales an update by d. If the gradients stayed the same, a run
-    whose rate is d_i times as large in interval i would end at
+    learning rate that is d times as large makes an update d times as large. If the gradients stayed
+    the same, a run whose learning rate is d_i times as large in interval i would end at
 
         θ_0 + Σ_i d_i Δ_i  =  Σ_i w_i θ_i   with   w_i = d_i − d_{i+1},  d_0 = 1,  d_{n+1} = 0,
 
-    by summation by parts. The weights sum to d_0 = 1, and none is negative if the rate never rises.
-    Here d_i is the mean over interval i of the decay d(x), where x runs from 0 at the first
-    checkpoint to 1 at the last, in proportion to the steps. For checkpoints at equal distances,
+    by summation by parts. The weights w_i sum to d_0 = 1, and none is negative if the learning rate
+    never rises. The factor d_i is the mean over interval i of the decay d(x), where x grows with
+    the steps from 0 at the first checkpoint to 1 at the last. For checkpoints at equal distances,
     "linear" is the uniform mean, but with half the weight for the first and the last checkpoint. In
-    training, the gradients do not stay the same, so this is an approximation; docs/adapting.md
-    shows how to measure it.
+    training, the gradients do not stay the same, so the mean only approximates a run whose learning
+    rate decays; docs/adapting.md shows how to measure the difference.
 
     Args:
       text: "uniform", a name of a decay, or numbers separated by commas.
@@ -247,12 +247,12 @@ def read_merged_state(
       mesh: the devices over which the state is sharded.
       whole: whether to read all entries of the train state; if false, only "params" and "step" are
         read.
-      group_bytes: arrays of the checkpoints before the last are read in groups of this size.
+      group_bytes: the arrays of all checkpoints but the last are read in groups of about this size.
 
     Returns:
-      The train state. The parameters in the state are the weighted mean. The entries of update
-      rules, such as the moving average, begin anew from these parameters. All other entries are
-      those of the last checkpoint.
+      The train state. The parameters in the state are the weighted mean of the checkpoints'
+      parameters. The entries of update rules, such as the moving average, begin anew from the
+      merged parameters. The optimizer state and all other entries are those of the last checkpoint.
 
     Raises:
       UserError: a checkpoint is damaged, or was replaced after `find_sources` found it.
@@ -292,8 +292,8 @@ def read_merged_state(
 
 
 def _path_groups_by_bytes(params: dict, group_bytes: int) -> Iterator[list[str]]:
-    """Yields lists of paths. The arrays of a list have at most `group_bytes` bytes together; a
-    larger array gets a list of its own.
+    """Yields lists of paths. The arrays at the paths of a list have at most `group_bytes` bytes
+    together; a larger array gets a list of its own.
     """
     group, used = [], 0
     for path, leaf in leaves_by_path(params).items():
@@ -366,8 +366,8 @@ def write_merged_run(
     parameters. The folder `out` is created only when all its files are written. If there are
     several processes, all must call this function.
 
-    The run has the configuration, optimizer state, step and data of the last checkpoint. The
-    run.json of the new run has the entry "merged", a list of the merged checkpoints with their
+    The merged run has the configuration, optimizer state, step and data of the last checkpoint. The
+    run.json of the merged run has the entry "merged", a list of the merged checkpoints with their
     weights.
 
     Args:
@@ -437,11 +437,11 @@ class _PartialFolder:
         self.folder = out.absolute().parent / f".{out.name}.partial"
 
     def create_and_lock(self) -> None:
-        """Makes the folder, empties it but for the file `_MARK`, and locks this file.
+        """Makes the folder, removes everything in it but the file `_MARK`, and locks this file.
 
         Raises:
-          UserError: `out` exists, or a merge did not make the folder, or another merge is using it,
-            or it cannot be written to.
+          UserError: `out` exists; or the folder was not made by a merge, is in use by another
+            merge, or cannot be written to.
         """
         require_writable_new_folder(self._out)
         mark = self.folder / self._MARK

@@ -4,13 +4,13 @@ After update t, with parameters p_t, the average is
 
     e_t = Σ_i d^(t−i) p_i / Σ_i d^(t−i)   over the updates i = 1 … t,
 
-where d is `train.ema`. The average does not depend on a start value: after the first update it is
-p_1. The weights d^(t−i) sum to (1 − d^t) / (1 − d), which gives the recurrence
+where d is `train.ema`. The average does not depend on a start value: after the first update the
+average is p_1. The weights d^(t−i) sum to (1 − d^t) / (1 − d), which gives the recurrence
 
     e_t = e_(t−1) + (1 − d) / (1 − d^t) · (p_t − e_(t−1)).
 
-An update that the guards skip does not count. A parameter that never changes has bit-identical
-values in the average. The average leaves out parameters that are frozen as a whole.
+An update that the guards skip does not count in the average. A parameter that never changes has
+bit-identical values in the average. The average leaves out parameters that are frozen as a whole.
 
 If `train.ema` is not 0, the train state has the entry "ema", a dict:
 
@@ -72,5 +72,5 @@ def averaged_params(params: dict, ema: dict[str, Any]) -> dict:
 
 
 def without_paths(tree: dict, paths: Container[str]) -> dict:
-    """Returns a nested dict without the leaves at these paths."""
+    """Returns the nested dict `tree` without the leaves at `paths`."""
     return map_leaves(lambda path, leaf: None if path in paths else leaf, tree)

@@ -1,5 +1,5 @@
 """Measures properties of each layer. The hook of `telemetry.diagnostics_every` runs an extra
-forward pass for it.
+forward pass for these measurements.
 
 Each module of the model decides what it measures, and its class documents the names of the
 quantities. The functions in this file turn the measurements of all layers into one list per
@@ -99,7 +99,8 @@ def make_diagnostics_step(
       mesh: the devices that share the batch; None: one device.
 
     Returns:
-      The function `step`. Its result is the argument `measured` of `diagnostics_event_fields`.
+      The function `step`. The result of `step` is the argument `measured` of
+      `diagnostics_event_fields`.
     """
 
     def step(params, batch):
@@ -131,9 +132,9 @@ def diagnostics_event_fields(
         has experts.
 
     Returns:
-      Name of a quantity → a list with one number or None per layer. Two more entries: "groups"
-      holds the norms of the parameters that belong to no layer, and "expert_load" [S][E] repeats
-      the argument `expert_load`, if it is not None.
+      Name of a quantity → a list with one number or None per layer. The entry "groups" holds the
+      norms of the parameters that belong to no layer, and "expert_load" [S][E] repeats the argument
+      `expert_load`, if it is not None.
     """
     rows = [_summarise_layer(layer) for layer in measured["layers"]]
     for name, norms in (("grad_norm", grad_norms), ("param_norm", measured["param_norms"])):
@@ -173,8 +174,9 @@ def diagnostics_event_fields(
 
 def _summarise_layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
     """Reduces each measurement of a layer to one number. A measurement whose name ends in "_max"
-    becomes the maximum over the layer's heads. Half-lives become their geometric mean, and also
-    give `half_life_min` and `half_life_max`. Every other measurement becomes its mean.
+    becomes the maximum over the layer's heads. The half-lives of a layer become their geometric
+    mean, and also give `half_life_min` and `half_life_max`. Every other measurement becomes its
+    mean.
     """
     row = {
         name: np.max(value) if name.endswith("_max") else np.mean(value)

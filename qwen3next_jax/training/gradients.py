@@ -5,7 +5,7 @@ the gradient of the whole batch. The balance loss of the experts is not a sum ov
 multiplies each token's router probabilities by the expert load of the whole batch. With several
 micro-batches, an extra forward pass without gradients therefore computes the expert load first. The
 extra forward pass adds up to a third to the time of a step. Without a balance loss
-(`balance_loss_weight` = 0) there is no extra pass.
+(`balance_loss_weight` = 0) there is no extra forward pass.
 
 On several TPU slices each micro-batch has rows of every slice. First, each slice sums the gradients
 of its own rows over all micro-batches; then one reduction sums over the slices (`sharding.slices`).
@@ -131,10 +131,11 @@ def _sum_gradients_over_slices(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _GradientComputation:
-    """Computes the gradients of some or all rows of a batch. The methods take: `params`, all
-    parameters; `counts`, the counts of the whole batch, by which sums over rows are divided, so
-    that the losses of the parts of a batch add up to the loss of the batch; and `mesh`, the devices
-    that the traced code runs on: the devices of one slice if there are several TPU slices.
+    """Computes the gradients of some or all rows of a batch. The methods of this class take:
+    `params`, all parameters; `counts`, the counts of the whole batch, by which sums over rows are
+    divided, so that the losses of the parts of a batch add up to the loss of the batch; and `mesh`,
+    the devices that the traced code runs on: the devices of one slice if there are several TPU
+    slices.
     """
 
     run: ResolvedRun
@@ -169,8 +170,8 @@ class _GradientComputation:
         return main_and_parts, tables
 
     def _micro_batch_gradients(self, params: dict, batch: Batch, counts: Counts, mesh, load=None):
-        """Differentiates what one micro-batch contributes to the loss. Returns, for this
-        micro-batch, the same tuple as `gradients`. `load`: the expert load of the whole batch;
+        """Differentiates what one micro-batch contributes to the loss. Returns the same tuple as
+        the method `gradients`, for one micro-batch. `load`: the expert load of the whole batch;
         None: `total_loss` computes the expert load from the micro-batch.
         """
         groups = self.run.groups

@@ -10,7 +10,8 @@ counts as a spike. The setting `guards.on_spike` says what follows a spike: the 
 applied ("continue") or skipped ("skip"), or the step halts the run ("rewind", "stop"). The compiled
 steps after a halt change neither the parameters nor the optimizer state. So the host process may
 notice the halt one step late: the parameters and the optimizer state are still as they were before
-the bad batch. The host process then returns to a checkpoint ("rewind") or ends the run ("stop").
+the bad batch. After a halt the host process returns to a checkpoint ("rewind") or ends the run
+("stop").
 
 The state of the guards is part of the train state, so a resumed run makes the same decisions as a
 run that was not interrupted.
@@ -66,10 +67,11 @@ def reset_for_stage(
 
     Args:
       config: the settings of the guards.
-      guards: the guards' part of the train state at the end of the stage, or run, before it.
+      guards: the guards' part of the train state at the end of the previous stage or of the parent
+        run.
       data_offset: the new `data_offset`.
       reads_same_stream: whether the new stage reads batches of the same size from the same data as
-        the stage before it. If not, the new stage begins with an empty window of past losses.
+        the stage before it; if not, the new stage begins with an empty window of past losses.
     """
     sharding = guards["data_offset"].sharding
     if not reads_same_stream:
@@ -145,12 +147,13 @@ def check_step(
 
 def _smallest_spike_loss(config: GuardConfig) -> float:
     """Returns the smallest loss that counts as a spike after a window of losses of 0: the threshold
-    `guards.spike_z` times the smallest spread of losses. With the default settings it is 10 · 0.001
-    = 0.01 nats.
+    `guards.spike_z` times the smallest spread of losses. With the default settings this loss is 10
+    · 0.001 = 0.01 nats.
 
-    Once a task is solved, a few tokens that are not yet certain decide the gradient, and its norm
-    varies by orders of magnitude from batch to batch. So the gradient norm of a batch whose loss is
-    smaller than the returned value is no sign of trouble.
+    Once the model has solved a task, the gradient depends on the few tokens that the model does not
+    yet predict with certainty, and the gradient norm varies by orders of magnitude from batch to
+    batch. So the gradient norm of a batch whose loss is smaller than the returned value is no sign
+    of trouble.
     """
     return config.spike_z * _MIN_RELATIVE_SPREAD * _MIN_LOSS
 
@@ -161,15 +164,15 @@ def _bit_if(bit: int, is_set: jax.Array) -> jax.Array:
 
 def keep_old_if(skip: jax.Array, old: dict, new: dict) -> dict:
     """Returns the tree `old` if `skip` is true, else the tree `new`. `skip` is a traced bool. An
-    array object that is in both trees is returned itself, because `jnp.where` would copy it.
+    array object that is in both trees is returned without `jnp.where`, which would copy it.
     """
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(skip, a, b), old, new)
 
 
 def _robust_z_score(value: jax.Array, window_W: jax.Array, min_median: float) -> jax.Array:
-    """Returns (value - median) / spread. Median and spread are those of the window [W]. The spread
-    is the robust standard deviation, but at least _MIN_RELATIVE_SPREAD · max(|median|,
-    `min_median`).
+    """Returns (value - median) / spread. The median and the spread are those of the values in the
+    window [W]. The spread is the robust standard deviation, but at least _MIN_RELATIVE_SPREAD ·
+    max(|median|, `min_median`).
     """
     median = jnp.median(window_W)
     spread = _MAD_TO_SIGMA * jnp.median(jnp.abs(window_W - median))

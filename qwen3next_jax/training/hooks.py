@@ -28,8 +28,8 @@ class StepInfo:
     Attributes:
       step: the number of steps of the run so far, including this one.
       stage: the stage that the step belongs to.
-      state: the train state after the step. The next step donates it, so a hook has to copy the
-        values that it needs later.
+      state: the train state after the step. The next step donates the state, so a hook has to copy
+        the values that it needs later.
       batch: the batch of the step.
       metrics: the step's metrics (see `loop.make_train_step`), on the devices.
       ends_stage: whether this is the last step of the stage.
@@ -46,9 +46,9 @@ class StepInfo:
 
 
 class Hook:
-    """Base class of hooks, which do what a run does besides its training steps. A subclass
-    overrides the methods of the moments at which the hook acts. A plain function of a `StepInfo` is
-    a hook as well.
+    """Base class of hooks, which do what a run does besides its training steps. The training loop
+    calls each method of a hook at a different moment; a subclass overrides the methods that it
+    needs. A plain function of a `StepInfo` is a hook as well.
     """
 
     def __call__(self, info: StepInfo) -> None:
@@ -82,9 +82,9 @@ class Hook:
         """
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
-        """Called once for every step, when it has ended. Usually the devices are then already
-        computing the next step. `metrics` are the metrics of `step`. `state` is the newest train
-        state, which may already include the next step.
+        """Called once for every step, when it has ended. Usually the devices are already computing
+        the next step when this method is called. `metrics` are the metrics of `step`. `state` is
+        the newest train state, which may already include the next step.
         """
 
 
@@ -131,8 +131,8 @@ def hook_exit_code(error: Exception) -> ExitCode:
 
 def describe_hook_error(name: str, step: int, error: Exception) -> str:
     """Returns a part of an error message: which hook failed after which step, the error, and a file
-    and line. The file and line are the last of the user's own code in the traceback, or the last of
-    this package's code if the traceback contains no code of the user.
+    and line. The file and line are those of the last frame in the user's own code in the traceback,
+    or of the last frame in this package if the traceback contains no code of the user.
     """
     frames = traceback.extract_tb(error.__traceback__)
     # the last of the frames with the lowest number of `_rank_of_code_owner`

@@ -13,8 +13,8 @@ from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 class FreezeIndexers(UpdateRule):
     """The update rule that keeps indexers constant in a stage with `train.indexer_training` =
     "frozen". The gradients of frozen indexers are 0, but without the rule the optimizer's momentum
-    from earlier stages would still change the indexers. In other stages the rule adds the weight of
-    the indexers' loss to the metrics.
+    from earlier stages would still change the indexers. In stages that train the indexers, the rule
+    adds the weight of the indexers' loss to the metrics.
 
     Attributes:
       indexer_paths: the paths of the parameters of indexers.

@@ -4,13 +4,12 @@
 AdamW reads and writes every row of a table in every step, although the gradient of most rows is 0.
 Lazy AdamW changes only the rows that the batch uses: their parameters, their moments (the running
 means of the gradient and of its square), and their count of updates, with which the bias of the
-moments is corrected. A row that a batch does not use keeps its parameters and its moments; AdamW
-would move the row further along its mean gradient, and decay it. The gradient is never an array of
-the table's shape: the rows are looked up before the loss is differentiated, and are an input of the
-loss.
+moments is corrected. Lazy AdamW leaves a row that a batch does not use as it is; AdamW would move
+the row further along its mean gradient, and decay it. The gradient is never an array of the table's
+shape: the rows are looked up before the loss is differentiated, and are an input of the loss.
 
-The gradient of each table is clipped by its own norm, separately from all other gradients. In this
-norm, each use of a row counts as a separate gradient.
+The gradient of each table is clipped by its own norm, separately from all other gradients. In the
+norm of a table's gradient, each use of a row counts as a separate gradient.
 
 Letters: B batch, T time, H rows of a token, V rows of a table, W their width.
 """
@@ -57,8 +56,8 @@ def look_up_batch_rows(
     """Looks up the rows that the tokens of a batch use.
 
     Returns:
-      (ids, rows): number of an embedding → int32 [B, T, H], and → [B, T, H · W] in the model's
-      dtype.
+      (ids, rows), two dicts whose keys are the numbers of the n-gram embeddings: the ids of the
+      rows, int32 [B, T, H], and the rows, [B, T, H · W] in the model's dtype.
     """
     positions = document_positions(batch["segment_ids"])
     ids, rows = {}, {}
@@ -76,7 +75,7 @@ def look_up_batch_rows(
 def init(tables: Mapping, params: dict) -> dict:
     """Returns the state of lazy AdamW before the first step: "mu" and "nu", the running means of
     the gradients and of their squares, shaped like the tables; and "count" [1, V, 1], the number of
-    updates of each row. Each of the three is a nested dict like the parameters.
+    updates of each row. Each of "mu", "nu" and "count" is a nested dict like the parameters.
     """
     state = {"mu": {}, "nu": {}, "count": {}}
     for path in tables:
@@ -156,14 +155,14 @@ def update(
 
 
 def leaf_at(tree: dict, path: tuple[str | int, ...]) -> jax.Array:
-    """Returns the leaf of a nested dict at this path."""
+    """Returns the leaf of the nested dict `tree` at `path`."""
     for name in path:
         tree = tree[name]
     return tree
 
 
 def with_leaf_at(tree: dict, path: tuple[str | int, ...], leaf: jax.Array) -> dict:
-    """Returns a copy of a nested dict with `leaf` at this path."""
+    """Returns a copy of the nested dict `tree` with `leaf` at `path`."""
     name, *rest = path
     return tree | {name: with_leaf_at(tree.get(name, {}), tuple(rest), leaf) if rest else leaf}
 

@@ -6,17 +6,17 @@ file to loss.
              gives row i of the endless training stream. Batch n of a stage holds B consecutive
              rows: row n·B of the stage and the B − 1 rows after it. `stages.DataCursor` says with
              which row of the stream the stage begins.
-    model    `model.Qwen3Next` is the model. Its parameters are the entry "params" of the train
-             state (see `state`).
-    step     `make_train_step`, below, makes the function (state, batch) → (state, metrics). It is
-             compiled once per stage.
+    model    `model.Qwen3Next` is the model. The model's parameters are the entry "params" of the
+             train state (see `state`).
+    step     `make_train_step`, below, makes the function (state, batch) → (state, metrics). JAX
+             compiles the update step once per stage.
     loop     `Trainer.train`, below, repeats: read the next batch, do the step, call the hooks.
 
 `resolve.resolve_run` resolves the configuration for a mesh once; the functions in this file take
-its result, a `ResolvedRun`. An update rule (`update_rules`) changes the train state besides the
+its result, a `ResolvedRun`. An update rule (`update_rules`) changes the train state after the
 optimizer. A hook (`hooks`) does what a run does besides its training steps, such as evaluation,
 checkpoints and metrics. `resolve` makes the update rules and `runs.train` registers the hooks; this
-file names none of them.
+file names no rule and no hook.
 
 Letters: B batch, T time.
 """
@@ -82,7 +82,7 @@ def make_train_step(
         metrics: the parts of the loss (`loss.total_loss`), among them expert_load [layers with
           experts, experts]; the metrics of `guards.check_step`, `loss.token_count_metrics` and
           `gradients.gradient_norms`; learning_rate; and the metrics of the update rules. A metric
-          without a shape in this list is a scalar.
+          for which this docstring gives no shape is a scalar.
     """
     gradients = make_gradients(run, stage, loss)
     schedule = learning_rate_schedule(stage.optimizer, stage.train.steps, stage.schedule_start)
@@ -199,13 +199,13 @@ class Trainer:
 
         Args:
           hook: a function of a `StepInfo`, or a `Hook`.
-          every: the hook is called after each step that is a multiple of this number, or of one of
-            these numbers; 0: no such calls.
+          every: one number or several; the hook is called after each step that is a multiple of one
+            of them; 0: no such calls.
           at_stage_end: whether the hook is also called after the last step of every stage.
           at_stop: whether the hook is also called after the step at which the run is stopped.
           last_at_stop: whether, at the step at which the run is stopped, the hook is called after
             the hooks without this flag, so that the checkpoint is saved first. If the process is
-            killed before this call, the process that resumes the run calls the hook
+            killed before it calls the hook, the process that resumes the run calls it
             (`call_missed_hooks`), with a `StepInfo` that has no batch and no metrics.
           name: the hook's name in messages; default: the name of the function or class.
           required: whether training needs the hook. An error in a required hook ends the run; an
@@ -223,10 +223,10 @@ class Trainer:
         """Makes `train` return after the current step or, if no step is being taken (during
         `call_missed_hooks`), after the next step.
 
-        All processes of a run have to return after the same step. In a run of several processes, a
-        call of `stop` on one process only sets `wants_to_stop` of this process.
-        `runs.hooks.StopHook` then calls `stop(agreed=True)` on every process, and all return after
-        the next step.
+        All processes of a run have to return from `train` after the same step. In a run of several
+        processes, a call of `stop` on one process only sets `wants_to_stop` of this process.
+        `runs.hooks.StopHook` then calls `stop(agreed=True)` on every process, and all processes
+        return from `train` after the next step.
 
         Args:
           agreed: whether every process makes this call at the same step.
@@ -294,9 +294,9 @@ class Trainer:
         return step, state, metrics
 
     def call_missed_hooks(self, step: int, state: State) -> None:
-        """Calls the hooks with `last_at_stop` that are due after `step`. Call it before `train` if
-        the process that took `step` was killed after it had saved the checkpoint and before these
-        hooks had ended.
+        """Calls the hooks with `last_at_stop` that are due after `step`. Call this method before
+        `train` if the process that took `step` was killed after it had saved the checkpoint and
+        before the hooks with `last_at_stop` had ended.
         """
         number = stage_index_of_step(self._cursors, step)
         stage, self.data = self.run.stages[number], self._all_data[number]

@@ -161,16 +161,16 @@ def total_loss(
     Args:
       model: the model.
       batch: tokens and segment_ids, [B, T] int32. The target of a token is the token that follows
-        it in the same document. If the batch has target_mask, [B, T] bool, only the tokens that it
-        marks are targets. If it has loss_weights, [B, T] float32, they are the weights of the
-        targets. If it has expert_ids, [B, T, layers, A] int16, the tokens use these experts
-        (`Qwen3Next.features`). If it has layer_rows, they are the rows of n-gram embedding tables
-        that were looked up before (`Context.embedding_rows`).
+        it in the same document. If the batch has target_mask, [B, T] bool, only the tokens that
+        target_mask marks are targets. If the batch has loss_weights, [B, T] float32, these are the
+        weights of the targets. If the batch has expert_ids, [B, T, layers, A] int16, the tokens use
+        these A experts in each layer (`Qwen3Next.features`). If the batch has layer_rows, these are
+        the rows of n-gram embedding tables that were looked up before (`Context.embedding_rows`).
       train: the weights of the terms of the loss, and `remat`.
       counts: the counts of the whole batch.
-      load: [L, E] `expert_load` of the whole batch. None: the load is computed from `batch`, which
-        then has to be the whole batch, or all rows of the batch that this TPU slice has. For a
-        micro-batch, `load` may be None if `train.balance_loss_weight` is 0.
+      load: [L, E] `expert_load` of the whole batch. If `load` is None, the load is computed from
+        `batch`, which then has to be the whole batch, or all rows of the batch that this TPU slice
+        has. For a micro-batch, `load` may be None if `train.balance_loss_weight` is 0.
       mesh: the devices that share the batch; None: one device.
 
     Returns:
@@ -203,10 +203,10 @@ def total_loss(
     )
 
     def cross_entropy(hidden_BTD, offset, targets, z_weight=0.0):
-        """Returns (cross-entropy + z_weight · z, top-1 accuracy, z), each as what `batch`
-        contributes to the mean over the whole batch. z is the squared logsumexp of the logits. The
-        target of a token is the token `offset` positions later in the same document. `targets`: the
-        sum of the weights of the targets in the whole batch.
+        """Returns what `batch` contributes to three means over the whole batch: (cross-entropy +
+        z_weight · z, top-1 accuracy, z). z is the squared logsumexp of the logits. The target of a
+        token is the token `offset` positions later in the same document. `targets`: the sum of the
+        weights of the targets in the whole batch.
         """
         weight_BT = target_weights(batch, offset) / targets
         found = model.cross_entropy(
@@ -263,8 +263,8 @@ def _router_mean_by_layer(features: Features, counts: Counts, name: str) -> jax.
 
 def _router_sums_by_layer(features: Features, name: str) -> list[jax.Array]:
     """Returns a list of one router statistic, summed over tokens: first that of the decoder layers
-    with experts, [L, …], then that of the layer of the MTP module, [1, …]. If the model lacks one
-    of the two, the list has one entry, or none.
+    with experts, [L, …], then that of the layer of the MTP module, [1, …]. A model without decoder
+    layers with experts, or without an MTP module, lacks the corresponding entry.
     """
     layers = [features.router_statistics[name]] if features.router_statistics else []
     return layers + (

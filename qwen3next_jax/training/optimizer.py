@@ -85,10 +85,10 @@ def make_optimizer(
 
     Each optimizer of the registry is a function `direction(config, parameters, mesh)`. The function
     `direction` returns the optax transformation that is put between clipping and weight decay. The
-    transformation's state may hold two sorts of arrays: scalars, such as a count of updates, which
-    every device has; and arrays that belong to one parameter each. An array that belongs to a
-    parameter must have the parameter's shape, and its path in the state must end in the parameter's
-    path. `sharding.rules.tree_shardings` then shards it as it shards the parameter.
+    state of the returned transformation may hold two sorts of arrays: scalars, such as a count of
+    updates, which every device has; and arrays that belong to one parameter each. An array that
+    belongs to a parameter must have the parameter's shape, and its path in the state must end in
+    the parameter's path. `sharding.rules.tree_shardings` then shards the array like the parameter.
 
     Args:
       config: the settings of the optimizer.

@@ -8,11 +8,11 @@ can be frozen in part:
 
 - An array that stacks the parameters of several layers. If some of the layers are frozen, the main
   group has a smaller array, with the trained layers only. The backward pass still computes the
-  gradient of every layer of the stack, and the gradients of its frozen layers are dropped.
+  gradients of all layers of the stack, and those of the frozen layers are dropped.
 - An array that holds several matrices as parts. If some of the matrices are frozen, the main group
   has the whole array, with gradients that are 0 in the frozen parts. The frozen parts have
-  optimizer state, too. The update rule `KeepFrozen` restores their values, which weight decay
-  changes.
+  optimizer state, too. The update rule `KeepFrozen` restores the values of the frozen parts, which
+  weight decay changes.
 """
 
 import dataclasses

@@ -150,8 +150,8 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
 
 def make_update_rules(config: Config, groups: ParameterGroups) -> tuple[UpdateRule, ...]:
     """Makes the update rules of a run, in the order in which they act. The user's own rules come
-    before the rule that restores frozen parameters and the rule of the moving average, so both of
-    these see the user's changes.
+    before the rule that restores frozen parameters and the rule of the moving average, so these two
+    rules see the changes of the user's rules.
 
     Raises:
       UserError: `train.update_rules` is not valid.

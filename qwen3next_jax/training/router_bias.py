@@ -1,6 +1,6 @@
 """The update rules of router biases, which balance the load of the experts without a balance loss
-(`train.router_bias_update`). Both rules depend on which experts the batch's tokens chose, and on no
-gradient.
+(`train.router_bias_update`). The rules for router biases depend on which experts the batch's tokens
+chose, and on no gradient.
 
     sign      Each bias moves by a fixed step towards an even load (2408.15664).
     quantile  Each bias becomes the one with which its expert would have got its share of the
@@ -94,11 +94,12 @@ def balance_by_quantile(model: ModelConfig, params: dict, counts_LEM: jax.Array)
 
 
 def quantile_biases(counts_LEM: jax.Array, bias_LE: jax.Array, share: float) -> jax.Array:
-    """Returns the biases [L, E] with which the share `share` of the tokens would have chosen each
-    expert. The mean over the experts is subtracted, which changes no choice.
+    """Returns the biases [L, E] with which each expert would have been chosen by the share `share`
+    of the tokens. The function subtracts the mean over the experts from the biases, which changes
+    no token's choice.
 
-    Within a bin of the histogram, the tokens count as evenly spread, so the error of a bias is less
-    than the width of a bin. Layers without tokens keep their biases.
+    The function assumes that the tokens are evenly spread within each bin of the histogram, so the
+    error of a bias is less than the width of a bin. Layers without tokens keep their biases.
 
     Args:
       counts_LEM: the counts of `router.required_bias_histogram`.

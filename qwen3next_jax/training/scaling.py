@@ -2,10 +2,11 @@
 parameter with the width and the depth of the model, so that the learning rate that is best for a
 small model is about the best for a large one.
 
-m is the width over `optimizer.base_width`, and l the number of layers over `optimizer.base_depth`.
-For a model of the base width and depth all factors are 1. For other models, the table gives the
-factors. The row of a parameter follows from its declaration: from whether the dimensions that its
-matrix product sums over (in) and the dimensions of the product's result (out) grow with the width.
+m is the width of the model divided by `optimizer.base_width`, and l the number of layers divided by
+`optimizer.base_depth`. For a model of the base width and depth all factors of the initial values
+and learning rates are 1. For other models, the table gives the factors. The declaration of a
+parameter tells its row of the table: whether the dimensions that the parameter's matrix product
+sums over (in) and the dimensions of the product's result (out) grow with the width.
 
                        in      out     start value   AdamW's rate   Muon's rate
     hidden matrices    grows   grows   m^-1/2        m^-1           m^-1/2
@@ -15,11 +16,11 @@ matrix product sums over (in) and the dimensions of the product's result (out) g
 
 "mup" (2203.03466, table 3) has the factors of the table. "completep" (2505.01618) also divides the
 initial value and the learning rate of the matrices that write to the residual stream by l. The
-paper divides the output of each block by l instead; for an optimizer whose update does not depend
-on the size of the gradient, both methods are equivalent. Scaling the matrices changes neither the
-model's forward pass nor its exported files. Muon's column is the spectral condition ‖ΔW‖ ∝ √(out /
-in) (2310.17813) for updates whose norm is 0.2 √max(in, out); parameters that Muon leaves to AdamW
-have AdamW's factors.
+paper of CompleteP divides the output of each block by l; scaling the matrices has the same effect
+for an optimizer whose update does not depend on the size of the gradient. Scaling the matrices
+changes neither the model's forward pass nor its exported files. Muon's column is the spectral
+condition ‖ΔW‖ ∝ √(out / in) (2310.17813) for updates whose norm is 0.2 √max(in, out); parameters
+that Muon leaves to AdamW have AdamW's factors.
 
 The weight decay of a parameter is divided by the factor of its learning rate, so that weight decay
 shrinks every parameter by the same share per step. Adam's `eps` is not scaled.
@@ -70,7 +71,7 @@ def scaling_factors(
     Args:
       model: the settings of the model.
       optimizer: the settings of the optimizer.
-      parameters: path → declaration.
+      parameters: path of a parameter → its declaration.
 
     Raises:
       UserError: the optimizer or the model has no rule for scaling.
@@ -99,9 +100,9 @@ def scaling_factors(
 
 
 def _grows_with_width(parameter: Declared, wider: Declared, letter: str) -> bool:
-    """Whether a dimension of the parameter with this letter (`Declared.dim_roles`) grows with the
-    width of the model. `wider`: the declaration of the same parameter in a model that is wider and
-    otherwise equal.
+    """Whether a dimension of the parameter with the letter `letter` (`Declared.dim_roles`) grows
+    with the width of the model. `wider`: the declaration of the same parameter in a model that is
+    wider and otherwise equal.
     """
     return any(
         axis in GROWING or not axis and size != of_wider

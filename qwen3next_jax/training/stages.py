@@ -2,13 +2,13 @@
 
 A run without `train.stages` has one stage. No stage reads a row that an earlier stage has read. A
 branch (a run that continues from a checkpoint of another run, its parent) reads no row that the
-parent had read before this checkpoint. For two consecutive stages:
+parent had read before this checkpoint. How the second of two consecutive stages reads:
 
-- If both read the same training stream (their data have the same fingerprint), the second stage
-  continues with the stream's next row.
-- If they mix the same streams with different weights, the second stage continues each of the
-  streams with that stream's next row.
-- If the rows of the stages have different lengths, the stages read different streams, and the
+- If both stages read the same training stream (their data have the same fingerprint), the second
+  stage continues with the stream's next row.
+- If both stages mix the same streams, but with different weights, the second stage continues each
+  stream with the stream's next row.
+- If the rows of the two stages have different lengths, the stages read different streams, and the
   second stage reads each of its streams from the first row.
 
 A rewind (a return to an earlier checkpoint after a loss spike) skips rows of the mix of streams,
@@ -298,8 +298,8 @@ def reading_by_source(
       rows: name of a stream → the number of its rows that were read (the result of
         `DataCursor.rows_read_by_stream`).
       epochs: name of a stream → one epoch of the stream (`DataSource.stream_epochs`), for the
-        streams of all stages. Streams that never repeat have no epochs, so the result does not
-        have their sources.
+        streams of all stages. Streams that never repeat have no epochs, so the result leaves out
+        the sources of such streams.
     """
     found: dict[str, SourceReading] = {}
     for stream, epoch in epochs.items():
@@ -416,7 +416,7 @@ def stage_index_of_step(cursors: DataCursors, step: int) -> int:
     has the index 0, and the first step of the run has the number 1. For a step before the first
     step of the run, such as 0, this function returns the index of the run's first stage.
 
-    The `data_offset` in the train state after a step is a number of batches of the stage of this
+    The `data_offset` in the train state after a step counts batches of the stage that contains the
     step.
     """
     return max(

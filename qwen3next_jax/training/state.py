@@ -88,7 +88,8 @@ def init_state(
     seed: int,
     params: dict | None = None,
 ) -> State:
-    """Returns the train state before the first step. Each device computes its own shards of it.
+    """Returns the train state before the first step. Each device computes its own shards of the
+    state.
 
     Args:
       model: the settings of the model.
@@ -162,8 +163,8 @@ def _init_opt_state(config: OptimizerConfig, groups: ParameterGroups, params: di
 
 def join_opt_state(main: Any, tables: dict, groups: ParameterGroups) -> Any:
     """Returns the entry "opt_state" of the train state. If lazy AdamW updates tables, the entry is
-    a dict of "tables", the state of lazy AdamW, and "others", the state of the main optimizer.
-    Otherwise "opt_state" is the state of the main optimizer.
+    a dict of "tables", the state of lazy AdamW, and "others", the state of the main optimizer. If
+    lazy AdamW updates no tables, "opt_state" is the state of the main optimizer.
     """
     return {"others": main, "tables": tables} if groups.lazy_adamw_tables else main
 

@@ -1,5 +1,5 @@
-"""The update of the parameters. Each group of parameters (`parameter_groups`) has its own
-optimizer:
+"""The update of the parameters. Each of the three groups of parameters (`parameter_groups`) has its
+own optimizer:
 
 main     `optimizer.make_optimizer`: clipping, direction, weight decay, learning rate
 tables   lazy AdamW (`lazy_adamw`), which changes only the rows that the batch uses
@@ -34,8 +34,8 @@ def make_update(run: ResolvedRun, stage: ResolvedStage, schedule: optax.Schedule
     Args:
       run: the resolved run; this function reads its parameter groups and mesh.
       stage: the settings of the optimizers.
-      schedule: number of updates so far → learning rate. The main optimizer evaluates it; lazy
-        AdamW gets the learning rate as an argument of the update.
+      schedule: number of updates so far → learning rate. The main optimizer evaluates `schedule`;
+        lazy AdamW gets the learning rate as an argument of the update.
     """
     groups = run.groups
     update_main = _make_main_update(run, stage, schedule)
@@ -54,7 +54,9 @@ def make_update(run: ResolvedRun, stage: ResolvedStage, schedule: optax.Schedule
 
 
 def _make_main_update(run: ResolvedRun, stage: ResolvedStage, schedule: optax.Schedule) -> Callable:
-    """Makes the function (gradients, main group, its state, skip) → (main group, its state)."""
+    """Makes the function that updates the main group: (gradients, main group, optimizer state,
+    skip) → (main group, optimizer state).
+    """
     optimizer = make_optimizer(
         stage.optimizer,
         run.groups.main_parameters,
@@ -77,8 +79,8 @@ def _make_main_update(run: ResolvedRun, stage: ResolvedStage, schedule: optax.Sc
 
 
 def _make_tables_update(run: ResolvedRun, stage: ResolvedStage) -> Callable:
-    """Makes the function (gradients, tables, their state, learning rate, skip) → (tables, their
-    state).
+    """Makes the function that updates the tables of lazy AdamW: (gradients, tables, state of lazy
+    AdamW, learning rate, skip) → (tables, state of lazy AdamW).
     """
     if not run.groups.lazy_adamw_tables:
         return lambda grads, tables, state, learning_rate, skip: (tables, state)

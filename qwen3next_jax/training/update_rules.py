@@ -3,9 +3,10 @@ add metrics.
 
 An update rule computes state that does not follow from gradients. One rule sets the biases of
 routers from the load of the experts (`router_bias`), one computes a moving average of the
-parameters (`average`), two restore frozen parameters (`parameter_groups`, `indexer`). Each of these
-files has a function `make_rule(config, groups)`, which `resolve.make_update_rules` calls. The
-update step (`loop.make_train_step`) applies the rules of the run in order.
+parameters (`average`), two restore frozen parameters (`parameter_groups`, `indexer`). Each of the
+files `router_bias`, `average`, `parameter_groups` and `indexer` has a function `make_rule(config,
+groups)`, which `resolve.make_update_rules` calls. The update step (`loop.make_train_step`) applies
+the rules of the run in order.
 
 The setting `train.update_rules` adds the user's own update rules (docs/extending.md).
 """
@@ -39,14 +40,14 @@ class StepInput:
 
 
 class UpdateRule:
-    """Base class of update rules. JAX traces the methods as parts of jitted functions.
+    """Base class of update rules. JAX traces the methods of a rule as parts of jitted functions.
 
     A rule with state adds an entry of its own to the train state, under a name that no other rule
     uses. Checkpoints save this entry. Each array of the entry must be a scalar, or have the shape
     of a parameter and a path that ends in the parameter's path; such an array is sharded like the
     parameter. A branch of a run (`train.init_state` = "all") continues with its parent's entry if
     the parent has an equal rule (`==`; a frozen dataclass of the rule's settings compares
-    correctly). Otherwise the branch begins with the result of `init`.
+    correctly). If the parent has no equal rule, the branch begins with the result of `init`.
     """
 
     def init(self, params: dict) -> dict[str, Any]:
@@ -63,10 +64,10 @@ class UpdateRule:
         Args:
           step: the stage, the batch and the train state before the step.
           after: the train state after the optimizer's update and the previous rules. The returned
-            train state must have the same entries, shapes and dtypes. If the guards skip the step,
-            the changes of the rule are dropped.
-          metrics: the metrics so far: parts of the loss, gradient norms and so on. The returned
-            metrics may have further entries, which must be scalars, and may lack entries that only
+            train state must have the same entries, shapes and dtypes as `after`. If the guards skip
+            the step, the changes of the rule are dropped.
+          metrics: the metrics so far: parts of the loss, gradient norms and so on. The rule may
+            return additional metrics, which must be scalars, and may leave out metrics that only
             this rule reads.
         """
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """Grows the vocabulary of a model, for example by the tokens of a chat format. The embedding and
 the output head get a row for each new token. A new row begins as the mean of the old rows, so that
-the logits of new tokens begin as the mean of the old tokens' logits (J. Hewitt, "Initializing New
-Word Embeddings for Pretrained Language Models", 2021,
+the logits of new tokens begin as the mean of the old tokens' logits (Hewitt, "Initializing New Word
+Embeddings for Pretrained Language Models", 2021,
 https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
 """
 

@@ -13,8 +13,8 @@ def open_store(
     """Returns the store of the run in `workdir`. Reads and writes nothing yet.
 
     Args:
-      patience: the seconds for which a bucket may be unreachable before the process ends; None:
-        the patience of the path.
+      patience: the seconds for which a bucket may be unreachable before the process ends; None: the
+        `patience_seconds` of the bucket's path.
       is_owner: whether this process takes the lock of the folder, as process 0 of a run does.
     """
     workdir = to_path(workdir)

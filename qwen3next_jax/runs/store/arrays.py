@@ -25,9 +25,9 @@ logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in r
 
 
 def _print_unraisable(error: Any) -> None:
-    """Prints an exception that Python could not raise, but not the errors "Event loop is closed".
-    TensorStore's threads cause these after a failed save, when they report the end of their writes
-    to an event loop that Orbax has closed.
+    """Prints an exception that Python could not raise (`sys.unraisablehook`), but not the error
+    "Event loop is closed". TensorStore's threads cause this error after a failed save, when they
+    report the end of their writes to an event loop that Orbax has closed.
     """
     if str(error.exc_value) != "Event loop is closed":
         _previous_hook(error)
@@ -44,9 +44,10 @@ class OrbaxPath(type(epath.Path("/"))):
     """A path of a folder, on a disk or in a bucket, that Orbax gets in place of `epath.Path`. It
     replaces the method `glob`.
 
-    Orbax finds the files of each process with `glob`. `epath.Path.glob` takes the whole path for a
-    pattern. So in a folder named `lr=[0.1]` it finds nothing, and Orbax writes a checkpoint without
-    an index; in a folder named `a*` it also finds the files of other runs.
+    Orbax finds the files of each process with `glob`. `epath.Path.glob` treats the whole path as a
+    pattern. So in a folder named `lr=[0.1]`, `epath.Path.glob` finds nothing, and Orbax writes a
+    checkpoint without an index; in a folder named `a*`, `epath.Path.glob` also finds the files of
+    other runs.
     """
 
     def glob(self, pattern: str) -> Iterator["OrbaxPath"]:
@@ -64,9 +65,10 @@ def make_checkpointer(in_background: bool = False) -> ocp.AsyncCheckpointer:
     """Returns Orbax's writer and reader of checkpoints.
 
     Args:
-      in_background: whether another thread than that of the train step uses it. Then the barriers
-        between processes go through JAX's coordinator, and not through a program on the devices,
-        which each process could run between other steps.
+      in_background: whether a thread uses the checkpointer while another thread runs train steps.
+        With `in_background`, processes wait for each other through JAX's coordinator. A program on
+        the devices would be no safe barrier: two processes could run it between different train
+        steps.
     """
     # Weights compress by 8 % only, and uncompressed arrays are saved and read twice as fast.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
@@ -80,7 +82,7 @@ def make_checkpointer(in_background: bool = False) -> ocp.AsyncCheckpointer:
 
 
 def write_arrays(folder: pathlib.Path, state: State) -> None:
-    """Writes `state` to the new `folder`, and waits until it is on the disk."""
+    """Writes `state` to the new `folder`, and waits until all arrays are on the disk."""
     with make_checkpointer() as checkpointer:
         checkpointer.save(OrbaxPath(folder), args=ocp.args.PyTreeSave(with_text_keys(state)))
 
@@ -126,7 +128,7 @@ def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = Fal
       partial: whether `folder` may hold more arrays than `abstract_state` has; they are not read.
 
     Raises:
-      UserError: the arrays have another structure, or cannot be read.
+      UserError: the saved arrays have another structure than `abstract_state`, or cannot be read.
     """
     require(
         not os.fspath(folder).startswith("s3://"),
@@ -163,7 +165,8 @@ def with_text_keys(state: Any) -> Any:
 
 def with_original_keys(restored: Any, pattern: Any) -> Any:
     """Returns `restored` with the keys of `pattern` in place of the text keys that `with_text_keys`
-    made. Leaves are matched by key and not by order, because as text "10" sorts before "2".
+    made. The function matches leaves by key and not by order, because the text "10" sorts before
+    "2".
     """
     if type(pattern) is dict:
         return {

@@ -7,9 +7,9 @@
     WORKDIR/before-TIME/      the old run: run.json, metrics, manifests of checkpoints, …
 
 `--restart` moves an old run by copying its small objects and then deleting the originals. The
-arrays of its checkpoints stay in WORKDIR/arrays, where the moved manifests find them. A new run
-puts its own id into the names of the folders of its arrays, and deletes no other arrays. The dumps
-and profiles of the old run stay where they are, too.
+arrays of the old run's checkpoints stay in WORKDIR/arrays, where the moved manifests find them. A
+new run puts its own id into the names of its folders of arrays, and deletes no arrays of another
+run. `--restart` does not move the dumps and profiles of the old run either.
 """
 
 import faulthandler
@@ -62,8 +62,8 @@ class BucketStore(RunStore):
 
         Args:
           patience: the seconds for which the bucket may be unreachable before the process ends.
-          is_owner: whether this is process 0, which holds the lock. The other processes only watch
-            whether the bucket answers.
+          is_owner: whether this is process 0, which holds the lock. All processes except process 0
+            only watch whether the bucket answers.
         """
         super().__init__(workdir.with_patience(patience))
         self._patience = patience
@@ -167,8 +167,8 @@ class BucketStore(RunStore):
         manifest.write_bucket_manifest(folder, folder)
 
     def write_thread_stacks(self, process: int, stop: dict[str, Any]) -> None:
-        """Writes the stacks to standard error first, because the process may hang on the bucket.
-        Then tries to write them to the bucket, too. Does not write the event `stop`.
+        """Writes the stacks to standard error first, because the process may hang on the bucket,
+        and then tries to write them to the bucket, too. Does not write the event `stop`.
         """
         path = self.workdir / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{process}.txt"
         reason = stop["reason"]

@@ -4,10 +4,10 @@
     WORKDIR/arrays/STEP-RUN-PROCESS-N/        what Orbax wrote; the manifest names this folder
     WORKDIR/damaged/STEP-TIME/manifest.json   the manifest of a checkpoint that was found damaged
 
-A bucket has no rename. So every save writes its arrays to a new folder, and a checkpoint exists
-once a manifest names this folder. A checkpoint is moved by moving its manifest. If a process was
-frozen while it saved, and lost the run's lock, it cannot change the files of the process that took
-the lock.
+Because a bucket has no rename, every save writes its arrays to a new folder, and a checkpoint
+exists once a manifest names this folder. A checkpoint is moved by moving its manifest. If a process
+was frozen while it saved, and lost the run's lock, it cannot change the files of the process that
+took the lock.
 """
 
 import random

@@ -2,15 +2,16 @@
 
     WORKDIR/metrics/000000.jsonl, 000001.jsonl, …    the lines of metrics.jsonl, in pieces
 
-Every few seconds a thread writes the newest piece again, with the lines that were added. Once the
-piece has `_PIECE_BYTES` bytes, the next piece begins. So a killed process loses the events of a few
-seconds, and the number of pieces depends only on the number of bytes.
+Every few seconds a thread writes the newest piece of metrics.jsonl again, with the lines that were
+added. Once this piece has `_PIECE_BYTES` bytes, the next piece begins. So a killed process loses
+only the events of a few seconds, and the number of pieces depends only on the number of bytes.
 
 Every write is conditional: the piece must have the version that this process wrote or read last. If
-the piece has another version, there are two cases. If this process still has the run's lock, and
-the piece holds a beginning of what is to be written, then the answer to an earlier write was lost,
-and the piece is written. Otherwise the process ends. A process begins with `remove_events_after`,
-which writes the newest piece again, so a process that had the lock before cannot write it any more.
+the piece has another version, but this process still has the run's lock, and the piece holds a
+beginning of what is to be written, then the answer to an earlier write was lost, and the process
+writes the piece. If the process finds another version of a piece for any other reason than a lost
+answer, it ends. A process begins with `remove_events_after`, which writes the newest piece again,
+so that a process that had the lock before can no longer write this piece.
 """
 
 import threading
@@ -35,10 +36,10 @@ class BucketEvents(EventLog):
     """Writes metrics.jsonl to a bucket, in pieces. A thread writes the pieces."""
 
     def __init__(self, path: BucketPath, lease: Lease, patience: float):
-        """Begins the thread, without reading any piece.
+        """Starts the thread that writes the pieces, without reading any piece.
 
         Args:
-          path: WORKDIR/metrics.jsonl. Readers open the pieces under this name.
+          path: WORKDIR/metrics.jsonl, the name under which readers open the pieces.
           lease: the run's lock.
           patience: the seconds for which a write may fail before the process ends.
         """
@@ -58,7 +59,7 @@ class BucketEvents(EventLog):
     def remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
         """As `EventLog.remove_events_after`. Reads the pieces from the newest one back, until a
         piece holds a "train" event of `last_step` or an earlier step, because all events in earlier
-        pieces stay. The result is about the events in the pieces that were read.
+        pieces stay. The result covers only the events in the pieces that were read.
         """
         self.flush()
         with self._writing:
@@ -143,8 +144,8 @@ class BucketEvents(EventLog):
 
     def _write_piece(self, path: BucketPath, content: bytes, version: str) -> str:
         """Writes the newest piece, on the condition that it has `version`, and returns the new
-        version. If it has another version, either the answer to an earlier write of this process
-        was lost, or another process has the lock; in the second case, ends this process.
+        version. If the piece has another version, either the answer to an earlier write of this
+        process was lost, or another process has the lock; in the second case, this process ends.
         """
         try:
             return path.write(content, replaces=version)

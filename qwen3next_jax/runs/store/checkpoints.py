@@ -1,5 +1,5 @@
-"""`CheckpointWriter`, the base class that writes and deletes the checkpoints of a run. One
-subclass writes to a disk, another to a bucket.
+"""`CheckpointWriter`, the base class that writes and deletes the checkpoints of a run. The subclass
+`LocalCheckpoints` writes to a disk, `BucketCheckpoints` to a bucket.
 
     WORKDIR/damaged/    checkpoints that a resume found damaged
 
@@ -36,15 +36,15 @@ class CheckpointWriter(Checkpoints):
     the first call of `prepare_folder`.
 
     Old checkpoints are deleted. The run keeps the newest `keep_last` valid checkpoints, and the
-    checkpoints whose step is a multiple of `keep_every` or the end of a stage. With `keep_best` it
-    also keeps the checkpoint with the lowest held-out loss. When a checkpoint is complete, the
+    checkpoints whose step is a multiple of `keep_every` or the end of a stage. With `keep_best` the
+    run also keeps the checkpoint with the lowest held-out loss. When a checkpoint is complete, the
     background thread verifies the previous checkpoint again. If the previous checkpoint is damaged,
     an older one is kept in its place.
 
     Attributes:
-      before_manifest: function that the background thread calls before it writes a manifest. The
-        run sets a function that writes its metrics, so that metrics.jsonl has all steps up to the
-        newest checkpoint.
+      before_manifest: function that the background thread calls before it writes a manifest. A run
+        sets `before_manifest` to a function that writes its metrics, so that metrics.jsonl has all
+        steps up to the newest checkpoint.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class CheckpointWriter(Checkpoints):
     def prepare_folder(self, newest_valid: int) -> None:
         """Prepares the folder for new checkpoints. Moves the damaged checkpoints after the step
         `newest_valid` to WORKDIR/damaged, and removes the files that a killed save left behind.
-        Process 0 does this for all processes, so all processes must see the same folder.
+        Process 0 moves and removes files for all processes, so all processes must see the same
+        folder.
 
         Args:
           newest_valid: the newest step whose checkpoint is valid; 0 if there is none.
@@ -137,7 +138,8 @@ class CheckpointWriter(Checkpoints):
 
     def read_run_id(self) -> None:
         """Reads the id of the run from run.json, for the manifests. Call this method only after the
-        run has written run.json, because before, run.json may be that of another run.
+        run has written run.json, because an earlier run.json in the folder may be that of another
+        run.
         """
         self._run = broadcast_from_process_0(lambda: run_id(self.workdir)) or ""
 
@@ -179,7 +181,7 @@ class CheckpointWriter(Checkpoints):
 
     def _events_after_save(self, step: int, start_time: float, size: int) -> SaveEvents:
         """Deletes old checkpoints. Returns the event of the save that has ended, and the events of
-        the deletion.
+        the deletion of old checkpoints.
 
         Args:
           step: the step whose checkpoint was just completed.
@@ -220,8 +222,8 @@ class CheckpointWriter(Checkpoints):
         return events
 
     def _retains(self, step: int) -> bool:
-        """Whether the settings keep the checkpoint of this step even if `keep_last` newer ones are
-        valid. Only process 0 knows which checkpoint is the best.
+        """Whether the settings keep the checkpoint of this step even if `keep_last` newer
+        checkpoints are valid. Only process 0 knows which checkpoint is the best.
         """
         every = self._retention.keep_every
         if step in self._keep_steps or (every and step % every == 0):
@@ -235,8 +237,8 @@ class CheckpointWriter(Checkpoints):
 
     @abc.abstractmethod
     def _delete(self, step: int) -> None:
-        """Deletes the checkpoint of a step. Even if the process is killed meanwhile, no reader
-        finds a checkpoint that lacks some of its files.
+        """Deletes the checkpoint of a step. Even if the process is killed during the deletion, no
+        reader finds a checkpoint that lacks some of its files.
         """
 
     @abc.abstractmethod

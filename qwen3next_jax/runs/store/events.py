@@ -21,7 +21,8 @@ PROCESS_EVENTS = (
 
 
 class PreviousEvents(NamedTuple):
-    """How far an earlier process came, by the events that `EventLog.remove_events_after` found.
+    """How far an earlier process of the run came, according to the events that
+    `EventLog.remove_events_after` found.
 
     Attributes:
       last_time: the time of the newest event, in seconds since 1970; None if there is none.
@@ -39,11 +40,11 @@ class EventLog(abc.ABC):
 
     @abc.abstractmethod
     def remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
-        """Removes the events after `last_step` (see `is_kept`), because this process takes these
-        steps again. Returns how far the earlier process came.
+        """Removes the events of steps after `last_step` (see `is_kept`), because this process takes
+        these steps again. Returns how far the earlier process came.
 
         Args:
-          last_step: the number of steps that are taken and stay taken.
+          last_step: the number of steps that this process does not take again.
           repeated: kinds of events of `last_step` that are removed, too.
 
         Raises:
@@ -58,7 +59,7 @@ class EventLog(abc.ABC):
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Waits until the lines so far survive the end of this process."""
+        """Waits until all lines added so far would survive the end of this process."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -67,8 +68,9 @@ class EventLog(abc.ABC):
 
 def is_kept(event: Event, last_step: int, repeated: Collection[str]) -> bool:
     """Whether `event`, which an earlier process wrote, stays when this process begins after
-    `last_step`. Events of the kinds in PROCESS_EVENTS stay. Other events stay if they are about
-    `last_step` or an earlier step, except the events of `last_step` of the kinds in `repeated`.
+    `last_step`. Events of the kinds in PROCESS_EVENTS stay. An event of any other kind stays if it
+    is about a step before `last_step`, or if it is about `last_step` and its kind is not in
+    `repeated`.
     """
     if event["event"] in PROCESS_EVENTS:
         return True

@@ -4,12 +4,14 @@
 
 A bucket has no locks that end with their process. So a thread of the owner writes the object
 WORKDIR/lock again every third of `seconds`, each time on the condition that the object has the
-version that the owner wrote last. Another process takes the lock if the object has not changed for
-`seconds` by its own clock; the clocks of two machines are never compared. If the owner was frozen
-or cut off, its next write finds another version, and the owner ends before it writes anything else.
+version that the owner wrote last. Another process takes the lock if its own clock has counted
+`seconds` without a change of the object; the clocks of two machines are never compared. If the
+owner was frozen or cut off, its next write finds another version, and the owner ends before it
+writes anything else.
 
-The thread also notices that the bucket does not answer, and ends the process after `patience`
-seconds. Every process of a run has such a thread, but only the thread of process 0 writes.
+The thread also notices if the bucket does not answer, and ends the process after `patience`
+seconds. Every process of a run has a thread that watches the bucket, but only the thread of process
+0 writes the lock.
 """
 
 import json
@@ -38,8 +40,8 @@ _LARGEST_LOCK_BYTES = 1 << 16  # bytes of the object
 
 
 class Lease:
-    """The lock of a run's folder in a bucket. Use it as a context manager, whose end releases the
-    lock.
+    """The lock of a run's folder in a bucket. Use the class as a context manager: its exit releases
+    the lock.
     """
 
     def __init__(self, workdir: BucketPath, patience: float, is_owner: bool = True):
@@ -48,8 +50,8 @@ class Lease:
         Args:
           workdir: the run's folder.
           patience: the seconds for which the bucket may be unreachable before the process ends.
-          is_owner: whether this is process 0, which holds the lock. The other processes only watch
-            whether the bucket answers.
+          is_owner: whether this is process 0, which holds the lock. All processes except process 0
+            only watch whether the bucket answers.
         """
         self.seconds = min(_LONGEST_LEASE_SECONDS, patience)
         self._workdir, self._patience, self._is_owner = workdir, patience, is_owner
@@ -101,8 +103,9 @@ class Lease:
             raise
 
     def add_unsaved_reporter(self, describe_unsaved: Callable[[], str]) -> None:
-        """Adds a function that describes what has not been saved; "" if all is saved. If the
-        process has to end because of the bucket, the error message contains the descriptions.
+        """Adds a function that returns a description of what has not been saved, or "" if all is
+        saved. If the process has to end because of the bucket, the error message contains the
+        descriptions.
         """
         self._describe_unsaved.append(describe_unsaved)
 
@@ -112,8 +115,8 @@ class Lease:
         unless `is_owner`.
 
         Args:
-          now: whether to ask the bucket in any case. If not, a lock that was renewed less than half
-            of `seconds` ago counts as held.
+          now: whether to ask the bucket in any case; if false, a lock that was renewed less than
+            half of `seconds` ago counts as held.
 
         Raises:
           OSError: the bucket does not answer.
@@ -123,7 +126,7 @@ class Lease:
 
     def end_process(self, code: ExitCode, reason: str) -> None:
         """Prints one line and ends the process at once. A regular end of the process would wait for
-        threads, and these may wait for the bucket.
+        its threads, which may be waiting for the bucket.
         """
         unsaved = "; ".join(filter(None, (describe() for describe in self._describe_unsaved)))
         unsaved = f"; not saved: {unsaved}" if unsaved else ""
@@ -173,7 +176,9 @@ class Lease:
                 raise self._taken_error(now[1])
 
     def _taken_error(self, record: dict[str, Any]) -> UserError:
-        """Returns the error that another process has the lock. `record`: content of the lock."""
+        """Returns the UserError which says that another process has the lock. `record`: content of
+        the lock.
+        """
         return UserError(
             f"{self._workdir}: another process is training in it ({_describe_owner(record)}): "
             "wait for it, end it, or give another --workdir"
@@ -205,8 +210,8 @@ class Lease:
 
         Args:
           released: whether this process gives the lock up.
-          patience: the seconds for which a failed write is repeated; None: the patience of the
-            path.
+          patience: the seconds for which a failed write is repeated; None: the `patience_seconds`
+            of the lock's path.
         """
         path = self._path if patience is None else self._path.with_patience(patience)
         # Two writes never have the same bytes, so a write whose answer was lost is recognized.
@@ -245,8 +250,8 @@ class Lease:
                     )
 
     def _renew_or_ping(self) -> None:
-        """Renews the lock if `is_owner`. Otherwise only reads the lock, to see whether the bucket
-        answers.
+        """Renews the lock if `is_owner`. If this process is not the owner, only reads the lock, to
+        see whether the bucket answers.
         """
         if not self._is_owner:
             self._path.file_info()

@@ -113,7 +113,8 @@ class LocalStore(RunStore):
 
     def move_old_run_aside(self) -> None:
         """Moves the files one by one to before-TIME.partial, and at last renames this folder to
-        before-TIME. If the process is killed meanwhile, the next call moves the remaining files.
+        before-TIME. If the process is killed during the move, the next call moves the remaining
+        files.
         """
         workdir, partial = self.workdir, self._unfinished_move_folder()
         if partial is None and not self.run_file_identities():

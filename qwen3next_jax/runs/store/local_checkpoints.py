@@ -43,8 +43,8 @@ _DELETED_PREFIX = ".deleted-"
 
 
 class LocalCheckpoints(CheckpointWriter):
-    """Writes the checkpoints of a run to a folder on a file system. If a save fails, training
-    continues, and `take_events` reports the failure. But a run of several processes ends.
+    """Writes the checkpoints of a run to a folder on a file system. If a save fails, a run of one
+    process continues, and `take_events` reports the failure; a run of several processes ends.
     """
 
     def __init__(
@@ -139,7 +139,8 @@ class LocalCheckpoints(CheckpointWriter):
         """Warns that the save of `step` failed, and removes its files.
 
         Raises:
-          UserError: the run has several processes.
+          UserError: the run has several processes, all of which must start again after a failed
+            save.
         """
         reason = " ".join(str(error).split())[:200]
         # Other processes may have saved; only a new start brings all processes to the same state.

@@ -11,7 +11,7 @@ from qwen3next_jax.runs.store.events import EventLog, PreviousEvents, is_kept
 
 
 class LocalEvents(EventLog):
-    """metrics.jsonl on a file system. Another process may append lines to it at any time
+    """metrics.jsonl on a file system. Another process may append lines to the file at any time
     (`LocalStore.write_thread_stacks`).
     """
 

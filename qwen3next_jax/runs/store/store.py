@@ -6,11 +6,11 @@
     WORKDIR/before-TIME/   the files that `--restart` moved
 
 A disk has locks that end with their process, renames that move a whole folder, and files to which
-lines can be appended. A bucket has none of these. It has conditional writes: a write of a whole
-object succeeds only if the object still has the version that the writer read. `LocalStore` and
-`BucketStore` implement the same methods with what a disk and a bucket offer.
-`runs.store.open_store` makes one of the two; no other code of `runs/` asks whether the folder is on
-a disk.
+lines can be appended. A bucket has none of these. Instead, a bucket has conditional writes: a write
+of a whole object succeeds only if the object still has the version that the writer read.
+`LocalStore` and `BucketStore` implement the same methods with what a disk and a bucket offer.
+`runs.store.open_store` makes a `LocalStore` or a `BucketStore`. Outside `runs/store/`, no code of
+`runs/` asks whether the folder is on a disk or in a bucket.
 """
 
 import abc
@@ -27,13 +27,14 @@ from qwen3next_jax.runs.store.events import EventLog
 
 
 class RunStore(abc.ABC):
-    """The folder of one run. Use it as a context manager, whose end releases the lock.
+    """The folder of one run. Use the class as a context manager: its exit releases the lock.
 
     Attributes:
       workdir: the path of the folder.
       other_libraries_can_write: whether TensorBoard, Weights & Biases and JAX's profiler, which
         write ordinary files, can write into the folder.
-      is_quick_to_read: whether reading all events of the run at every checkpoint is quick enough.
+      is_quick_to_read: whether a run can read all its events at every checkpoint without a long
+        delay.
     """
 
     other_libraries_can_write: bool
@@ -101,14 +102,14 @@ class RunStore(abc.ABC):
     @abc.abstractmethod
     def run_file_identities(self) -> dict[str, Any]:
         """Returns name → identity of the file, for files of the run in the folder. Once
-        `move_old_run_aside` has moved the run, the folder has no files with these names and
-        identities any more.
+        `move_old_run_aside` has moved the run, the folder no longer has any of the files in the
+        returned dict.
         """
 
     # ---- run.json and the tokenizer
 
     def write_run_json(self, record: RunRecord) -> None:
-        """Writes run.json. If the process is killed meanwhile, the old run.json remains.
+        """Writes run.json. If the process is killed during the write, the old run.json remains.
 
         Raises:
           UserError: the file cannot be written.
@@ -119,7 +120,7 @@ class RunStore(abc.ABC):
             raise not_writable_error(self.workdir, error) from error
 
     def update_run_json(self, **values: Any) -> None:
-        """Replaces entries of run.json. If the file already has these values, does not write it."""
+        """Replaces entries of run.json. Does not write run.json if it already has `values`."""
         before = read_record(self.workdir)
         record = dataclasses.replace(before, **values)
         if record != before:
@@ -132,10 +133,10 @@ class RunStore(abc.ABC):
 
         Args:
           record: the content of run.json; None if run.json does not change.
-          tokenizer: the tokenizer of the run. If it came from a file, it is copied, so that the run
-            no longer needs the file.
-          new: whether the run has no checkpoint yet. If so, a tokenizer that is already in the
-            folder is replaced, because it is from an earlier start that saved no checkpoint.
+          tokenizer: the tokenizer of the run. A tokenizer that came from a file is copied, so that
+            the run no longer needs the file.
+          new: whether the run has no checkpoint yet. In a new run, a tokenizer that is already in
+            the folder is replaced, because it is from an earlier start that saved no checkpoint.
         """
         from qwen3next_jax.data.tokens import HuggingFaceTokenizer
 
@@ -149,8 +150,8 @@ class RunStore(abc.ABC):
 
     @abc.abstractmethod
     def _copy_tokenizer(self, tokenizer: Any, copy: Any) -> None:
-        """Writes the files of the tokenizer to the new folder `copy`. A killed process leaves no
-        folder `copy` that lacks files.
+        """Writes the files of the tokenizer to the new folder `copy`. Even if the process is
+        killed, it leaves no folder `copy` that lacks files.
         """
 
     # ---- what a run writes while it trains

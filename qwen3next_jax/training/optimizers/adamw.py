@@ -1,4 +1,4 @@
-"""AdamW (1711.05101). Its direction is, element by element, the running mean of the gradients
+"""AdamW (1711.05101). AdamW's direction is, element by element, the running mean of the gradients
 divided by the square root of the running mean of the squared gradients.
 """
 
@@ -23,14 +23,14 @@ def direction(
 
 
 def mean_dtype(config: OptimizerConfig) -> str | None:
-    """Returns the dtype in which the mean of the gradients is kept; None: that of the parameter."""
+    """Returns the dtype in which the mean of the gradients is kept; None: the parameter's dtype."""
     return "bfloat16" if config.mean_dtype == "bfloat16" else None
 
 
 def rate_over_width(declared: Declared, of_in: float, of_out: float) -> float:
-    """Returns the factor of the learning rate of a parameter that sums over `of_in` times as many
-    inputs, and has `of_out` times as many outputs, as in a model of the base width: 1 / of_in,
-    because the elements of AdamW's direction have the same size in any model, and a product adds
-    their effects up over the inputs (2203.03466).
+    """Returns the factor of a parameter's learning rate: 1 / of_in. Compared with a model of the
+    base width, the product with the parameter sums over `of_in` times as many inputs, and has
+    `of_out` times as many outputs. The elements of AdamW's direction have the same size in any
+    model, and the product adds up their effects over the inputs (2203.03466).
     """
     return 1 / of_in

@@ -1,17 +1,17 @@
-"""Muon (Jordan 2024; 2502.16982). Its direction for a matrix is the matrix's momentum after
+"""Muon (Jordan 2024; 2502.16982). Muon's direction for a matrix is the matrix's momentum after
 Newton–Schulz iterations. The iterations orthogonalise the momentum: they bring all of its singular
 values to about 1.
 
 A parameter may hold several matrices, and its declaration says which. Muon orthogonalises each
 layer, each expert and each part of a fused projection separately; with `muon.per_head`, each head
-as well. Only parameters of the kind "matrix" get this direction. All others (embeddings, output
-head, router, convolutions, norms, biases, …) get AdamW's direction.
+as well. Only parameters of the kind "matrix" get Muon's direction. All other parameters
+(embeddings, output head, router, convolutions, norms, biases, …) get AdamW's direction.
 
 On a mesh, every matrix is orthogonalised on a single device, and the devices share the matrices.
 All matrices of equal shape (up to transposition) whose parameters are split in the same way are
-stacked. Then the mesh is made to split the stack's axis instead of the rows and columns. This costs
-one all-to-all for each mesh axis that splits rows or columns before the iterations, and one after
-them.
+stacked. During the iterations the mesh splits the axis of the stack instead of the rows and columns
+of the matrices. For each mesh axis that splits rows or columns, the resharding costs one all-to-all
+before the iterations and one after them.
 """
 
 import itertools
@@ -68,9 +68,9 @@ def direction(
 
 
 def rate_over_width(declared: Declared, of_in: float, of_out: float) -> float:
-    """Returns the factor of the learning rate, as `adamw.rate_over_width` does. For matrices it
-    makes the spectral norm of an update follow √(out / in) (2310.17813, condition 1); that of
-    Muon's direction follows √max(in, out).
+    """Returns the factor of the learning rate, as `adamw.rate_over_width` does. For matrices, the
+    factor makes the spectral norm of an update proportional to √(out / in) (2310.17813, condition
+    1); the spectral norm of Muon's direction is proportional to √max(in, out).
     """
     if declared.kind != "matrix":
         return adamw.rate_over_width(declared, of_in, of_out)
@@ -119,8 +119,8 @@ def orthogonalised(
     the result for a matrix of full rank have a root mean square of about UPDATE_RMS.
 
     Args:
-      tree: gradients or momenta, at the paths of their parameters. It has parameters of the kind
-        "matrix" alone; each array may hold several matrices.
+      tree: gradients or momenta, at the paths of their parameters. All parameters in `tree` are of
+        the kind "matrix"; each array may hold several matrices.
       declared: path of a parameter → its declaration.
       config: the settings of the optimizer.
       mesh: the devices that share the work; None: one device.
@@ -178,8 +178,9 @@ def _part_widths(declared: Declared, per_head: bool) -> list[int]:
 
 class Layout(NamedTuple):
     """How the array of a part is reshaped to a stack [*S, M, m, n] of its matrices [m, n], m ≤ n.
-    The other dimensions (layers, experts, heads, …) number the matrices. S are the dimensions among
-    them that the mesh splits; M is the product of the dimensions that it does not split.
+    The array's other dimensions (layers, experts, heads, …) number the matrices. Of the dimensions
+    that number the matrices, S are those that the mesh splits, and M is the product of the sizes of
+    the rest.
 
     Attributes:
       order: the numbers of the array's dimensions, in the order in which the stack has them.
@@ -253,8 +254,8 @@ def _orthogonalise_on_mesh(
 
     The mesh axes that split rows and columns are moved to M one at a time; each move is an
     all-to-all. Mesh axes along which the devices hold copies of the stack are made to split M as
-    well, which costs an all-gather after the iterations. Only `slice` is not: this all-gather would
-    cross the network between slices.
+    well, which costs an all-gather after the iterations. The mesh axis `slice` is an exception: an
+    all-gather along `slice` would cross the network between slices.
     """
     if mesh is None:
         return _orthogonalise(stack, config)
@@ -296,8 +297,8 @@ def _orthogonalise(stack: jax.Array, config: OptimizerConfig) -> jax.Array:
     """Applies Newton–Schulz iterations to each matrix [m, n] of the stack, and multiplies the
     result by UPDATE_RMS √max(m, n).
 
-    optax's Muon performs the iterations. Its momentum is set to 0, so that it orthogonalises the
-    given matrices themselves and not a running mean of them.
+    optax's Muon performs the iterations. The momentum of optax's Muon is set to 0, so that it
+    orthogonalises the given matrices themselves and not a running mean of them.
     """
     # The coefficients are repeated for every iteration because optax then runs the iterations as a
     # `lax.scan`, which compiles in a fraction of the time that its loop over one set of
@@ -317,5 +318,5 @@ def _orthogonalise(stack: jax.Array, config: OptimizerConfig) -> jax.Array:
 
 
 def _split_points(widths: Iterable[int]) -> list[int]:
-    """Returns the indices at which `jnp.split` splits an axis into pieces of these widths."""
+    """Returns the indices at which `jnp.split` splits an axis into pieces of `widths`."""
     return list(itertools.accumulate(widths))[:-1]
