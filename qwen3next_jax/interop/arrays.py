@@ -38,17 +38,17 @@ def make_array(
       dtype: the array's dtype.
       sharding: the array's sharding; None: the array is on the default device, and JAX may move it
         (it is uncommitted).
-      read_values: see `make_shards`.
+      read_values: see `make_device_shards`.
     """
     if sharding is None:
         whole = (slice(None),) * len(parameter.shape)
-        return make_shards(parameter, dtype, {None: whole}, read_values)[0]
+        return make_device_shards(parameter, dtype, {None: whole}, read_values)[0]
     indices = sharding.addressable_devices_indices_map(parameter.shape)
-    shards = make_shards(parameter, dtype, indices, read_values)
+    shards = make_device_shards(parameter, dtype, indices, read_values)
     return jax.make_array_from_single_device_arrays(parameter.shape, sharding, shards)
 
 
-def make_shards(
+def make_device_shards(
     parameter: StoredParameter,
     dtype: np.dtype,
     indices: Mapping[jax.Device | None, tuple[slice, ...]],
@@ -103,7 +103,7 @@ def _read_adjacent_shards(
       parameter: the parameter's path, shape and tensors.
       dtype: the dtype of the values.
       device_of: slice → the device that gets it.
-      read_values: see `make_shards`.
+      read_values: see `make_device_shards`.
 
     Returns:
       Slice → its values on the device.
