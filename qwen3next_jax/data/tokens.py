@@ -1,8 +1,8 @@
 """Tokenizers with one small interface: bytes, or any Hugging Face `tokenizer.json`.
 
 `load_tokenizer("bytes")` and `load_tokenizer("path/to/tokenizer.json")` return objects with the
-same interface (`Tokenizer`). Preparation, evaluation (bits per byte), generation and export use
-only this interface.
+same interface (`Tokenizer`), so preparation, evaluation (bits per byte), generation and export
+accept either.
 """
 
 import copy
