@@ -85,7 +85,7 @@ def entries_under_module(
 def swiglu_entries(
     path_prefix: str, name_prefix: str, width: int, hidden: int
 ) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of a SwiGLU MLP.
+    """Yields the `ParameterEntry` of each parameter of a SwiGLU MLP.
 
     Args:
       path_prefix: the beginning of the paths of the MLP's parameters, such as "shared_"; may be "".

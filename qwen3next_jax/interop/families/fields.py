@@ -50,8 +50,7 @@ _NOT_COPIED = frozenset(
 
 
 def first_present(fields: Fields, *names: str) -> Any:
-    """Returns the first value of the fields `names` that is neither null nor 0; None without one.
-    """
+    """Returns the first value of the fields `names` that is neither null nor 0; None if none is."""
     values = (fields.get(name) for name in names)
     return next((value for value in values if value is not None and value != 0), None)
 

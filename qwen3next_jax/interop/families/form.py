@@ -20,13 +20,13 @@ Fields = dict[str, Any]  # the fields of a config.json, or of a group in it
 
 
 def layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[ParameterEntry]:
-    """Yields the entries (`ParameterEntry`) of the two norms of a layer with the mixer `mixer`."""
+    """Yields the `ParameterEntry` of each of the two norms of a layer with the mixer `mixer`."""
     yield vector_entry("mixer_norm", "input_layernorm.weight", config.hidden_size)
     yield vector_entry("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
 
 
 def final_norm_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields the entry (`ParameterEntry`) of the norm after the last layer."""
+    """Yields the `ParameterEntry` of the norm after the last layer."""
     yield vector_entry("final_norm", "norm.weight", config.hidden_size)
 
 
@@ -56,10 +56,12 @@ class Form:
         `check_model` checks. Every other setting that is not in `NOT_IN_FILES` must have its
         default.
       mixer_entries: name of a mixer (`config.registry.MIXERS`) → the function that yields the
-        mixer's entries.
-      expert_entries: function that yields the entries of a layer's mixture of experts.
-      mtp_entries: function that yields the entries of the multi-token prediction module without its
-        decoder layer; None: the form has no multi-token prediction module.
+        `ParameterEntry` of each parameter of the mixer.
+      expert_entries: function that yields the `ParameterEntry` of each parameter of a layer's
+        mixture of experts.
+      mtp_entries: function that yields the `ParameterEntry` of each parameter of the multi-token
+        prediction module without its decoder layer; None: the form has no multi-token prediction
+        module.
       width_field_groups: groups of fields; the product of a group's values is a width of a tensor.
         `hf_config.check_claimed_sizes` compares these products with the shapes of the tensors
         before other code allocates anything.
@@ -75,13 +77,13 @@ class Form:
         entries.
       wrong_shape_advice: function from the name of a tensor, as in the entries, to the advice at
         the end of the error message about an unexpected shape of this tensor; "": no advice.
-      layer_norm_entries: function (config, mixer) that yields the entries of the norms
-        (`Block.make_norm`) of a layer. `mixer` is the name of the layer's mixer.
-      final_norm_entries: function that yields the entries of the norm after the last layer
-        (`Block.make_final_norm`).
-      layer_embedding_entries: function (config, number) that yields the entries of the embedding of
-        its own that a layer has (`model.ple`). `number` counts the layers with such an embedding,
-        from 0. None: the form has no layers with such an embedding.
+      layer_norm_entries: function (config, mixer) that yields the `ParameterEntry` of each
+        parameter of a layer's norms (`Block.make_norm`). `mixer` is the name of the layer's mixer.
+      final_norm_entries: function that yields the `ParameterEntry` of each parameter of the norm
+        after the last layer (`Block.make_final_norm`).
+      layer_embedding_entries: function (config, number) that yields the `ParameterEntry` of each
+        parameter of a layer's own embedding (`model.ple`). `number` counts the layers that have an
+        embedding of their own, from 0. None: the form has no layers with an embedding of their own.
       layer_constant_tensors: function (config, number) → {name of a tensor: its integers}, for the
         tensors that hold constants of embedding `number` (as in `layer_embedding_entries`). The
         settings determine the integers.

@@ -2,10 +2,11 @@
 attention), DeepSeek-V3's router, no positions, and no multi-token prediction.
 
 A config.json of Kimi Linear has one of two notations: the released model uses `linear_attn_config`
-and `first_k_dense_replace`; transformers uses `layer_types` and `mlp_layer_types`. This file reads
-both. If a field has two names, this module uses the name in transformers. An export has the fields
-of both notations, so that the code of the released model can read it, and transformers, too. This
-module knows the mixers `kda` and `mla` only by their names in `config.registry.MIXERS`.
+and `first_k_dense_replace`; transformers uses `layer_types` and `mlp_layer_types`. This module
+reads both notations. If a field has two names, this module uses the name in transformers. An export
+has the fields of both notations, so that the code of the released model can read it, and
+transformers, too. This module knows the mixers `kda` and `mla` only by their names in
+`config.registry.MIXERS`.
 """
 
 import dataclasses
@@ -441,9 +442,9 @@ def _mla_settings(config: ModelConfig) -> Any:
 
 
 def _kda_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of the mixer `kda`. q, k and v have a tensor each. The
-    projection of the decay is a product of two low-rank factors, each of which has a tensor; so is
-    the projection of the gate.
+    """Yields the `ParameterEntry` of each parameter of the mixer `kda`. q, k and v have a tensor
+    each. The projection of the decay has two tensors, one for each of its low-rank factors, and so
+    has the projection of the gate.
     """
     d, heads = config.hidden_size, config.linear_num_value_heads
     k = config.linear_key_head_dim  # the width of a head's keys, and of its values
@@ -476,8 +477,9 @@ def _kda_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _mla_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of the mixer `mla`. Keys and values are projections of a
-    latent vector. If `query_rank` > 0, queries are projections of a second latent vector.
+    """Yields the `ParameterEntry` of each parameter of the mixer `mla`. Keys and values are
+    projections of a latent vector. If `query_rank` > 0, queries are projections of a second latent
+    vector.
     """
     d, heads, latent = config.hidden_size, config.num_attention_heads, _mla_settings(config)
     rank, query_rank, shared = latent.latent_rank, latent.query_rank, latent.shared_key_width
@@ -500,8 +502,8 @@ def _mla_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _expert_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of a mixture of experts with a router bias and an
-    ungated shared expert.
+    """Yields the `ParameterEntry` of each parameter of a mixture of experts with a router bias and
+    an ungated shared expert.
     """
     d, width = config.hidden_size, config.moe_intermediate_size
     count, mlp = config.num_experts, "block_sparse_moe"

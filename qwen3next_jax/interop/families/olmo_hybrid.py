@@ -284,8 +284,8 @@ def _check_model(config: ModelConfig) -> None:
 
 
 def _gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of Gated DeltaNet. Each projection and each convolution
-    has a tensor of its own.
+    """Yields the `ParameterEntry` of each parameter of Gated DeltaNet. Each projection and each
+    convolution has a tensor of its own.
     """
     d, groups, heads = (
         config.hidden_size,
@@ -326,7 +326,7 @@ def _gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _attention_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of attention without an output gate."""
+    """Yields the `ParameterEntry` of each parameter of attention without an output gate."""
     d = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -339,8 +339,8 @@ def _attention_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[ParameterEntry]:
-    """Yields the entries of a layer's norms. `post_attention_layernorm` is the norm before the MLP
-    in a recurrent layer, and the norm after the attention in an attention layer.
+    """Yields the `ParameterEntry` of each norm of a layer. `post_attention_layernorm` is the norm
+    before the MLP in a recurrent layer, and the norm after the attention in an attention layer.
     """
     names = ("input_layernorm", "post_attention_layernorm")
     if mixer == _MIXER_OF_LAYER_TYPE[FULL]:
@@ -350,8 +350,8 @@ def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[ParameterEn
 
 
 def _tensor_name_in_entries(name: str) -> str:
-    """Returns the name of a tensor in the released files, because `save_pretrained` of transformers
-    writes other names of norms.
+    """Returns the name that a tensor has in the released files. In files that `save_pretrained` of
+    transformers writes, norms have other names.
     """
     name = name.replace(".attention_layer_norm.", ".input_layernorm.")
     return name.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")

@@ -194,8 +194,8 @@ def _check_model(config: ModelConfig) -> None:
 
 
 def gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of Gated DeltaNet. The input projections have one tensor
-    for q, k and v, and one each for z, b and a.
+    """Yields the `ParameterEntry` of each parameter of Gated DeltaNet. The input projections have
+    one tensor for q, k and v, and one each for z, b and a.
     """
     d, heads = config.hidden_size, config.linear_num_value_heads
     value_heads_per_key_head = heads // config.linear_num_key_heads

@@ -180,8 +180,8 @@ def check_model(config: ModelConfig) -> None:
 
 
 def gated_attention_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of gated attention. For each head, q_proj has the rows
-    of the query, followed by the rows of the gate.
+    """Yields the `ParameterEntry` of each parameter of gated attention. For each head, q_proj has
+    the rows of the query, followed by the rows of the gate.
     """
     d, k = config.hidden_size, config.head_dim
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
@@ -194,8 +194,8 @@ def gated_attention_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of Gated DeltaNet. The tensors of the input projections
-    are grouped by key head, like the parameters.
+    """Yields the `ParameterEntry` of each parameter of Gated DeltaNet. The tensors of the input
+    projections are grouped by key head, like the parameters.
     """
     d = config.hidden_size
     key_width = config.linear_num_key_heads * config.linear_key_head_dim
@@ -216,7 +216,7 @@ def _gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def deltanet_entries_after_in_proj(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of Gated DeltaNet except its input projections."""
+    """Yields the `ParameterEntry` of each parameter of Gated DeltaNet but the input projections."""
     heads, value_dim = config.linear_num_value_heads, config.linear_value_head_dim
     order = conv_channel_order_in_files(config)
     yield one_tensor_entry(
@@ -251,8 +251,8 @@ def conv_channel_order_in_files(config: ModelConfig) -> np.ndarray:
 
 
 def expert_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of a mixture of experts. Either each expert has tensors
-    of its own, or all experts share a fused tensor (`ParameterEntry.all_experts_slice`).
+    """Yields the `ParameterEntry` of each parameter of a mixture of experts. Either each expert has
+    tensors of its own, or all experts share a fused tensor (`ParameterEntry.all_experts_slice`).
     """
     d, width = config.hidden_size, config.moe_intermediate_size
     count, shared = config.num_experts, config.shared_expert_intermediate_size
@@ -284,8 +284,8 @@ def expert_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def mtp_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of the multi-token prediction module without its decoder
-    layer.
+    """Yields the `ParameterEntry` of each parameter of the multi-token prediction module without
+    its decoder layer.
     """
     d = config.hidden_size
     yield vector_entry("embedding_norm", "pre_fc_norm_embedding.weight", d)

@@ -233,7 +233,7 @@ def _check_model(config: ModelConfig) -> None:
 def _stream_mix_entries(
     config: ModelConfig, path: str, name: str, injects: bool
 ) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of a `StreamMix`.
+    """Yields the `ParameterEntry` of each parameter of a `StreamMix`.
 
     Args:
       path: the path of the `StreamMix` in the parameters.
@@ -274,8 +274,8 @@ def _mtp_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _qsa_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of gated attention and of its indexer. The indexer's
-    projection has the rows of all query heads, followed by the rows of the key head.
+    """Yields the `ParameterEntry` of each parameter of gated attention and of its indexer. The
+    indexer's projection has the rows of all query heads, followed by the rows of the key head.
     """
     yield from qwen3_next.gated_attention_entries(config)
     s, name = config.settings_of_mixer("qsa"), "self_attn.indexer"
@@ -287,8 +287,8 @@ def _qsa_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _layer_embedding_entries(config: ModelConfig, number: int) -> Iterator[ParameterEntry]:
-    """Yields the entries of the parameters of a layer's n-gram embedding, whose table is divided
-    over several tensors. `number`: the index of the embedding, from 0.
+    """Yields the `ParameterEntry` of each parameter of a layer's n-gram embedding, whose table is
+    divided over several tensors. `number`: the index of the embedding, from 0.
     """
     ple, d, width = config.ple, config.hidden_size, config.streams.hc_count * config.hidden_size
     shards = tuple(
