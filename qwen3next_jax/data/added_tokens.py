@@ -138,8 +138,8 @@ def panic_as_user_error() -> Iterator[None]:
 
 def make_tokens_unmatchable(tokenizer: Mapping[str, Any], unmatchable: Set[str]) -> dict[str, Any]:
     """Returns a copy of a tokenizer.json in which no text matches the special tokens `unmatchable`:
-    a text that spells out such a token is encoded as ordinary text. A text without such tokens
-    keeps its ids.
+    a text that spells out such a token is encoded as ordinary text. A text that contains none of
+    the tokens `unmatchable` keeps its ids.
 
     The tokens `unmatchable` keep their ids, and get names that no document contains. The function
     writes the new names into the list of added tokens and into the model's vocabulary.

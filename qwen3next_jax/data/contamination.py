@@ -6,7 +6,7 @@ et al., "Llama 2" (2023), section A.6, https://arxiv.org/abs/2307.09288, compare
 which needs no decoding of the data. This module takes the length 13 from Brown et al., and takes
 n-grams of tokens, the measure and its limits from Touvron et al. The measure is the share of a
 text's tokens that are part of an n-gram found in the data. A text is contaminated if at least 80 %
-of its tokens are part of such n-grams, and clean if fewer than 20 % are.
+of its tokens are part of n-grams found in the data, and clean if fewer than 20 % are.
 
 A tokenizer may split the edges of a text in another way when the text stands inside a document.
 Therefore the first and last tokens of a text may count as not found even if the data contain the

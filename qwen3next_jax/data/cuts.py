@@ -5,8 +5,8 @@ byte of text. A long document is therefore encoded in parts. A document is cut o
 or at a single space between words, and only under two conditions:
   - No token spans the cut: the pre-tokenizer splits texts at such places, or the model is a BPE
     without a token that holds characters of both sides of such a cut.
-  - The characters around the cut get the same ids with the cut and without it. Their ids differ if
-    a normalizer strips the text, or if a token beside the cut takes the space at the cut. If the
+  - The characters around the cut get the same ids with the cut and without it. The cut changes ids
+    if a normalizer strips the text, or if a token beside the cut takes the space at the cut. If the
     tokenizer puts a space before every text, neither part holds the space at the cut.
 """
 

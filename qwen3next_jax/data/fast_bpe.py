@@ -2,8 +2,9 @@
 
 tiktoken and the tokenizers library merge tokens by different rules: `tokenizers` merges the pairs
 in its list of merges; tiktoken merges any two neighbours whose concatenation is a token. With the
-usual vocabularies, both libraries give the same ids. There is no proof that the ids of the two
-libraries always agree, so `HuggingFaceTokenizer` compares their ids for a sample of the texts.
+usual vocabularies, tiktoken and the tokenizers library give the same ids. There is no proof that
+the ids always agree, so `HuggingFaceTokenizer` compares the ids of both libraries for a sample of
+the texts.
 """
 
 from collections.abc import Collection, Mapping

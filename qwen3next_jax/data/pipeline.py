@@ -114,7 +114,7 @@ class DataSource(Protocol):
         on machines that do not have its training data.
 
         Raises:
-          UserError: there is no such tokenizer, or it does not fit the model's vocabulary.
+          UserError: the tokenizer does not exist, or does not fit the model's vocabulary.
         """
 
     @classmethod
@@ -176,9 +176,10 @@ class DataSource(Protocol):
         """
 
     def describe(self) -> dict[str, Any]:
-        """Returns facts about the data as JSON values. Two facts are always there: `title`, a short
-        text; and `bits_per_nat`, the factor that turns a loss in nats per token into bits per byte
-        of text, or None if the tokens are not text or their bytes cannot be counted.
+        """Returns facts about the data as JSON values. Two facts are always present: `title`, a
+        short text; and `bits_per_nat`, the factor that turns a loss in nats per token into bits per
+        byte of text. `bits_per_nat` is None if the tokens do not stand for text, or if the bytes of
+        a text do not follow from its tokens.
         """
 
     def batches(self, first_batch: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
@@ -222,9 +223,8 @@ class DataSource(Protocol):
         Args:
           rows: number of held-out rows, from the first on; None: all.
           share: ascending indices of the rows of every batch to read; None: all rows.
-          least: the smallest number of rows of each source. If the first `rows` rows hold fewer
-            rows of a source, the next rows of this source follow them, until it has `least` rows or
-            no row is left.
+          least: the smallest number of rows of each source. If a source has fewer than `least` of
+            the first `rows` rows, its next rows follow, until it has `least` rows or none is left.
         """
         share = range(self.batch_size) if share is None else share
         indices = self._heldout_indices_of_all_sources(rows or self.heldout_rows, least)
@@ -247,8 +247,8 @@ class DataSource(Protocol):
         }
 
     def _heldout_indices_of_all_sources(self, rows: int, least: int) -> list[int]:
-        """Returns the indices of the first `rows` held-out rows. The next rows of each source that
-        has fewer than `least` rows among them follow.
+        """Returns the indices of the first `rows` held-out rows, followed by the next rows of each
+        source that has fewer than `least` of the first `rows`.
         """
         first = self._heldout_indices(rows, None)
         lacking = (
@@ -261,8 +261,8 @@ class DataSource(Protocol):
 
     def _heldout_indices(self, rows: int, source: str | None, least: int = 0) -> Sequence[int]:
         """Returns the indices of the rows of `source` among the first `rows` held-out rows. If
-        there are fewer than `least` such rows, the source's next rows follow. If `source` is None,
-        returns the indices of the first `rows` held-out rows of all sources.
+        `source` has fewer than `least` of the first `rows` rows, its next rows follow. If `source`
+        is None, returns the indices of the first `rows` held-out rows of all sources.
         """
         return range(rows)
 

@@ -515,7 +515,7 @@ def _read_corpus_list(store: Store, name: str) -> dict:
 
 
 def _is_list_of_types(row: object, kinds: Sequence[type]) -> bool:
-    """Whether `row` is a list of values of these types."""
+    """Whether `row` is a list of values of the types `kinds`."""
     is_list = isinstance(row, list) and len(row) == len(kinds)
     return is_list and all(isinstance(value, kind) for value, kind in zip(row, kinds))
 
@@ -670,13 +670,14 @@ def _divide_document(
 ) -> DocumentInBothSplits:
     """Divides the document of `corpus` with the smallest hash.
 
-    If `all_heldout`, the document is trained on as a whole. Otherwise its end is held out, with
-    `recipe.heldout_fraction` of the tokens of the corpus; a document with at most so many tokens is
-    held out as a whole. If the corpus has a single document, the document is always cut in two.
+    If `all_heldout`, the document is trained on as a whole. If not `all_heldout`, the end of the
+    document is held out, with `recipe.heldout_fraction` of the tokens of the corpus; a document
+    with at most so many tokens is held out as a whole. If the corpus has a single document, the
+    document is always cut in two.
 
     Args:
       corpus: a source with its parts.
-      all_heldout: True if the hashes of all documents hold them out; False if no hash does.
+      all_heldout: True if the hashes hold out all documents; False if they hold out no document.
       tokenizer: the tokenizer of the parts.
       recipe: the recipe of the rows.
       store: where the parts are.

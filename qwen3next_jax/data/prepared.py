@@ -220,7 +220,7 @@ def read_index_arrays(
     source, and the arrays.
 
     Raises:
-      OSError: there is no such file, or it cannot be read.
+      OSError: the file does not exist, or cannot be read.
       ValueError: the file is damaged, or was written under another name.
     """
     sealed = store.path(name).read_bytes()

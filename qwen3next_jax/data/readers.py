@@ -337,7 +337,8 @@ class BadRecords:
           what: what is wrong, for the message.
 
         Raises:
-          UserError: neither `data.on_bad_text` nor `data.bad_records` allows such a record.
+          UserError: neither `data.on_bad_text` nor `data.bad_records` allows a record with invalid
+            text.
         """
         if self._on_bad_text == "replace":
             self._count(number, "not UTF-8: bytes replaced by U+FFFD")

@@ -1,5 +1,5 @@
 """Recorded texts: texts that a model generated, each with the experts that its tokens used. This
-module reads and writes files of recorded texts. Its data source "recorded" trains on these texts
+module reads and writes files of recorded texts. The data source "recorded" trains on recorded texts
 with the recorded experts (router replay, 2510.11370).
 
 A recorded text is a safetensors file with the arrays

@@ -1,12 +1,12 @@
 """Reads single chunks of rows from a shard in a bucket, without downloading the whole shard.
 
 ArrayRecord's own reader, which verifies the hash of every chunk, needs a local file. So each shard
-gets a local sparse file of the same size, which takes no space on the disk. Before a chunk is read,
-its bytes are downloaded and written at their position in the local file; after the chunk is read,
-its bytes are freed again. The index at the end of the shard says where each chunk is.
+gets a local sparse file of the shard's size, which takes no space on the disk. Before a chunk is
+read, its bytes are downloaded and written at their position in the local file; after the chunk is
+read, its bytes are freed again. The index at the end of the shard says where each chunk is.
 
-An ArrayRecord file that `rows` writes is a Riegeli file with one record per chunk. Its index, near
-the end, is a chunk with the offsets of all chunks. (https://github.com/google/riegeli,
+An ArrayRecord file that `rows` writes is a Riegeli file with one record per chunk. Near the end, it
+has an index: a chunk with the offsets of all chunks. (https://github.com/google/riegeli,
 riegeli_format.md; https://github.com/google/array_record, array_record_writer.cc)
 
     blocks of 64 KiB, each of which begins with 24 bytes that are not part of any chunk
@@ -123,8 +123,8 @@ _libc = ctypes.CDLL(None)
 
 
 class _ChunkCache:
-    """A cache of the chunks that this process read last, from all of its shards. It mainly serves
-    evaluations, each of which reads the same held-out rows.
+    """A cache of the chunks that this process read last, from all of its shards. The cache mainly
+    serves evaluations, each of which reads the same held-out rows.
     """
 
     def __init__(self, size: int):

@@ -80,7 +80,7 @@ class Renderer:
     Args:
       text: the template.
       special: name of a special token, such as "eos_token" → its text or None. The template may
-        read these names.
+        read the tokens by name.
       date: the day that the function `strftime_now` formats; "" for none.
       marks: whether the blocks {% generation %} of the template write marks around their content.
       characters: the largest number of characters of a rendered text.

@@ -81,7 +81,8 @@ class DocumentInBothSplits:
         the attribute of a `Group`: the index in the group.
       document_index: index of the document in its part.
       train_token_count: the first `train_token_count` tokens of the document, not counting the end
-        token, are trained on; all later tokens are held out. This number may be 0 or all tokens.
+        token, are trained on; all later tokens are held out. `train_token_count` may be 0 or the
+        number of all tokens.
       train_byte_count: number of bytes of UTF-8 text that the first `train_token_count` tokens
         stand for.
     """
@@ -246,7 +247,7 @@ _Split = tuple[str, Documents, int, bool]
 
 
 def _documents_of_group(group: Group, recipe: RowRecipe, store: Store) -> Iterator[_Split]:
-    """Yields the documents of a group, several at a time. Each split gets its documents in their
+    """Yields the documents of a group, several at a time. Within a split, the documents keep their
     order.
     """
     for number, part in enumerate(group.parts):

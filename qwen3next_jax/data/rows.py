@@ -13,7 +13,8 @@ If the folder's metadata say `weighted`, each token is followed by its loss weig
 (`token_dtype`); otherwise every token has the weight 1.
 
 A chunk of a shard, which ArrayRecord calls a record, holds `rows_per_record` rows, one after the
-other. `rows_per_record` is in the folder's metadata. The last chunk of a shard may hold fewer rows.
+other. `rows_per_record` is in the folder's metadata. Only the last chunk of a shard may hold fewer
+than `rows_per_record` rows.
 
 ArrayRecord stores a hash of every chunk and verifies it at every read, so a damaged byte is an
 error and never a different token.
@@ -179,8 +180,8 @@ def _encode_rows(rows: Rows, dtype: np.dtype) -> Iterator[list[memoryview]]:
 class ShardTable:
     """The shards of one split of a source, which may lie in several folders.
 
-    A source may have several hundred thousand shards, so the table consists of arrays. It has S
-    shards in F folders, packed from P parts.
+    A source may have several hundred thousand shards, so a `ShardTable` consists of arrays. It has
+    S shards in F folders, packed from P parts.
 
     Attributes:
       root: the folder that holds the F folders.
@@ -193,7 +194,7 @@ class ShardTable:
       shard_bytes: int64 [S], number of bytes of each shard.
       folder_part_ends: int64 [F], number of parts up to the end of each folder.
       part_origins: int64 [P, 2], for each part: the index of its file, and the number of the file's
-        records before the part. The shape is [0, 2] if the origins of rows are not needed.
+        records before the part. `part_origins` is [0, 2] if the origins of rows are not needed.
       has_loss_weights: whether each token has a loss weight.
     """
 

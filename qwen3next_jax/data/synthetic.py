@@ -4,9 +4,9 @@ can be made at any time.
 A task marks some tokens of a row as targets. Loss, accuracy and evaluations count only targets.
 
     mqar       Multi-query associative recall (2312.04927, Zoology). A row begins with pairs of a
-               key and its value: k v k v …. Then each key occurs again, at a gap drawn from a power
-               law, followed by its value. The targets are the second occurrences of the values. In
-               Zoology's rows, filler tokens stand in place of the second values.
+               key and its value: k v k v …. After the pairs, each key occurs again, at a gap drawn
+               from a power law, followed by its value. The targets are the second occurrences of
+               the values. In Zoology's rows, filler tokens stand in place of the second values.
     induction  Random tokens, one of which occurs twice; its second occurrence is the last token but
                one. The last token repeats the token after the first occurrence, and is the target.
     copy       Random tokens, a separator, and the same tokens again. The targets are the tokens

@@ -47,14 +47,14 @@ class Tokenizer(Protocol):
       vocab_size: number of ids (the largest id plus one).
       eos_id: the id that ends every document.
       token_byte_counts: int32 [vocab_size], number of UTF-8 bytes that each token stands for inside
-        of a text; 0 for special tokens that are not in `parse_tokens`. The sum over a document
-        differs from the document's bytes if the tokenizer changes or loses parts of a text
-        (`miscounted_bytes`).
+        of a text; 0 for special tokens that are not in `parse_tokens`. The sum of
+        `token_byte_counts` over a document differs from the document's bytes if the tokenizer
+        changes or loses parts of a text (`miscounted_bytes`).
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
       library_versions: name of each library that determines the ids of a text → its version.
-      parse_tokens: the special tokens that get their own ids where a document spells them out. If a
-        document spells out a special token that is not in `parse_tokens`, it is encoded as ordinary
-        text.
+      parse_tokens: the special tokens that get their own ids where a document spells them out. A
+        special token that is not in `parse_tokens` is encoded as ordinary text where a document
+        spells it out.
       slower_tokenizer: if tiktoken encodes documents, the same tokenizer with the slower tokenizers
         library, for texts to which tiktoken gives other ids (`fast_bpe.DifferentIds`); otherwise
         None.
@@ -151,8 +151,8 @@ def same_token_ids(one: str, other: str) -> bool:
 
 def extends_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether the tokenizer `one` is the tokenizer `other` with more added tokens, such as the
-    tokens of a chat format. If so, both tokenizers give the same ids to every text that contains no
-    added token of `one` that `other` lacks.
+    tokens of a chat format. If True, both tokenizers give the same ids to every text that contains
+    no added token of `one` that `other` lacks.
     """
     ours, theirs = (
         json.loads(_byte_level_tokenizer().to_str() if isinstance(t, ByteTokenizer) else t.json)
@@ -235,8 +235,8 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer of a `tokenizer.json`, which the `tokenizers` library reads. If tiktoken gives
-    the same ids, tiktoken encodes documents (see `fast_bpe`).
+    """The tokenizer of a `tokenizer.json`, which the `tokenizers` library reads. tiktoken encodes
+    documents if it gives the same ids as `tokenizers` (see `fast_bpe`).
 
     The end-of-document token is `eos_token` of the `tokenizer_config.json` in the same directory.
     If tokenizer_config.json names no `eos_token`, the end-of-document token is the first token of

@@ -223,8 +223,9 @@ def _extend_to_piece(
     needed: ShardSlice, parameter: StoredParameter, array: jax.Array | np.ndarray
 ) -> ShardSlice:
     """Extends the slice `needed` to as much as fits into `MAX_PIECE_BYTES`. If the whole array
-    fits, the result is the whole array. Otherwise `needed` is extended along the first dimension of
-    the transposed layer, which numbers the parameter's tensors or the rows of its tensor.
+    fits, the result is the whole array. If the array is larger, `needed` is extended along the
+    first dimension of the transposed layer, which numbers the parameter's tensors or the rows of
+    its tensor.
     """
     if array.nbytes <= MAX_PIECE_BYTES:
         return shard_slices.full_slice(array.shape)
@@ -269,7 +270,7 @@ def _make_slice_gather(
     begins at index `start`, replicated on every device.
 
     Each device makes an array of the slice's shape with the values that its own shard has, and
-    zeros elsewhere. The sum of these arrays over all devices is the slice. The values are added as
+    zeros elsewhere. The sum of the arrays of all devices is the slice. The values are added as
     integers with the same bits, because -0.0 + 0.0 is 0.0 in floating point. The function gathers
     nothing larger than the slice.
     """

@@ -9,7 +9,7 @@ rank in PEFT: lora_A stacks the A of all parts, and lora_B has a block for the B
 and alphas of the modules.
 
 PEFT cannot adapt transformers' experts in this way, and transformers has no multi-token prediction
-module; `require_peft_modules` refuses adapters of both.
+module; `require_peft_modules` refuses adapters of experts and of the multi-token prediction module.
 """
 
 import json
@@ -94,8 +94,8 @@ def require_peft_modules(config: ModelConfig) -> None:
     """Checks that transformers has a module for each adapter of the model.
 
     Raises:
-      UserError: transformers has no module for some adapters. The message names these adapters, or
-        the form of the model if PEFT can adapt no module of this form.
+      UserError: transformers has no module for some adapters. The message names the adapters
+        without a module, or the form of the model if PEFT can adapt no module of the form.
     """
     plain = config_without_adapters(config)
     require(

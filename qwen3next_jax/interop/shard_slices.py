@@ -8,7 +8,8 @@ ShardSlice = tuple[slice, ...]
 
 
 def with_start_and_stop(index: tuple[slice, ...], shape: tuple[int, ...]) -> ShardSlice:
-    """Gives `index`, an index of an array of `shape`, an explicit start and stop in each dimension.
+    """Returns `index` with an explicit start and stop in each dimension. `index` is an index of an
+    array of `shape`.
     """
     return tuple(slice(*dim.indices(size)[:2]) for dim, size in zip(index, shape, strict=True))
 

@@ -1,7 +1,7 @@
 """Writes a directory of safetensors files (an export) that appears whole or not at all. If the
-writing process is killed, the next export to the same place looks at the complete files of weights.
-It keeps these files if both exports have the same `identity` (see `LocalExport`), and deletes them
-otherwise.
+writing process is killed, the complete files of weights stay on the disk. The next export to the
+same place keeps the files of the killed export if both exports have the same `identity` (see
+`LocalExport`), and deletes them otherwise.
 
 The files are written into the directory `.NAME.partial`, beside the place of the final directory
 NAME. The file progress.json in `.NAME.partial` records the digest of each file that is completely

@@ -104,9 +104,8 @@ def fields_to_copy(source: Fields) -> Fields:
 
 
 def token_id_fields(config: ModelConfig, source: Fields) -> Fields:
-    """Returns the fields `bos_token_id` and `eos_token_id` of an exported config.json. If the
-    source has a list of tokens in one of these fields, and the list contains the model's token, the
-    field is copied.
+    """Returns the fields `bos_token_id` and `eos_token_id` of an exported config.json. If one of
+    the two fields of the source is a list that contains the model's token, the list is copied.
     """
     tokens = {}
     for name in ("bos_token_id", "eos_token_id"):

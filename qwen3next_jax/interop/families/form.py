@@ -63,8 +63,8 @@ class Form:
         prediction module without its decoder layer; None: the form has no multi-token prediction
         module.
       width_field_groups: groups of fields; the product of a group's values is a width of a tensor.
-        `hf_config.check_claimed_sizes` compares these products with the shapes of the tensors
-        before other code allocates anything.
+        `hf_config.check_claimed_sizes` compares the products with the shapes of the tensors before
+        other code allocates anything.
       trunk_prefix: the prefix of the tensors' names in the model without its head and its
         multi-token prediction module.
       vision_prefix: the prefix of the names of a vision tower's tensors; "": the form has no

@@ -9,8 +9,8 @@ the keys.
 The norms of layers have other tensor names in the released files than in the files that
 `save_pretrained` of transformers writes. An import reads both sets of names; an export writes the
 released names. `save_pretrained` also concatenates the three convolutions of a layer and cuts the
-result into three tensors of equal size. If queries, keys and values are not equally wide, an import
-refuses these tensors.
+result into three tensors of equal size. An import refuses tensors that were concatenated and cut in
+this way, unless queries, keys and values are equally wide.
 """
 
 from collections.abc import Iterator
