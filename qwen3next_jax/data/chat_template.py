@@ -113,8 +113,8 @@ class ChatTemplate:
         Args:
           folder: the folder.
           remedy: what to do if the folder has no template: the end of the error message.
-          date: the day, such as "2026-01-31", that a template gets if it asks for the date. With
-            "", a template that asks for the date fails.
+          date: the day, such as "2026-01-31", that a template gets if it asks for the date. If
+            `date` is "", a template that asks for the date fails.
 
         Raises:
           UserError: the folder has no template, or the template cannot be read, is too long, or has

@@ -208,8 +208,9 @@ class NgramIndex:
             found[numbers[self.ngrams[numbers] == hashes]] = True
 
     def contained_shares(self, found: np.ndarray) -> np.ndarray:
-        """Returns the share of each text's tokens that lie in an n-gram of `found`, bool [G]; NaN
-        for texts without n-grams. float64 [texts].
+        """Returns the share of each text's tokens that are part of an n-gram found in the data,
+        float64 [texts]; NaN for texts without n-grams. `found`: bool [G], whether each n-gram was
+        found.
         """
         shares = np.full(len(self._lengths), np.nan)
         for i, (length, numbers) in enumerate(zip(self._lengths, self._numbers, strict=True)):

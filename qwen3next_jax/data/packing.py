@@ -84,7 +84,9 @@ class Packer:
         self.cut_documents = 0
 
     def add(self, documents: Documents) -> Iterator[Rows]:
-        """Adds documents. Whenever enough tokens are buffered, packs them and yields the rows."""
+        """Adds documents. Whenever enough tokens are buffered, they are packed, and their rows are
+        yielded.
+        """
         first = 0
         while first < len(documents.ends):
             start = int(documents.ends[first - 1]) if first else 0

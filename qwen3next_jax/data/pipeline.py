@@ -1,8 +1,9 @@
 """Batches of rows for training and evaluation. Only this module imports grain.
 
-Row i of the endless training stream is a pure function of i. Batch n, counted from 0 in each stage
-of a run, holds the B rows from row n·B on; `set_start` adds an offset to n·B. Therefore a run only
-needs its step, one integer, to resume, and it may resume with another number of processes.
+Row i of the endless training stream is a pure function of i. With a batch size of B, batch n of a
+stage of a run, counted from 0, holds B rows, from row n·B on; `set_start` adds an offset to n·B.
+Therefore a run only needs its step, one integer, to resume, and it may resume with another number
+of processes.
 """
 
 import concurrent.futures
@@ -517,8 +518,9 @@ class TextData(DataSource):
 
 
 def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
-    """Returns the sources that `config` names, with their files. Preparation begins after this
-    call, so a mistake in the last glob is reported before the first source is prepared.
+    """Returns the sources that `config` names, with their files. The function finds the files of
+    all sources before preparation begins, so that a mistake in the last glob of `data.path` is
+    reported at once.
     """
     return [
         preparation.find_source_files(

@@ -597,8 +597,9 @@ def pack_source(
     ]
 
     def turn(i: int) -> tuple[int, int]:
-        """Returns a sort key. The groups of this process' share come first; then the groups of each
-        other process, in reverse, because that process packs them from the first on.
+        """Returns a sort key. The groups of this process' share come first. The groups of every
+        other process follow in reverse order, because that process packs its groups from the first
+        on.
         """
         distance = (i - share.rank) % share.process_count
         return distance, -i if distance else i

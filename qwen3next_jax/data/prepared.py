@@ -69,8 +69,8 @@ class PreparedSource:
 
     @property
     def token_bytes_match_text(self) -> bool:
-        """Whether the tokens stand for as many bytes as the texts have. If so, bits per byte of
-        text can be computed from tokens.
+        """Whether the tokens stand for as many bytes as the texts have, which is the condition for
+        computing bits per byte of text from tokens.
         """
         text_bytes = sum(counts.text_bytes for counts in self.statistics.values())
         return self.miscounted_bytes <= _MISCOUNTED * text_bytes
@@ -116,8 +116,8 @@ def index_name(
 
     Returns:
       The name, which is a digest of everything that determines the rows of all sources. None if a
-      file was modified in the last two seconds, because it may then change again and keep its size
-      and modification time.
+      file of a large source was modified in the last two seconds, because the file may change again
+      and keep its size and modification time.
     """
     parts = []
     for i, source in enumerate(sources):

@@ -89,7 +89,7 @@ def text_of_long_json(line: bytes, field: str) -> Text | None:
 
 
 def _without_unicode_escapes(line: bytes) -> bytes | bytearray:
-    """Returns a line of JSON with UTF-8 in place of the escapes of characters beyond ASCII.
+    """Returns a line of JSON in which UTF-8 replaces the escapes of non-ASCII characters.
 
     Raises:
       ValueError: the line has the escape of half a surrogate pair.

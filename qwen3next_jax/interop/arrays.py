@@ -266,8 +266,8 @@ def read_slice_to_host(array: jax.Array | np.ndarray, part: ShardSlice) -> np.nd
 def _make_slice_gather(
     sharding: NamedSharding, sizes: tuple[int, ...]
 ) -> Callable[[jax.Array, np.ndarray], jax.Array]:
-    """Makes a jitted function `gather(array, start)` that returns the slice of shape `sizes` that
-    begins at index `start`, replicated on every device.
+    """Makes a jitted function `gather(array, start)`. It returns the slice of shape `sizes` from
+    the index `start` on, replicated on every device.
 
     Each device makes an array of the slice's shape with the values that its own shard has, and
     zeros elsewhere. The sum of the arrays of all devices is the slice. The values are added as
