@@ -46,8 +46,8 @@ class DigestCache:
         return self._known.get(_cache_key(file, part), "") if self.in_use else ""
 
     def add(self, file: SourceFile, part: Part, digest: str) -> None:
-        """Records a digest, unless the file was modified in the last two seconds. A file that was
-        modified so recently may change again and keep its modification time.
+        """Records a digest, unless the file was modified in the last two seconds, because the file
+        may then change again and keep its modification time.
         """
         entry = _cache_key(file, part)
         is_new = self._known.get(entry) != digest

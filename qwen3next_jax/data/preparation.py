@@ -575,7 +575,7 @@ def pack_source(
     Args:
       corpus: the source with its parts.
       divided: the document of the source that is divided between the two splits; None: no document
-        is divided, and its hash decides whether a document is trained on or held out.
+        is divided, and the hash of every document decides whether it is trained on or held out.
       tokenizer: the tokenizer of the parts.
       recipe: the recipe of the rows.
       store: where the parts are, and where the rows are written.

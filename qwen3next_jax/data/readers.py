@@ -502,8 +502,8 @@ def _decompressed_stream(raw: Any, file: SourceFile) -> tuple[Any, bool]:
 
 
 def lacks_zstd_checksum(file: SourceFile) -> bool:
-    """Whether a local file is a zstd frame that has no checksum (RFC 8878, 3.1.1). Damage in a file
-    without a checksum may cause no error.
+    """Whether a local file is a zstd frame that has no checksum (RFC 8878, 3.1.1). Without a
+    checksum, damage in the file may cause no error.
     """
     if _compression_of(file) != "zstd" or is_remote(os.fspath(file.path)):
         return False

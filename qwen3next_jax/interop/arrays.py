@@ -223,7 +223,7 @@ def _extend_to_piece(
     needed: ShardSlice, parameter: StoredParameter, array: jax.Array | np.ndarray
 ) -> ShardSlice:
     """Extends the slice `needed` to as much as fits into `MAX_PIECE_BYTES`. If the whole array
-    fits, the result is the whole array. If the array is larger, `needed` is extended along the
+    fits, the result is the whole array. If the array does not fit, `needed` is extended along the
     first dimension of the transposed layer, which numbers the parameter's tensors or the rows of
     its tensor.
     """
@@ -271,8 +271,8 @@ def _make_slice_gather(
 
     Each device makes an array of the slice's shape with the values that its own shard has, and
     zeros elsewhere. The sum of the arrays of all devices is the slice. The values are added as
-    integers with the same bits, because -0.0 + 0.0 is 0.0 in floating point. The function gathers
-    nothing larger than the slice.
+    integers with the same bits, because -0.0 + 0.0 is 0.0 in floating point. No device gets more
+    than the slice.
     """
     spec = (*sharding.spec, *(None,) * (len(sizes) - len(sharding.spec)))
     tuples = [(axes,) if isinstance(axes, str) else axes for axes in spec]

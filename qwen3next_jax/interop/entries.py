@@ -76,8 +76,8 @@ def vector_entry(path: str, name: str, width: int) -> ParameterEntry:
 def entries_under_module(
     module: str, entries: Iterator[ParameterEntry]
 ) -> Iterator[ParameterEntry]:
-    """Returns `entries`, whose paths are relative to a layer's submodule, with paths relative to
-    the layer: "MODULE/" before each path.
+    """Returns `entries` with "MODULE/" before each path. The given paths begin in a submodule of a
+    layer, the new paths in the layer.
     """
     return (entry._replace(path=f"{module}/{entry.path}") for entry in entries)
 

@@ -100,9 +100,9 @@ def parse_hf_config(fields: Fields, names: Collection[str], where: str) -> Model
 
     A note on standard error names the fields that this project does not know. The setting
     `mtp_depth` is 0 if `names` contains no tensors of the multi-token prediction module. If the
-    module has tensors, `mtp_depth` is the value of the field `mtp_depth` (which only this project
-    writes) or `mtp_num_hidden_layers`; 1 if both fields are missing. The setting `dtype` is
-    "bfloat16" if the field is "bfloat16", and "float32" in all other cases.
+    multi-token prediction module has tensors, `mtp_depth` is the value of the field `mtp_depth`
+    (which only this project writes) or `mtp_num_hidden_layers`; 1 if both fields are missing. The
+    setting `dtype` is "bfloat16" if the field is "bfloat16", and "float32" in all other cases.
 
     Args:
       fields: the fields of the config.json.
