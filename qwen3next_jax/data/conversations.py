@@ -12,9 +12,8 @@ loss weight of its tokens. A weight is 0 or within `LEAST_WEIGHT` … `LARGEST_W
 1. The template may read every field of a message except "weight". A record with a list of "tools"
 is refused, because the rendered text would lack the description of the tools.
 
-The text of each turn of the assistant is encoded by itself, and so is the text between two of its
-turns, because generation also encodes a prompt without the answer that follows. A conversation ends
-with the tokenizer's end token.
+Each turn of the assistant, and each text between two of its turns, is encoded by itself, as the
+prompt is in generation. A conversation ends with the tokenizer's end token.
 
 Generation stops at the end token, so the assistant has to learn to write this token. If a turn of
 the assistant contains no end token, but an end token follows directly, the end token counts as part

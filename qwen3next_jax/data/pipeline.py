@@ -68,8 +68,8 @@ class DataSource(Protocol):
       heldout_rows: number of held-out rows.
       array_dtypes: name of each array [T] of a row → its dtype.
       stream_weights: name of a stream → its weight, for each stream that the training stream mixes.
-        The name holds a digest of everything that determines the stream's rows. `stream_weights` is
-        empty if the data source does not mix streams, as in a synthetic task.
+        The name of a stream holds a digest of everything that determines its rows. `stream_weights`
+        is empty if the data source does not mix streams, as in a synthetic task.
       stream_epochs: name of a stream → one epoch of the stream. `stream_epochs` is empty if no
         stream repeats, as in a synthetic task.
       heldout_sources: the names of the sources of the held-out rows; empty if all held-out rows are

@@ -658,7 +658,7 @@ def _read_arrow(file: SourceFile, part: Part, text_field: str, bad: BadRecords) 
 def _arrow_batches(
     file: SourceFile, stream: Any, text_field: str
 ) -> Iterator[pyarrow.RecordBatch | None]:
-    """Yields the batches of a file in Arrow's IPC format. A file in the stream format may hold
+    """Yields the batches of a file in Arrow's IPC format. A file in Arrow's stream format may hold
     several streams one after the other. If a stream has no end marker, the function yields None
     after the stream's last batch, and ends.
     """

@@ -6,9 +6,9 @@ A recorded text is a safetensors file with the arrays
   tokens          [n], integers: the prompt and the new tokens.
   routed_experts  [n - 1, layers, A], integers: the A experts of each token in each decoder layer,
                   in the layout of vLLM and SGLang. The last token never enters the model, so it has
-                  no experts; [n, layers, A] is read, too. If all A numbers of a token in a layer
-                  are -1, the layer's router chooses the experts. The numbers of layers without
-                  experts are ignored.
+                  no experts; [n, layers, A] is read, too. A token's experts in a layer may all be
+                  -1: then the layer's router chooses. The numbers of layers without experts are
+                  ignored.
 and the metadata, which a file of another program need not have:
   prompt_tokens   the number of tokens of the prompt (not targets); default: 1.
   model           JSON: the settings `_IDENTITY` of the model that generated the text.
