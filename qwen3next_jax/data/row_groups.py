@@ -77,8 +77,8 @@ class DocumentInBothSplits:
     whatever its hash says, so that neither split is empty.
 
     Attributes:
-      part_index: index of the document's part among the parts of the source that hold documents. In
-        the attribute of a `Group`: the index in the group.
+      part_index: index of the document's part among the parts of the source that hold documents.
+        For `Group.document_in_both_splits`, the index counts from the first part of the group.
       document_index: index of the document in its part.
       train_token_count: the first `train_token_count` tokens of the document, not counting the end
         token, are trained on; all later tokens are held out. `train_token_count` may be 0 or the

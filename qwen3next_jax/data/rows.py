@@ -59,7 +59,7 @@ def token_dtype(name: str, weighted: bool) -> np.dtype:
 
     Args:
       name: name of the dtype of the tokens' ids.
-      weighted: whether each token has a loss weight. If so, the dtype has the fields "token" and
+      weighted: whether each token has a loss weight. If True, the dtype has the fields "token" and
         "weight".
     """
     ids = np.dtype(name).newbyteorder("<")

@@ -240,10 +240,10 @@ def hf_config_fields(config: ModelConfig, dtype: str, source: Fields | None = No
       config: the settings of a model that has a Hugging Face form (`layout.check_hf_form`).
       dtype: the dtype of the stored weights.
       source: the fields of the config.json of the checkpoint with which the model was initialised;
-        None: there is none. If the text model of `source` has the same `model_type`, the result
-        keeps those fields of the text model that this project does not write. If the export and
-        `source` are wrappers (a text model and a vision tower), the result also keeps the fields of
-        the wrapper.
+        None: there is no such checkpoint. If the text model of `source` has the same `model_type`,
+        the result keeps those fields of the text model that this project does not write. If the
+        export and `source` are wrappers (a text model and a vision tower), the result also keeps
+        the fields of the wrapper.
     """
     form = FORMS[config.hf_form]
     fields = form.write_config_fields(config, dtype, {}, {})

@@ -1,8 +1,8 @@
 """Qwen3-Next: the config.json and the tensors of the released model.
 
 The files have the input projection of a recurrent layer in the same layout as this project's
-parameter: one block [q | k | v | z] per key head. The other families import the parts that they
-share with Qwen3-Next from this module.
+parameter: one block [q | k | v | z] per key head. Other families import from this module what they
+have in common with Qwen3-Next.
 """
 
 import dataclasses
