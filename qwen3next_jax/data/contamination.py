@@ -176,8 +176,8 @@ def _contained_ngrams(
 
 class NgramIndex:
     """The n-grams of some texts, as hashes of 64 bits. Two different n-grams have the same hash
-    with a probability of 2^-64, so a pass over 15 T tokens with a million n-grams finds on average
-    less than one n-gram that the data do not contain.
+    with a probability of 2^-64, so a pass over 15 trillion tokens with a million n-grams reports,
+    on average, fewer than one n-gram that the data do not contain.
 
     Args:
       texts: the tokens of each text, int [n].

@@ -1,8 +1,8 @@
 """The finished rows of a source, and the index from which a process opens these rows.
 
-To find the rows of a corpus of 15 T tokens without an index, a process would read a manifest for
-each of some 450,000 parts and 56,000 folders of rows. The index is one file of some tens of bytes
-per shard. The index holds the content of the manifests of parts and rows, and the size and
+To find the rows of a corpus of 15 trillion tokens without an index, a process would read a manifest
+for each of some 450,000 parts and 56,000 folders of rows. The index is one file of some tens of
+bytes per shard. The index holds the content of the manifests of parts and rows, and the size and
 modification time of every file that holds rows. An index is used only if it begins with a digest of
 its name and content, and if all files with rows still have the recorded size and time. Without a
 usable index, `preparation` reads the manifests, reports their faults, and writes the index anew.

@@ -223,8 +223,8 @@ def part_digest(file: SourceFile, part: Part, text_field: str) -> str:
 def read_records(
     file: SourceFile, part: Part, text_field: str, bad: "BadRecords"
 ) -> Iterator[Record]:
-    """Yields the records of a part, including empty records. `bad` decides what happens to bad
-    records, and counts them.
+    """Yields the records of a part, including empty records. The object `bad` decides what happens
+    to bad records, and counts the bad records.
 
     Raises:
       UserError: the file or a record cannot be read.

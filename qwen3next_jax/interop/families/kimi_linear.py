@@ -4,8 +4,8 @@ attention), DeepSeek-V3's router, no positions, and no multi-token prediction.
 A config.json of Kimi Linear has one of two notations: the released model uses `linear_attn_config`
 and `first_k_dense_replace`; transformers uses `layer_types` and `mlp_layer_types`. This module
 reads both notations. If a field has two names, this module uses the name in transformers. An export
-has the fields of both notations, so that the code of the released model can read it, and
-transformers, too. This module knows the mixers `kda` and `mla` only by their names in
+has the fields of both notations, so that both transformers and the code of the released model can
+read it. This module knows the mixers `kda` and `mla` only by their names in
 `config.registry.MIXERS`.
 """
 
