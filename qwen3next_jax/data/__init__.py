@@ -1,5 +1,5 @@
-"""Turns text on disk into batches: `sources` finds files, `readers` reads their documents, `tokens`
-encodes them, `tokenized_parts` stores their tokens, `packing` fills rows, `preparation` writes the
-rows to disk and opens them, and `pipeline` serves batches of rows. docs/data.md describes the
-files.
+"""Turns text on disk into batches. `sources` finds files, `readers` reads documents from files,
+`tokens` encodes documents, `tokenized_parts` stores tokens, `packing` fills rows, `preparation`
+writes rows to disk and opens them, and `pipeline` serves batches of rows. docs/data.md describes
+the files.
 """

@@ -1,10 +1,10 @@
 """Added tokens: tokens outside of a tokenizer's ordinary vocabulary, which the tokenizer cuts out
 of a text before it does anything else.
 
-Special tokens mark things, such as the end of a document or whose turn it is. Other added tokens
-stand for text, such as runs of spaces. `tokenizer.json` lists both kinds. tokenizer_config.json or
-added_tokens.json, in the same folder, may name further added tokens, which transformers reads as
-well.
+A special token is an added token that marks something, such as the end of a document or whose turn
+it is. An added token that is not special stands for text, such as a run of spaces. `tokenizer.json`
+lists special and other added tokens. tokenizer_config.json or added_tokens.json, in the same
+folder, may name added tokens that tokenizer.json lacks; transformers reads these files, too.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _UNMATCHABLE_PREFIX = "\0"
 
 def add_tokens_from_config_files(folder: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:
     """Adds to `tokenizer` the tokens in the field `added_tokens_decoder` of tokenizer_config.json;
-    without this field, the tokens in added_tokens.json. transformers does the same.
+    without this field, the tokens in added_tokens.json. transformers has the same rule.
 
     Raises:
       UserError: a file cannot be read, or a token would not get the id that the file names.
@@ -100,7 +100,7 @@ def _read_tokens_from_config_files(
 
 
 def _is_nonempty_utf8(content: Any) -> bool:
-    """Whether `content` is a string that is not empty and has no lone surrogate."""
+    """Whether `content` is a non-empty string without lone surrogates."""
     return isinstance(content, str) and content.encode(errors="ignore").decode() == content != ""
 
 
@@ -122,8 +122,8 @@ def _special_token_texts(fields: Mapping[str, Any]) -> set[str]:
 
 @contextlib.contextmanager
 def panic_as_user_error() -> Iterator[None]:
-    """Turns a panic of the tokenizers library into a UserError. This library panics at some texts
-    if an added token matches only in certain surroundings, such as at word boundaries.
+    """Turns a panic of the tokenizers library into a UserError. The tokenizers library panics at
+    some texts if an added token matches only in certain surroundings, such as at word boundaries.
     """
     try:
         yield
@@ -138,11 +138,11 @@ def panic_as_user_error() -> Iterator[None]:
 
 def make_tokens_unmatchable(tokenizer: Mapping[str, Any], unmatchable: Set[str]) -> dict[str, Any]:
     """Returns a copy of a tokenizer.json in which no text matches the special tokens `unmatchable`:
-    a text that spells out such a token is encoded as ordinary text. All other text gets the same
-    ids as before.
+    a text that spells out such a token is encoded as ordinary text. A text that contains none of
+    the tokens `unmatchable` keeps its ids.
 
-    The tokens keep their ids, and get names that no document contains. Both the list of added
-    tokens and the model's vocabulary, which may hold the tokens as well, get the new names.
+    The tokens `unmatchable` keep their ids, and get names that no document contains. The function
+    writes the new names into the list of added tokens and into the model's vocabulary.
 
     Args:
       tokenizer: the content of a tokenizer.json.
@@ -213,7 +213,9 @@ class AddedTokenSplitter:
         return not (token.single_word or token.lstrip or token.rstrip)
 
     def split(self, text: str) -> Iterator[str | int]:
-        """Yields the normalized texts between added tokens, and the ids of these tokens."""
+        """Yields the normalized texts between the added tokens in `text`, and the ids of these
+        tokens.
+        """
         for part in _split_at_matches(text, *self._passes[0]):
             if isinstance(part, int):
                 yield part

@@ -1,6 +1,6 @@
 """Chat templates. A chat template is a jinja2 program in the folder of a tokenizer. It writes a
-conversation as text. Generation uses it for the prompt of an answer, and `data.conversations` for
-the conversations of training data.
+conversation as text. Generation renders its prompts with the chat template, and
+`data.conversations` renders the conversations of training data with it.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class TemplateFile(NamedTuple):
     """A chat template as a tokenizer's folder holds it.
 
     Attributes:
-      path: the file that holds it.
+      path: the file that holds the template.
       text: the template.
       special_tokens: name → text of the tokens that a template may name: bos_token and eos_token.
     """
@@ -100,7 +100,7 @@ class ChatTemplate:
     without access to files.
 
     Templates read the reasoning before an answer from the field "reasoning_content" or "thinking"
-    of a message. A message that has one of these fields is given to the template with both.
+    of a message. The template gets every message with the reasoning in both fields or in neither.
     """
 
     _file: TemplateFile
@@ -113,8 +113,8 @@ class ChatTemplate:
         Args:
           folder: the folder.
           remedy: what to do if the folder has no template: the end of the error message.
-          date: the day, such as "2026-01-31", that a template gets if it asks for the date. With
-            "", a template that asks for the date fails.
+          date: the day, such as "2026-01-31", that a template gets if it asks for the date. If
+            `date` is "", a template that asks for the date fails.
 
         Raises:
           UserError: the folder has no template, or the template cannot be read, is too long, or has
@@ -138,7 +138,7 @@ class ChatTemplate:
         return digests.sha256_json([self._file.text, self._file.special_tokens, date])
 
     def render_prompt(self, messages: Sequence[Message]) -> str:
-        """Returns the text that the model continues with its answer to the messages.
+        """Renders the prompt: the messages as text, which the model continues with its answer.
 
         Args:
           messages: the conversation so far.
@@ -156,12 +156,13 @@ class ChatTemplate:
         self, conversations: Iterable[Sequence[Message]]
     ) -> list[RenderedConversation]:
         """Renders whole conversations, and finds the assistant's turns in the text. A turn is the
-        text of a {% generation %} block of the template. If the template has no such block, a turn
-        is the text that a message of the assistant adds to the prompt before it.
+        text of a {% generation %} block of the template. If the template has no {% generation %}
+        block, a turn is the text that a message of the assistant adds to the prompt before this
+        message.
 
         Raises:
-          UserError: rendering exceeds a limit of its process, or the template asks for the date and
-            there is none.
+          UserError: rendering exceeds the time or the memory that its process may take, or the
+            template asks for the date and there is none.
         """
         return self._render({"conversations": list(map(_with_both_reasoning_names, conversations))})
 
@@ -175,11 +176,11 @@ class ChatTemplate:
         return list(map(_parse_rendering, answers))
 
     def _run_renderer(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """Runs the program render_template.py with this request, and returns the field `rendered`
-        of its output. An empty request checks the template's syntax.
+        """Runs the program render_template.py with the JSON object `request`, and returns the field
+        `rendered` of the program's output. An empty request checks the template's syntax.
 
         Raises:
-          UserError: the template has an error, or exceeds a limit of its process.
+          UserError: the template has an error, or exceeds the time or the memory of its process.
         """
         request = request | {
             "template": self._file.text,
@@ -221,8 +222,8 @@ class ChatTemplate:
 
 def _with_both_reasoning_names(messages: Sequence[Message]) -> list[Message]:
     """Returns the messages with their reasoning in both fields, "reasoning_content" and "thinking".
-    A message whose reasoning is null gets neither field, because templates test whether a field
-    exists.
+    A message whose reasoning is null gets neither of the two fields, because templates test whether
+    a field exists.
     """
     found = []
     for message in messages:
@@ -233,7 +234,7 @@ def _with_both_reasoning_names(messages: Sequence[Message]) -> list[Message]:
 
 
 def _parse_rendering(answer: Mapping[str, Any]) -> RenderedConversation:
-    """Converts what the program render_template.py says about one conversation."""
+    """Converts the output of render_template.py for one conversation."""
     if "refused" in answer:
         return RenderedConversation(
             "", fault=f"refuses these messages ({_shortened(answer['refused'])})"

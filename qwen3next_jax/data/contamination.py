@@ -3,15 +3,16 @@
 An n-gram is a run of 13 consecutive tokens. Brown et al., "Language Models are Few-Shot Learners"
 (2020), appendix C, https://arxiv.org/abs/2005.14165, compare n-grams of at most 13 words. Touvron
 et al., "Llama 2" (2023), section A.6, https://arxiv.org/abs/2307.09288, compare n-grams of tokens,
-which needs no decoding of the data. This module takes the length 13 from the first paper, and
-n-grams of tokens, the measure and its limits from the second. The measure is the share of a text's
-tokens that lie in an n-gram that the data contain. A text is contaminated if its share is at least
-80 %, and clean if its share is below 20 %.
+which needs no decoding of the data. This module takes the length 13 from Brown et al., and takes
+n-grams of tokens, the measure and its limits from Touvron et al. The measure is the share of a
+text's tokens that are part of an n-gram found in the data. A text is contaminated if at least 80 %
+of its tokens are part of n-grams found in the data, and clean if fewer than 20 % are.
 
-A tokenizer may split the edges of a text in another way when the text stands inside a document. So
-the first and last tokens of a text may count as not found although the data contain the text.
+A tokenizer may split the edges of a text in another way when the text stands inside a document.
+Therefore the first and last tokens of a text may count as not found even if the data contain the
+text.
 
-Letters: N tokens, G different n-grams of all texts.
+Letters: N, the number of tokens; G, the number of different n-grams of all texts.
 """
 
 import dataclasses
@@ -45,8 +46,8 @@ class Contamination:
     """How much of each text of an evaluation occurs in prepared data.
 
     Attributes:
-      contained_shares: float64 [texts], share of each text's tokens that lie in an n-gram that the
-        data contain; NaN for texts of fewer than `NGRAM` tokens, which have no n-gram.
+      contained_shares: float64 [texts], the share of each text's tokens that are part of an n-gram
+        found in the data; NaN for texts of fewer than `NGRAM` tokens, which have no n-gram.
       data_token_count: number of tokens of the data.
     """
 
@@ -68,7 +69,7 @@ class Contamination:
         }
 
     def summary(self) -> str:
-        """Returns the counts as a line of text."""
+        """Returns the counts of contaminated and clean texts as a line of text."""
         counts = self.counts_by_verdict()
         return (
             f"{counts['texts']:,} texts against {self.data_token_count:,} tokens: "
@@ -79,8 +80,8 @@ class Contamination:
         )
 
     def worst_texts(self, count: int = 10) -> list[tuple[int, float]]:
-        """Returns (index, share) of the `count` texts with the largest shares, without the clean
-        ones among them.
+        """Returns (index, share) of the `count` texts with the largest shares, except the clean
+        texts among them.
         """
         order = np.argsort(-np.nan_to_num(self.contained_shares), kind="stable")[:count]
         return [
@@ -107,7 +108,7 @@ def find_contamination(
       progress: called with (what is read, bytes read, bytes in all).
 
     Raises:
-      UserError: the folder holds no tokens of this tokenizer, or damaged ones.
+      UserError: the folder holds no tokens of this tokenizer, or its tokens are damaged.
     """
     store = Store(prepared_dir)
     parts = find_tokenized_parts(store, tokenizer)
@@ -175,8 +176,8 @@ def _contained_ngrams(
 
 class NgramIndex:
     """The n-grams of some texts, as hashes of 64 bits. Two different n-grams have the same hash
-    with a probability of 2^-64, so a pass over 15 T tokens with a million n-grams finds on average
-    less than one n-gram that the data do not contain.
+    with a probability of 2^-64, so a pass over 15 trillion tokens with a million n-grams reports,
+    on average, fewer than one n-gram that the data do not contain.
 
     Args:
       texts: the tokens of each text, int [n].
@@ -207,8 +208,9 @@ class NgramIndex:
             found[numbers[self.ngrams[numbers] == hashes]] = True
 
     def contained_shares(self, found: np.ndarray) -> np.ndarray:
-        """Returns the share of each text's tokens that lie in an n-gram of `found`, bool [G]; NaN
-        for texts without n-grams. float64 [texts].
+        """Returns the share of each text's tokens that are part of an n-gram found in the data,
+        float64 [texts]; NaN for texts without n-grams. `found`: bool [G], whether each n-gram was
+        found.
         """
         shares = np.full(len(self._lengths), np.nan)
         for i, (length, numbers) in enumerate(zip(self._lengths, self._numbers, strict=True)):

@@ -5,20 +5,20 @@ A record of JSON has a list of messages in the field `data.messages_field`:
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
 
-The first message may have the role "system" or "developer". After it, "user" and "assistant" take
-turns; messages of the role "tool" may stand between two messages of the assistant. The last message
-is the assistant's. A message of the assistant may have a "weight": the loss weight of its tokens, 1
-by default, which is 0 or within `LEAST_WEIGHT` … `LARGEST_WEIGHT`. The template may read any other
-field of a message. A record with "tools" beside its messages is refused, because the rendered text
-would lack the description of the tools.
+The first message may have the role "system" or "developer". The following messages have the roles
+"user" and "assistant" in turn; messages of the role "tool" may stand between two messages of the
+assistant. The last message is the assistant's. A message of the assistant may have a "weight": the
+loss weight of its tokens. A weight is 0 or within `LEAST_WEIGHT` … `LARGEST_WEIGHT`; the default is
+1. The template may read every field of a message except "weight". A record with a list of "tools"
+is refused, because the rendered text would lack the description of the tools.
 
-The text of each turn of the assistant is encoded by itself, and so is the text between two turns.
-Generation, too, encodes its prompt by itself. A conversation ends with the tokenizer's end token.
+Each turn of the assistant, and each text between two of its turns, is encoded by itself, as the
+prompt is in generation. A conversation ends with the tokenizer's end token.
 
-Generation stops at the end token, so the assistant has to learn to write it. If a turn does not
-contain the end token, but the token after the turn is the end token, this token belongs to the
-turn: some templates end a turn with the marker of the next role, and some write nothing after the
-last turn. Outside of the assistant's turns, the end token has the loss weight 0.
+Generation stops at the end token, so the assistant has to learn to write this token. If a turn of
+the assistant contains no end token, but an end token follows directly, the end token counts as part
+of the turn. Templates differ: some end a turn with the marker of the next role, and some write
+nothing after the last turn. Outside of the assistant's turns, the end token has the loss weight 0.
 """
 
 import dataclasses
@@ -56,7 +56,8 @@ _NEXT = {
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormat:
-    """How the conversations of a source become tokens. It can be pickled.
+    """How the conversations of a source become tokens: the field of the messages, and the chat
+    template. A `ChatFormat` can be pickled.
 
     Attributes:
       messages_field: the field of a record that holds the messages.
@@ -68,7 +69,9 @@ class ChatFormat:
 
     @functools.cached_property
     def identity(self) -> dict[str, str]:
-        """JSON values that determine, with the tokenizer, the tokens and weights of a record."""
+        """JSON values that, together with the tokenizer, determine the tokens and loss weights of
+        every record.
+        """
         return {
             "format": "2",  # raise it when the same messages no longer give the same tokens
             "field": self.messages_field,
@@ -79,7 +82,7 @@ class ChatFormat:
 
 
 def load_chat_format(field: str, spec: str, tokenizer: Tokenizer, date: str = "") -> ChatFormat:
-    """Returns how the conversations of a source become tokens.
+    """Returns the `ChatFormat` of a source of conversations.
 
     Args:
       field: `data.messages_field` of the source.
@@ -109,7 +112,7 @@ def load_chat_format(field: str, spec: str, tokenizer: Tokenizer, date: str = ""
 
 
 def conversation_fault(messages: Any) -> str:
-    """Returns what is wrong with the messages of a record; "" if they are a conversation."""
+    """Returns what is wrong with a record's messages; "" if the messages are a conversation."""
     if not isinstance(messages, list) or not messages:
         what = "an empty list" if messages == [] else short_repr(messages)
         return f"is {what}: expected a list of messages"
@@ -132,8 +135,9 @@ def conversation_fault(messages: Any) -> str:
 
 
 def unrendered_tools_fault(record: dict[str, Any]) -> str:
-    """Returns what is wrong with a record that has "tools" beside its messages; "" if it has none.
-    The assistant's turns depend on these tools, and the rendered text would not describe them.
+    """Returns what is wrong with a record that has a list of "tools"; "" if the record has no
+    tools. The assistant's turns depend on the tools, but the rendered text would not describe the
+    tools.
     """
     if record.get("tools"):
         return (
@@ -197,7 +201,7 @@ def encode_conversations(
     """Encodes conversations in which `conversation_fault` finds no fault.
 
     Raises:
-      UserError: rendering exceeds a limit of its process.
+      UserError: rendering exceeds the time or the memory that its process may take.
     """
     without_weights = [
         [{key: value for key, value in message.items() if key != "weight"} for message in messages]
@@ -287,7 +291,7 @@ def messages_from_text(text: str) -> list[dict[str, Any]]:
 
 
 def messages_as_text(messages: Sequence[Message]) -> str:
-    """Returns messages as JSON text, which is how a `readers.Record` holds them."""
+    """Returns messages as JSON text, the form in which a `readers.Record` holds messages."""
     return json.dumps(messages, ensure_ascii=False)
 
 

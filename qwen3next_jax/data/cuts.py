@@ -3,12 +3,11 @@
 The tokenizers library encodes a text on one core, and needs about a hundred bytes of memory per
 byte of text. A long document is therefore encoded in parts. A document is cut only after line ends
 or at a single space between words, and only under two conditions:
-  - No token spans the cut: the pre-tokenizer splits texts there, or the model is a BPE whose
-    vocabulary has no token with characters of both sides. Otherwise the document is encoded whole.
-  - The characters around the cut get the same ids with the cut and without it. This fails if a
-    normalizer strips a text, if a token beside the cut takes its space, or if the tokenizer puts a
-    space before every text. A tokenizer of the last kind gets the text without the space at the
-    cut.
+  - No token spans the cut: the pre-tokenizer splits texts at such places, or the model is a BPE
+    without a token that holds characters of both sides of such a cut.
+  - The characters around the cut get the same ids with the cut and without it. The cut changes ids
+    if a normalizer strips the text, or if a token beside the cut takes the space at the cut. If the
+    tokenizer puts a space before every text, neither part holds the space at the cut.
 """
 
 import functools
@@ -58,7 +57,7 @@ class Cutter:
         self._tokenizer = tokenizer
 
     def cut(self, text: Iterable[str]) -> Iterator[str]:
-        """Yields the parts of a text that are tokenized one by one.
+        """Cuts a text, and yields its parts in order.
 
         Args:
           text: the text, in pieces of any length.
@@ -78,7 +77,9 @@ class Cutter:
         yield rest
 
     def _find_cut(self, text: str, first: int, stop: int) -> tuple[int, int] | None:
-        """Returns (end of the left part, start of the right part), or None."""
+        """Returns a cut as (end of the left part, start of the right part); None if no cut keeps
+        the ids.
+        """
         for pattern, cuts in self._cut_patterns:
             places = list(pattern.finditer(text, max(first, stop - _SEARCHED), stop))
             for place in places[: -_TRIED - 1 : -1]:
@@ -100,8 +101,8 @@ class Cutter:
 
     @functools.cached_property
     def _cut_patterns(self) -> list[tuple[re.Pattern[str], list[tuple[int, int]]]]:
-        """Where texts may be cut: for each pattern, the cuts to try at a match, as (end of the left
-        part, start of the right part), counted from the end of the match.
+        """The places at which a text may be cut: for each pattern, the cuts to try at a match. A
+        cut is (end of the left part, start of the right part), counted from the end of the match.
         """
         line_ends = []
         if self._no_token_spans("\n", _OVER_LINE_END):
@@ -110,8 +111,8 @@ class Cutter:
         return line_ends + spaces
 
     def _no_token_spans(self, between: str, over: re.Pattern[str]) -> bool:
-        """Whether no token holds characters of both sides of a cut at the text `between`. `over`
-        matches a string with characters of both sides.
+        """Whether no token holds characters of both sides of a cut at the text `between`. The
+        pattern `over` matches a string with characters of both sides of the cut.
         """
         text = between.join(_PROBE)
         normalizer, splitter = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer

@@ -6,10 +6,10 @@
     step = PrepareShare(config.data, config.train.sequence_length)
     SlurmPipelineExecutor([step], tasks=512, time="12:00:00", partition="cpu").run()
 
-To datatrove, a step is any callable, so nothing here imports datatrove. `LocalPipelineExecutor`
-and `RayPipelineExecutor` run this step as well. When a task failed and datatrove runs it again, the
-task takes the parts that are finished and makes only the missing ones, even if the number of tasks
-has changed.
+To datatrove, a step is any callable, so this module does not import datatrove. datatrove's
+`LocalPipelineExecutor` and `RayPipelineExecutor` also run this step. When datatrove runs a failed
+task again, the task keeps the finished parts and makes only the missing parts, even if the number
+of tasks has changed.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from qwen3next_jax.data.preparation import RowRecipe, Share, Unfinished, prepare
 class PrepareShare:
     """A datatrove step that prepares the data of `config`.
 
-    Task `rank` of `world_size` tasks tokenizes every world_size-th part, from part `rank` on, with
-    one core. A task that finds all parts finished packs the rows.
+    Task `rank` of `world_size` tasks tokenizes the parts `rank`, `rank + world_size`, …, with one
+    core. A task then packs the rows if the parts of all tasks are finished.
 
     Attributes:
       config: settings of the data.

@@ -1,7 +1,7 @@
 """Records the digests of parts of files, so that a large corpus is not read again at every start.
 
-Every `DigestCache` appends the digests that it gets to a file of its own, `digests/<id>.jsonl`. A
-recorded digest is valid as long as the corpus file has the same path, size and modification time.
+Every `DigestCache` appends the new digests to a file of its own, `digests/<id>.jsonl`. A recorded
+digest is valid as long as the corpus file has the same path, size and modification time.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ _SMALLEST = 1 << 26  # bytes; the digests of a smaller source are computed at ev
 
 
 class DigestCache:
-    """The digests of a source's files that any process has recorded in a store. For a source of
-    fewer than `_SMALLEST` bytes, nothing is recorded.
+    """The digests of a source's files that any process has recorded in a store. A source of fewer
+    than `_SMALLEST` bytes gets no records.
     """
 
     def __init__(self, store: Store, source: Source):
@@ -46,8 +46,8 @@ class DigestCache:
         return self._known.get(_cache_key(file, part), "") if self.in_use else ""
 
     def add(self, file: SourceFile, part: Part, digest: str) -> None:
-        """Records a digest, unless the file was modified in the last two seconds: such a file may
-        change again and keep its modification time.
+        """Records a digest, unless the file was modified in the last two seconds, because the file
+        may then change again and keep its modification time.
         """
         entry = _cache_key(file, part)
         is_new = self._known.get(entry) != digest
@@ -66,7 +66,7 @@ class DigestCache:
             lines.write(line)
 
     def forget_all(self) -> None:
-        """Removes all recorded digests. Called when one of them turns out to be wrong."""
+        """Removes all recorded digests. Call it when a recorded digest turns out to be wrong."""
         for name in self._store.names_matching("digests/*.jsonl"):
             self._store.path(name).unlink(missing_ok=True)
         self._known = {}
@@ -76,9 +76,9 @@ def content_identity(source: Source) -> list | None:
     """Returns JSON values that change when the content of the source's files changes.
 
     For a source of fewer than `_SMALLEST` bytes, the values are digests of the files' content. For
-    a larger source they are the sizes and modification times of the files. Returns None if a file
-    of a large source was modified in the last two seconds, because it may change again and keep its
-    size and modification time.
+    a larger source, the values are the sizes and modification times of the files. Returns None if a
+    file of a large source was modified in the last two seconds, because such a file may change
+    again and keep its size and modification time.
     """
     if source.size < _SMALLEST:
         return [

@@ -28,8 +28,8 @@ class Estimate:
     Attributes:
       tokens: the number of tokens.
       documents: the number of documents.
-      long_conversation_notes: for each length of a row, a text that says how many of the first
-        conversations are longer; "" for none.
+      long_conversation_notes: for each row length, a text that says how many of the source's first
+        conversations are longer than a row; "" if none is longer.
     """
 
     tokens: float
@@ -40,8 +40,8 @@ class Estimate:
 def estimate_size(
     source: Source, tokenizer: Tokenizer, row_lengths: Sequence[int] = ()
 ) -> Estimate:
-    """Estimates the size of a source. Reads about the first megabyte of its files, or more if the
-    first document is longer.
+    """Estimates the size of a source. Reads about the first megabyte of the source's files, or more
+    if the first document is longer.
 
     Raises:
       UserError: the documents cannot be read, or the source holds no document.
@@ -76,7 +76,9 @@ def estimate_size(
 def _describe_long_conversations(
     conversations: Sequence, tokenizer: Tokenizer, row_length: int
 ) -> str:
-    """Returns how many of these conversations are longer than a row, as text; "" for none."""
+    """Returns a text that says how many of `conversations` are longer than a row; "" if none is
+    longer.
+    """
     tokens = [with_loss_weights(c.token_pieces[0], c.loss_weights) for c in conversations]
     ends = np.cumsum([len(own) for own in tokens])
     documents = Documents(np.concatenate(tokens), ends, 0, np.zeros_like(ends))

@@ -1,9 +1,10 @@
-"""Byte-level BPE by tiktoken, which is several times as fast as the tokenizers library.
+"""Byte-level BPE by tiktoken; tiktoken is several times as fast as the tokenizers library.
 
 tiktoken and the tokenizers library merge tokens by different rules: `tokenizers` merges the pairs
-in its list of merges; tiktoken merges any two neighbours whose concatenation is a token. For the
-usual vocabularies both libraries give the same ids. Nobody has proved that the ids are always the
-same, so `HuggingFaceTokenizer` compares the ids that both libraries give to a sample of the texts.
+in its list of merges; tiktoken merges any two neighbours whose concatenation is a token. With the
+usual vocabularies, tiktoken and the tokenizers library give the same ids. There is no proof that
+the ids always agree, so `HuggingFaceTokenizer` compares the ids of both libraries for a sample of
+the texts.
 """
 
 from collections.abc import Collection, Mapping
@@ -37,7 +38,7 @@ def tiktoken_version() -> str | None:
 
 
 class TiktokenTable(NamedTuple):
-    """The arguments from which a tiktoken.Encoding is made.
+    """The arguments of the constructor of tiktoken.Encoding.
 
     Attributes:
       pattern: regular expression that splits a text before merging.
@@ -70,9 +71,9 @@ class TiktokenTable(NamedTuple):
 def tiktoken_table(
     tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int], added: Collection[str]
 ) -> TiktokenTable | None:
-    """Returns the `TiktokenTable` of a tokenizer. Returns None if tiktoken cannot encode as the
-    tokenizer does: if the tokenizer is not a plain byte-level BPE, lacks a token for a byte, or has
-    ids in another order than its merges.
+    """Returns the `TiktokenTable` of a tokenizer. Returns None if tiktoken cannot give the ids of
+    the tokenizer: the tokenizer is not a plain byte-level BPE, lacks a token for a byte, or has ids
+    in another order than its merges.
 
     Args:
       tokenizer: the content of a tokenizer.json.
@@ -102,11 +103,11 @@ def tiktoken_table(
 
 
 def _faster_pattern(pattern: str) -> str:
-    """Returns a pattern that matches as `pattern` does and that tiktoken matches faster.
+    """Returns a pattern with the same matches as `pattern`, which tiktoken finds faster.
 
-    tiktoken tries the alternatives of a pattern with a look-ahead one after the other. tiktoken
-    tries a group without a look-ahead at once. The last alternative, `\\s+`, is tried only where a
-    single white-space character stands before another character, so `\\s` matches the same.
+    If a pattern has a look-ahead, tiktoken tries the pattern's alternatives one after the other.
+    tiktoken tries all alternatives of a group without a look-ahead at once. The last alternative,
+    `\\s+`, can match only a single white-space character, so `\\s` matches the same.
     """
     if not pattern.endswith(_WHITE_SPACE):
         return pattern

@@ -1,6 +1,6 @@
 """Fields of records by a dotted path: `content.text` is the field `text` inside the object
-`content`. If the record has a field whose own name is the whole path, dots included, that field is
-taken.
+`content`. If the record has a field whose own name is the whole path, dots included, the path means
+that field.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ class FoundField(NamedTuple):
 
     Attributes:
       value: the value of the field.
-      objects_on_path: the objects on the path to it, from the record on.
-      fault: what is missing; "" if the field is there.
+      objects_on_path: the objects on the path to the field, from the record on.
+      fault: what is missing on the path; "" if the record has the field.
     """
 
     value: Any
@@ -53,8 +53,8 @@ def find_field(record: Mapping[str, Any], path: str) -> FoundField:
 
 
 def describe_object_fault(value: Mapping[str, Any], path: str) -> str:
-    """Returns what is wrong with an object where a string is expected, with the paths of its
-    fields.
+    """Returns a message that there is an object where a string is expected, with the paths of the
+    object's fields.
     """
     inner = ", ".join(f"{path}.{name}" for name in list(value)[:_MOST_NAMES]) or "nothing"
     return f"is an object: expected a string; it holds {inner}"
@@ -85,8 +85,8 @@ def column_type(schema: pyarrow.Schema, path: str) -> tuple[pyarrow.DataType | N
 
 
 def column_at(batch: pyarrow.RecordBatch, path: str) -> pyarrow.Array:
-    """Returns the column of a batch that a dotted path names. A row is null if a struct on the path
-    is null.
+    """Returns the column of a batch that a dotted path names. The value of a row is null if a
+    struct on the path is null.
 
     Raises:
       pyarrow.ArrowInvalid: a struct on the path is damaged.
@@ -126,8 +126,8 @@ def _describe_non_object(value: Any) -> str:
 
 
 def _names_in_object(value: Mapping[str, Any]) -> str:
-    """Returns the names of an object's fields; after a field that is an object, also the names in
-    it.
+    """Returns the names of an object's fields; after a field that is itself an object, also the
+    names of its fields.
     """
     found = []
     for name, inner in list(value.items())[:_MOST_NAMES]:

@@ -40,7 +40,9 @@ class Rows(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """P pieces in the buffer. The first four arrays are those of `Rows`."""
+    """P pieces in the buffer. The fields `starts`, `lengths`, `part_indices` and `record_indices`
+    mean the same as in `Rows`.
+    """
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -57,8 +59,8 @@ class Packer:
       row_length: T, number of tokens of a row.
       seed: seed of the order of pieces and rows.
       buffered_tokens: number of tokens that are collected before rows are packed; at least 16 T.
-      keep_whole: whether every document is one piece. Then no document may have more than T
-        tokens, and rows may end with more padding.
+      keep_whole: whether every document is one piece. If True, no document may have more than T
+        tokens, and rows may end with more padding than if documents are cut.
 
     Attributes:
       cut_documents: number of documents that were split into more than one piece.
@@ -82,7 +84,9 @@ class Packer:
         self.cut_documents = 0
 
     def add(self, documents: Documents) -> Iterator[Rows]:
-        """Adds documents. Packs and yields rows whenever enough tokens are buffered."""
+        """Adds documents. Whenever enough tokens are buffered, they are packed, and their rows are
+        yielded.
+        """
         first = 0
         while first < len(documents.ends):
             start = int(documents.ends[first - 1]) if first else 0
@@ -129,8 +133,8 @@ class Packer:
 
     def _pack_buffer(self, is_last: bool) -> Rows:
         """Packs all buffered pieces and returns the rows in random order. Unless `is_last`, the
-        pieces of the last row stay in the buffer: no pieces were left to fill this row, so it is
-        the only one that may have a large gap.
+        pieces of the last row stay in the buffer: the last row may have a large gap, because no
+        pieces were left to fill it.
         """
         tokens = np.concatenate(self._tokens)
         pieces = _Pieces(*map(np.concatenate, zip(*self._pieces, strict=True)))
@@ -172,7 +176,7 @@ class Packer:
         return _Pieces(*columns), np.concatenate([1 + np.arange(len(full)), len(full) + ends])
 
     def _best_fit(self, pieces: _Pieces) -> tuple[_Pieces, np.ndarray]:
-        """Packs pieces of fewer than T tokens into rows by best fit. The result is that of
+        """Packs pieces of fewer than T tokens into rows by best fit. Returns the same as
         `_pack_pieces`.
         """
         starts, lengths, whole = (

@@ -1,8 +1,9 @@
 """Batches of rows for training and evaluation. Only this module imports grain.
 
-Row i of the endless training stream is a pure function of i. Batch n, counted from 0 in each stage
-of a run, holds the B rows from row n·B on; `set_start` can shift this start. A run therefore
-resumes from one integer, the step, whatever the number of processes that share a batch.
+Row i of the endless training stream is a pure function of i. With a batch size of B, batch n of a
+stage of a run, counted from 0, holds B rows, from row n·B on; `set_start` adds an offset to n·B.
+Therefore a run only needs its step, one integer, to resume, and it may resume with another number
+of processes.
 """
 
 import concurrent.futures
@@ -39,7 +40,7 @@ _ROWS_AT_ONCE = 32  # read from a bucket
 
 
 class Epoch(NamedTuple):
-    """One epoch of a stream: the rows that it reads before it repeats a document.
+    """One epoch of a stream: the rows that the stream has before it repeats a document.
 
     Attributes:
       source: the name of the source that the stream reads.
@@ -55,23 +56,24 @@ class Epoch(NamedTuple):
 
 
 class DataSource(Protocol):
-    """The rows of a run. Every data source that `config.registry` names is a subclass, which
-    defines row i.
+    """The rows of a run. Every data source in `config.registry` is a subclass of `DataSource` that
+    defines the row with index i.
 
     Attributes:
       tokenizer: the tokenizer of the rows; `tokenizer.reads_text` says whether the rows are text.
-      fingerprint: hexadecimal digest of everything that determines the rows. A run resumes only
-        with the same fingerprint.
+      fingerprint: hexadecimal digest of everything that determines the rows. A run can resume only
+        if the fingerprint is the same.
       batch_size: B, number of rows of a batch.
       sequence_length: T, number of tokens of a row.
       heldout_rows: number of held-out rows.
       array_dtypes: name of each array [T] of a row → its dtype.
       stream_weights: name of a stream → its weight, for each stream that the training stream mixes.
-        The name holds a digest of everything that determines the stream's rows. Empty if the source
-        does not mix streams, as in a synthetic task.
-      stream_epochs: name of a stream → one epoch of it. Empty if the stream never repeats, as in a
-        synthetic task.
-      heldout_sources: the names of the sources of the held-out rows; empty if there is one alone.
+        The name of a stream holds a digest of everything that determines its rows. `stream_weights`
+        is empty if the data source does not mix streams, as in a synthetic task.
+      stream_epochs: name of a stream → one epoch of the stream. `stream_epochs` is empty if no
+        stream repeats, as in a synthetic task.
+      heldout_sources: the names of the sources of the held-out rows; empty if all held-out rows are
+        from one source.
     """
 
     tokenizer: Tokenizer
@@ -97,30 +99,30 @@ class DataSource(Protocol):
         vocab_size: int | None = None,
         progress: Progress | None = None,
     ):
-        """Opens the rows. Prepares them if they are not ready.
+        """Opens the rows; prepares rows that are not ready.
 
         Args:
           config: settings of the data.
           sequence_length: T, number of tokens of a row.
           batch_size: B, number of rows of a batch.
           vocab_size: size of the model's vocabulary; None: unknown.
-          progress: called now and then while rows are prepared; never called if they are ready.
+          progress: called now and then while rows are prepared; never called if all rows are ready.
         """
 
     @staticmethod
     def tokenizer_of(config: DataConfig, vocab_size: int | None) -> Tokenizer:
-        """Returns the tokenizer of the rows without opening them: a trained model is also used on
-        machines that do not have its data.
+        """Returns the tokenizer of the rows without opening the rows: a trained model is also used
+        on machines that do not have its training data.
 
         Raises:
-          UserError: there is no such tokenizer, or it does not fit the model's vocabulary.
+          UserError: the tokenizer does not exist, or does not fit the model's vocabulary.
         """
 
     @classmethod
     def settings_read(cls, config: DataConfig) -> tuple[str, ...] | None:
         """Returns the names of the `DataConfig` settings ("path", "synthetic.pairs") that this
-        source reads besides the seed; None if it may read any setting. A user who changes a setting
-        that the source does not read gets an error.
+        source reads in addition to the seed; None if the source may read any setting. A user who
+        changes a setting that the data source does not read gets an error.
         """
         return None
 
@@ -135,7 +137,8 @@ class DataSource(Protocol):
 
     @staticmethod
     def check_model(config: DataConfig, model: ModelConfig) -> None:
-        """Checks that `model` can train on these rows, if they hold more than tokens.
+        """Checks that `model` can train on rows that hold more than tokens, such as the experts of
+        a recorded text.
 
         Raises:
           UserError: the rows belong to another model.
@@ -143,13 +146,14 @@ class DataSource(Protocol):
 
     @property
     def token_byte_counts(self) -> np.ndarray:
-        """The number of UTF-8 bytes that each token stands for, int32 [vocab_size]; all 0 if bytes
-        cannot be counted by tokens.
+        """The number of UTF-8 bytes that each token stands for, int32 [vocab_size]; all 0 if the
+        bytes of a text do not follow from its tokens.
         """
         return self.tokenizer.token_byte_counts
 
     def set_start(self, row: int, starts: Mapping[str, int]) -> None:
-        """Sets where this stage starts to read, so that it skips what earlier stages have read.
+        """Sets where the current stage of a run starts to read, so that it skips the rows of
+        earlier stages.
 
         Args:
           row: index of the row of the training stream with which batch 0 begins.
@@ -173,16 +177,17 @@ class DataSource(Protocol):
         """
 
     def describe(self) -> dict[str, Any]:
-        """Returns facts about the data as JSON values. Two facts are always there: `title`, a short
-        text; and `bits_per_nat`, the factor that turns a loss in nats per token into bits per byte
-        of text, or None if the tokens are not text or their bytes cannot be counted.
+        """Returns facts about the data as JSON values. Two facts are always present: `title`, a
+        short text; and `bits_per_nat`, the factor that turns a loss in nats per token into bits per
+        byte of text. `bits_per_nat` is None if the tokens do not stand for text, or if the bytes of
+        a text do not follow from its tokens.
         """
 
     def batches(self, first_batch: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
         """Yields batches without end, while background threads read ahead. Batch n holds B rows of
         the training stream, beginning n · B rows after the start that `set_start` sets. A row
-        depends on the seed, the source and the epoch alone. So a resumed run only needs the number
-        of its next batch (`stages.DataCursor.batch_index`).
+        depends on the seed, the source and the epoch alone. To resume, a run therefore needs only
+        the number of its next batch (`stages.DataCursor.batch_index`).
 
         Args:
           first_batch: number of the first batch.
@@ -219,8 +224,8 @@ class DataSource(Protocol):
         Args:
           rows: number of held-out rows, from the first on; None: all.
           share: ascending indices of the rows of every batch to read; None: all rows.
-          least: the number of rows that each source has at least. If the first `rows` rows hold
-            fewer of a source, more rows of this source follow them, as long as it has any.
+          least: the smallest number of rows of each source. If a source has fewer than `least` of
+            the first `rows` rows, its next rows follow, until it has `least` rows or none is left.
         """
         share = range(self.batch_size) if share is None else share
         indices = self._heldout_indices_of_all_sources(rows or self.heldout_rows, least)
@@ -230,8 +235,8 @@ class DataSource(Protocol):
             yield self._stack_rows(rows_of_share, len(share))
 
     def heldout_places_by_source(self, rows: int | None, least: int) -> dict[str, list[int]]:
-        """Returns which rows of `heldout_batches(rows, least=least)` belong to each source: name of
-        the source → the places of its rows among all of these rows, from 0.
+        """Returns name of a source → the positions, from 0, of the source's rows among all rows of
+        `heldout_batches(rows, least=least)`.
         """
         rows = rows or self.heldout_rows
         place = {
@@ -243,8 +248,8 @@ class DataSource(Protocol):
         }
 
     def _heldout_indices_of_all_sources(self, rows: int, least: int) -> list[int]:
-        """Returns the indices of the first `rows` held-out rows, then of more rows of each source
-        that has fewer than `least` among the first ones.
+        """Returns the indices of the first `rows` held-out rows, followed by the next rows of each
+        source that has fewer than `least` of the first `rows`.
         """
         first = self._heldout_indices(rows, None)
         lacking = (
@@ -256,20 +261,20 @@ class DataSource(Protocol):
         return [*first, *lacking]
 
     def _heldout_indices(self, rows: int, source: str | None, least: int = 0) -> Sequence[int]:
-        """Returns the indices of the rows of `source` among the first `rows` held-out rows. If they
-        are fewer than `least`, the source's next rows follow. For the source None, returns the
-        indices of all of the first `rows` rows.
+        """Returns the indices of the rows of `source` among the first `rows` held-out rows. If
+        `source` has fewer than `least` of the first `rows` rows, its next rows follow. If `source`
+        is None, returns the indices of the first `rows` held-out rows of all sources.
         """
         return range(rows)
 
     def _read_rows(self, indices: Sequence[int]) -> list[Batch]:
-        """Returns rows of the training stream. A data source whose rows are slow to read may read
-        several at once.
+        """Returns rows of the training stream. A subclass whose rows are slow to read may read
+        several rows at once.
         """
         return [self.row(index) for index in indices]
 
     def document_names_of_batch(self, number: int) -> list[list[str]]:
-        """Returns `document_names_of_row` of each of the B rows of batch `number`."""
+        """Returns, for each row of batch `number`, the result of `document_names_of_row`."""
         return [
             self.document_names_of_row(self._first_row_of_batch(number) + b)
             for b in range(self.batch_size)
@@ -302,15 +307,17 @@ def open_data(
     vocab_size: int | None = None,
     progress: Progress | None = None,
 ) -> DataSource:
-    """Opens the rows that a `DataConfig` describes. The arguments are those of `DataSource`."""
+    """Opens the rows that a `DataConfig` describes. The arguments are those of the constructor of
+    `DataSource`.
+    """
     return data_source_class(config)(config, sequence_length, batch_size, vocab_size, progress)
 
 
 class TextData(DataSource):
     """Rows of text: the sources of a `DataConfig`, mixed. Every epoch (`rows` rows) shuffles the
     sources anew. The constructor prepares the sources that are not prepared yet. Several processes
-    that share `prepared_dir` may prepare at once; if one of them prepares first, the others have
-    less to do.
+    that share `prepared_dir` may prepare the same sources at once; each process uses the parts that
+    another process has finished.
 
     Raises:
       UserError: the files, the tokenizer, the prepared rows or the package grain are missing or
@@ -382,8 +389,8 @@ class TextData(DataSource):
     def _sample_digest(self) -> str:
         """Returns a digest of some training rows and some held-out rows. The digest is part of the
         fingerprint, so that hosts and resumed runs notice when another version of a library gives
-        other rows: numpy draws the packing's random numbers, grain shuffles and mixes rows, and
-        array_record stores them.
+        other rows: numpy draws the random numbers of packing, grain shuffles and mixes the rows,
+        and array_record stores the rows.
         """
         spread = np.random.default_rng(0).integers(0, 2 * self.rows, _SAMPLED_ROWS).tolist()
         sampled = [self.row(i) for i in [*range(_SAMPLED_ROWS), *spread]]
@@ -468,7 +475,7 @@ class TextData(DataSource):
         text), `tokens`, `ignored_tokens` (with the loss weight 0, whose text `bytes` leaves out)
         and `padding_share` count training and held-out rows together. `dropped_tokens` counts the
         tokens of long conversations that are in no row. `left_out_documents` counts the
-        conversations of which no token is in a row.
+        conversations without a token in any row.
         """
         parts = [
             {
@@ -511,8 +518,9 @@ class TextData(DataSource):
 
 
 def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
-    """Returns the sources that `config` names, with their files. The files of all globs are found
-    before any source is prepared, so that a mistake in the last glob is reported at once.
+    """Returns the sources that `config` names, with their files. The function finds the files of
+    all sources before preparation begins, so that a mistake in the last glob of `data.path` is
+    reported at once.
     """
     return [
         preparation.find_source_files(
@@ -562,8 +570,8 @@ def _total_counts(prepared: list[PreparedSource]) -> dict:
 
 
 def mix_streams(weights: Sequence[float]) -> Any:
-    """Returns a grain MapDataset that mixes endless streams by `weights`: it maps the index of a
-    row to (index of the stream, row in that stream).
+    """Returns a grain MapDataset that mixes endless streams in proportion to `weights`. The
+    MapDataset maps the index of a row to (index of a stream, index of the row in this stream).
     """
     import grain
 
@@ -576,7 +584,9 @@ def mix_streams(weights: Sequence[float]) -> Any:
 
 
 def row_counts_of_streams(weights: Sequence[float], rows: int) -> list[int]:
-    """Returns how many of the first `rows` rows of `mix_streams(weights)` belong to each stream."""
+    """Returns, for each stream, how many of the first `rows` rows of `mix_streams(weights)` are
+    from it.
+    """
     positive = [weight for weight in weights if weight]
     # This is grain's rule: each stream in turn takes its share of the rows that the streams before
     # it left.
@@ -600,8 +610,9 @@ def _shuffle_seed(seed: int, source: int) -> int:
 
 
 def _heldout_order(prepared: list[PreparedSource], seed: int) -> np.ndarray:
-    """Returns the order of the held-out rows, int64 [rows, 2]: (source, row in the source). The
-    rows of each source are shuffled, and the sources are interleaved in proportion to their sizes.
+    """Returns the order of the held-out rows, int64 [rows, 2]: (index of the source, index of the
+    row in the source). The rows of each source are shuffled, and the sources are interleaved in
+    proportion to their sizes.
     """
     orders = []
     relative_positions = []  # of each source: position of each row in it, 0 … 1

@@ -9,9 +9,9 @@
     indexes/           where all rows of a run are, so that a run opens in seconds (`prepared`)
     digests/           digests of large files, so that they are not read at every start
 
-A part or group of parts that exists is used, whichever process made it. So a killed preparation
-continues where it stopped, rows of every length are packed from the same tokens, and several hosts
-may prepare the same data at once.
+A preparation uses every finished part and group of parts, whichever process made it. So a killed
+preparation continues where it stopped, rows of every length are packed from the same tokens, and
+several hosts may prepare the same data at once.
 """
 
 import collections
@@ -55,7 +55,7 @@ Progress = Callable[[str, int, int], None]  # (what is prepared, bytes done, byt
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A source whose parts are all tokenized."""
+    """A source of which all parts are tokenized."""
 
     source: Source
     parts: tuple[tuple[int, Part], ...]  # (index of the file in the source, part), in order
@@ -73,7 +73,7 @@ class Corpus:
 
     @property
     def part_origins(self) -> list[tuple[int, int]]:
-        """(index of the file, number of the file's records before the part), for each part."""
+        """For each part: (index of its file, number of the file's records before the part)."""
         found, records, last = [], 0, -1
         for (file, _), part in zip(self.parts, self.tokenized, strict=True):
             records = records if file == last else 0
@@ -100,7 +100,7 @@ class Corpus:
 
     @property
     def miscounted_bytes(self) -> int:
-        """The total number of bytes by which the documents' tokens differ from their texts."""
+        """The sum of `tokens.miscounted_bytes` over all documents."""
         return sum(part.miscounted_bytes for part in self.tokenized)
 
     @property
@@ -111,7 +111,7 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Which parts one of several processes tokenizes. The processes may be on several hosts.
+    """The share of one of several processes, on one or several hosts, in the parts to tokenize.
 
     Attributes:
       rank: number of the process, from 0.
@@ -123,7 +123,8 @@ class Share:
 
 
 class Unfinished(Exception):
-    """This process has tokenized its share of the parts, but parts of other shares are missing.
+    """Raised by a process that has tokenized its share of the parts, while parts of other processes
+    are missing.
 
     Attributes:
       missing: number of parts that are missing.
@@ -144,14 +145,14 @@ def prepare(
     workers: int | None = None,
     share: Share = Share(),
 ) -> list[PreparedSource]:
-    """Returns the rows of every source. Prepares the sources that are not prepared yet.
+    """Returns the rows of every source, after preparing the sources that are not prepared yet.
 
     Args:
       all_sources: the sources, with their files.
       tokenizer: the tokenizer that encodes the documents.
       recipe: the recipe of the rows.
-      prepared_dir: the folder of prepared data. Rows are read from it in random order, so it should
-        be on a local or fast disk.
+      prepared_dir: the folder of prepared data. Rows are read from this folder in random order, so
+        it should be on a local or fast disk.
       progress: called now and then while something is prepared.
       workers: number of processes that tokenize and pack at once; None: one per usable core.
       share: the parts that this process tokenizes.
@@ -345,9 +346,11 @@ def _finished_parts(
     tokenizer: Tokenizer,
     store: Store,
 ) -> dict[int, TokenizedPart]:
-    """Returns index of a job → its tokenized part, for those of `numbers` whose parts are finished.
+    """Returns index of a job → its tokenized part, for the jobs in `numbers` whose parts are
+    finished.
 
-    Fills in the digests of these jobs, unless this would take reading a large local file.
+    Fills in the digests of the jobs in `numbers`, except digests for which a large local file would
+    have to be read.
     """
     found = {}
     for number in numbers:
@@ -389,7 +392,7 @@ def _check_bad_records(
     Args:
       source: the source.
       bad: kind of fault → number of records with it.
-      places: where the first of them are.
+      places: where the first bad records are.
       records: number of all records.
 
     Raises:
@@ -412,10 +415,11 @@ def _check_bad_records(
 
 def find_source_files(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Source:
     """Returns `source` with its files filled in. If no file matches the glob any more, but the
-    tokens of the source exist, the result has the files from which the tokens were made.
+    tokens of the source exist, the files are those from which the tokens were made.
 
     Raises:
-      UserError: there are neither files nor tokens that this code made with these settings.
+      UserError: the source has no files, and no tokens that were made with the same settings and
+        the same version of this module.
     """
     try:
         found = sources.find_source_of_glob(source.name, source.text_field)
@@ -483,7 +487,7 @@ def _write_corpus_list(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> No
 
 
 def _read_corpus_list(store: Store, name: str) -> dict:
-    """Returns the list of parts that `_write_corpus_list` wrote under `name`.
+    """Returns the list of parts that `_write_corpus_list` wrote to the file `name`.
 
     Raises:
       UserError: the list is missing or damaged, or is the list of another source.
@@ -511,7 +515,7 @@ def _read_corpus_list(store: Store, name: str) -> dict:
 
 
 def _is_list_of_types(row: object, kinds: Sequence[type]) -> bool:
-    """Whether `row` is a list of values of these types."""
+    """Whether `row` is a list of values of the types `kinds`."""
     is_list = isinstance(row, list) and len(row) == len(kinds)
     return is_list and all(isinstance(value, kind) for value, kind in zip(row, kinds))
 
@@ -562,22 +566,22 @@ def pack_source(
     workers: int | None = None,
     share: Share = Share(),
 ) -> PreparedSource:
-    """Packs the parts of `corpus` into rows, where this has not been done before, and opens the
-    rows.
+    """Opens the rows of `corpus`, after packing the parts of `corpus` that are not packed yet.
 
-    Every process that calls this function packs all groups that are missing, and begins with the
-    groups of its own share. So processes that run at the same time seldom pack the same group, and
-    no process waits for another.
+    Every process that calls this function packs all groups of parts that are missing, and begins
+    with the groups of its own share. So processes that run at the same time seldom pack the same
+    group, and no process waits for another.
 
     Args:
       corpus: the source with its parts.
-      divided: the document of the source that is divided between the two splits; None: there is
-        none, and each document is trained on or held out by its hash.
+      divided: the document of the source that is divided between the two splits; None: no document
+        is divided, and the hash of every document decides whether it is trained on or held out.
       tokenizer: the tokenizer of the parts.
       recipe: the recipe of the rows.
       store: where the parts are, and where the rows are written.
-      progress: called with (what is packed, bytes of the tokens packed, bytes of all tokens).
-      workers: the most processes that pack; None: as many as there are cores to use.
+      progress: called with (description of what is packed, bytes of the tokens packed so far, bytes
+        of all tokens).
+      workers: the largest number of processes that pack; None: one per usable core.
       share: the share of the groups with which this process begins.
 
     Raises:
@@ -593,8 +597,9 @@ def pack_source(
     ]
 
     def turn(i: int) -> tuple[int, int]:
-        """Returns a sort key: first come the groups of this process' share, then the groups of the
-        other shares, in the reverse of the order in which their own processes pack them.
+        """Returns a sort key. The groups of this process' share come first. The groups of every
+        other process follow in reverse order, because that process packs its groups from the first
+        on.
         """
         distance = (i - share.rank) % share.process_count
         return distance, -i if distance else i
@@ -634,11 +639,12 @@ def _choose_divided_documents(
     recipe: RowRecipe,
     store: Store,
 ) -> dict[int, DocumentInBothSplits]:
-    """Chooses the documents that are divided between the splits, whatever their hashes say.
+    """Chooses the documents that are divided between the training and the held-out split.
 
-    The hash of every other document decides whether the document is trained on or held out. A
-    source whose documents would all be held out gets a document to train on. If no source would
-    have a document to hold out, the source with the smallest hash gets one.
+    The hash of a document decides whether it is trained on or held out, except for the chosen
+    documents. If the hashes would hold out all documents of a source, one of these documents is
+    chosen to train on. If the hashes would hold out no document of any source, the document with
+    the smallest hash is chosen, and its end is held out.
 
     Returns:
       Index of the source → its divided document.
@@ -665,14 +671,14 @@ def _divide_document(
 ) -> DocumentInBothSplits:
     """Divides the document of `corpus` with the smallest hash.
 
-    If `all_heldout`, this document is trained on as a whole. If not `all_heldout`, the end of this
-    document is held out, with `recipe.heldout_fraction` of the corpus' tokens; if the document has
-    no more tokens than that, it is held out as a whole. The only document of a corpus is cut in two
-    in both cases.
+    If `all_heldout`, the document is trained on as a whole. If not `all_heldout`, the end of the
+    document is held out, with `recipe.heldout_fraction` of the tokens of the corpus; a document
+    with at most so many tokens is held out as a whole. If the corpus has a single document, the
+    document is always cut in two.
 
     Args:
       corpus: a source with its parts.
-      all_heldout: True if by their hashes all documents are held out; False if none is.
+      all_heldout: True if the hashes hold out all documents; False if they hold out no document.
       tokenizer: the tokenizer of the parts.
       recipe: the recipe of the rows.
       store: where the parts are.

@@ -1,11 +1,11 @@
 """The finished rows of a source, and the index from which a process opens these rows.
 
-To find the rows of a corpus of 15 T tokens without an index, a process would read a manifest for
-each of some 450,000 parts and 56,000 folders of rows. The index is one file of some tens of bytes
-per shard. The index holds the content of these manifests, and the size and modification time of
-every file that holds rows. An index is used only if it begins with a digest of its name and
-content, and all files with rows still have their size and time. If the index cannot be used,
-`preparation` reads the manifests, reports what is wrong with them, and writes the index anew.
+To find the rows of a corpus of 15 trillion tokens without an index, a process would read a manifest
+for each of some 450,000 parts and 56,000 folders of rows. The index is one file of some tens of
+bytes per shard. The index holds the content of the manifests of parts and rows, and the size and
+modification time of every file that holds rows. An index is used only if it begins with a digest of
+its name and content, and if all files with rows still have the recorded size and time. Without a
+usable index, `preparation` reads the manifests, reports their faults, and writes the index anew.
 """
 
 import concurrent.futures
@@ -51,10 +51,10 @@ class PreparedSource:
       rows: TRAIN or HELDOUT → the rows of this split.
       bad_counts: kind of fault → number of records with it, see `readers.BadRecords`.
       first_bad_places: where the first five bad records are, such as "part.jsonl:17".
-      record_count: number of records, including those without text and bad ones.
-      empty_documents: number of documents that are left out because they are empty or white space
-        alone.
-      miscounted_bytes: by how many bytes the tokens of the documents differ from their texts.
+      record_count: number of records, including empty and bad records.
+      empty_documents: number of documents that are left out because they are empty or hold only
+        white space.
+      miscounted_bytes: the sum of `tokens.miscounted_bytes` over the documents.
     """
 
     source: Source
@@ -69,8 +69,8 @@ class PreparedSource:
 
     @property
     def token_bytes_match_text(self) -> bool:
-        """Whether the tokens stand for as many bytes as the texts have, so that bits per byte of
-        text can be computed from tokens.
+        """Whether the tokens stand for as many bytes as the texts have, which is the condition for
+        computing bits per byte of text from tokens.
         """
         text_bytes = sum(counts.text_bytes for counts in self.statistics.values())
         return self.miscounted_bytes <= _MISCOUNTED * text_bytes
@@ -95,7 +95,7 @@ class PreparedSource:
 
     @property
     def common_row_folder(self) -> pathlib.Path:
-        """The folder that holds all rows, directly or in subfolders."""
+        """The folder that holds all rows of the source, directly or in subfolders."""
         table = self.rows[TRAIN].table
         return table.folder_path(0) if len(table.folders) == 1 else table.root
 
@@ -106,17 +106,18 @@ def index_name(
     recipe: RowRecipe,
     corpora: Mapping[int, str],
 ) -> str | None:
-    """Returns the name, in the store, of the index of all sources of a run.
+    """Returns the name that the index of a run's sources has in the store.
 
     Args:
       sources: the sources.
-      tokenizer: the tokenizer of their parts.
-      recipe: the recipe of their rows.
+      tokenizer: the tokenizer of the sources' parts.
+      recipe: the recipe of the rows.
       corpora: index of each source whose text is gone → digest of its tokens.
 
     Returns:
       The name, which is a digest of everything that determines the rows of all sources. None if a
-      file was modified so recently that its size and time do not say which bytes it holds.
+      file of a large source was modified in the last two seconds, because the file may change again
+      and keep its size and modification time.
     """
     parts = []
     for i, source in enumerate(sources):
@@ -197,8 +198,8 @@ def open_indexed_rows(
     """Opens the rows of all sources from their index.
 
     Returns:
-      The rows of each source; None if there is no such index, if it is damaged, or if a file with
-      rows is missing or was written to after the index.
+      The rows of each source; None if the index is missing or damaged, or if a file with rows is
+      missing or has changed since the index was written.
     """
     try:
         headers, arrays = read_index_arrays(store, name)
@@ -215,11 +216,12 @@ def open_indexed_rows(
 def read_index_arrays(
     store: Store, name: str
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Returns what `write_index` wrote under `name`: a header of each source, and the arrays.
+    """Reads the index that `write_index` wrote to the file `name`. Returns the header of each
+    source, and the arrays.
 
     Raises:
-      OSError: there is no such file, or it cannot be read.
-      ValueError: it is damaged, or was written under another name.
+      OSError: the file does not exist, or cannot be read.
+      ValueError: the file is damaged, or was written under another name.
     """
     sealed = store.path(name).read_bytes()
     content = sealed[len(_digest_prefix("", b"")) :]
@@ -231,7 +233,7 @@ def read_index_arrays(
 
 
 def _digest_prefix(name: str, content: bytes) -> bytes:
-    """Returns the beginning of an index: a digest of its name and of the bytes that follow."""
+    """Returns the first bytes of an index: a digest of its name and its content."""
     return digests.sha256(name.encode() + b"\n" + content).encode() + b"\n"
 
 
@@ -302,8 +304,8 @@ def _list_bucket_rows(store: Store) -> Listing:
 
 def _sizes_and_times(paths: Iterable[str], listed: Listing) -> np.ndarray | None:
     """Returns int64 [n, 2], the size in bytes and the modification time in nanoseconds of each
-    file; None if one does not exist. In a bucket, `listed` has the sizes, and a digest of an
-    object's version takes the place of the time.
+    file; None if a file does not exist. For a bucket, the sizes come from `listed`, and a digest of
+    each object's version takes the place of its time.
     """
     if listed is not None:
         entries = [listed.get(path) for path in paths]

@@ -8,8 +8,8 @@ from qwen3next_jax.common.errors import escape_control
 
 
 class PreparationProgress:
-    """A context manager that shows how far the preparation of each source has come: as a bar on a
-    terminal; elsewhere it prints one line when a source begins.
+    """A context manager that shows how far the preparation of each source has come. On a terminal
+    it shows bars; without a terminal it prints one line when the preparation of a source begins.
 
     Args:
       doing: the word before the name of a source.

@@ -1,12 +1,12 @@
 """Reads documents from files of text, JSON, Parquet and Arrow.
 
-`file_parts` cuts a file into parts, which are tokenized one by one (`tokenized_parts`).
-`read_records` streams the records of a part. A record is an entry of a file: a line of JSON, a row
-of Parquet, or a whole file of text; it holds a document or a conversation.
+`file_parts` cuts a file into parts; `tokenized_parts` tokenizes each part by itself. `read_records`
+streams the records of a part. A record is a line of JSON, a row of Parquet, or a whole file of
+text; it holds a document or a conversation.
 
-Any fault in a file (bytes that are not UTF-8, JSON without the field, …) is reported as a
-`UserError` that names the file and the place in it, unless the settings say to leave out or mend
-such records.
+For a fault in a file, such as bytes that are not UTF-8 or JSON without the field, the reader raises
+a `UserError` that names the file and the place of the fault, unless the settings say to leave out
+or mend faulty records.
 """
 
 import codecs
@@ -71,8 +71,8 @@ class Document:
 
 
 def read_documents(source: Source) -> Iterator[Document]:
-    """Yields the documents of `source` in the order of its files, except blank ones. Warns with the
-    number of bad records if there are any.
+    """Yields the documents of `source` that are not blank, in the order of its files. If there are
+    bad records, a warning says how many.
 
     Raises:
       UserError: a file or record cannot be read, or the whole source holds no text.
@@ -101,8 +101,8 @@ def read_documents(source: Source) -> Iterator[Document]:
 
 
 def describe_bad_records(counts: Mapping[str, int], first: Sequence[str] = ()) -> str:
-    """Returns a phrase for messages: the number of bad records in all and of each kind, and, if
-    `first` is given, where the first of them are.
+    """Returns a phrase for messages: the number of all bad records, the number of each kind, and,
+    if `first` is given, where the first bad records are.
 
     Args:
       counts: kind of fault → number of records with it.
@@ -128,8 +128,8 @@ def no_text_error(source: Source, bad: Mapping[str, int]) -> UserError:
 
 
 def file_parts(file: SourceFile) -> list[Part]:
-    """Returns the parts of a file in order. When lines are appended to a file of JSON lines, all of
-    its parts but the last stay the same.
+    """Returns the parts of a file in order. If lines are appended to a file of JSON lines, all
+    parts of the file except its last part stay the same.
     """
     name = file.path.name.lower()
     if file.size <= _PART_BYTES:
@@ -182,11 +182,11 @@ def covers_whole_file(file: SourceFile, part: Part) -> bool:
 def part_digest(file: SourceFile, part: Part, text_field: str) -> str:
     """Returns a digest of a part's content.
 
-    For a whole file this is the SHA-256 of its bytes; for a part of a file of JSON lines, the
-    SHA-256 of the part's bytes; for a part of a Parquet file, a digest of the column `text_field`
-    alone. The digest of a file of tokens covers the files that are read with it, too
-    (`token_files.companion_files`). A remote object is not downloaded: its size and checksum are
-    digested instead.
+    For a whole file, the digest is the SHA-256 of its bytes; for a part of a file of JSON lines,
+    the SHA-256 of the part's bytes; for a part of a Parquet file, a digest of the column
+    `text_field` alone. The digest of a file of tokens also covers its companion files
+    (`token_files.companion_files`). For a remote object, the digest is computed from its size and
+    checksum, without a download.
 
     Raises:
       UserError: the file cannot be read.
@@ -223,8 +223,8 @@ def part_digest(file: SourceFile, part: Part, text_field: str) -> str:
 def read_records(
     file: SourceFile, part: Part, text_field: str, bad: "BadRecords"
 ) -> Iterator[Record]:
-    """Yields the records of a part, including empty ones. `bad` decides about bad records and
-    counts them.
+    """Yields the records of a part, including empty records. The object `bad` decides what happens
+    to bad records, and counts the bad records.
 
     Raises:
       UserError: the file or a record cannot be read.
@@ -237,9 +237,9 @@ def read_records(
 def read_conversations(
     file: SourceFile, part: Part, messages_field: str, bad: "BadRecords"
 ) -> Iterator[Record]:
-    """Yields the records of a part of a JSON file, each with its messages as
-    `conversations.messages_as_text` writes them. Messages that are no conversation
-    (`conversations.conversation_fault`) make a bad record.
+    """Yields the records of a part of a JSON file. The text of a record is its messages in the form
+    of `conversations.messages_as_text`. A record whose messages are no conversation is a bad record
+    (`conversations.conversation_fault`).
 
     Raises:
       UserError: the file is no JSON file, or the file or a record cannot be read.
@@ -256,8 +256,8 @@ def read_conversations(
 
 @contextlib.contextmanager
 def _read_errors_as_user_errors(path: epath.Path) -> Iterator[None]:
-    """Turns an OSError inside the `with` block into a UserError. For a remote path, any error
-    becomes a UserError, because the library of every object store raises errors of its own.
+    """Turns an OSError inside the `with` block into a UserError. For a remote path, every error
+    becomes a UserError, because the library of each object store raises other kinds of errors.
     """
     try:
         yield
@@ -278,8 +278,8 @@ _ARROW_ERRORS = (pyarrow.ArrowException, MemoryError, UnicodeDecodeError)
 
 
 def document_name(source: Source, file: int, record: int) -> str:
-    """Returns where a document is: "dir/part.jsonl:17" (the line or row, from 1) or
-    "dir/book.txt".
+    """Returns the name of a document in messages: its file and its line or row, from 1, such as
+    "dir/part.jsonl:17"; for a file of text, the file alone, such as "dir/book.txt".
 
     Args:
       source: the source of the document.
@@ -294,8 +294,8 @@ def document_name(source: Source, file: int, record: int) -> str:
 
 
 class BadRecords:
-    """Decides by `data.bad_records` and `data.on_bad_text` what happens to bad records of a part,
-    and counts these records.
+    """Decides what happens to the bad records of a part, by `data.bad_records` and
+    `data.on_bad_text`, and counts the bad records.
 
     Attributes:
       counts: kind of fault, such as "not UTF-8: left out" → number of records with it.
@@ -326,7 +326,8 @@ class BadRecords:
     def mended_text(
         self, number: int, where: object, data: bytes, encoding: str, what: str
     ) -> str | None:
-        """Returns the text to use for a record whose text is not valid; None to leave it out.
+        """Returns the mended text of a record whose text is not valid; None if the record is left
+        out.
 
         Args:
           number: number of the record in the part.
@@ -336,7 +337,8 @@ class BadRecords:
           what: what is wrong, for the message.
 
         Raises:
-          UserError: neither `data.on_bad_text` nor `data.bad_records` allows such a record.
+          UserError: neither `data.on_bad_text` nor `data.bad_records` allows a record with invalid
+            text.
         """
         if self._on_bad_text == "replace":
             self._count(number, "not UTF-8: bytes replaced by U+FFFD")
@@ -357,8 +359,8 @@ class BadRecords:
 
 @dataclasses.dataclass(frozen=True)
 class RecordPlace:
-    """The place of a record, which `str` describes for messages. Finding the number of the record
-    in the file takes time, so `str` is called only if the record is bad.
+    """The place of a record. `str` describes the place for messages. Finding the number of the
+    record in the file takes time, so `str` is called only for bad records.
     """
 
     file: SourceFile
@@ -403,7 +405,7 @@ def _decode_or_mend(data: bytes, bad: BadRecords, where: RecordPlace, start: int
 
 
 def _valid_or_mended_text(text: object, bad: BadRecords, where: RecordPlace) -> str | None:
-    """Returns `text` or its mended form if it can be tokenized, or None to leave the record out."""
+    """Returns `text`, mended if necessary; None if the record is left out."""
     if not isinstance(text, str):
         if isinstance(text, dict):
             what = fields.describe_object_fault(text, where.field)
@@ -444,8 +446,8 @@ def _read_text_file(
 def _read_json_lines(
     file: SourceFile, part: Part, field: str, bad: BadRecords, messages: bool = False
 ) -> Iterator[Record]:
-    """Yields the records of JSON lines with the text in `field` or, if `messages` is true, with the
-    messages in `field`.
+    """Yields the records of JSON lines. The text of a record is the text in `field` or, if
+    `messages` is true, the messages in `field`.
     """
     with file.path.open("rb") as raw:
         raw.seek(part.start)
@@ -500,8 +502,8 @@ def _decompressed_stream(raw: Any, file: SourceFile) -> tuple[Any, bool]:
 
 
 def lacks_zstd_checksum(file: SourceFile) -> bool:
-    """Whether a local file is a frame of zstd without a checksum of its content (RFC 8878, 3.1.1).
-    Damage in a file without a checksum may cause no error.
+    """Whether a local file is a zstd frame that has no checksum (RFC 8878, 3.1.1). Without a
+    checksum, damage in the file may cause no error.
     """
     if _compression_of(file) != "zstd" or is_remote(os.fspath(file.path)):
         return False
@@ -520,8 +522,8 @@ def _compression_of(file: SourceFile) -> str:
 def _read_json_file(
     file: SourceFile, part: Part, field: str, bad: BadRecords, messages: bool = False
 ) -> Iterator[Record]:
-    """Reads a .json file, which holds either JSON lines or one array of records, as
-    `_read_json_lines` does.
+    """Yields the records of a .json file, which holds either JSON lines or one array of records.
+    The arguments are those of `_read_json_lines`.
     """
     with file.path.open("rb") as raw:
         stream, is_compressed = _decompressed_stream(raw, file)
@@ -631,8 +633,8 @@ def _read_parquet(
 
 
 def _read_arrow(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
-    """Reads a file in Arrow's IPC format: in its stream format, which `datasets` writes, or in its
-    file format, which has a footer.
+    """Reads a file in Arrow's IPC format: in the stream format, which the library `datasets`
+    writes, or in the file format, which has a footer.
     """
     with (
         file.path.open("rb") as stream,
@@ -656,8 +658,9 @@ def _read_arrow(file: SourceFile, part: Part, text_field: str, bad: BadRecords) 
 def _arrow_batches(
     file: SourceFile, stream: Any, text_field: str
 ) -> Iterator[pyarrow.RecordBatch | None]:
-    """Yields the batches of a file in Arrow's IPC format. A file in the stream format may hold
-    several streams one after the other; None follows the last batch of a stream without end marker.
+    """Yields the batches of a file in Arrow's IPC format. A file in Arrow's stream format may hold
+    several streams one after the other. If a stream has no end marker, the function yields None
+    after the stream's last batch, and ends.
     """
     has_footer = stream.read(6) == b"ARROW1"
     stream.seek(0)
@@ -694,8 +697,8 @@ def _column_texts(
     text_field: str,
     bad: BadRecords,
 ) -> Iterator[Text | None]:
-    """Yields the texts of a column, whose first row is record `number` of the part. Yields None for
-    a record that is left out.
+    """Yields the texts of a column, and None for a record that is left out. The first row of the
+    column is record `number` of the part.
 
     Raises:
       pyarrow.ArrowInvalid: the column is damaged.
@@ -719,8 +722,8 @@ def _column_texts(
 
 
 def _check_text_offsets(column: pyarrow.Array) -> None:
-    """Raises pyarrow.ArrowInvalid unless all texts of a column lie in its buffers; without this
-    check, pyarrow would read memory beyond them. The texts are not decoded.
+    """Raises pyarrow.ArrowInvalid unless all texts of a column lie in the column's buffers. Without
+    this check, pyarrow would read memory beyond the buffers. The texts are not decoded.
     """
     if pyarrow.types.is_dictionary(column.type):
         _check_text_offsets(column.dictionary)

@@ -1,18 +1,19 @@
-"""Recorded texts: texts that a model generated, with the experts that their tokens used. This
-module reads and writes files of recorded texts. It also has the data source "recorded", which
-trains on recorded texts with the same experts (router replay, 2510.11370).
+"""Recorded texts: texts that a model generated, each with the experts that its tokens used. This
+module reads and writes files of recorded texts. The data source "recorded" trains on recorded texts
+with the recorded experts (router replay, 2510.11370).
 
-A file is a safetensors file of one text, with these arrays:
+A recorded text is a safetensors file with the arrays
   tokens          [n], integers: the prompt and the new tokens.
-  routed_experts  [n - 1, layers, A], integers: the experts of each token in each decoder layer, in
-                  the layout in which vLLM and SGLang return them. The last token never enters the
-                  model, so it has none; [n, layers, A] is read, too. A token whose A numbers are -1
-                  is left to the router of that layer. Layers without experts are not read.
-Its metadata, which a file of another program need not have:
-  prompt_tokens   the number of tokens of the prompt, which are no targets; default: 1.
+  routed_experts  [n - 1, layers, A], integers: the A experts of each token in each decoder layer,
+                  in the layout of vLLM and SGLang. The last token never enters the model, so it has
+                  no experts; [n, layers, A] is read, too. A token's experts in a layer may all be
+                  -1: then the layer's router chooses. The numbers of layers without experts are
+                  ignored.
+and the metadata, which a file of another program need not have:
+  prompt_tokens   the number of tokens of the prompt (not targets); default: 1.
   model           JSON: the settings `_IDENTITY` of the model that generated the text.
 
-Letters: T tokens of a row, L layers, A experts per token.
+Letters: T, the number of tokens of a row; L, of layers; A, of experts per token.
 """
 
 import glob as local_glob
@@ -60,9 +61,10 @@ class RecordedText(NamedTuple):
     """A text, and the experts that its tokens used.
 
     Attributes:
-      tokens: int32 [n].
-      routed_experts: int16 [n, L, A]; -1 where the router is to choose.
-      prompt_length: the number of tokens at the start that are no targets.
+      tokens: int32 [n], the prompt and the new tokens.
+      routed_experts: int16 [n, L, A], the experts of each token in each layer; -1: the router
+        chooses.
+      prompt_length: the number of tokens of the prompt, which are no targets.
       model_settings: the settings `_IDENTITY` of the model that generated the text; {} if unknown.
     """
 
@@ -79,8 +81,8 @@ def write_recorded_text(
     routed_experts: np.ndarray,
     prompt_tokens: int,
 ) -> pathlib.Path:
-    """Writes a text and its experts to a file of `folder`, which is made if it is missing. The
-    file's name is a digest of its content, so no other file is overwritten.
+    """Writes a text and its experts to a new file in `folder`. The function makes the folder if it
+    is missing. The file's name is a digest of its content, so no other file is overwritten.
 
     Args:
       model: the settings of the model that generated the text.
@@ -116,7 +118,7 @@ def read_recorded_text(path: os.PathLike) -> RecordedText:
     """Reads a file with a recorded text.
 
     Raises:
-      UserError: the file cannot be read, or holds something else.
+      UserError: the file cannot be read, or does not hold a recorded text.
     """
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
@@ -213,11 +215,11 @@ def check_recorded_text(path: os.PathLike, text: RecordedText, model: ModelConfi
 
 class RecordedData(DataSource):
     """The rows of recorded texts, one text in a row. The new tokens are the targets. Every epoch
-    shuffles the texts anew. A share of `data.heldout_fraction` of the texts, at least one, is held
-    out. In evaluations, the routers choose the experts.
+    shuffles the texts anew. A share of `data.heldout_fraction` of the texts is held out, but at
+    least one text. Evaluations ignore the recorded experts: the routers choose.
 
     Raises:
-      UserError: there are fewer than two texts, or one is longer than a row.
+      UserError: there are fewer than two texts, or a text is longer than a row.
     """
 
     array_dtypes = DataSource.array_dtypes | {"target_mask": bool}
@@ -301,7 +303,7 @@ class RecordedData(DataSource):
         }
 
     def _text_index(self, index: int) -> int:
-        """Returns the index of the text that training row `index` holds."""
+        """Returns the index of the recorded text in training row `index`."""
         epoch, place = divmod(index, len(self._train))
         return self._train[
             np.random.default_rng([self._seed, epoch]).permutation(self._train.size)[place]
@@ -337,8 +339,8 @@ def _check_fits_row(path: os.PathLike, text: RecordedText, sequence_length: int)
 
 
 def _recorded_files(config: DataConfig) -> list[tuple[str, pathlib.Path]]:
-    """Returns (label, path) of the files that `data.path` names: globs, or folders whose
-    .safetensors files are taken.
+    """Returns (label, path) of each file that `data.path` names. `data.path` holds globs, or
+    folders whose .safetensors files are read.
     """
     require(
         bool(config.path and config.sources),

@@ -1,18 +1,17 @@
 """Reads single chunks of rows from a shard in a bucket, without downloading the whole shard.
 
 ArrayRecord's own reader, which verifies the hash of every chunk, needs a local file. So each shard
-gets a local sparse file of the same size, which takes no space on the disk. Before a chunk is read,
-its bytes are downloaded and written at their position in the local file; after the chunk is read,
-this part of the file becomes a hole again. The index at the end of the shard says where each chunk
-is.
+gets a local sparse file of the shard's size, which takes no space on the disk. Before a chunk is
+read, its bytes are downloaded and written at their position in the local file; after the chunk is
+read, its bytes are freed again. The index at the end of the shard says where each chunk is.
 
-An ArrayRecord file is a Riegeli file of one chunk per record, as `rows` writes it, and at its end a
-chunk with the places of all chunks (https://github.com/google/riegeli, riegeli_format.md;
-https://github.com/google/array_record, array_record_writer.cc):
+An ArrayRecord file that `rows` writes is a Riegeli file with one record per chunk. Near the end, it
+has an index: a chunk with the offsets of all chunks. (https://github.com/google/riegeli,
+riegeli_format.md; https://github.com/google/array_record, array_record_writer.cc)
 
     blocks of 64 KiB, each of which begins with 24 bytes that are not part of any chunk
     chunk: header of 40 bytes (hash, size, hash, type and number of records, decoded size), data
-    the last block: a chunk whose record holds the place of the index
+    the last block: a chunk whose record holds the offset of the index
 """
 
 import collections
@@ -49,7 +48,7 @@ class RemoteShard:
 
         Args:
           path: the shard.
-          size: its bytes.
+          size: the number of bytes of the shard.
           open_reader: opens a local ArrayRecord file.
         """
         self._path, self._lock = path, threading.Lock()
@@ -124,8 +123,8 @@ _libc = ctypes.CDLL(None)
 
 
 class _ChunkCache:
-    """Chunks that were read last, of all shards of this process: held-out rows, above all, are
-    read again at every evaluation.
+    """A cache of the chunks that this process read last, from all of its shards. The cache mainly
+    serves evaluations, each of which reads the same held-out rows.
     """
 
     def __init__(self, size: int):
@@ -163,8 +162,8 @@ def _offset_of_index(tail: bytes, size: int) -> int:
 
 
 def _chunk_offsets(tail: bytes, start: int, index: int) -> list[int]:
-    """Returns the offset of each chunk in the shard, and then the offset at which the last chunk
-    ends.
+    """Returns the offset of each chunk in the shard, followed by the offset of the end of the last
+    chunk.
 
     Args:
       tail: the bytes of the shard from `start` on.
@@ -178,8 +177,8 @@ def _chunk_offsets(tail: bytes, start: int, index: int) -> list[int]:
 
 
 def _chunk_records(tail: bytes, start: int, place: int) -> list[bytes]:
-    """Returns the records of the chunk at the offset `place`. `tail` are the shard's bytes from
-    `start` on.
+    """Returns the records of the chunk at the offset `place` of a shard. `tail` holds the shard's
+    bytes from `start` on.
     """
     header, place = _without_block_headers(tail, start, place, _CHUNK_HEADER.size)
     _, size, _, kind, _ = _CHUNK_HEADER.unpack(header)
@@ -199,8 +198,8 @@ def _chunk_records(tail: bytes, start: int, place: int) -> list[bytes]:
 
 
 def _without_block_headers(tail: bytes, start: int, place: int, count: int) -> tuple[bytes, int]:
-    """Returns `count` bytes of the file from `place` on, without the headers of blocks, and the
-    place after them.
+    """Returns (the first `count` bytes from `place` on that are not in headers of blocks, the place
+    after the last of these bytes).
     """
     parts = []
     while count:
@@ -239,7 +238,7 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _protobuf_fields(message: bytes) -> dict[int, int]:
-    """Returns number of field → value, for a Protocol Buffers message of integers."""
+    """Decodes a Protocol Buffers message of integers. Returns number of a field → its value."""
     found, at = {}, 0
     while at < len(message):
         key, at = _read_varint(message, at)

@@ -1,28 +1,29 @@
 """A program that renders a chat template: the prompt of a conversation, or whole conversations with
-the places of the assistant's turns.
+the positions of the assistant's turns.
 
 The program runs in a process of its own because a template may come from an untrusted source, and
 jinja2's sandbox limits neither the time nor the memory that a template takes.
-`chat_template.ChatTemplate` runs this file by its path, so that the process imports jinja2 and
-nothing of this package.
+`chat_template.ChatTemplate` runs render_template.py by its path, so that the process imports jinja2
+and nothing of qwen3next_jax.
 
 Standard input is a JSON object:
   template: the template's text.
-  special: the tokenizer's special tokens by name.
+  special: name → text of the tokenizer's special tokens.
   date: the day that the template is told, such as "2026-01-31"; "" for none.
-  prompt: a list of messages, for which the prompt of the next answer is rendered; or
-  conversations: a list of lists of messages, which are rendered as they are. Without either, only
-    the template's syntax is checked.
-  seconds, bytes, characters: the limits of the processor time of the prompt or of each
-    conversation, of memory, and of the text of a conversation.
+  prompt: a list of messages; the program renders the prompt of the next answer; or
+  conversations: a list of conversations; the program renders each. Without `prompt` and
+    `conversations`, the program only checks the template's syntax.
+  seconds: the limit of the processor time for the prompt, or for each conversation.
+  bytes: the limit of the memory of the program.
+  characters: the limit of the length of a rendered text.
 
-Standard output is a JSON object with `error`, why all of it failed, or with:
-  rendered: a list with an object for the prompt or for each conversation, each with one of:
+Standard output is a JSON object with `error`, the reason why the program failed, or with:
+  rendered: a list with an object for the prompt or for each conversation. Each object has one of:
     text: the rendered text, cut off one character after the limit. A conversation also has `turns`,
-      a list of [first character, end] for each turn of the assistant.
+      [first character, end] of each turn of the assistant.
     refused: why the template refuses the messages.
     error: why rendering failed.
-    unclear: why the assistant's turns cannot be told from the rest.
+    unclear: why the assistant's turns cannot be told from the other text.
     dateless: true, if the template asks for the date and there is none.
 """
 
@@ -45,17 +46,17 @@ class MessagesRefused(Exception):
 
 
 class TurnsUnclear(Exception):
-    """Raised if the assistant's turns cannot be told from the rest of a conversation."""
+    """Raised if the assistant's turns cannot be told from the other text of a conversation."""
 
 
 class MissingDate(Exception):
-    """Raised if the template asks for the date and there is none."""
+    """Raised if the template asks for the date and the request names no date."""
 
 
 class GenerationBlock(jinja2.ext.Extension):
     """The block {% generation %} … {% endgeneration %}, in which chat templates write the text of
-    the assistant. If `environment.marks` is true, the block writes a mark before and after this
-    text.
+    the assistant. If `environment.marks` is true, the block writes a mark before and after the text
+    of the assistant.
     """
 
     tags = {"generation"}
@@ -78,12 +79,11 @@ class Renderer:
 
     Args:
       text: the template.
-      special: {name of a special token, such as "eos_token": its text or None}, which the template
-        may read.
+      special: name of a special token, such as "eos_token" → its text or None. The template may
+        read the tokens by name.
       date: the day that the function `strftime_now` formats; "" for none.
       marks: whether the blocks {% generation %} of the template write marks around their content.
-      characters: the most characters that a rendered text may have; `render_text` cuts off the
-        rest.
+      characters: the largest number of characters of a rendered text.
 
     Attributes:
       has_marks: whether the template marks the assistant's turns.
@@ -105,11 +105,11 @@ class Renderer:
         self._characters = characters
 
     def render_text(self, messages: list, prompt: bool) -> str:
-        """Returns the rendered text, cut off one character after the limit.
+        """Returns the rendered text, cut off one character after the limit `characters`.
 
         Args:
           messages: the messages.
-          prompt: whether the text ends with the beginning of the assistant's next turn.
+          prompt: whether to add the beginning of the assistant's next turn to the end of the text.
 
         Raises:
           MessagesRefused: the template refuses the messages.
@@ -127,7 +127,7 @@ class Renderer:
         """Returns {"text", "turns"} of a conversation.
 
         Raises:
-          TurnsUnclear: the assistant's turns cannot be told from the rest.
+          TurnsUnclear: the assistant's turns cannot be told from the other text.
         """
         whole = self.render_text(messages, prompt=False)
         if len(whole) > self._characters:
@@ -148,8 +148,8 @@ class Renderer:
         return {"text": text, "turns": turns}
 
     def _find_turns_by_prompts(self, messages: list, whole: str) -> list:
-        """Returns [first character, end] of each turn of the assistant: of the text that the
-        assistant's message adds to the prompt before it.
+        """Returns [first character, end] of each turn of the assistant. A turn is the text that a
+        message of the assistant adds to the prompt before this message.
         """
         turns = []
         for i, message in enumerate(messages):
@@ -228,7 +228,9 @@ def _raise_refused(message: object):
 
 
 def _strftime_now_for(date: str):
-    """Returns the function `strftime_now` of templates, which formats `date` in place of now."""
+    """Returns the function `strftime_now` of templates, which formats `date` instead of the present
+    time.
+    """
 
     def strftime_now(form: str) -> str:
         if not date:
@@ -239,8 +241,8 @@ def _strftime_now_for(date: str):
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Implements the filter `tojson` of templates. Unlike jinja2's own filter, it escapes no HTML,
-    and takes the arguments of transformers' filter.
+    """Implements the filter `tojson` of templates. Unlike jinja2's own filter, this filter does not
+    escape HTML, and takes the arguments of transformers' filter.
     """
     return json.dumps(
         value,
@@ -258,8 +260,8 @@ def _limit_cpu_time(seconds: int) -> None:
 
 
 def _set_resource_limit(which: int, maximum: int) -> None:
-    """Sets the limit of one of this process's resources to `maximum`, or to the system's own limit
-    if that is lower.
+    """Sets this process's limit of the resource `which` to `maximum`, or to the hard limit of the
+    system if the hard limit is lower.
     """
     _, hard_limit = resource.getrlimit(which)
     maximum = maximum if hard_limit == resource.RLIM_INFINITY else min(maximum, hard_limit)

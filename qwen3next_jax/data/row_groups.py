@@ -32,7 +32,7 @@ _TOKENS_AT_ONCE = 1 << 20  # tokens of a part that are handed to the packers at 
 
 @dataclasses.dataclass(frozen=True)
 class RowRecipe:
-    """Everything besides the tokens that determines the rows.
+    """The settings that, together with the tokens, determine the rows.
 
     Attributes:
       row_length: T, number of tokens of a row.
@@ -47,7 +47,9 @@ class RowRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Counts over the rows of one split of a source; the last four count conversations alone."""
+    """Counts over the rows of one split of a source. `ignored`, `dropped`, `left_out` and `endless`
+    are 0 unless the source has conversations.
+    """
 
     documents: int = 0
     # documents that were split into more than one piece; conversations that are longer than a row
@@ -71,15 +73,16 @@ class Statistics:
 
 @dataclasses.dataclass(frozen=True)
 class DocumentInBothSplits:
-    """The document of a small source that is divided between the two splits, whatever its hash
-    says, so that neither split is empty.
+    """The document of a small source that is divided between the training and the held-out split,
+    whatever its hash says, so that neither split is empty.
 
     Attributes:
-      part_index: index of the document's part, among the parts of the source that hold documents
-        or, for the attribute of a `Group`, in the group.
+      part_index: index of the document's part among the parts of the source that hold documents.
+        For `Group.document_in_both_splits`, the index counts from the first part of the group.
       document_index: index of the document in its part.
-      train_token_count: number of the document's first tokens, without the end token, that are
-        trained on; the tokens after them are held out. Either part may be empty.
+      train_token_count: the first `train_token_count` tokens of the document, not counting the end
+        token, are trained on; all later tokens are held out. `train_token_count` may be 0 or the
+        number of all tokens.
       train_byte_count: number of bytes of UTF-8 text that the first `train_token_count` tokens
         stand for.
     """
@@ -145,7 +148,7 @@ def group_parts(
 
 
 def group_key(group: Group, recipe: RowRecipe) -> str:
-    """Returns a digest (20 hexadecimal digits) of everything that determines a group's rows."""
+    """Returns a digest of everything that determines a group's rows, 20 hexadecimal digits."""
     parts = {
         "format": _FORMAT,
         # the parts; another name would give the rows of every run another digest
@@ -244,7 +247,9 @@ _Split = tuple[str, Documents, int, bool]
 
 
 def _documents_of_group(group: Group, recipe: RowRecipe, store: Store) -> Iterator[_Split]:
-    """Yields the documents of a group, several at a time, in their order within each split."""
+    """Yields the documents of a group, several at a time. Within a split, the documents keep their
+    order.
+    """
     for number, part in enumerate(group.parts):
         tokens, table = open_part_tokens(store, part)
         weights = open_part_weights(store, part)
@@ -278,7 +283,7 @@ def cut_conversations_to_row(
     documents: Documents, row_length: int, tokenizer: Tokenizer
 ) -> tuple[Documents, Statistics]:
     """Cuts conversations to the length of a row: each keeps its first `row_length` tokens. A
-    conversation in which none of these tokens counts in the loss is left out.
+    conversation is left out if none of its first `row_length` tokens counts in the loss.
 
     Args:
       documents: the conversations; their tokens have weights.
@@ -286,7 +291,7 @@ def cut_conversations_to_row(
       tokenizer: the tokenizer of the parts.
 
     Returns:
-      (the conversations, counts over them).
+      (the conversations that are left, counts over the conversations).
     """
     sizes = np.diff(documents.ends, prepend=0)
     owner = np.repeat(np.arange(len(sizes)), sizes)  # of each token: its conversation
@@ -325,7 +330,7 @@ def cut_conversations_to_row(
 
 def describe_long_conversations(counts: Statistics, row_length: int) -> str:
     """Returns a phrase about the conversations that are longer than a row of `row_length` tokens;
-    "" if there are none.
+    "" if no conversation is longer.
     """
     if not counts.dropped:
         return ""
@@ -349,14 +354,14 @@ def with_loss_weights(tokens: np.ndarray, weights: np.ndarray | int) -> np.ndarr
 def _documents_by_split(
     tokens: np.ndarray, table: np.ndarray, start: int, part: int, heldout_fraction: float
 ) -> Iterator[_Split]:
-    """Yields consecutive documents of a part: first those to train on, then those that are held
-    out.
+    """Yields consecutive documents of a part: first the documents to train on, then the held-out
+    ones.
 
     Args:
       tokens: the documents' tokens.
       table: the documents' entries, of the dtype `tokenized_parts.DOCUMENT`.
-      start: number of the part's tokens before these documents.
-      part_index: index of the part in its group.
+      start: number of the part's tokens before the first of these documents.
+      part: index of the part in its group.
       heldout_fraction: as in `RowRecipe`.
     """
     ends = table["end"].astype(np.int64) - start
@@ -386,7 +391,7 @@ def _pieces_of_divided_document(
     Args:
       tokens: the document's tokens, with the end token.
       entry: the document's entry, of the dtype `tokenized_parts.DOCUMENT`.
-      part_index: index of its part in the group.
+      part: index of the document's part in the group.
       divided: where the document is divided.
     """
     train, heldout = np.split(tokens[:-1], [divided.train_token_count])
@@ -429,8 +434,9 @@ def read_group_metadata(directory: pathlib.Path) -> dict:
 
 
 def _metadata_fault(content: dict) -> str:
-    """Returns what is wrong with the content of a metadata.json; "" if nothing is. The digest of
-    the metadata is right, so a fault comes from another program, or from a mistake in this one.
+    """Returns what is wrong with the content of a metadata.json; "" if the content is right. The
+    digest of the content has been checked, so a fault comes from another program or from a bug in
+    this module.
     """
     for name in ("row_length", "rows_per_record"):
         value = content.get(name)

@@ -9,11 +9,12 @@ A row consists of, in little-endian order:
     numbers of their records      uint32 [n], see `readers.Record`
     tokens                        uint16 or uint32, as the metadata says; padding is not stored
 
-In folders whose metadata say `weighted`, each token is followed by its loss weight, a float32
-(`token_dtype`); in all others every token has the weight 1.
+If the folder's metadata say `weighted`, each token is followed by its loss weight, a float32
+(`token_dtype`); otherwise every token has the weight 1.
 
 A chunk of a shard, which ArrayRecord calls a record, holds `rows_per_record` rows, one after the
-other; the folder's metadata have this number. The last chunk of a shard may hold fewer rows.
+other. `rows_per_record` is in the folder's metadata. Only the last chunk of a shard may hold fewer
+than `rows_per_record` rows.
 
 ArrayRecord stores a hash of every chunk and verifies it at every read, so a damaged byte is an
 error and never a different token.
@@ -58,7 +59,7 @@ def token_dtype(name: str, weighted: bool) -> np.dtype:
 
     Args:
       name: name of the dtype of the tokens' ids.
-      weighted: whether each token has a loss weight. Then the dtype has the fields "token" and
+      weighted: whether each token has a loss weight. If True, the dtype has the fields "token" and
         "weight".
     """
     ids = np.dtype(name).newbyteorder("<")
@@ -84,7 +85,7 @@ class RowWriter:
       row_length: T, number of tokens of a row.
 
     Attributes:
-      rows_per_chunk: number of rows of every chunk but the last of a shard.
+      rows_per_chunk: number of rows of each chunk, except the last chunk of a shard.
     """
 
     def __init__(self, directory: pathlib.Path, split: str, dtype: np.dtype, row_length: int):
@@ -145,7 +146,7 @@ class RowWriter:
 
 
 def _encode_rows(rows: Rows, dtype: np.dtype) -> Iterator[list[memoryview]]:
-    """Yields the bytes of each row as a shard stores them, in parts."""
+    """Yields the stored bytes of each row, in pieces."""
     counts = np.diff(rows.row_ends_in_pieces, prepend=0)  # pieces of each row
     headers = np.empty(len(counts) + 3 * len(rows.piece_lengths), _INTEGER)
     header_ends = np.cumsum(1 + 3 * counts)
@@ -179,21 +180,21 @@ def _encode_rows(rows: Rows, dtype: np.dtype) -> Iterator[list[memoryview]]:
 class ShardTable:
     """The shards of one split of a source, which may lie in several folders.
 
-    The table consists of arrays, because a source may have several hundred thousand shards: S
-    shards in F folders, packed from P parts.
+    A source may have several hundred thousand shards, so a `ShardTable` consists of arrays. It has
+    S shards in F folders, packed from P parts.
 
     Attributes:
-      root: the folder that holds the folders.
+      root: the folder that holds the F folders.
       split: the split; the names of its shards begin with it.
       dtype: name of the dtype of the tokens' ids.
       folders: bytes [F], names of the folders, in the order of the rows.
       rows_per_chunk: int64 [F], number of rows of each chunk in the folder's shards.
-      folder_shard_ends: int64 [F], number of shards in the folders up to each folder, inclusive.
+      folder_shard_ends: int64 [F], number of shards up to the end of each folder.
       rows_per_shard: int64 [S], number of rows of each shard.
       shard_bytes: int64 [S], number of bytes of each shard.
-      folder_part_ends: int64 [F], number of parts in the folders up to each folder, inclusive.
+      folder_part_ends: int64 [F], number of parts up to the end of each folder.
       part_origins: int64 [P, 2], for each part: the index of its file, and the number of the file's
-        records before the part. Shape [0, 2] if the origin of rows is not needed.
+        records before the part. `part_origins` is [0, 2] if the origins of rows are not needed.
       has_loss_weights: whether each token has a loss weight.
     """
 
@@ -218,14 +219,14 @@ class ShardTable:
         part_ends: Sequence[int],
         origins: Sequence[tuple[int, int]],
     ) -> "ShardTable":
-        """Returns the table of the shards in folders that have the same parent.
+        """Returns the table of the shards in `directories`, which have the same parent folder.
 
         Args:
           split: the split.
           directories: the folders, at least one.
           metadata: the content of each folder's metadata.json.
-          part_ends: as the attribute.
-          origins: as the attribute.
+          part_ends: see the attribute `folder_part_ends`.
+          origins: see the attribute `part_origins`.
         """
         shards = [[Shard(**shard) for shard in content["shards"][split]] for content in metadata]
         flat = [shard for of_folder in shards for shard in of_folder]
@@ -264,7 +265,7 @@ class ShardTable:
         return self.folder_path(folder) / name, shard
 
     def shard_paths(self) -> Iterator[str]:
-        """Yields the paths of all shards, in their order."""
+        """Yields the paths of all shards in order."""
         first = 0
         for name, end in zip(self.folders.tolist(), self.folder_shard_ends.tolist(), strict=True):
             for i in range(end - first):
@@ -293,16 +294,16 @@ def shard_name(split: str, number: int) -> str:
 class RowReader:
     """Gives random access to the rows of one split. Several threads may use a reader at once.
 
-    A shard is opened when one of its rows is read. All readers together keep at most `_MOST_OPEN`
-    shards open: those that were read last.
+    A shard is opened when one of its rows is read. All readers of this process together keep the
+    `_MOST_OPEN` shards open that were read last.
 
     Args:
       table: the shards.
       row_length: T, number of tokens of a row.
 
     Raises:
-      UserError: when a row is read: its shard is missing or damaged, or the system lets this
-        process open no more files.
+      UserError: raised when a row is read, if its shard is missing or damaged, or if the system
+        lets this process open no more files.
     """
 
     def __init__(self, table: ShardTable, row_length: int):
@@ -383,9 +384,9 @@ _reader_numbers = itertools.count()
 
 
 def _cached_shard(key: tuple[int, int], open_it: Callable[[], Any]) -> Any:
-    """Returns the open shard `key`. A shard that is not open is opened with `open_it`. If more than
-    `_MOST_OPEN` shards are then open, the shards that were read longest ago are dropped. A dropped
-    shard closes when the last thread that reads it has finished.
+    """Returns the open shard `key`. A shard that is not open is opened with `open_it`. Then, if
+    more than `_MOST_OPEN` shards are open, the shards that were read longest ago are dropped. A
+    dropped shard closes when the last thread that reads from it has finished.
     """
     with _open_lock:
         if key in _open:
@@ -417,7 +418,7 @@ def raise_open_file_limit() -> None:
 
 def _array_record_module() -> Any:
     """Returns the ArrayRecord library. The library is imported late, because a machine that only
-    loads a model may not have it.
+    loads a model may lack ArrayRecord.
     """
     from array_record.python import array_record_module
 

@@ -1,6 +1,7 @@
 """Finds the files that the globs of `data.path` match, on local disks and in object stores.
 
-A `Source` is one glob with the sorted files that it matches. `readers` reads their documents.
+A `Source` is one glob with the sorted files that it matches. `readers` reads the documents of a
+source.
 """
 
 import collections
@@ -107,7 +108,9 @@ class SourceFile:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One glob of `data.path`, with the files that it matches and the settings for reading them."""
+    """One glob of `data.path`, with the files that match the glob and the settings for reading
+    them.
+    """
 
     name: str  # the glob as the user wrote it
     files: tuple[SourceFile, ...]  # sorted by label
@@ -137,14 +140,14 @@ def find_source_of_glob(
     """Finds the files of one glob.
 
     Args:
-      path: a glob; or a folder, whose text files are taken; or "", which stands for the source
-        code of the Python standard library.
+      path: a glob; or a folder, of which all text files are taken; or "", which stands for the
+        source code of the Python standard library.
       text_field: `data.text_field` of the source.
       on_bad_text: `data.on_bad_text`.
       bad_records: `data.bad_records`.
 
     Raises:
-      UserError: nothing matches, or the package for a remote path is not installed.
+      UserError: no file matches, or the package for a remote path is not installed.
     """
     if not path:
         return Source(
@@ -162,8 +165,8 @@ def find_source_of_glob(
 
 
 def content_digest(file: SourceFile) -> str:
-    """Returns the SHA-256 of a local file's bytes. A remote object is not downloaded; the result is
-    then the SHA-256 of its size and checksum.
+    """Returns the SHA-256 of a local file's bytes. For a remote object, returns the SHA-256 of its
+    size and checksum, without a download.
     """
     if is_remote(os.fspath(file.path)):
         return digests.sha256(f"{file.size} {file.mtime_or_checksum}")
@@ -175,9 +178,9 @@ def content_digest(file: SourceFile) -> str:
 
 
 def _is_companion(name: str, names: set[str]) -> bool:
-    """Whether the file `name` is not read by itself: it is the `.bin` of an `.idx` in `names`, or a
-    file that datatrove writes beside a `.ds`. `.ds.index` is read with its `.ds`; `.ds.metadata`
-    and `.ds.loss` are not read at all.
+    """Whether the file `name` belongs to another file and is not read by itself: it is the `.bin`
+    of an `.idx` in `names`, or a file that datatrove writes beside a `.ds`. Of datatrove's files,
+    `.ds.index` is read together with its `.ds`; `.ds.metadata` and `.ds.loss` are not read at all.
     """
     stem = name.removesuffix(".bin")
     datatrove = any(name.endswith(f".ds.{part}") for part in ("index", "metadata", "loss"))
@@ -237,8 +240,8 @@ def _warn_of_unread_files(
 
 
 def _distinct_files(found: Iterable[str], root: str) -> list[SourceFile]:
-    """Returns the files among the paths `found`. If several paths lead to one file by links, the
-    file is taken once, by the path with the fewest folders.
+    """Returns the files among the paths `found`. If links make several paths lead to one file, the
+    result has only the path with the fewest folders.
     """
     once: dict[str, str] = {}
     for name in sorted(found, key=lambda name: (name.count("/"), name)):
@@ -247,8 +250,8 @@ def _distinct_files(found: Iterable[str], root: str) -> list[SourceFile]:
 
 
 def _glob(pattern: str) -> Iterator[str]:
-    """Yields the paths that `glob.glob(pattern, recursive=True)` finds, except that `**` enters no
-    folder twice, because links may form a cycle.
+    """Yields the paths that `glob.glob(pattern, recursive=True)` finds, but `**` enters no folder
+    twice, because links may form a cycle.
     """
     parts = pattern.split("/")
     if "**" not in parts:
@@ -306,8 +309,8 @@ def _remote_files(path: str) -> list[SourceFile]:
 
 
 def _missing_path_hint(path: str) -> str:
-    """Returns a hint for messages: the first part of a local path that does not exist, and the
-    existing names closest to it.
+    """Returns a hint for messages: the first missing folder or file of a local path, and existing
+    names similar to the missing name.
     """
     if is_remote(path):
         return "; check the bucket's and the objects' names"

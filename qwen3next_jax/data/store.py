@@ -1,12 +1,12 @@
-"""The folder of prepared data. Files and folders appear in it whole or not at all. So any number of
-processes, on any hosts, may write prepared data at once, and may be killed at any time.
+"""The folder of prepared data. Files and folders appear in this folder whole or not at all. So any
+number of processes, on any hosts, may write prepared data at once, and may be killed at any time.
 
-Names are relative to the folder. A file or folder is written in `.partial/`, under a name that no
-other process uses, and then gets its own name in one rename.
+In this module, names are relative to the folder of prepared data. A file or folder is written in
+`.partial/`, under a name that no other process uses, and then gets its own name in one rename.
 
-In a bucket, files are written on the local disk and then uploaded. An object in a bucket appears
-whole by itself. A folder in a bucket counts as present once it has its `metadata.json`, which is
-uploaded last.
+Files for a bucket are written on the local disk and then uploaded. Buckets make every object appear
+whole. A folder in a bucket counts as present once it has its `metadata.json`, which is uploaded
+last.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Store:
         return local_copy(self.path(name))
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Returns the content that `write_json` wrote under `name`.
+        """Returns the content that `write_json` wrote to the file `name`.
 
         Raises:
           FileNotFoundError: there is no such file.
@@ -83,7 +83,7 @@ class Store:
     @contextlib.contextmanager
     def new_file(self, name: str) -> Iterator[pathlib.Path]:
         """Yields a path to which the `with` block writes a file. At the end of the block, the file
-        gets its name; it replaces an older file of this name.
+        gets the name `name`, and replaces an older file of this name.
 
         Raises:
           UserError: the disk is full, or the folder cannot be written to.
@@ -102,8 +102,8 @@ class Store:
     @contextlib.contextmanager
     def new_folder(self, name: str) -> Iterator[pathlib.Path]:
         """Yields the path of a folder into which the `with` block writes files. At the end of the
-        block, the folder gets its name. If a folder of this name exists by then, the existing
-        folder stays and the new one is removed.
+        block, the folder gets the name `name`. If another process has made a folder of this name in
+        the meantime, that folder stays and the new folder is removed.
 
         Raises:
           UserError: the disk is full, or the folder cannot be written to.
@@ -151,7 +151,7 @@ class Store:
             _remove_path(path)
 
     def remove_leftovers(self) -> None:
-        """Removes the unfinished files and folders of killed processes of all hosts."""
+        """Removes the unfinished files and folders of killed processes, whatever their host."""
         if isinstance(self.root, BucketPath):  # there are none
             return
         leftovers = list(self.root.glob(f"{_PARTIAL}/*"))

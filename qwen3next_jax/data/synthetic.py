@@ -4,18 +4,18 @@ can be made at any time.
 A task marks some tokens of a row as targets. Loss, accuracy and evaluations count only targets.
 
     mqar       Multi-query associative recall (2312.04927, Zoology). A row begins with pairs of a
-               key and its value: k v k v …. Then each key occurs again, at a gap drawn from a power
-               law, and its value follows. These second values are the targets. In Zoology's rows, a
-               filler token takes the place of the second value.
-    induction  Random tokens, one of which occurs twice; the second occurrence is the last token but
-               one. The last token repeats the token after the first occurrence; it is the target.
+               key and its value: k v k v …. After the pairs, each key occurs again, at a gap drawn
+               from a power law, followed by its value. The targets are the second occurrences of
+               the values. In Zoology's rows, filler tokens stand in place of the second values.
+    induction  Random tokens, one of which occurs twice; its second occurrence is the last token but
+               one. The last token repeats the token after the first occurrence, and is the target.
     copy       Random tokens, a separator, and the same tokens again. The targets are the tokens
                after the separator.
     backcopy   A Markov chain over the vocabulary in which each of three trigger tokens is followed
                by a copy of the token before the trigger (2410.13835). All tokens but the first are
-               targets. Attention layers without a gate develop attention sinks on this task.
+               targets. On backcopy, attention layers without a gate develop attention sinks.
 
-Letters: T tokens of a row, P pairs, V vocabulary.
+Letters: T, the number of tokens of a row; P, of pairs; V, the size of the vocabulary.
 """
 
 import dataclasses
@@ -52,7 +52,8 @@ class TaskRow(NamedTuple):
 
 
 class TaskRows:
-    """The rows of one split of a task. Row i is the same whenever and wherever it is made.
+    """The rows of one split of a task. The row with index i is the same whenever and wherever it is
+    made.
 
     Raises:
       UserError: rows of `length` tokens over `vocab_size` ids are too small for the task.
@@ -90,8 +91,8 @@ class TaskRows:
 
 
 def _row_maker(task: str, options: SyntheticConfig) -> tuple[Callable | None, int, int]:
-    """Returns (function that makes a row, smallest row length, smallest vocabulary). The function
-    is None for backcopy, whose rows `_backcopy_row` makes.
+    """Returns (function that makes a row, smallest row length, smallest vocabulary). For the task
+    backcopy the function is None: `_backcopy_row` makes its rows.
     """
     pairs = options.pairs
     return {
@@ -151,8 +152,8 @@ def _copy_row(
 
 
 def _backcopy_chain(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (cumulative transition probabilities [V, V], whether each token is a trigger [V]) of
-    the backcopy task of this seed.
+    """Returns the Markov chain of the backcopy task with this seed: (cumulative transition
+    probabilities [V, V], whether each token is a trigger [V]).
     """
     rng = np.random.default_rng([seed, 7])
     transition = rng.dirichlet(np.full(vocab_size - 1, 0.1), vocab_size)
@@ -181,8 +182,8 @@ def _backcopy_row(
 
 
 class TaskTokenizer:
-    """The `Tokenizer` of a synthetic task. The ids of a task do not stand for text, so text is a
-    list of numbers, such as "17 4 230".
+    """The `Tokenizer` of a synthetic task. The ids of a synthetic task do not stand for text, so
+    its texts are lists of numbers, such as "17 4 230".
     """
 
     reads_text = False
@@ -208,11 +209,11 @@ class TaskTokenizer:
         return " ".join(str(int(i)) for i in ids)
 
     def save(self, directory: epath.PathLike) -> None:
-        """Writes nothing, so the Hugging Face directory has no tokenizer.json."""
+        """Writes nothing: the export of a model of a synthetic task has no tokenizer.json."""
 
 
 class SyntheticData(DataSource):
-    """The rows of a task. Each row is made when it is read.
+    """The rows of a synthetic task. Each row is made when it is read.
 
     Raises:
       UserError: the rows or the vocabulary are too small for the task.

@@ -1,7 +1,7 @@
 """Functions for the texts of documents, short and long.
 
-Python holds a text in one, two or four bytes per character: a single emoji makes it four for a text
-that is ASCII otherwise. A long text is therefore held as UTF-8 and decoded in pieces.
+Python holds a string in one, two or four bytes per character: an ASCII text with a single emoji
+takes four bytes for every character. A long text is therefore held as UTF-8 and decoded in pieces.
 """
 
 import codecs
@@ -43,7 +43,7 @@ def text_pieces(text: Text) -> Iterator[str]:
 
 
 def is_blank(text: Text) -> bool:
-    """Whether a text is empty, or holds white space alone."""
+    """Whether a text is empty or holds only white space."""
     return all(piece.isspace() for piece in text_pieces(text))
 
 
@@ -53,7 +53,7 @@ def byte_count(text: Text) -> int:
 
 
 def is_long_text(data: bytes) -> bool:
-    """Whether `data` is long, UTF-8, and without NUL."""
+    """Whether `data` has at least `LONG` bytes, is UTF-8, and contains no NUL."""
     return len(data) >= LONG and b"\0" not in data and _is_utf8(data)
 
 
@@ -67,11 +67,12 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def text_of_long_json(line: bytes, field: str) -> Text | None:
-    """Returns the text in a field of a long JSON object, if the object has no fault. Returns None
-    if the object has a fault, or if the field holds no text.
+    """Returns the text in a field of a long JSON object; None if the object has a fault, or if the
+    field holds no text.
 
-    The syntax of JSON is ASCII. So the whole object is decoded as Latin-1, one character per byte;
-    the string in the field is then encoded as Latin-1, which gives back its UTF-8 bytes.
+    To save memory, the whole object is decoded as Latin-1, one character per byte; the syntax of
+    JSON is ASCII. Encoding the field's string as Latin-1 then gives back the UTF-8 bytes of the
+    text.
     """
     if not _is_utf8(line):
         return None
@@ -88,10 +89,10 @@ def text_of_long_json(line: bytes, field: str) -> Text | None:
 
 
 def _without_unicode_escapes(line: bytes) -> bytes | bytearray:
-    """Returns a line of JSON with UTF-8 in place of the escapes of characters beyond ASCII.
+    """Returns a line of JSON in which UTF-8 replaces the escapes of non-ASCII characters.
 
     Raises:
-      ValueError: it has the escape of half a surrogate pair.
+      ValueError: the line has the escape of half a surrogate pair.
     """
     if b"\\u" not in line:
         return line
@@ -108,8 +109,8 @@ def _without_unicode_escapes(line: bytes) -> bytes | bytearray:
 def batches_by_size[T](
     items: Iterable[T], size: Callable[[T], int], limit: int
 ) -> Iterator[list[T]]:
-    """Yields consecutive items in lists. A list ends with the item at which the sum of its items'
-    sizes reaches `limit`.
+    """Yields consecutive items in lists. A list ends with the item that makes the sum of the sizes
+    in the list reach `limit`.
     """
     batch, total = [], 0
     for item in items:

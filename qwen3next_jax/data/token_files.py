@@ -5,8 +5,8 @@
     OLMo         `.npy`, with or without NumPy's header
     llm.c        `.bin`
     levanter     `shard_ledger.json`, with the folder `input_ids` beside it: two arrays in zarr's
-                 format 3, `data` and `offsets`. Entry 0 of `offsets` is the number of documents;
-                 entry i, from 1 on, is where document i - 1 ends in `data`.
+                 format 3, `data` and `offsets`. `offsets[0]` is the number of documents;
+                 `offsets[i]`, with i > 0, is the position in `data` where document i - 1 ends.
 
 The indices of Megatron-LM, datatrove and levanter say where documents end. In files of OLMo and
 llm.c, the end token marks the end of each document.
@@ -34,8 +34,8 @@ _MOST = 1 << 48  # tokens or documents of a file
 
 
 def token_format(name: str) -> str:
-    """Returns the name of the format of a file of tokens, by the file's lower-case name; "" for any
-    other file.
+    """Returns the name of the format of a file of tokens; "" for a file of another kind. `name`:
+    the file's name in lower case.
     """
     if name == _LEDGER:
         return "levanter"
@@ -44,8 +44,8 @@ def token_format(name: str) -> str:
 
 
 def companion_path(path: pathlib.Path) -> pathlib.Path | None:
-    """Returns the second file or folder that is needed to read a file of tokens; None if the file
-    is read alone.
+    """Returns the companion of a file of tokens: the second file or folder that is needed to read
+    the file; None if the file is read alone.
     """
     if path.name.endswith(".idx"):
         return path.with_suffix(".bin")
@@ -55,8 +55,8 @@ def companion_path(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def companion_files(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files that are read with a file of tokens: its `companion_path` or, if this is a
-    folder, all files in the folder, sorted.
+    """Returns the files that are read together with a file of tokens: the file `companion_path` or,
+    if `companion_path` is a folder, all files in the folder, sorted.
     """
     other = companion_path(path)
     if other is None:
@@ -71,8 +71,8 @@ def read_token_file(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np
     document: int32 [n], int.
 
     Raises:
-      UserError: the file is not in the format that its name says, is cut short, or holds ids that
-        the tokenizer does not have.
+      UserError: the file's content contradicts its name, the file is cut short, or it holds ids
+        that the tokenizer does not have.
     """
     path = pathlib.Path(file.path)
     require(not is_remote(str(file.path)), f"{path}: files of tokens are read from a local disk")
@@ -110,7 +110,7 @@ def read_token_file(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np
 
 
 def _check_document_ends(path: pathlib.Path, ends: np.ndarray, tokens: int) -> None:
-    """Raises a UserError unless documents with these ends cover all tokens in order."""
+    """Raises a UserError unless the ends of the documents are in order and the last is `tokens`."""
     is_ordered = bool((ends >= 0).all() and (ends[1:] >= ends[:-1]).all())
     require(
         len(ends) > 0 and int(ends[-1]) == tokens and is_ordered,
@@ -208,7 +208,8 @@ class _LevanterArray:
       length: number of entries, which `set_checked_length` sets.
 
     Raises:
-      UserError: the folder holds no such array; or, when a slice is taken, it is damaged.
+      UserError: the folder holds no array of integers [n], or its data are damaged. Damage raises
+        the error when a slice is read.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -235,9 +236,10 @@ class _LevanterArray:
         )
 
     def set_checked_length(self, length: int) -> None:
-        """Sets the number of entries, and raises UserError unless there are files for all of them.
-        For a missing file, TensorStore would return zeros. (TensorStore also returns zeros for a
-        chunk that is missing in a file, and rightly so: its writer leaves out chunks of zeros.)
+        """Sets the number of entries, and raises UserError unless the folder has files for all
+        entries. The check is needed because TensorStore returns zeros for a missing file. (For a
+        chunk that is missing in a file, zeros are right: TensorStore does not write chunks of
+        zeros.)
         """
         require(
             0 < length <= self._array.shape[0],

@@ -1,17 +1,17 @@
 """Tokenized parts. A tokenized part holds the tokens of a part of a file (`readers.file_parts`).
-Each tokenized part is made once, and shared by all preparations that need its tokens.
+Each tokenized part is made once; all preparations that need its tokens share it.
 
-A tokenized part with key "ab…" consists of the file `tokens/ab/<key>.tokens` and of its manifest
-`tokens/ab/<key>.json`, which is written last. The key is a digest of everything that determines the
-tokens: the part's bytes, the settings for reading them, the tokenizer, and the versions of the
-libraries that tokenize. The key does not depend on the path of the source file, the row length, the
-seed, the held-out fraction, or the process that makes the part.
+A tokenized part whose key begins with "ab" consists of the file `tokens/ab/<key>.tokens` and of its
+manifest `tokens/ab/<key>.json`, which is written last. The key is a digest of everything that
+determines the tokens: the part's bytes, the settings for reading the file, the tokenizer, and the
+versions of the tokenizer's libraries. The key does not depend on the path of the source file, the
+row length, the seed, the held-out fraction, or the process that makes the part.
 
 The file of tokens holds the tokens of one document after the other, as little-endian uint16 or
 uint32, and then a table with one `DOCUMENT` entry per document.
 
 A part with conversations has a third file, `tokens/ab/<key>.weights`: the loss weight of each
-token, as little-endian float32. In a part without this file every token has the weight 1.
+token, as little-endian float32. In a part without a file of weights, every token has the weight 1.
 """
 
 import array
@@ -60,8 +60,9 @@ class TokenizeJob:
       text_field: the field (of JSON) or column (of Parquet and Arrow) that holds the text.
       on_bad_text: `data.on_bad_text`.
       bad_records: `data.bad_records`.
-      digest: `readers.part_digest` of the part; "" if it is not computed yet.
-      chat_format: how the conversations of the part become tokens; None: it holds texts.
+      digest: `readers.part_digest` of the part; "" before the digest is computed.
+      chat_format: how the conversations of the part become tokens; None: the part has no
+        conversations.
     """
 
     file: SourceFile
@@ -74,12 +75,16 @@ class TokenizeJob:
 
     @property
     def holds_texts(self) -> bool:
-        """Whether the file holds documents of text, neither conversations nor tokens."""
+        """Whether the file holds documents of text; False for conversations and for files of
+        tokens.
+        """
         return not self.chat_format and not token_files.token_format(self.file.path.name.lower())
 
     @property
     def size(self) -> int:
-        """The number of bytes of the part on disk; an estimate for a part of a Parquet file."""
+        """The number of bytes of the part on disk. For a part of a Parquet file, this is an
+        estimate.
+        """
         if readers.covers_whole_file(self.file, self.part):
             return self.file.size
         if readers.file_format(self.file) == "parquet":  # its parts are counted in row groups
@@ -108,12 +113,12 @@ class TokenizedPart:
 
     @property
     def identity(self) -> str:
-        """A digest of the documents: of their tokens and weights."""
+        """A digest of the tokens and loss weights of the documents."""
         return digests.sha256(f"{self.content} {self.weights}") if self.weights else self.content
 
     @property
     def size(self) -> int:
-        """The number of bytes of the file with the tokens."""
+        """The number of bytes of the part's file `tokens/ab/<key>.tokens`."""
         return self.tokens * np.dtype(self.dtype).itemsize + self.documents * DOCUMENT.itemsize
 
 
@@ -333,9 +338,9 @@ class _EncodedBatch(NamedTuple):
 def encoded_documents(
     job: TokenizeJob, tokenizer: Tokenizer, bad: BadRecords
 ) -> Iterator[_EncodedBatch]:
-    """Yields the documents of a part, with their texts and tokens, in batches. A document in a file
-    of tokens gets its decoded tokens as its text, so that the same document is held out whether it
-    comes from a file of tokens or of text.
+    """Yields the documents of a part, with their texts and tokens, in batches. The text of a
+    document in a file of tokens is made by decoding its tokens. So the same documents are held out,
+    whether they are read from a file of tokens or from a file of text.
     """
     if job.chat_format:
         yield from _encoded_conversations(job, job.chat_format, tokenizer, bad)
@@ -370,7 +375,7 @@ def encoded_documents(
 def _encoded_conversations(
     job: TokenizeJob, chat_format: ChatFormat, tokenizer: Tokenizer, bad: BadRecords
 ) -> Iterator[_EncodedBatch]:
-    """Yields the conversations of a part in batches, as `encoded_documents` yields documents."""
+    """Yields the conversations of a part in batches, for `encoded_documents`."""
     for batch in _batch_records(
         readers.read_conversations(job.file, job.part, chat_format.messages_field, bad)
     ):
@@ -413,7 +418,7 @@ _ASCII = re.compile(r"[\0-\x7f]")
 
 def _nfc_pieces(text: Text) -> Iterator[str]:
     """Yields a text in Unicode's composed form, NFC, in pieces. A long text is cut before ASCII
-    characters, because composition does not cross them.
+    characters, because no character before an ASCII character composes with it.
     """
     held: list[str] = []
     for piece in text_pieces(text):
@@ -474,8 +479,8 @@ def open_part_tokens(store: Store, part: TokenizedPart) -> tuple[np.ndarray, np.
 
 
 def open_part_weights(store: Store, part: TokenizedPart) -> np.ndarray | None:
-    """Opens the loss weights of a part's tokens, float32 [part.tokens], as a memory map; returns
-    None if all are 1.
+    """Opens the loss weights of a part's tokens, float32 [part.tokens], as a memory map. Returns
+    None if the part has no file of weights: all weights are 1.
 
     Raises:
       UserError: the file is missing, or its bytes do not have the digest in the manifest.

@@ -1,8 +1,8 @@
 """Tokenizers with one small interface: bytes, or any Hugging Face `tokenizer.json`.
 
 `load_tokenizer("bytes")` and `load_tokenizer("path/to/tokenizer.json")` return objects with the
-same attributes, so preparation, evaluation (bits per byte), generation and export treat both
-alike.
+same interface (`Tokenizer`), so preparation, evaluation (bits per byte), generation and export
+accept either.
 """
 
 import copy
@@ -41,20 +41,23 @@ _LARGEST_GAP = 1 << 20  # most unused ids of a vocabulary; a damaged file could 
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer that the rest of the package uses.
+    """The interface of all tokenizers.
 
     Attributes:
       vocab_size: number of ids (the largest id plus one).
       eos_id: the id that ends every document.
       token_byte_counts: int32 [vocab_size], number of UTF-8 bytes that each token stands for inside
-        of a text; 0 for special tokens that are not in `parse_tokens`. Some tokenizers change or
-        lose parts of a text, which no token stands for (`miscounted_bytes`).
+        of a text; 0 for special tokens that are not in `parse_tokens`. The sum of
+        `token_byte_counts` over a document differs from the document's bytes if the tokenizer
+        changes or loses parts of a text (`miscounted_bytes`).
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
       library_versions: name of each library that determines the ids of a text → its version.
-      parse_tokens: the special tokens that get their own ids where a document spells them out.
-        Other special tokens that a document spells out are encoded as ordinary text.
-      slower_tokenizer: the same tokenizer with the slower of two libraries, for texts to which the
-        faster one gives other ids (`fast_bpe.DifferentIds`); None if there is one library alone.
+      parse_tokens: the special tokens that get their own ids where a document spells them out. A
+        special token that is not in `parse_tokens` is encoded as ordinary text where a document
+        spells it out.
+      slower_tokenizer: if tiktoken encodes documents, the same tokenizer with the slower tokenizers
+        library, for texts to which tiktoken gives other ids (`fast_bpe.DifferentIds`); otherwise
+        None.
       misses_tiktoken: whether tiktoken is not installed, and would encode documents if it were.
       special_tokens: the texts of all special tokens, such as the token that ends a document.
       reads_text: whether the ids stand for text; False for the ids of a synthetic task.
@@ -77,13 +80,13 @@ class Tokenizer(Protocol):
         """
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, int32 or uint16 [n], with `eos_id` at the end. A special
-        token that a text spells out is encoded as ordinary text, unless it is one of
-        `parse_tokens`; this is the difference from `encode`.
+        """Returns the ids of each text, int32 or uint16 [n], with `eos_id` at the end. Unlike
+        `encode`, this method encodes a special token that a text spells out as ordinary text,
+        unless the token is one of `parse_tokens`.
 
         Raises:
-          fast_bpe.DifferentIds: the faster library gives other ids; the caller has to use
-          `slower_tokenizer`.
+          fast_bpe.DifferentIds: tiktoken gives other ids than the tokenizers library; the caller
+            has to use `slower_tokenizer`.
         """
 
     def encode_long_text(self, text: bytes) -> Iterator[np.ndarray]:
@@ -93,7 +96,8 @@ class Tokenizer(Protocol):
           text: the text as UTF-8.
 
         Raises:
-          fast_bpe.DifferentIds: as `encode_documents` raises it, maybe after some pieces.
+          fast_bpe.DifferentIds: for the same reason as `encode_documents`, but maybe after some
+            pieces were yielded.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -111,16 +115,16 @@ def load_tokenizer(
     """Returns the tokenizer that `spec` names.
 
     Args:
-      spec: "bytes" or "", the path of a Hugging Face `tokenizer.json`, or a directory that holds
-        one (local or gs://).
+      spec: "bytes" or "" for bytes; or the path of a Hugging Face `tokenizer.json`, or of a
+        directory that holds a tokenizer.json (local or gs://).
       vocab_size: size of the model's vocabulary; None: unknown.
       parse_tokens: the special tokens that get their own ids where documents spell them out
         (`data.parse_tokens`).
 
     Raises:
-      UserError: there is no such file; or it is not a tokenizer; or the tokenizer has no
-        end-of-document token, has more than `vocab_size` ids, lacks one of `parse_tokens`, or its
-        folder names added tokens that contradict it.
+      UserError: the file is missing or is not a tokenizer; the tokenizer has no end-of-document
+        token, has more than `vocab_size` ids, or lacks one of `parse_tokens`; or another file of
+        its folder names added tokens that contradict the tokenizer.
     """
     if spec in ("", "bytes"):
         require(not parse_tokens, "data.parse_tokens: the tokenizer 'bytes' has no such tokens")
@@ -138,7 +142,7 @@ def load_tokenizer(
 
 
 def same_token_ids(one: str, other: str) -> bool:
-    """Whether the tokenizers with these two fingerprints give every text the same ids, as far as
+    """Whether two tokenizers, given their fingerprints, give every text the same ids, as far as
     their files show. `ByteTokenizer` has two fingerprints: its own, and the fingerprint of the
     tokenizer.json that its `save` writes.
     """
@@ -146,8 +150,9 @@ def same_token_ids(one: str, other: str) -> bool:
 
 
 def extends_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether the tokenizer `one` is `other` with further added tokens, such as the tokens of a
-    chat format. Then both give the same ids to any text that contains none of the further tokens.
+    """Whether the tokenizer `one` is the tokenizer `other` with more added tokens, such as the
+    tokens of a chat format. If True, both tokenizers give the same ids to every text that contains
+    no added token of `one` that `other` lacks.
     """
     ours, theirs = (
         json.loads(_byte_level_tokenizer().to_str() if isinstance(t, ByteTokenizer) else t.json)
@@ -165,10 +170,11 @@ def extends_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def miscounted_bytes(token_bytes: int, text_bytes: int) -> int:
-    """Returns by how many bytes the tokens of a document differ from its text.
+    """Returns the difference, in bytes, between a document and the text that its tokens stand for.
 
-    A difference of one more byte counts as 0: the first token may stand for a space that the text
-      does not have, and the first token of a document is never a target.
+    If the tokens stand for one byte more than the document has, the difference counts as 0: the
+    first token may stand for a space that the document does not have, and the first token of a
+    document is never a target.
 
     Args:
       token_bytes: the sum of the tokenizer's `token_byte_counts` over the document.
@@ -222,19 +228,19 @@ class ByteTokenizer:
         )
 
     def save(self, directory: epath.PathLike) -> None:
-        """Writes a tokenizer.json with a byte-level BPE without merges. Any program that reads
-        Hugging Face tokenizers gets the same ids from it.
+        """Writes a tokenizer.json with a byte-level BPE without merges. Every program that reads
+        Hugging Face tokenizers gets the ids of `ByteTokenizer` from this file.
         """
         _write_tokenizer_files(directory, _byte_level_tokenizer().to_str(pretty=True), END_OF_TEXT)
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, which the `tokenizers` library reads. tiktoken encodes documents where it
-    can (see `fast_bpe`).
+    """The tokenizer of a `tokenizer.json`, which the `tokenizers` library reads. tiktoken encodes
+    documents if it gives the same ids as `tokenizers` (see `fast_bpe`).
 
     The end-of-document token is `eos_token` of the `tokenizer_config.json` in the same directory.
-    If that file names no such token, it is the first token of `_COMMON_EOS` that is in the
-    vocabulary.
+    If tokenizer_config.json names no `eos_token`, the end-of-document token is the first token of
+    `_COMMON_EOS` that is in the vocabulary.
     """
 
     reads_text = True
@@ -292,8 +298,8 @@ class HuggingFaceTokenizer:
         return set(self.special_tokens) - set(self.parse_tokens)
 
     def _document_tokenizer_json(self) -> dict[str, Any]:
-        """Returns the content of the tokenizer.json that encodes documents: where a document spells
-        out one of `_unmatchable_tokens`, it is encoded as ordinary text.
+        """Returns the content of the tokenizer.json that encodes documents: if a document spells
+        out one of `_unmatchable_tokens`, this tokenizer encodes it as ordinary text.
         """
         return make_tokens_unmatchable(json.loads(self.json), self._unmatchable_tokens)
 
@@ -317,11 +323,11 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _tiktoken_table(self) -> fast_bpe.TiktokenTable | None:
-        """The data for tiktoken; None if the tokenizers library encodes documents."""
+        """The arguments of tiktoken.Encoding; None if the tokenizers library encodes documents."""
         return None if fast_bpe.tiktoken_version() is None else self._tiktoken_table_if_installed()
 
     def _tiktoken_table_if_installed(self) -> fast_bpe.TiktokenTable | None:
-        """What `_tiktoken_table` would be if tiktoken were installed."""
+        """Returns the value that `_tiktoken_table` would have if tiktoken were installed."""
         added = self._added_tokens_in_documents.values()
         if not self._may_use_tiktoken or not all(map(AddedTokenSplitter.supports_token, added)):
             return None
@@ -338,7 +344,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _tiktoken_encoding(self) -> Any:
-        """A tiktoken.Encoding; None if the tokenizers library encodes documents."""
+        """The tiktoken.Encoding for documents; None if the tokenizers library encodes documents."""
         return self._tiktoken_table and self._tiktoken_table.encoding()
 
     @property
@@ -408,7 +414,8 @@ class HuggingFaceTokenizer:
         """Yields the ids of each text.
 
         Raises:
-          fast_bpe.DifferentIds: the two libraries give a sample of the texts different ids.
+          fast_bpe.DifferentIds: tiktoken and the tokenizers library give a sample of the texts
+            different ids.
         """
         if self._tiktoken_encoding is None:
             return self._encode_by_tokenizers(texts)
@@ -421,7 +428,7 @@ class HuggingFaceTokenizer:
             yield text
 
     def _check_same_ids(self, text: str) -> None:
-        """Compares the ids that both libraries give to a text.
+        """Compares the ids that tiktoken and the tokenizers library give to a text.
 
         Raises:
           fast_bpe.DifferentIds: the ids differ.
@@ -505,7 +512,9 @@ def _write_tokenizer_files(
 
 
 def _check_deterministic(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:
-    """Raises UserError if the library would give a text other ids at another time."""
+    """Raises UserError if the tokenizers library may give the same text different ids at different
+    times.
+    """
     dropout = getattr(tokenizer.model, "dropout", None)
     require(
         not dropout,
@@ -550,7 +559,7 @@ def _find_eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
 
 
 def _step_types(tokenizer: Mapping[str, Any], part: str) -> list[str]:
-    """Returns the types of the steps of a part of a tokenizer.json, such as its decoder."""
+    """Returns the type of each step in one part of a tokenizer.json, such as the decoder."""
     step = tokenizer.get(part) or {}
     inner = [value for value in step.values() if isinstance(value, list)]
     steps = [step, *(one for found in inner for one in found if isinstance(one, dict))]
@@ -558,8 +567,8 @@ def _step_types(tokenizer: Mapping[str, Any], part: str) -> list[str]:
 
 
 def _byte_characters() -> list[str]:
-    """Returns the character that byte-level BPE vocabularies (from GPT-2 on) use for each of the
-    256 bytes.
+    """Returns, for each of the 256 bytes, the character that stands for the byte in byte-level BPE
+    vocabularies, as in GPT-2's.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))

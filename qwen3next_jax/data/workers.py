@@ -1,8 +1,8 @@
 """Runs a function over many items in worker processes of this machine.
 
 The workers are plain Python processes, which get items and send results through pipes. This module
-does not use `multiprocessing`, because a fork would break JAX's threads, and a spawn would run the
-user's script again. Workers never import JAX.
+does not use `multiprocessing`: a forked process would break JAX's threads, and a spawned process
+would run the user's script again. Workers never import JAX.
 """
 
 import contextlib
@@ -35,15 +35,16 @@ def run_in_workers(
     workers: int,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[tuple[int, Any]]:
-    """Calls `function` for every item, and yields (i, result of items[i]) in the order in which the
-    items finish.
+    """Calls `function` for every item, and yields (i, result for items[i]) as soon as each result
+    is there.
 
     Args:
       function: called with an item and with a function that reports the item's progress. With
         several workers, the function, the items and the results are pickled.
       items: the items.
-      workers: number of processes; with at most one, this process calls `function` itself.
-      progress: called with (i, what `function` reports for items[i]).
+      workers: number of worker processes; if at most one, the calling process calls `function`
+        itself.
+      progress: called with (i, the progress that `function` reports for items[i]).
 
     Raises:
       UserError: a worker process died; the other workers are stopped.
@@ -106,7 +107,9 @@ def _feed_worker(
     todo: queue.SimpleQueue,
     messages: queue.SimpleQueue,
 ) -> None:
-    """Sends a worker one item after the other, and puts its answers into `messages`."""
+    """Sends the items to a worker one after the other, and puts the worker's answers into
+    `messages`.
+    """
     assert child.stdin and child.stdout
     try:
         child.stdin.write(function)

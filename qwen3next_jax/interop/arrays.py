@@ -2,9 +2,9 @@
 holds at most `MAX_PIECE_BYTES` of a parameter at a time.
 
 When a model is read, every process fills the shards of its own devices. A large shard is allocated
-on its device and filled there piece by piece. The programs that do this run on this device alone,
-so no process waits for another. When a model is written, each piece is gathered from all devices
-that hold parts of it.
+on its device, and filled there piece by piece, by programs that run on this device alone. So no
+process waits for another. When a model is written, each piece is gathered from all devices that
+hold parts of it.
 """
 
 import functools
@@ -30,41 +30,41 @@ ReadSlice = Callable[[ShardSlice], np.ndarray]
 def make_array(
     parameter: StoredParameter, dtype: np.dtype, sharding: Sharding | None, read_values: ReadSlice
 ) -> jax.Array:
-    """Makes the array of `parameter` on the devices.
+    """Makes the array of `parameter` on the devices of `sharding`.
 
     Args:
-      parameter: the parameter (`layout.StoredParameter`): where it is in the tree, and which
-        tensors of the file hold it.
+      parameter: the parameter (`layout.StoredParameter`), with its path in the parameter tree and
+        the tensors of the files that hold it.
       dtype: the array's dtype.
       sharding: the array's sharding; None: the array is on the default device, and JAX may move it
         (it is uncommitted).
-      read_values: see `make_shards`.
+      read_values: see `make_device_shards`.
     """
     if sharding is None:
         whole = (slice(None),) * len(parameter.shape)
-        return make_shards(parameter, dtype, {None: whole}, read_values)[0]
+        return make_device_shards(parameter, dtype, {None: whole}, read_values)[0]
     indices = sharding.addressable_devices_indices_map(parameter.shape)
-    shards = make_shards(parameter, dtype, indices, read_values)
+    shards = make_device_shards(parameter, dtype, indices, read_values)
     return jax.make_array_from_single_device_arrays(parameter.shape, sharding, shards)
 
 
-def make_shards(
+def make_device_shards(
     parameter: StoredParameter,
     dtype: np.dtype,
     indices: Mapping[jax.Device | None, tuple[slice, ...]],
     read_values: ReadSlice,
 ) -> list[jax.Array]:
-    """Makes the shards of `parameter`, one on every device of `indices`.
+    """Makes a single-device array on every device of `indices`: the device's shard of `parameter`.
 
     Args:
       parameter: the parameter's path, shape and tensors.
       dtype: the dtype of the shards.
       indices: device → the index of its shard in the parameter; the device None is the default
         device.
-      read_values: function from a slice of the parameter to its values in `dtype`. The calls ask
-        for each element that the devices hold exactly once, and for no other element. If the shards
-        together form one slice, one call may read several shards, because long rows of a file are
-        read faster than short ones.
+      read_values: function from a slice of the parameter to its values in `dtype`. All calls
+        together ask exactly once for each element that a device holds, and for no other element. If
+        the shards together form one slice, one call may read several shards, because long rows of a
+        file are read faster than short ones.
 
     Returns:
       The shards, in the order of `indices`.
@@ -96,14 +96,14 @@ def _read_adjacent_shards(
     device_of: Mapping[ShardSlice, jax.Device | None],
     read_values: ReadSlice,
 ) -> dict[ShardSlice, jax.Array]:
-    """Reads slices of a parameter that together fill their bounding slice, and puts each on its
-    device.
+    """Reads slices of a parameter that together fill their bounding slice, and puts each slice on
+    its device.
 
     Args:
       parameter: the parameter's path, shape and tensors.
       dtype: the dtype of the values.
       device_of: slice → the device that gets it.
-      read_values: see `make_shards`.
+      read_values: see `make_device_shards`.
 
     Returns:
       Slice → its values on the device.
@@ -147,7 +147,7 @@ class TensorReader:
     """Reads tensors, in the layout of files, from the parameters on the devices.
 
     A reader caches the last piece that it copied from the devices, because tensors that are written
-    one after another are usually adjacent in the parameter.
+    one after the other are usually adjacent in the parameter.
     """
 
     def __init__(self):
@@ -164,8 +164,8 @@ class TensorReader:
         """Yields the rows of a tensor in order, as blocks [rows, columns] of at most
         `MAX_PIECE_BYTES` (but at least one row).
 
-        If the array spans several processes, all of them must call this method for the same tensors
-        in the same order.
+        If the array spans several processes, all these processes must call this method for the same
+        tensors in the same order.
 
         Args:
           array: the values of `parameter`.
@@ -206,7 +206,7 @@ class TensorReader:
     def _cached_slice_around(
         self, array: jax.Array | np.ndarray, parameter: StoredParameter, needed: ShardSlice
     ) -> tuple[ShardSlice, np.ndarray]:
-        """Returns a slice that contains `needed`, and the values of this slice on the host."""
+        """Returns a slice that contains the slice `needed`, and its values on the host."""
         if self._cached is not None:
             cached_parameter, cached, values = self._cached
             if cached_parameter is parameter:
@@ -223,8 +223,9 @@ def _extend_to_piece(
     needed: ShardSlice, parameter: StoredParameter, array: jax.Array | np.ndarray
 ) -> ShardSlice:
     """Extends the slice `needed` to as much as fits into `MAX_PIECE_BYTES`. If the whole array
-    fits, the result is the whole array. Otherwise `needed` is extended along the first dimension
-    that numbers the parameter's tensors or their rows.
+    fits, the result is the whole array. If the array does not fit, `needed` is extended along the
+    first dimension of the transposed layer, which numbers the parameter's tensors or the rows of
+    its tensor.
     """
     if array.nbytes <= MAX_PIECE_BYTES:
         return shard_slices.full_slice(array.shape)
@@ -238,7 +239,7 @@ def _extend_to_piece(
 
 def read_slice_to_host(array: jax.Array | np.ndarray, part: ShardSlice) -> np.ndarray:
     """Returns the values of a slice of an array, on the host. All processes that hold a shard of
-    the array must call this together; each of them gets the values.
+    the array must call this function together; each process gets the values.
     """
     if isinstance(array, np.ndarray):
         return array[part]
@@ -265,13 +266,13 @@ def read_slice_to_host(array: jax.Array | np.ndarray, part: ShardSlice) -> np.nd
 def _make_slice_gather(
     sharding: NamedSharding, sizes: tuple[int, ...]
 ) -> Callable[[jax.Array, np.ndarray], jax.Array]:
-    """Makes a jitted function `gather(array, start)` that returns the slice of shape `sizes` that
-    begins at index `start`, replicated on every device.
+    """Makes a jitted function `gather(array, start)`. It returns the slice of shape `sizes` from
+    the index `start` on, replicated on every device.
 
     Each device makes an array of the slice's shape with the values that its own shard has, and
-    zeros elsewhere. The sum of these arrays over all devices is the slice. The values are added as
-    integers with the same bits, because -0.0 + 0.0 is 0.0 in floating point. Nothing larger than
-    the slice is gathered.
+    zeros elsewhere. The sum of the arrays of all devices is the slice. The values are added as
+    integers with the same bits, because -0.0 + 0.0 is 0.0 in floating point. No device gets more
+    than the slice.
     """
     spec = (*sharding.spec, *(None,) * (len(sizes) - len(sharding.spec)))
     tuples = [(axes,) if isinstance(axes, str) else axes for axes in spec]

@@ -2,9 +2,9 @@
 `writing.LocalExport`.
 
 Each file of weights is written on the local disk, uploaded, and then removed from the disk.
-progress.json in the bucket names the complete files; a later export with the same identity skips
-these files. config.json is uploaded after all other files, so a reader refuses the folder of an
-export that was killed.
+progress.json in the bucket names the complete files, which a later export with the same identity
+skips. config.json is uploaded after all other files: if the export is killed, its folder has no
+config.json, and readers refuse it.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ _LAST = "config.json"
 
 
 class BucketExport:
-    """A context manager that writes an export.
+    """A context manager that writes an export to a bucket.
 
     Args:
       out: the folder of the export.
       files: name of a file of weights → its tensors.
       identity: the digest of the weights and settings that this export writes; None: the export
-        does not continue an earlier one.
+        does not continue an earlier export.
 
     Raises:
       UserError: the bucket or the local disk cannot be written to.
@@ -53,7 +53,7 @@ class BucketExport:
         self._folder.cleanup()
 
     def begin(self) -> list[str]:
-        """Begins a new export, or continues an earlier one.
+        """Begins a new export, or continues an earlier export.
 
         Returns:
           The names of the files that are already complete.

@@ -18,7 +18,7 @@ _BLOCK = 1 << 26  # bytes that are read from a bucket at once
 
 
 def require_undamaged(directory: pathlib.Path, process: int = 0, processes: int = 1) -> None:
-    """Checks this process's share of the files of a directory against the digests in its
+    """Checks this process's share of a directory's files against the digests in the directory's
     SHA256SUMS. `compare_with_checksums` explains the arguments.
 
     Raises:
@@ -36,20 +36,20 @@ def require_undamaged(directory: pathlib.Path, process: int = 0, processes: int 
 def compare_with_checksums(
     directory: pathlib.Path, process: int = 0, processes: int = 1
 ) -> Iterator[tuple[str, str | None]]:
-    """Compares the files of a Hugging Face directory with the digests in its SHA256SUMS, on all
-    cores. Yields nothing if the directory has no SHA256SUMS.
+    """Compares the files of a Hugging Face directory with the digests in the directory's
+    SHA256SUMS, on all cores. Yields nothing if the directory has no SHA256SUMS.
 
     Args:
       directory: the exported directory.
       process: the index of this process, from 0.
-      processes: the number of processes that share the work. Each process digests every
-        `processes`-th file.
+      processes: the number of processes that share the work. Each process compares one in
+        `processes` of the files.
 
     Yields:
       (file name, problem). The problem is a phrase for a message, or None if the file has the
-      recorded digest. There is one such pair for each of this process's files that SHA256SUMS
-      names. More pairs report files of weights that SHA256SUMS does not name, and names in
-      SHA256SUMS that are not allowed.
+      recorded digest. There is a pair for each file of this process's share of the names in
+      SHA256SUMS, for each file of weights that SHA256SUMS does not name, and for each name that
+      SHA256SUMS may not contain.
 
     Raises:
       UserError: SHA256SUMS cannot be read.
@@ -106,8 +106,8 @@ def _digest_if_file(file: pathlib.Path) -> str | None:
 
 
 def _digest_problem(digest: str | None, recorded: str) -> str | None:
-    """Returns how a file's digest (None: there is no file) contradicts the recorded digest; None if
-    both agree.
+    """Returns a phrase that says how a file's digest (None: there is no file) contradicts the
+    recorded digest; None if the digests agree.
     """
     if digest is None:
         return f"missing, although {DIGESTS} names it"

@@ -4,8 +4,8 @@ A parameter of this project has the shape [inputs…, outputs…], and the param
 stack share one array. A Hugging Face tensor has the shape [outputs, inputs], and each layer (or
 each expert of each layer) has a tensor of its own. A `ParameterEntry` describes the conversion:
 transpose the parameter of one layer to [tensors…, rows…, columns…]; each tensor is then a slice of
-the result, reshaped to the tensor's shape. A tensor may have its rows in another order. Import and
-export use the same entry, so they cannot disagree.
+the result, reshaped to the tensor's shape. The tensor may have the rows of the slice in another
+order. Import and export use the same `ParameterEntry`, so they cannot disagree.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +23,8 @@ class TensorSlice(NamedTuple):
       index_in_layer: the index of the slice in the transposed parameter of one layer.
       name: the tensor's name without the prefix of its layer ("self_attn.q_proj.weight").
       shape: the tensor's shape in the file.
-      row_order: the order of the tensor's rows: row i of the tensor is row `row_order[i]` of the
-        slice. None: tensor and slice have the same order.
+      row_order: row i of the tensor is row `row_order[i]` of the slice. None: the rows of tensor
+        and slice have the same order.
     """
 
     index_in_layer: tuple[int | slice, ...]
@@ -76,8 +76,8 @@ def vector_entry(path: str, name: str, width: int) -> ParameterEntry:
 def entries_under_module(
     module: str, entries: Iterator[ParameterEntry]
 ) -> Iterator[ParameterEntry]:
-    """Returns the entries of a layer's submodule with the prefix "MODULE/" before their paths,
-    which begin in the submodule.
+    """Returns `entries` with "MODULE/" before each path. The given paths begin in a submodule of a
+    layer, the new paths in the layer.
     """
     return (entry._replace(path=f"{module}/{entry.path}") for entry in entries)
 
@@ -85,13 +85,13 @@ def entries_under_module(
 def swiglu_entries(
     path_prefix: str, name_prefix: str, width: int, hidden: int
 ) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of a SwiGLU MLP.
+    """Yields the `ParameterEntry` of each parameter of a SwiGLU MLP.
 
     Args:
       path_prefix: the beginning of the paths of the MLP's parameters, such as "shared_"; may be "".
-      name_prefix: the beginning of the names of its tensors, such as "mlp".
-      width: the width of its input and of its output.
-      hidden: the width of its hidden layer.
+      name_prefix: the beginning of the names of the MLP's tensors, such as "mlp".
+      width: the width of the MLP's input and output.
+      hidden: the width of the MLP's hidden layer.
     """
     gate_and_up = (
         TensorSlice((0,), f"{name_prefix}.gate_proj.weight", (hidden, width)),

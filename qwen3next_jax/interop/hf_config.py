@@ -27,12 +27,12 @@ _SMALL_WIDTH = 4096
 
 
 class Checkpoint(NamedTuple):
-    """A Hugging Face directory, after its config.json and the headers of its tensors were read.
+    """A Hugging Face directory of which the config.json and the headers of the tensors were read.
 
     Attributes:
       directory: the path of the directory.
-      config_fields: the fields of its config.json.
-      form: the way in which the directory stores its model.
+      config_fields: the fields of the config.json.
+      form: the form in which the directory stores its model.
       weights: the tensors, under the names that the form's entries use.
       config: the settings of the model.
     """
@@ -45,7 +45,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def vision_tensors(self) -> list[str]:
-        """The names of the vision tower's tensors, sorted; [] if the directory has no tower."""
+        """The sorted names of the vision tower's tensors; [] without a vision tower."""
         prefix = self.form.vision_prefix
         return sorted(name for name in self.weights.names if prefix and name.startswith(prefix))
 
@@ -77,7 +77,9 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
 
 
 def read_hf_config(path: str | os.PathLike) -> ModelConfig:
-    """Returns the settings of the model in a Hugging Face directory (see `open_checkpoint`)."""
+    """Returns the settings of the model in a Hugging Face directory, with the checks of
+    `open_checkpoint`.
+    """
     return open_checkpoint(path).config
 
 
@@ -97,14 +99,14 @@ def parse_hf_config(fields: Fields, names: Collection[str], where: str) -> Model
     """Returns the settings of the model that a config.json describes.
 
     A note on standard error names the fields that this project does not know. The setting
-    `mtp_depth` is 0 if the directory has no tensors of the multi-token prediction module. If it has
-    them, `mtp_depth` is the value of the field `mtp_depth` (which only this project writes) or of
-    `mtp_num_hidden_layers`, or 1 if the file has neither field. The setting `dtype` is "bfloat16"
-    if the file says so, and "float32" for any other dtype or none.
+    `mtp_depth` is 0 if `names` contains no tensors of the multi-token prediction module. If the
+    multi-token prediction module has tensors, `mtp_depth` is the value of the field `mtp_depth`
+    (which only this project writes) or `mtp_num_hidden_layers`; 1 if both fields are missing. The
+    setting `dtype` is "bfloat16" if the field is "bfloat16", and "float32" in all other cases.
 
     Args:
       fields: the fields of the config.json.
-      names: the names of the tensors in the same directory. They show whether there is a
+      names: the names of the tensors in the same directory, which show whether there is a
         multi-token prediction module, and which experts are fused.
       where: the name of the file, for messages.
 
@@ -116,8 +118,8 @@ def parse_hf_config(fields: Fields, names: Collection[str], where: str) -> Model
 
 
 def _parse_settings(form: Form, fields: Fields, names: Collection[str], where: str) -> ModelConfig:
-    """Does the work of `parse_hf_config`. `fields` are the fields of the text model, as
-    `form.read_text_fields` returns them.
+    """Does the work of `parse_hf_config`, given the fields of the text model that
+    `form.read_text_fields` returns.
     """
     values = form.read_settings(fields, where)
     dtype = first_present(fields, "dtype", "torch_dtype")
@@ -155,8 +157,8 @@ def _mtp_depth(form: Form, fields: Fields, names: Collection[str]) -> Any:
 
 def _read_token_id(fields: Fields, name: str, where: str) -> Any:
     """Returns the token id in the field `name`; -1 if the field is missing, null or an empty list.
-    For a list of ids, the result is the first one, because the documents of the training data end
-    with a single token.
+    For a list of ids, the result is the first id, because documents of training data end with a
+    single token.
     """
     token = fields.get(name)
     if isinstance(token, list):
@@ -169,8 +171,8 @@ def _read_token_id(fields: Fields, name: str, where: str) -> Any:
 
 
 def _parts_with_fused_experts(names: Collection[str]) -> list[str]:
-    """Returns the parts of the model ("mtp", "trunk") in which a single tensor holds `gate_up_proj`
-    of all experts of a layer.
+    """Returns the parts of the model ("mtp", "trunk") in which all experts of a layer share one
+    tensor `gate_up_proj`.
     """
     fused = [name for name in names if name.endswith(".experts.gate_up_proj")]
     return sorted({"mtp" if name.startswith("mtp.") else "trunk" for name in fused})
@@ -180,7 +182,7 @@ def check_claimed_sizes(
     form: Form, fields: Fields, shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
     """Checks that a config.json does not describe a far larger model than the tensors in its
-    directory. The check comes before other code makes a list of all layers, which may need much
+    directory. The check protects other code, which makes lists of all layers, from running out of
     memory.
 
     Args:
@@ -190,7 +192,7 @@ def check_claimed_sizes(
       where: the name of the file, for messages.
 
     Raises:
-      UserError: the file has more layers, or a larger width, than the tensors.
+      UserError: the config.json has more layers, or a larger width, than the tensors.
     """
     prefix = f"{form.trunk_prefix}layers."
     layers = {name.removeprefix(prefix).split(".")[0] for name in shapes if name.startswith(prefix)}
@@ -220,8 +222,8 @@ def check_claimed_sizes(
 
 
 def _integer_or_list_length(fields: Fields, name: str) -> int:
-    """Returns the value of a field that is an integer, or the length of a field that is a list; 0
-    for any other field. `Form.read_settings` checks the types later.
+    """Returns the value of the field `name` if it is an integer, its length if it is a list, and 0
+    otherwise. `Form.read_settings` checks the types later.
     """
     value = fields.get(name)
     if isinstance(value, list):
@@ -238,9 +240,10 @@ def hf_config_fields(config: ModelConfig, dtype: str, source: Fields | None = No
       config: the settings of a model that has a Hugging Face form (`layout.check_hf_form`).
       dtype: the dtype of the stored weights.
       source: the fields of the config.json of the checkpoint with which the model was initialised;
-        None: there is none. If its text model has the same `model_type`, the result keeps the
-        fields of the text model that this project does not write. If both files are wrappers (a
-        text model and a vision tower), the result also keeps the fields outside of the text model.
+        None: there is no such checkpoint. If the text model of `source` has the same `model_type`,
+        the result keeps those fields of the text model that this project does not write. If the
+        export and `source` are wrappers (a text model and a vision tower), the result also keeps
+        the fields of the wrapper.
     """
     form = FORMS[config.hf_form]
     fields = form.write_config_fields(config, dtype, {}, {})
@@ -254,6 +257,6 @@ def hf_config_fields(config: ModelConfig, dtype: str, source: Fields | None = No
 
 
 def text_fields_as_written(fields: Fields) -> Fields:
-    """Returns the fields of the text model in a config.json, as they are written there."""
+    """Returns the fields of the text model in a config.json, under the names in the file."""
     group = form_of_config(fields, "config.json").text_config_group
     return fields[group] if group else fields

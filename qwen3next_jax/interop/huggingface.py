@@ -1,7 +1,6 @@
-"""Loads a `Qwen3Next` from a Hugging Face model directory, and saves it as one.
-
-Saving keeps the values of the parameters, and gives them the names and shapes that the checkpoints
-of the model's family have. Loading does the reverse.
+"""Loads a `Qwen3Next` from a Hugging Face model directory, and saves a `Qwen3Next` as such a
+directory. Saved parameters keep their values, and get the names and shapes of checkpoints of the
+model's family. Loading does the reverse.
 """
 
 import collections
@@ -58,8 +57,8 @@ def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
     `config.hf_form` and `config.hf_fused_experts` select the form (`families.form.Form`).
 
     Args:
-      tree: `nnx.state(model, nnx.Param)`, or gradients with the same structure; both may also be
-        nested plain dicts.
+      tree: `nnx.state(model, nnx.Param)`, or gradients with the same structure. Nested plain dicts
+        are accepted, too.
       config: the settings of the model that the tree belongs to.
 
     Returns:
@@ -77,13 +76,13 @@ def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def _tensors_to_write(tree: Any, config: ModelConfig, dtype: str | None = None) -> Iterator[Tensor]:
-    """Yields the tensors of a parameter tree, each with a function that reads its values.
+    """Yields the tensors of a parameter tree. A `Tensor` has a function that reads its values.
 
     Args:
       tree: see `hf_tensors`.
       config: see `hf_tensors`.
-      dtype: the dtype in which the tensors are stored; some stay float32 (`stored_dtype`). None:
-        the dtypes of the tree.
+      dtype: the dtype of the stored tensors, except tensors that are always float32
+        (`stored_dtype`). None: the dtypes of the tree.
     """
     leaves = {
         path_string(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -129,20 +128,20 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
     """Loads the model in a Hugging Face directory.
 
     Args:
-      path: a directory with config.json and model.safetensors, or with safetensors shards and
-        their index. If it has a SHA256SUMS file, the digests of the files are checked.
+      path: a directory with config.json and model.safetensors, or with safetensors shards and their
+        index. If the directory has a SHA256SUMS file, the digests of its files are checked.
       dtype: the dtype of the parameters and of the arithmetic (`model.config.dtype`), "float32"
         or "bfloat16". Norms, A_log, dt_bias, the shared expert's gate and the router are always
         float32, as in training.
       mesh: the mesh over which the parameters are sharded, as `sharding.rules` says. Each process
-        reads the shards of its own devices; if the mesh spans several processes, all of them must
-        call this together. None: all parameters are on one device.
+        reads the shards of its own devices; if the mesh spans several processes, all these
+        processes must call `load_hf` together. None: all parameters are on one device.
 
     Raises:
       UserError: there is no config.json; the model_type or another setting is not supported;
         tensors are missing, superfluous, of another shape or not of a floating-point type; or files
-        are truncated, damaged, pickled or changed while they were read. The message is one line,
-        which names the file and says what was expected.
+        are truncated, damaged, pickled or changed while they were read. The message is one line
+        that names the file and says what was expected.
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
@@ -168,8 +167,8 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
 
 def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
     """Returns the dtype of one parameter in a model, or in files, whose matrices have the dtype
-    `dtype`. Vectors (such as norms and biases), the router and decay rates are always float32: they
-    are small, and their errors affect the whole model.
+    `dtype`. Vectors (such as norms and biases), the router and decay rates are always float32,
+    because they are small, and because their rounding errors affect the whole model.
     """
     if len(declared.shape) == 1 or declared.kind in ("router", "rate"):
         return np.dtype(np.float32)
@@ -179,16 +178,16 @@ def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
 def load_params(path: str | os.PathLike, like: Any) -> Any:
     """Loads the parameters in a Hugging Face directory onto the devices of the shardings in `like`.
 
-    All names, shapes and digests are checked before the first parameter is read. Besides the
+    All names, shapes and digests are checked before the first parameter is read. In addition to the
     result, the host holds at most a few pieces of 64 MiB (`arrays.MAX_PIECE_BYTES`) at a time.
 
     Args:
       path: the directory, see `load_hf`.
       like: the dtypes and shardings of the result, as a tree of `jax.ShapeDtypeStruct` with the
         structure of `nnx.state(model, nnx.Param)`, or of nested plain dicts. The sharding None
-        stands for the default device. Parameters that the tree lacks, such as "mtp", are not read.
-        If the shardings span several processes, all of them must call this function together, and
-        each process reads the shards of its own devices.
+        stands for the default device. Parameters that are not in `like`, such as "mtp", are not
+        read. If the shardings span several processes, all these processes must call `load_params`
+        together, and each process reads the shards of its own devices.
 
     Returns:
       A tree of arrays with the structure of `like`.
@@ -243,8 +242,8 @@ def _read_sharded_array(
 def read_parameter_slice(
     weights: Weights, parameter: StoredParameter, part: ShardSlice, dtype: np.dtype
 ) -> np.ndarray:
-    """Reads the values of a slice of a stacked parameter. Reads only those rows and columns of the
-    parameter's tensors that the slice holds.
+    """Reads the values of a slice of a stacked parameter. The function reads only the rows and
+    columns of the parameter's tensors that the slice holds.
 
     Args:
       weights: the tensors of the checkpoint.
@@ -280,9 +279,9 @@ def _check_tensors(checkpoint: Checkpoint, stored: Iterable[StoredParameter]) ->
     """Checks the names and shapes of a checkpoint's tensors.
 
     Raises:
-      UserError: a tensor of the parameters `stored` is missing or has another shape; there is
-        another tensor, outside of a vision tower; or the stored head differs from the embedding to
-        which it is tied.
+      UserError: a tensor of the parameters `stored` is missing or has another shape; the checkpoint
+        has other tensors, except those of a vision tower; or the stored head differs from the
+        embedding to which it is tied.
     """
     directory, weights, config = checkpoint.directory, checkpoint.weights, checkpoint.config
     names = weights.names - set(checkpoint.vision_tensors)
@@ -318,8 +317,8 @@ def _check_tensors(checkpoint: Checkpoint, stored: Iterable[StoredParameter]) ->
 
 
 def _check_constant_tensors(checkpoint: Checkpoint) -> None:
-    """Raises UserError if the checkpoint has a tensor of integers (`layout.constant_tensors`) with
-    other values than its settings require. A checkpoint may lack these tensors.
+    """Raises UserError if a tensor of integers in the checkpoint has other values than the settings
+    require (`layout.constant_tensors`). A checkpoint may lack the tensors of integers.
     """
     for name, expected in constant_tensors(checkpoint.config).items():
         if name not in checkpoint.weights.names:
@@ -356,29 +355,30 @@ def save_hf(
     source: str | os.PathLike | None = None,
     vision: bool = True,
 ) -> None:
-    """Writes `model` as a Hugging Face directory that transformers can load, in the form that
-    `model.config.hf_form` names.
+    """Writes `model` as a Hugging Face directory that transformers can load. `model.config.hf_form`
+    names the form of the directory.
 
     The directory appears complete or not at all: it is written under another name beside `out_dir`
     and renamed at the end. The host holds pieces of at most 64 MiB (`arrays.MAX_PIECE_BYTES`). If
-    the model is on a mesh of several processes, all of them must call this function together, and
-    process 0 writes.
+    the model is on a mesh of several processes, all these processes must call `save_hf` together,
+    and process 0 writes the files.
 
     Args:
       model: the model to write.
-      out_dir: the path of the directory. UserError is raised unless it is missing or empty.
+      out_dir: the path of the directory to write, which must be missing or empty.
       tokenizer: an object whose method `save(directory)` writes a tokenizer; None: no tokenizer is
         written.
       dtype: the dtype of the stored weights, "float32" or "bfloat16", with the exceptions of
         `load_hf`. None: the dtypes of the model, so that `load_hf` returns the same bits.
-      identity: a text that identifies the weights, such as a digest of the checkpoint from which
-        they come. If it is given and an export is killed, the next call with the same arguments
-        continues the export and keeps the files that are complete.
+      identity: a text that identifies the weights, such as a digest of the run's checkpoint that
+        holds them. If an export with an identity is killed, the next call with the same arguments
+        continues the export and keeps the complete files.
       source: the Hugging Face directory with which the model was initialised; None: the directory
-        that `load_hf` read, if any. The fields of its JSON files that this project does not write
-        are copied. Its vision tower is copied as well if the export is a wrapper (`hf_form`
+        that `load_hf` read, if any. From `source`, the export copies the fields of JSON files that
+        this project does not write, and the vision tower if the export is a wrapper (`hf_form`
         qwen3_5).
-      vision: whether to copy the vision tower. If the tower is left out, a note says so.
+      vision: whether to copy the vision tower. If an export leaves out the vision tower of
+        `source`, a note says so.
 
     Raises:
       UserError: `out_dir` exists and is not empty, the disk has too little space, or the model has
@@ -434,7 +434,7 @@ def _write_weight_file(
     export: LocalExport, name: str, tensors: Sequence[Tensor], spans_processes: bool
 ) -> None:
     """Writes one file of weights. If the model spans several processes, process 0 writes the file,
-    and the other processes take part in gathering its blocks from the devices.
+    and all processes take part in gathering the file's blocks from the devices.
     """
     blocks = (
         block.astype(tensor.dtype, copy=False)
@@ -458,7 +458,7 @@ def _write_weight_file(
 
 
 def _gather_and_drop(blocks: Iterator[np.ndarray]) -> None:
-    """Takes all remaining blocks and drops them, so that this process takes part in gathering the
+    """Consumes and drops all remaining blocks, so that this process takes part in gathering the
     blocks from the devices.
     """
     collections.deque(blocks, maxlen=0)

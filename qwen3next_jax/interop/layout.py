@@ -1,10 +1,10 @@
 """Says which tensors of a Hugging Face checkpoint hold which parameters of a model.
 
-The tensors of a layer hold its norms, its mixer and its MLP, and their names begin with the layer's
-name. A form (`interop.families.form.Form`) is one way to store a model in files. A form has entries
-for the mixers that it stores; an entry (`interop.entries.ParameterEntry`) says which tensors hold a
-parameter. The class of any other mixer may define its entries itself (`hf_entries`,
-docs/extending.md).
+The tensors of a layer hold its norms, its mixer and its MLP; the names of these tensors begin with
+the layer's name. A form (`interop.families.form.Form`) is one way to store a model in files. An
+entry (`interop.entries.ParameterEntry`) says which tensors hold a parameter. A form has entries for
+the mixers that it stores; the class of a mixer that no form stores may define its own entries
+(`hf_entries`, docs/extending.md).
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ class StoredParameter(NamedTuple):
       path: the parameter's path in the parameter tree ("layers/0/mixer/q_proj").
       entry: the tensors that hold the parameter of one layer.
       layer_prefixes: for each layer that is stacked along the parameter's first axis, the prefix of
-        its tensors' names; a single prefix if the parameter is not stacked.
+        the names of the layer's tensors; a single prefix if the parameter is not stacked.
       declaration: the parameter's declaration.
     """
 
@@ -52,12 +52,12 @@ class StoredParameter(NamedTuple):
 
 
 def stored_parameters(config: ModelConfig) -> list[StoredParameter]:
-    """Returns all parameters of a model, with the tensors that hold them in the form
-    `config.hf_form`. The form must be able to hold the model (`check_hf_form`).
+    """Returns each parameter of a model with the tensors that hold it in the form `config.hf_form`.
+    The form must be able to hold the model (`check_hf_form`).
 
     Raises:
-      UserError: the entries of a mixer name a parameter that the mixer does not have, or do not
-        name one that it has.
+      UserError: the entries of a mixer name a parameter that the mixer lacks, or one of the mixer's
+        parameters has no entry.
     """
     declarations = parameter_declarations(config)
     found = list(_parameters_with_entries(config, declarations))
@@ -75,13 +75,15 @@ def _parameters_with_entries(
     config: ModelConfig, declarations: Mapping[str, Declared]
 ) -> Iterator[StoredParameter]:
     """Yields all parameters that the entries of a model's form name. `declarations`: path of a
-    parameter → its declaration. A parameter whose path is not in `declarations` gets None in place
-    of its declaration.
+    parameter → its declaration. If the path of a parameter is not in `declarations`, its
+    declaration is None.
     """
     form = FORMS[config.hf_form]
 
     def with_paths(module: str, prefixes: tuple[str, ...], entries: Iterator[ParameterEntry]):
-        """Yields the parameters of the module at the path `module`, given its entries."""
+        """Yields the parameters of the module at the path `module`; `entries` are the module's
+        entries.
+        """
         part = "mtp" if module.startswith("mtp/") else "trunk"
         for entry in entries:
             if entry.all_experts_slice and part in config.hf_fused_experts:
@@ -108,8 +110,8 @@ def _parameters_with_entries(
 
 
 def constant_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Returns the tensors that hold no parameters, as name → integers. The integers follow from the
-    settings: they are the constants of the n-gram hashes of `model.ple`.
+    """Returns the tensors that hold no parameters, as name → integers. The integers are the
+    constants of the n-gram hashes of `model.ple`, which the settings determine.
     """
     form = FORMS[config.hf_form]
     return {
@@ -135,8 +137,8 @@ def _head_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 def _layer_entries(
     form: Form, config: ModelConfig, mixer: str, sparse: bool
 ) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of a layer with the mixer named `mixer`, and with
-    experts if `sparse`, otherwise with a dense MLP.
+    """Yields the `ParameterEntry` of each parameter of a layer with the mixer named `mixer`. The
+    layer has experts if `sparse`, and a dense MLP otherwise.
     """
     yield from form.layer_norm_entries(config, mixer)
     yield from entries_under_module("mixer", _mixer_entries(form, mixer)(config))
@@ -153,8 +155,8 @@ def _mixer_entries(form: Form, mixer: str) -> EntryFunction | None:
     mixer.
 
     If the form does not know the mixer, the mixer's own class may define `hf_entries`. An inherited
-    `hf_entries` does not count, because a mixer that derives from another one computes something
-    else.
+    `hf_entries` does not count, because a subclass of a mixer computes something else than the
+    mixer.
     """
     if mixer in form.mixer_entries:
         return form.mixer_entries[mixer]
@@ -166,8 +168,8 @@ def check_hf_form(config: ModelConfig) -> None:
     """Checks that a Hugging Face directory of the form `config.hf_form` can hold the model.
 
     Raises:
-      UserError: the form does not store one of the mixers (the message names all such mixers and
-        their layers), or a setting that the form's config.json cannot express differs from its
+      UserError: the form does not store some of the model's mixers (the message names these mixers
+        and their layers), or a setting that the form's config.json cannot express differs from its
         default.
     """
     form = FORMS[config.hf_form]
@@ -195,16 +197,16 @@ def check_hf_form(config: ModelConfig) -> None:
 
 
 def _layers_with_mixer(config: ModelConfig, mixer: str) -> str:
-    """Returns the numbers of the layers with this mixer as text, such as "0, 4"; "of the MTP
-    module" if no decoder layer has it.
+    """Returns the numbers of the layers with the mixer `mixer` as text, such as "0, 4"; "of the MTP
+    module" if no decoder layer has this mixer.
     """
     numbers = [str(layer) for layer, name in enumerate(config.mixers) if name == mixer]
     return ", ".join(numbers) or "of the MTP module"
 
 
 def _other_forms_hint(form: Form) -> str:
-    """Returns a hint for a message: which other forms store mixers that `form` does not store, and
-    which mixers these are.
+    """Returns a hint for a message: each form that stores mixers that `form` does not store, with
+    the names of these mixers.
     """
     others = [
         f"{other.name} has {' and '.join(sorted(mixers))}"

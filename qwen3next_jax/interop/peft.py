@@ -2,13 +2,14 @@
 adapter_config.json.
 
 PEFT adapts a module of transformers with one pair: lora_A [r, in] and lora_B [out, r], and adds
-(lora_alpha / r) · lora_B · lora_A to its weight [out, in]. In this project, each part of a fused
-projection has a pair of its own. A module that holds n adapted parts gets the rank n · rank: lora_A
-stacks the A of all parts, and lora_B has a block for the B of each part and is 0 outside of these
-blocks. The ranks and alphas of modules are in `rank_pattern` and `alpha_pattern`.
+(lora_alpha / r) · lora_B · lora_A to the module's weight [out, in]. In this project, each part of a
+fused projection has its own pair of matrices A and B. A module of n adapted parts gets the rank n ·
+rank in PEFT: lora_A stacks the A of all parts, and lora_B has a block for the B of each part and is
+0 outside of these blocks. `rank_pattern` and `alpha_pattern` in adapter_config.json have the ranks
+and alphas of the modules.
 
-transformers' experts, and the multi-token prediction module, are not modules that PEFT adapts in
-this way; `require_peft_modules` refuses adapters of these parts.
+PEFT cannot adapt transformers' experts in this way, and transformers has no multi-token prediction
+module; `require_peft_modules` refuses adapters of experts and of the multi-token prediction module.
 """
 
 import json
@@ -40,11 +41,11 @@ LoraPair = tuple[np.ndarray, np.ndarray]
 def save_adapter(
     config: ModelConfig, adapters: Mapping[str, Any], out: pathlib.Path, base: str, digest: str
 ) -> int:
-    """Writes the adapters of a model to the new folder `out`.
+    """Writes the adapters of a model to the folder `out`, which must be new or empty.
 
     Args:
       config: the settings of the model.
-      adapters: nested dict of the A and B of the model, as NumPy arrays.
+      adapters: the matrices A and B of all adapters, as a nested dict of NumPy arrays.
       out: the folder to write.
       base: the name or path of the model without adapters, for `base_model_name_or_path`.
       digest: a digest that identifies the weights of the model without adapters, for the metadata
@@ -54,7 +55,8 @@ def save_adapter(
       The number of adapted modules.
 
     Raises:
-      UserError: transformers has no modules for some of the adapters, or `out` is not new.
+      UserError: transformers has no modules for some of the adapters, or `out` is a folder that is
+        not empty.
     """
     require_peft_modules(config)
     require_empty_folder(out)
@@ -92,8 +94,8 @@ def require_peft_modules(config: ModelConfig) -> None:
     """Checks that transformers has a module for each adapter of the model.
 
     Raises:
-      UserError: some adapters have no module; the message names these adapters, or the form of the
-        model if transformers has no modules for the whole form.
+      UserError: transformers has no module for some adapters. The message names the adapters
+        without a module, or the form of the model if PEFT can adapt no module of the form.
     """
     plain = config_without_adapters(config)
     require(
@@ -155,7 +157,7 @@ def _adapted_parts(
     parameter: StoredParameter, adapters: Mapping[str, np.ndarray]
 ) -> dict[tuple[int, int], LoraPair]:
     """Returns the adapters of a parameter: (first column, last column + 1) of each adapted part →
-    its A and B.
+    the part's matrices A and B.
     """
     prefix, begin, found = parameter.path + SUFFIX, 0, {}
     columns = parameter.declaration.parts or (("", parameter.declaration.shape[-1]),)
@@ -170,7 +172,7 @@ def _adapted_parts(
 def _lora_pair_of_tensor(
     parameter: StoredParameter, tensor: TensorSlice, parts: Mapping[tuple[int, int], LoraPair]
 ) -> LoraPair | None:
-    """Returns lora_A and lora_B of the module with the weight `tensor`, for one layer; None if the
+    """Returns lora_A and lora_B of the module whose weight is `tensor`, for one layer; None if the
     tensor holds no adapted part.
     """
     shape, letters = parameter.declaration.shape, parameter.declaration.dim_roles
@@ -198,9 +200,9 @@ def _lora_pair_of_tensor(
 
 
 def _lora_a_of_tensor(parameter: StoredParameter, tensor: TensorSlice, a: np.ndarray) -> np.ndarray:
-    """Returns A [in, rank] of a tensor, with its inputs in the order of the tensor's columns. If
-    the parameter stacks several matrices with the same input (gate and up), the tensor holds one of
-    them.
+    """Returns the matrix A [in, rank] of a tensor, with the inputs in the order of the tensor's
+    columns. If the parameter stacks several matrices with the same input (gate and up), the tensor
+    holds one of the stacked matrices.
     """
     letters, axes = parameter.declaration.dim_roles, parameter.entry.transpose_axes
     names = [axis for letter in "ip" for axis in range(len(letters)) if letters[axis] == letter]

@@ -1,4 +1,4 @@
-"""Index arithmetic for slices of an array, such as the shard that a device holds."""
+"""Index arithmetic for slices of an array, such as the shard on a device."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,8 +8,8 @@ ShardSlice = tuple[slice, ...]
 
 
 def with_start_and_stop(index: tuple[slice, ...], shape: tuple[int, ...]) -> ShardSlice:
-    """Returns `index`, an index of an array of `shape`, with a start and a stop in each
-    dimension.
+    """Returns `index` with an explicit start and stop in each dimension. `index` is an index of an
+    array of `shape`.
     """
     return tuple(slice(*dim.indices(size)[:2]) for dim, size in zip(index, shape, strict=True))
 
@@ -38,7 +38,9 @@ def bounding_slice(parts: Sequence[ShardSlice]) -> ShardSlice:
 
 
 def intersection(first: ShardSlice, second: ShardSlice) -> ShardSlice | None:
-    """Returns the slice of the elements that both slices contain; None if they share no element."""
+    """Returns the slice of the elements that `first` and `second` share; None if they share no
+    element.
+    """
     common = tuple(
         slice(max(a.start, b.start), min(a.stop, b.stop))
         for a, b in zip(first, second, strict=True)
@@ -47,8 +49,8 @@ def intersection(first: ShardSlice, second: ShardSlice) -> ShardSlice | None:
 
 
 def relative_to(outer: ShardSlice, part: ShardSlice) -> ShardSlice:
-    """Converts `part`, a slice of an array that lies inside the slice `outer`, to an index into the
-    values of `outer`.
+    """Returns the index of the slice `part` in the values of the slice `outer`, which contains
+    `part`. `part` and `outer` are slices of the same array.
     """
     return tuple(
         slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, outer, strict=True)
@@ -60,9 +62,9 @@ def split_slice(part: ShardSlice, dims: Sequence[int], max_elements: int) -> Ite
 
     Args:
       part: the slice to split.
-      dims: the dimensions that may be split, in order. A dimension is split only if single indices
-        of all dimensions before it are still too large. If single indices of all of `dims` are too
-        large, the results have more than `max_elements` elements.
+      dims: the dimensions that may be split, in order. A dimension is split only if the slices are
+        still too large after all earlier dimensions were split into single indices. If this is not
+        enough for the last of `dims` either, the results have more than `max_elements` elements.
       max_elements: the largest number of elements of a result.
     """
     if num_elements(part) <= max_elements or not dims:

@@ -1,6 +1,6 @@
 """Reads the data that an export copies from its source. The source is the Hugging Face directory
-with which the model was initialised. The data are the fields of its JSON files that this project
-does not write, and its vision tower.
+with which the model was initialised. The copied data are the vision tower of the source, and the
+fields of its JSON files that this project does not write.
 """
 
 import dataclasses
@@ -25,13 +25,14 @@ _IMAGE_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
 
 
 class ExportSource(NamedTuple):
-    """The data that an export copies from the checkpoint with which its model was initialised.
+    """The data that an export copies from the checkpoint with which the model was initialised.
 
     Attributes:
       directory: the checkpoint's directory; None: there is no such checkpoint.
-      config_fields: the fields of its config.json.
-      generation_fields: the fields of its generation_config.json.
-      vision_tensors: the tensors of its vision tower; () if the export does not copy the tower.
+      config_fields: the fields of the checkpoint's config.json.
+      generation_fields: the fields of the checkpoint's generation_config.json.
+      vision_tensors: the tensors of the checkpoint's vision tower; () if the export does not copy
+        the vision tower.
     """
 
     directory: pathlib.Path | None = None
@@ -55,15 +56,15 @@ def read_export_source(
     copy the source's vision tower, or is a wrapper without a vision tower.
 
     Args:
-      path: the directory with which the model was initialised; None: there is none.
+      path: the directory with which the model was initialised; None: there is no such directory.
       config: the model's settings.
-      vision: whether to copy the vision tower. It is copied only if the form of the export is a
-        wrapper (a text model with a vision tower).
-      out: the path of the export, for notes.
+      vision: whether to copy the vision tower, if the form of the export is a wrapper (a text model
+        with a vision tower). No other form has a vision tower.
+      out: the path of the export, which notes name.
 
     Raises:
-      UserError: `load_hf` would refuse the directory, or the hidden size or the vocabulary of its
-        text model differs from the model's.
+      UserError: `load_hf` would refuse the directory, or its text model has another hidden size or
+        vocabulary than the model.
     """
     is_wrapper = bool(FORMS[config.hf_form].text_config_group)
     without_tower = (
@@ -115,16 +116,17 @@ def _whole_tensor_block(weights: Weights, name: str) -> Iterator[np.ndarray]:
 def config_for_export(
     config: ModelConfig, form: str | None, source: pathlib.Path | None, recorded_form: str = ""
 ) -> ModelConfig:
-    """Returns `config` with the settings that decide how an export stores the model. The setting
-    `hf_form` names the form, and `hf_fused_experts` gets the value that `source` has.
+    """Returns `config` with new values of the settings that decide how an export stores the model:
+    `hf_form` names the form, and `hf_fused_experts` is taken from `source`.
 
     Args:
       config: the model's settings.
       form: the value of `hf_form`; None: the form of `source`, or `config.hf_form` if there is no
         source.
-      source: the Hugging Face directory with which the model was initialised; None: there is none.
-      recorded_form: the form of `source` in the run's records, for the message if `source` does not
-        exist; "": unknown.
+      source: the Hugging Face directory with which the model was initialised; None: there is no
+        such directory.
+      recorded_form: the form of `source` that the run has recorded; "": unknown. If `source` does
+        not exist, the message recommends this form.
 
     Raises:
       UserError: `form` is None and the directory `source` does not exist.

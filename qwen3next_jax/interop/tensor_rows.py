@@ -1,12 +1,12 @@
 """Computes which rows and columns of which tensors a slice of a parameter holds.
 
-This file treats tensors and parameters as matrices. The last dimension of a tensor is its columns;
-all its other dimensions, flattened, are its rows. One layer of a parameter, transposed as its entry
-says, is a matrix as well: its last dimensions, flattened, are the columns, and the dimensions
-before them ("row dimensions"), flattened, are the rows. `layer_row_indices` maps the rows of a
-tensor to the rows of the layer. Rows are copied in runs: a run is a range of rows that are
-consecutive both in the tensor and in the slice. Nothing here depends on a family of models, a file
-format or a device.
+This module treats tensors and parameters as matrices. The last dimension of a tensor is its
+columns; all other dimensions of the tensor, flattened, are its rows. One layer of a parameter,
+transposed as the `ParameterEntry` says, is a matrix, too: the last dimensions, flattened, are the
+columns, and the dimensions before the columns ("row dimensions"), flattened, are the rows.
+`layer_row_indices` maps the rows of a tensor to the rows of the layer. Rows are copied in runs: a
+run is a range of rows that are consecutive both in the tensor and in the slice. This module does
+not depend on a family of models, a file format or a device.
 """
 
 import functools
@@ -31,7 +31,7 @@ class RowRun(NamedTuple):
 
     Attributes:
       tensor_rows: the range of the tensor's rows.
-      index_in_slice: the index of these rows in the slice of the transposed layer.
+      index_in_slice: the index of the same rows in the slice of the transposed layer.
     """
 
     tensor_rows: slice
@@ -42,8 +42,8 @@ def split_along_rows(
     parameter: StoredParameter, part: ShardSlice, max_elements: int
 ) -> Iterator[ShardSlice]:
     """Splits the slice `part` of a parameter into slices of at most `max_elements` elements (but at
-    least one element). Each of these slices needs few rows of few tensors, because the slice is
-    split first by layer, and then along the first dimensions of the transposed layer.
+    least one element). `part` is split first by layer, and then along the first dimensions of the
+    transposed layer, so that each result needs few rows of few tensors.
     """
     num_stack_dims = len(parameter.declaration.stack_shape)
     layer_dims = (num_stack_dims + axis for axis in parameter.entry.transpose_axes)
@@ -58,7 +58,7 @@ def transposed_layers(
     Yields:
       (prefix, layer_part, layer). prefix is the beginning of the names of the layer's tensors.
       layer_part is the slice of the layer's parameter that `array` holds. layer is a view of the
-      values of this slice, transposed as the entry says.
+      values of layer_part, transposed as the `ParameterEntry` says.
     """
     if not parameter.declaration.stack_shape:
         yield parameter.layer_prefixes[0], part, array.transpose(parameter.entry.transpose_axes)
@@ -68,8 +68,8 @@ def transposed_layers(
 
 
 def layer_row_indices(parameter: StoredParameter, tensor: TensorSlice) -> range | np.ndarray:
-    """Returns, for each row of the tensor, the index of the row of the transposed layer that holds
-    its values: integers [number of rows of the tensor].
+    """Returns, for each row of the tensor, the index of the same row in the transposed layer:
+    integers [number of rows of the tensor].
     """
     row_shape, _ = _row_and_column_shape(parameter, tensor)
     index, order = tensor.index_in_layer, tensor.row_order
@@ -90,7 +90,7 @@ def layer_row_indices(parameter: StoredParameter, tensor: TensorSlice) -> range 
 def row_runs(
     parameter: StoredParameter, tensor: TensorSlice, part: ShardSlice, selected: slice = slice(None)
 ) -> Iterator[RowRun]:
-    """Yields the runs of a tensor's rows that a slice of one layer holds.
+    """Yields the runs (`RowRun`) of a tensor's rows that a slice of one layer holds.
 
     Args:
       parameter: the parameter that the tensor belongs to.
@@ -141,8 +141,8 @@ def slice_around_rows(
     parameter: StoredParameter, tensor: TensorSlice, layer: int, rows: slice
 ) -> ShardSlice:
     """Returns a slice of the stacked parameter that contains the range `rows` of a tensor's rows,
-    for the layer with the index `layer`. The slice has a range of the first dimension of the
-    transposed layer, and all of the layer's other dimensions.
+    for the layer with the index `layer`. Of the transposed layer, the slice has a range of the
+    first dimension, and the whole of each other dimension.
     """
     row_shape, _ = _row_and_column_shape(parameter, tensor)
     layer_part = list(shard_slices.full_slice(parameter.declaration.shape))

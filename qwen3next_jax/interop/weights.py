@@ -33,7 +33,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object in `file`.
 
     Raises:
-      UserError: there is no such file, or it does not hold a JSON object.
+      UserError: the file does not exist, or does not hold a JSON object.
     """
     try:
         return json_files.read(file)
@@ -82,8 +82,8 @@ def is_file_name(name: str) -> bool:
 
 
 def _weight_map(directory: pathlib.Path) -> dict[str, str]:
-    """Returns the map from tensor names to file names in the index. Raises UserError if the index
-    is not valid, or names a file outside of the directory.
+    """Returns the map from tensor names to file names in the directory's index. Raises UserError if
+    the index is not valid, or names a file outside of the directory.
     """
     weight_map = read_json(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -124,9 +124,9 @@ class TensorLocation(NamedTuple):
 class Weights:
     """The tensors of the checkpoint in a directory.
 
-    The constructor reads the headers of the files. `read` then reads the bytes of the requested
-    rows and columns, and no others. `read` does not map files into memory: if another program
-    truncated a mapped file, the operating system would kill this process.
+    The constructor reads the headers of the files. `read` then reads only the bytes of the
+    requested rows and columns. `read` does not map files into memory: if another program truncated
+    a mapped file, the operating system would kill this process.
 
     Args:
       directory: a directory with safetensors files.
@@ -219,7 +219,7 @@ class Weights:
     ) -> np.ndarray:
         """Reads `rows` and `columns` of a tensor, as an array [rows, columns] of the stored dtype.
 
-        The columns are the tensor's last dimension; all dimensions before it, flattened, are its
+        The columns are the tensor's last dimension; all earlier dimensions, flattened, are the
         rows.
 
         Raises:
@@ -229,7 +229,7 @@ class Weights:
         return self._read_as(name, self.dtype(name), rows, columns)
 
     def read_integers(self, name: str) -> np.ndarray:
-        """Reads a whole tensor of 64-bit integers, in its shape.
+        """Reads a whole tensor of 64-bit integers. The result has the shape of the stored tensor.
 
         Raises:
           UserError: the stored tensor is of another dtype.
@@ -248,8 +248,8 @@ class Weights:
         rows: slice = slice(None),
         columns: slice = slice(None),
     ) -> np.ndarray:
-        """Reads `rows` and `columns` of a tensor as an array [rows, columns] of `dtype`, which has
-        to be the stored dtype.
+        """Reads `rows` and `columns` of a tensor as an array [rows, columns]. `dtype` has to be the
+        stored dtype.
         """
         if isinstance(self.directory, BucketPath):
             return self._read_from_bucket(name, dtype, rows, columns)
@@ -274,8 +274,8 @@ class Weights:
     def _read_from_bucket(
         self, name: str, dtype: np.dtype, rows: slice, columns: slice
     ) -> np.ndarray:
-        """Does the work of `_read_as` for an object in a bucket: downloads whole rows, in blocks,
-        and keeps only `columns` of them.
+        """Does the work of `_read_as` for an object in a bucket: downloads blocks of whole rows,
+        and keeps only the columns `columns`.
         """
         file, _, shape, tensor_start = self._locations[name]
         height, width = math.prod(shape[:-1]), math.prod(shape[-1:])
@@ -329,17 +329,17 @@ def _fill_buffer(buffer: memoryview, descriptor: int, position: int) -> bool:
 
 
 def _file_identity(status: os.stat_result) -> tuple[int, ...]:
-    """Returns what identifies a state of a file: its device, inode, size and time of modification.
-    When the file is replaced or rewritten, at least one of these values changes, unless a file that
-    is rewritten in place keeps its size and gets its old time back. For an object in a bucket,
-    `status` comes from `storage.stat_result_of`, which puts the object's version in place of the
-    inode.
+    """Returns values that identify a state of a file: its device, inode, size and modification
+    time. If the file is replaced or rewritten, at least one of the values changes, unless the file
+    is rewritten in place with the same size and its modification time is set back. For an object in
+    a bucket, `status` comes from `storage.stat_result_of`, which puts the object's version in place
+    of the inode.
     """
     return getattr(status, "st_dev", 0), status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[int, ...]]:
-    """Returns the tensors of a file by their names, and the file's identity (`_file_identity`).
+    """Returns (name → location of each tensor in a file, the file's identity (`_file_identity`)).
 
     Raises:
       UserError: the file cannot be read, or is not a valid safetensors file.
@@ -382,8 +382,9 @@ def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[i
 
 
 def _header_in_bucket(file: BucketPath) -> tuple[tuple[int, ...], bytes, bytes]:
-    """Returns (identity of an object, length of its header as 8 bytes, header). `safe_open` checks
-    the header in a sparse local file of the object's size, which holds nothing but the header.
+    """Returns (identity of an object, length of the object's header as 8 bytes, header).
+    `safe_open` checks the header in a sparse local file, which has the object's size but holds only
+    the header.
     """
     status = file.stat()
     length = file.read_bytes(0, 8)
@@ -400,8 +401,8 @@ def _header_in_bucket(file: BucketPath) -> tuple[tuple[int, ...], bytes, bytes]:
 
 
 def count_and_names(names: Iterable[str], limit: int = 3) -> str:
-    """Returns the number of names, and the first `limit` of them in alphabetical order, such as
-    '3 tensors: a, b, c' or '120 tensors: a, b, c, …'.
+    """Returns the number of names and the first `limit` names in alphabetical order, such as '3
+    tensors: a, b, c' or '120 tensors: a, b, c, …'.
     """
     names = sorted(names)
     names = [name if len(name) <= 200 else f"{name[:199]}…" for name in names]
@@ -412,10 +413,10 @@ def count_and_names(names: Iterable[str], limit: int = 3) -> str:
 def modification_digest(path: str | os.PathLike) -> str:
     """Returns a digest that changes when a file of the model in a Hugging Face directory is
     replaced. The digest is computed from the names, sizes and modification times of config.json and
-    the files of weights; the files are not read.
+    the files of weights, without reading the files.
 
     Raises:
-      UserError: one of these files does not exist.
+      UserError: config.json or a file of weights does not exist.
     """
     directory = to_path(path)
     files = [directory / "config.json", *weight_files(directory)]

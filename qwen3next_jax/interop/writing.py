@@ -1,16 +1,17 @@
 """Writes a directory of safetensors files (an export) that appears whole or not at all. If the
-writing process is killed, the next export to the same place keeps the complete files of weights, if
-both exports have the same `identity` (see `LocalExport`). Otherwise it deletes them.
+writing process is killed, the complete files of weights stay on the disk. The next export to the
+same place keeps the files of the killed export if both exports have the same `identity` (see
+`LocalExport`), and deletes them otherwise.
 
 The files are written into the directory `.NAME.partial`, beside the place of the final directory
 NAME. The file progress.json in `.NAME.partial` records the digest of each file that is completely
-on the disk. A file gets its own name only after progress.json names it. Therefore no export wrote a
-file that progress.json does not name, and such a file is left alone.
+on the disk. A file gets its own name only after progress.json names it. Therefore a file that
+progress.json does not name is not from an export, and is left alone.
 
-At the end, progress.json is moved out of the directory, to `.NAME.progress.json`. Then the
-directory is renamed to NAME, and `.NAME.progress.json` is removed. So the directory NAME never
-holds a progress.json. If the process is killed between these steps, the next export moves
-progress.json back.
+At the end, an export moves progress.json out of `.NAME.partial`, to `.NAME.progress.json`, renames
+the directory to NAME, and removes `.NAME.progress.json`. So the directory NAME never holds a
+progress.json. If the process is killed after it has moved progress.json and before the rename, the
+next export moves progress.json back.
 """
 
 import concurrent.futures
@@ -59,8 +60,8 @@ class Tensor(NamedTuple):
       name: the tensor's name.
       dtype: the tensor's dtype in the file.
       shape: the tensor's shape in the file.
-      read_blocks: a function that yields the tensor's values in order, in arrays that each hold a
-        part of them. The dtype of the arrays may differ from `dtype`.
+      read_blocks: a function that yields the tensor's values in order, in arrays of consecutive
+        values. The dtype of the arrays may differ from `dtype`.
     """
 
     name: str
@@ -74,7 +75,8 @@ class Tensor(NamedTuple):
 
 
 def tensors_by_file(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """Distributes tensors over files of at most 4 GiB each. A larger tensor gets a file of its own.
+    """Distributes tensors over files of at most 4 GiB each. A tensor of more than 4 GiB gets a file
+    of its own.
 
     Returns:
       File name → the tensors of the file.
@@ -116,15 +118,15 @@ def safetensors_header(tensors: Sequence[Tensor]) -> bytes:
 
 class LocalExport:
     """A context manager that writes an export under a temporary name. If the `with` block ends
-    without `finish`, the complete files are kept for the next attempt if `identity` is given, and
-    deleted otherwise.
+    without a call of `finish`, the complete files are deleted, unless `identity` is given: then the
+    files are kept for the next attempt.
 
     Args:
       out: the path of the export.
       files: name of a file of weights → its tensors.
       identity: the digest of the weights and settings that this export writes. An export continues
-        an earlier attempt with the same identity, and keeps the files that the attempt completed.
-        None: the export does not continue an earlier one.
+        an earlier attempt with the same identity, and keeps the complete files. None: the export
+        does not continue an earlier attempt.
 
     Raises:
       UserError: the disk is full or not writable. Every method may raise this error.
@@ -168,7 +170,8 @@ class LocalExport:
         os.close(self._lock)
 
     def begin(self) -> list[str]:
-        """Creates the temporary folder, or continues in the folder of an earlier attempt.
+        """Creates the temporary folder of the export, or continues in the folder of an earlier
+        attempt.
 
         Returns:
           The names of the files that are already complete.
@@ -364,10 +367,10 @@ class LocalExport:
 
 
 def _read_progress(file: pathlib.Path) -> tuple[str | None, dict[str, dict[str, Any]], set[str]]:
-    """Reads the progress.json of an earlier attempt.
+    """Reads the progress.json of an earlier attempt at the export.
 
     Returns:
-      (identity, record of each file of weights, names of the other files).
+      (identity, record of each file of weights, names of the files that are not weights).
 
     Raises:
       Exception: no export wrote the file; the error is one of `_UNREADABLE`.
@@ -387,8 +390,8 @@ def _write_errors_as_user_errors(path: pathlib.Path) -> contextlib.AbstractConte
 
 
 def require_empty_folder(out: pathlib.Path | BucketPath) -> None:
-    """Raises UserError unless `out` is an empty directory, or can be created. For a bucket, it only
-    checks that the bucket can be used.
+    """Raises UserError unless `out` is an empty directory, or can be created. If `out` is in a
+    bucket, the function only checks that the bucket can be used.
     """
     if isinstance(out, BucketPath):  # `BucketExport.begin` may continue an earlier export
         check_bucket_access(f"{out}", out)

@@ -26,11 +26,11 @@ FORMS: dict[str, Form] = {
 
 
 def form_of_config(fields: Fields, where: str) -> Form:
-    """Returns the form (`form.Form`) of a config.json with these fields, which follows from its
-    `model_type`.
+    """Returns the form (`form.Form`) of the model that a config.json with these fields describes.
+    The `model_type` determines the form.
 
     Raises:
-      UserError: the `model_type` is unknown; the message begins with `where`, the file's name.
+      UserError: the `model_type` is unknown. The message begins with `where`, the file's name.
     """
     model_type = fields.get("model_type")
     model_types = {name: form for form in FORMS.values() for name in form.model_types}

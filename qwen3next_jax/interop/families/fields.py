@@ -1,7 +1,7 @@
-"""Functions for reading and writing the fields of a config.json, which several families use.
+"""Functions that several families use to read and write the fields of a config.json.
 
-In all functions, `where` is the name of the file, for messages. The source of an export is the
-checkpoint with which its model was initialised.
+In all functions, `where` is the name of the file, for messages. "The source" of an export is the
+checkpoint with which the exported model was initialised.
 """
 
 import functools
@@ -50,21 +50,19 @@ _NOT_COPIED = frozenset(
 
 
 def first_present(fields: Fields, *names: str) -> Any:
-    """Returns the first value of the fields `names` that is neither null nor 0; None if there is
-    none.
-    """
+    """Returns the first value of the fields `names` that is neither null nor 0; None if none is."""
     values = (fields.get(name) for name in names)
     return next((value for value in values if value is not None and value != 0), None)
 
 
 def present_fields(fields: Fields, names: Collection[str]) -> Fields:
-    """Returns the fields `names`, without the fields that are missing or null."""
+    """Returns the fields `names` that are present and not null."""
     return {name: fields[name] for name in names if fields.get(name) is not None}
 
 
 def refuse_other_values(fields: Fields, supported: Mapping[str, tuple], where: str) -> None:
-    """Raises UserError if a field has a value that is not among its supported ones. `supported`:
-    name of a field → its supported values. A field that is missing or null is accepted.
+    """Raises UserError if a field has an unsupported value. `supported`: name of a field → its
+    supported values. A field that is missing or null is accepted.
     """
     for name, values in supported.items():
         value = fields.get(name)
@@ -79,7 +77,7 @@ def refuse_other_values(fields: Fields, supported: Mapping[str, tuple], where: s
 
 
 def note_unknown_fields(fields: Fields, known: Collection[str], where: str) -> None:
-    """Prints a note that names the fields that are not among the `known` ones, if there are any."""
+    """Prints a note with the names of the fields that are not in `known`, if there are any."""
     unknown = sorted(
         name
         for name, value in fields.items()
@@ -94,20 +92,20 @@ def note_unknown_fields(fields: Fields, known: Collection[str], where: str) -> N
 
 @functools.cache
 def note_once(message: str) -> None:
-    """Prints a note on standard error. The same note is printed only once in a process, because a
-    command may read a config.json several times.
+    """Prints a note on standard error. A process prints the same note only once, because a command
+    may read a config.json several times.
     """
     warn(message, "note")
 
 
 def fields_to_copy(source: Fields) -> Fields:
-    """Returns the fields that an export copies from its source, unless it writes them itself."""
+    """Returns `source` without the fields that an export never copies."""
     return {name: value for name, value in source.items() if name not in _NOT_COPIED}
 
 
 def token_id_fields(config: ModelConfig, source: Fields) -> Fields:
-    """Returns the fields `bos_token_id` and `eos_token_id` of an exported config.json. If the
-    source has a list of tokens that contains the model's token, the list is copied.
+    """Returns the fields `bos_token_id` and `eos_token_id` of an exported config.json. If one of
+    the two fields of the source is a list that contains the model's token, the list is copied.
     """
     tokens = {}
     for name in ("bos_token_id", "eos_token_id"):

@@ -1,11 +1,12 @@
 """Kimi Linear: a model with layers of KDA (Kimi Delta Attention) and of MLA (multi-head latent
 attention), DeepSeek-V3's router, no positions, and no multi-token prediction.
 
-A config.json has one of two notations. The released model uses `linear_attn_config` and
-`first_k_dense_replace`; transformers uses `layer_types` and `mlp_layer_types`. This file reads
-both. Where a field has two names, this file uses the name that transformers has. An export has the
-fields of both notations, so that the released model's code and transformers can both read it. This
-file knows the mixers `kda` and `mla` only by their names in `config.registry.MIXERS`.
+A config.json of Kimi Linear has one of two notations: the released model uses `linear_attn_config`
+and `first_k_dense_replace`; transformers uses `layer_types` and `mlp_layer_types`. This module
+reads both notations. If a field has two names, this module uses the name in transformers. An export
+has the fields of both notations, so that both transformers and the code of the released model can
+read it. This module knows the mixers `kda` and `mla` only by their names in
+`config.registry.MIXERS`.
 """
 
 import dataclasses
@@ -176,8 +177,8 @@ _WIDTH_FIELDS = (
 
 
 def _with_transformers_names(fields: Fields, where: str) -> Fields:
-    """Returns `fields` under the names of transformers, with `layer_types` and `mlp_layer_types`
-    added if the file lacks them.
+    """Returns `fields` under the names of transformers, and adds `layer_types` and
+    `mlp_layer_types` if they are missing.
 
     Raises:
       UserError: two fields of the file contradict each other.
@@ -222,8 +223,8 @@ def _with_transformers_names(fields: Fields, where: str) -> Fields:
 
 
 def _layer_types_from_lists(linear_attn_config: Fields, count: int, where: str) -> list[str]:
-    """Returns `layer_types` for a file without that field: from the lists of layers in
-    `linear_attn_config`, or the default of transformers if that group has no lists.
+    """Returns the field `layer_types` for a file that lacks it: from the lists of layers in
+    `linear_attn_config`; without such lists, the default of transformers.
     """
     if not linear_attn_config.keys() & _LAYER_LISTS.keys():
         return [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
@@ -441,9 +442,9 @@ def _mla_settings(config: ModelConfig) -> Any:
 
 
 def _kda_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of the mixer `kda`. q, k and v have a tensor each.
-    The projections of the decay and of the gate have two tensors each, because each is a product of
-    two low-rank factors.
+    """Yields the `ParameterEntry` of each parameter of the mixer `kda`. q, k and v have a tensor
+    each. The projection of the decay has two tensors, one for each of its low-rank factors, and so
+    has the projection of the gate.
     """
     d, heads = config.hidden_size, config.linear_num_value_heads
     k = config.linear_key_head_dim  # the width of a head's keys, and of its values
@@ -476,8 +477,9 @@ def _kda_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _mla_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of the mixer `mla`. Keys and values are projections
-    of a latent. If `query_rank` > 0, queries are projections of another latent.
+    """Yields the `ParameterEntry` of each parameter of the mixer `mla`. Keys and values are
+    projections of a latent vector. If `query_rank` > 0, queries are projections of a second latent
+    vector.
     """
     d, heads, latent = config.hidden_size, config.num_attention_heads, _mla_settings(config)
     rank, query_rank, shared = latent.latent_rank, latent.query_rank, latent.shared_key_width
@@ -500,8 +502,8 @@ def _mla_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _expert_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of a mixture of experts with a router bias and an
-    ungated shared expert.
+    """Yields the `ParameterEntry` of each parameter of a mixture of experts with a router bias and
+    an ungated shared expert.
     """
     d, width = config.hidden_size, config.moe_intermediate_size
     count, mlp = config.num_experts, "block_sparse_moe"
@@ -527,8 +529,9 @@ _DENSE_MLP_AS_EXPERTS = re.compile(r"(layers\.\d+)\.block_sparse_moe\.(?=(?:gate
 
 
 def _tensor_name_in_entries(name: str) -> str:
-    """Renames the tensors of dense MLPs to the name of released files, `mlp`. transformers saves
-    these tensors under the name of the experts' module, `block_sparse_moe`, but reads both names.
+    """Renames a tensor of a dense MLP to its name in the released files, which begins with `mlp`.
+    transformers saves these tensors under the name of the experts' module, `block_sparse_moe`, but
+    reads both names.
     """
     return _DENSE_MLP_AS_EXPERTS.sub(r"\1.mlp.", name)
 

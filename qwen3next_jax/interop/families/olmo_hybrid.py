@@ -1,16 +1,16 @@
 """Olmo Hybrid: Gated DeltaNet and attention without an output gate, with dense MLPs and without
 multi-token prediction.
 
-Every projection and every convolution of a recurrent layer is a tensor of its own. In recurrent
-layers, the norms stand before the mixer and before the MLP; in attention layers, after the mixer
-and after the MLP. The norm of the queries is over all heads together, and so is the norm of the
-keys.
+Every projection and every convolution of a recurrent layer is a tensor of its own. A recurrent
+layer has its norms before the mixer and before the MLP; an attention layer has its norms after the
+mixer and after the MLP. The norm of the queries is over all heads together, and so is the norm of
+the keys.
 
-The norms of layers have two sets of tensor names: the names in the released files, and the names
-that `save_pretrained` of transformers writes. An import reads both sets of names; an export writes
-the released names. `save_pretrained` also cuts the three convolutions of a layer, one behind the
-other, into three parts of equal size. An import refuses such files, unless queries, keys and values
-are equally wide.
+The norms of layers have other tensor names in the released files than in the files that
+`save_pretrained` of transformers writes. An import reads both sets of names; an export writes the
+released names. `save_pretrained` also concatenates the three convolutions of a layer and cuts the
+result into three tensors of equal size. An import refuses tensors that were concatenated and cut in
+this way, unless queries, keys and values are equally wide.
 """
 
 from collections.abc import Iterator
@@ -148,11 +148,11 @@ def _read_settings(fields: Fields, where: str) -> Fields:
 
 
 def _with_defaults(fields: Fields, where: str) -> Fields:
-    """Returns `fields` with a value for each field of the architecture. A field that the file lacks
-    gets the default of transformers.
+    """Returns `fields` with a value for each field of the architecture. A missing field gets the
+    default of transformers.
 
     Raises:
-      UserError: a field on which defaults depend has a wrong type, or `layer_types` is not valid
+      UserError: a field from which defaults follow has a wrong type, or `layer_types` is not valid
         for an Olmo Hybrid.
     """
     fields = _DEFAULTS | {name: value for name, value in fields.items() if value is not None}
@@ -196,11 +196,12 @@ def _require_positive_integer(fields: Fields, name: str, where: str) -> None:
 
 
 def _read_rotary_settings(fields: Fields, where: str) -> Fields:
-    """Returns the settings of rotary positions. If the file has the field `rope_theta` with the
-    value null, queries and keys are not rotated.
+    """Returns the settings of rotary positions. If the field `rope_theta` is present and null,
+    queries and keys are not rotated.
 
     Raises:
-      UserError: the file asks for a scaling, or for the rotation of a part of each head.
+      UserError: the file asks for a scaling of positions, or for the rotation of only a part of
+        each head.
     """
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     group = {} if fields.get(name) is None else fields[name]
@@ -283,8 +284,8 @@ def _check_model(config: ModelConfig) -> None:
 
 
 def _gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of Gated DeltaNet. Each projection and each
-    convolution is a tensor.
+    """Yields the `ParameterEntry` of each parameter of Gated DeltaNet. Each projection and each
+    convolution has a tensor of its own.
     """
     d, groups, heads = (
         config.hidden_size,
@@ -325,7 +326,7 @@ def _gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _attention_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of an attention layer, which has no output gate."""
+    """Yields the `ParameterEntry` of each parameter of attention without an output gate."""
     d = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -338,8 +339,8 @@ def _attention_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold a layer's norms. In a recurrent layer, `post_attention_layernorm`
-    is the norm before the MLP; in an attention layer, it is the norm after the attention.
+    """Yields the `ParameterEntry` of each norm of a layer. `post_attention_layernorm` is the norm
+    before the MLP in a recurrent layer, and the norm after the attention in an attention layer.
     """
     names = ("input_layernorm", "post_attention_layernorm")
     if mixer == _MIXER_OF_LAYER_TYPE[FULL]:
@@ -349,15 +350,17 @@ def _layer_norm_entries(config: ModelConfig, mixer: str) -> Iterator[ParameterEn
 
 
 def _tensor_name_in_entries(name: str) -> str:
-    """Returns the released name of a tensor. `save_pretrained` of transformers writes other names
-    of norms.
+    """Returns the name that a tensor has in the released files. In files that `save_pretrained` of
+    transformers writes, norms have other names.
     """
     name = name.replace(".attention_layer_norm.", ".input_layernorm.")
     return name.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")
 
 
 def _shape_advice(name: str) -> str:
-    """Returns why a convolution may have an unexpected shape, and what to do, for a message."""
+    """Returns the end of the message about an unexpected shape of a convolution: the probable
+    reason, and what to do.
+    """
     if "conv1d" not in name:
         return ""
     return (

@@ -3,8 +3,8 @@ no layer.
 
 A directory holds either the text model alone (`qwen3_5_text`), or a wrapper around a text model and
 a vision tower (`qwen3_5`). The config.json of a wrapper has the fields of its text model in the
-group `text_config`. A recurrent layer has four tensors for its input projections. The first tensor
-holds q of all heads, then k of all heads, then v of all heads; z, b and a have a tensor each.
+group `text_config`. A recurrent layer has four tensors for its input projections: one for q of all
+heads, k of all heads and v of all heads, in this order, and one each for z, b and a.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ def _read_settings(fields: Fields, where: str) -> Fields:
 
 def text_fields_in_wrapper(fields: Fields, where: str) -> Fields:
     """Returns the fields of `text_config`, together with the fields of the wrapper that describe
-    its text model. The result's `model_type` is the wrapper's.
+    the text model. The `model_type` in the result is that of the wrapper.
 
     Raises:
       UserError: the wrapper and its text model contradict each other.
@@ -194,8 +194,8 @@ def _check_model(config: ModelConfig) -> None:
 
 
 def gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of Gated DeltaNet: the input projections have one
-    tensor for q, k and v, and one each for z, b and a.
+    """Yields the `ParameterEntry` of each parameter of Gated DeltaNet. The input projections have
+    one tensor for q, k and v, and one each for z, b and a.
     """
     d, heads = config.hidden_size, config.linear_num_value_heads
     value_heads_per_key_head = heads // config.linear_num_key_heads

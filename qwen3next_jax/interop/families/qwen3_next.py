@@ -1,8 +1,8 @@
 """Qwen3-Next: the config.json and the tensors of the released model.
 
-The files store the input projection of a recurrent layer in the layout of this project's parameter:
-one block [q | k | v | z] per key head. The other families import from this file the parts that they
-share with Qwen3-Next.
+The files have the input projection of a recurrent layer in the same layout as this project's
+parameter: one block [q | k | v | z] per key head. Other families import from this module what they
+have in common with Qwen3-Next.
 """
 
 import dataclasses
@@ -129,7 +129,7 @@ def text_model_fields(
       config: the model's settings.
       dtype: the dtype of the stored weights.
       source: the fields of the text model in the checkpoint with which the model was initialised.
-      same_name: the fields that have the name and the meaning of a setting of `ModelConfig`.
+      same_name: the fields that have the same name and meaning as a setting of `ModelConfig`.
     """
     fields = {"pad_token_id": None, "use_cache": True}
     if "num_experts" in same_name:
@@ -151,8 +151,8 @@ def text_model_fields(
 
 
 def _layers_follow_the_interval(config: ModelConfig) -> bool:
-    """Whether transformers derives the same layers from `full_attention_interval` alone. An
-    interval of 0 (no full attention) exists only in this project.
+    """Whether transformers derives the model's layers from `full_attention_interval` alone. The
+    interval 0 (no full attention) exists only in this project.
     """
     by_interval = dataclasses.replace(
         config,
@@ -166,7 +166,7 @@ def _layers_follow_the_interval(config: ModelConfig) -> bool:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Raises UserError if the mixer of the multi-token prediction module is not gated attention, as
+    """Raises UserError unless the mixer of the multi-token prediction module is gated attention, as
     in the released model.
     """
     require(
@@ -180,8 +180,8 @@ def check_model(config: ModelConfig) -> None:
 
 
 def gated_attention_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of gated attention. q_proj holds, for each head, the
-    query and then its gate.
+    """Yields the `ParameterEntry` of each parameter of gated attention. For each head, q_proj has
+    the rows of the query, followed by the rows of the gate.
     """
     d, k = config.hidden_size, config.head_dim
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
@@ -194,8 +194,8 @@ def gated_attention_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of Gated DeltaNet. The tensors of its input
-    projections are grouped by key head, as the parameters are.
+    """Yields the `ParameterEntry` of each parameter of Gated DeltaNet. The tensors of the input
+    projections are grouped by key head, like the parameters.
     """
     d = config.hidden_size
     key_width = config.linear_num_key_heads * config.linear_key_head_dim
@@ -216,7 +216,7 @@ def _gated_deltanet_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def deltanet_entries_after_in_proj(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold the parameters of Gated DeltaNet after its input projections."""
+    """Yields the `ParameterEntry` of each parameter of Gated DeltaNet but the input projections."""
     heads, value_dim = config.linear_num_value_heads, config.linear_value_head_dim
     order = conv_channel_order_in_files(config)
     yield one_tensor_entry(
@@ -238,9 +238,9 @@ def deltanet_entries_after_in_proj(config: ModelConfig) -> Iterator[ParameterEnt
 
 
 def conv_channel_order_in_files(config: ModelConfig) -> np.ndarray:
-    """Returns the order of the convolution's channels in files, [channels]: q of all heads, k of
-    all heads, v of all heads. Element i is the position of the file's channel i in the parameter.
-    The parameter's channels are grouped by key head, [q | k | v] each.
+    """Returns the order of the convolution's channels in files, [channels]: element i is the
+    position of the file's channel i in the parameter. Files have q of all heads, k of all heads,
+    then v of all heads. The parameter has a group [q | k | v] for each key head.
     """
     groups, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
     value_width = config.linear_num_value_heads // groups * config.linear_value_head_dim
@@ -251,8 +251,8 @@ def conv_channel_order_in_files(config: ModelConfig) -> np.ndarray:
 
 
 def expert_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of a mixture of experts. Each expert has tensors of
-    its own, or all experts share a fused tensor (`ParameterEntry.all_experts_slice`).
+    """Yields the `ParameterEntry` of each parameter of a mixture of experts. Either each expert has
+    tensors of its own, or all experts share a fused tensor (`ParameterEntry.all_experts_slice`).
     """
     d, width = config.hidden_size, config.moe_intermediate_size
     count, shared = config.num_experts, config.shared_expert_intermediate_size
@@ -284,8 +284,8 @@ def expert_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def mtp_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold the parameters of the multi-token prediction module, without its
-    decoder layer.
+    """Yields the `ParameterEntry` of each parameter of the multi-token prediction module without
+    its decoder layer.
     """
     d = config.hidden_size
     yield vector_entry("embedding_norm", "pre_fc_norm_embedding.weight", d)

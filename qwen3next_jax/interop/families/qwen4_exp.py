@@ -2,9 +2,9 @@
 Gated DeltaNet with sigmoid gates, sparse attention (`qsa`), several residual streams in place of
 norms, and n-gram embeddings in some layers.
 
-A directory holds the text model alone (`qwen4_exp_text`), or the text model and a vision tower
-(`qwen4_exp`, called the wrapper here), as with Qwen3.5. This file knows the mixer, the residual
-form and the embedding only by their names in `config.registry`.
+As with Qwen3.5, a directory holds either the text model alone (`qwen4_exp_text`), or a wrapper
+around the text model and a vision tower (`qwen4_exp`). This module knows the mixer, the residual
+streams and the embedding only by their names in `config.registry`.
 """
 
 import dataclasses
@@ -129,8 +129,8 @@ def _read_settings(fields: Fields, where: str) -> Fields:
 
 
 def _read_ple_layer_ids(ids: object, where: str) -> list[int]:
-    """Returns the numbers of the layers with an n-gram embedding, each once, in order, given the
-    field `ple_layer_ids`.
+    """Converts the field `ple_layer_ids` to the sorted numbers, without duplicates, of the layers
+    that have an n-gram embedding.
 
     Raises:
       UserError: `ids` is not a list of integers.
@@ -233,12 +233,13 @@ def _check_model(config: ModelConfig) -> None:
 def _stream_mix_entries(
     config: ModelConfig, path: str, name: str, injects: bool
 ) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of a `StreamMix`.
+    """Yields the `ParameterEntry` of each parameter of a `StreamMix`.
 
     Args:
       path: the path of the `StreamMix` in the parameters.
-      name: the name of its module in transformers.
-      injects: whether a block follows the mix, so that the mix has the parameter `inject`, too.
+      name: the name of the `StreamMix`'s module in transformers.
+      injects: whether the `StreamMix` stands before a mixer or an MLP, and so also has the
+        parameter `inject`.
     """
     streams, rank = config.streams.hc_count, config.streams.hc_lowrank
     width = streams * config.hidden_size
@@ -273,8 +274,8 @@ def _mtp_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _qsa_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of gated attention and of its indexer. The indexer's
-    projection has the rows of all query heads first, then those of the key head.
+    """Yields the `ParameterEntry` of each parameter of gated attention and of its indexer. The
+    indexer's projection has the rows of all query heads, followed by the rows of the key head.
     """
     yield from qwen3_next.gated_attention_entries(config)
     s, name = config.settings_of_mixer("qsa"), "self_attn.indexer"
@@ -286,8 +287,8 @@ def _qsa_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 def _layer_embedding_entries(config: ModelConfig, number: int) -> Iterator[ParameterEntry]:
-    """Yields which tensors hold each parameter of a layer's n-gram embedding. Several tensors hold
-    its table. `number`: the index of the embedding, from 0.
+    """Yields the `ParameterEntry` of each parameter of a layer's n-gram embedding, whose table is
+    divided over several tensors. `number`: the index of the embedding, from 0.
     """
     ple, d, width = config.ple, config.hidden_size, config.streams.hc_count * config.hidden_size
     shards = tuple(
@@ -310,8 +311,8 @@ def _layer_embedding_entries(config: ModelConfig, number: int) -> Iterator[Param
 
 
 def _layer_constants(config: ModelConfig, number: int) -> dict[str, np.ndarray]:
-    """Returns the constants of a layer's hash functions by the name of their tensor. The constants
-    follow from the settings; an import compares them with the stored tensors.
+    """Returns name of a tensor → the constants of a layer's hash functions in this tensor. The
+    settings determine the constants, and an import compares them with the stored tensors.
     """
     ple, name = config.ple, "ple.ple_embedding"
     numbers = {

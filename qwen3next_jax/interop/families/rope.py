@@ -46,10 +46,10 @@ def read_rope_settings(
       fields: the fields of the text model.
       context: the text model's `max_position_embeddings`.
       where: the name of the file, for messages.
-      ignored: names of rotary fields that have no effect.
+      ignored: names of rotary fields that have no effect, for which no note is printed.
 
     Raises:
-      UserError: the file asks for a scaling that this project does not compute.
+      UserError: the file asks for a scaling of positions that this project does not compute.
     """
     top_level = _DEFAULTS | present_fields(fields, ("rope_theta", "partial_rotary_factor"))
     parameters = _rotary_group(fields, "rope_parameters", where)
@@ -76,8 +76,8 @@ def read_rope_settings(
 
 
 def _rotary_group(fields: Fields, name: str, where: str) -> Fields:
-    """Returns the group `name` without null fields, and with "type" renamed to "rope_type"; {} if
-    there is no such group.
+    """Returns the group `name` of `fields` without its null fields, and with "type" renamed to
+    "rope_type"; {} if the group is missing.
     """
     group = {} if fields.get(name) is None else fields[name]
     require(
@@ -129,8 +129,8 @@ def rope_fields(config: ModelConfig, source: Fields) -> Fields:
 
 
 def top_level_rope_fields(config: ModelConfig, source: Fields) -> Fields:
-    """Returns the settings of `rope_fields` in the older notation, as fields at the top level:
-    `rope_theta`, `partial_rotary_factor`, and `rope_scaling`, which is None without YaRN.
+    """Returns the rotary settings in the older notation, as fields at the top level: `rope_theta`,
+    `partial_rotary_factor`, and `rope_scaling`, which is None without YaRN.
     """
     scaling = _rope_scaling_fields(config, source) if config.yarn_factor > 1 else None
     return _theta_and_factor_fields(config) | {"rope_scaling": scaling}
