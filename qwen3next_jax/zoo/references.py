@@ -63,7 +63,8 @@ def queries_keys_values_gate(config, params, x, convolved=False):
     """Computes the projection that `Recurrent.make_projection` makes.
 
     Args:
-      convolved: whether q, k and v then pass through the short convolution and a SiLU.
+      convolved: whether q, k and v pass through the short convolution and a SiLU after the
+        projection.
 
     Returns:
       q [T, H, K], k [T, H, K], v [T, H, V], and the output gate before its activation [T, H, V],

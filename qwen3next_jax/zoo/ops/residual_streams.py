@@ -330,7 +330,9 @@ def _mix_gradients_in_xla(weights, h_BTE, inner_BTX, sizes_BTS, dh_BTE, dx_BTD, 
 
 
 def _add_in_xla(h_BTE, y_BTD, a_BTS):
-    """Adds a_s · y to every stream s, and returns the streams [B, T, E]."""
+    """Adds the block's output y, times the factor a_s, to every stream s, and returns the streams
+    [B, T, E].
+    """
     y_BTD, streams = y_BTD.astype(a_BTS.dtype), a_BTS.shape[-1]
     added = [(a_BTS[..., s : s + 1] * y_BTD).astype(h_BTE.dtype) for s in range(streams)]
     return h_BTE + jnp.concatenate(added, axis=-1)

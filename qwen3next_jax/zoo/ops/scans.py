@@ -2,8 +2,8 @@
 `max_plus_scan` computes m ← max(a + m, b), elementwise and for many tokens in parallel.
 `token_scan` computes any other recurrence, token by token.
 
-At the first token of a document, a is set to −∞. The value −∞ resets the state exactly, because all
-exponents are sums of a, never differences of sums.
+At the first token of a document, the log decay a is set to −∞. The value −∞ resets the state
+exactly, because all exponents are sums of a, never differences of sums.
 
 Letters: B batch, T time, C tokens of a chunk, `…` any further axes.
 """
@@ -196,7 +196,7 @@ def _compose_linear_maps(first, second):
 
 
 def _state_entering_shard(carry, leaving, axis_name):
-    """Returns the state that enters this shard if zeros enter the first shard.
+    """Returns the state that enters this shard if the state that enters the first shard is 0.
 
     Args:
       carry: the factor by which the decays of this shard multiply the state that enters it.
