@@ -17,7 +17,7 @@ vector w is 0 at the start of training, so that h is at first the plain mean of 
 The layer of the multi-token prediction module is a block of its own: b_0 is the module's input.
 
 The J sources of a token (the embedding and the sum of each block of layers) lie side by side, [B,
-T, J·D]. The sum b_n is 0 until block n begins.
+T, J·D]. The sum b_n of the outputs of block n is 0 until block n begins.
 
 Letters: B batch, T time, N blocks, J = N + 1 sources, D model, E = J·D.
 """

@@ -43,8 +43,8 @@ class GatedDeltaProduct(GatedDeltaNet):
     2.
 
     With one write per token, Gated DeltaProduct is Gated DeltaNet. With n writes, the operator and
-    kernels of Gated DeltaNet run over rows of n T tokens. The diagnostic beta is the mean of β over
-    the n writes.
+    kernels of Gated DeltaNet run over rows of n T tokens. The diagnostic beta is the mean of the
+    write strength β over the n writes of each token.
     """
 
     @dataclasses.dataclass(frozen=True)

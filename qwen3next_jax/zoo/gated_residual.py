@@ -103,9 +103,9 @@ class GatedMultiTokenPrediction(MultiTokenPrediction):
     """Multi-token prediction from all streams.
 
     Stream s of the module starts as x_s = fc_e norm(embedding) + fc_h n_s, where n is one RMSNorm
-    over all S·D numbers of the model's streams after its last layer. After these streams, the
-    module has one layer and one `StreamMix` of its own. vLLM runs this multi-token prediction
-    module; transformers does not have it.
+    over all S·D numbers of the model's streams after the model's last layer. After the input
+    streams, the module has one layer and one `StreamMix` of its own. vLLM runs this multi-token
+    prediction module; transformers does not have it.
     """
 
     def make_input_projection(self, make: Make) -> None:

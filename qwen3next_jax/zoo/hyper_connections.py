@@ -129,7 +129,9 @@ def _block_input(h_BTE: jax.Array, pre_SBT: jax.Array) -> jax.Array:
 def _streams_after_block(
     h_BTE: jax.Array, y_BTD: jax.Array, post_SBT: jax.Array, res_SSBT: jax.Array
 ) -> jax.Array:
-    """Returns H_res X + H_postᵀ y, [B, T, E], for the output y of the block."""
+    """Returns the new streams H_res X + H_postᵀ y, [B, T, E], for the streams X and the output y of
+    the block.
+    """
     slices = jnp.split(h_BTE, len(post_SBT), axis=-1)
     y_BTD = y_BTD.astype(post_SBT.dtype)
     new = [
@@ -176,8 +178,8 @@ class MHC(Block):
 
     @staticmethod
     def residual_flops(config, layers):
-        """Counts the FLOPs of H_pre X, H_res X and H_postᵀ y, around the mixer and the MLP of every
-        layer.
+        """Counts the FLOPs of mixing the streams, H_pre X, H_res X and H_postᵀ y, around the mixer
+        and the MLP of every layer.
         """
         s = config.streams.hc_count
         return layers * 2 * 2.0 * (s + s * s + s) * config.hidden_size

@@ -152,7 +152,7 @@ class LinearAttention(ScalarDecayMixer):
 class Retention(ScalarDecayMixer):
     """The base class of RetNet and gated retention: S ← γ S + k vᵀ, o = Sᵀq / √K, where q and k
     are rotated by their positions (2307.08621, equations 5–8). The output of each head is normed
-    and multiplied by a SiLU gate. A subclass computes ln γ in `log_decay`.
+    and multiplied by a SiLU gate. A subclass computes the log decay ln γ in `log_decay`.
     """
 
     def __init__(self, config, make, layers):

@@ -217,13 +217,13 @@ class ParallelWindowsAttention(PairAttention):
 
 
 class DynamicNTKAttention(PairAttention):
-    """Attention whose rotary base grows with the length of the text (dynamic NTK scaling). L is the
-    trained length, `max_position_embeddings`; f is `yarn_factor`; R is the number of rotated
-    dimensions. A query at position t ≥ L, and the keys that it reads, are rotated with the base
-    θ (f (t + 1) / L - f + 1)^(R / (R - 2)); at t < L the base is θ. So the base of a query depends
-    only on the query's own position, not on the tokens after it. The cache holds keys that are not
-    rotated. An implementation that caches rotated keys would compare a query with keys that were
-    rotated with the bases of earlier queries.
+    """Attention whose rotary base grows with the length of the text (dynamic NTK scaling). Let L be
+    the trained length `max_position_embeddings`, f the setting `yarn_factor`, and R the number of
+    rotated dimensions: a query at position t ≥ L, and the keys that it reads, are rotated with the
+    base θ (f (t + 1) / L - f + 1)^(R / (R - 2)); at t < L the base is θ. So the base of a query
+    depends only on the query's own position, not on the tokens after it. The cache holds keys that
+    are not rotated. An implementation that caches rotated keys would compare a query with keys that
+    were rotated with the bases of earlier queries.
     """
 
     switches_read = ("attention_output_gate", "qk_norm", "yarn_factor")

@@ -37,12 +37,12 @@ EXAMPLES = {
 
 class MLA(Mixer):
     """The mixer of multi-head latent attention. A head has the query q = [q_p | RoPE(q_r)], the key
-    k = [W c | RoPE(k_r)] and the value v = W' c. The latent vector c = norm(W'' x) has the width
-    `latent_rank`. All heads share the vector k_r, a projection of the token's input x; its width is
-    `shared_key_width`, or by default the number of rotated dimensions. RoPE rotates the first
-    `partial_rotary_factor` · `head_dim` numbers of q_r and k_r, and leaves the remaining numbers
-    unchanged. (Kimi Linear does not rotate q_r and k_r.) If `query_rank` is not 0, the queries are
-    computed from a latent vector, too.
+    k = [W c | RoPE(k_r)] and the value v = W' c, with a latent vector c. The latent vector c =
+    norm(W'' x) has the width `latent_rank`. All heads share the vector k_r, a projection of the
+    token's input x; its width is `shared_key_width`, or by default the number of rotated
+    dimensions. RoPE rotates the first `partial_rotary_factor` · `head_dim` numbers of q_r and k_r,
+    and leaves the remaining numbers unchanged. (Kimi Linear does not rotate q_r and k_r.) If
+    `query_rank` is not 0, the queries are computed from a latent vector, too.
 
     With a cache, the queries are multiplied by Wᵀ and the outputs by W', the matrices that compute
     keys and values from latent vectors. So attention reads the cached latent vectors themselves, as

@@ -144,7 +144,8 @@ class NgramEmbedding(nnx.Module):
         [B, T, E], where the sum leaves out tokens of other documents.
 
         Args:
-          before_BCE: n of the C tokens before the row; None: there are no such tokens.
+          before_BCE: the inputs n of the convolution for the C tokens before the row; None: there
+            are no earlier tokens.
         """
         kernel_WE, dilation = self.conv_kernel[...].astype(n_BTE.dtype), self.config.ple.ngram_size
         width, time = len(kernel_WE), n_BTE.shape[1]

@@ -626,8 +626,8 @@ def key_ranges_to_read(
 
     Args:
       number_BCJ, is_selected_BCJ: as `list_selected_blocks` returns them.
-      t_BC, index_BC: `query_position` and `own_key_index` of `QueryAndKeyPositions`, for these
-        queries.
+      t_BC, index_BC: `query_position` and `own_key_index` of `QueryAndKeyPositions`, for the
+        queries of number_BCJ.
     """
     ratio = settings.indexer_compress_ratio
     start_BCJ = take_entries(row_blocks.last_token_index, number_BCJ) - (ratio - 1)
@@ -713,8 +713,8 @@ def masked_block_attention(
     the softmax in float32.
 
     The function computes the scores of all queries and keys of a row, one chunk of queries after
-    another, and hides the keys that a query does not see. Memory grows with chunk × S, and work
-    with T × S.
+    another, and hides the keys that a query does not see. For T queries and S keys, memory grows
+    with chunk × S, and work with T × S.
 
     Args:
       q_BTNK, k_BSMK, v_BSMK: attention's queries, keys and values.
@@ -749,8 +749,8 @@ def gathered_block_attention(
 ) -> jax.Array:
     """Computes the result of `masked_block_attention` from the selected blocks alone: for each
     query, the function gathers the keys and values of the query's selected blocks. Memory grows
-    with T + S. The work of attention grows with T × budget; only the indexer's scores grow with T ×
-    S.
+    with T + S. For T queries and S keys, the work of attention grows with T × budget; only the work
+    of the indexer's scores grows with T × S.
     """
 
     def list_chunk(index_q_BCHI, t_BC, segment_BC, index_BC):

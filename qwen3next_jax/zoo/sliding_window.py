@@ -201,7 +201,8 @@ def window_attention(
 ):
     """Computes softmax(K^-1/2 q kᵀ) v with a float32 softmax. Query i sees the keys j of its
     document with i - window < j ≤ i. The queries are computed one chunk after the other, so that
-    work is proportional to T × (window + chunk) and memory to chunk × (window + chunk).
+    the work for T queries is proportional to T × (window + chunk), and the memory to chunk ×
+    (window + chunk).
 
     Args:
       q: queries, [B, T, N, K].

@@ -282,7 +282,8 @@ def _input_gate(hidden_BTR, up_RE):
 
 
 def _mix_gradients_in_xla(weights, h_BTE, inner_BTX, sizes_BTS, dh_BTE, dx_BTD, dinner_BTX):
-    """Computes the gradients of the mix with respect to the arrays of each token, and of scale.
+    """Computes the gradients of `_mix_in_xla` with respect to the arrays of each token, and to
+    scale.
 
     Args:
       weights, h_BTE: the arguments of `_mix_in_xla`.

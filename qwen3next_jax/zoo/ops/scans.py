@@ -265,8 +265,8 @@ def _checked_initial_state(a, b, initial_state, segment_ids, start):
 
 
 def _reset_at_documents(a, b, segment_ids, axis_name, nothing):
-    """Returns (a, b) with a = −∞ at the tokens before which the state is reset. In padding, a is 0
-    and b is `nothing`, so that padding does not change the state.
+    """Returns the arguments (a, b) of a scan, with a = −∞ at the tokens before which the state is
+    reset. In padding, a is 0 and b is `nothing`, so that padding does not change the state.
     """
     if segment_ids is None:
         return a, b

@@ -130,7 +130,7 @@ def product_of_split_operands(product, x, y, dots: MatrixProducts, x_axis: int, 
 
 
 def _to_chunks(x, size: int):
-    """Rearranges [B, T, H, …] into [N, B, H, C, …]; pads T."""
+    """Pads T, and rearranges an array [B, T, H, …] into N chunks of C tokens, [N, B, H, C, …]."""
     return jnp.swapaxes(blocks.to_chunks(x, 1, size), 2, 3)
 
 
@@ -272,7 +272,7 @@ def forward_pass(
 
 
 def _from_chunks(x, time: int):
-    """Rearranges [N, B, H, C, …] into [B, T, H, …] for T = `time`."""
+    """Rearranges an array of chunks [N, B, H, C, …] into [B, T, H, …] for T = `time`."""
     return blocks.from_chunks(jnp.swapaxes(x, 2, 3), 1, time)
 
 
