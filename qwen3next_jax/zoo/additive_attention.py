@@ -76,7 +76,7 @@ class Bahdanau(Mixer):
 
     def attend(self, q_BTNK, k_BSMK, v_BSMK, context, cached: bool):
         """Returns the output of the heads, o [B, T, N, K]. If `cached` is true, keys and values are
-        the slots of a cache, and a query sees the slots up to its position.
+        the slots of a cache, and a query sees the slots up to the query's position.
         """
         if k_BSMK.shape[2] % num_shards(context.mesh, TENSOR):
             k_BSMK, v_BSMK = (

@@ -37,8 +37,8 @@ def rms_norm(config, x):
 
 def rotate_by_distance(config, x, distance, theta=None):
     """Rotates the first R = `config.rotary_dim` entries of the last axis of x. Entries i and i +
-    R/2 form a pair, which is rotated by the angle distance · θ^(-2i/R). The entries after the first
-    R do not change.
+    R/2 form a pair, which is rotated by the angle distance · θ^(-2i/R). The entries of x after the
+    first R do not change.
 
     Args:
       x: [..., K].

@@ -1,10 +1,10 @@
-"""Attention residuals (arXiv 2603.15031): every mixer and every MLP reads a weighted mean over
-depth, in place of the sum of all earlier outputs. This file implements section 3.2 of the paper,
-which divides the layers into blocks.
+"""Attention residuals (arXiv 2603.15031): every mixer and every MLP reads a weighted mean of sums
+of earlier outputs, in place of the sum of all earlier outputs. This file implements section 3.2 of
+the paper, which divides the layers into blocks.
 
-The layers form blocks of `model.streams.block_layers` layers; the last block may have fewer. Let
-b_0 be the embedding, and b_n the sum of the outputs of all mixers and MLPs in block n. A mixer or
-an MLP f in block n, with a vector w and norms N and N_key of its own, reads
+The layers form blocks of `model.streams.block_layers` layers; the last block may have fewer layers.
+Let b_0 be the embedding, and b_n the sum of the outputs of all mixers and MLPs in block n. A mixer
+or an MLP f in block n, with a vector w and norms N and N_key of its own, reads
 
     s_j = w · N_key(V_j)     h = Σ_j softmax_j(s) V_j     f reads N(h)
 
@@ -161,8 +161,8 @@ class AttentionResidual(Block):
 
     @staticmethod
     def residual_flops(config, layers):
-        """Counts the FLOPs of the scores and of the weighted means: 4 D for each source that a
-        mixer, an MLP or the head reads.
+        """Counts the FLOPs of the scores and of the weighted means: 4 D FLOPs, with the model width
+        D, for each source that a mixer, an MLP or the head reads.
         """
         size = config.streams.block_layers
         read = 1 + -(-layers // size)  # by the head

@@ -1,6 +1,6 @@
 """Parts of a block that the released model does not have: norms, placements of norms, dense MLPs,
 position embeddings, and scaled rotary positions for texts longer than the training texts. The
-settings `model.block.*` name the parts of a model.
+settings `model.block.*` choose the parts of a model's blocks by name.
 
 Letters: B batch, T time, D model, I width of an MLP.
 """

@@ -73,7 +73,8 @@ class NgramEmbedding(nnx.Module):
     def __call__(
         self, h_BTE: jax.Array, context: Context, cache: dict | None = None
     ) -> tuple[jax.Array, dict | None]:
-        """Computes what the layer adds to the residual streams h [B, T, S·D].
+        """Computes the sum of value and convolution that the layer adds to the residual streams h
+        [B, T, S·D].
 
         Returns:
           what the layer adds, [B, T, S·D]; the cache after the last token or, with

@@ -125,8 +125,9 @@ class RWKV4(Mixer):
         return y, diagnostics, cache and dict(zip(RWKV4_STATE_NAMES, state)) | {"shift": last}
 
     def _weighted_mean(self, k, v, w, bonus, segment_ids, axis_name, state):
-        """Computes, for each token, the mean of the values v so far, weighted by e^k of the keys k
-        and the decay since the value's token; the token's own weight is e^{u + k}.
+        """Computes, for each token, a weighted mean of the values v so far. The weight of a value
+        is e^k with the value's key k, and decays with every later token; the weight of the token's
+        own value is e^{u + k}.
 
         Args:
           k, v: the keys and the values, [B, T, D].

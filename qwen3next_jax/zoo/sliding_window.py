@@ -341,9 +341,9 @@ def _keys_and_values_of_first_tokens(first: FirstTokens, start_BC, groups, width
 
 
 def _prepend_earlier_keys(k, v, ids, first, before: int, axis_name):
-    """Returns k, v and ids with W = `before` more entries before the first query. The added entries
-    come from the shards before this one, or are padding at the start of the row. The fourth result
-    is `first` with the keys and values of the whole row.
+    """Returns k, v and the document ids with W = `before` entries added before the first query. The
+    added entries come from the shards before this one, or are padding at the start of the row. The
+    fourth result is `first` with the keys and values of the whole row.
     """
     start, shard_count = 0, 1
     if axis_name is not None:

@@ -215,10 +215,10 @@ class S4D(ChannelStateMixer):
     is learned and does not depend on the token.
 
     h ← e^{Δ A} h + (e^{Δ A} − 1) / A · x, y = 2 Re(C·h) + D x, where x is a projection of the
-    layer's input, and A [N], C [N], Δ and D are parameters of each channel. A GELU and a projection
-    with two halves follow; the output is the first half times the sigmoid of the second. Entry n of
-    A starts at −½ + i π n ("S4D-Lin"). N is `mixer.state_size` / 2; the factor 2 in y adds the
-    conjugate of each number of the state.
+    layer's input, and A [N], C [N], Δ and D are parameters of each channel. The sum y passes
+    through a GELU and a projection with two halves; the mixer's output is the first half times the
+    sigmoid of the second half. Entry n of A starts at −½ + i π n ("S4D-Lin"). N is
+    `mixer.state_size` / 2; the factor 2 in y adds the conjugate of each number of the state.
 
     Diagnostics: half_life [H], ln 2 / (Δ · −Re A) in tokens, the longest in each head.
     """

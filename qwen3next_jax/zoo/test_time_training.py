@@ -235,7 +235,7 @@ class Titans(GradientStepMixer):
 
 
 def ttt_reference(config, params, x):
-    """Computes TTT with one autodiff gradient per token, at the state before its block."""
+    """Computes TTT with one autodiff gradient per token, at the state before the token's block."""
     q, k, v, _ = queries_keys_values_gate(config, params, x)
     block = TTT.settings(config).block
 

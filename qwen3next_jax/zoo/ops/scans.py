@@ -1,6 +1,6 @@
 """Scans over time. `linear_scan` and `low_memory_linear_scan` compute h ← e^a h + b, and
 `max_plus_scan` computes m ← max(a + m, b), elementwise and for many tokens in parallel.
-`token_scan` computes any other recurrence, token by token.
+`token_scan` computes any recurrence, token by token.
 
 At the first token of a document, the log decay a is set to −∞. The value −∞ resets the state
 exactly, because all exponents are sums of a, never differences of sums.
@@ -22,8 +22,8 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
     after another.
 
     Args:
-      a: [B, T, …] log decay with real part <= 0; -inf resets h to b. Axes of size 1 are broadcast
-        to the axes of b.
+      a: [B, T, …] log decay with real part <= 0; -inf resets h to b. Axes of a of size 1 are
+        broadcast to the axes of b.
       b: [B, T, …], real or complex.
       initial_state: [B, …] or None for zeros. With `segment_ids`, only the first document starts
         from it.
@@ -37,7 +37,7 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
       three arrays have the dtype of b.
 
     Raises:
-      ValueError: shapes or dtypes do not fit.
+      ValueError: the arguments' shapes or dtypes do not fit.
     """
     state = _checked_initial_state(a, b, initial_state, segment_ids, 0)
     a, b = _reset_at_documents(a, b, segment_ids, axis_name, 0)

@@ -26,7 +26,7 @@ class Options(typing.NamedTuple):
 
     Attributes:
       implementation: "recurrent" or "chunked"; None means "chunked".
-      delta_term: whether the write has the delta term.
+      delta_term: whether the write has the delta term -S^T k.
       reads_before_write: whether a token reads the state before its own decay and write.
     """
 
@@ -84,8 +84,8 @@ def channel_delta_rule(
         starts from initial_state.
       segment_ids: [B, T] integers or None. The ids are positive and non-decreasing along T, one id
         per document, and 0 marks padding at the end. The state becomes zero where a document starts
-        (for the first document, it stays `initial_state`). In padding o is 0 and all gradients are
-        0.
+        (at the start of the first document, it stays `initial_state`). In padding o is 0 and all
+        gradients are 0.
       implementation: "recurrent" or "chunked". None means "chunked", the faster implementation on
         every platform.
       axis_name: name of the mesh axis over which T is split in order, for a call inside

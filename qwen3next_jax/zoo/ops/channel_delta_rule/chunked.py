@@ -44,7 +44,8 @@ In the recurrence, each token corrects the rounding errors of the tokens before 
 with A, later rows do not correct the errors of earlier rows, and with repeated keys the errors add
 up. Therefore W and dR get one step of iterative refinement if the operands of products have the
 dtype of the sums (float32 or float64). For W, which solves (I + L) W = Y with Y = β (V − (E γ) S),
-the step adds A (Y − (I + L) W). The refinement of dR uses the transposes of A and L.
+the refinement step adds A (Y − (I + L) W) to W. The refinement of dR uses the transposes of A and
+L.
 
 With bfloat16 inputs, the operands of matrix products are multiplied by decays and then rounded to
 bfloat16. Where the terms of a product cancel if keys repeat, the code splits operands into two
@@ -144,7 +145,7 @@ def _chunks_and_products(
       x: the arrays of a group of chunks.
       known_inverse: A, which the forward pass saved; None in the forward pass.
       size: number of tokens of a chunk.
-      delta_term: whether the write has the delta term.
+      delta_term: whether the write has the delta term -S^T k.
       reads_before_write: whether a token reads the state before its own decay and write.
       dtype: the dtype of the state.
     """

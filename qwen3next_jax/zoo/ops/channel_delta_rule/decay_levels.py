@@ -6,8 +6,8 @@ From row j to row i > j, each channel of the state decays by the factor e^{Σ_{j
 decays of all pairs. But e^{−G_j} can overflow, and the difference G_i − G_j would lose precision.
 Therefore the pairs of rows are divided into levels m = 1, 2, 4, …, C/2. For level m, the rows of a
 chunk are divided into blocks of m rows, numbered from 0. A pair of rows (i, j) belongs to level m
-if i is in a block with an odd number and j is in the block just before. The exponent of the pair is
-then
+if i is in a block with an odd number and j is in the block just before. The exponent of the decay
+of a pair (i, j) of level m is
 
     (Σ of g from the start of i's block to row i)
     + (Σ of g from the row after j to the end of j's block).
@@ -33,8 +33,8 @@ MIN_BLOCK_ROWS = 16  # the fewest rows of a block that is multiplied as a whole
 
 
 class DecayExponents(typing.NamedTuple):
-    """Sums of g over spans of rows. All sums are ≤ 0. The sums are linear in g, so `jax.vjp` of
-    `decay_exponents` computes the gradient of g by sums alone.
+    """Sums of the log decay g over spans of rows. All sums are ≤ 0. The sums are linear in g, so
+    `jax.vjp` of `decay_exponents` computes the gradient of g by sums alone.
 
     Attributes:
       by_level: for each level an array [..., C, K]. For a row in an odd block, the array holds the
