@@ -26,7 +26,7 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
         broadcast to the axes of b.
       b: [B, T, …], real or complex.
       initial_state: [B, …] or None for zeros. With `segment_ids`, only the first document starts
-        from it.
+        from initial_state.
       segment_ids: [B, T] integers or None, as in `gated_delta_rule`. In padding h is the state
         after the last token.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order, as in
@@ -137,7 +137,7 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
       step: function (state, inputs of a token [B, …]) → (state, outputs [B, …]).
       inputs: a tree of arrays [B, T, …].
       initial_state: a tree of arrays [B, …]. With `segment_ids`, only the first document starts
-        from it.
+        from initial_state.
       segment_ids: as in `linear_scan`.
       axis_name: as in `linear_scan`. Each shard waits for the state of the shard before it, so that
         splitting T saves no time.

@@ -143,7 +143,8 @@ def _chunks_and_products(
 
     Args:
       x: the arrays of a group of chunks.
-      known_inverse: A, which the forward pass saved; None in the forward pass.
+      known_inverse: the inverse A = (I + L)^{-1} that the forward pass saved; None in the forward
+        pass.
       size: number of tokens of a chunk.
       delta_term: whether the write has the delta term -S^T k.
       reads_before_write: whether a token reads the state before its own decay and write.
@@ -383,8 +384,8 @@ def _input_gradients(
       dr: the gradient dR.
       do: the gradient of o.
       reads_before_write: whether a token reads the state before its own decay and write.
-      by_key: whether the keys E of the delta term are k. If E is k, the gradient of E is added to
-        dk, and dE is None.
+      by_key: whether the keys E of the delta term are the keys k; then the gradient of E is added
+        to dk, and dE is None.
     """
     dv = c.beta * dr
     dbeta = jnp.sum(dr * errors, axis=-1)

@@ -1,8 +1,8 @@
 """The decay between every two rows (tokens) of a chunk, for each channel. The exponents of the
 decays are computed as sums of the log decay g, never as differences of sums.
 
-From row j to row i > j, each channel of the state decays by the factor e^{Σ_{j<t≤i} g_t}. Let G_i =
-Σ_{t≤i} g_t. The decay of a pair (i, j) is e^{G_i} e^{−G_j}, so one matrix product could apply the
+From row j to row i > j, each channel of the state decays by the factor e^{Σ_{j<t≤i} g_t}. With G_i
+= Σ_{t≤i} g_t, the decay of a pair (i, j) is e^{G_i} e^{−G_j}, so one matrix product could apply the
 decays of all pairs. But e^{−G_j} can overflow, and the difference G_i − G_j would lose precision.
 Therefore the pairs of rows are divided into levels m = 1, 2, 4, …, C/2. For level m, the rows of a
 chunk are divided into blocks of m rows, numbered from 0. A pair of rows (i, j) belongs to level m
