@@ -148,7 +148,8 @@ class DeepNorm(PostNorm):
     """DeepNorm (2203.00555): N(α x + f(x)) with α = (2 L)^¼ for L layers, where N is a norm and f
     is the mixer or the MLP. DeepNorm multiplies the initial values of the MLP's matrices, the value
     projection and the output projection by β = (8 L)^-¼. If one parameter of a mixer holds the
-    projections of queries, keys and values, its initial values are not multiplied by β.
+    projections of queries, keys and values, the initial values of the parameter are not multiplied
+    by β.
     """
 
     def __init__(self, config, mixer, sparse, make, layers):

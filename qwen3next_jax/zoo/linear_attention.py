@@ -108,8 +108,8 @@ class LinearAttention(ScalarDecayMixer):
     """Linear attention (2006.16236, equations 16–20): it replaces the weight e^{q·k} of softmax
     attention by the product φ(q)·φ(k) of feature vectors.
 
-    S ← S + φ(k) vᵀ, z ← z + φ(k), o = Sᵀφ(q) / (zᵀφ(q) + ε), φ = elu + 1. With
-    `mixer.feature_map` = "identity" and without `mixer.normaliser`, o is the plain sum Σ v (k·q).
+    S ← S + φ(k) vᵀ, z ← z + φ(k), o = Sᵀφ(q) / (zᵀφ(q) + ε), φ = elu + 1. With `mixer.feature_map`
+    = "identity" and without `mixer.normaliser`, the output o is the plain sum Σ v (k·q).
     """
 
     @dataclasses.dataclass(frozen=True)

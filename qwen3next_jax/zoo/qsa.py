@@ -881,10 +881,10 @@ def indexer_overlap(
     settings: QSA.Settings,
     head_axis: str | None = None,
 ) -> jax.Array:
-    """Returns [B, T], the overlap of each query (see indexer_overlap of `QSA`): of the n blocks to
-    which the teacher of dense attention gives the largest probabilities, the share that the query
-    selects. The number n is the largest number of blocks that a query can select. The arguments are
-    those of `indexer_divergence`.
+    """Returns [B, T], the overlap of each query (see indexer_overlap of `QSA`): the query selects
+    this share of the n blocks to which dense attention gives the largest probabilities, where n is
+    the largest number of blocks that a query can select. The arguments are those of
+    `indexer_divergence`.
     """
     count = settings.indexer_budget // settings.indexer_compress_ratio
 
@@ -929,9 +929,9 @@ def indexer_teacher_probabilities(
 
     Args:
       q_BCNK, k_BTMK: attention's queries and keys.
-      kept_BCG: bool, the blocks of each query. The query attends to the tokens of the blocks in
-        kept_BCG, and to the tokens after its last complete block up to the query's own token. The
-        blocks outside of kept_BCG get 0.
+      kept_BCG: bool, the blocks of each query. For the teacher, a query attends to the tokens of
+        the blocks in kept_BCG, and to the tokens after its last complete block up to the query's
+        own token. The blocks outside of kept_BCG get 0.
       row_blocks: the blocks of every row.
       t_BC, segment_BC: the position of each query, and the segment id of its document.
       positions: the positions and documents of the keys.
