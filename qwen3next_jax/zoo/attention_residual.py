@@ -10,9 +10,10 @@ or an MLP f in block n, with a vector w and norms N and N_key of its own, reads
 
 The output of the mixer or MLP f is added to b_n. The sources V_j are the embedding b_0, the sums
 b_1 … b_(n-1) of the earlier blocks of layers, and the part of b_n that is already computed. The
-first mixer of block n does not read b_n, which is still 0. The language-model head reads N(h), with
-the embedding and the sums of all blocks as the sources. N_key is an RMSNorm with weights. Every
-vector w is 0 at the start of training, so that h is at first the plain mean of the sources.
+first mixer of block n does not read b_n, which is still 0. The language-model head reads the norm
+N(h) of a weighted mean h of the embedding and the sums of all blocks. N_key is an RMSNorm with
+weights. Every vector w is 0 at the start of training, so that h is at first the plain mean of the
+sources.
 
 The layer of the multi-token prediction module is a block of its own: b_0 is the module's input.
 

@@ -639,8 +639,8 @@ def key_ranges_to_read(
 
 
 def _should_gather(num_keys: int, settings: "QSA.Settings") -> bool:
-    """Whether attention gathers the selected keys of each query if a row has `num_keys` keys. The
-    answer depends on the platform that the program is compiled for.
+    """Whether attention gathers the selected keys of each query if a row has `num_keys` keys.
+    Whether attention gathers keys depends on the platform that the program is compiled for.
     """
     return num_keys > GATHER_BEYOND_BUDGETS[compile_target().platform] * settings.indexer_budget
 
