@@ -64,7 +64,7 @@ MIXERS = {
     "dynamic_ntk": "qwen3next_jax.zoo.long_context:DynamicNTKAttention",
     "lambda_window": "qwen3next_jax.zoo.long_context:LambdaWindowAttention",
     "parallel_windows": "qwen3next_jax.zoo.long_context:ParallelWindowsAttention",
-    "selected_tokens": "qwen3next_jax.zoo.long_context:SelectedTokensAttention",
+    "selected_tokens": "qwen3next_jax.zoo.long_context:LambdaWindowWithSelectedKeys",
     "qsa": "qwen3next_jax.zoo.qsa:QSA",
 }
 # Placements of a block's norms, for model.block.placement; N is a norm, f the mixer or the MLP.

@@ -1,8 +1,8 @@
 """Mixers and other parts of a block that the released Qwen3-Next does not have: one file for each
 family of similar mixers.
 
-The rest of the package runs without this folder. `config/registry.py` lists the mixers and parts by
-name.
+No other folder of the package needs the folder `zoo`. `config/registry.py` lists the mixers and
+parts by name.
 """
 
 # Name of an operator → the module that defines it. `qwen3next_jax.ops` imports the operator from

@@ -1,8 +1,8 @@
 """Attention of the first neural translation models. The score of a query and a key is computed by a
 small network (Bahdanau, 1409.0473, A.1.2), or is a bilinear form qᵀ W k (Luong, 1508.04025, the
-score "general"). Neither score depends on the positions of the tokens; only the causal mask does.
-So a model with one of these mixers needs another source of positions: recurrent layers, or the
-setting `model.block.positions`.
+score "general"). Neither Bahdanau's nor Luong's score depends on the positions of the tokens; only
+the causal mask does. So a model with Bahdanau's or Luong's attention needs a source of positions:
+recurrent layers, or the setting `model.block.positions`.
 
 Letters: B batch, T queries, S keys, C queries of a chunk, D model, N query heads, M key/value
 heads, R = N/M, K head width.
@@ -28,8 +28,8 @@ class Bahdanau(Mixer):
     tokens j ≤ i, with a learned vector u for each head.
 
     Diagnostics: first_token_share [N], for each head the mean weight that tokens give to the first
-    token of their document. The mean leaves out first tokens, and tokens outside of
-    `Context.stats_mask`.
+    token of their document. The mean of first_token_share leaves out the first token of each
+    document, and tokens outside of `Context.stats_mask`.
     """
 
     cache_kind = "slots"
@@ -44,7 +44,7 @@ class Bahdanau(Mixer):
         self.make_score_parameter(make, n, k)
 
     def make_score_parameter(self, make, n, k):
-        """Makes the parameter of the score, here u [N, K]."""
+        """Makes the parameter of the score function: in this class the vectors u [N, K]."""
         start = lambda shape: jax.random.normal(make.rngs.params(), shape) * k**-0.5
         self.score = make.parameter(start, (n, k), "query_heads .", kind="vector")
 
@@ -68,7 +68,7 @@ class Bahdanau(Mixer):
 
     def project_to_heads(self, x_BTD, weight, context):
         """Returns x times the matrix `weight` [D, heads, K], as [B, T, heads, K]. The heads are
-        split over the mesh axis `tensor` if its size divides their number.
+        split over the mesh axis `tensor` if the size of the axis divides the number of heads.
         """
         split = None if weight.shape[-2] % num_shards(context.mesh, TENSOR) else "heads"
         y_BTNK = jnp.einsum("btd,dnk->btnk", x_BTD, weight[...].astype(x_BTD.dtype))
@@ -76,7 +76,7 @@ class Bahdanau(Mixer):
 
     def attend(self, q_BTNK, k_BSMK, v_BSMK, context, cached: bool):
         """Returns the output of the heads, o [B, T, N, K]. If `cached` is true, keys and values are
-        the slots of a cache, and a query sees the slots up to its position.
+        the slots of a cache, and a query sees the slots up to the query's position.
         """
         if k_BSMK.shape[2] % num_shards(context.mesh, TENSOR):
             k_BSMK, v_BSMK = (
@@ -191,8 +191,8 @@ def additive_attention(q_BTNK, k_BSMK, v_BSMK, score_NK, at_BT, ids_BT, key_ids_
 
 
 def _attention_with_scores(config, params, x, scores):
-    """Returns causal attention [T, D] with the scores that the function `scores` computes: it maps
-    q and k [T, N, K] to [N, T, T].
+    """Returns the output [T, D] of causal attention. The function `scores` maps q and k [T, N, K]
+    to the scores [N, T, T].
     """
     heads = config.num_attention_heads
     qkv = []

@@ -1,10 +1,10 @@
 """Functions that the float64 reference implementations of attention share: gated attention for one
-row [T, D] that is one document, computed for every pair of tokens.
+row [T, D] that is one document, with a score for every pair of tokens.
 
 A reference is a function (config, params, x): the ModelConfig, the parameters by name, and the row.
-A reference uses only jax.numpy, so that autodiff computes its gradients. The mixers rotate queries
-and keys by their positions. The references rotate only the query, by its distance from the key, so
-that they check the rotary positions independently.
+A reference uses only jax.numpy, so that autodiff computes its gradients. The mixers of the zoo
+rotate queries and keys by their positions. A reference rotates only the query, by the distance of
+query and key, so that it checks the mixer's rotary positions by another computation.
 
 Letters: T queries, S keys, D model, N query heads, M key/value heads, K head width.
 """
@@ -17,8 +17,8 @@ import numpy as np
 
 
 def apply_norm(config, x, weight):
-    """Applies the norm `model.block.norm` over the last axis of x, n numbers. `weight` has the
-    shape [n], or [2, n] (scale and bias) for a LayerNorm.
+    """Applies the norm that `model.block.norm` names over the last axis of x, which has n entries.
+    `weight` has the shape [n], or [2, n] (scale and bias) for a LayerNorm.
     """
     centre = 1 if config.zero_centered_norm else 0
     if config.block.norm == "layer":
@@ -36,8 +36,9 @@ def rms_norm(config, x):
 
 
 def rotate_by_distance(config, x, distance, theta=None):
-    """Rotates the first R = `config.rotary_dim` numbers of x. Numbers i and i + R/2 form a pair,
-    which is rotated by the angle distance · θ^(-2i/R). The other numbers of x do not change.
+    """Rotates the first R = `config.rotary_dim` entries of the last axis of x. Entries i and i +
+    R/2 form a pair, which is rotated by the angle distance · θ^(-2i/R). The entries of x after the
+    first R do not change.
 
     Args:
       x: [..., K].
@@ -79,8 +80,8 @@ def gated_attention(
         rotation.
       theta: [T, 1, 1, 1], the base of the rotations for each query; None means `config.rope_theta`.
       bias: [N, T, S], added to the scores; None adds nothing.
-      selected: the pair (mask [T, S] bool, n). Of the keys for which the mask is true, each query
-        and head also sees the n keys with the highest scores. None selects no keys.
+      selected: the pair (mask [T, S] bool, n): each query and head also sees the n keys with the
+        highest scores among the keys for which the mask is true; None selects no keys.
       sink: [N], a logit s of each head that adds e^s to the softmax's denominator; None adds
         nothing.
 

@@ -1,21 +1,24 @@
-"""Attention residuals (arXiv 2603.15031): every mixer and every MLP reads a weighted mean over
-depth, in place of the sum of all earlier outputs. This file implements the form of the paper that
-divides the layers into blocks (section 3.2).
+"""Attention residuals (arXiv 2603.15031): every mixer and every MLP reads a weighted mean of sums
+of earlier outputs, in place of the sum of all earlier outputs. This file implements section 3.2 of
+the paper, which divides the layers into blocks.
 
-The layers form blocks of `model.streams.block_layers` layers; the last block may have fewer. Let
-b_0 be the embedding, and b_n the sum of the outputs of all mixers and MLPs in block n. A mixer or
-an MLP f in block n, with a vector w and norms N and N_key of its own, reads
+The layers form blocks of `model.streams.block_layers` layers; the last block may have fewer layers.
+Let b_0 be the embedding, and b_n the sum of the outputs of all mixers and MLPs in block n. A mixer
+or an MLP f in block n, with a vector w and norms N and N_key of its own, reads
 
     s_j = w · N_key(V_j)     h = Σ_j softmax_j(s) V_j     f reads N(h)
 
-The output of f is added to b_n. The sources V_j are b_0 … b_(n-1), and b_n as far as it is summed
-up. The first mixer of block n does not read b_n, which is still 0. The head reads N(h) over b_0 and
-all b_n. N_key is an RMSNorm with weights. Every w is 0 at the start, so that h is the mean of the
+The output of the mixer or MLP f is added to b_n. The sources V_j are the embedding b_0, the sums
+b_1 … b_(n-1) of the earlier blocks of layers, and the part of b_n that is already computed. The
+first mixer of block n does not read b_n, which is still 0. The language-model head reads the norm
+N(h) of a weighted mean h of the embedding and the sums of all blocks. N_key is an RMSNorm with
+weights. Every vector w is 0 at the start of training, so that h is at first the plain mean of the
 sources.
 
 The layer of the multi-token prediction module is a block of its own: b_0 is the module's input.
 
-The N + 1 sources of a token lie side by side, [B, T, (N+1)·D]. b_n is 0 until block n begins.
+The J sources of a token (the embedding and the sum of each block of layers) lie side by side, [B,
+T, J·D]. The sum b_n of the outputs of block n is 0 until block n begins.
 
 Letters: B batch, T time, N blocks, J = N + 1 sources, D model, E = J·D.
 """
@@ -85,7 +88,7 @@ class DepthAttention(nnx.Module):
 
 class DepthMultiTokenPrediction(MultiTokenPrediction):
     """Multi-token prediction whose layer has two sources: the module's input, and the sum of the
-    outputs of its mixer and its MLP.
+    outputs of the layer's mixer and MLP.
     """
 
     def __init__(self, config: ModelConfig, make: Make):
@@ -152,15 +155,15 @@ class AttentionResidual(Block):
 
     @staticmethod
     def residual_for_diagnostics(v_BTE, config):
-        """Returns the sum of all sources. With the placement "pre", this sum is the residual
-        stream.
+        """Returns the sum of all sources. In a model with the placement "pre", the sum of all
+        sources is the residual stream.
         """
         return sum(jnp.split(v_BTE, v_BTE.shape[-1] // config.hidden_size, axis=-1))
 
     @staticmethod
     def residual_flops(config, layers):
-        """Counts the FLOPs of the scores and of the weighted means: 4 D for each source that a
-        mixer, an MLP or the head reads.
+        """Counts the FLOPs of the scores and of the weighted means: 4 D FLOPs, with the model width
+        D, for each source that a mixer, an MLP or the head reads.
         """
         size = config.streams.block_layers
         read = 1 + -(-layers // size)  # by the head
@@ -175,7 +178,8 @@ class AttentionResidual(Block):
 
 
 def attention_residual_reference(config, params, last, embedding_D, blocks):
-    """Returns the head's input N(h) [D] for one token, in the dtype of the inputs.
+    """Returns the input N(h) [D] of the language-model head for one token, in the dtype of the
+    inputs.
 
     Args:
       params: list of the parameters of every mixer's and every MLP's `DepthAttention`, in order.

@@ -20,9 +20,7 @@ EXAMPLES = {
 
 
 class BiasedAttention(BiasedProjections):
-    """`GatedAttention` whose projections have biases. The attention itself runs the same kernels as
-    in `GatedAttention`.
-    """
+    """`GatedAttention` whose projections have biases. The kernels are those of `GatedAttention`."""
 
     @dataclasses.dataclass(frozen=True)
     class Settings(BiasedProjections.Settings):
@@ -34,8 +32,9 @@ class BiasedAttention(BiasedProjections):
 class SinkAttention(BiasedProjections, PairAttention):
     """Attention in which each head has a learned logit s, which adds a term to the denominator of
     the softmax: p_ij = e^{s_ij} / (e^s + Σ_{j'} e^{s_ij'}), where s_ij is the score of query i and
-    key j. The weights of a head may then sum to less than 1, so that a head can attend to nothing.
-    The kernels of `ops.attention` do not support the term, so XLA computes all T × T scores.
+    key j. With the sink logit, the attention weights of a head sum to less than 1, so that a head
+    can attend to nothing. The kernels of `ops.attention` do not support a sink logit, so XLA
+    computes all T × T scores.
     """
 
     loads_weights_of = None

@@ -14,8 +14,8 @@ from qwen3next_jax.model.gated_attention import GatedAttention
 
 class BiasedProjections(GatedAttention):
     """`GatedAttention` with biases: q = W x + b, and likewise for keys, values and the output
-    projection. The setting `attention_bias` says which projections have a bias. The query
-    projection also computes the output gate, if there is one; then the bias of the query projection
+    projection. The setting `attention_bias` says which projections have a bias. If there is an
+    output gate, the query projection also computes the gate, and the bias of the query projection
     has entries for the gate, too. Biases start at 0 and have no weight decay.
     """
 

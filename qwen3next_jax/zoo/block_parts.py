@@ -1,6 +1,6 @@
 """Parts of a block that the released model does not have: norms, placements of norms, dense MLPs,
 position embeddings, and scaled rotary positions for texts longer than the training texts. The
-settings `model.block.*` choose among them by name.
+settings `model.block.*` choose the parts of a model's blocks by name.
 
 Letters: B batch, T time, D model, I width of an MLP.
 """
@@ -88,8 +88,8 @@ class LayerNorm:
 
 
 class PostNorm(Block):
-    """Norms after the residual sum: N(x + f(x)), as in the Transformer (1706.03762). N is a norm
-    and f is the mixer or the MLP.
+    """Norms after the residual sum: N(x + f(x)) for a norm N and a mixer or MLP f, as in the
+    Transformer (1706.03762).
     """
 
     def sublayer_input(self, x_BTD, part):
@@ -100,8 +100,8 @@ class PostNorm(Block):
 
 
 class Olmo2Norm(Block):
-    """Norms of the outputs of mixer and MLP: x + N(f(x)), as in OLMo 2 (2501.00656). N is a norm
-    and f is the mixer or the MLP.
+    """Norms of the outputs of mixer and MLP: x + N(f(x)) for a norm N and a mixer or MLP f, as in
+    OLMo 2 (2501.00656).
     """
 
     def sublayer_input(self, x_BTD, part):
@@ -113,8 +113,8 @@ class Olmo2Norm(Block):
 
 class OlmoHybridNorm(Block):
     """Norms of the inputs in recurrent layers, x + f(N(x)), and of the outputs in layers with
-    attention, x + N(f(x)), as in Olmo Hybrid. N is a norm and f is the mixer or the MLP. A layer
-    has attention if its mixer is a `GatedAttention`, or if its cache grows with the text.
+    attention, x + N(f(x)), as in Olmo Hybrid; N is a norm, and f a mixer or an MLP. A layer has
+    attention if its mixer is a `GatedAttention`, or if the mixer's cache grows with the text.
     """
 
     def __init__(self, config, mixer, sparse, make, layers):
@@ -131,8 +131,8 @@ class OlmoHybridNorm(Block):
 
 
 class SandwichNorm(Block):
-    """Norms of inputs and outputs of mixer and MLP: x + N'(f(N(x))) (CogView, 2105.13290; Gemma 3).
-    N and N' are norms and f is the mixer or the MLP.
+    """Norms of inputs and outputs of mixer and MLP: x + N'(f(N(x))) for two norms N and N' and a
+    mixer or MLP f (CogView, 2105.13290; Gemma 3).
     """
 
     def __init__(self, config, mixer, sparse, make, layers):
@@ -146,9 +146,10 @@ class SandwichNorm(Block):
 
 class DeepNorm(PostNorm):
     """DeepNorm (2203.00555): N(α x + f(x)) with α = (2 L)^¼ for L layers, where N is a norm and f
-    is the mixer or the MLP. The initial values of the MLP's matrices, the value projection and the
-    output projection are multiplied by β = (8 L)^-¼. A mixer that has one parameter for the
-    projections of queries, keys and values together starts without the factor β on its values.
+    is the mixer or the MLP. DeepNorm multiplies the initial values of the MLP's matrices, the value
+    projection and the output projection by β = (8 L)^-¼. If one parameter of a mixer holds the
+    projections of queries, keys and values, the initial values of the parameter are not multiplied
+    by β.
     """
 
     def __init__(self, config, mixer, sparse, make, layers):
@@ -214,8 +215,8 @@ class SquaredReLUMLP(GELUMLP):
 
 
 class NoMLP(nnx.Module):
-    """An MLP that returns zeros, for layers that consist of a mixer alone. The layer still has the
-    MLP's norms.
+    """An MLP that returns zeros, for layers that consist of a mixer alone. A layer without an MLP
+    still has the MLP's norms.
     """
 
     def __init__(self, config: ModelConfig, make: Make):
@@ -242,8 +243,8 @@ class SinusoidalPositions(NoPositions):
 
 
 class LearnedPositions(NoPositions):
-    """Adds a learned vector to the embedding of each token: the row of its position in a table of
-    `config.context_length` rows.
+    """Adds a learned vector to the embedding of each token: the row of the token's position in a
+    table of `config.context_length` rows.
 
     Raises (when it is called):
       UserError: a row has more tokens than the table has positions.
@@ -298,8 +299,9 @@ def truncated_rope_scaling(
     """Computes a truncated basis (Giraffe, 2308.10882). A pair of dimensions that makes at least
     one full turn over `context` positions keeps its frequency. A slower pair that makes more than
     one turn over `context` · `factor` positions gets the frequency of exactly one turn over
-    `context` · `factor` positions. The slowest pairs are not rotated. The paper does not specify
-    the two limits; this code chooses them.
+    `context` · `factor` positions. The slowest pairs are not rotated. The paper does not give the
+    limits of one turn over `context` and over `context` · `factor` positions; this code chooses
+    them.
     """
     frequency = theta ** (-np.arange(half) / half)
     once = 2 * math.pi / context

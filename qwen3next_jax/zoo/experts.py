@@ -2,9 +2,9 @@
 gate (Nemotron 3 Nano), and clipped experts with biases (gpt-oss).
 
 The function `sorted_moe` of `model.expert_implementations` computes the routed experts, in plain
-XLA. If the mesh splits the experts, every shard gathers the tokens of all shards and computes the
-outputs of its own experts, and a reduce-scatter sums the outputs. No token is dropped: all chosen
-experts are computed.
+XLA. If the mesh splits the experts over shards, every shard gathers the tokens of all shards and
+computes the outputs of its own experts, and a reduce-scatter sums the outputs. No token is dropped:
+all chosen experts are computed.
 
 Letters: R tokens, D model, A choices per token, Q rows sorted by expert, E experts of this shard, I
 expert width, F width of a bias.
@@ -52,8 +52,8 @@ def routed_experts_from_mlp(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, ke
         [Q, D], computes the experts of rows that are sorted by expert. `experts` are the arrays of
         the experts' parameters.
       mesh, layer: see `model.expert_implementations.choose_expert_implementation`.
-      dtype, in_tiles, few_tokens, keep_hidden: ignored. They are arguments because the same call is
-        made for every class of experts.
+      dtype, in_tiles, few_tokens, keep_hidden: ignored; the caller passes the same arguments to
+        every class of experts.
     """
     of_one_layer = functools.partial(
         sorted_moe, mlp=functools.partial(mlp, num_shards(mesh, TENSOR))
@@ -70,9 +70,9 @@ def routed_experts_from_mlp(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, ke
 
 
 def _run_on_tokens_of_all_shards(run, x_RD, weight_RA, expert_RA, *experts):
-    """Gathers the tokens of all shards along the mesh axis `expert`, and applies `run` to them with
-    this shard's experts. Then a reduce-scatter sums the results of all shards. Returns the sums for
-    this shard's tokens, [R, D].
+    """Gathers the tokens of all shards along the mesh axis `expert`, and applies `run` with this
+    shard's experts to the gathered tokens. Then a reduce-scatter sums the results of all shards.
+    Returns the sums for this shard's tokens, [R, D].
     """
     x_RD, weight_RA, expert_RA = (
         jax.lax.all_gather(a, EXPERT, tiled=True) for a in (x_RD, weight_RA, expert_RA)
@@ -137,11 +137,11 @@ def _squared_relu_experts(tensor_shards, x_QD, up_EDI, down_EID, sizes_E):
 
 
 class ClippedSwiGLUExperts(SparseMoE):
-    """The experts of gpt-oss (2508.10925 and its published code). Each routed expert computes
-    down(g σ(1.702 g) (u + 1)) + b, with g = min(gate x + b', 7) and u = up x + b'' clipped to
-    -7 … 7; gate, up and down are matrices, and b, b' and b'' are biases. The router's logits have a
-    bias, too. A shared expert, which gpt-oss does not have, is a SwiGLU. Biases start at 0 and have
-    no weight decay.
+    """The experts of gpt-oss (2508.10925, and the published code of gpt-oss). Each routed expert
+    computes down(g σ(1.702 g) (u + 1)) + b, with g = min(gate x + b', 7) and u = up x + b'' clipped
+    to -7 … 7; gate, up and down are matrices, and b, b' and b'' are biases. The router adds a
+    learned bias to its logits. A shared expert, which gpt-oss does not have, is a SwiGLU. Biases
+    start at 0 and have no weight decay.
     """
 
     expert_parameter_names = (

@@ -36,13 +36,15 @@ class GatedDeltaProduct(GatedDeltaNet):
     then reads it.
 
     S ← e^g S, then for j = 1, …, n S ← S + β_j k_j (v_j − Sᵀk_j)ᵀ, then o = Sᵀq / √K, where every
-    k_j, v_j and β_j is a projection of the token's input, and q and k_j are scaled to length 1. The
-    state is multiplied by the product of n matrices I − β_j k_j k_jᵀ. With β between 0 and 2
-    (`model.beta_range` = 2), such a product can be a rotation or a permutation of n + 1 elements; a
-    single matrix is at most a reflection. The paper uses β between 0 and 2.
+    k_j, v_j and β_j is a projection of the token's input, and q and k_j are scaled to length 1.
+    Each token multiplies the state by the product of n matrices I − β_j k_j k_jᵀ. With β between 0
+    and 2 (`model.beta_range` = 2), the product of the n matrices can be a rotation or a permutation
+    of n + 1 elements; one matrix I − β k kᵀ is at most a reflection. The paper uses β between 0 and
+    2.
 
-    With one write this is Gated DeltaNet. With n writes, the operator and kernels of Gated DeltaNet
-    run over rows of n T tokens. The diagnostic beta is the mean of β over the n writes.
+    With one write per token, Gated DeltaProduct is Gated DeltaNet. With n writes, the operator and
+    kernels of Gated DeltaNet run over rows of n T tokens. The diagnostic beta is the mean of the
+    write strength β over the n writes of each token.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -123,8 +125,8 @@ def _writes_to_time_axis(x_BTHC: jax.Array, n: int) -> jax.Array:
 
 
 def _zeros_at_other_writes(x: jax.Array, write: int, n: int) -> jax.Array:
-    """Returns [B, n T, …] for x [B, T, …]. Each token gets n entries. Entry number `write`, counted
-    from 0, is the token's entry of x; the other entries are zeros.
+    """Expands x [B, T, …] to n entries for each token, [B, n T, …]. Entry number `write` (from 0)
+    of a token is the token's entry of x; all other entries are zeros.
     """
     others = [(0, 0), (0, 0), (write, n - 1 - write)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x[:, :, None], others).reshape(x.shape[0], -1, *x.shape[2:])

@@ -31,8 +31,8 @@ GLA_RANK, GLA_TEMPERATURE = 16, 16
 
 
 class ChannelDecayMixer(Recurrent):
-    """The base class of the mixers in this file: S ← Diag(e^g) S + k vᵀ, o = Sᵀq, without a
-    convolution.
+    """The base class of linear attention with a log decay g for each key channel: S ← Diag(e^g) S +
+    k vᵀ, o = Sᵀq, without a convolution.
     """
 
     switches_read = ()
@@ -94,11 +94,12 @@ class HGRN2(ChannelDecayMixer):
     """HGRN-2 (2404.07904): each key channel has a decay f and the key 1 − f. The decay has a lower
     bound b, which starts higher in deeper layers.
 
-    f = b + (1 − b) σ(W x), g = ln f, k = 1 − f, q = SiLU(W' x). There is no output gate. The bound
-    b is a parameter of each layer and channel. It starts at the layer's number (from 0) divided by
-    the number of layers, but at least at 0.01. In the paper, b is a cumulative softmax over the
-    layers, with the same initial values. The layer of the multi-token prediction module counts as
-    the last layer.
+    For the token's input x, the decay is f = b + (1 − b) σ(W x), the log decay g = ln f, the key k
+    = 1 − f, and the query q = SiLU(W' x). There is no output gate. The lower bound b of the decay
+    is a parameter of each layer and channel. The bound b starts at the layer's number (from 0)
+    divided by the number of layers, but at least at 0.01. In the paper, the lower bounds of the
+    decays are a cumulative softmax over the layers, with the same initial values. The layer of the
+    multi-token prediction module counts as the last layer.
     """
 
     def __init__(self, config, make, layers):
@@ -131,7 +132,7 @@ class HGRN2(ChannelDecayMixer):
 class DecayingFastWeights(ChannelDecayMixer):
     """Decaying fast weights (2210.04243): each key channel and each value channel has a decay.
 
-    S ← Diag(σ(W x)) S Diag(σ(W' x)) + k vᵀ, o = Sᵀq. A norm of each head follows; there is no
+    S ← Diag(σ(W x)) S Diag(σ(W' x)) + k vᵀ, o = Sᵀq. The output of each head is normed; there is no
     output gate.
     """
 

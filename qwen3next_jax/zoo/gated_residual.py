@@ -1,6 +1,6 @@
 """Several residual streams with gates in place of norms: the residual form of Qwen3.8-Flash-Next
-(transformers' `qwen4_exp`). These are the hyper-connections of arXiv 2409.19606 with a low-rank
-input gate.
+(transformers' `qwen4_exp`). The streams are the hyper-connections of arXiv 2409.19606 with a
+low-rank input gate.
 
 Every one of the S streams starts as the embedding. Around every block f (a mixer or an MLP), with n
 the RMSNorm of each stream alone and V, U, A weights,
@@ -8,8 +8,8 @@ the RMSNorm of each stream alone and V, U, A weights,
     w = sigmoid(U silu(V n / S))     x = mean over streams of w ∘ n       f reads x
     a = 2 sigmoid(A n / S)           h_s ← h_s + a_s · f(x)               for every stream s
 
-The head's input is computed from the streams after the last layer, by the formula of x, with
-weights of its own. There is no other norm.
+The input of the language-model head is computed from the streams after the last layer, like the
+input x of a block, with weights of the head's own. There is no other norm.
 
 The streams of a token lie side by side, [B, T, S·D]. Letters: B batch, T time, S streams, D model,
 R rank of the input gate.
@@ -44,8 +44,8 @@ class StreamMix(nnx.Module):
     output is added to the streams.
 
     Args:
-      injects: whether the module computes the factors. The module that computes the head's input
-        does not.
+      injects: whether the module computes the factors of a block's output; False for the module
+        that computes the head's input.
     """
 
     def __init__(self, config: ModelConfig, make: Make, injects: bool = True):
@@ -103,8 +103,9 @@ class GatedMultiTokenPrediction(MultiTokenPrediction):
     """Multi-token prediction from all streams.
 
     Stream s of the module starts as x_s = fc_e norm(embedding) + fc_h n_s, where n is one RMSNorm
-    over all S·D numbers of the model's streams after its last layer. A layer and a `StreamMix` that
-    belong to the module follow. vLLM serves this module; transformers does not have it.
+    over all S·D numbers of the model's streams after the model's last layer. After the input
+    streams, the module has one layer and one `StreamMix` of its own. vLLM runs this multi-token
+    prediction module; transformers does not have it.
     """
 
     def make_input_projection(self, make: Make) -> None:
@@ -168,8 +169,8 @@ class GatedResidual(Block):
 
 
 def _block_input_and_factors_reference(config, p, h_SD):
-    """Returns x [D] and a [S] (see the top of the file) for the streams of one token. a is None
-    after the last layer.
+    """Returns the block's input x [D] and the factors a [S] of the block's output, for the streams
+    of one token. a is None after the last layer.
     """
     size = np.sqrt(np.mean(h_SD * h_SD, axis=-1, keepdims=True) + config.rms_norm_eps)
     n_SD = h_SD / size * (1 + p["norm"].reshape(h_SD.shape))

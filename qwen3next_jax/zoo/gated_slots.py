@@ -28,8 +28,8 @@ GSA_TEMPERATURE = 8  # divisor of the log of the forget gates, as in the paper
 
 class MemorySlotsMixer(Recurrent):
     """The base class of mixers whose heads have two states: Sₖ [K, M] holds a key for each slot,
-    and Sᵥ [M, V] holds a value for each slot. A token gives each slot a log decay g [M] and a write
-    strength w [M], which are the same for both states:
+    and Sᵥ [M, V] holds a value for each slot. A token has a log decay g [M] and a write strength w
+    [M], one number for each slot, which both states use:
 
     Sₖ ← Sₖ Diag(e^g) + k wᵀ, p = softmax(Sₖᵀq), Sᵥ ← Diag(e^g) Sᵥ + w vᵀ, o = SiLU(Sᵥᵀp).
 
@@ -135,9 +135,9 @@ class ABC(MemorySlotsMixer):
     weighted means over the tokens j of the document so far: Σ e^{s_j} k_j / Σ e^{s_j} for its key,
     and the same mean of v_j for its value. The scores of a token are s = W x, one for each slot.
 
-    As a recurrence: with z_t = ln Σ_{j ≤ t} e^{s_j}, the write strength is w = e^{s_t − z_t}, and
-    the log decay is g = z_{t−1} − z_t. To avoid overflow, the state "total" holds Σ e^{s_j − m},
-    where m, the state "largest", is the largest s so far.
+    The recurrence of a slot has the write strength w = e^{s_t − z_t} and the log decay g = z_{t−1}
+    − z_t, where z_t = ln Σ_{j ≤ t} e^{s_j}. To avoid overflow, the state "total" holds Σ e^{s_j −
+    m}, where m, the state "largest", is the largest s so far.
     """
 
     def project_inputs(self, x_BTD, context) -> ProjectedInputs:
@@ -202,8 +202,8 @@ def gsa_reference(config, params, x):
 
 
 def abc_reference(config, params, x):
-    """Computes ABC without a recurrence: it computes the weight of every token j in each slot at
-    every time i.
+    """Computes attention with bounded-memory control (ABC) without a recurrence, from the weight of
+    every token j in each slot at every time i.
     """
     q, k, v, _ = queries_keys_values_gate(config, params, x)
     s = jnp.einsum("td,dhm->thm", x, params["forget_proj"])

@@ -37,16 +37,16 @@ MOST_TOKENS_BY_SUMS = 8
 
 class Hyena(Mixer):
     """The mixer of Hyena. A projection and a short convolution compute a value v and two gates x₁
-    and x₂ for each channel: v, x₁, x₂ = conv(W x). Then z ← v, and z ← x_n ⊙ (h_n ∗ z + b_n z) for
-    n = 1, 2, where h_n is a filter as long as the row and b_n is a learned number per channel. The
-    output is a projection of z.
+    and x₂ for each channel: v, x₁, x₂ = conv(W x). The signal z starts as v, and becomes x_n ⊙ (h_n
+    ∗ z + b_n z) for n = 1 and then for n = 2, where h_n is a filter as long as the row and b_n is a
+    learned number per channel. The output is a projection of the last z.
 
     The filter h_n(d) is the output of a network, multiplied by the window e^{-α d} + 0.05, with a
     learned α per channel; d is the distance in tokens divided by max_position_embeddings. There are
-    linear_num_value_heads × linear_value_head_dim channels. The cache holds the inputs of all three
-    convolutions for every token.
+    linear_num_value_heads × linear_value_head_dim channels. The cache holds, for every token, the
+    inputs of the short convolution and of both long convolutions.
 
-    Diagnostics: gate_size [H], the mean of |x₁ x₂| for each head.
+    Diagnostics: gate_size [H], the mean absolute product |x₁ x₂| of the two gates for each head.
     """
 
     switches_read = ("linear_conv_kernel_dim",)
@@ -159,8 +159,8 @@ class Hyena(Mixer):
     def activation_flops(cls, config, length):
         """Counts the FLOPs per token of the long convolutions. Each long convolution needs a
         Fourier transform and an inverse transform of n ≥ 2 `length` points, with 2.5 n log₂ n
-        operations each, and the product with the transformed filter. The computation of the filters
-        is not counted, because all rows share it.
+        operations each, and the product with the transformed filter. The FLOPs of the filters are
+        not counted, because all rows share the filters.
         """
         doubled = 1 << (2 * length - 1).bit_length()
         channels = config.linear_num_value_heads * config.linear_value_head_dim
@@ -188,8 +188,8 @@ def short_convolution_over_cache(u_BSHC, kernel_WHC, positions_BT):
 
 def long_convolution_over_cache(z_BSHV, filter_SHV, positions_BT):
     """Applies a long convolution to the tokens in a cache's slots, and returns its output at the
-    positions `positions_BT`, [B, T, H, V]. Up to MOST_TOKENS_BY_SUMS positions are computed by
-    sums, more by Fourier transforms.
+    positions `positions_BT`, [B, T, H, V]. The convolution is computed by sums for up to
+    MOST_TOKENS_BY_SUMS positions, and by Fourier transforms for more positions.
     """
     slots = z_BSHV.shape[1]
     if positions_BT.shape[1] > MOST_TOKENS_BY_SUMS:
@@ -237,25 +237,25 @@ def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None
     """Computes the causal convolution y_t = Σ_{s ≤ t} kernel_{t-s} x_s by Fourier transforms, for
     each channel separately. The sum is over the tokens s of the document of token t.
 
-    A transform mixes all tokens of a row, so the documents of a row are transformed one after
-    another. The work is proportional to the largest number of documents in a row.
+    A Fourier transform mixes all tokens of a row, so the documents of a row are transformed one
+    after another. Therefore the work is proportional to the largest number of documents in a row.
 
     Args:
       x: [B, T, *channels].
       kernel: [L, *channels], the weight for each distance, from distance 0; L is at least the
         length of the whole row.
-      segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, and 0
+      segment_ids: [B, T] integers or None. The ids are positive and non-decreasing along T, and 0
         marks padding at the end, where y is 0.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order; None if T is not
         split. All shards pass the same kernel, for all distances of the whole row. An all-to-all
-        gives each shard whole rows of a part of the channels, which it transforms; a second
-        all-to-all returns the results.
+        gives each shard whole rows of a part of the channels; the shard transforms these rows, and
+        a second all-to-all returns the results.
 
     Returns:
       y: [B, T, *channels] in x's dtype, computed in float32 (float64 for float64).
 
     Raises:
-      ValueError: shapes or dtypes do not fit.
+      ValueError: the arguments' shapes or dtypes do not fit.
     """
     channels = x.shape[2:]
     shard_count = 1 if axis_name is None else jax.lax.axis_size(axis_name)
@@ -308,7 +308,7 @@ def _fold_over_documents(step, start, document_BT, *arrays):
 
     Args:
       step: function (result of the previous call, mask [B, T, 1] of the document's tokens, *arrays)
-        → result. The arrays that it gets are 0 outside the document.
+        → result. The arrays that `step` gets are 0 outside the document.
       start: the first argument of the first call.
       document_BT: the result of `_document_numbers`.
       arrays: arrays [B, T, C].

@@ -10,19 +10,20 @@ vec(X) [S·D] is their numbers in one row. Around every block f (a mixer or an M
     H_res  = sinkhorn(α_res u_res + b_res)         [S, S], u_res row by row
     X ← H_res X + H_postᵀ f(N(H_pre X))
 
-sinkhorn(L) takes exp(L), divides every column by its sum, then every row by its sum, and repeats
-both `model.streams.sinkhorn_iterations` times. All numbers of H_res are positive, its rows sum to
-1, and its columns nearly do. So the streams do not grow by being mixed, whatever the number of
-layers.
+sinkhorn(L) takes exp(L), and then, `model.streams.sinkhorn_iterations` times, divides every column
+by the column's sum and every row by the row's sum. All numbers of H_res are positive, its rows sum
+to 1, and its columns nearly do. Because the rows of H_res sum to 1, mixing does not make the
+streams grow, whatever the number of layers.
 
 The head reads the norm of the sum of the streams, as in the hyper-connections of 2409.19606. The
-layer of the multi-token prediction module has streams of its own, which start as its input. The
-weight of the norm of vec(X) is part of φ, as in the paper.
+layer of the multi-token prediction module has streams of its own, which all start as the module's
+input. The weight of the norm of vec(X) is part of φ, as in the paper.
 
-Every α starts at 0.01, as in the paper. The paper does not give the start values of the biases.
-In this code, b_pre and b_post start at 0, and b_res starts at 0 except for its diagonal
-(`INITIAL_DIAGONAL`). So the streams are equal at first and hardly mix, and each of them is nearly
-the residual stream of the placement "pre".
+The factors α_pre, α_post and α_res start at 0.01, as in the paper. The paper does not give the
+start values of the biases b_pre, b_post and b_res. In this code, b_pre and b_post start at 0, and
+b_res starts at 0 except for its diagonal (`INITIAL_DIAGONAL`). So at the start of training, the
+streams are equal and hardly mix, and each stream is nearly the residual stream of the placement
+"pre".
 
 Letters: B batch, T time, S streams, D model, E = S·D, X = S + S + S².
 """
@@ -48,8 +49,8 @@ EXAMPLES = {
 
 
 class HyperConnection(nnx.Module):
-    """Computes the three maps H_pre, H_post and H_res around one block. The module also holds the
-    norm of the block's input.
+    """Computes the maps H_pre, H_post and H_res of the streams around one block (a mixer or an
+    MLP). The module also holds the norm of the block's input.
     """
 
     def __init__(self, config: ModelConfig, make: Make):
@@ -69,7 +70,8 @@ class HyperConnection(nnx.Module):
         )
 
     def pre_post_and_res_maps(self, h_BTE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Computes the maps of every token from its streams h [B, T, E].
+        """Computes the maps H_pre, H_post and H_res of every token from the token's streams h [B,
+        T, E].
 
         Returns:
           H_pre [S, B, T]; H_post [S, B, T]; H_res [S, S, B, T], with the new streams along the
@@ -127,7 +129,9 @@ def _block_input(h_BTE: jax.Array, pre_SBT: jax.Array) -> jax.Array:
 def _streams_after_block(
     h_BTE: jax.Array, y_BTD: jax.Array, post_SBT: jax.Array, res_SSBT: jax.Array
 ) -> jax.Array:
-    """Returns H_res X + H_postᵀ y, [B, T, E], for the output y of the block."""
+    """Returns the new streams H_res X + H_postᵀ y, [B, T, E], for the streams X and the output y of
+    the block.
+    """
     slices = jnp.split(h_BTE, len(post_SBT), axis=-1)
     y_BTD = y_BTD.astype(post_SBT.dtype)
     new = [
@@ -138,7 +142,7 @@ def _streams_after_block(
 
 
 def _weighted_sum(weight_SBT: jax.Array, slices: list[jax.Array]) -> jax.Array:
-    """Returns the sum of the streams [B, T, D], each times its weight."""
+    """Returns the weighted sum of the streams, [B, T, D]."""
     return sum(
         w_BT[..., None] * h_BTD.astype(w_BT.dtype) for w_BT, h_BTD in zip(weight_SBT, slices)
     )
@@ -174,8 +178,8 @@ class MHC(Block):
 
     @staticmethod
     def residual_flops(config, layers):
-        """Counts the FLOPs of H_pre X, H_res X and H_postᵀ y, around the mixer and the MLP of every
-        layer.
+        """Counts the FLOPs of mixing the streams, H_pre X, H_res X and H_postᵀ y, around the mixer
+        and the MLP of every layer.
         """
         s = config.streams.hc_count
         return layers * 2 * 2.0 * (s + s * s + s) * config.hidden_size

@@ -105,10 +105,11 @@ class GDN2(KDA):
     of β. The gate b weighs what is erased from the state, and the gate w weighs what is written.
 
     S ← Diag(e^g) S, S ← S + k (w ⊙ v − Sᵀ(b ⊙ k))ᵀ with b = σ(W x) for each key channel
-    and w = σ(W' x) for each value channel of each value head. If all entries of b and w equal β,
-    this is the recurrence of `KDA`. The activation of the output gate is a SiLU. The diagnostic
-    beta is the mean of b and w. The gates do not have the range `model.beta_range`, because
-    products of the matrices I − k (b ⊙ k)ᵀ, which are not symmetric, may grow.
+    and w = σ(W' x) for each value channel of each value head. If all entries of the gates b and w
+    equal β, Gated DeltaNet-2 has the recurrence of `KDA`. The activation of the output gate is a
+    SiLU. The diagnostic beta is the mean of the gates b and w. The setting `model.beta_range` does
+    not scale the gates b and w, because products of the matrices I − k (b ⊙ k)ᵀ, which are not
+    symmetric, may grow.
     """
 
     switches_read = ("short_convolution", "linear_conv_kernel_dim", "decay_init")
@@ -147,8 +148,8 @@ class GDN2(KDA):
 
 
 def _project_low_rank(params, name, x):
-    """Returns the projection of low rank of x [T, D] by the parameters `name`_down and `name`_up,
-    [T, H, …].
+    """Returns x [T, D] times the low-rank matrix of the parameters `name`_down and `name`_up, [T,
+    H, …].
     """
     return jnp.einsum("tr,rhk->thk", x @ params[f"{name}_down"], params[f"{name}_up"])
 

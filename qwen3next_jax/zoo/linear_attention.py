@@ -3,8 +3,8 @@ lightning attention, gated retention and gated random feature attention.
 
 In the formulas, x is a token's input; q, k and v are its query, key and value; S [K, V] is the
 recurrent state of a head; g is the log decay; β is the write strength; o is the head's output. The
-output Sᵀq is a weighted sum of values. Some mixers divide the output by the sum of the weights,
-zᵀq, where z [K] is a second state.
+output Sᵀq of a head is a weighted sum of the values of the tokens so far. Some mixers divide the
+output by the sum of the weights, zᵀq, where z [K] is a second state.
 
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """
@@ -45,8 +45,8 @@ RFA_EPSILON = 1e-6
 
 
 class ScalarDecayMixer(Recurrent):
-    """The base class of the mixers in this file: S ← e^g S + β k vᵀ, o = Sᵀq. There is no
-    convolution, and q and k are not normalised.
+    """The base class of linear attention with at most one decay for each head: S ← e^g S + β k vᵀ,
+    o = Sᵀq. There is no convolution, and q and k are not normalised.
 
     If `divides_by_weight_sum` returns True, there is a second state z [K], z ← e^g z + β k, and a
     subclass divides o by the sum of the weights, zᵀq.
@@ -108,8 +108,8 @@ class LinearAttention(ScalarDecayMixer):
     """Linear attention (2006.16236, equations 16–20): it replaces the weight e^{q·k} of softmax
     attention by the product φ(q)·φ(k) of feature vectors.
 
-    S ← S + φ(k) vᵀ, z ← z + φ(k), o = Sᵀφ(q) / (zᵀφ(q) + ε), φ = elu + 1. With
-    `mixer.feature_map` = "identity" and without `mixer.normaliser`, o is the plain sum Σ v (k·q).
+    S ← S + φ(k) vᵀ, z ← z + φ(k), o = Sᵀφ(q) / (zᵀφ(q) + ε), φ = elu + 1. With `mixer.feature_map`
+    = "identity" and without `mixer.normaliser`, the output o is the plain sum Σ v (k·q).
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -151,8 +151,8 @@ class LinearAttention(ScalarDecayMixer):
 
 class Retention(ScalarDecayMixer):
     """The base class of RetNet and gated retention: S ← γ S + k vᵀ, o = Sᵀq / √K, where q and k
-    are rotated by their positions (2307.08621, equations 5–8). A norm of each head and a SiLU gate
-    follow. A subclass computes ln γ in `log_decay`.
+    are rotated by their positions (2307.08621, equations 5–8). The output of each head is normed
+    and multiplied by a SiLU gate. A subclass computes the log decay ln γ in `log_decay`.
     """
 
     def __init__(self, config, make, layers):
@@ -189,7 +189,7 @@ class Retention(ScalarDecayMixer):
 def _rotate(x_BTGK, positions_BT):
     """Applies rotary positions with the base ROTATION_BASE to all K dimensions of x; dimension i
     and dimension i + K/2 form a pair. The settings `rope_theta` and `partial_rotary_factor` have no
-    effect.
+    effect on this rotation.
     """
     first, second = jnp.split(x_BTGK.astype(jnp.float32), 2, axis=-1)
     half = first.shape[-1]
@@ -233,8 +233,9 @@ class LightningAttention(ScalarDecayMixer):
     which is not trained.
 
     q, k, v = SiLU(W x), S ← e^{−s} S + k vᵀ, o = Sᵀq, with s = 2^(−8(h+1)/H) (1 − l/(L − 1 + 1e-5)
-    + 1e-5) for head h of H and layer l of L, both from 0. RMSNorm over all heads together and a
-    sigmoid gate follow. The layer of the multi-token prediction module has the number l = L − 1.
+    + 1e-5) for head h of H and layer l of L, both from 0. The outputs of all heads together pass
+    through one RMSNorm and are multiplied by a sigmoid gate. The layer of the multi-token
+    prediction module counts as the last layer, l = L − 1.
     """
 
     gate_activation = staticmethod(jax.nn.sigmoid)
@@ -271,8 +272,9 @@ class GatedRFA(ScalarDecayMixer):
     """Gated random feature attention (2103.02143, equations 4 and 7).
 
     The features of a query or key y are φ(y) = [sin ωy, cos ωy] / √(K/2), where ω [K/2, K] has
-    entries from N(0, 1) and is not trained. q and k are normalised to length 1, γ = σ(w x),
-    S ← γ S + (1 − γ) φ(k) vᵀ, z ← γ z + (1 − γ) φ(k), o = Sᵀφ(q) / (zᵀφ(q)).
+    entries from N(0, 1) and is not trained. q and k are normalised to length 1, the decay is γ =
+    σ(w x), and the recurrence is S ← γ S + (1 − γ) φ(k) vᵀ, z ← γ z + (1 − γ) φ(k), o = Sᵀφ(q) /
+    (zᵀφ(q)).
     """
 
     def __init__(self, config, make, layers):

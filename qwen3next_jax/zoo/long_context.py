@@ -1,7 +1,6 @@
-"""Variants of gated attention that use its trained weights for texts longer than the training
-texts. The variants limit the distances by which queries and keys are rotated, divide a text into
-parallel windows, select keys, or increase the base of the rotary positions with the length of the
-text.
+"""Variants of gated attention that apply trained weights to texts longer than the training texts.
+The variants limit the distances by which queries and keys are rotated, divide a text into parallel
+windows, select keys, or increase the base of the rotary positions with the length of the text.
 
 Letters: B batch, T queries, S keys (the tokens of the row; with a cache, its slots), C queries that
 are computed at once (a chunk), N query heads, M key/value heads, H = N // M, K head width, P pairs
@@ -42,9 +41,10 @@ EXAMPLES = {
 
 
 class ReRoPE(PairAttention):
-    """ReRoPE (Su, 2023). A query and a key are rotated relative to each other by their distance if
-    it is less than `window`, and by `window` if it is not. The mixer computes both scores of each
-    pair of a query and a key, and then chooses one of the two by their distance.
+    """ReRoPE (Su, 2023). A query and a key whose distance is less than `window` are rotated
+    relative to each other by their distance; a more distant query and key are rotated by `window`.
+    The mixer computes the score of each query and key with both rotations, and then chooses one of
+    the two scores by the distance.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ReRoPE(PairAttention):
         """Returns the positions by which queries or keys are rotated for the scores of keys beyond
         the window. The argument `window` is the setting `window` for queries, and 0 for keys. The
         position returned for a query minus the position returned for a key is the distance by which
-        the two are rotated relative to each other.
+        query and key are rotated relative to each other.
         """
         return jnp.full_like(positions, window)
 
@@ -134,11 +134,11 @@ def _lambda_window_pair_count(settings, length):
     return window * (window + 1) / 2 + beyond * window + first
 
 
-class SelectedTokensAttention(ReRoPE):
-    """`LambdaWindowAttention` with selected keys: between the first tokens and the window, each
-    query and head also sees the `selected` keys with the highest scores. The selected keys are
-    rotated as if their distance were `window`. InfLLM (2402.04617) selects blocks of keys; this
-    mixer selects single keys.
+class LambdaWindowWithSelectedKeys(ReRoPE):
+    """`LambdaWindowAttention` with selected keys: of the keys between the first tokens and the
+    window, each query and head also sees the `selected` keys with the highest scores. The selected
+    keys are rotated as if their distance were `window`. InfLLM (2402.04617) selects blocks of keys;
+    this mixer selects single keys.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -158,10 +158,10 @@ class SelectedTokensAttention(ReRoPE):
 
     @classmethod
     def visible_pair_count(cls, config, length):
-        """Returns the mean of two numbers: the number of causal pairs of a query and a key, which
-        all need a score, and the number of pairs of a query and a key that it sees, which also need
-        a weighted value. `activation_flops` counts one score and one weighted value for every pair
-        of the result.
+        """Returns the mean of two counts of pairs of a query and a key: the causal pairs, which all
+        need a score, and the pairs in which the query sees the key, which also need a weighted
+        value. `activation_flops` counts one score and one weighted value for every pair that this
+        method returns.
         """
         s = cls.settings(config)
         causal = length * (length + 1) / 2
@@ -217,13 +217,13 @@ class ParallelWindowsAttention(PairAttention):
 
 
 class DynamicNTKAttention(PairAttention):
-    """Attention whose rotary base grows with the length of the text (dynamic NTK scaling). L is the
-    trained length, `max_position_embeddings`; f is `yarn_factor`; R is the number of rotated
-    dimensions. A query at position t ≥ L, and the keys that it reads, are rotated with the base
-    θ (f (t + 1) / L - f + 1)^(R / (R - 2)); at t < L the base is θ. So the base of a query depends
-    only on the query's own position, not on the tokens after it. The cache holds keys that are not
-    rotated. An implementation that caches rotated keys compares a query with keys that were rotated
-    with other bases.
+    """Attention whose rotary base grows with the length of the text (dynamic NTK scaling). Let L be
+    the trained length `max_position_embeddings`, f the setting `yarn_factor`, and R the number of
+    rotated dimensions: a query at position t ≥ L, and the keys that it reads, are rotated with the
+    base θ (f (t + 1) / L - f + 1)^(R / (R - 2)); at t < L the base is θ. So the base of a query
+    depends only on the query's own position, not on the tokens after it. The cache holds keys that
+    are not rotated. An implementation that caches rotated keys would compare a query with keys that
+    were rotated with the bases of earlier queries.
     """
 
     switches_read = ("attention_output_gate", "qk_norm", "yarn_factor")

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, 2405.04434): the keys and values of all heads are
 computed from one latent vector per token, and the cache holds the latent vectors.
 
-A key of a head has two parts: one that the head computes from the latent vector, and one that all
+A key has two parts: one part that each head computes from the latent vector, and one part that all
 heads share.
 
 Letters: B batch, T time, S slots, D model, N heads, K head width, L latent width, R width of the
@@ -37,15 +37,16 @@ EXAMPLES = {
 
 class MLA(Mixer):
     """The mixer of multi-head latent attention. A head has the query q = [q_p | RoPE(q_r)], the key
-    k = [W c | RoPE(k_r)] and the value v = W' c. The latent vector c = norm(W'' x) has the width
-    `latent_rank`. The vector k_r is a projection of x and the same for all heads; its width is
-    `shared_key_width`, or by default the number of rotated dimensions. RoPE rotates the first
-    `partial_rotary_factor` · `head_dim` numbers of q_r and k_r, and leaves the remaining numbers
-    unchanged. (Kimi Linear rotates none.) If `query_rank` is not 0, the queries are computed from a
-    latent vector, too.
+    k = [W c | RoPE(k_r)] and the value v = W' c, with a latent vector c. The latent vector c =
+    norm(W'' x) has the width `latent_rank`. All heads share the vector k_r, a projection of the
+    token's input x; its width is `shared_key_width`, or by default the number of rotated
+    dimensions. RoPE rotates the first `partial_rotary_factor` · `head_dim` numbers of q_r and k_r,
+    and leaves the remaining numbers unchanged. (Kimi Linear does not rotate q_r and k_r.) If
+    `query_rank` is not 0, the queries are computed from a latent vector, too.
 
-    With a cache, the queries are multiplied by Wᵀ and the outputs by W'. Attention then reads the
-    latent vectors themselves, as a single key head that all query heads share.
+    With a cache, the queries are multiplied by Wᵀ and the outputs by W', the matrices that compute
+    keys and values from latent vectors. So attention reads the cached latent vectors themselves, as
+    a single key head that all query heads share.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,7 @@ class MLA(Mixer):
         return getattr(self, name)[...].astype(x.dtype)
 
     def norm_latent(self, x, weight):
-        """Applies RMSNorm to latent vectors x. The epsilon of the norm is `latent_norm_eps`, or
+        """Applies RMSNorm to latent vectors x. The epsilon of this RMSNorm is `latent_norm_eps`, or
         `rms_norm_eps` if `latent_norm_eps` is 0.
         """
         eps = self.settings(self.config).latent_norm_eps or self.config.rms_norm_eps
@@ -164,7 +165,7 @@ class MLA(Mixer):
             the cache.
 
         Returns:
-          The outputs of the heads [B, T, N, P]; the cache after these tokens.
+          The outputs of the heads [B, T, N, P]; the cache with the new tokens.
         """
         c, rank = self.config, self.settings(self.config).latent_rank
         k_up_LNP, v_up_LNP = jnp.split(self.parameter_like("kv_up", latent_BTL), 2, axis=-1)

@@ -1,8 +1,8 @@
 """mLSTM (xLSTM, 2405.04517, equations 19–27): linear attention with an exponential input gate.
 
 The code subtracts m_t = max(ln σ(f_t) + m_{t−1}, i_t) from all exponents, so that no exponent is
-above 0. In the formula, f_t and i_t are the inputs of the forget gate and of the input gate. The
-output does not depend on m.
+above 0; f_t and i_t are the inputs of the forget gate and of the input gate. The mixer's output
+does not depend on the subtracted m_t.
 
 Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
 """
@@ -24,9 +24,11 @@ EXAMPLES = {"mlstm": {"linear_mixer": "mlstm"}}
 
 
 class MLSTM(Recurrent):
-    """The mixer of mLSTM: S ← σ(f) S + e^i k vᵀ, n ← σ(f) n + e^i k, o = Sᵀq / max(|nᵀq|, 1). Both
-    i and f are linear in the token's input, with a bias; k is scaled by K^-1/2. A norm of each head
-    and a sigmoid gate follow. There is no convolution. The diagnostic beta is the mean of i.
+    """The mixer of mLSTM: S ← σ(f) S + e^i k vᵀ, n ← σ(f) n + e^i k, o = Sᵀq / max(|nᵀq|, 1). The
+    inputs i of the input gate and f of the forget gate are linear in the token's input, with a
+    bias; the key k is scaled by K^-1/2. The output of each head is normed and multiplied by a
+    sigmoid gate. There is no convolution. The diagnostic beta is the mean of i, the input of the
+    input gate.
     """
 
     switches_read = ("delta_rule",)
@@ -115,7 +117,7 @@ class MLSTM(Recurrent):
 
 
 def mlstm_reference(config, params, x):
-    """Computes the equations without the subtraction of m: with e^i, not e^(i - m)."""
+    """Computes mLSTM with e^i, not with e^(i - m) as the mixer does to avoid overflow."""
     q, k, v, gate = queries_keys_values_gate(config, params, x)
     i = x @ params["input_proj"] + params["input_bias"]
     f = x @ params["forget_proj"] + params["forget_bias"]

@@ -2,18 +2,18 @@
 per-layer embedding, PLE, of Qwen3.8-Flash-Next; transformers' `qwen4_exp`).
 
 For every token, every head hashes the n-gram that ends at this token. The hash is the number of a
-row in the head's own part of the table. Let e be the concatenated rows of all heads, and h one
-residual stream. Then, for each stream,
+row in the head's own part of the embedding table. Let e be the concatenated rows of all heads, and
+h one residual stream. Then, for each stream,
 
     key = norm(K e)     query = norm(h)     value = V e, the same for all streams
     s = <key, query> / √D,  s ← sign(s) √max(|s|, 1e-6),  v = sigmoid(s) · value
     h ← h + v + silu(causal depthwise convolution of norm(v), dilated by ngram_size)
 
-An n-gram sees only its own document, and only the part after the last end token that precedes the
-n-gram's last token. The end token takes the place of all tokens before that part.
+In an n-gram, the end token replaces the tokens of earlier documents, and the tokens before the last
+end token that precedes the n-gram's last token.
 
 JAX without x64 has no 64-bit integers, so the hash is computed on pairs of uint32, the high and the
-low word. The products are less than 2^63, and every step is exact.
+low word. The products in the hash are less than 2^63, and every step of the hash is exact.
 
 Letters: B batch, T time, S residual streams, D model, E = S·D, P width of all heads' rows together,
 H heads, W taps of the convolution, C = (W - 1) · ngram_size earlier tokens that the convolution
@@ -41,8 +41,8 @@ class NgramEmbedding(nnx.Module):
     """The n-gram embedding of one layer.
 
     Args:
-      number: index of this embedding among the model's n-gram embeddings, from 0. Each of them has
-        its own hash functions and its own table.
+      number: index of this embedding among the model's n-gram embeddings, from 0. Each n-gram
+        embedding has its own hash functions and its own table.
 
     Attributes:
       whole_rows: True, because the module needs whole rows on one device (as in
@@ -73,12 +73,12 @@ class NgramEmbedding(nnx.Module):
     def __call__(
         self, h_BTE: jax.Array, context: Context, cache: dict | None = None
     ) -> tuple[jax.Array, dict | None]:
-        """Computes what the layer adds to the residual streams h [B, T, S·D].
+        """Computes the sum of value and convolution that the layer adds to the residual streams h
+        [B, T, S·D].
 
         Returns:
-          the summand [B, T, S·D];
-          the cache after these tokens, or after each of them, [B, T, …], if
-          `context.options.return_all_states` is set; None without a cache.
+          what the layer adds, [B, T, S·D]; the cache after the last token or, with
+          `context.options.return_all_states`, after each token, [B, T, …]; None without a cache.
         """
         c, (before_BK, before_BCE) = self.config, (None, None)
         if cache is not None:
@@ -118,7 +118,9 @@ class NgramEmbedding(nnx.Module):
         return rms_norm(x_BTSD, weight_E.reshape(shape), self.config)
 
     def _gated_value(self, e_BTP: jax.Array, h_BTE: jax.Array) -> jax.Array:
-        """Returns v [B, T, S·D] of the formulas at the top of the file."""
+        """Returns v = sigmoid(s) · value for each stream, [B, T, S·D], with s and value as at the
+        top of the file.
+        """
         dtype = h_BTE.dtype
         key_BTSD = jnp.einsum("btp,psd->btsd", e_BTP, self.key_proj[...].astype(dtype))
         value_BTD = e_BTP @ self.value_proj[...].astype(dtype)
@@ -139,11 +141,12 @@ class NgramEmbedding(nnx.Module):
     def _convolve(
         self, n_BTE: jax.Array, positions_BT: jax.Array, before_BCE: jax.Array | None
     ) -> jax.Array:
-        """Returns y_t = Σ_w kernel_w n_{t - (W - 1 - w) · dilation} [B, T, E], where the sum leaves
-        out tokens of other documents.
+        """Returns the dilated convolution of n, y_t = Σ_w kernel_w n_{t - (W - 1 - w) · dilation}
+        [B, T, E], where the sum leaves out tokens of other documents.
 
         Args:
-          before_BCE: n of the C tokens before the first of these tokens; None: there are none.
+          before_BCE: the inputs n of the convolution for the C tokens before the row; None: there
+            are no earlier tokens.
         """
         kernel_WE, dilation = self.conv_kernel[...].astype(n_BTE.dtype), self.config.ple.ngram_size
         width, time = len(kernel_WE), n_BTE.shape[1]
@@ -197,8 +200,8 @@ def _last_entries_for_cache(
     returns the last K entries [B, K, …].
 
     Args:
-      each: whether to return, instead, for each new entry the last K entries that end with it,
-        [B, T, K, …].
+      each: whether to return [B, T, K, …] instead: for each new entry, the K entries that end with
+        the new entry.
     """
     kept, time = before_BKx.shape[1], new_BTx.shape[1]
     all_BXx = jnp.concatenate((before_BKx, new_BTx.astype(before_BKx.dtype)), axis=1)
@@ -275,8 +278,8 @@ def _multiply_32_bits(a: jax.Array, b: int) -> Words:
 def _remainder(words: Words, size_H: np.ndarray) -> jax.Array:
     """Returns [..., H] uint32, the remainder of each 64-bit number divided by each size.
 
-    The function computes a long division. Each step of the division appends as many further bits of
-    the number to the remainder as fit into 32 bits.
+    The function computes a long division. Each step of the division appends the next bits of the
+    number to the remainder, as many as fit into 32 bits.
 
     Args:
       words: the numbers [...].

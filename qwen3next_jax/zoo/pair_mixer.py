@@ -1,5 +1,5 @@
-"""The base class of mixers that are gated attention with scores or masks that the fast kernels do
-not support. The base class computes all T × T scores.
+"""The base class of gated attention with scores or masks that the fast kernels do not support. The
+base class computes all T × T scores of a row of T tokens.
 
 Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
 key/value heads, K head width.
@@ -42,8 +42,8 @@ class PairAttention(GatedAttention):
         return rotate(k_BSMK, s_BS, self.config)
 
     def score_arrays_per_head(self) -> tuple[jax.Array, ...]:
-        """Returns arrays [N, …], such as parameters, that `score` gets after its other
-        arguments.
+        """Returns arrays [N, …] with an entry for each head, such as parameters, that `score` gets
+        as its last arguments.
         """
         return ()
 
@@ -65,7 +65,7 @@ class PairAttention(GatedAttention):
         """Returns the mask of a chunk of queries, bool [B, C, S]: whether each query sees each key
         of its document. `pair_attention` hides the keys of other documents whatever the mask is. If
         `self.num_selected_keys` is not 0, returns two masks: the keys that the query always sees,
-        and the keys from which it selects.
+        and the keys from which the query selects.
         """
         return s_B1S <= t_BC1
 

@@ -159,9 +159,10 @@ class T5BiasAttention(MaskedAttention):
     """T5's relative position bias (1910.10683, section 2.1). A bucket is a range of distances; each
     head adds a learned number for the bucket of the distance to the score. If the mask is causal,
     all buckets are for earlier keys; otherwise half of them are for earlier keys and half for later
-    keys. The first half of the buckets of one direction hold one distance each. The ranges of the
-    second half grow geometrically up to `max_distance`. In contrast to T5, each layer has its own
-    learned numbers, and the scores are scaled by K^-1/2.
+    keys. Of the buckets for one direction (earlier or later keys), each bucket in the first half
+    holds one distance, and the ranges of the buckets in the second half grow geometrically up to
+    `max_distance`. In contrast to T5, each layer has its own learned numbers, and the scores are
+    scaled by K^-1/2.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -218,8 +219,8 @@ def t5_bucket(distance: jax.Array, buckets: int, largest: int, both_ways: bool) 
       distance: the position of the query minus the position of the key.
       buckets: number of buckets.
       largest: the setting `max_distance`; this distance and larger ones fall into the last bucket.
-      both_ways: whether queries see later keys. If so, keys after the query have the second half of
-        the buckets; otherwise their bucket is 0.
+      both_ways: whether queries see later keys. If queries see later keys, those keys have the
+        second half of the buckets; otherwise the bucket of later keys is 0.
     """
     if both_ways:
         buckets //= 2

@@ -20,8 +20,8 @@ def make_low_rank_projection(make: Make, rank: int, width: int) -> tuple[nnx.Par
 
 def project_to_float32(x_BTD: jax.Array, *matrices: nnx.Param) -> jax.Array:
     """Multiplies x by one matrix after the other. Each product contracts the last axis of x with
-    the first axis of the matrix. Returns an array [B, T, …], which ends with all but the first axis
-    of the last matrix. The last product is float32; earlier products have the dtype of x.
+    the first axis of the matrix. Returns an array [B, T, …], whose last axes are the axes of the
+    last matrix except its first. The last product is float32; earlier products have the dtype of x.
     """
     for matrix in matrices:
         is_last = matrix is matrices[-1]
@@ -33,7 +33,7 @@ def project_to_float32(x_BTD: jax.Array, *matrices: nnx.Param) -> jax.Array:
 
 def l2_normalize(x: jax.Array) -> jax.Array:
     """Returns x / √(Σ x² + 1e-6), with the sum over the last axis. The result is float32, or
-    float64 if x is.
+    float64 if x is float64.
     """
     x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -8,9 +8,9 @@ a query if the query is at the block's last token or after it. A query sees the 
 
     Σ over heads of relu(⟨q, k⟩) / √d        with d the width of the indexer's heads
 
-The query also sees the tokens after the last complete block, up to its own. If two blocks have the
-same score, the earlier one is preferred (relu makes many scores 0). A query sees all earlier tokens
-if its document has at most budget + ratio - 1 tokens so far.
+A query also sees the tokens after its last complete block, up to the query's own token. If two
+blocks have the same score, the earlier one is preferred (relu makes many scores 0). A query sees
+all earlier tokens if its document has at most budget + ratio - 1 tokens so far.
 
 No gradient passes through the selection, so the language model's loss does not train the indexer.
 The indexer has its own loss (`TrainConfig.indexer_training`), which follows the technical report
@@ -106,7 +106,8 @@ class CompleteBlocks(NamedTuple):
         row's last block.
       last_token_index: [B, G] int32, the index in the row of each block's last token.
       block_index_of_token: [B, S] int32, the index of the block of each token. For a token of an
-        incomplete block it is the number of complete blocks before the token in the row.
+        incomplete block, block_index_of_token is the number of complete blocks before the token in
+        the row.
     """
 
     pooled_key: jax.Array
@@ -141,11 +142,11 @@ class QSA(GatedAttention):
     Besides keys and values, the cache holds the indexer's key of every token, and one pooled key of
     every complete block: the mean of the indexer's keys in the block, normed and rotated.
 
-    Diagnostics: those of `GatedAttention`, computed for the keys that each query sees, and
-    indexer_overlap []. If a query selects n blocks, its overlap is the share of the n blocks with
-    the largest probabilities in dense attention that the indexer selects. indexer_overlap is the
-    mean over the queries that have more complete blocks than they may select. Queries outside of
-    `Context.stats_mask` are left out.
+    Diagnostics: those of `GatedAttention`, computed for the keys that each query sees, and the
+    scalar indexer_overlap. If a query may select n blocks, the overlap of the query is the share of
+    the n selected blocks that are also among the n blocks with the largest probabilities in dense
+    attention. indexer_overlap is the mean overlap of the queries that have more complete blocks
+    than they may select, without the queries outside of `Context.stats_mask`.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -298,7 +299,7 @@ class QSA(GatedAttention):
     def _attend_cached(
         self, q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, index_k_BTI, context: Context, cache: dict
     ):
-        """Returns the attention output o [B, T, N, K], and the cache with these tokens written."""
+        """Returns the attention output o [B, T, N, K], and the cache with the new tokens."""
         ratio, t_BT = self.settings(self.config).indexer_compress_ratio, context.positions
         cache = {
             "k": write_tokens_to_cache(cache["k"], k_BTMK, t_BT),
@@ -410,12 +411,12 @@ class QSA(GatedAttention):
         return token_mean(share_BT, has_choice_BT)
 
     def _per_device_function(self, run, heads, out_spec, context: Context):
-        """Returns a function of the remaining arguments that calls `run` on each device, with the
-        device's own rows and heads.
+        """Returns a function that calls `run` on each device, with the device's own rows and heads.
+        The returned function takes the arguments of `run` after the arrays in `heads`.
 
         Args:
           run: function of the arrays in `heads`, followed by the remaining arguments.
-          heads: queries, keys and perhaps values, [B, tokens, heads, K].
+          heads: queries and keys, and values if `run` takes values, [B, tokens, heads, K].
           out_spec: the sharding of what `run` returns.
         """
         mesh = context.mesh
@@ -488,7 +489,7 @@ def query_and_key_positions(
     """Returns the positions and documents of the queries and of the keys.
 
     Args:
-      context: the inputs that all layers share; the queries are its tokens.
+      context: the inputs that all layers share, with the positions and documents of the queries.
       s_BS: the positions of the keys in a cache; None if the keys are those of the queries' tokens.
     """
     t_BT, segment_BT = context.positions, _segment_ids_of_tokens(context)
@@ -517,7 +518,8 @@ def score_blocks(
 
     Returns:
       score [B, C, G] float32: the indexer's score of the block;
-      visible [B, C, G] bool: whether the block is complete for the query, and of its document.
+      visible [B, C, G] bool: whether the block is complete for the query and belongs to the query's
+      document.
     """
     s_BHCG = jnp.einsum(
         "bchi,bgi->bhcg", index_q_BCHI, row_blocks.pooled_key, preferred_element_type=jnp.float32
@@ -584,7 +586,8 @@ def seen_tokens_mask(
     settings: QSA.Settings,
 ) -> jax.Array:
     """Returns [B, C, S] bool: whether the query sees the token. A query sees the tokens of the
-    blocks that it selected, and the tokens up to its own after the last complete block.
+    blocks that it selected, and the tokens after its last complete block up to the query's own
+    token.
 
     Args:
       selected_BCG: bool, whether the query selected the block.
@@ -617,14 +620,14 @@ def key_ranges_to_read(
     index_BC,
     settings: "QSA.Settings",
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns which keys each query reads: the index of the first key of each of its blocks, and
-    how many keys it reads of the block, both int32 [B, C, J + 1]. The last block is the incomplete
-    one at the end, of 0 to ratio - 1 tokens.
+    """Returns which keys each query reads: for each block of the query, the index of the first key
+    and the number of keys to read, both int32 [B, C, J + 1]. The last block of a query is its
+    incomplete block, of 0 to ratio - 1 tokens.
 
     Args:
       number_BCJ, is_selected_BCJ: as `list_selected_blocks` returns them.
-      t_BC, index_BC: `query_position` and `own_key_index` of `QueryAndKeyPositions`, for these
-        queries.
+      t_BC, index_BC: `query_position` and `own_key_index` of `QueryAndKeyPositions`, for the
+        queries of number_BCJ.
     """
     ratio = settings.indexer_compress_ratio
     start_BCJ = take_entries(row_blocks.last_token_index, number_BCJ) - (ratio - 1)
@@ -636,8 +639,8 @@ def key_ranges_to_read(
 
 
 def _should_gather(num_keys: int, settings: "QSA.Settings") -> bool:
-    """Whether attention gathers the selected keys of each query if a row has `num_keys` keys. The
-    answer depends on the platform that the program is compiled for.
+    """Whether attention gathers the selected keys of each query if a row has `num_keys` keys.
+    Whether attention gathers keys depends on the platform that the program is compiled for.
     """
     return num_keys > GATHER_BEYOND_BUDGETS[compile_target().platform] * settings.indexer_budget
 
@@ -657,7 +660,7 @@ def block_sparse_attention(
     arguments that are not listed are those of `masked_block_attention`.
 
     Args:
-      cached: whether the keys are those of a cache. No kernel runs then.
+      cached: whether the keys are those of a cache; with a cache, no kernel runs.
       implementation: "masked", "gathered" or "pallas_tpu"; None: the best one.
     """
     ratio = settings.indexer_compress_ratio
@@ -710,8 +713,8 @@ def masked_block_attention(
     the softmax in float32.
 
     The function computes the scores of all queries and keys of a row, one chunk of queries after
-    another, and hides the keys that a query does not see. Memory grows with chunk × S, and work
-    with T × S.
+    another, and hides the keys that a query does not see. For T queries and S keys, memory grows
+    with chunk × S, and work with T × S.
 
     Args:
       q_BTNK, k_BSMK, v_BSMK: attention's queries, keys and values.
@@ -744,9 +747,10 @@ def gathered_block_attention(
     positions: QueryAndKeyPositions,
     settings: QSA.Settings,
 ) -> jax.Array:
-    """Computes the result of `masked_block_attention` from the selected blocks alone: it gathers
-    their keys and values for each query. Memory grows with T + S. The work of attention grows with
-    T × budget; only the indexer's scores grow with T × S.
+    """Computes the result of `masked_block_attention` from the selected blocks alone: for each
+    query, the function gathers the keys and values of the query's selected blocks. Memory grows
+    with T + S. For T queries and S keys, the work of attention grows with T × budget; only the work
+    of the indexer's scores grows with T × S.
     """
 
     def list_chunk(index_q_BCHI, t_BC, segment_BC, index_BC):
@@ -787,8 +791,9 @@ def indexer_divergence(
     dense: bool,
     head_axis: str | None = None,
 ) -> jax.Array:
-    """Returns [B, T] float32: KL(teacher ‖ student) over the blocks of each query; 0 for a query
-    without blocks. The arguments that are not listed are those of `masked_block_attention`.
+    """Returns the indexer's loss of each query, [B, T] float32: KL(teacher ‖ student) over the
+    query's blocks; 0 for a query without blocks. The arguments that are not listed are those of
+    `masked_block_attention`.
 
     Args:
       dense: whether the loss is that of the mode "dense", over all complete blocks.
@@ -821,7 +826,8 @@ def gathered_indexer_divergence(
     head_axis: str | None = None,
 ) -> jax.Array:
     """Computes the result of `indexer_divergence` in the mode "sparse" from the selected blocks
-    alone, whose keys it gathers for each query. The arguments are those of `indexer_divergence`.
+    alone: for each query, the function gathers the keys of the query's selected blocks. The
+    arguments are those of `indexer_divergence`.
     """
     ratio, keys = settings.indexer_compress_ratio, k_BTMK.shape[1]
 
@@ -875,10 +881,10 @@ def indexer_overlap(
     settings: QSA.Settings,
     head_axis: str | None = None,
 ) -> jax.Array:
-    """Returns [B, T], the overlap of each query (see indexer_overlap of `QSA`): of the n blocks to
-    which the teacher of dense attention gives the largest probabilities, the share that the query
-    selects. The number n is the largest number of blocks that a query can select. The arguments are
-    those of `indexer_divergence`.
+    """Returns [B, T], the overlap of each query (see indexer_overlap of `QSA`): the query selects
+    this share of the n blocks to which dense attention gives the largest probabilities, where n is
+    the largest number of blocks that a query can select. The arguments are those of
+    `indexer_divergence`.
     """
     count = settings.indexer_budget // settings.indexer_compress_ratio
 
@@ -917,13 +923,15 @@ def indexer_teacher_probabilities(
     head_axis: str | None,
 ) -> jax.Array:
     """Returns [B, C, G] float32: the teacher of the indexer's loss, a distribution over the blocks
-    of each query. Attention's probabilities are summed over the heads, and a block has the largest
-    of its tokens' sums, divided by the total of these largest sums over the query's blocks.
+    of each query. Attention's probabilities are summed over the heads. A block's probability is the
+    largest sum among the block's tokens, divided by the total of the largest sums of the query's
+    blocks.
 
     Args:
       q_BCNK, k_BTMK: attention's queries and keys.
-      kept_BCG: bool, the blocks of each query. The query attends to the tokens of these blocks, and
-        to the tokens up to its own after the last complete block. All other blocks get 0.
+      kept_BCG: bool, the blocks of each query. For the teacher, a query attends to the tokens of
+        the blocks in kept_BCG, and to the tokens after its last complete block up to the query's
+        own token. The blocks outside of kept_BCG get 0.
       row_blocks: the blocks of every row.
       t_BC, segment_BC: the position of each query, and the segment id of its document.
       positions: the positions and documents of the keys.

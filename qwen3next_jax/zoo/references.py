@@ -5,9 +5,9 @@ A reference is a function (config, params, x): the ModelConfig, the parameters b
 A reference computes the recurrence token by token, as the paper prints it, in the dtype of its
 arguments. Autodiff computes its gradients. Every file of zoo/ that defines mixers has two dicts:
 `REFERENCES` maps the name of a mixer to its reference, and `EXAMPLES` maps the same name to the
-settings that select the mixer, with small values of its own settings. tests/zoo/test_mixers.py
-makes the mixer of a small configuration with these settings, and compares its output and gradients
-with those of the reference.
+settings that select the mixer, with small values of the mixer's own settings.
+tests/zoo/test_mixers.py makes the mixer of a small configuration with the settings in `EXAMPLES`,
+and compares the mixer's output and gradients with those of the reference.
 
 Letters: T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """
@@ -63,7 +63,8 @@ def queries_keys_values_gate(config, params, x, convolved=False):
     """Computes the projection that `Recurrent.make_projection` makes.
 
     Args:
-      convolved: whether q, k and v then pass through the short convolution and a SiLU.
+      convolved: whether q, k and v pass through the short convolution and a SiLU after the
+        projection.
 
     Returns:
       q [T, H, K], k [T, H, K], v [T, H, V], and the output gate before its activation [T, H, V],

@@ -18,7 +18,7 @@ EXAMPLES = {"rnn": {"linear_mixer": "rnn"}, "lstm": {"linear_mixer": "lstm"}}
 
 
 class RecurrentNetwork(Mixer):
-    """The base class of the networks in this file. A state has linear_num_value_heads groups of
+    """The base class of `RNN` and `LSTM`. A state has linear_num_value_heads groups of
     linear_value_head_dim channels. Each group has its own recurrent matrix U, so that the mesh axis
     `tensor` can split the groups; with one group, U is a full matrix as in the original networks.
     The output is a projection of the state "h" to the model's width.
@@ -141,8 +141,8 @@ class LSTM(RecurrentNetwork):
     """Long short-term memory (Hochreiter and Schmidhuber, 1997; with the forget gate of Gers et
     al., 2000).
 
-    i, f, g, o = W x + U h + b;  c ← σ(f) c + σ(i) tanh(g);  h ← σ(o) tanh(c). The bias
-    of f starts at 1, all other biases at 0.
+    i, f, g, o = W x + U h + b; c ← σ(f) c + σ(i) tanh(g); h ← σ(o) tanh(c). The bias of the forget
+    gate f starts at 1, all other biases at 0.
     """
 
     gate_names = ("input", "forget", "new", "output")

@@ -64,13 +64,15 @@ def token_shift(
 
 class RWKV4(Mixer):
     """RWKV-4 (2305.13048, equations 11–16). For each channel, the output is a weighted mean of the
-    values so far, times a gate σ(r). A value's weight is e^k, and decays at a constant rate.
+    values so far, times a gate σ(r). A value's weight is e^k, and decays at a constant rate for
+    each channel.
 
     o = σ(r) (Σ_{j<t} e^{k_j − (t−1−j) e^w} v_j + e^{u + k_t} v_t) / (the same sum with v = 1).
     The receptance r, the key k and the value v are projections of μ x + (1 − μ) x₋₁, where x₋₁ is
     the x of the token before; each has its own learned μ [D]. w sets the decay, and u is a bonus
-    for the current token. To avoid overflow, the states hold the two sums divided by e^m, with
-    m_t = max(m_{t−1} − e^w, k_t). Channels are not split over the mesh axis `tensor`.
+    for the current token. To avoid overflow, the states hold the numerator and the denominator
+    divided by e^m, with m_t = max(m_{t−1} − e^w, k_t). Channels are not split over the mesh axis
+    `tensor`.
 
     Diagnostics, for each channel [D]: half_life, ln 2 / e^w; receptance, the mean of σ(r).
     """
@@ -123,10 +125,12 @@ class RWKV4(Mixer):
         return y, diagnostics, cache and dict(zip(RWKV4_STATE_NAMES, state)) | {"shift": last}
 
     def _weighted_mean(self, k, v, w, bonus, segment_ids, axis_name, state):
-        """Computes the weighted mean of the values v [B, T, D] for the keys k [B, T, D].
+        """Computes, for each token, a weighted mean of the values v so far. The weight of a value
+        is e^k with the value's key k, and decays with every later token; the weight of the token's
+        own value is e^{u + k}.
 
         Args:
-          k, v: the keys and the values.
+          k, v: the keys and the values, [B, T, D].
           w: [D], the logarithm of each channel's decay rate.
           bonus: [D], u.
           segment_ids, axis_name: as in `linear_scan`.
@@ -179,11 +183,12 @@ class RWKV6(Recurrent):
     bonus u for the current token.
 
     The decay w, the key k, the value v, the receptance r (the query) and the gate are each computed
-    from an input of their own, x + (x₋₁ − x) ⊙ (μ + Δ). It mixes x with x₋₁, the x of the token
-    before; μ is learned, and a network of low rank computes Δ from x and x₋₁. The log decay
-    is g = −e^w with w = w₀ + W₂ tanh(W₁ x_w), where x_w is the input of the decay. The output of
-    token t is o = S_{t−1}ᵀr + (Σ_c r_c u_c k_c) v, and the state becomes S ← Diag(e^g) S + k vᵀ. A
-    LayerNorm of each head and a SiLU gate follow. There is no convolution.
+    from an input of their own, x + (x₋₁ − x) ⊙ (μ + Δ). Each of the five inputs mixes x with x₋₁,
+    the x of the token before; μ is learned, and a network of low rank computes Δ from x and x₋₁.
+    The log decay is g = −e^w with w = w₀ + W₂ tanh(W₁ x_w), where x_w is the input of the decay.
+    The output of token t is o = S_{t−1}ᵀr + (Σ_c r_c u_c k_c) v, and the state becomes S ←
+    Diag(e^g) S + k vᵀ. The output of each head passes through a LayerNorm and is multiplied by a
+    SiLU gate. There is no convolution.
     """
 
     switches_read = ()

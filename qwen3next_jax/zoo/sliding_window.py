@@ -104,12 +104,12 @@ class SlidingWindowAttention(BiasedProjections):
         return o_BTNK, cache
 
     def _cache_after_tokens(self, cache, k_BSMK, v_BSMK, k_BTMK, v_BTMK, ids_BT, positions_BT):
-        """Returns the cache after these tokens, without the padding at their end.
+        """Returns the cache after the new tokens, without the padding at the end of the row.
 
         Args:
-          k_BSMK, v_BSMK: the W cached keys and values, followed by the keys and values of these
+          k_BSMK, v_BSMK: the W cached keys and values, followed by the keys and values of the new
             tokens.
-          k_BTMK, v_BTMK: the keys and values of these tokens.
+          k_BTMK, v_BTMK: the keys and values of the new tokens.
           ids_BT: 0 for padding, 1 for other tokens.
           positions_BT: the position of each token in its document.
         """
@@ -173,8 +173,7 @@ class FirstTokens(NamedTuple):
     """The first tokens of documents, which stay visible beyond the window.
 
     Attributes:
-      k, v: keys and values, [B, S, M, K]. Those of the first tokens of every document are among
-        them.
+      k, v: keys and values, [B, S, M, K], including those of the first tokens of every document.
       query_document_start: [B, T], for each query the index along S of the first token of its
         document.
       query_position: [B, T], the position of each query in its document.
@@ -202,20 +201,20 @@ def window_attention(
 ):
     """Computes softmax(K^-1/2 q kᵀ) v with a float32 softmax. Query i sees the keys j of its
     document with i - window < j ≤ i. The queries are computed one chunk after the other, so that
-    work is proportional to T × (window + chunk) and memory to chunk × (window + chunk).
+    the work for T queries is proportional to T × (window + chunk), and the memory to chunk ×
+    (window + chunk).
 
     Args:
       q: queries, [B, T, N, K].
       k, v: keys and values, [B, W + T, M, K], where the first W = window - 1 keys come before the
         first query; or [B, T, M, K] if there are no keys before the first query. N is a multiple of
-        M.
-      segment_ids: [B, T] integers or None, the document of each query.
+        M. segment_ids: [B, T] integers or None, the document of each query.
       kv_segment_ids: [B, W + T] integers, the document of each key, -1 where there is no key. None
         if k has T keys.
       sink: [N] or None, a logit s of each head that adds e^s to the softmax's denominator.
       first: the first tokens of documents, which stay visible beyond the window; or None.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order. k then has T
-        keys, `first.k` and `first.v` are k and v of this shard, and the indices in
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order. If T is split, k
+        has T keys, `first.k` and `first.v` are k and v of this shard, and the indices in
         `first.query_document_start` are indices in the whole row. The function gathers the keys and
         values of the whole row.
       window: the number of keys that a query sees, 1 or more.
@@ -224,7 +223,7 @@ def window_attention(
       o: [B, T, N, K] in q's dtype. It is finite in padding, too.
 
     Raises:
-      ValueError: shapes, dtypes or the window do not fit.
+      ValueError: the arguments' shapes or dtypes do not fit, or the window is less than 1.
     """
     _check_shapes(q, k, v, segment_ids, kv_segment_ids, window)
     batch, time = q.shape[:2]
@@ -287,9 +286,9 @@ def _attend_chunk(chunk, k_BSMK, v_BSMK, kv_ids_BS, sink, first, window):
 
     Args:
       chunk: (q [B, C, N, K], document ids [B, C]), and with `first` also
-        `first.query_document_start` and `first.query_position` of these queries.
-      k_BSMK, v_BSMK, kv_ids_BS: the W + C keys that these queries may see, their values and their
-        documents.
+        `first.query_document_start` and `first.query_position` of the chunk.
+      k_BSMK, v_BSMK, kv_ids_BS: the W + C keys that the chunk's queries may see, and the values and
+        documents of the keys.
       sink, first, window: as for `window_attention`.
     """
     q_BCNK, ids_BC, *first_of_chunk = chunk
@@ -342,9 +341,9 @@ def _keys_and_values_of_first_tokens(first: FirstTokens, start_BC, groups, width
 
 
 def _prepend_earlier_keys(k, v, ids, first, before: int, axis_name):
-    """Returns k, v and ids with W = `before` more entries before the first query. The added entries
-    come from the shards before this one, or are padding at the start of the row. The fourth result
-    is `first` with the keys and values of the whole row.
+    """Returns k, v and the document ids with W = `before` entries added before the first query. The
+    added entries come from the shards before this one, or are padding at the start of the row. The
+    fourth result is `first` with the keys and values of the whole row.
     """
     start, shard_count = 0, 1
     if axis_name is not None:

@@ -1,8 +1,8 @@
 """State-space models: S4D, Mamba (S6) and Mamba-2.
 
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
-In S4D and Mamba: H heads of V channels (heads have no meaning there; the mesh axis `tensor` splits
-the channels by head), N numbers in the state of a channel (in S4D: complex numbers, each of which
+In S4D and Mamba: H heads of V channels (the models have no heads; the mesh axis `tensor` splits the
+channels by head), N numbers in the state of a channel (in S4D: complex numbers, each of which
 stands for itself and its conjugate), R rank of the projection that computes Δ, P = 2 halves of the
 output projection of S4D.
 """
@@ -67,7 +67,7 @@ class Mamba(ChannelStateMixer):
     From the layer's input u: x = SiLU(conv(W u)) and z = W' u for each channel. From x: the step
     Δ = softplus(W₂ W₁ x + b), and the vectors B and C [N]. Then h ← e^{−Δ e^{A_log}} h + Δ x B,
     and y = (C·h + D x) SiLU(z), with a learned A_log [N] and D for each channel. The convolution of
-    the published Mamba models has a bias; this one has none.
+    the published Mamba models has a bias; the convolution of this class has none.
 
     Diagnostics: step [H], the mean of Δ over the tokens and the channels of each head.
     """
@@ -215,10 +215,10 @@ class S4D(ChannelStateMixer):
     is learned and does not depend on the token.
 
     h ← e^{Δ A} h + (e^{Δ A} − 1) / A · x, y = 2 Re(C·h) + D x, where x is a projection of the
-    layer's input, and A [N], C [N], Δ and D are parameters of each channel. A GELU and a projection
-    with two halves follow; the output is the first half times the sigmoid of the second. Entry n of
-    A starts at −½ + i π n ("S4D-Lin"). N is `mixer.state_size` / 2; the factor 2 in y adds the
-    conjugate of each number of the state.
+    layer's input, and A [N], C [N], Δ and D are parameters of each channel. The sum y passes
+    through a GELU and a projection with two halves; the mixer's output is the first half times the
+    sigmoid of the second half. Entry n of A starts at −½ + i π n ("S4D-Lin"). N is
+    `mixer.state_size` / 2; the factor 2 in y adds the conjugate of each number of the state.
 
     Diagnostics: half_life [H], ln 2 / (Δ · −Re A) in tokens, the longest in each head.
     """
@@ -332,8 +332,8 @@ class Mamba2(Recurrent):
 
     Δ = softplus(w u + b) for the layer's input u, S ← e^{−Δ e^A} S + Δ k vᵀ, o = Sᵀq + D v, with a
     learned A and D for each head. RMSNorm of o · SiLU(z) over the heads of a group follows, where z
-    is the output gate. The convolution of the published Mamba-2 models has a bias; this one has
-    none.
+    is the output gate. The convolution of the published Mamba-2 models has a bias; the convolution
+    of this class has none.
     """
 
     switches_read = (*Recurrent.switches_read, "decay_init")

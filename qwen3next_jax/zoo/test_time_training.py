@@ -104,7 +104,7 @@ class TTT(GradientStepMixer):
     W ← W − η ∇½‖f(k; W) − v‖², with the gradient at the W before the block, and o = f(q; W). The
     learning rate η = σ(w x) / K depends on the token's input x. The initial value W₀ is a
     parameter, and the cache holds W − W₀. There is no convolution and no output gate. The
-    diagnostic beta is the mean of η.
+    diagnostic beta is the mean of the learning rate η.
     """
 
     switches_read = ()
@@ -172,14 +172,15 @@ class TTT(GradientStepMixer):
 
 class Titans(GradientStepMixer):
     """The long-term memory of Titans (2501.00663, equations 9–14). The state of a head is a linear
-    memory M [K, V], which gradient descent with momentum changes, and which decays.
+    memory M [K, V], which decays, and which gradient descent with momentum changes.
 
-    P ← η P − θ ∇½‖Mᵀk − v‖², M ← (1 − α) M + P, o = Mᵀq, with the gradient at the M before the
-    block. q and k are normalised to length 1. The token's input x gives the share 1 − α of the
-    memory that is kept, the momentum η, and the learning rate θ: 1 − α and η are σ(W x + b), and θ
-    = σ(w x + b) / mixer.block. The divisor keeps the memory from overshooting if all keys of a
-    block are equal. With blocks of one token and without momentum, the mixer resembles Gated
-    DeltaNet. There is no output gate. The diagnostic beta is the mean of η and θ.
+    P ← η P − θ ∇½‖Mᵀk − v‖², M ← (1 − α) M + P, o = Mᵀq, where P is the momentum's sum of steps,
+    and the gradient is taken at the M before the block. q and k are normalised to length 1. The
+    token's input x gives the share 1 − α of the memory that is kept, the momentum η, and the
+    learning rate θ: 1 − α and η are σ(W x + b), and θ = σ(w x + b) / mixer.block. The divisor
+    `mixer.block` keeps the memory from overshooting if all keys of a block are equal. With blocks
+    of one token and without momentum, the mixer resembles Gated DeltaNet. There is no output gate.
+    The diagnostic beta is the mean of the momentum η and the learning rate θ.
     """
 
     switches_read = ("short_convolution", "linear_conv_kernel_dim")
@@ -234,7 +235,7 @@ class Titans(GradientStepMixer):
 
 
 def ttt_reference(config, params, x):
-    """Computes TTT with one autodiff gradient per token, at the state before its block."""
+    """Computes TTT with one autodiff gradient per token, at the state before the token's block."""
     q, k, v, _ = queries_keys_values_gate(config, params, x)
     block = TTT.settings(config).block
 

@@ -8,9 +8,9 @@ from qwen3next_jax.zoo.ops.scans import linear_scan
 def attention_weight_sums(
     q, k, *, g, beta, initial_state=None, segment_ids=None, axis_name: str | None = None
 ):
-    """Computes o_t = z_t · q_t with z_t = e^{g_t} z_{t-1} + β_t k_t. For each token, o_t is the sum
-    of the weights with which `gated_delta_rule(delta_term=False, normalize_qk=False)` sums the
-    values, without the factor K^{-1/2} of `gated_delta_rule`.
+    """Computes o_t = z_t · q_t with z_t = e^{g_t} z_{t-1} + β_t k_t. o_t is the sum of the weights
+    of linear attention: `gated_delta_rule(delta_term=False, normalize_qk=False)` returns the sum of
+    the values with these weights, times K^{-1/2}.
 
     Args:
       q, k: [B, T, G, K] queries and keys; head h reads key head h // (H // G).

@@ -1,5 +1,5 @@
-"""Attention in which every query reads its own list of blocks of keys. The keys of each query are
-gathered, so the work is proportional to T × X, and the memory to T.
+"""Attention in which every query reads its own list of blocks of keys. For T queries with X
+gathered keys each, the work is proportional to T × X, and the memory to T.
 
 Letters: B batch, T queries, S keys, C queries of a chunk, J blocks of a query, R the largest number
 of tokens in a block, X = J · R gathered tokens of a query, N query heads, M key/value heads (query
@@ -46,8 +46,8 @@ def gathered_attention(
 
 
 def token_indices_and_mask(start_BCJ: jax.Array, size_BCJ: jax.Array, width: int, keys: int):
-    """Lists the tokens of each query's blocks. Returns their indices [B, C, X], clipped to 0 …
-    `keys` - 1, and [B, C, X] bool: whether the query sees the token.
+    """Lists the tokens of each query's blocks. Returns the indices of the tokens [B, C, X], clipped
+    to 0 … `keys` - 1, and [B, C, X] bool: whether the query sees the token.
     """
     step_R = jnp.arange(width, dtype=start_BCJ.dtype)
     shape = (*start_BCJ.shape[:2], -1)
@@ -112,7 +112,9 @@ def _gathered_attention_forward(q_BTNK, k_BSMK, v_BSMK, start_BTJ, size_BTJ, wid
 
 
 def _gathered_attention_backward(width, saved, do_BTNK):
-    """Returns the gradients of q, k and v, and None for the two arrays of integers."""
+    """Returns the gradients of q, k and v, and None for the integer arguments start_BTJ and
+    size_BTJ.
+    """
     q_BTNK, k_BSMK, v_BSMK, start_BTJ, size_BTJ, o_BTNK, logsumexp_BTMH = saved
     rows, time = q_BTNK.shape[:2]
     keys, groups = k_BSMK.shape[1:3]

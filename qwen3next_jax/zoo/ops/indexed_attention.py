@@ -22,7 +22,8 @@ class TokensAndBlocks(NamedTuple):
       position: [B, T] int32, the position of each token in its document.
       segment: [B, T] int32, the segment id of each token's document; 0 for padding.
       complete_blocks_before: [B, T] int32, the number of complete blocks in the row that end before
-        the token. For a token of a complete block, this is the index of the block.
+        the token. For a token of a complete block, complete_blocks_before is the index of the
+        block.
       block_key: [B, G, I], the pooled key of each block.
       block_end_position: [B, G] int32, the position of each block's last token.
       block_segment: [B, G] int32, the segment id of each block's document; 0 after the last block.

@@ -1,7 +1,7 @@
 """Attention whose scores and mask may be any functions of a query and a key, for variants of
 attention that the kernels do not support. The function computes one chunk of queries after another,
-each chunk with all keys of the row. The memory is proportional to C × S, and the work to T × S,
-whatever the mask is.
+each chunk with all keys of the row. For T queries in chunks of C queries, and S keys, the memory is
+proportional to C × S and the work to T × S, whatever the mask is.
 
 Letters: B batch, T queries, S keys, C queries of a chunk, N query heads, M key/value heads
 (query head n reads head n // (N // M)), H = N // M, K head width.
@@ -52,8 +52,8 @@ def pair_attention(
       score: function (q, k, positions [B, C, 1], kv_positions [B, 1, S]) → [B, N, C, S] float32,
         the scores of a chunk of queries and all keys.
       seen: function (positions, kv_positions) → bool [B, C, S], whether the query sees the key.
-        If `num_selected_keys` is not 0, it returns two such arrays: the keys that the query always
-        sees, and the keys from which the keys with the highest scores are selected.
+        If `num_selected_keys` is not 0, `seen` returns two arrays [B, C, S]: the keys that the
+        query always sees, and the keys from which the keys with the highest scores are selected.
       positions, kv_positions: [B, T], [B, S] integers, the position of each query and key in its
         document.
       segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each query and

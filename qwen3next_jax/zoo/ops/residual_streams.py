@@ -282,7 +282,8 @@ def _input_gate(hidden_BTR, up_RE):
 
 
 def _mix_gradients_in_xla(weights, h_BTE, inner_BTX, sizes_BTS, dh_BTE, dx_BTD, dinner_BTX):
-    """Computes the gradients of the mix with respect to the arrays of each token, and of scale.
+    """Computes the gradients of `_mix_in_xla` with respect to the arrays of each token, and to
+    scale.
 
     Args:
       weights, h_BTE: the arguments of `_mix_in_xla`.
@@ -330,7 +331,9 @@ def _mix_gradients_in_xla(weights, h_BTE, inner_BTX, sizes_BTS, dh_BTE, dx_BTD, 
 
 
 def _add_in_xla(h_BTE, y_BTD, a_BTS):
-    """Adds a_s · y to every stream s, and returns the streams [B, T, E]."""
+    """Adds the block's output y, times the factor a_s, to every stream s, and returns the streams
+    [B, T, E].
+    """
     y_BTD, streams = y_BTD.astype(a_BTS.dtype), a_BTS.shape[-1]
     added = [(a_BTS[..., s : s + 1] * y_BTD).astype(h_BTE.dtype) for s in range(streams)]
     return h_BTE + jnp.concatenate(added, axis=-1)

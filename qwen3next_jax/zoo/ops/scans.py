@@ -1,9 +1,9 @@
 """Scans over time. `linear_scan` and `low_memory_linear_scan` compute h ← e^a h + b, and
 `max_plus_scan` computes m ← max(a + m, b), elementwise and for many tokens in parallel.
-`token_scan` computes any other recurrence, token by token.
+`token_scan` computes any recurrence, token by token.
 
-At the first token of a document, a is set to −∞. The value −∞ resets the state exactly, because all
-exponents are sums of a, never differences of sums.
+At the first token of a document, the log decay a is set to −∞. The value −∞ resets the state
+exactly, because all exponents are sums of a, never differences of sums.
 
 Letters: B batch, T time, C tokens of a chunk, `…` any further axes.
 """
@@ -22,11 +22,11 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
     after another.
 
     Args:
-      a: [B, T, …] log decay with real part <= 0; -inf resets h to b. Axes of size 1 are broadcast
-        to the axes of b.
+      a: [B, T, …] log decay with real part <= 0; -inf resets h to b. Axes of a of size 1 are
+        broadcast to the axes of b.
       b: [B, T, …], real or complex.
       initial_state: [B, …] or None for zeros. With `segment_ids`, only the first document starts
-        from it.
+        from initial_state.
       segment_ids: [B, T] integers or None, as in `gated_delta_rule`. In padding h is the state
         after the last token.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order, as in
@@ -37,7 +37,7 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
       three arrays have the dtype of b.
 
     Raises:
-      ValueError: shapes or dtypes do not fit.
+      ValueError: the arguments' shapes or dtypes do not fit.
     """
     state = _checked_initial_state(a, b, initial_state, segment_ids, 0)
     a, b = _reset_at_documents(a, b, segment_ids, axis_name, 0)
@@ -137,7 +137,7 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
       step: function (state, inputs of a token [B, …]) → (state, outputs [B, …]).
       inputs: a tree of arrays [B, T, …].
       initial_state: a tree of arrays [B, …]. With `segment_ids`, only the first document starts
-        from it.
+        from initial_state.
       segment_ids: as in `linear_scan`.
       axis_name: as in `linear_scan`. Each shard waits for the state of the shard before it, so that
         splitting T saves no time.
@@ -196,7 +196,7 @@ def _compose_linear_maps(first, second):
 
 
 def _state_entering_shard(carry, leaving, axis_name):
-    """Returns the state that enters this shard if zeros enter the first shard.
+    """Returns the state that enters this shard if the state that enters the first shard is 0.
 
     Args:
       carry: the factor by which the decays of this shard multiply the state that enters it.
@@ -265,8 +265,8 @@ def _checked_initial_state(a, b, initial_state, segment_ids, start):
 
 
 def _reset_at_documents(a, b, segment_ids, axis_name, nothing):
-    """Returns (a, b) with a = −∞ at the tokens before which the state is reset. In padding, a is 0
-    and b is `nothing`, so that padding does not change the state.
+    """Returns the arguments (a, b) of a scan, with a = −∞ at the tokens before which the state is
+    reset. In padding, a is 0 and b is `nothing`, so that padding does not change the state.
     """
     if segment_ids is None:
         return a, b

@@ -1,6 +1,6 @@
-"""The public function `channel_delta_rule`. The function checks its arguments, sets the log decay
-to -inf where a document starts and chooses an implementation. This file also defines the custom
-gradient of the chunked implementation.
+"""The public function `channel_delta_rule`, which checks its arguments, sets the log decay to -inf
+where a document starts and chooses an implementation. This file also defines the custom gradient of
+the chunked implementation.
 
 Letters: B batch, T time, G key heads, H heads (head h reads key head h // (H // G)), K key width, V
 value width.
@@ -26,7 +26,7 @@ class Options(typing.NamedTuple):
 
     Attributes:
       implementation: "recurrent" or "chunked"; None means "chunked".
-      delta_term: whether the write has the delta term.
+      delta_term: whether the write has the delta term -S^T k.
       reads_before_write: whether a token reads the state before its own decay and write.
     """
 
@@ -65,32 +65,34 @@ def channel_delta_rule(
       q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H is a
         multiple of G.
       v: [B, T, H, V] values.
-      g: [B, T, H, K] log decay, <= 0. With -inf the channel is forgotten exactly. Even a very
+      g: [B, T, H, K] log decay, <= 0. A log decay of -inf forgets the channel exactly. Even a very
         strong decay costs no accuracy.
       beta: [B, T, H] write strength; None for 1.
-      delta_term: whether the write has the delta term -S^T k_t. Without the term, the function
-        computes gated linear attention (GLA, https://arxiv.org/abs/2312.06635).
+      delta_term: whether the write has the delta term -S^T k_t. Without the delta term, the
+        function computes gated linear attention (GLA, https://arxiv.org/abs/2312.06635).
       erase_key: [B, T, H, K], the key e_t in S <- S + beta_t k_t (v_t - S^T e_t)^T, for models
         whose delta term reads the state with another key than k_t (Gated DeltaNet-2,
-        https://arxiv.org/abs/2605.22791). None means e_t = k_t.
+        https://arxiv.org/abs/2605.22791). If erase_key is None, e_t = k_t.
       read: "after": each token reads the state after its own decay and write. "before": each token
         reads the state before its own decay and write (RWKV).
       bonus: [H, K] or None, only with read="before": the token's own term (sum_c q_c bonus_c k_c)
         v_t is added to o_t.
       value_log_decay: [B, T, H, V] or None, log decay <= 0 of the value channels, only with
-        delta_term=False. The decay is then S <- Diag(exp(g_t)) S Diag(exp(value_log_decay_t)).
+        delta_term=False. With value_log_decay, the decay is S <- Diag(exp(g_t)) S
+        Diag(exp(value_log_decay_t)).
       initial_state: [B, H, K, V] or None for zeros. With `segment_ids`, only the first document
-        starts from it.
-      segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
-        document, and 0 marks padding at the end. The state becomes zero where a document starts
-        (for the first document, it stays `initial_state`). In padding o is 0 and all gradients are
-        0.
-      implementation: "recurrent" or "chunked". None means "chunked", which is the faster one on
+        starts from initial_state.
+      segment_ids: [B, T] integers or None. The ids are positive and non-decreasing along T, one id
+        per document, and 0 marks padding at the end. The state becomes zero where a document starts
+        (at the start of the first document, it stays `initial_state`). In padding o is 0 and all
+        gradients are 0.
+      implementation: "recurrent" or "chunked". None means "chunked", the faster implementation on
         every platform.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
-        `shard_map`. The arrays are then this shard's parts, and a document has the same id on every
-        shard. Only the first shard reads its `initial_state`; the `initial_state` of every other
-        shard is ignored and gets no gradient. Every shard returns the final state of the whole row.
+        `shard_map`. Inside `shard_map`, the arrays are this shard's parts, and a document has the
+        same id on every shard. Only the first shard reads its `initial_state`; the `initial_state`
+        of every other shard is ignored and gets no gradient. Every shard returns the final state of
+        the whole row.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
@@ -98,12 +100,12 @@ def channel_delta_rule(
         after the last document.
 
     Raises:
-      ValueError: shapes, dtypes, the implementation's name or the combination of arguments do
-        not fit.
+      ValueError: wrong shapes or dtypes, an unknown implementation, or arguments that exclude each
+        other.
 
-    If the function is traced under `jax.debug_nans(True)`, a host callback raises a ValueError if a
-    number of g or value_log_decay is positive or NaN, in padding, too; a compiled program reports
-    it as a `jax.errors.JaxRuntimeError`.
+    If the function is traced under `jax.debug_nans(True)`, a host callback raises a ValueError if g
+    or value_log_decay has a positive number or a NaN, in padding, too. A compiled program reports
+    the callback's ValueError as a `jax.errors.JaxRuntimeError`.
     """
     q, k, v, g = map(jnp.asarray, (q, k, v, g))
     _check_arguments(

@@ -5,7 +5,8 @@ computed, for all chunks of a piece at once. Then a scan carries the state from 
 In a chunk of C rows (tokens), γ is the decay from the chunk's start to each row, and ρ is the decay
 from each row to the chunk's end (both [C, K], see `decay_levels`). S is the state before the chunk,
 S' is the state after it, and e^{total} is the decay over the whole chunk. E holds the keys of the
-delta term: the argument `erase_key`, or K if it is None. Products with β, γ and ρ are elementwise.
+delta term: the argument `erase_key`, or the keys K if `erase_key` is None. Products with β, γ and ρ
+are elementwise.
 
     EK_ij = Σ_c e_ic k_jc e^{Σ_{j<t≤i} g_tc}
     P_ij  = Σ_c q_ic k_jc e^{Σ_{j<t≤i} g_tc}
@@ -32,23 +33,23 @@ The backward pass computes the gradients explicitly from dO and dS':
     dK   = left + …
     dE   = seen + …
 
-The terms … are sums over the levels of `decay_levels`, computed from D and N. The gradient of an
-exponent x is the gradient of a decayed number, such as an entry of K ρ, times the number itself.
-The transpose of the linear function `decay_levels.decay_exponents` turns the gradients of all
-exponents into dg. The arrays saved for the backward pass are the inputs, the state before each
-chunk and the inverse A of each chunk. This file does not treat documents separately, because
-`api.py` has set g = −∞ where a document starts.
+In dQ, dK and dE, the dots stand for sums over the levels of `decay_levels`, which are computed from
+D and N. The gradient of a decay's exponent is the gradient of a decayed number, such as an entry of
+K ρ, times the decayed number itself. The transpose of the linear function
+`decay_levels.decay_exponents` turns the gradients of all exponents into dg. The arrays saved for
+the backward pass are the inputs, the state before each chunk and the inverse A of each chunk. This
+file does not treat documents separately, because `api.py` has set g = −∞ where a document starts.
 
 In the recurrence, each token corrects the rounding errors of the tokens before it. In a product
 with A, later rows do not correct the errors of earlier rows, and with repeated keys the errors add
 up. Therefore W and dR get one step of iterative refinement if the operands of products have the
 dtype of the sums (float32 or float64). For W, which solves (I + L) W = Y with Y = β (V − (E γ) S),
-the step adds A (Y − (I + L) W). For dR, it uses the transposes of A and L.
+the refinement step adds A (Y − (I + L) W) to W. The refinement of dR uses the transposes of A and
+L.
 
-With bfloat16 inputs, the operands of products are rounded to bfloat16, because they are multiplied
-by decays. If keys repeat, the terms of some products cancel. In these products the code splits
-operands into two bfloat16 parts: both operands of EK, (E γ) S and (K ρ)ᵀ W, and the operand W of P
-W.
+With bfloat16 inputs, the operands of matrix products are multiplied by decays and then rounded to
+bfloat16. Where the terms of a product cancel if keys repeat, the code splits operands into two
+bfloat16 parts: both operands of EK, (E γ) S and (K ρ)ᵀ W, and the operand W of P W.
 
 Letters: N chunks, B batch, G key heads, H heads, C chunk length, K key width, V value width.
 """
@@ -93,8 +94,8 @@ class TokenArrays(typing.NamedTuple):
 
 
 class Chunks(typing.NamedTuple):
-    """The arrays of a group of chunks that both the forward and the backward pass need. The letters
-    are those of the formulas at the top of the file.
+    """The arrays of a group of chunks that both the forward and the backward pass need. The
+    comments use the letters of the formulas at the top of the file.
     """
 
     q: jax.Array  # [N, B, H, C, K]
@@ -130,7 +131,7 @@ def product_of_split_operands(product, x, y, dots: MatrixProducts, x_axis: int, 
 
 
 def _to_chunks(x, size: int):
-    """Rearranges [B, T, H, …] into [N, B, H, C, …]; pads T."""
+    """Pads T, and rearranges an array [B, T, H, …] into N chunks of C tokens, [N, B, H, C, …]."""
     return jnp.swapaxes(blocks.to_chunks(x, 1, size), 2, 3)
 
 
@@ -142,9 +143,10 @@ def _chunks_and_products(
 
     Args:
       x: the arrays of a group of chunks.
-      known_inverse: A, which the forward pass saved; None in the forward pass.
+      known_inverse: the inverse A = (I + L)^{-1} that the forward pass saved; None in the forward
+        pass.
       size: number of tokens of a chunk.
-      delta_term: whether the write has the delta term.
+      delta_term: whether the write has the delta term -S^T k.
       reads_before_write: whether a token reads the state before its own decay and write.
       dtype: the dtype of the state.
     """
@@ -190,8 +192,8 @@ def _chunks_and_products(
 
 
 def _writes_and_errors(c: Chunks, state, dots: MatrixProducts, exact: MatrixProducts):
-    """Returns W and V − (E γ) S of the formulas at the top of the file. Without the delta term, the
-    results are β V and V.
+    """Returns the writes W and the errors V − (E γ) S of a chunk, with the letters at the top of
+    the file. Without the delta term, the results are β V and V.
     """
     if c.triangular_inverse is None:
         return c.beta * c.v, c.v
@@ -272,7 +274,7 @@ def forward_pass(
 
 
 def _from_chunks(x, time: int):
-    """Rearranges [N, B, H, C, …] into [B, T, H, …] for T = `time`."""
+    """Rearranges an array of chunks [N, B, H, C, …] into [B, T, H, …] for T = `time`."""
     return blocks.from_chunks(jnp.swapaxes(x, 2, 3), 1, time)
 
 
@@ -288,9 +290,10 @@ def backward_pass(
     delta_term: bool,
     reads_before_write: bool,
 ):
-    """Returns the gradients of the fields of `TokenArrays`, in their order, and the gradient of the
-    initial state. The gradient of value_log_decay is None, because this implementation does not
-    support a value_log_decay. The gradient of erase_key is None if erase_key is None.
+    """Returns the gradients of the fields of `TokenArrays`, in the order of the fields, and the
+    gradient of the initial state. The gradient of value_log_decay is None, because this
+    implementation does not support a value_log_decay. The gradient of erase_key is None if
+    erase_key is None.
 
     Args:
       x: the arrays with an axis of tokens.
@@ -351,8 +354,8 @@ def backward_pass(
 
 
 def _reverse_scan(step, carry, xs):
-    """Runs `jax.lax.scan` from the last entry to the first. If there is only one entry, it calls
-    `step` without a loop.
+    """Runs `jax.lax.scan` from the last entry to the first. If the arrays have only one entry, this
+    function calls `step` without a loop.
     """
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return jax.lax.scan(step, carry, xs, reverse=True)
@@ -381,7 +384,8 @@ def _input_gradients(
       dr: the gradient dR.
       do: the gradient of o.
       reads_before_write: whether a token reads the state before its own decay and write.
-      by_key: whether E is k. If so, the gradient of E is added to dk, and dE is None.
+      by_key: whether the keys E of the delta term are the keys k; then the gradient of E is added
+        to dk, and dE is None.
     """
     dv = c.beta * dr
     dbeta = jnp.sum(dr * errors, axis=-1)

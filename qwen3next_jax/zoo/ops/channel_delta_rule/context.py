@@ -2,11 +2,11 @@
 an affine function of the state S that enters the shard.
 
 The state after the shard is S' = U + M S, and the outputs are o = o₀ + r S. One pass over the shard
-computes U, M, o₀ and r. For this pass the state gets K more columns, which are the identity matrix
-at the start of the shard, and v gets K more channels, which are 0. The final state of the added
-columns is M, and their outputs are r. Then `ops.delta_rule.context.compose_maps_over_shards`
+computes U, M, o₀ and r. To compute M and r, the pass adds K columns to the state, which are the
+identity matrix at the start of the shard, and K channels of zeros to v. The final state of the
+added columns is M, and their outputs are r. Then `ops.delta_rule.context.compose_maps_over_shards`
 composes the maps S ↦ U + M S of all shards. JAX differentiates these steps. If a document starts in
-the shard, M is 0.
+the shard, the state S does not reach the end of the shard, and M is 0.
 """
 
 import jax

@@ -1,23 +1,24 @@
 """The decay between every two rows (tokens) of a chunk, for each channel. The exponents of the
-decays are computed as sums of g, never as differences of sums.
+decays are computed as sums of the log decay g, never as differences of sums.
 
-From row j to row i > j, each channel of the state decays by the factor e^{Σ_{j<t≤i} g_t}. Let G_i =
-Σ_{t≤i} g_t. The decay factor of a pair is e^{G_i} e^{−G_j}, so one matrix product could apply the
+From row j to row i > j, each channel of the state decays by the factor e^{Σ_{j<t≤i} g_t}. With G_i
+= Σ_{t≤i} g_t, the decay of a pair (i, j) is e^{G_i} e^{−G_j}, so one matrix product could apply the
 decays of all pairs. But e^{−G_j} can overflow, and the difference G_i − G_j would lose precision.
-Therefore the pairs of rows are divided into levels m = 1, 2, 4, …, C/2. For level m, the rows are
-divided into blocks of m rows, numbered from 0. A pair (i, j) belongs to level m if i is in a block
-with an odd number and j is in the block just before it. The exponent of the pair is then
+Therefore the pairs of rows are divided into levels m = 1, 2, 4, …, C/2. For level m, the rows of a
+chunk are divided into blocks of m rows, numbered from 0. A pair of rows (i, j) belongs to level m
+if i is in a block with an odd number and j is in the block just before. The exponent of the decay
+of a pair (i, j) of level m is
 
     (Σ of g from the start of i's block to row i)
     + (Σ of g from the row after j to the end of j's block).
 
-Every pair belongs to exactly one level. Both sums in the exponent are ≤ 0, so nothing overflows,
-and g = −∞ is exact. At each level, the decay is the product of a factor that depends on i and a
-factor that depends on j.
+Every pair of rows belongs to exactly one level. Both sums in the exponent are ≤ 0, so nothing
+overflows, and g = −∞ is exact. At each level, the decay of a pair of rows (i, j) is the product of
+a factor that depends on i and a factor that depends on j.
 
-For m < MIN_BLOCK_ROWS, the code multiplies blocks of MIN_BLOCK_ROWS rows and then masks the pairs
-of other levels, because a matrix unit is not faster for smaller blocks. For m ≥ MIN_BLOCK_ROWS, it
-multiplies each odd block with the even block before it.
+At a level m < MIN_BLOCK_ROWS, the code multiplies blocks of MIN_BLOCK_ROWS rows and then masks the
+pairs of other levels, because a matrix unit is not faster for smaller blocks. At a level m ≥
+MIN_BLOCK_ROWS, the code multiplies each odd block with the even block before it.
 
 Letters: C chunk length, K key width, `…` leading dimensions.
 """
@@ -32,20 +33,20 @@ MIN_BLOCK_ROWS = 16  # the fewest rows of a block that is multiplied as a whole
 
 
 class DecayExponents(typing.NamedTuple):
-    """Sums of g over spans of rows. All sums are ≤ 0. The sums are linear in g, so `jax.vjp` of
-    `decay_exponents` computes the gradient of g by sums alone.
+    """Sums of the log decay g over spans of rows. All sums are ≤ 0. The sums are linear in g, so
+    `jax.vjp` of `decay_exponents` computes the gradient of g by sums alone.
 
     Attributes:
-      by_level: for each level an array [..., C, K]. For a row in an odd block it holds the sum from
-        the block's start to the row, and for a row in an even block the sum from the next row to
-        the block's end.
+      by_level: for each level an array [..., C, K]. For a row in an odd block, the array holds the
+        sum from the block's start to the row; for a row in an even block, the sum from the next row
+        to the block's end.
       query_by_level: like `by_level`, for the rows of queries. If a token reads the state before
-        its own decay and write, the sums in odd blocks end one row earlier. Otherwise this is
-        `by_level`.
+        its own decay and write, the sums of query_by_level in odd blocks end one row earlier.
+        Otherwise query_by_level is `by_level`.
       from_start: [..., C, K], the sum from the chunk's start to each row.
       query_from_start: [..., C, K], like `from_start`, for the rows of queries. If a token reads
-        the state before its own decay and write, each sum ends one row earlier. Otherwise this is
-        `from_start`.
+        the state before its own decay and write, each sum of query_from_start ends one row earlier.
+        Otherwise query_from_start is `from_start`.
       to_end: [..., C, K], the sum from the next row to the chunk's end.
       total: [..., 1, K], the sum over the chunk.
     """
@@ -102,7 +103,7 @@ def decay_exponents(g_CK, reads_before_write: bool) -> DecayExponents:
 
 
 def _diagonal_blocks(x_CC, size: int):
-    """Returns the blocks on the diagonal, [..., C / size, size, size]."""
+    """Returns the diagonal blocks of a matrix [..., C, C], as [..., C / size, size, size]."""
     return jnp.stack(
         [x_CC[..., i : i + size, i : i + size] for i in range(0, x_CC.shape[-1], size)], axis=-3
     )
@@ -127,9 +128,9 @@ def _level_mask(size: int, m: int):
 
 
 def pair_products(x_levels, y_levels, product):
-    """Returns the strictly lower matrix [..., C, C]. Entry (i, j) of the matrix is the inner
-    product of row i of x and row j of y, both taken from the arrays of the level to which the pair
-    (i, j) belongs.
+    """Returns a strictly lower triangular matrix [..., C, C] of inner products. Entry (i, j) of the
+    matrix is the inner product of row i of x and row j of y, both taken from the arrays of the
+    level to which the pair (i, j) belongs.
 
     Args:
       x_levels, y_levels: for each level an array [..., C, K].

@@ -1,5 +1,5 @@
 """The delta rule with a decay for each key channel, computed token by token: the implementation
-"recurrent". Tests compare the chunked implementation with it.
+"recurrent". Tests compare the chunked implementation with the recurrent implementation.
 
 Letters: B batch, T time, H heads, K key width, V value width.
 """

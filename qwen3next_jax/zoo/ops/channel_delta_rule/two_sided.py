@@ -3,10 +3,10 @@ Diag(e^{g}) S Diag(e^{g'}) + β k vᵀ. The state is computed chunk by chunk, an
 the code.
 
 The decay of the values uses the same levels of pairs of rows as the decay of the keys (see
-`decay_levels`). At each level, the value of row j first decays from row j to the end of its block.
-Then the decayed values are summed with the weights q·k of the pairs. Finally the sum decays from
-the start of the next block to row i. Therefore the matrix of weights of each level is multiplied by
-the values that were decayed for this level, and no matrix of all pairs is computed.
+`decay_levels`). At each level, the value of row j first decays from row j to the end of the block
+of row j. Then the decayed values are summed with the weights q·k of the pairs. Finally the sum
+decays from the start of the next block to row i. Therefore each level multiplies its weights by
+values that were decayed for this level, and no matrix of all pairs is computed.
 
 Letters: B batch, H heads, C chunk length, K key width, V value width.
 """
