@@ -74,14 +74,14 @@ print(json.dumps(found))
 
 _OPEN = """
 import json, sys, time
-from qwen3next_jax.data.prepared import open_indexed_rows
+from qwen3next_jax.data.prepared import open_rows_from_index
 from qwen3next_jax.data.row_groups import RowRecipe
 from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.store import Store
 resident = lambda: 4096 * int(open("/proc/self/statm").read().split()[1])
 before, start = resident(), time.perf_counter()
 sources, recipe = [Source("all", (), "text")], RowRecipe(4096, 0, 0)
-found = open_indexed_rows(Store(sys.argv[1]), "index.npz", sources, recipe)
+found = open_rows_from_index(Store(sys.argv[1]), "index.npz", sources, recipe)
 print(json.dumps({"seconds": time.perf_counter() - start, "rows": len(found[0].rows["train"]),
                   "bytes": resident() - before}))
 """

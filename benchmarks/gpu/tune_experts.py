@@ -131,7 +131,7 @@ def triton_settings(which: str):
 def mosaic(which: str, settings, x, w, sizes, dy):
     from qwen3next_jax.kernels.gpu import grouped_matmul, tokamax
 
-    sm90 = tokamax.tokamax_module("ragged_dot.pallas_mosaic_gpu_kernel_sm90")
+    sm90 = tokamax.import_tokamax_operator("ragged_dot.pallas_mosaic_gpu_kernel_sm90")
     config = grouped_matmul.mosaic_config(**settings)
     if which == "y":
         return sm90.ragged_dot_kernel(x, w, sizes, x.dtype, config)
@@ -145,7 +145,7 @@ def triton(which: str, settings, x, w, sizes, dy):
 
     from qwen3next_jax.kernels.gpu import tokamax
 
-    module = tokamax.tokamax_module("ragged_dot.triton")
+    module = tokamax.import_tokamax_operator("ragged_dot.triton")
     common = dict(
         group_sizes=sizes,
         precision=(jax.lax.Precision.DEFAULT,) * 2,

@@ -185,7 +185,7 @@ def _is_setting_changes(value: Any) -> bool:
     )
 
 
-def _is_bad_records(value: Any) -> bool:
+def _is_bad_record_list(value: Any) -> bool:
     """Whether `value` is a list of [glob, number of bad records, description]."""
     return isinstance(value, list) and all(
         isinstance(entry, list)
@@ -250,7 +250,7 @@ _FIELD_CHECKS = {
     "commit": _check_accepting_none(_is_text),
     "suite": _is_text,
     "changes": _is_setting_changes,
-    "bad_records": _is_bad_records,
+    "bad_records": _is_bad_record_list,
     "operators": _is_operator_decisions,
     "groups": _is_parameter_groups,
     "figures": _is_metric_declarations,

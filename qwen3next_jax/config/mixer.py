@@ -24,7 +24,8 @@ def is_mixer_setting(name: str) -> bool:
 
 
 class MixerConfig(Mapping[str, Any]):
-    """Values of mixers' settings, such as `MixerConfig(window=512)`; immutable and hashable.
+    """An immutable, hashable mapping from settings of mixers to their values, such as
+    `MixerConfig(window=512)`.
 
     The MixerConfig in a ModelConfig holds only values that differ from the defaults. So a
     ModelConfig does not change if a user sets a setting to its default.

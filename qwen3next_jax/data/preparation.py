@@ -27,7 +27,12 @@ from qwen3next_jax.common.errors import UserError, WrittenByOlderVersion, requir
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.data import readers, row_groups, sources, tokenized_parts
 from qwen3next_jax.data.digest_cache import DigestCache
-from qwen3next_jax.data.prepared import PreparedSource, index_name, open_indexed_rows, write_index
+from qwen3next_jax.data.prepared import (
+    PreparedSource,
+    index_name,
+    open_rows_from_index,
+    write_index,
+)
 from qwen3next_jax.data.readers import Part
 from qwen3next_jax.data.row_groups import (
     HELDOUT,
@@ -170,7 +175,7 @@ def prepare(
         if source.text_is_gone
     }
     index = index_name(all_sources, tokenizer, recipe, gone)
-    if index and (opened := open_indexed_rows(store, index, all_sources, recipe)):
+    if index and (opened := open_rows_from_index(store, index, all_sources, recipe)):
         for one in opened:
             _check_bad_records(one.source, one.bad_counts, one.first_bad_places, one.record_count)
     else:

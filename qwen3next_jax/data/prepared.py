@@ -192,7 +192,7 @@ def write_index(store: Store, name: str, prepared: Sequence[PreparedSource]) -> 
         path.write_bytes(_digest_prefix(name, content.getvalue()) + content.getvalue())
 
 
-def open_indexed_rows(
+def open_rows_from_index(
     store: Store, name: str, sources: Sequence[Source], recipe: RowRecipe
 ) -> list[PreparedSource] | None:
     """Opens the rows of all sources from their index.

@@ -194,7 +194,7 @@ def _source_of_unmeasured_rate(rate: str, measured: str) -> str:
     return f"no {rate} measured: the nearest, {measured}, scaled by the published peaks"
 
 
-def _rates_without_hbm_curve(
+def _rates_from_scaled_curves(
     name: str,
     link_share: float,
     collective_start: float,
@@ -247,7 +247,7 @@ RATES: dict[str, ChipRates] = {
         },
     ),
     # Its one measured copy, 32 MiB at 1,360 GB/s, takes 2 % longer than the scaled curve says.
-    "v6e": _rates_without_hbm_curve(
+    "v6e": _rates_from_scaled_curves(
         "v6e",
         0.868,
         2.29e-6,
@@ -255,11 +255,11 @@ RATES: dict[str, ChipRates] = {
         f"{_MICROBENCHMARKS}, 8192³ at 827 TFLOP/s",
         "tpu7x",
     ),
-    "v5p": _rates_without_hbm_curve("v5p", 0.863, 4.55e-6, _PERMUTES, "", "v5p"),
-    "v5e": _rates_without_hbm_curve(
+    "v5p": _rates_from_scaled_curves("v5p", 0.863, 4.55e-6, _PERMUTES, "", "v5p"),
+    "v5e": _rates_from_scaled_curves(
         "v5e", 0.868, 2.29e-6, _source_of_unmeasured_rate("link", "v6e"), "", "v5p"
     ),
-    "v4": _rates_without_hbm_curve(
+    "v4": _rates_from_scaled_curves(
         "v4", 0.863, 4.55e-6, _source_of_unmeasured_rate("link", "v5p"), "", "v5p"
     ),
 }

@@ -94,18 +94,18 @@ class TokenizerPair(NamedTuple):
 
     Attributes:
       run_tokenizer: the tokenizer of the run.
-      model_fingerprint: the fingerprint of the model's tokenizer; "" if the model has none.
+      initial_model_fingerprint: the fingerprint of the model's tokenizer; "" if the model has none.
       model_reads_text: whether the model was trained on text.
-      model_tokenizer: the model's tokenizer; None if the run or the model does not read text, or if
-        the two tokenizers give the same ids.
-      model_tokenizer_place: where the user finds the model's tokenizer, for messages.
+      initial_model_tokenizer: the model's tokenizer; None if the run or the model does not read
+        text, or if the two tokenizers give the same ids.
+      initial_model_tokenizer_place: where the user finds the model's tokenizer, for messages.
     """
 
     run_tokenizer: Tokenizer
-    model_fingerprint: str
+    initial_model_fingerprint: str
     model_reads_text: bool
-    model_tokenizer: Tokenizer | None
-    model_tokenizer_place: str
+    initial_model_tokenizer: Tokenizer | None
+    initial_model_tokenizer_place: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -205,8 +205,8 @@ def compare_tokenizers(config: Config, tokenizers: TokenizerPair) -> str:
     Raises:
       UserError: the data and the model are both text, and their tokenizers differ.
     """
-    ours, theirs, data = tokenizers.run_tokenizer, tokenizers.model_tokenizer, config.data
-    fingerprint = tokenizers.model_fingerprint
+    ours, theirs, data = tokenizers.run_tokenizer, tokenizers.initial_model_tokenizer, config.data
+    fingerprint = tokenizers.initial_model_fingerprint
     if same_token_ids(ours.fingerprint, fingerprint):
         return f"its tokenizer ({data.tokenizer})" if ours.reads_text else "its ids"
     if theirs and extends_tokenizer(ours, theirs):
@@ -219,7 +219,7 @@ def compare_tokenizers(config: Config, tokenizers: TokenizerPair) -> str:
         f"train.init_from = {config.train.init_from}: it was trained with another tokenizer than "
         f"data.tokenizer = {data.tokenizer!r} (fingerprint {fingerprint[:12]}, here "
         f"{ours.fingerprint[:12]}), so its ids have another meaning: leave data.tokenizer out, "
-        f"or set it to the tokenizer of that model ({tokenizers.model_tokenizer_place})",
+        f"or set it to the tokenizer of that model ({tokenizers.initial_model_tokenizer_place})",
     )
     what = data.tokenizer if ours.reads_text else f"ids of {data.source}"
     if not fingerprint:

@@ -92,7 +92,7 @@ def stand_ins(monkeypatch):
 
     def use(no_mosaic: str = "", no_triton: str = ""):
         monkeypatch.setattr(
-            tokamax, "tokamax_module", lambda n: types.SimpleNamespace(**modules[n])
+            tokamax, "import_tokamax_operator", lambda n: types.SimpleNamespace(**modules[n])
         )
         monkeypatch.setattr(tokamax, "mosaic_unsupported_reason", lambda: no_mosaic)
         monkeypatch.setattr(tokamax, "triton_unsupported_reason", lambda: no_triton)

@@ -123,7 +123,7 @@ def row_block_n_of_array_n(*arrays):
 
 
 def stack_diagonal_blocks(x):
-    """Returns [C, 16], the 16 x 16 blocks on the diagonal of x [C, C], below each other."""
+    """Returns the 16 x 16 blocks on the diagonal of x [C, C], stacked vertically: [C, 16]."""
     return row_block_n_of_array_n(*(x[:, column_block_slice(n)] for n in range(C // NARROW)))
 
 

@@ -180,10 +180,10 @@ def _pad_rows(x_RD):
 
 
 def mosaic_product_settings(width: int) -> dict:
-    """Returns the settings of tokamax's Mosaic kernel for y or dx, whose products sum over `width`
-    numbers. A stage of the pipeline takes 48 KiB of the 227 KiB of shared memory, and the result 16
-    KiB. If the sum has few stages, two blocks share a multiprocessor, so that one block computes
-    while the other block writes.
+    """Returns the settings of tokamax's Mosaic kernel for computing y or dx. `width` is the length
+    of the contracted axis. A stage of the pipeline takes 48 KiB of the 227 KiB of shared memory,
+    and the result 16 KiB. If the sum has few stages, two blocks share a multiprocessor, so that one
+    block computes while the other block writes.
     """
     tiles = dict(block_m=128, block_n=64, block_k=128)
     if width <= 512:
@@ -206,12 +206,14 @@ def mosaic_config(minor: str, **settings):
     """Returns tokamax's settings of a Mosaic kernel. `minor` is the dimension, "M" or "N", along
     which neighbouring blocks of the grid lie.
     """
-    common = tokamax.tokamax_module("ragged_dot.pallas_mosaic_gpu_common")
+    common = tokamax.import_tokamax_operator("ragged_dot.pallas_mosaic_gpu_common")
     return common.Config(split_k=1, grid_minor_dim=common.MatmulDimension[minor], **settings)
 
 
 def _mosaic_product(x_RD, w_EDF, sizes_E):
-    kernel = tokamax.tokamax_module("ragged_dot.pallas_mosaic_gpu_kernel_sm90").ragged_dot_kernel
+    kernel = tokamax.import_tokamax_operator(
+        "ragged_dot.pallas_mosaic_gpu_kernel_sm90"
+    ).ragged_dot_kernel
     tiles = mosaic_product_settings(x_RD.shape[1])
     # A persistent kernel asks the process's GPU for the number of its multiprocessors. Without a
     # GPU, where a program is only compiled, the kernel is not persistent.
@@ -221,7 +223,7 @@ def _mosaic_product(x_RD, w_EDF, sizes_E):
 
 
 def _mosaic_weight_gradients(x_RD, dy_RF, sizes_E, dtype):
-    sm90 = tokamax.tokamax_module("ragged_dot.pallas_mosaic_gpu_kernel_sm90")
+    sm90 = tokamax.import_tokamax_operator("ragged_dot.pallas_mosaic_gpu_kernel_sm90")
     # The kernel multiplies rows of no group by zero, so they have to be finite.
     x_RD, dy_RF = _zero_rows_of_no_group(sizes_E, x_RD), _zero_rows_of_no_group(sizes_E, dy_RF)
     return sm90.ragged_contracting_dim_dot_kernel(
@@ -258,7 +260,7 @@ _PRECISION = (jax.lax.Precision.DEFAULT,) * 2
 
 
 def _triton_product(x_RD, w_EDF, sizes_E):
-    triton = tokamax.tokamax_module("ragged_dot.triton")
+    triton = tokamax.import_tokamax_operator("ragged_dot.triton")
     return triton._ragged_dot(
         x_RD,
         w_EDF,
@@ -271,7 +273,7 @@ def _triton_product(x_RD, w_EDF, sizes_E):
 
 
 def _triton_weight_gradients(x_RD, dy_RF, sizes_E, dtype):
-    triton = tokamax.tokamax_module("ragged_dot.triton")
+    triton = tokamax.import_tokamax_operator("ragged_dot.triton")
     return triton._ragged_contracting_dim_dot(
         x_RD,
         dy_RF,

@@ -20,7 +20,7 @@ from qwen3next_jax.ops.compile_target import compile_target
 RELEASE = "0.0.17"
 
 
-def tokamax_module(name: str):
+def import_tokamax_operator(name: str):
     """Imports and returns a module of tokamax's operators, such as
     "ragged_dot.pallas_mosaic_gpu_common".
     """
