@@ -52,8 +52,9 @@ class ExportSource(NamedTuple):
 def read_export_source(
     path: str | os.PathLike | None, config: ModelConfig, vision: bool, out: str | os.PathLike
 ) -> ExportSource:
-    """Reads the data that an export copies from its source. Prints a note if the export does not
-    copy the source's vision tower, or is a wrapper without a vision tower.
+    """Reads what an export copies from the Hugging Face directory with which the model began:
+    fields of its JSON files and, with `vision`, the vision tower. Prints a note if the export
+    does not copy the source's vision tower, or is a wrapper without a vision tower.
 
     Args:
       path: the directory with which the model was initialised; None: there is no such directory.

@@ -156,7 +156,9 @@ class GatedAttention(Mixer):
             type(self) is GatedAttention
             and normed
             and c.attention_output_gate
-            and attention_heads.has_kernels(time, c.head_dim, c.rotary_dim, x_BTD.dtype)
+            and attention_heads.kernels_norm_rotate_and_gate(
+                time, c.head_dim, c.rotary_dim, x_BTD.dtype
+            )
         )
 
     def _fused_forward(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:

@@ -58,7 +58,7 @@ class Features(NamedTuple):
         experts, each stacked on a leading axis in layer order; {} if there are no such layers.
       mtp_router_statistics: the same statistics for the layer of the MTP module, summed over
         depths; {} if that layer has no experts.
-      hidden_states, router_logits: as in `Output`; None unless
+      layer_outputs, router_logits: the `hidden_states` and `router_logits` of `Output`; None unless
         `ForwardOptions.capture_layer_outputs` asks for them.
       expert_ids: [B, T, layers, A] int16, the experts of every token in every trunk layer, -1 in
         layers without experts; None unless `ForwardOptions.record_routing` asks for them.
@@ -75,7 +75,7 @@ class Features(NamedTuple):
     mtp_hidden: tuple[jax.Array, ...]
     router_statistics: dict[str, jax.Array]
     mtp_router_statistics: dict[str, jax.Array]
-    hidden_states: tuple[jax.Array, ...] | None = None
+    layer_outputs: tuple[jax.Array, ...] | None = None
     router_logits: tuple[jax.Array, ...] | None = None
     diagnostics: tuple[dict[str, jax.Array], ...] | None = None
     mixer_losses: tuple[jax.Array, ...] = ()
@@ -206,7 +206,7 @@ class Qwen3Next(nnx.Module):
             self.logits(f.hidden),
             mtp_logits,
             pooled_balance_loss(f.router_statistics),
-            f.hidden_states,
+            f.layer_outputs,
             f.router_logits,
         )
 
@@ -299,7 +299,7 @@ class Qwen3Next(nnx.Module):
         )
         if options.capture_layer_outputs:
             features = features._replace(
-                hidden_states=(entered, *(aux["x"] for aux in per_layer[:-1]), hidden),
+                layer_outputs=(entered, *(aux["x"] for aux in per_layer[:-1]), hidden),
                 router_logits=tuple(
                     aux["router_logits"] for aux in per_layer if "router_logits" in aux
                 ),

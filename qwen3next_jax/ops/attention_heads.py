@@ -23,7 +23,7 @@ from qwen3next_jax.ops.implementations import (
 LANES = 128  # only the first LANES channels of a head may rotate
 
 
-def has_kernels(time: int, width: int, rotary: int, dtype) -> bool:
+def kernels_norm_rotate_and_gate(time: int, width: int, rotary: int, dtype) -> bool:
     """Returns whether `norm_and_rotate` and `gate_heads` run kernels for these sizes on the
     platform that the program is compiled for. If the result is False, both operators run in XLA
     alone.

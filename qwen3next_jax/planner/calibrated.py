@@ -293,8 +293,10 @@ class CalibratedTimeline(Timeline):
         # {name of the starting instruction: dimensions of the torus over whose links it sends}
         self._over: dict[str, tuple[int, ...]] = {}
 
-    def add_computation(self, seconds: float, costs: ComputationCosts, times: float = 1) -> None:
-        super().add_computation(seconds, costs, times)
+    def add_called_computation(
+        self, seconds: float, costs: ComputationCosts, times: float = 1
+    ) -> None:
+        super().add_called_computation(seconds, costs, times)
         self.spend_hbm_time_on_transfers(times * (seconds - costs.seconds_by_resource[HBM]))
 
     def spend_hbm_time_on_transfers(self, seconds: float) -> None:

@@ -137,7 +137,9 @@ class Timeline:
         # source)}
         self._pending: dict[str, tuple[float, str, str]] = {}
 
-    def add_computation(self, seconds: float, costs: ComputationCosts, times: float = 1) -> None:
+    def add_called_computation(
+        self, seconds: float, costs: ComputationCosts, times: float = 1
+    ) -> None:
         """Adds `times` runs of a called computation that takes `seconds` and costs `costs`."""
         self.now += times * seconds
         self.costs.add(costs, times)
@@ -235,12 +237,14 @@ class Simulation:
             self._run_collective(timeline, computation, instruction, source)
         elif op == "while":
             body = self.run_computation(instruction.attribute("body").lstrip("%"))
-            timeline.add_computation(*body, self._loop_trips(computation, instruction))
+            timeline.add_called_computation(*body, self._loop_trips(computation, instruction))
         elif op == "conditional":
             branches = [self.run_computation(branch) for branch in instruction.called_computations]
-            timeline.add_computation(*max(branches, key=lambda branch: branch[0]))
+            timeline.add_called_computation(*max(branches, key=lambda branch: branch[0]))
         elif op == "call":
-            timeline.add_computation(*self.run_computation(instruction.called_computations[0]))
+            timeline.add_called_computation(
+                *self.run_computation(instruction.called_computations[0])
+            )
         elif op in ("async-start", "call-start"):
             seconds, costs = self.run_computation(instruction.called_computations[0])
             longest = max(costs.seconds_by_resource, key=costs.seconds_by_resource.get, default=HBM)
@@ -250,7 +254,7 @@ class Simulation:
                 for key, n in costs.amount_by_field_and_function.items()
                 if key[0] != "seconds"
             }
-            timeline.add_computation(
+            timeline.add_called_computation(
                 0.0, ComputationCosts(amount_by_field_and_function=Counter(work))
             )
         elif op.endswith("-start"):

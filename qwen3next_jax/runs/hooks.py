@@ -41,7 +41,7 @@ from qwen3next_jax.training.hooks import (
     Metrics,
     StepInfo,
     describe_hook_error,
-    hook_exit_code,
+    exit_code_of_hook_error,
 )
 from qwen3next_jax.training.loop import Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
@@ -113,7 +113,7 @@ class HookErrors(Hook):
         reason = describe_hook_error(name, step, error)
         if jax.process_count() > 1:
             reason += f" (process {jax.process_index()} on {socket.gethostname()})"
-        code = int(hook_exit_code(error))
+        code = int(exit_code_of_hook_error(error))
         self._untold.append({"hook": name, "step": step, "reason": reason, "exit_code": code})
         self._metrics.write("hook_failed", step, hook=name, reason=reason)  # and shows it
         if not is_process_0():
@@ -268,7 +268,9 @@ class MetricsHook(Hook):
             record["busiest_expert"] = float(np.max(load))
             record["idle_experts"] = int(np.sum(load == 0))
         steps, seconds, waited = self._trainer.clock.lap(info.step)
-        record |= self._throughput.measure(info.step, record["loss"], steps, seconds, waited)
+        record |= self._throughput.train_event_fields(
+            info.step, record["loss"], steps, seconds, waited
+        )
         rows = self._cursor.rows_read_by_stream(info.step, int(info.state["guards"]["data_offset"]))
         record |= source_reading_fields(reading_by_source(rows, self._epochs))
         self._metrics.write("train", info.step, **record)

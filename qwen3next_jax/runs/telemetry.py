@@ -154,7 +154,7 @@ class Throughput:
         chip = find_chip(run.mesh.devices.flat[0].device_kind)
         self._peak = chip.device_flops * run.mesh.size if chip else None
 
-    def measure(
+    def train_event_fields(
         self, step: int, loss: float | None, steps: int, seconds: float, data_wait: float
     ) -> dict[str, Any]:
         """Returns the fields of a "train" event that are not metrics of the step. "mfu" is None if

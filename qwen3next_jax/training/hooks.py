@@ -117,11 +117,11 @@ def raise_hook_error(name: str, step: int, error: Exception) -> None:
     why. The argument `on_hook_error` of `loop.Trainer` has this function as its default.
     """
     raise UserError(
-        f"{describe_hook_error(name, step, error)}: {HOOK_ADVICE}", hook_exit_code(error)
+        f"{describe_hook_error(name, step, error)}: {HOOK_ADVICE}", exit_code_of_hook_error(error)
     ) from error
 
 
-def hook_exit_code(error: Exception) -> ExitCode:
+def exit_code_of_hook_error(error: Exception) -> ExitCode:
     """Returns the exit code of a run that ends because a hook raised `error`: the exit code of the
     error if it has its own, such as that of a bucket that does not answer, else `HOOK_FAILED`.
     """

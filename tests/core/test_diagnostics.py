@@ -159,7 +159,7 @@ def test_activations_are_those_of_the_hidden_states(measured):
                 rows["tokens"],
                 rows["segment_ids"],
                 options=ForwardOptions(capture_layer_outputs=True),
-            ).hidden_states
+            ).layer_outputs
         )
     )(rows)
     inside = np.asarray(rows["segment_ids"]) > 0

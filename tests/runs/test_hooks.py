@@ -16,7 +16,7 @@ from qwen3next_jax.runs.folder import saved_steps
 from qwen3next_jax.runs.hooks import choose_sample_prompt
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.training import loop
-from qwen3next_jax.training.hooks import Hook, hook_exit_code
+from qwen3next_jax.training.hooks import Hook, exit_code_of_hook_error
 from qwen3next_jax.training.loop import Trainer
 from qwen3next_jax.training.stages import DataCursor, open_data_of_stages, place_cursors
 from tests.in_process import resolved, shared_step, train
@@ -213,8 +213,8 @@ def test_a_stop_before_the_next_step_is_not_forgotten():
     [(ExitCode.USER_ERROR, ExitCode.HOOK_FAILED), (ExitCode.STORAGE, ExitCode.STORAGE)],
 )
 def test_a_mistake_in_a_hook_is_a_failed_hook(code, ends_with):
-    assert hook_exit_code(UserError("", code)) == ends_with
-    assert hook_exit_code(KeyError()) == ExitCode.HOOK_FAILED
+    assert exit_code_of_hook_error(UserError("", code)) == ends_with
+    assert exit_code_of_hook_error(KeyError()) == ExitCode.HOOK_FAILED
 
 
 def test_a_hook_that_stops_the_run_has_it_saved(tmp_path):

@@ -702,7 +702,7 @@ def test_side_by_side_heads_change_nothing(axes):
     both_ways = lambda: jax.jit(jax.grad(loss, has_aux=True))(params)
     want = both_ways()
     with (
-        mock.patch.object(attention_heads, "has_kernels", return_value=True),
+        mock.patch.object(attention_heads, "kernels_norm_rotate_and_gate", return_value=True),
         mock.patch.object(
             attention_heads, "norm_and_rotate", wraps=attention_heads.norm_and_rotate
         ) as rotated,

@@ -64,14 +64,14 @@ def gated_delta_rule_over_axis(
     run = (
         _recurrent_over_axis
         if operator.chosen_implementation.name == "recurrent"
-        else _differentiable_over_axis
+        else _delta_rule_over_axis
     )
     o, final = run(operator, axis_name, x, initial_state, continues)
     return o, jax.lax.psum(jnp.where(shard == shards - 1, final, 0), axis_name)
 
 
 def _recurrent_over_axis(operator: Operator, axis_name, x: Inputs, initial_state, continues):
-    """Computes the same as `_differentiable_over_axis`, but with the recurrence of `reference`,
+    """Computes the same as `_delta_rule_over_axis`, but with the recurrence of `reference`,
     which JAX differentiates.
     """
     settings = operator.settings
@@ -134,7 +134,8 @@ def compose_maps_over_shards(axis_name, m_BHKK, u_BHKV, reverse: bool):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable_over_axis(operator: Operator, axis_name, *arguments):
+def _delta_rule_over_axis(operator: Operator, axis_name, *arguments):
+    """Returns o and the state after this shard. Its backward pass is written out below."""
     return _outputs_and_residuals(operator, axis_name, False, *arguments)[0]
 
 
@@ -164,4 +165,4 @@ def _over_axis_backward(operator: Operator, axis_name, residuals, cotangents):
     return x.cast_gradients(gradients), dinitial.astype(initial_state.dtype), None
 
 
-_differentiable_over_axis.defvjp(_over_axis_forward, _over_axis_backward)
+_delta_rule_over_axis.defvjp(_over_axis_forward, _over_axis_backward)

@@ -23,7 +23,7 @@ from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import ExitCode, warn
 from qwen3next_jax.common.events import events_file_pieces, is_valid_event
 from qwen3next_jax.common.storage import ABSENT, BucketPath, VersionConflict
-from qwen3next_jax.runs.store.events import EventLog, PreviousEvents, is_kept
+from qwen3next_jax.runs.store.events import EarlierProgress, EventLog, is_kept
 from qwen3next_jax.runs.store.lease import Lease
 
 _PIECE_BYTES = 1 << 20  # bytes
@@ -56,7 +56,9 @@ class BucketEvents(EventLog):
         )
         self._thread.start()
 
-    def remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
+    def remove_events_after(
+        self, last_step: int, repeated: Collection[str] = ()
+    ) -> EarlierProgress:
         """As `EventLog.remove_events_after`. Reads the pieces from the newest one back, until a
         piece holds a "train" event of `last_step` or an earlier step, because all events in earlier
         pieces stay. The result covers only the events in the pieces that were read.
@@ -86,7 +88,7 @@ class BucketEvents(EventLog):
                     self._content = kept
                 if any(e["event"] == "train" and e["step"] <= last_step for _, e in events):
                     break
-        return PreviousEvents(end, step)
+        return EarlierProgress(end, step)
 
     def append(self, line: bytes) -> None:
         with self._lock:

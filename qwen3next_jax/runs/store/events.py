@@ -20,7 +20,7 @@ PROCESS_EVENTS = (
 )
 
 
-class PreviousEvents(NamedTuple):
+class EarlierProgress(NamedTuple):
     """How far an earlier process of the run came, according to the events that
     `EventLog.remove_events_after` found.
 
@@ -39,7 +39,9 @@ class EventLog(abc.ABC):
     """
 
     @abc.abstractmethod
-    def remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
+    def remove_events_after(
+        self, last_step: int, repeated: Collection[str] = ()
+    ) -> EarlierProgress:
         """Removes the events of steps after `last_step` (see `is_kept`), because this process takes
         these steps again. Returns how far the earlier process came.
 

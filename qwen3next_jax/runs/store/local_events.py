@@ -7,7 +7,7 @@ from collections.abc import Collection
 from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, warn
 from qwen3next_jax.common.events import iterate_events
-from qwen3next_jax.runs.store.events import EventLog, PreviousEvents, is_kept
+from qwen3next_jax.runs.store.events import EarlierProgress, EventLog, is_kept
 
 
 class LocalEvents(EventLog):
@@ -20,15 +20,17 @@ class LocalEvents(EventLog):
         self._file: int | None = None  # a descriptor
         self._unwritten = b""
 
-    def remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> PreviousEvents:
+    def remove_events_after(
+        self, last_step: int, repeated: Collection[str] = ()
+    ) -> EarlierProgress:
         """As `EventLog.remove_events_after`. Rewrites the file without these events."""
         self.close()
-        before, temporary = PreviousEvents(None, 0), self._path.with_suffix(".tmp")
+        before, temporary = EarlierProgress(None, 0), self._path.with_suffix(".tmp")
         try:
             with temporary.open("w") as file:
                 for line, event in iterate_events(self._path):
                     is_step = event["event"] == "train"
-                    before = PreviousEvents(
+                    before = EarlierProgress(
                         event["time"], event["step"] if is_step else before.last_train_step
                     )
                     if is_kept(event, last_step, repeated):
