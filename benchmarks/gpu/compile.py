@@ -118,14 +118,14 @@ def work(program) -> list[Work]:
         id(program.computations[name])
         for _, i, _ in program.walk()
         if i.opcode in ("fusion", "fusion-start", "custom-call")
-        for name in i.called
+        for name in i.called_computations
     }
     found = []
     for computation, instruction, times in program.walk():
         if id(computation) in fused or collective(instruction):
             continue
         if instruction.opcode == "fusion-start":  # its own shapes have the operands, too
-            root = program.computations[instruction.called[0]].root
+            root = program.computations[instruction.called_computations[0]].root
             instruction = dataclasses.replace(instruction, opcode="fusion", shapes=root.shapes)
         moved = times * compiled.hbm_bytes(program, computation, instruction)
         if not moved:
@@ -153,7 +153,9 @@ def kind_of(program, instruction) -> str:
         return kinds.get(op, op)
     if instruction.name.startswith("gemm_fusion"):
         return "products"
-    inside = [i for name in instruction.called for i in program.computations[name].values()]
+    inside = [
+        i for name in instruction.called_computations for i in program.computations[name].values()
+    ]
     opcodes = {i.opcode for i in inside}
     for names, kind in KINDS:
         if opcodes & set(names):

@@ -40,13 +40,13 @@ def passes(program, elements: int):
         id(program.computations[name])
         for _, i, _ in program.walk()
         if i.opcode == "fusion"
-        for name in i.called
+        for name in i.called_computations
     }
     found, others = [], {}
     for computation, i, times in program.walk():
         if id(computation) in fused:
             continue
-        inner = [x for name in i.called for x in program.computations[name].values()]
+        inner = [x for name in i.called_computations for x in program.computations[name].values()]
         calls = [x for x in (i, *inner) if x.opcode == "custom-call"]
         is_product = "gemm" in i.name or any("gemm" in x.attributes for x in calls)
         if is_product or i.opcode == "custom-call" or (i.opcode == "fusion" and calls):

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     # what is frozen has no gradient, and lazy AdamW's tables have none of their shape
     params = dump.run.groups.select_main_group(dump.state["params"])
     gradients, *_ = jax.jit(make_gradients(dump.run, stage))(dump.state["params"], dump.batch)
-    make_console().print(norms_table(jax.device_get(params), jax.device_get(gradients.main)))
+    make_console().print(norms_table(jax.device_get(params), jax.device_get(gradients.main_group)))
 
     _, values = make_train_step(dump.run, stage)(dump.state, dump.batch)
     scalars = {

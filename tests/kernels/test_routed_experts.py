@@ -50,7 +50,7 @@ ROUTINGS = {
 )
 def test_any_routing_is_exact(room, kernels, monkeypatch):
     """The kernels as on a chip with two cores. The hidden layer of half of the tokens is kept."""
-    monkeypatch.setattr(chip, "cores", lambda: 2)
+    monkeypatch.setattr(chip, "core_count", lambda: 2)
     monkeypatch.setattr(routed_experts, "LOOP_ROWS", 16)
     monkeypatch.setattr(routed_experts, "_LARGEST_NUMBER", 2**31 if kernels else 0)
     *given, dy = (
