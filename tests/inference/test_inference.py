@@ -316,7 +316,7 @@ def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy
     )
 
     def call(name, state, *args):
-        return run.compiled(name, lambda: None, params, state, *args)(params, state, *args)
+        return run.compile_for(name, lambda: None, params, state, *args)(params, state, *args)
 
     for begin, tokens in decode.prompt_chunks(prompts, 1):
         state = call("prefill", state, tokens, np.int32(begin))
