@@ -9,7 +9,7 @@ from qwen3next_jax.common.errors import warn
 
 def lock_file(file: IO | int, folder: pathlib.Path) -> bool:
     """Locks an open file (or the descriptor of an open folder) until it is closed or the process
-    ends. Returns False if another process has locked the file. If the file system has no locks,
+    ends. Returns False if another process has locked the file. If the file cannot be locked,
     warns that no lock protects `folder`, and returns True.
     """
     try:
@@ -18,7 +18,7 @@ def lock_file(file: IO | int, folder: pathlib.Path) -> bool:
         return False
     except OSError as error:
         warn(
-            f"{folder}: its file system has no locks ({error.strerror}): if another process writes "
+            f"{folder}: it cannot be locked ({error.strerror}): if another process writes "
             "to this folder at the same time, nothing stops it, and each overwrites the files of "
             "the other: start only one"
         )
