@@ -1,5 +1,5 @@
 """A small Qwen3.8-Flash-Next, which trains on the bytes of the Python standard library in minutes
-on a laptop. A row has 256 tokens, of which the indexer selects 64 for each query.
+on a laptop. A row has 256 tokens; for each query, the indexer selects 64 of them.
 
     uv run train.py --config=configs/qwen3_8_flash_tiny.py
 

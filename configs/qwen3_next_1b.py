@@ -1,7 +1,7 @@
 """A Qwen3-Next that can be pretrained on one GPU of 80 GB, or on a node of eight: the released
 heads and widths (2,048 wide, 16/2 attention heads of 256, 16/32 recurrent heads of 128, experts 512
-wide), two periods of layers instead of twelve, and 32 experts, of which a token chooses 4, instead
-of 512. The model has 1,356,320,896 parameters; a token uses 383 million, not counting the
+wide), but two periods of layers instead of twelve, and 32 experts instead of 512. A token chooses 4
+experts. The model has 1,356,320,896 parameters; a token uses 383 million, not counting the
 embeddings.
 
     uv run --extra gpu train.py --config=configs/qwen3_next_1b.py \\

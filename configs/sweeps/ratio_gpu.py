@@ -5,7 +5,7 @@ configs/small.py: attention in every layer, in every second, fourth or eighth la
     uv run --extra gpu qwen3next sweep configs/sweeps/ratio_gpu.py
 
 The text is the bytes of the Python source code in `.venv`, where uv installs packages: tens of
-megabytes, of which a run reads a part, once. `--set data.path=…` chooses another text. At equal
+megabytes. A run reads a part of them, once. `--set data.path=…` chooses another text. At equal
 FLOPs, a model with attention in every layer trains for 418 steps of 65,536 tokens, a model without
 attention for 609. `--emit` prints the commands of the runs. The sweep has not been run.
 """

@@ -60,7 +60,7 @@ Progress = Callable[[str, int, int], None]  # (what is prepared, bytes done, byt
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A source of which all parts are tokenized."""
+    """A source whose parts are all tokenized."""
 
     source: Source
     parts: tuple[tuple[int, Part], ...]  # (index of the file in the source, part), in order

@@ -124,7 +124,7 @@ _libc = ctypes.CDLL(None)
 
 class _ChunkCache:
     """A cache of the chunks that this process read last, from all of its shards. The cache mainly
-    serves evaluations, each of which reads the same held-out rows.
+    serves evaluations, because every evaluation reads the same held-out rows.
     """
 
     def __init__(self, size: int):

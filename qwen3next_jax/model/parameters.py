@@ -78,7 +78,7 @@ class Declared:
       dim_roles: for each dimension of `shape` a letter, its role in the matrix product that uses
         the parameter. "i": input, the product sums over the dimension. "o": output, the result has
         the dimension. "p": the dimension is an index of matrices with the same input (gate and up).
-        "b": the dimension is an index of experts, of which a token uses some. `dim_roles` is "" if
+        "b": the dimension is an index of experts, and a token uses some. `dim_roles` is "" if
         no product uses the parameter.
       parts: the matrices that lie side by side along the last dimension; () for a single matrix.
       uses_model_dtype: whether the parameter is cast to the model's dtype before it is gathered and
