@@ -236,9 +236,11 @@ def _stored_or_new_failure(device, test: SelfTest, folder: pathlib.Path) -> str:
     """
     if (folder / "avoid").exists():
         return f"is kept from the kernels by the file {folder}/avoid"
-    sources = b"".join(
-        pathlib.Path(importlib.import_module(name).__file__).read_bytes() for name in test.modules
-    )
+    try:
+        modules = [importlib.import_module(name) for name in test.modules]
+    except Exception as failure:  # a library of the kernels is broken, or lacks what it needs
+        return _failure_text(failure)
+    sources = b"".join(pathlib.Path(module.__file__).read_bytes() for module in modules)
     versions = [_package_version(name) for name in PACKAGES]
     kind = (
         device.device_kind,
@@ -289,13 +291,18 @@ def _run_test(device, test: SelfTest) -> str:
         with jax.default_device(device):
             name, error = test.max_error()
     except Exception as failure:
-        if "RESOURCE_EXHAUSTED" in str(failure):
-            return f"{FAILED}: {implementations.NO_MEMORY}"
-        text = " ".join(str(failure).split())[:200]
-        return f"{FAILED} ({type(failure).__name__}: {text})"
+        return _failure_text(failure)
     if error <= test.tolerance:
         return ""
     return (
         f"gave another {name} than XLA {implementations.WHERE_TRIED} ({error:.2g} apart, at most "
         f"{test.tolerance})"
     )
+
+
+def _failure_text(failure: Exception) -> str:
+    """Returns what went wrong in a test that raised `failure`."""
+    if "RESOURCE_EXHAUSTED" in str(failure):
+        return f"{FAILED}: {implementations.NO_MEMORY}"
+    text = " ".join(str(failure).split())[:200]
+    return f"{FAILED} ({type(failure).__name__}: {text})"

@@ -111,6 +111,14 @@ def test_an_error_of_an_untested_kernel_is_no_end(operators, monkeypatch):
     assert result == 1 + 2
 
 
+def test_a_library_that_cannot_be_imported_fails_the_test(tmp_path):
+    test = self_test.SelfTest("a", "", (), ("no_such_library",), lambda: ("y", 0.0), 0.5)
+    device = types.SimpleNamespace(device_kind="H100")
+    failure = self_test.find_failure(device, test, tmp_path)
+    assert "no_such_library" in failure
+    assert implementations.WHERE_TRIED in failure
+
+
 def test_an_error_that_is_no_kernels_ends_the_trace(operators):
     operators["attention"] = operators["b"] = lambda: 0.0
     function = step()

@@ -377,7 +377,7 @@ class Problem:
         return self._call_state_kernel(kernel, name, grid, outputs, scratch, inputs)
 
     def _call_state_kernel(self, kernel, name, grid, outputs, scratch, inputs) -> dict:
-        """Calls a kernel of a pass of the state. The arguments are those of `call`."""
+        """Calls a kernel of a pass of the state. The arguments are those of `call_kernel`."""
         threads = dict(num_threads=2, thread_name="warpgroups")
         return self.call_kernel(kernel, name, grid, outputs, scratch, inputs, **threads)
 
