@@ -9,7 +9,7 @@ First, packed = separate: rows of documents of many lengths, with padding, again
 each document alone. Then, by shape, the relative L2 difference between cuDNN and XLA's form for the
 output and each gradient, and the milliseconds of the forward pass and of both passes. Rows have six
 documents, one document, or documents of lengths as in text (of 20 tokens to a whole row). Exits
-with 1 if a difference is more than the kernels' tolerance.
+with 1 if a difference is more than the kernels' tolerance, or if a shape failed.
 """
 
 import functools
@@ -119,6 +119,19 @@ def milliseconds(f, *arguments) -> float:
     return 1e3 * seconds / CALLS
 
 
+def measure(shape: tuple) -> dict:
+    """Returns the differences of a shape's results, and the milliseconds of both implementations,
+    each forward and with the backward pass.
+    """
+    arguments = problem(*shape)
+    apart = errors(both("cudnn", *arguments), both("xla", *arguments))
+    times = {
+        name: [milliseconds(functools.partial(f, name), *arguments) for f in (forward, both)]
+        for name in ("xla", "cudnn")
+    }
+    return dict(shape=shape, ms=times, apart=apart)
+
+
 def main() -> int:
     parser = harness.arguments(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small arrays, on a CPU")
@@ -139,36 +152,42 @@ def main() -> int:
         python=platform.python_version(),
     )
     print(f"{device}, jax {found['jax']}, cuDNN {found['cudnn']}")
+    found["packed = separate"], found["shapes"], found["failed"] = {}, [], {}
     worst, bar = 0.0, cudnn_attention.TOLERANCE
     text = lambda apart: ", ".join(f"{name} {error:.1e}" for name, error in apart.items())
-    found["packed = separate"] = {}
     for width in (8,) if options.tiny else (64, 128, 256):
-        apart = packed_and_separate(512 if options.tiny else 2048, width)
+        name = f"packed = separate, heads of {width}"
+        try:
+            apart = packed_and_separate(512 if options.tiny else 2048, width)
+        except Exception as error:  # the others are measured nevertheless
+            found["failed"][name] = harness.one_line(error)
+            print(f"{name}: failed: {found['failed'][name]}", flush=True)
+            continue
         found["packed = separate"][width] = apart
         worst = max(worst, *apart.values())
-        print(f"packed = separate, heads of {width}: {text(apart)}", flush=True)
+        print(f"{name}: {text(apart)}", flush=True)
     print()
     harness.print_header(
         "rows, tokens, heads, width, documents", "XLA forward / both, ms", "cuDNN", "difference"
     )
-    found["shapes"] = []
     for shape in TINY if options.tiny else SHAPES:
-        arguments = problem(*shape)
-        apart = errors(both("cudnn", *arguments), both("xla", *arguments))
-        worst = max(worst, *apart.values())
-        times = {
-            name: [milliseconds(functools.partial(f, name), *arguments) for f in (forward, both)]
-            for name in ("xla", "cudnn")
-        }
-        found["shapes"].append(dict(shape=shape, ms=times, apart=apart))
         b, t, n, m, d, documents = shape
-        ms = ["{:.2f} / {:.2f}".format(*times[name]) for name in ("xla", "cudnn")]
-        harness.print_row(f"{b}, {t}, {n}/{m}, {d}, {documents}", *ms, text(apart))
-    if options.json:
-        harness.write_json(options.json, found)
+        name = f"{b}, {t}, {n}/{m}, {d}, {documents}"
+        try:
+            measured = measure(shape)
+        except Exception as error:
+            found["failed"][name] = harness.one_line(error)
+            harness.print_row(name, f"failed: {found['failed'][name]}", "", "")
+        else:
+            found["shapes"].append(measured)
+            worst = max(worst, *measured["apart"].values())
+            ms = ["{:.2f} / {:.2f}".format(*measured["ms"][side]) for side in ("xla", "cudnn")]
+            harness.print_row(name, *ms, text(measured["apart"]))
+        if options.json:  # after every shape, so that an end in between loses nothing
+            harness.write_json(options.json, found)
     if not worst <= bar:
         print(f"error: a difference of {worst:.2g}: expected at most {bar:.2g}", file=sys.stderr)
-    return int(not worst <= bar)
+    return int(bool(found["failed"]) or not worst <= bar)
 
 
 if __name__ == "__main__":

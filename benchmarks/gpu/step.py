@@ -8,7 +8,8 @@
 bfloat16; one device, no MTP, no remat. The tokens are random, so that the router spreads them
 evenly. `--set train.remat=block` and the like change settings of the run.
 
-Printed and written to --json: the median seconds of a step after three others, each synchronised;
+Printed and written to --json: which implementation runs each operator, and why, as a run says it;
+the median seconds of a step after three others, each synchronised;
 the device's peak memory; the seconds from the start of the process to the end of the first step;
 the kernels of a step by kind (`measuring.GROUPS`) and the longest by name. Only one process of the
 machine times at a time (a file lock); others may compile meanwhile.
@@ -152,6 +153,7 @@ def measure(shape: shapes.Shape, options: argparse.Namespace) -> dict:
     import jax
 
     from qwen3next_jax.commands import process_setup
+    from qwen3next_jax.ops.implementations import trace_and_record
     from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.loop import make_train_step
     from qwen3next_jax.training.resolve import resolve_run
@@ -163,6 +165,15 @@ def measure(shape: shapes.Shape, options: argparse.Namespace) -> dict:
     state = run.init_state()
     batch = jax.device_put(batch_of(shape), run.batch_sharding)
     step = make_train_step(run, *run.stages)
+    decisions = trace_and_record(
+        lambda: step.trace(state, batch)
+    )  # the kernels' tests, as in a run
+    operators = [
+        f"{d.operator}: {d.implementation}: "
+        + (f"the call {d.why_no_kernels}" if d.why_no_kernels else d.why_chosen)
+        for d in decisions
+    ]
+    print("\n".join(operators), flush=True)
     device, metrics = jax.devices()[0], {}
 
     def one():
@@ -175,6 +186,7 @@ def measure(shape: shapes.Shape, options: argparse.Namespace) -> dict:
         "side": "this project",
         "device": device.device_kind,
         "versions": f"jax {jax.__version__}",
+        "operators": operators,
         "first_step_seconds": time.time() - measuring.STARTED,
         "loss_of_first_step": float(metrics["loss"]),
     }
@@ -182,8 +194,13 @@ def measure(shape: shapes.Shape, options: argparse.Namespace) -> dict:
         return result
     with harness.alone():
         median, seconds = harness.median_seconds(one, options.rounds)
+        print(f"{median:.4f} s a step", flush=True)  # known even if the profiler ends the process
         stats = device.memory_stats() or {}
-        kernels = profile(one)
+        try:
+            kernels = profile(one)
+        except Exception as error:
+            print(f"error: no profile: {harness.one_line(error)}", file=sys.stderr)
+            kernels = {}
     flops, peak = flops_of(shape), peak_flops(device.device_kind)
     return result | {
         "seconds": median,

@@ -22,6 +22,7 @@ shared memory. --published prints what tokamax ships of its authors' measurement
 folder of tokamax/data/autotuning.
 """
 
+import concurrent.futures
 import functools
 import importlib.util
 import json
@@ -271,21 +272,36 @@ def measure(problem: Problem, which: str, rounds: int):
     flops = 2 * int(given[2].sum()) * problem.width * problem.out
     on_gpu = jax.default_backend() == "gpu"
     found = []
-    for name, settings, function in candidates(which, kernels_only=False):
-        text = " ".join(f"{key}={value}" for key, value in settings.items())
+
+    def compiled(name: str, function):
+        """Returns the compiled candidate; None where it can only be lowered; an error."""
         try:
             if name in ("mosaic", "triton", "pallas") and not on_gpu:
                 jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",))
-                print(f"  {name:10} {text}: lowered for CUDA, not run")
-                continue
-            run = jax.jit(function).lower(*given).compile()
+                return None
+            return jax.jit(function).lower(*given).compile()
+        except Exception as failure:
+            return failure
+
+    tried = list(candidates(which, kernels_only=False))
+    # Most of the time is the compilers', which threads share.
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() if on_gpu else 1) as threads:
+        programs = list(threads.map(lambda one: compiled(one[0], one[2]), tried))
+    for (name, settings, _), run in zip(tried, programs, strict=True):
+        text = " ".join(f"{key}={value}" for key, value in settings.items())
+        if run is None:
+            print(f"  {name:10} {text}: lowered for CUDA, not run")
+            continue
+        try:
+            if isinstance(run, Exception):
+                raise run
             wrong = error(which, run(*given), *given)
+            with harness.alone():
+                ms = milliseconds(run, given, rounds)
         except Exception as failure:
             reason = " ".join(f"{type(failure).__name__}: {failure}".split())[:120]
-            print(f"  {name:10} {text}: {reason}")
+            print(f"  {name:10} {text}: {reason}", flush=True)
             continue
-        with harness.alone():
-            ms = milliseconds(run, given, rounds)
         if wrong < 0.02:
             found.append((ms, name, settings))
         print(
