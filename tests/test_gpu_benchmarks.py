@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from benchmarks.gpu import measuring, shapes, step
+from benchmarks.gpu import measure_all, measuring, shapes, step
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import load_config_file
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
@@ -68,3 +68,18 @@ def test_separate_documents_cost_less_than_one():
 )
 def test_kernels_are_sorted_by_what_they_do(kernel, group):
     assert list(measuring.by_group({kernel: 1.0})) == [group]
+
+
+def test_a_command_that_fails_ends_alone(monkeypatch, tmp_path):
+    part = lambda name, code, minutes: measure_all.Part(name, ("-c", code), (), minutes)
+    slow = "print('begun', flush=True); import time; time.sleep(60)"
+    parts = part("bad", "1 / 0", 1), part("slow", slow, 1 / 60), part("good", "print(6 * 7)", 1)
+    monkeypatch.setattr(measure_all, "PARTS", parts)
+    arguments = ["measure_all", f"--folder={tmp_path}", "--only=bad,slow,good"]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert measure_all.main() == 1
+    log = (tmp_path / "log.txt").read_text()
+    assert "ZeroDivisionError" in log
+    assert "slow: ended after 1 s" in log and "begun" in log
+    assert "good: code 0" in log and "\n42\n" in log
+    assert [file.name for file in tmp_path.iterdir()] == ["log.txt"]
