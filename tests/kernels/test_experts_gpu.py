@@ -5,6 +5,7 @@ write NaN where the kernels write nothing. With tokamax installed, its kernels a
 
 import enum
 import functools
+import importlib.metadata
 import importlib.util
 import types
 
@@ -258,6 +259,15 @@ def test_a_call_waits_for_no_process_that_lacks_tokamax(monkeypatch):
         self_test, "_failure_in_any_process", lambda question, find: told.get(question[1], find())
     )
     assert tokamax.mosaic_unsupported_reason() == told["tokamax"]
+
+
+@pytest.mark.parametrize("release, refused", [("3.6.0", True), ("3.9.0", False), ("3.10", False)])
+def test_a_triton_too_old_for_tokamax_is_named(monkeypatch, release, refused):
+    monkeypatch.setattr(tokamax, "_missing_package_reason", lambda *_: "")
+    monkeypatch.setattr(tokamax, "_old_chip_reason", lambda: "")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: release)
+    reason = tokamax.triton_unsupported_reason()
+    assert (f"with triton {release}: expected 3.7" in reason) == bool(reason) == refused
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed")

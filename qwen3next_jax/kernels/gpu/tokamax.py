@@ -18,6 +18,9 @@ from qwen3next_jax.ops.compile_target import compile_target
 # The kernels have no public names in tokamax, so another release may not have them. Only this
 # release is accepted.
 RELEASE = "0.0.17"
+# What jax-triton 0.4 needs. An older Triton, such as that of torch 2.11, compiles none of tokamax's
+# kernels.
+MIN_TRITON = (3, 7)
 
 
 def import_tokamax_operator(name: str):
@@ -46,6 +49,7 @@ def triton_unsupported_reason() -> str:
         _missing_package_reason("tokamax", RELEASE)
         or _missing_package_reason("jax-triton")
         or _missing_package_reason("triton")
+        or _old_triton_reason()
         or _old_chip_reason(),
     )
 
@@ -68,6 +72,13 @@ def _old_jax_reason() -> str:
     return (
         f"with jax {jax.__version__}, where -accumulator * x gives zeros on an H100: expected 0.12"
     )
+
+
+def _old_triton_reason() -> str:
+    found = importlib.metadata.version("triton")
+    if tuple(map(int, found.split(".")[:2])) >= MIN_TRITON:
+        return ""
+    return f"with triton {found}: expected 3.7 or later (the extra gpu)"
 
 
 def _old_chip_reason() -> str:
