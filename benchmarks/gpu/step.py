@@ -114,8 +114,16 @@ def peak_flops(kind: str) -> float:
 
 def profile(step, times: int = 2) -> dict[str, tuple[float, float]]:
     """Returns kernel → (milliseconds, calls) of one step, by JAX's profiler. On a CPU, which has
-    no kernels, XLA's operations take their place.
+    no kernels, XLA's operations take their place. If the profiler fails, says so and returns {}.
     """
+    try:
+        return _profile(step, times)
+    except Exception as error:
+        print(f"error: no profile: {harness.one_line(error)}", file=sys.stderr)
+        return {}
+
+
+def _profile(step, times: int) -> dict[str, tuple[float, float]]:
     import jax
 
     found: dict[str, tuple[float, float]] = {}
@@ -196,11 +204,7 @@ def measure(shape: shapes.Shape, options: argparse.Namespace) -> dict:
         median, seconds = harness.median_seconds(one, options.rounds)
         print(f"{median:.4f} s a step", flush=True)  # known even if the profiler ends the process
         stats = device.memory_stats() or {}
-        try:
-            kernels = profile(one)
-        except Exception as error:
-            print(f"error: no profile: {harness.one_line(error)}", file=sys.stderr)
-            kernels = {}
+        kernels = profile(one)
     flops, peak = flops_of(shape), peak_flops(device.device_kind)
     return result | {
         "seconds": median,

@@ -99,6 +99,7 @@ def _choose_kernels(*widths: int) -> _KernelChoice:
 
     Triton 3.9 writes PTX 9.4, which needs a ptxas of CUDA 13.4 or later. An older CUDA toolkit on
     PATH or in /usr/local/cuda takes precedence over the toolkit that the extra `gpu` installs.
+    TRITON_PTXAS_BLACKWELL_PATH makes Triton write PTX for another ptxas (docs/gpu.md).
     """
     no_triton = tokamax.triton_unsupported_reason()
     no_mosaic = tokamax.mosaic_unsupported_reason()
