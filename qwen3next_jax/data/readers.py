@@ -359,8 +359,8 @@ class BadRecords:
 
 @dataclasses.dataclass(frozen=True)
 class RecordPlace:
-    """The place of a record. `str` describes the place for messages. Finding the number of the
-    record in the file takes time, so `str` is called only for bad records.
+    """The place of a record. `str(place)` describes the place for messages. It reads the
+    file to find the number of the record, so it is called only for bad records.
     """
 
     file: SourceFile

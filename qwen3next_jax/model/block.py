@@ -63,7 +63,7 @@ class Block(nnx.Module):
         """Applies the layer: x [B, T, D] → (x, auxiliary outputs, cache after these tokens).
 
         The auxiliary outputs are those of the MLP (see `SparseMoE`; {} for a dense MLP) and of the
-        mixer ("mixer_loss" [] if the mixer has a loss of its own).
+        mixer (see `Mixer.__call__`).
         """
         x_BTD, of_mixer, cache = self.mixer_sublayer(x_BTD, context, cache)
         x_BTD, of_mlp = self.mlp_sublayer(x_BTD, context)

@@ -60,10 +60,10 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
     DataCursors,
     ResolvedStage,
+    cursor_of_first_step,
     describe_epochs,
     epoch_by_stream,
     epochs_warning,
-    first_cursor,
     open_data_of_stages,
     place_cursors,
     reading_by_source,
@@ -308,7 +308,7 @@ def _load_or_make_state(
         state, cursor = make_first_state(run, data, start)
     else:
         state = checkpoints.restore(saved_step, run.abstract_state)
-        cursor = first_cursor(start.facts.folder.record.data)
+        cursor = cursor_of_first_step(start.facts.folder.record.data)
     # A run with the whole state of its parent begins at the step of the parent.
     return _LoadedState(state, int(state["step"]), place_cursors(run.stages, data, cursor), is_new)
 

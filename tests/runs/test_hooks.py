@@ -113,7 +113,7 @@ def test_a_stop_when_a_due_step_has_ended_is_saved(tmp_path):
 
     def stop(trainer):
         class Stop(Hook):
-            def step_ended(self, step, metrics, state):
+            def step_ended(self, step, metrics, newest_state):
                 if step == 2:
                     trainer.stop()
 
