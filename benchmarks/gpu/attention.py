@@ -12,6 +12,7 @@ documents, one document, or documents of lengths as in text (of 20 tokens to a w
 with 1 if a difference is more than the kernels' tolerance, or if a shape failed.
 """
 
+import concurrent.futures
 import functools
 import pathlib
 import platform
@@ -124,9 +125,17 @@ def measure(shape: tuple) -> dict:
     each forward and with the backward pass.
     """
     arguments = problem(*shape)
-    apart = errors(both("cudnn", *arguments), both("xla", *arguments))
+    programs = [(name, passes) for name in ("xla", "cudnn") for passes in (forward, both)]
+
+    def compiled(program):
+        name, passes = program
+        return passes.lower(name, *arguments).compile()
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        runs = dict(zip(programs, threads.map(compiled, programs)))
+    apart = errors(runs["cudnn", both](*arguments), runs["xla", both](*arguments))
     times = {
-        name: [milliseconds(functools.partial(f, name), *arguments) for f in (forward, both)]
+        name: [milliseconds(runs[name, passes], *arguments) for passes in (forward, both)]
         for name in ("xla", "cudnn")
     }
     return dict(shape=shape, ms=times, apart=apart)
