@@ -596,9 +596,7 @@ def _text_of_json_record(
         return None
     value, where = found.value, dataclasses.replace(where, field=field)
     if messages:
-        unread = next(
-            filter(None, map(conversations.unrendered_tools_fault, found.objects_on_path)), ""
-        )
+        unread = next(filter(None, map(conversations.tools_field_fault, found.objects_on_path)), "")
         if fault := conversations.conversation_fault(value) or unread:
             bad.leave_out(where.index_in_part, where, "no conversation", fault)
             return None

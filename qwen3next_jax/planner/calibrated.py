@@ -321,9 +321,9 @@ class CalibratedTimeline(Timeline):
         self._over[name] = tuple(dimensions)
 
     def occupy_links(self, dimensions: Sequence[int], seconds: float) -> float:
-        """Lets a transfer use the links along these dimensions for `seconds`, and returns the time
-        at which it finishes. If the transfer is shorter than what remains of the earlier transfers,
-        it shares the links with them; otherwise it waits for them.
+        """Reserves the links along these dimensions for a transfer of `seconds`, and returns the
+        time at which the transfer finishes. If the transfer is shorter than what remains of the
+        earlier transfers, it shares the links with them; otherwise it waits for them.
         """
         free = max([self.now, *(self._free[d] for d in dimensions)])
         if seconds >= free - self.now:

@@ -381,7 +381,7 @@ def rows_taken_by_stream(streams: Mapping[str, float], rows: int) -> dict[str, i
     return dict(zip(streams, row_counts_of_streams(tuple(streams.values()), rows), strict=True))
 
 
-def place_cursors(
+def start_data_at_cursors(
     stages: Sequence[ResolvedStage], data: Sequence[DataSource], first: DataCursor
 ) -> DataCursors:
     """Computes the cursor of every stage, and makes the data of each stage begin at its cursor.
