@@ -9,6 +9,7 @@ import tomllib
 import pytest
 import yaml
 
+from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import MESH_AXES, default_config
 from qwen3next_jax.processes.launch import Launch, find_launch
 
@@ -46,6 +47,15 @@ def test_a_jobset_starts_all_pods(name):
         group = default_config()
         for part in flag.split(".")[1:]:
             group = group[part]
+
+
+@pytest.mark.parametrize("name", ["tpu-jobset.yaml", "gpu-jobset.yaml"])
+def test_pods_do_not_repeat_what_fails_again(name):
+    _, _, spec, _, _ = _jobset(name)
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    fails_again = {ExitCode.USER_ERROR, ExitCode.DIVERGED, ExitCode.HOOK_FAILED}
+    assert (rule["action"], rule["onExitCodes"]["operator"]) == ("FailJob", "In")
+    assert set(rule["onExitCodes"]["values"]) == fails_again
 
 
 def test_a_tpu_pod_has_every_chip_of_its_host():

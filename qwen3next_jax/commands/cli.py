@@ -109,10 +109,17 @@ def _report_error(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
     return code
 
 
+def _split_help(argument: str) -> list[str]:
+    """Returns ["--help", "WORD"] for "--help=WORD", and [argument] for any other argument."""
+    flag, equals, word = argument.partition("=")
+    return [flag, word] if equals and flag in _HELP else [argument]
+
+
 def _parse_flags(doc: str, argv: Sequence[str]) -> list[str]:
     """Parses the flags and returns the arguments that are not flags. If the user asks for help,
     prints the help and exits. If a flag is wrong, prints one line on standard error and exits.
     """
+    argv = [part for argument in argv for part in _split_help(argument)]
     try:
         if asked := [argument for argument in argv[1:] if argument in _HELP]:
             word = "".join(argv[argv.index(asked[0]) + 1 :][:1])
@@ -139,4 +146,5 @@ def _parse_flags(doc: str, argv: Sequence[str]) -> list[str]:
             r"invalid literal for int\(\) with base 10: .*", "expected a whole number", str(error)
         )
         text = re.sub(r"could not convert string to float: .*", "expected a number", text)
+        text = re.sub(r"\('Non-boolean argument .*", "expected true or false", text)
         sys.exit(_report_error(text.removeprefix("flag ")))

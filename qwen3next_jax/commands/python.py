@@ -60,7 +60,7 @@ def load_config(path: str | pathlib.Path, settings: Mapping[str, Any] | None = N
             isinstance(name, str),
             f"settings: {short_repr(name)}: expected the name of a setting, such as 'train.steps'",
         )
-        default_of_setting(name)  # raises if there is no such setting
+        default_of_setting(name, as_flag=False)  # raises if there is no such setting
         *groups, key = name.split(".")
         group = values
         for part in groups:

@@ -200,38 +200,46 @@ def settings_ending_in(name: str, guess: bool = False) -> list[str]:
     return found[:3]
 
 
-def setting_flags_hint(settings: Sequence[str]) -> str:
-    """Returns " (did you mean --config.…=…?)" with the given settings; "" without settings."""
-    flags = " or ".join(f"--config.{path}=…" for path in settings)
-    return f" (did you mean {flags}?)" if settings else ""
+def setting_flags_hint(settings: Sequence[str], as_flags: bool = True) -> str:
+    """Returns " (did you mean --config.…=…?)" with the given settings, or without `as_flags`
+    " (did you mean '…'?)"; "" without settings.
+    """
+    names = " or ".join(f"--config.{path}=…" if as_flags else repr(path) for path in settings)
+    return f" (did you mean {names}?)" if settings else ""
 
 
-def default_of_setting(name: str) -> Any:
+def default_of_setting(name: str, as_flag: bool = True) -> Any:
     """Returns the default of the setting with the dotted name `name`. For a setting in
     `model.mixer` it returns UnparsedFlagText(""), because only the mixer's class declares the type
     of the setting, and this class is not imported yet.
+
+    Args:
+      name: the dotted name of the setting.
+      as_flag: whether error messages name settings as the flags of a command, such as
+        "--config.train.steps", or as Python programs do, such as "train.steps".
 
     Raises:
       UserError: there is no such setting, or the name is that of a group of settings.
     """
     settings: Any = default_config()
+    prefix = "--config." if as_flag else ""
     path = name.split(".")
     if is_mixer_setting(name):
         return UnparsedFlagText("")
     for depth, key in enumerate(path):
         if not isinstance(settings, Mapping) or key not in settings:
-            where = "--" + ".".join(("config", *path[: depth + 1]))
+            where = prefix + ".".join(path[: depth + 1])
             known = settings if isinstance(settings, Mapping) else ()
             elsewhere = ".".join(path[depth:])  # this name, in another group
             hint = (
-                setting_flags_hint(settings_ending_in(elsewhere))
+                setting_flags_hint(settings_ending_in(elsewhere), as_flag)
                 or did_you_mean(key, known)
-                or setting_flags_hint(settings_ending_in(elsewhere, guess=True))
+                or setting_flags_hint(settings_ending_in(elsewhere, guess=True), as_flag)
             )
             if known and not hint:
                 hint = f"; known here: {', '.join(known)}"
             raise UserError(f"{where}: no such setting{hint}")
         settings = settings[key]
     if isinstance(settings, Mapping):
-        raise UserError(f"--config.{name}: a group of settings: name one of {', '.join(settings)}")
+        raise UserError(f"{prefix}{name}: a group of settings: name one of {', '.join(settings)}")
     return settings

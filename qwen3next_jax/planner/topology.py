@@ -89,7 +89,8 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
         the compiler is not installed.
     """
     chip, _, grid = name.partition(":")
-    known = _known_grids_text(chip)
+    # "v6e-8" and "V6E:2x2" are not names of topologies, but say which chip the user means.
+    known = _known_grids_text(re.split("[:-]", name.lower())[0])
     if chip in GPUS and re.fullmatch("[1-9][0-9]*x[1-8]", grid):
         if slices != 1:
             raise UserError(

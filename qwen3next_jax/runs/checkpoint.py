@@ -36,7 +36,7 @@ from qwen3next_jax.model import Qwen3Next, parameter_declarations
 from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs import manifest
-from qwen3next_jax.runs.folder import best_step, saved_steps
+from qwen3next_jax.runs.folder import best_step, describe_lost_checkpoints, saved_steps
 from qwen3next_jax.runs.record import RunRecord, read_config, read_record, run_id
 from qwen3next_jax.runs.store.arrays import read_arrays
 from qwen3next_jax.runs.versions import check_module_versions
@@ -258,11 +258,21 @@ def load_adapters(
     )
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.find_step(step)
-        require(step is not None, f"{workdir}: no valid checkpoint")
+        if step is None:
+            raise UserError(_no_checkpoint_message(workdir, run_config))
         state = jax.device_get(checkpoints.restore(step, abstract, partial=True))
     record = checkpoints.directory / str(step) / manifest.FROZEN_FILE_NAME
     digest = manifest.read_frozen_record(record.parent)["manifest"] if record.is_file() else ""
     return TrainedAdapters(config, _params_in_entries(state), step, digest)
+
+
+def _no_checkpoint_message(workdir: pathlib.Path, config: Config) -> str:
+    """Returns the error message about a run that has no valid checkpoint to load."""
+    no_checkpoint_yet = (
+        "no valid checkpoint; let the run reach its first one "
+        f"(checkpoint.every = {config.checkpoint.every})"
+    )
+    return f"{workdir}: {describe_lost_checkpoints(workdir) or no_checkpoint_yet}"
 
 
 def _entries_to_read(workdir: pathlib.Path, config: Config, params: dict, ema: bool) -> State:
@@ -328,10 +338,7 @@ def load_trained(
             f"{workdir}: another run replaced it while it was read: start again",
         )
         if step is None:
-            raise UserError(
-                f"{workdir}: no valid checkpoint; let the run reach its first one "
-                f"(checkpoint.every = {config.checkpoint.every})"
-            )
+            raise UserError(_no_checkpoint_message(workdir, config))
         graphdef, params = abstract_model(config.model)
         wanted = _entries_to_read(workdir, config, params, ema)
         abstract = jax.tree.map(

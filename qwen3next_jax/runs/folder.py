@@ -154,6 +154,25 @@ def is_step_name(name: str) -> bool:
     return re.fullmatch("0|[1-9][0-9]{0,17}", name) is not None
 
 
+def describe_lost_checkpoints(workdir: pathlib.Path) -> str:
+    """Returns a part of an error message about a run without a valid checkpoint: that the run had
+    checkpoints, and where they have to be; "" if the run never had a checkpoint.
+    """
+    complete = complete_steps(workdir)
+    recorded = [
+        event["step"]
+        for _, event in iterate_events(workdir / "metrics.jsonl")
+        if event["event"] == "checkpoint"
+    ]
+    if not complete and not recorded:
+        return ""
+    return (
+        f"the run was saved, last after step {max(complete + recorded)}, but every checkpoint "
+        f"{'is damaged' if complete else 'is missing'}: put {workdir / 'checkpoints'} back (is a "
+        "disk not mounted?)"
+    )
+
+
 def check_checkpoints_not_lost(workdir: pathlib.Path) -> None:
     """Checks that the run in `workdir` never had a checkpoint. Call this function if the run has no
     valid checkpoint. If the run had a checkpoint before, the checkpoint was lost, and a start at
@@ -162,17 +181,5 @@ def check_checkpoints_not_lost(workdir: pathlib.Path) -> None:
     Raises:
       UserError: the run had a checkpoint.
     """
-    complete = complete_steps(workdir)
-    recorded = [
-        event["step"]
-        for _, event in iterate_events(workdir / "metrics.jsonl")
-        if event["event"] == "checkpoint"
-    ]
-    if complete or recorded:
-        state = "is damaged" if complete else "is missing"
-        raise UserError(
-            f"{workdir}: the run was saved, last after step {max(complete + recorded)}, but every "
-            f"checkpoint {state}: put "
-            f"{workdir / 'checkpoints'} back (is a disk not mounted?), give another --workdir, or "
-            f"{_RESTART_ADVICE}"
-        )
+    if lost := describe_lost_checkpoints(workdir):
+        raise UserError(f"{workdir}: {lost}, give another --workdir, or {_RESTART_ADVICE}")

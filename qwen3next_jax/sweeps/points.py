@@ -111,15 +111,23 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         is wrong.
     """
     record, changes = _read_sweep_file(find_user_or_shipped_file(path)), changes or {}
-    base = load_config_file(find_user_or_shipped_file(record["base"]), f"{path}: base = ")
+    given_axes = record.get("axes", {})
+    match, x = record.get("match", ""), record.get("x", next(iter(given_axes), None))
     mistakes = Mistakes()
+    with mistakes.collect(str(path)):
+        base = load_config_file(find_user_or_shipped_file(record["base"]), f"{path}: base = ")
     axes = {}
-    for axis, values in record.get("axes", {}).items():
+    for axis, values in given_axes.items():
         with mistakes.collect(str(path)):
             axes[axis] = _axis_values(axis, values, path)
     for setting in record.get("set", {}):
         with mistakes.collect(str(path)):
             _check_setting_exists(setting, f"{path}: set")
+    with mistakes.collect(str(path)):
+        _check_match(match, path)
+    if given_axes:
+        with mistakes.collect(str(path)):
+            _check_x(x, tuple(given_axes), path)
     mistakes.raise_any()
     sources = _axis_of_setting(axes, path) | dict.fromkeys(changes, "--set")
     overridden = _override_sentences(record.get("set", {}), axes, changes)
@@ -130,8 +138,6 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         raise UserError(
             f"{path}: axes is empty: expected at least one, such as {{'ratio': ['1:1', '3:1']}}"
         )
-    match, x = record.get("match", ""), record.get("x", next(iter(axes)))
-    _check_match_and_x(match, x, tuple(axes), path)
     if (count := math.prod(map(len, axes.values()))) > _MOST_POINTS:
         sizes = " × ".join(f"{len(values)} of {axis}" for axis, values in axes.items())
         raise UserError(
@@ -186,13 +192,17 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
     )
 
 
-def _check_match_and_x(match: Any, x: Any, axes: tuple[str, ...], path: str | pathlib.Path) -> None:
-    """Raises UserError if `match` or `x` has a value that is not allowed."""
+def _check_match(match: Any, path: str | pathlib.Path) -> None:
+    """Raises UserError if `match` has a value that is not allowed."""
     if match not in _MATCHES:
         raise UserError(
             f"{path}: match = {match!r}: expected one of "
             f"{', '.join(map(repr, _MATCHES))}{did_you_mean(str(match), _MATCHES)}"
         )
+
+
+def _check_x(x: Any, axes: tuple[str, ...], path: str | pathlib.Path) -> None:
+    """Raises UserError if `x` is none of the axes."""
     if x not in axes:
         raise UserError(
             f"{path}: x = {x!r}: expected one of the axes, "

@@ -94,6 +94,8 @@ MISTAKES = [
         ["train.py", "--help", "lerning"],
         ("--help", "'learning_rate'"),
     ),
+    (["train.py", "--help=lerning"], ("--help lerning", "'learning_rate'")),
+    (["train.py", TINY, "--dry-run=maybe"], ("--dry-run=maybe: expected true or false",)),
     (
         ["train.py", "--config=configs/tiy.py"],
         ("--config=configs/tiy.py", "'tiny.py'"),

@@ -47,6 +47,14 @@ def test_mistakes_are_one_line(tmp_path):
             call()
 
 
+@pytest.mark.parametrize("name", ["train.step", "train.learning_rate", "optimizer"])
+def test_python_names_settings_without_dashes(name):
+    with pytest.raises(qwen3next_jax.UserError) as told:
+        qwen3next_jax.load_config("mqar", {name: 3})
+    assert str(told.value).startswith(f"{name}: ")
+    assert "--config" not in str(told.value)
+
+
 def test_arguments_of_another_type_are_one_line(tmp_path):
     config = qwen3next_jax.load_config("mqar")
     for call in (

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from qwen3next_jax import load_config
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
     Config,
     MeshConfig,
@@ -140,6 +141,14 @@ def test_a_figure_that_does_not_exist():
 def test_unknown_topology_lists_the_known(name, names):
     with refused(f"--topology={name}", *names):
         topology.describe_topology(name)
+
+
+@pytest.mark.parametrize("name", ["v6e:2x2x1", "v6e-8", "V6E:2x2"])
+def test_only_its_chips_grids_are_listed(name):
+    with pytest.raises(UserError) as told:
+        topology.describe_topology(name)
+    assert "v6e: 1x1" in str(told.value)
+    assert "v5p" not in str(told.value)
 
 
 def test_gpus_need_their_compiler(monkeypatch):

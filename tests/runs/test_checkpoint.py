@@ -29,7 +29,7 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.changes import MAY_CHANGE
-from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.facts import read_facts
 from qwen3next_jax.runs.folder import best_step
 from qwen3next_jax.runs.lock_and_record import lock_folder, make_record
@@ -283,6 +283,17 @@ def _open(workdir, config, data="data", tokens="tokens"):
         if now := make_record(start, run, cursors, tokens):
             store.write_run_json(now)
     return [str(change) for change in start.changes]
+
+
+def test_a_model_with_lost_checkpoints_is_named(tmp_path):
+    events = tmp_path / "metrics.jsonl"
+    events.write_text('{"event": "start", "step": 0, "time": 1.0}\n')
+    _open(tmp_path, Config(model=SMALL))
+    with refused("no valid checkpoint", "its first one"):
+        load_trained(tmp_path)
+    events.write_text('{"event": "checkpoint", "step": 6, "time": 1.0}\n')
+    with refused("last after step 6", "is missing", str(tmp_path / "checkpoints")):
+        load_trained(tmp_path)
 
 
 def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):

@@ -319,6 +319,10 @@ def test_a_sweep_that_cannot_run_is_refused(tmp_path, record, names):
             {"axes": {"ratio": ["3:1", "2:1"], "train.batch_size": [8, -1]}},
             ["(2)", "batch_size = -1", "ratio 2:1"],
         ),
+        (
+            {"axes": {"ratio": ["x:1"]}, "match": "flop", "x": "rato", "base": "configs/tny.py"},
+            ["(4)", "ratio 'x:1'", "match = 'flop'", "x = 'rato'", "configs/tny.py"],
+        ),
     ],
 )
 def test_every_mistake_of_a_sweep_is_named_once(tmp_path, record, names):
