@@ -18,10 +18,13 @@ import sys
 import sysconfig
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+END = 256  # the token that ends a document
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,8 @@ class Config:
     balance_loss_weight: float = 0.001
 
 
-END = 256  # the token that ends a document
-
-
 def init_params(config: Config, key: jax.Array) -> dict:
-    """Draws matrices from N(0, 0.02²). The weights w of norms start at 0, and norms multiply by 1 +
-    w.
-    """
+    """Draws matrices from N(0, 0.02²). Norms multiply by 1 + w, and their weights w start at 0."""
     c, keys = config, iter(jax.random.split(key, 1000))
     matrix = lambda *shape: 0.02 * jax.random.normal(next(keys), shape)
     uniform = lambda low, high, n: jax.random.uniform(next(keys), (n,), minval=low, maxval=high)
@@ -102,11 +100,10 @@ def init_params(config: Config, key: jax.Array) -> dict:
             },
         }
 
+    mixers = [recurrent if i % every else attention for i in range(1, 1 + c.num_layers)]
     return {
         "embedding": matrix(c.vocab_size, d),
-        "layers": [
-            layer(recurrent if i % every else attention) for i in range(1, 1 + c.num_layers)
-        ],
+        "layers": [layer(mixer) for mixer in mixers],
         "final_norm": jnp.zeros(d),
         "head": matrix(d, c.vocab_size),
         "mtp": {
@@ -131,7 +128,6 @@ def delta_rule(q, k, v, log_decay, beta, starts):
     """The gated delta rule (2412.06464), token by token. The state S [B, H, K, K] maps keys to
     values. S decays; then the value that S holds for the key k moves towards v by the share β. A
     document begins with S = 0. This function is for reading; the model uses `delta_rule_in_chunks`.
-
     q, k, v: [B, T, H, K]; log_decay, beta: [B, T, H]; starts: [B, T] bool. Returns o [B, T, H, K].
     """
     decay = jnp.where(starts[..., None], 0.0, jnp.exp(log_decay))
@@ -151,8 +147,7 @@ def delta_rule(q, k, v, log_decay, beta, starts):
 
 def delta_rule_in_chunks(q, k, v, log_decay, beta, starts, chunk=64):
     """The gated delta rule, for C tokens at a time. A token's write, β times the error, depends on
-    earlier writes of the chunk, so the writes of a chunk are the solution of a triangular system. T
-    is a multiple of C, or less than C.
+    earlier writes of the chunk, so a chunk's writes solve a triangular system. T ≤ C or T = n · C.
     """
     b, t, h, width = q.shape
     chunk = min(chunk, t)
@@ -166,20 +161,20 @@ def delta_rule_in_chunks(q, k, v, log_decay, beta, starts, chunk=64):
         same = lower & (document == document.swapaxes(1, 2))  # [B, C, C] j ≤ i, in one document
         # The exponent is masked, not the power: above the diagonal it could overflow.
         gap = total[:, :, None] - total[:, None]
-        between = jnp.exp(jnp.where(same[..., None], gap, -jnp.inf))  # decay from j to i
-        since = jnp.exp(total) * (document == 0)  # [B, C, H] from before the chunk to i
-        until = between[:, -1]  # [B, C, H] from j to the chunk's end
-        overlap = jnp.einsum("bihk,bjhk,bijh,bih->bhij", k, k, between, beta)
+        pair_decay = jnp.exp(jnp.where(same[..., None], gap, -jnp.inf))  # decay from j to i
+        start_decay = jnp.exp(total) * (document == 0)  # [B, C, H] from before the chunk to i
+        end_decay = pair_decay[:, -1]  # [B, C, H] from j to the chunk's end
+        overlap = jnp.einsum("bihk,bjhk,bijh,bih->bhij", k, k, pair_decay, beta)
         system = jnp.eye(chunk) + jnp.where(jnp.eye(chunk, dtype=bool), 0, overlap)
-        right = beta[..., None] * (v - since[..., None] * jnp.einsum("bihk,bhkv->bihv", k, state))
-        writes = jax.scipy.linalg.solve_triangular(
-            system, jnp.moveaxis(right, 2, 1), lower=True, unit_diagonal=True
-        )  # [B, H, C, K]
-        scores = jnp.einsum("bihk,bjhk,bijh->bhij", q, k, between)
-        o = since[..., None] * jnp.einsum("bihk,bhkv->bihv", q, state)
+        held = start_decay[..., None] * jnp.einsum("bihk,bhkv->bihv", k, state)
+        rhs = beta[..., None] * (v - held)
+        solve = partial(jax.scipy.linalg.solve_triangular, lower=True, unit_diagonal=True)
+        writes = solve(system, jnp.moveaxis(rhs, 2, 1))  # [B, H, C, K]
+        scores = jnp.einsum("bihk,bjhk,bijh->bhij", q, k, pair_decay)
+        o = start_decay[..., None] * jnp.einsum("bihk,bhkv->bihv", q, state)
         o = o + jnp.einsum("bhij,bhjv->bihv", scores, writes)
-        state = since[:, -1, :, None, None] * state
-        return state + jnp.einsum("bjhk,bjh,bhjv->bhkv", k, until, writes), o
+        state = start_decay[:, -1, :, None, None] * state
+        return state + jnp.einsum("bjhk,bjh,bhjv->bhkv", k, end_decay, writes), o
 
     chunks = [in_chunks(x) for x in (q, k, v, log_decay, beta, starts)]
     _, o = jax.lax.scan(step, jnp.zeros((b, h, width, width)), chunks)
@@ -202,9 +197,9 @@ def gated_deltanet(p, x, segments, config):
     # A key head serves several value heads. Queries and keys get length 1, then queries K^-1/2.
     unit = lambda x: x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
     q, key = (jnp.repeat(unit(x), h // g, axis=2) for x in (q, key))
-    write, decay = jnp.split(jnp.einsum("btd,dgr->btgr", x, p["in_proj_ba"]), 2, axis=-1)
-    beta = jax.nn.sigmoid(write).reshape(b, t, h)
-    log_decay = -jnp.exp(p["a_log"]) * jax.nn.softplus(decay.reshape(b, t, h) + p["dt_bias"])
+    beta_logit, rate = jnp.split(jnp.einsum("btd,dgr->btgr", x, p["in_proj_ba"]), 2, axis=-1)
+    beta = jax.nn.sigmoid(beta_logit).reshape(b, t, h)
+    log_decay = -jnp.exp(p["a_log"]) * jax.nn.softplus(rate.reshape(b, t, h) + p["dt_bias"])
     starts = jnp.pad(segments, ((0, 0), (1, 0)))[:, :t] != segments
     o = delta_rule_in_chunks(q * k**-0.5, key, v.reshape(b, t, h, k), log_decay, beta, starts)
     o = rms_norm(o, p["norm"], c) * jax.nn.silu(z.reshape(b, t, h, k))
@@ -240,9 +235,8 @@ def rotate(x, segments, config):
 
 def mixture_of_experts(p, x, counted, config):
     """Each token goes through its A likeliest experts and a shared expert. Here every expert
-    computes every token, and the experts that the token did not choose get weight 0. Also returns
-    sums over the `counted` tokens [B, T]: how often each expert was chosen, its probability, and
-    the number of tokens.
+    computes every token, with weight 0 if the token did not choose it. Also returns sums over the
+    `counted` tokens [B, T]: of each expert's choices, of its probability, and the tokens' number.
     """
     probability = jax.nn.softmax(x @ p["router"], axis=-1)  # [B, T, E]
     best, chosen = jax.lax.top_k(probability, config.experts_per_token)
@@ -257,9 +251,7 @@ def mixture_of_experts(p, x, counted, config):
 
 
 def balance_loss(statistics, config):
-    """Returns Σ load · mean probability over a router's experts, which is 1 for even load
-    (2101.03961).
-    """
+    """Σ load · mean probability over a router's experts, which is 1 for even load (2101.03961)."""
     chosen_often, probability, tokens = statistics
     tokens = jnp.maximum(tokens, 1)
     load = chosen_often * config.num_experts / (tokens * config.experts_per_token)
@@ -289,11 +281,12 @@ def forward(params, tokens, segments, config):
     logits = [hidden @ params["head"]]
     # Multi-token prediction (2412.19437): one more layer joins the normed output with the embedding
     # of the next token, and predicts the token after it. Deeper, it reads its own output.
-    # At a document's end the next token is of another document: no loss counts such positions.
+    # At a document's end the next token is of another document, and at a row's end of the row's
+    # start: neither loss nor router counts such positions.
     p, of_depths = params["mtp"], []
     for depth in range(c.mtp_depth):
         following = rms_norm(jnp.roll(embedded, -(1 + depth), axis=1), 1 + p["embedding_norm"], c)
-        hidden = rms_norm(hidden, 1 + p["hidden_norm"], c)
+        hidden = rms_norm(hidden, 1 + p["hidden_norm"], c)  # a second norm, with weights of its own
         x = jnp.concatenate([following, hidden], axis=-1) @ p["fc"]
         counted = has_target(segments, 2 + depth) * 1.0
         x, of_depth = decoder_layer(p["block"], x, segments, counted, c)
@@ -327,9 +320,7 @@ def training_loss(params, tokens, segments, config):
 
 
 def learning_rate(step, steps, peak=3e-3, warmup=50):
-    """The learning rate rises linearly to its peak, then falls along a cosine to a tenth of the
-    peak.
-    """
+    """Rises linearly to the peak, then falls along a cosine to a tenth of the peak."""
     cosine = (1 + jnp.cos(jnp.pi * (step - warmup) / jnp.maximum(steps - 1 - warmup, 1))) / 2
     return peak * jnp.where(step < warmup, (step + 1) / warmup, 0.1 + 0.9 * cosine)
 
@@ -365,7 +356,7 @@ def pack(documents, length, seed=0):
 
 
 def sample(params, prompt, config, length=256, seed=0, temperature=0.8):
-    """Continues a prompt to `length` bytes, a multiple of 64, with a forward pass for each byte."""
+    """Continues a prompt to `length` bytes (whole chunks of 64), a forward pass for each byte."""
 
     @jax.jit
     def next_byte(params, tokens, end, key):

@@ -45,7 +45,7 @@ def main(paths: list[str]) -> int:
     if _svg.value and pathlib.Path(_svg.value).exists():
         raise UserError(f"--svg={_svg.value}: the file exists: choose another name, or remove it")
     console = make_console()
-    configs = [_load_config(path, console) for path in paths]
+    configs = [_load_config_or_print_settings(path, console) for path in paths]
     for config in configs:
         print_model(config, devices, lengths, console)
     if len(configs) == 2:
@@ -57,7 +57,7 @@ def main(paths: list[str]) -> int:
     return ExitCode.DONE
 
 
-def _load_config(path: str, console: Console) -> Config:
+def _load_config_or_print_settings(path: str, console: Console) -> Config:
     """Returns the configuration in a config file, or of a run. If the settings are not valid,
     prints those that differ from their defaults.
 

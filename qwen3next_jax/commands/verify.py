@@ -141,6 +141,7 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
 
 
 def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
+    """Yields (what was checked, its damage or None) for each part of a run's folder."""
     from qwen3next_jax.data.tokens import load_tokenizer
     from qwen3next_jax.runs import manifest
     from qwen3next_jax.runs.folder import is_step_name

@@ -134,7 +134,7 @@ def conversation_fault(messages: Any) -> str:
     return ""
 
 
-def unrendered_tools_fault(record: dict[str, Any]) -> str:
+def tools_field_fault(record: dict[str, Any]) -> str:
     """Returns what is wrong with a record that has a list of "tools"; "" if the record has no
     tools. The assistant's turns depend on the tools, but the rendered text would not describe the
     tools.

@@ -40,8 +40,8 @@ class Rows(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """P pieces in the buffer. The fields `starts`, `lengths`, `part_indices` and `record_indices`
-    mean the same as in `Rows`.
+    """P pieces in the buffer. `starts` and `lengths` are what `Rows` calls `piece_starts` and
+    `piece_lengths`; `part_indices` and `record_indices` mean the same as in `Rows`.
     """
 
     starts: np.ndarray

@@ -228,7 +228,7 @@ class DataSource(Protocol):
             the first `rows` rows, its next rows follow, until it has `least` rows or none is left.
         """
         share = range(self.batch_size) if share is None else share
-        indices = self._heldout_indices_of_all_sources(rows or self.heldout_rows, least)
+        indices = self._first_heldout_indices_with_all_sources(rows or self.heldout_rows, least)
         for start in range(0, len(indices), self.batch_size):
             batch = indices[start : start + self.batch_size]
             rows_of_share = [self.heldout_row(batch[b]) for b in share if b < len(batch)]
@@ -240,14 +240,15 @@ class DataSource(Protocol):
         """
         rows = rows or self.heldout_rows
         place = {
-            index: at for at, index in enumerate(self._heldout_indices_of_all_sources(rows, least))
+            index: at
+            for at, index in enumerate(self._first_heldout_indices_with_all_sources(rows, least))
         }
         return {
             source: [place[index] for index in self._heldout_indices(rows, source, least)]
             for source in self.heldout_sources
         }
 
-    def _heldout_indices_of_all_sources(self, rows: int, least: int) -> list[int]:
+    def _first_heldout_indices_with_all_sources(self, rows: int, least: int) -> list[int]:
         """Returns the indices of the first `rows` held-out rows, followed by the next rows of each
         source that has fewer than `least` of the first `rows`.
         """

@@ -359,8 +359,8 @@ class BadRecords:
 
 @dataclasses.dataclass(frozen=True)
 class RecordPlace:
-    """The place of a record. `str` describes the place for messages. Finding the number of the
-    record in the file takes time, so `str` is called only for bad records.
+    """The place of a record. `str(place)` describes the place for messages. It reads the
+    file to find the number of the record, so it is called only for bad records.
     """
 
     file: SourceFile
@@ -596,9 +596,7 @@ def _text_of_json_record(
         return None
     value, where = found.value, dataclasses.replace(where, field=field)
     if messages:
-        unread = next(
-            filter(None, map(conversations.unrendered_tools_fault, found.objects_on_path)), ""
-        )
+        unread = next(filter(None, map(conversations.tools_field_fault, found.objects_on_path)), "")
         if fault := conversations.conversation_fault(value) or unread:
             bad.leave_out(where.index_in_part, where, "no conversation", fault)
             return None

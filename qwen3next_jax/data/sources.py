@@ -117,7 +117,7 @@ class Source:
     text_field: str
     on_bad_text: str = "stop"  # data.on_bad_text
     bad_records: str = "stop"  # data.bad_records
-    bad_records_limit: float = 1.0  # data.bad_records_limit
+    bad_records_limit: float = 1.0  # data.bad_records_limit: largest share of bad records
     # Whether no file matches the glob any more, but the tokens of the files that did are prepared;
     # then the `mtime_or_checksum` of `files` is unknown.
     text_is_gone: bool = False

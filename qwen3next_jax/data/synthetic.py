@@ -20,6 +20,7 @@ Letters: T, the number of tokens of a row; P, of pairs; V, the size of the vocab
 
 import dataclasses
 import json
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -239,17 +240,15 @@ class SyntheticData(DataSource):
             self.task_rows(config, sequence_length, vocab_size, split)
             for split in (TRAIN_SPLIT, HELDOUT_SPLIT)
         )
-        options = dataclasses.asdict(config.synthetic)
-        if options["max_moved"] == SyntheticConfig.max_moved:
-            # The setting is younger than runs that may go on, and its default changes no row.
-            del options["max_moved"]
-        parts = [
-            config.source,
-            options,
-            sequence_length,
-            vocab_size,
-            config.seed,
-        ]
+        # Settings that this task does not read are left out, so that a new setting of one task does
+        # not change the fingerprints of others.
+        read = self.settings_read(config)
+        settings = (
+            dataclasses.asdict(config.synthetic)
+            if read is None
+            else {name: operator.attrgetter(name)(config) for name in read}
+        )
+        parts = [config.source, settings, sequence_length, vocab_size, config.seed]
         self.fingerprint = digests.sha256(json.dumps(parts))[:20]
 
     @staticmethod

@@ -179,7 +179,7 @@ def generate(
         programs.max_steps,
         record_routing,
     )
-    return TokenStream(decoding.new_tokens, speculative)
+    return TokenStream(decoding.generate_into, speculative)
 
 
 def _check_options(
@@ -219,8 +219,10 @@ class _CompiledGeneration:
     max_steps: int
     record_routing: bool
 
-    def new_tokens(self, stream: "TokenStream") -> Iterator[list[np.ndarray]]:
-        """Yields the items of `stream`: the new tokens of all prompts, several steps at a time."""
+    def generate_into(self, stream: "TokenStream") -> Iterator[list[np.ndarray]]:
+        """Yields the new tokens of all prompts, several steps at a time. Adds their counts, and at
+        the end the recorded experts, to `stream`.
+        """
         state, num_prompts = self.initial_state, self.num_prompts
         for prefill in self.prefill_calls:
             state = prefill(state)

@@ -117,7 +117,7 @@ def constant_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     return {
         f"{form.trunk_prefix}layers.{layer - 1}.{name}": value
         for layer in config.ple.layer_ids
-        for name, value in form.layer_constant_tensors(
+        for name, value in form.embedding_constant_tensors(
             config, config.ple.embedding_index(layer - 1)
         ).items()
     }
@@ -155,8 +155,8 @@ def _mixer_entries(form: Form, mixer: str) -> EntryFunction | None:
     mixer.
 
     If the form does not know the mixer, the mixer's own class may define `hf_entries`. An inherited
-    `hf_entries` does not count, because a subclass of a mixer computes something else than the
-    mixer.
+    `hf_entries` does not count, because a subclass computes something else than the class that it
+    inherits from.
     """
     if mixer in form.mixer_entries:
         return form.mixer_entries[mixer]

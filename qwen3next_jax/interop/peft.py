@@ -28,7 +28,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.entries import TensorSlice
 from qwen3next_jax.interop.families import FORMS
 from qwen3next_jax.interop.layout import StoredParameter, check_hf_form, stored_parameters
-from qwen3next_jax.interop.tensor_rows import layer_row_indices
+from qwen3next_jax.interop.tensor_rows import tensor_row_indices_in_layer
 from qwen3next_jax.interop.writing import require_empty_folder
 from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.adapter_names import SUFFIX, config_without_adapters, is_adapter
@@ -176,7 +176,7 @@ def _lora_pair_of_tensor(
     tensor holds no adapted part.
     """
     shape, letters = parameter.declaration.shape, parameter.declaration.dim_roles
-    axes, rows = parameter.entry.transpose_axes, layer_row_indices(parameter, tensor)
+    axes, rows = parameter.entry.transpose_axes, tensor_row_indices_in_layer(parameter, tensor)
     inputs = [axis for axis in axes if letters[axis] == "i"]
     of_rows = [axis for axis in axes if letters[axis] != "i"]
     assert list(axes) == of_rows + inputs, f"{tensor.name}: its columns are not the inputs"

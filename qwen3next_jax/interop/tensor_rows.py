@@ -4,9 +4,9 @@ This module treats tensors and parameters as matrices. The last dimension of a t
 columns; all other dimensions of the tensor, flattened, are its rows. One layer of a parameter,
 transposed as the `ParameterEntry` says, is a matrix, too: the last dimensions, flattened, are the
 columns, and the dimensions before the columns ("row dimensions"), flattened, are the rows.
-`layer_row_indices` maps the rows of a tensor to the rows of the layer. Rows are copied in runs: a
-run is a range of rows that are consecutive both in the tensor and in the slice. This module does
-not depend on a family of models, a file format or a device.
+`tensor_row_indices_in_layer` maps the rows of a tensor to the rows of the layer. Rows are copied in
+runs: a run is a range of rows that are consecutive both in the tensor and in the slice. This module
+does not depend on a family of models, a file format or a device.
 """
 
 import functools
@@ -67,7 +67,9 @@ def transposed_layers(
         yield prefix, part[1:], layer.transpose(parameter.entry.transpose_axes)
 
 
-def layer_row_indices(parameter: StoredParameter, tensor: TensorSlice) -> range | np.ndarray:
+def tensor_row_indices_in_layer(
+    parameter: StoredParameter, tensor: TensorSlice
+) -> range | np.ndarray:
     """Returns, for each row of the tensor, the index of the same row in the transposed layer:
     integers [number of rows of the tensor].
     """
@@ -103,7 +105,7 @@ def row_runs(
         yield RowRun(slice(0, 1), (None,))
         return
     row_dims = [part[axis] for axis in parameter.entry.transpose_axes][: len(row_shape)]
-    rows = layer_row_indices(parameter, tensor)[selected]
+    rows = tensor_row_indices_in_layer(parameter, tensor)[selected]
     # A shard that holds some of the experts has no row of most experts' tensors. This test finds
     # that out before any array is made.
     if isinstance(rows, range):
@@ -147,7 +149,7 @@ def slice_around_rows(
     row_shape, _ = _row_and_column_shape(parameter, tensor)
     layer_part = list(shard_slices.full_slice(parameter.declaration.shape))
     if row_shape:
-        numbers = layer_row_indices(parameter, tensor)[rows]
+        numbers = tensor_row_indices_in_layer(parameter, tensor)[rows]
         rows_per_index = math.prod(row_shape[1:])
         first, last = int(min(numbers)) // rows_per_index, int(max(numbers)) // rows_per_index
         layer_part[parameter.entry.transpose_axes[0]] = slice(first, last + 1)

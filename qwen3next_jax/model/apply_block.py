@@ -46,10 +46,10 @@ def apply_block(
         run = type(block).__call__
     if block.embedding is None:
         return run(block, x_BTD, context, cache)
-    return add_embedding_then_run(run, block, x_BTD, context, cache)
+    return add_ngram_embedding_then_run(run, block, x_BTD, context, cache)
 
 
-def add_embedding_then_run(
+def add_ngram_embedding_then_run(
     run: Callable, block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache
 ) -> Applied:
     """Adds the layer's n-gram embedding of the tokens to x, then runs the layer with `run`."""

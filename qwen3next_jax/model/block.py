@@ -25,12 +25,11 @@ class Block(nnx.Module):
     of several layers, stacked; `layer_stack` takes out one layer's parameters before it calls the
     block.
 
-    In this class the residual stream x is as wide as the model. Subclasses place the norms
-    elsewhere (the setting `model.block.placement`). To place the norms elsewhere, a subclass
-    overrides `sublayer_input` and `add_output`, or `input_and_add_output`. A subclass with a wider
-    residual stream also overrides `residual_from_embeddings` and `head_input`. A subclass may also
-    override `make_final_norm`, `residual_for_diagnostics`, `residual_flops` and
-    `multi_token_prediction`.
+    In this class the residual stream x is as wide as the model. A subclass that places the norms
+    elsewhere (the setting `model.block.placement`) overrides `sublayer_input` and `add_output`, or
+    `input_and_add_output`. A subclass with a wider residual stream also overrides
+    `residual_from_embeddings` and `head_input`. A subclass may also override `make_final_norm`,
+    `residual_for_diagnostics`, `residual_flops` and `multi_token_prediction`.
     """
 
     # The n-gram embedding that is added to x before the mixer (the settings `model.ple`). Most
@@ -63,7 +62,7 @@ class Block(nnx.Module):
         """Applies the layer: x [B, T, D] → (x, auxiliary outputs, cache after these tokens).
 
         The auxiliary outputs are those of the MLP (see `SparseMoE`; {} for a dense MLP) and of the
-        mixer ("mixer_loss" [] if the mixer has a loss of its own).
+        mixer (see `Mixer.__call__`).
         """
         x_BTD, of_mixer, cache = self.mixer_sublayer(x_BTD, context, cache)
         x_BTD, of_mlp = self.mlp_sublayer(x_BTD, context)
@@ -72,7 +71,7 @@ class Block(nnx.Module):
     def mixer_sublayer(self, x_BTD: jax.Array, context: Context, cache: dict | None = None):
         """Returns (x + mixer(norm(x)), the mixer's auxiliary outputs, the mixer's cache)."""
         input_BTD, add = self.constrained_input_and_add_output(x_BTD, "mixer", context)
-        y_BTD, aux, cache = self.mixer.call_as_options_ask(input_BTD, context, cache)
+        y_BTD, aux, cache = self.mixer.call_or_return_all_states(input_BTD, context, cache)
         return save_for_backward(add(y_BTD), "mixer"), aux, cache
 
     def mlp_sublayer(self, x_BTD: jax.Array, context: Context):

@@ -66,7 +66,8 @@ def run_layers(
     ]
     run = functools.partial(_run_layer_of_each_block, config=config, context=context, remat=remat)
 
-    # the layers before the periodic part: each is a group of one layer
+    # The layers before the periodic part: each is a group of one layer, and so comes before all
+    # groups of several layers.
     single = sum(len(layers) == 1 for layers in config.layer_stacks)
     first_of = functools.partial(jax.tree.map, lambda leaf: leaf[0])
     own = [
@@ -101,10 +102,12 @@ def run_layers(
     # without a loop, the results saved for the backward pass need not be copied to stacked arrays
     # and back
     unrolled = cache is None and prefers_unrolled_layers(repeats)
-    decoding = cache is not None and context.mesh is None
+    decodes_on_one_device = cache is not None and context.mesh is None
     periodic_params, scanned_params = list(params[single:]), list(params[single:])
     numbers = jnp.arange(repeats)
-    if decoding:
+    if decodes_on_one_device:
+        # In place of the experts, the scan passes the indices of the layers; the reason stands
+        # above `_replace_expert_parameters`.
         scanned_params = _replace_expert_parameters(scanned_params, lambda p: p.replace(numbers))
     in_place = in_place[single:]
     carried = [c if is_in_place else None for c, is_in_place in zip(caches[single:], in_place)]
@@ -113,7 +116,7 @@ def run_layers(
     def period(carry, inputs):
         x_BTD, carried = carry
         own_params, scanned, replayed, number = inputs
-        if decoding:
+        if decodes_on_one_device:
             own_params = _take_expert_parameters(periodic_params, own_params)
         caches = [c if is_in_place else s for c, s, is_in_place in zip(carried, scanned, in_place)]
         x_BTD, auxes, caches = run(

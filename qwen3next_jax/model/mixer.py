@@ -119,7 +119,7 @@ class Mixer(nnx.Module):
         """
         raise NotImplementedError
 
-    def call_as_options_ask(
+    def call_or_return_all_states(
         self, x_BTD: jax.Array, context: Context, cache: dict | None = None
     ) -> tuple[jax.Array, dict[str, Any], dict | None]:
         """Calls `call_returning_all_states` if the options of the forward pass ask for the state

@@ -6,8 +6,8 @@ A value may list alternatives, separated by "|". The fields:
     name    the path of the parameter, with the wildcards of a shell: name=*/mixer/*. "*" also
             matches "/". A word without "=" is a name.
     kind    the kind of the parameter, as it is declared (`model.parameters.Kind`)
-    layer the number of a layer, or a range of numbers with both ends: layer=0-3|7. The layer of the
-            multi-token prediction module is numbered after the last layer of the trunk.
+    layer   the number of a layer, or a range of numbers with both ends: layer=0-3|7. The layer of
+            the multi-token prediction module is numbered after the last layer of the trunk.
     part    the name of one of the matrices that lie side by side in a parameter: part=v
 
 One parameter may hold the arrays of several layers, stacked, and several matrices side by side;

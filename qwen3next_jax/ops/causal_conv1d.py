@@ -151,18 +151,18 @@ def _same_document_masks(ids, width: int, dtype):
     )
 
 
-def _masked_products_by_tap(rows, scale, same):
-    """Returns a list of the arrays rows[w] * scale[w] for w = 0 … W - 1, with zeros where `same` is
-    0.
+def _masked_products_by_tap(inputs_by_tap, scale, same):
+    """Returns a list of the arrays inputs_by_tap[w] * scale[w] for the taps w = 0 … W - 1 of the
+    kernel, with zeros where the input is of another document.
 
     Args:
-      rows: W arrays [B, T, D].
+      inputs_by_tap: W arrays [B, T, D].
       scale: W arrays that broadcast to [B, T, D].
       same: [W, B, T], the result of `_same_document_masks`; None if a row is one document.
     """
     return [
         x * y if same is None else x * y * same[w][..., None]
-        for w, (x, y) in enumerate(zip(rows, scale))
+        for w, (x, y) in enumerate(zip(inputs_by_tap, scale))
     ]
 
 

@@ -30,8 +30,8 @@ class CompileTarget(NamedTuple):
 
     @property
     def tpu_info(self):
-        """JAX's `TpuInfo`, which describes one core of the chip. The property is None on another
-        platform, or if JAX does not know the chip.
+        """JAX's `TpuInfo`, which describes one core of the chip. `tpu_info` is None if the platform
+        is no TPU, or if JAX does not know the chip.
         """
         if self.platform != "tpu":
             return None

@@ -321,9 +321,9 @@ class CalibratedTimeline(Timeline):
         self._over[name] = tuple(dimensions)
 
     def occupy_links(self, dimensions: Sequence[int], seconds: float) -> float:
-        """Lets a transfer use the links along these dimensions for `seconds`, and returns the time
-        at which it finishes. If the transfer is shorter than what remains of the earlier transfers,
-        it shares the links with them; otherwise it waits for them.
+        """Reserves the links along these dimensions for a transfer of `seconds`, and returns the
+        time at which the transfer finishes. If the transfer is shorter than what remains of the
+        earlier transfers, it shares the links with them; otherwise it waits for them.
         """
         free = max([self.now, *(self._free[d] for d in dimensions)])
         if seconds >= free - self.now:
@@ -488,15 +488,21 @@ class CalibratedSimulation(Simulation):
         seconds_of = super()._seconds_by_resource(computation, instruction)
         if found := find_expert_kernel(self.program, computation, instruction):
             layout = parse_expert_layout(*found, self.network.mesh)
-            in_steps = self._expert_kernel_seconds(layout, computation, instruction, found[1].name)
+            in_steps = self._own_expert_kernel_seconds(
+                layout, computation, instruction, found[1].name
+            )
             seconds_of[COMPUTE] = max(seconds_of[COMPUTE], in_steps)
             seconds_of[COMPUTE] *= mean_expert_load(layout, self.skew).used
         if product := parse_grouped_product(self.program, computation, instruction):
             seconds_of[COMPUTE] = self._grouped_product_seconds(product, instruction)
         return seconds_of
 
-    def _expert_kernel_seconds(
-        self, layout: ExpertLayout, computation: Computation, instruction: Instruction, kernel: str
+    def _own_expert_kernel_seconds(
+        self,
+        layout: ExpertLayout,
+        computation: Computation,
+        instruction: Instruction,
+        kernel_name: str,
     ) -> float:
         """Returns the seconds of the products of one of the experts' kernels, whose grid has a step
         for each tile of rows. The cores share the tiles. For the gradients of the matrices, each
@@ -505,7 +511,7 @@ class CalibratedSimulation(Simulation):
         cores = self._cores_sharing_work(instruction)
         steps = (
             layout.tile_count
-            if kernel.startswith("expert_backward_weights")
+            if kernel_name.startswith("expert_backward_weights")
             else layout.tile_count / cores
         )
         flops = instruction_flops(self.program, computation, instruction)
@@ -522,8 +528,8 @@ class CalibratedSimulation(Simulation):
         cores = self._cores_sharing_work(instruction)
         rows, width, columns = product.step_tile
         along_width, along_columns = (
-            product.width_and_column_tiles[0],
-            -(-product.width_and_column_tiles[1] // cores),
+            product.tile_counts_width_columns[0],
+            -(-product.tile_counts_width_columns[1] // cores),
         )
         steps = product.tile_visits * along_width * along_columns
         step = self._grid_step_seconds(2.0 * rows * width * columns)

@@ -29,7 +29,7 @@ class GroupedProductCall(NamedTuple):
       tile_visits: number of visits of tiles of rows, an upper bound: it assumes that all rows
         belong to groups, that all groups have rows, and that no group but the last ends with a
         tile.
-      width_and_column_tiles: number of tiles along the width, and along the columns.
+      tile_counts_width_columns: number of tiles along the width, and along the columns.
       group_count: number of groups.
       computes_matrix_gradients: whether the kernel computes the gradients of the matrices, which
         are sums over rows.
@@ -41,7 +41,7 @@ class GroupedProductCall(NamedTuple):
 
     step_tile: tuple[int, int, int]
     tile_visits: int
-    width_and_column_tiles: tuple[int, int]
+    tile_counts_width_columns: tuple[int, int]
     group_count: int
     computes_matrix_gradients: bool
     schedule_is_one_step: bool
@@ -82,7 +82,7 @@ def _parse_kernel_call(computation: Computation, kernel: Instruction) -> Grouped
     return GroupedProductCall(
         tile,
         tile_visits=-(-rows // tile[0]) + groups - 1,
-        width_and_column_tiles=(-(-width // tile[1]), -(-columns // tile[2])),
+        tile_counts_width_columns=(-(-width // tile[1]), -(-columns // tile[2])),
         group_count=groups,
         computes_matrix_gradients=of_matrices,
         schedule_is_one_step=bool(by_xla),

@@ -42,7 +42,7 @@ XLA_WARNING_SECONDS = 120.0
 def display_title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") -> str:
     """Returns the title of the display: the run's name, number of parameters, devices, data and
     first step. If the train step is compiled with compiler options, a second line shows the
-    options.
+    options. Which kernels run is known when the step is traced; the display shows it then.
 
     Args:
       run: the resolved run.

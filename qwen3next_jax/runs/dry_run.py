@@ -33,9 +33,9 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
     ResolvedStage,
     SourceReading,
+    cursor_of_first_step,
     describe_epochs,
     epochs_warning,
-    first_cursor,
     resolve_stages,
     tokens_seen,
 )
@@ -232,7 +232,7 @@ def find_data_read_by_parent(run: ResolvedRun, start: Start) -> DataReadByParent
         theirs = resolve_stages(start.facts.initial_model.config)
         same = [stage for stage in theirs if _key_of_rows_read(stage) in ours]
         return DataReadByParent(start.parent.step, same)
-    cursor = first_cursor(start.facts.folder.record.data)
+    cursor = cursor_of_first_step(start.facts.folder.record.data)
     return DataReadByParent(cursor.step, run.stages if cursor.continues_stream else ())
 
 

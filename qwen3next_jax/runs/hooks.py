@@ -83,7 +83,7 @@ class WatchdogHook(Hook):
         self._compiles = False
         self._step = step
 
-    def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
+    def step_ended(self, step: int, metrics: Metrics, newest_state: State) -> None:
         if step == self._step:  # no later step has begun, so hooks are called next
             self._watchdog.set_time_limit(
                 self._config.compile_timeout, "an evaluation or a save", step
@@ -180,8 +180,8 @@ class GuardFlagsHook(Hook):
     def __init__(self, flags: GuardFlags):
         self._flags = flags
 
-    def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
-        self._flags.check(step, metrics, state)
+    def step_ended(self, step: int, metrics: Metrics, newest_state: State) -> None:
+        self._flags.check(step, metrics, newest_state)
 
 
 class DisplayHook(Hook):
@@ -190,7 +190,7 @@ class DisplayHook(Hook):
     def __init__(self, display: Display):
         self._display = display
 
-    def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
+    def step_ended(self, step: int, metrics: Metrics, newest_state: State) -> None:
         self._display.advance_to(step)
 
 
@@ -492,7 +492,7 @@ class CheckpointHook(Hook):
         self._last_step = last_step
         self._show_activity = show_activity
 
-    def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
+    def step_ended(self, step: int, metrics: Metrics, newest_state: State) -> None:
         self.write_save_events()
 
     def __call__(self, info: StepInfo) -> None:

@@ -23,7 +23,8 @@ from qwen3next_jax.training.stages import resolve_stages
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The decision how a run starts.
+    """The decision how a run starts. It does not say whether the run resumes: the newest valid
+    checkpoint decides this later (`runs.train.train`).
 
     Attributes:
       given_config: the configuration as the user gave it.

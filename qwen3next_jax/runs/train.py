@@ -60,15 +60,15 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
     DataCursors,
     ResolvedStage,
+    cursor_of_first_step,
     describe_epochs,
     epoch_by_stream,
     epochs_warning,
-    first_cursor,
     open_data_of_stages,
-    place_cursors,
     reading_by_source,
     resolve_stages,
     stage_at,
+    start_data_at_cursors,
 )
 from qwen3next_jax.training.state import State
 
@@ -308,9 +308,11 @@ def _load_or_make_state(
         state, cursor = make_first_state(run, data, start)
     else:
         state = checkpoints.restore(saved_step, run.abstract_state)
-        cursor = first_cursor(start.facts.folder.record.data)
+        cursor = cursor_of_first_step(start.facts.folder.record.data)
     # A run with the whole state of its parent begins at the step of the parent.
-    return _LoadedState(state, int(state["step"]), place_cursors(run.stages, data, cursor), is_new)
+    return _LoadedState(
+        state, int(state["step"]), start_data_at_cursors(run.stages, data, cursor), is_new
+    )
 
 
 class _Observers(NamedTuple):

@@ -81,10 +81,10 @@ class Hook:
         arrays the devices are still computing.
         """
 
-    def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
+    def step_ended(self, step: int, metrics: Metrics, newest_state: State) -> None:
         """Called once for every step, when it has ended. Usually the devices are already computing
-        the next step when this method is called. `metrics` are the metrics of `step`. `state` is
-        the newest train state, which may already include the next step.
+        the next step when this method is called. `metrics` are the metrics of `step`.
+        `newest_state` is the newest train state, which may already include the next step.
         """
 
 

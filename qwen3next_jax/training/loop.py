@@ -103,9 +103,9 @@ def make_train_step(
         )
 
         # Optimizer: clipping, direction, weight decay, learning rate. The learning rate follows
-        # the number of updates, which are the steps that were not skipped. The main optimizer
-        # evaluates the same schedule at its own count of them; this value is the metric, and the
-        # rate of lazy AdamW.
+        # the number of updates, which are the steps that were not skipped. The value below is the
+        # metric and the rate of lazy AdamW. The main optimizer counts its updates itself, and
+        # evaluates the same schedule.
         learning_rate = schedule(state["step"] - state["guards"]["skipped"])
         params, opt_state = update(grads, state["params"], state["opt_state"], learning_rate, skip)
         after = state | {
@@ -250,8 +250,8 @@ class Trainer:
         metrics: Metrics = {}
         step = steps_before
         for step in range(steps_before + 1, self.run.steps + 1):
-            begins_stage = step == steps_before + 1 or step > self.stage.last_step
-            if begins_stage:
+            enters_stage = step == steps_before + 1 or step > self.stage.last_step
+            if enters_stage:
                 batches = self._begin_stage(step, state)
 
             # Batch: read the rows of this process, then make arrays over all devices
@@ -265,11 +265,13 @@ class Trainer:
             # to a signal would be late.
             self._call_hook_method("before_step", step, metrics)
             previous = metrics
-            if begins_stage:
+            if enters_stage:
                 self._trace_step(step, state, batch)
             state, metrics = self._train_step(state, batch)
             self._call_hook_method("after_dispatch", step, metrics)
             jax.block_until_ready(previous)
+            # `state` is already the state after `step`. If the guards halted the run at `step - 1`,
+            # `step` changed no parameter (`guards.check_step`).
             self._call_step_ended(step - 1, previous, state)
 
             # Hooks
@@ -285,7 +287,7 @@ class Trainer:
                     later = [h for h in self._due_hooks(step, ends_stage) if h not in due]
                     self._call_due_hooks(later, dataclasses.replace(info, stopping=True))
                 self.clock.resume()
-            if begins_stage:  # exclude the compilation from the measured time
+            if enters_stage:  # exclude the compilation from the measured time
                 jax.block_until_ready(metrics)
                 self.clock.restart(step)
             if self._stopping:

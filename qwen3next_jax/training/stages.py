@@ -381,7 +381,7 @@ def rows_taken_by_stream(streams: Mapping[str, float], rows: int) -> dict[str, i
     return dict(zip(streams, row_counts_of_streams(tuple(streams.values()), rows), strict=True))
 
 
-def place_cursors(
+def start_data_at_cursors(
     stages: Sequence[ResolvedStage], data: Sequence[DataSource], first: DataCursor
 ) -> DataCursors:
     """Computes the cursor of every stage, and makes the data of each stage begin at its cursor.
@@ -406,7 +406,7 @@ def place_cursors(
     return cursors
 
 
-def first_cursor(cursors: DataCursors) -> DataCursor:
+def cursor_of_first_step(cursors: DataCursors) -> DataCursor:
     """Returns the cursor of the stage that contains the first step of the run."""
     return next(cursor for cursor in cursors if cursor)
 
@@ -421,7 +421,7 @@ def stage_index_of_step(cursors: DataCursors, step: int) -> int:
     """
     return max(
         (i for i, cursor in enumerate(cursors) if cursor and cursor.step < step),
-        default=cursors.index(first_cursor(cursors)),
+        default=cursors.index(cursor_of_first_step(cursors)),
     )
 
 

@@ -5,7 +5,8 @@ the results may differ by rounding, because cuDNN's attention sums gradients in 
 params      the parameters: a nested dict of float32 arrays, as `nnx.to_pure_dict` names them
 opt_state   the state of the optimizers (see `join_opt_state`)
 step        int32, the number of steps taken so far
-guards      the state of the numerical guards (see `guards.init_guards`)
+guards      the state of the numerical guards (see `guards.init_guards`). Its "data_offset" counts
+            the batches that rewinds have skipped, so step + data_offset is the place in the data.
 
 An update rule may add entries to the train state (see the file `update_rules`), such as "ema", the
 moving average of the parameters (see the file `average`).

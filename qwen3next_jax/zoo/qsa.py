@@ -684,7 +684,7 @@ def block_sparse_attention(
             position=positions.query_position,
             segment=positions.query_segment,
             complete_blocks_before=row_blocks.block_index_of_token,
-            block_key=row_blocks.pooled_key,
+            block_indexer_key=row_blocks.pooled_key,
             block_end_position=row_blocks.first_token_position + ratio - 1,
             block_segment=row_blocks.segment_id,
         )

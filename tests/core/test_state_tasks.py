@@ -63,15 +63,14 @@ def test_inputs_move_few_things(task, max_moved, inputs):
         assert sum(x != i for i, x in enumerate(elements[number])) <= max_moved
 
 
-@pytest.mark.parametrize(
-    ("source", "fingerprint"),
-    [("parity", "c53184945dbd93d1172b"), ("mqar", "8374adda45531bc9869f")],
-)
-def test_a_younger_setting_keeps_the_fingerprint(source, fingerprint):
-    """Runs that were made before `max_moved` have these fingerprints, and go on."""
-    data = DataConfig(source=source)
-    made = {"parity": lambda: open_data(data, 32, 4, 8), "mqar": lambda: open_data(data, 64, 4, 64)}
-    assert made[source]().fingerprint == fingerprint
+@pytest.mark.parametrize(("task", "changes"), [("parity", False), ("s5", True)])
+def test_fingerprint_follows_the_settings_read(task, changes):
+    """Only a setting that the task reads changes the fingerprint of its rows."""
+    two, three = (
+        open_data(DataConfig(source=task, synthetic=SyntheticConfig(max_moved=moved)), 32, 4, 128)
+        for moved in (2, 3)
+    )
+    assert (two.fingerprint != three.fingerprint) == changes
 
 
 def test_no_even_permutation_moves_two_things():

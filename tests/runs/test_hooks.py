@@ -18,7 +18,7 @@ from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.training import loop
 from qwen3next_jax.training.hooks import Hook, exit_code_of_hook_error
 from qwen3next_jax.training.loop import Trainer
-from qwen3next_jax.training.stages import DataCursor, open_data_of_stages, place_cursors
+from qwen3next_jax.training.stages import DataCursor, open_data_of_stages, start_data_at_cursors
 from tests.in_process import resolved, shared_step, train
 from tests.runs.test_branching import with_
 
@@ -113,7 +113,7 @@ def test_a_stop_when_a_due_step_has_ended_is_saved(tmp_path):
 
     def stop(trainer):
         class Stop(Hook):
-            def step_ended(self, step, metrics, state):
+            def step_ended(self, step, metrics, newest_state):
                 if step == 2:
                     trainer.stop()
 
@@ -186,7 +186,7 @@ def trainer_of(config):
     run = resolved(config)
     data = open_data_of_stages(run.stages, run.model.vocab_size)
     first = DataCursor(data[0].fingerprint, data[0].batch_size)
-    trainer = Trainer(run, data, place_cursors(run.stages, data, first), shared_step)
+    trainer = Trainer(run, data, start_data_at_cursors(run.stages, data, first), shared_step)
     return trainer, run.init_state()
 
 

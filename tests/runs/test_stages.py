@@ -24,10 +24,10 @@ from qwen3next_jax.training.stages import (
     data_offset_after_rewind,
     epoch_by_stream,
     open_data_of_stages,
-    place_cursors,
     reading_by_source,
     resolve_stages,
     stage_index_of_step,
+    start_data_at_cursors,
     tokens_seen,
 )
 from tests.in_process import train
@@ -215,7 +215,7 @@ def mixed(texts):
     config = dataclasses.replace(with_(model={"vocab_size": 257}), data=data, train=train)
     rows = opened(config)
     stages = resolve_stages(config)
-    cursors = place_cursors(stages, rows, DataCursor(rows[0].fingerprint, 4))
+    cursors = start_data_at_cursors(stages, rows, DataCursor(rows[0].fingerprint, 4))
     drawn = []
     for stage, read, cursor in zip(stages, rows, cursors, strict=True):
         first = cursor.batch_index(stage.steps_before + 1, 0)
@@ -252,7 +252,7 @@ def test_a_dry_run_counts_the_epochs_of_a_branch_as_its_training_does(mixed):
     branch = dataclasses.replace(config, train=dataclasses.replace(train, steps=18))
     (rows,), stages = opened(branch), resolve_stages(branch)
     begun = DataCursor(rows.fingerprint, 4).for_next_stage(0, rows).for_next_stage(9, rows)
-    (cursor,) = place_cursors(stages, [rows], begun)
+    (cursor,) = start_data_at_cursors(stages, [rows], begun)
     exact = reading_by_source(cursor.rows_read_by_stream(18), rows.stream_epochs)
     sizes = {epoch.source: epoch.rows for epoch in rows.stream_epochs.values()}
     estimates = [Estimate(sizes.get(name, 1) * 16, 1) for name in "abc"]

@@ -84,8 +84,8 @@ class Form:
       layer_embedding_entries: function (config, number) that yields the `ParameterEntry` of each
         parameter of a layer's own embedding (`model.ple`). `number` counts the layers that have an
         embedding of their own, from 0. None: the form has no layers with an embedding of their own.
-      layer_constant_tensors: function (config, number) → {name of a tensor: its integers}, for the
-        tensors that hold constants of embedding `number` (as in `layer_embedding_entries`). The
+      embedding_constant_tensors: function (config, number) → {name of a tensor: its integers}, for
+        the tensors that hold constants of embedding `number` (as in `layer_embedding_entries`). The
         settings determine the integers.
     """
 
@@ -109,7 +109,7 @@ class Form:
     layer_norm_entries: Callable[[ModelConfig, str], Iterator[ParameterEntry]] = layer_norm_entries
     final_norm_entries: EntryFunction = final_norm_entries
     layer_embedding_entries: Callable[[ModelConfig, int], Iterator[ParameterEntry]] | None = None
-    layer_constant_tensors: Callable[[ModelConfig, int], Mapping[str, np.ndarray]] | None = None
+    embedding_constant_tensors: Callable[[ModelConfig, int], Mapping[str, np.ndarray]] | None = None
 
 
 # Settings that need no field in config.json. They say how the model is computed, how its weights

@@ -338,7 +338,7 @@ TEXT = dataclasses.replace(
     layer_norm_entries=_layer_norm_entries,
     final_norm_entries=_final_norm_entries,
     layer_embedding_entries=_layer_embedding_entries,
-    layer_constant_tensors=_layer_constants,
+    embedding_constant_tensors=_layer_constants,
 )
 WRAPPER: Form = dataclasses.replace(
     TEXT,

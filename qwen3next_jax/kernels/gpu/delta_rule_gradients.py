@@ -13,9 +13,10 @@ tokens j, their columns tokens i. The transposition makes the errors E a left op
 takes from registers.
 
 With keys of 256 channels, one block fills a multiprocessor and needs more registers than one
-warpgroup has, so a block has two warpgroups. Both warpgroups compute E. Each warpgroup computes two
-of the four tiles of key channels of dQ and dK. The first warpgroup computes the gradient of K K^T,
-the second warpgroup the gradient of Q K^T. At the end the sums of both warpgroups are added.
+warpgroup has, so a block has two warpgroups. Both warpgroups compute E. dQ and dK have four tiles
+of 64 key channels, and each warpgroup computes two of them. The first warpgroup computes the
+gradient of K K^T, the second warpgroup the gradient of Q K^T. At the end the sums of both
+warpgroups are added.
 
 C = 64 tokens of a chunk.
 """

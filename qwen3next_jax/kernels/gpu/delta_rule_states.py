@@ -17,8 +17,8 @@ If rows are split into P pieces (`Problem.best_work_split`), two kernels run one
 Pieces are numbered in the order in which the state, or its gradient, passes through them: in a
 backward pass, piece 0 is the end of the row. The first kernel computes piece 0, whose first state
 is known, and at the same time the affine maps of the pieces 1 to P - 2: if S is the state before a
-piece, U + M S is the state after the piece. XLA composes the maps. The second kernel computes the
-pieces 1 to P - 1, all at the same time.
+piece, U + M S is the state after the piece. XLA composes the maps, which gives the
+state before each piece. The second kernel computes all pieces but piece 0, all at the same time.
 
 C = 64 tokens of a chunk.
 """

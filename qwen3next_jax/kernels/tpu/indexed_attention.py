@@ -335,7 +335,7 @@ def _mask_inputs_and_limits(sizes: _CallSizes, ratio: int, rows, chosen, index_q
     documents of the queries, and for each tile of keys the last tile of queries in the documents of
     the keys.
     """
-    count = rows.block_key.shape[1]
+    count = rows.block_indexer_key.shape[1]
     tail = (rows.position + 1) // ratio * ratio
     queries = _stack_as_padded_rows(
         sizes.padded_tokens, rows.position, rows.segment, tail, *chosen, filler=-2
@@ -348,7 +348,7 @@ def _mask_inputs_and_limits(sizes: _CallSizes, ratio: int, rows, chosen, index_q
     keys = _stack_as_padded_rows(
         sizes.padded_tokens, rows.position, rows.segment, number, end, filler=-1
     )
-    token_k = _pad_end(take(rows.block_key, number), sizes.padded_tokens)
+    token_k = _pad_end(take(rows.block_indexer_key, number), sizes.padded_tokens)
     start = _document_starts(rows.segment)
     stop = sizes.tokens_per_row - 1 - _document_starts(rows.segment[:, ::-1])[:, ::-1]
     # Padding is a document of its own.
@@ -678,7 +678,7 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
       index_q: [B, T, H, I], the indexer's queries.
       interpret: whether a CPU interprets the kernel.
     """
-    (batch, count, width), tokens = rows.block_key.shape, index_q.shape[1]
+    (batch, count, width), tokens = rows.block_indexer_key.shape, index_q.shape[1]
     memory = lambda tile: _vmem_bytes_of_choice(tile, count, width, index_q.dtype.itemsize)
     small = (t for t in TILES if t <= tokens and memory(t) <= chip.vmem_budget_bytes())
     tile = next(small, TILES[-1])
@@ -686,7 +686,7 @@ def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False)
     at_once = next(n for n in range(CHUNKS_AT_ONCE, 0, -1) if chunks % n == 0)
     size, padded, all_queries = at_once * CHUNK, chunks * CHUNK, tiles * tile
     beyond = ((0, 0), (0, padded - count))
-    block_k = jnp.pad(rows.block_key, (*beyond, (0, 0)))
+    block_k = jnp.pad(rows.block_indexer_key, (*beyond, (0, 0)))
     blocks = _stack_as_padded_rows(
         padded,
         rows.block_end_position,

@@ -61,7 +61,7 @@ def _from_query_blocks(x, t, n):
 
 def _visible_mask(position_BC, segment_BC, kv_segment_BC, first_key, size_k):
     """Returns booleans [B, 1, 1, C, C]: whether each query of a block (second last axis) may attend
-    to each key of a block (last axis).
+    to each key of a block (last axis): a key of its own document that is not after it.
     """
     key = first_key + jnp.arange(size_k, dtype=jnp.int32)
     mask = key[None, None] <= position_BC[:, :, None]

@@ -207,8 +207,8 @@ def signed_segment_ids(segment_ids, before=None):
     token keeps the id of its document. Padding gets minus the id of the last document before the
     padding, or -1 if there is no document before it.
 
-    The absolute value of a signed id names the document whose state is carried through the
-    position. The sign of a signed id says whether the position holds a token.
+    If a signed id is negative, the position holds padding. The absolute value of the signed id is
+    the id of the document whose state is carried through the position.
 
     Args:
       segment_ids: [B, T] integers.

@@ -41,8 +41,8 @@ SAVE_ERRORS = (OSError, ValueError, RuntimeError)
 
 @epath.register_path_cls
 class OrbaxPath(type(epath.Path("/"))):
-    """A path of a folder, on a disk or in a bucket, that Orbax gets in place of `epath.Path`. It
-    replaces the method `glob`.
+    """A subclass of `epath.Path` with another method `glob`. The class is registered, so Orbax gets
+    it wherever Orbax makes a path.
 
     Orbax finds the files of each process with `glob`. `epath.Path.glob` treats the whole path as a
     pattern. So in a folder named `lr=[0.1]`, `epath.Path.glob` finds nothing, and Orbax writes a

@@ -24,7 +24,7 @@ class TokensAndBlocks(NamedTuple):
       complete_blocks_before: [B, T] int32, the number of complete blocks in the row that end before
         the token. For a token of a complete block, complete_blocks_before is the index of the
         block.
-      block_key: [B, G, I], the pooled key of each block.
+      block_indexer_key: [B, G, I], the pooled key of each block.
       block_end_position: [B, G] int32, the position of each block's last token.
       block_segment: [B, G] int32, the segment id of each block's document; 0 after the last block.
     """
@@ -32,7 +32,7 @@ class TokensAndBlocks(NamedTuple):
     position: jax.Array
     segment: jax.Array
     complete_blocks_before: jax.Array
-    block_key: jax.Array
+    block_indexer_key: jax.Array
     block_end_position: jax.Array
     block_segment: jax.Array
 
