@@ -164,9 +164,15 @@ class Weights:
         for stored_name, location in tensors.items():
             name = self._tensor_name(stored_name)
             if name in self._locations:
+                other = self._locations[name].file
+                if other != file:
+                    raise UserError(
+                        f"{file}: tensor {name} is also in {other.name}: expected it once"
+                    )
+                names = [one for one in tensors if self._tensor_name(one) == name]
                 raise UserError(
-                    f"{file}: tensor {name} is also in another file of the directory: expected it "
-                    "once"
+                    f"{file}: {' and '.join(names)} are two names of the same tensor: expected one "
+                    "of them"
                 )
             self._locations[name] = location
 

@@ -818,6 +818,26 @@ DAMAGE = {
         ),
         ("model.layers.1.linear_attn.k_conv1d.weight",),
     ),
+    "a norm under both of its names": (
+        lambda d: (
+            _replace("olmo_hybrid_tiny")(d),
+            edit_tensors(
+                d,
+                lambda tensors: tensors.update(
+                    {
+                        "model.layers.0.attention_layer_norm.weight": tensors[
+                            "model.layers.0.input_layernorm.weight"
+                        ]
+                    }
+                ),
+            ),
+        ),
+        (
+            "model.safetensors",
+            "model.layers.0.attention_layer_norm.weight",
+            "model.layers.0.input_layernorm.weight",
+        ),
+    ),
     "YaRN of Olmo Hybrid": (
         _replace(
             "olmo_hybrid_tiny",

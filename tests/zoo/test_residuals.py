@@ -101,8 +101,10 @@ class Stack(nnx.Module):
 
 @forms
 def test_a_residual_stream_is_its_formula(name):
-    """Output and all gradients in float64, with functions in place of mixers and MLPs."""
-    config = config_of(name)
+    """Output and all gradients in float64, with functions in place of mixers and MLPs, and with an
+    ε of the norms that no rounding hides.
+    """
+    config = dataclasses.replace(config_of(name), rms_norm_eps=0.1)
     placement = config.block.import_part("placement")
     graph, params = nnx.split(drawn(lambda: Stack(config)))
     params = moved(params)
@@ -133,12 +135,13 @@ def test_a_residual_stream_is_its_formula(name):
         (_, want), d_want = run(theirs)(exact, x)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-5 * np.abs(b).max()),
+        # 1e-12 is above what float64's rounding leaves of a gradient of 0
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-5 * np.abs(b).max() + 1e-12),
         (nnx.to_pure_dict(d_params), d_x),
         d_want,
     )
     flat = jax.tree_util.tree_leaves_with_path(d_want)
-    still = {jax.tree_util.keystr(path) for path, d in flat if not np.any(d)}
+    still = {jax.tree_util.keystr(path) for path, d in flat if np.abs(d).max() < 1e-12}
     # The first mixer reads the embedding alone, whatever its query.
     first = "[0]['blocks'][0]['mixer_norm']"
     alone = {f"{first}['query']", f"{first}['key_norm']"}
