@@ -58,23 +58,23 @@ def test_classes_cover_every_length_once(length):
 def test_ranges_list_every_document_once():
     """Lengths and offsets, the same by document, and the same by token."""
     ids = ids_of(ROWS, T)
-    first, length = document_ranges.document_starts_and_lengths(jnp.asarray(ids))
+    first, length = document_ranges.starts_and_lengths_by_token(jnp.asarray(ids))
     found = []
     for of in document_ranges.length_classes(T):
         ranges = jax.tree.map(np.asarray, document_ranges.ranges_of_class(first, length, of))
         width = of.longest
-        assert ranges.offsets.shape == (len(ROWS) * T // width, of.max_documents_per_row + 1)
+        assert ranges.starts_in_row.shape == (len(ROWS) * T // width, of.max_documents_per_row + 1)
         used = ranges.lengths >= 0
-        assert np.array_equal(ranges.offsets[:, :-1] >= 0, used)
-        assert np.all(ranges.offsets[:, -1] == -1)
-        begins = (ranges.offsets[:, :-1] + width * np.arange(len(used))[:, None])[used]
+        assert np.array_equal(ranges.starts_in_row[:, :-1] >= 0, used)
+        assert np.all(ranges.starts_in_row[:, -1] == -1)
+        begins = (ranges.starts_in_row[:, :-1] + width * np.arange(len(used))[:, None])[used]
         counts = ranges.lengths[used]
-        np.testing.assert_array_equal(ranges.flat_offsets[: len(begins)], begins)
+        np.testing.assert_array_equal(ranges.flat_starts[: len(begins)], begins)
         np.testing.assert_array_equal(ranges.flat_lengths[: len(begins)], counts)
         assert not np.any(ranges.flat_lengths[len(begins) :])
         tokens = np.concatenate([np.arange(a, a + n) for a, n in zip(begins, counts)])
         np.testing.assert_array_equal(np.flatnonzero(ranges.covered), tokens)
-        by_token = ranges.flat_offsets[ranges.document_of_token] + ranges.position_in_document
+        by_token = ranges.flat_starts[ranges.document_of_token] + ranges.position_in_document
         np.testing.assert_array_equal(by_token.reshape(-1)[tokens], tokens)
         found += zip(begins.tolist(), counts.tolist())
     expected = [
@@ -93,9 +93,9 @@ def test_shared_documents_end_the_keys_and_begin_the_queries():
         jnp.asarray(later), jnp.asarray(rows)
     )
     np.testing.assert_array_equal(queries.lengths, [[1, -1], [-1, -1], [-1, -1], [4, -1]])
-    np.testing.assert_array_equal(queries.offsets[:, 0], [0, -1, -1, 0])
+    np.testing.assert_array_equal(queries.starts_in_row[:, 0], [0, -1, -1, 0])
     np.testing.assert_array_equal(keys.lengths, [[2, -1], [-1, -1], [-1, -1], [2, -1]])
-    np.testing.assert_array_equal(keys.offsets[:, 0], [2, -1, -1, 2])
+    np.testing.assert_array_equal(keys.starts_in_row[:, 0], [2, -1, -1, 2])
 
 
 def test_packed_documents_are_separate_documents():

@@ -144,7 +144,7 @@ def _forward_of_part(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, int
             *document_ranges.ranges_of_shared_documents(segment_ids, kv_segment_ids)
         )
         return computed(q, k, v, documents, result)
-    first, length = document_ranges.document_starts_and_lengths(segment_ids)
+    first, length = document_ranges.starts_and_lengths_by_token(segment_ids)
     for of in document_ranges.length_classes(q.shape[1]):
         ranges = document_ranges.ranges_of_class(first, length, of)
         rows = (x.reshape(-1, of.longest, *x.shape[2:]) for x in (q, k, v))
@@ -180,7 +180,7 @@ def _backward_of_part(
             *document_ranges.ranges_of_shared_documents(segment_ids, kv_segment_ids)
         )
         return computed(q, k, v, o, do, documents, result)
-    first, length = document_ranges.document_starts_and_lengths(segment_ids)
+    first, length = document_ranges.starts_and_lengths_by_token(segment_ids)
     for of in document_ranges.length_classes(q.shape[1]):
         ranges = document_ranges.ranges_of_class(first, length, of)
         rows = (x.reshape(-1, of.longest, *x.shape[2:]) for x in (q, k, v, o, do))
@@ -228,7 +228,7 @@ def _logsumexp_by_document(logsumexp_BNT, ranges: document_ranges.DocumentRanges
     tokens = logsumexp_BNT.swapaxes(1, 2).reshape(-1, logsumexp_BNT.shape[1])
     place = jnp.arange(width)
     in_document = (place < ranges.flat_lengths[:, None])[..., None]
-    at = jnp.minimum(ranges.flat_offsets[:, None] + place, tokens.shape[0] - 1)
+    at = jnp.minimum(ranges.flat_starts[:, None] + place, tokens.shape[0] - 1)
     return jnp.where(in_document, tokens[at], xla.UNSEEN).swapaxes(1, 2)
 
 

@@ -177,8 +177,8 @@ def _length_and_offset_arguments(documents: Documents) -> dict[str, jax.Array]:
     return {
         "q_seqlen": documents.queries.lengths,
         "kv_seqlen": documents.keys.lengths,
-        "q_offsets": documents.queries.offsets,
-        "kv_offsets": documents.keys.offsets,
+        "q_offsets": documents.queries.starts_in_row,
+        "kv_offsets": documents.keys.starts_in_row,
     }
 
 
@@ -231,7 +231,7 @@ def _token_indices(q, k, documents):
             return row + jnp.arange(width)
         used = ranges.lengths.reshape(-1) >= 0
         order = jnp.argsort(~used, stable=True)
-        begin = (ranges.offsets[:, :-1] + row).reshape(-1)[order][:, None]
+        begin = (ranges.starts_in_row[:, :-1] + row).reshape(-1)[order][:, None]
         count = jnp.where(used, ranges.lengths.reshape(-1), 0)[order][:, None]
         place = jnp.arange(width)
         return jnp.where(place < count, begin + place, -1)

@@ -91,7 +91,7 @@ class SharedMemory(NamedTuple):
 
     q_slots: Any
     k_slots: Any
-    v_slots: Any  # in the backward pass dO
+    v_or_do_slots: Any  # in the backward pass dO
     p_beta_slots: Any
     inverse_slots: Any
     norm_row_slots: Any
@@ -250,7 +250,11 @@ class _StatePassBlock:
         self.p, self.work, self.w = p, work, jax.lax.axis_index("warpgroups")
         self.b, self.h, self.c = work.batch_index, work.head_index, work.first_tile + self.w
         self.first_gmem, self.last_gmem = inputs.first_states_gmem, last_gmem
-        self.q_slots, self.k_slots, self.v_slots = shared.q_slots, shared.k_slots, shared.v_slots
+        self.q_slots, self.k_slots, self.v_or_do_slots = (
+            shared.q_slots,
+            shared.k_slots,
+            shared.v_or_do_slots,
+        )
         self.p_beta_slots, self.inverse_slots = shared.p_beta_slots, shared.inverse_slots
         self.norm_row_slots, self.gate_row_slots = shared.norm_row_slots, shared.gate_row_slots
         self.state_tiles, self.result_tiles = shared.state_tiles, shared.result_tiles
@@ -258,7 +262,7 @@ class _StatePassBlock:
         self.inputs = (
             (inputs.q_gmem, shared.q_slots),
             (inputs.k_gmem, shared.k_slots),
-            (inputs.v_gmem, shared.v_slots),
+            (inputs.v_gmem, shared.v_or_do_slots),
             (inputs.p_beta_gmem, shared.p_beta_slots),
             (inputs.norm_rows_gmem, shared.norm_row_slots),
             (inputs.gate_rows_gmem, shared.gate_row_slots),
@@ -345,7 +349,7 @@ class _StatePassBlock:
         """Returns the transposed tile of v, or in the backward pass of dO. For a tile of M in a map
         U + M S, the result is zeros.
         """
-        values = load_transposed_tile(self.v_slots.at[slot, self.w])
+        values = load_transposed_tile(self.v_or_do_slots.at[slot, self.w])
         if not self.work.computes_maps:
             return values
         is_u = (self.c < self.p.value_tile_count).astype(jnp.float32)

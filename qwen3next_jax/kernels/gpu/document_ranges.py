@@ -46,20 +46,20 @@ class DocumentRanges(NamedTuple):
     Attributes:
       lengths: int32 [R, M], number of tokens of each document, in order; -1 after the last
         document.
-      offsets: int32 [R, M + 1], index in its row of each document's first token; -1 after the last
-        document of the row, and in the last column.
-      flat_offsets: int32 [R · M], the first token of each document of all rows, in order, as an
+      starts_in_row: int32 [R, M + 1], index in its row of each document's first token; -1 after the
+        last document of the row, and in the last column.
+      flat_starts: int32 [R · M], the first token of each document of all rows, in order, as an
         index among all R · L tokens; 0 after the last document.
       flat_lengths: int32 [R · M], number of tokens of each document of all rows; 0 after the last
         document.
       covered: bool [B, T], whether a token belongs to one of the documents in `lengths`.
-      document_of_token: int32 [B, T], index in `flat_offsets` of the document of a covered token.
+      document_of_token: int32 [B, T], index in `flat_starts` of the document of a covered token.
       position_in_document: int32 [B, T], position of a covered token in its document.
     """
 
     lengths: jax.Array
-    offsets: jax.Array
-    flat_offsets: jax.Array
+    starts_in_row: jax.Array
+    flat_starts: jax.Array
     flat_lengths: jax.Array
     covered: jax.Array
     document_of_token: jax.Array
@@ -78,7 +78,7 @@ def length_classes(length: int) -> tuple[LengthClass, ...]:
     return tuple(classes)
 
 
-def document_starts_and_lengths(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def starts_and_lengths_by_token(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns two arrays int32 [B, T] about the document of each token: the index in the row of the
     document's first token, and the number of tokens of the document (0 for padding).
 
@@ -99,7 +99,7 @@ def ranges_of_class(first_BT: jax.Array, length_BT: jax.Array, of: LengthClass) 
     """Returns the documents of one class.
 
     Args:
-      first_BT, length_BT: the results of `document_starts_and_lengths`.
+      first_BT, length_BT: the results of `starts_and_lengths_by_token`.
       of: the class. Its longest length divides T.
     """
     position = jnp.arange(first_BT.shape[1], dtype=jnp.int32) - first_BT
@@ -123,7 +123,7 @@ def ranges_of_shared_documents(
 
     def ranges(ids):
         covered = (ids == last_B1) & shared_B1
-        first, length = document_starts_and_lengths(ids)
+        first, length = starts_and_lengths_by_token(ids)
         position = jnp.arange(ids.shape[1], dtype=jnp.int32) - first
         return _ranges_that_begin_at(
             covered & (position == 0), length, covered, position, documents=2
@@ -143,15 +143,15 @@ def _ranges_that_begin_at(
     column = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), begins_RL.shape)
     of_row = jnp.where(begins_RL, jnp.cumsum(begins_RL, axis=1) - 1, documents)
     none = jnp.full((rows, documents), -1, jnp.int32)
-    offsets = none.at[row, of_row].set(column, mode="drop")
+    starts_in_row = none.at[row, of_row].set(column, mode="drop")
     lengths = none.at[row, of_row].set(length_RL, mode="drop")
     document = (jnp.cumsum(begins_RL.reshape(-1)) - 1).astype(jnp.int32)
     of_all = jnp.where(begins_RL.reshape(-1), document, rows * documents)
     empty = jnp.zeros(rows * documents, jnp.int32)
     return DocumentRanges(
         lengths=lengths,
-        offsets=jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1),
-        flat_offsets=empty.at[of_all].set(jnp.arange(rows * width, dtype=jnp.int32), mode="drop"),
+        starts_in_row=jnp.pad(starts_in_row, ((0, 0), (0, 1)), constant_values=-1),
+        flat_starts=empty.at[of_all].set(jnp.arange(rows * width, dtype=jnp.int32), mode="drop"),
         flat_lengths=empty.at[of_all].set(length_RL.reshape(-1), mode="drop"),
         covered=covered,
         document_of_token=document.reshape(covered.shape),
