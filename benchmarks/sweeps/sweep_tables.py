@@ -5,6 +5,8 @@ a sweep: one row for each value on the x axis, with the results of every seed in
     python benchmarks/sweeps/sweep_tables.py docs/sweeps/mqar.json
     # prints a table for each metric that is named
     python benchmarks/sweeps/sweep_tables.py docs/sweeps/mqar.json "heldout accuracy"
+    # the same in percent
+    python benchmarks/sweeps/sweep_tables.py docs/sweeps/mqar.json "heldout accuracy" --percent
 """
 
 import json
@@ -17,6 +19,7 @@ def main():
     parser = harness.arguments(__doc__)
     parser.add_argument("results", type=pathlib.Path)
     parser.add_argument("metrics", nargs="*")
+    parser.add_argument("--percent", action="store_true", help="shares as whole percents")
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text())
     points, axes = results["points"], results["axes"]
@@ -28,12 +31,14 @@ def main():
     if not arguments.metrics:
         print("\n".join([*known, "", *results["findings"]]))
     for metric in arguments.metrics:
-        _print_table(points, axes, results["x"], metric)
+        _print_table(points, axes, results["x"], metric, arguments.percent)
     minutes = sum(point["seconds"] for point in points) / 60
     print(f"\n{len(points)} points, {minutes:.0f} minutes in all")
 
 
-def _print_table(points: list[dict], axes: dict[str, list], x: str, metric: str) -> None:
+def _print_table(
+    points: list[dict], axes: dict[str, list], x: str, metric: str, percent: bool
+) -> None:
     """Prints a table in Markdown.
 
     A row is a value of the axis `x`. A column is a combination of the values of all other axes
@@ -54,7 +59,7 @@ def _print_table(points: list[dict], axes: dict[str, list], x: str, metric: str)
         row = [point for point in measured if point[x] == value]
         cells = [
             " ".join(
-                f"{point[metric]:.4g}"
+                f"{100 * point[metric]:.0f}" if percent else f"{point[metric]:.4g}"
                 for point in row
                 if tuple(point[axis] for axis in others) == column
             )

@@ -3,7 +3,7 @@ four layers of width 64, with attention in every, every second, every fourth or 
 
     uv run qwen3next sweep configs/sweeps/state_ratio.py --workers=2
 
-Size: 11 models × 3 tasks × 3 seeds, 99 points of about a minute each.
+Size: 22 models × 5 tasks × 3 seeds, 330 points of about 45 CPU seconds each.
 Result: docs/state.md.
 """
 
@@ -35,18 +35,30 @@ def layers(kinds, **settings):
 
 NO_POSITIONS = {"full_mixer": "nope_attention"}
 TWO_WRITES = {"linear_mixer": "gated_deltaproduct"}
+
+
+def recurrent(name, kinds):
+    """Returns the models with recurrent layers of these kinds: β in (0, 1) or in (0, 2), one or two
+    writes a token, and attention, where there is any, with or without positions.
+    """
+    models = {}
+    for beta_range in (1, 2):
+        for writes, mixer in (("", {}), (", 2 writes", TWO_WRITES)):
+            model = f"{name}, beta {beta_range}{writes}"
+            models[model] = layers(kinds, beta_range=beta_range, **mixer)
+            if FULL in kinds:
+                models[f"{model}, no positions"] = layers(
+                    kinds, beta_range=beta_range, **mixer, **NO_POSITIONS
+                )
+    return models
+
+
 MODELS = {
     "every": layers(EVERY),
     "every, no positions": layers(EVERY, **NO_POSITIONS),
-    "every second, beta 1": layers(EVERY_SECOND, beta_range=1),
-    "every second, beta 2": layers(EVERY_SECOND),
-    "every fourth, beta 1": layers(EVERY_FOURTH, beta_range=1),
-    "every fourth, beta 2": layers(EVERY_FOURTH),
-    "every fourth, beta 2, no positions": layers(EVERY_FOURTH, **NO_POSITIONS),
-    "every fourth, beta 2, 2 writes": layers(EVERY_FOURTH, **TWO_WRITES),
-    "none, beta 1": layers(NONE, beta_range=1),
-    "none, beta 2": layers(NONE),
-    "none, beta 2, 2 writes": layers(NONE, **TWO_WRITES),
+    **recurrent("every second", EVERY_SECOND),
+    **recurrent("every fourth", EVERY_FOURTH),
+    **recurrent("none", NONE),
 }
 TASKS = {
     # A lookup alone: four keys with a value each, then queries.
@@ -75,6 +87,12 @@ TASKS = {
         "data.source": "s3",
         "train.steps": 700,
         "train.stages": ({"steps": 200, "sequence_length": 8, "batch_size": 128}, {"steps": 500}),
+    },
+    "parity": {"data.source": "parity"},
+    "modular_addition": {
+        "data.source": "modular_addition",
+        "train.steps": 1400,
+        "train.stages": ({"steps": 400, "sequence_length": 8, "batch_size": 128}, {"steps": 1000}),
     },
 }
 
