@@ -80,19 +80,17 @@ FOUR_LAYERS = {
     "every fourth, beta 2": "every fourth",
     "none, beta 2": "recurrent",
 }
-FOUR_LAYERS_PARITY = {
+FOUR_LAYERS_BY_BETA = {
     "every": "attention",
-    "every second, beta 2": "every second",
-    "every fourth, beta 1": "every fourth, β < 1",
-    "every fourth, beta 2": "every fourth, β < 2",
-    "none, beta 2": "recurrent, β < 2",
-}
-FOUR_LAYERS_WRITES = {
-    "every": "attention",
-    "every fourth, beta 2": "every fourth",
-    "every fourth, beta 2, 2 writes": "every fourth, 2 writes",
     "none, beta 2": "recurrent",
+    "every fourth, beta 1": "both, β < 1",
+    "every fourth, beta 2": "both, β < 2",
+}
+FOUR_LAYERS_BY_WRITES = {
+    "every": "attention",
     "none, beta 2, 2 writes": "recurrent, 2 writes",
+    "every fourth, beta 2": "both",
+    "every fourth, beta 2, 2 writes": "both, 2 writes",
 }
 EVERY_FOURTH = {
     "every fourth, beta 1": "β < 1",
@@ -148,8 +146,8 @@ def draw_pictures() -> dict[str, str]:
             StateChart("Two layers: parity", "parity", TWO_LAYERS, state),
             StateChart("Four layers: key and parity", "state_recall", FOUR_LAYERS, ratio),
             StateChart("The same, attention in every fourth", "state_recall", EVERY_FOURTH, ratio),
-            StateChart("Four layers: parity", "parity", FOUR_LAYERS_PARITY, ratio),
-            StateChart("Four layers: addition", "modular_addition", FOUR_LAYERS_WRITES, ratio),
+            StateChart("Four layers: parity", "parity", FOUR_LAYERS_BY_BETA, ratio),
+            StateChart("Four layers: addition", "modular_addition", FOUR_LAYERS_BY_WRITES, ratio),
         ),
         "plan.svg": draw_plan(
             json.loads((DOCS / "planner" / "v5p_8x8x8_16k_default.json").read_text())
