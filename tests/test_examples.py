@@ -12,6 +12,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+ARGUMENTS = {"one_page": ["20"]}  # steps, in place of 500
 
 
 @pytest.mark.slow
@@ -22,7 +23,7 @@ def test_an_example_runs(script, tmp_path):
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # most of the time goes into compiling
     }
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), *ARGUMENTS.get(script.stem, [])],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
