@@ -95,8 +95,10 @@ def run(part: Part, options: argparse.Namespace, ends: float, lock: threading.Lo
             ended = f"code {child.wait(seconds)}"
         except subprocess.TimeoutExpired:
             ended = f"ended after {seconds:.0f} s, before it was done"
-            os.killpg(child.pid, signal.SIGKILL)  # and the processes that it started
-            child.wait()
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)  # and the processes that it started
+                child.wait()
         output.seek(0)
         lines = output.read().splitlines()
     pathlib.Path(output.name).unlink()

@@ -173,9 +173,8 @@ def measure(shape: shapes.Shape, options: argparse.Namespace) -> dict:
     state = run.init_state()
     batch = jax.device_put(batch_of(shape), run.batch_sharding)
     step = make_train_step(run, *run.stages)
-    decisions = trace_and_record(
-        lambda: step.trace(state, batch)
-    )  # the kernels' tests, as in a run
+    # Tests the kernels first, side by side, as a run does.
+    decisions = trace_and_record(lambda: step.trace(state, batch))
     operators = [
         f"{d.operator}: {d.implementation}: "
         + (f"the call {d.why_no_kernels}" if d.why_no_kernels else d.why_chosen)

@@ -299,7 +299,7 @@ def measure(problem: Problem, which: str, rounds: int):
             with harness.alone():
                 ms = milliseconds(run, given, rounds)
         except Exception as failure:
-            reason = " ".join(f"{type(failure).__name__}: {failure}".split())[:120]
+            reason = harness.one_line(failure)
             print(f"  {name:10} {text}: {reason}", flush=True)
             continue
         if wrong < 0.02:
@@ -376,7 +376,7 @@ def compile_all():
                     traced.lower(lowering_platforms=("cuda",)).compile()
                     failure = ""
                 except Exception as reason:
-                    failure = " ".join(f"{type(reason).__name__}: {reason}".split())[:120]
+                    failure = harness.one_line(reason)
             log = said()
             shared = ""
             while assemblies:

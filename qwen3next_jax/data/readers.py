@@ -596,8 +596,10 @@ def _text_of_json_record(
         return None
     value, where = found.value, dataclasses.replace(where, field=field)
     if messages:
-        unread = next(filter(None, map(conversations.tools_field_fault, found.objects_on_path)), "")
-        if fault := conversations.conversation_fault(value) or unread:
+        tools_fault = next(
+            filter(None, map(conversations.tools_field_fault, found.objects_on_path)), ""
+        )
+        if fault := conversations.conversation_fault(value) or tools_fault:
             bad.leave_out(where.index_in_part, where, "no conversation", fault)
             return None
         value = conversations.messages_as_text(value)

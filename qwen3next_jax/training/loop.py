@@ -361,11 +361,11 @@ class Trainer:
         if decisions:
             self._call_hook_method("step_traced", step, decisions)
 
-    def _call_step_ended(self, step: int, metrics: Metrics, state: State) -> None:
+    def _call_step_ended(self, step: int, metrics: Metrics, newest_state: State) -> None:
         """Calls `step_ended` of all hooks, unless they were already called for `step`."""
         if step > self._last_ended:
             self._last_ended = step
-            self._call_hook_method("step_ended", step, metrics, state)
+            self._call_hook_method("step_ended", step, metrics, newest_state)
 
     def _call_hook_method(self, method: str, step: int, *arguments: Any) -> None:
         """Calls the method named `method` of every hook that is a `Hook`."""

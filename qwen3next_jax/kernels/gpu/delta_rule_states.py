@@ -91,7 +91,7 @@ class SharedMemory(NamedTuple):
 
     q_slots: Any
     k_slots: Any
-    v_or_do_slots: Any  # in the backward pass dO
+    v_or_do_slots: Any  # v; in the backward pass dO
     p_beta_slots: Any
     inverse_slots: Any
     norm_row_slots: Any
@@ -250,11 +250,8 @@ class _StatePassBlock:
         self.p, self.work, self.w = p, work, jax.lax.axis_index("warpgroups")
         self.b, self.h, self.c = work.batch_index, work.head_index, work.first_tile + self.w
         self.first_gmem, self.last_gmem = inputs.first_states_gmem, last_gmem
-        self.q_slots, self.k_slots, self.v_or_do_slots = (
-            shared.q_slots,
-            shared.k_slots,
-            shared.v_or_do_slots,
-        )
+        self.q_slots, self.k_slots = shared.q_slots, shared.k_slots
+        self.v_or_do_slots = shared.v_or_do_slots
         self.p_beta_slots, self.inverse_slots = shared.p_beta_slots, shared.inverse_slots
         self.norm_row_slots, self.gate_row_slots = shared.norm_row_slots, shared.gate_row_slots
         self.state_tiles, self.result_tiles = shared.state_tiles, shared.result_tiles

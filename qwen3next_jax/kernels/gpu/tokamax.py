@@ -9,6 +9,7 @@ kernels can run.
 import importlib
 import importlib.metadata
 import os
+import re
 
 import jax
 
@@ -76,9 +77,10 @@ def _old_jax_reason() -> str:
 
 def _old_triton_reason() -> str:
     found = importlib.metadata.version("triton")
-    if tuple(map(int, found.split(".")[:2])) >= MIN_TRITON:
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) >= MIN_TRITON:
         return ""
-    return f"with triton {found}: expected 3.7 or later (the extra gpu)"
+    least = ".".join(map(str, MIN_TRITON))
+    return f"with triton {found}: expected {least} or later (the extra gpu)"
 
 
 def _old_chip_reason() -> str:
