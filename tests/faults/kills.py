@@ -70,8 +70,10 @@ def _killed_along(lab: Lab, pace: float, moment, delay, kills: int = CHAIN) -> l
             break  # it reached its end before: no kill
         time.sleep(delay())
         kill(process)
-        phases.append(_phase(workdir))
         first = _newest(workdir)
+        if first == lab.config.train.steps:
+            break  # the kill came after its last save: the next start has nothing to do
+        phases.append(_phase(workdir))
         sealed.append(first)
         lost.append(max((e["step"] for e in events(workdir, "train")), default=0) - first)
     assert lab.run(workdir) == 0, lab.log(workdir)[-2000:]
