@@ -183,7 +183,7 @@ def prepare(
         if index:
             with contextlib.suppress(UserError):  # the folder may be read-only
                 write_index(store, index, opened)
-    _check_conversations(opened, recipe, tokenizer)
+    _check_conversations_have_targets(opened, recipe, tokenizer)
     for one in opened:
         if not one.statistics[HELDOUT].documents:
             warn(
@@ -199,7 +199,7 @@ def prepare(
     return opened
 
 
-def _check_conversations(
+def _check_conversations_have_targets(
     opened: Sequence[PreparedSource], recipe: RowRecipe, tokenizer: Tokenizer
 ) -> None:
     """Warns about conversations in which no end token counts in the loss.

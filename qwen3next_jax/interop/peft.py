@@ -141,19 +141,19 @@ def _lora_pairs(config: ModelConfig, adapters: Mapping[str, np.ndarray]) -> dict
     """Returns name of a module → (lora_A, lora_B)."""
     pairs = {}
     for parameter in stored_parameters(config_without_adapters(config)):
-        parts = _adapted_parts(parameter, adapters)
-        for layer, prefix in enumerate(parameter.layer_prefixes if parts else ()):
-            of_layer = {
-                own: tuple(x[layer] if parameter.declaration.stack_shape else x for x in pair)
-                for own, pair in parts.items()
+        adapters_by_range = _adapters_by_column_range(parameter, adapters)
+        for layer, prefix in enumerate(parameter.layer_prefixes if adapters_by_range else ()):
+            adapters_of_layer = {
+                columns: tuple(x[layer] if parameter.declaration.stack_shape else x for x in pair)
+                for columns, pair in adapters_by_range.items()
             }
             for tensor in parameter.entry.slices:
-                if (pair := _lora_pair_of_tensor(parameter, tensor, of_layer)) is not None:
+                if (pair := _lora_pair_of_tensor(parameter, tensor, adapters_of_layer)) is not None:
                     pairs[prefix + tensor.name.removesuffix(".weight")] = pair
     return pairs
 
 
-def _adapted_parts(
+def _adapters_by_column_range(
     parameter: StoredParameter, adapters: Mapping[str, np.ndarray]
 ) -> dict[tuple[int, int], LoraPair]:
     """Returns the adapters of a parameter: (first column, last column + 1) of each adapted part →
@@ -170,10 +170,13 @@ def _adapted_parts(
 
 
 def _lora_pair_of_tensor(
-    parameter: StoredParameter, tensor: TensorSlice, parts: Mapping[tuple[int, int], LoraPair]
+    parameter: StoredParameter,
+    tensor: TensorSlice,
+    adapters_by_range: Mapping[tuple[int, int], LoraPair],
 ) -> LoraPair | None:
     """Returns lora_A and lora_B of the module whose weight is `tensor`, for one layer; None if the
-    tensor holds no adapted part.
+    tensor holds no adapted part. `adapters_by_range` is what `_adapters_by_column_range` returns,
+    for this layer alone.
     """
     shape, letters = parameter.declaration.shape, parameter.declaration.dim_roles
     axes, rows = parameter.entry.transpose_axes, tensor_row_indices_in_layer(parameter, tensor)
@@ -184,7 +187,7 @@ def _lora_pair_of_tensor(
     column = np.broadcast_to(np.arange(shape[-1]), [shape[axis] for axis in sorted(of_rows)])
     column = column.transpose(np.argsort(np.argsort(of_rows))).ravel()[rows]
     lora_a, lora_b = [], []
-    for (begin, end), (a, b) in parts.items():
+    for (begin, end), (a, b) in adapters_by_range.items():
         is_own = (begin <= column) & (column < end)
         if not is_own.any():
             continue

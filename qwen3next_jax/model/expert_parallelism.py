@@ -582,10 +582,15 @@ class _AllToAllExperts:
         ends_SL = jnp.cumsum(self.sizes_SSL[:, self.shard].reshape(-1))  # by sender, then expert
         row_P = low + jnp.arange(size)
         group_P = jnp.sum(row_P[:, None] >= ends_SL, axis=1)
-        read_SS, rows_SS, land_SS = self._round_offsets(low, size)
+        from_row_SS, count_SS, to_row_SS = self._round_offsets(low, size)
         received = tuple(
             exchange_rows(
-                a, jnp.zeros((size, *a.shape[1:]), a.dtype), read_SS, rows_SS, land_SS, self.axis
+                a,
+                jnp.zeros((size, *a.shape[1:]), a.dtype),
+                from_row_SS,
+                count_SS,
+                to_row_SS,
+                self.axis,
             )
             for a in rows
         )
@@ -595,9 +600,9 @@ class _AllToAllExperts:
         """Sends the results `rows_P` of one round back to the shards that sent the rows. Returns
         `total_Q`, one row for each of this shard's choices, with the results that came back.
         """
-        read_SS, rows_SS, land_SS = self._round_offsets(low, rows_P.shape[0])
+        from_row_SS, count_SS, to_row_SS = self._round_offsets(low, rows_P.shape[0])
         return exchange_rows(
-            rows_P.astype(total_Q.dtype), total_Q, land_SS.T, rows_SS.T, read_SS.T, self.axis
+            rows_P.astype(total_Q.dtype), total_Q, to_row_SS.T, count_SS.T, from_row_SS.T, self.axis
         )
 
     def _round_offsets(self, low, size):
@@ -611,14 +616,14 @@ class _AllToAllExperts:
         """
         start = jnp.maximum(self.arrives_SS, low)
         end = jnp.minimum(self.arrives_SS + self.sent_SS, low + size)
-        rows_SS = jnp.maximum(end - start, 0)
+        count_SS = jnp.maximum(end - start, 0)
         # If a pair of shards exchanges nothing, its offsets would lie far outside of the buffers,
         # which hardware may not accept.
-        read_SS, land_SS = (
-            jnp.where(rows_SS > 0, x, 0)
+        from_row_SS, to_row_SS = (
+            jnp.where(count_SS > 0, x, 0)
             for x in (self.first_SS + start - self.arrives_SS, start - low)
         )
-        return read_SS, rows_SS, land_SS
+        return from_row_SS, count_SS, to_row_SS
 
     def _sum_by_token(self, rows_QD):
         return sum_by_token(rows_QD, self.order_Q, self.shape)

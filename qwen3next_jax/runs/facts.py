@@ -151,7 +151,7 @@ def read_facts(
     """
     store = open_store(workdir)
     store.check_can_hold_run(f"--workdir={workdir}")
-    restart = restart or store.is_restart_unfinished()
+    restart = restart or store.has_unfinished_move()
     folder = RunFolder(store.workdir) if restart else read_folder(store.workdir)
     init_from = config.train.init_from
     # A resumed run does not read the model with which it began.

@@ -65,7 +65,7 @@ def _lock_and_decide_again(start: Start, data: Sequence[DataSource], store: RunS
 
     def decide_and_compare() -> dict[str, Any]:
         nonlocal decided
-        if start.facts.restart or store.is_restart_unfinished():
+        if start.facts.restart or store.has_unfinished_move():
             store.move_old_run_aside()
         decided = _decide_again(start)
         folder, tokenizers = decided.facts.folder, decided.facts.tokenizers

@@ -88,7 +88,9 @@ class ParameterGroups:
 
     def select_lazy_adamw_tables(self, tree: dict) -> dict:
         """Returns the tables of `tree`, a tree of all parameters, that lazy AdamW trains."""
-        return map_leaves(lambda path, leaf: leaf if path in self._table_paths else None, tree)
+        return map_leaves(
+            lambda path, leaf: leaf if path in self._lazy_adamw_table_paths else None, tree
+        )
 
     def scale_initial_params(self, params: dict) -> dict:
         """Returns the random initial parameters `params`, multiplied by `init_scale_factors`."""
@@ -126,7 +128,7 @@ class ParameterGroups:
         def filled(path, leaf):
             if path in self.trained_layers_by_stack:
                 return jnp.zeros_like(leaf).at[self.trained_layers_by_stack[path]].set(main[path])
-            if path in main or path in self._table_paths:
+            if path in main or path in self._lazy_adamw_table_paths:
                 return main.get(path)
             return jnp.zeros((*leaf.shape[:1], *(1,) * (leaf.ndim - 1)), leaf.dtype)
 
@@ -161,7 +163,7 @@ class ParameterGroups:
         return map_leaves(kept, after)
 
     @property
-    def _table_paths(self) -> set[str]:
+    def _lazy_adamw_table_paths(self) -> set[str]:
         return {_slash_path(path) for path in self.lazy_adamw_tables}
 
 
@@ -424,7 +426,7 @@ def _value_per_element(parameter: Declared, numbers: np.ndarray, values: Sequenc
     return broadcast_to_parameter(parameter, of_cells)
 
 
-def _describe_choice(what: str, choices: Mapping[str, ParameterChoice]) -> str:
+def _describe_choice(setting: str, choices: Mapping[str, ParameterChoice]) -> str:
     """Returns a line for the terminal: the setting and the parameters that it chooses."""
     names = [path if c.is_whole else f"parts of {path}" for path, c in choices.items()]
     listed = ", ".join(names[:NAMES_SHOWN])
@@ -432,7 +434,7 @@ def _describe_choice(what: str, choices: Mapping[str, ParameterChoice]) -> str:
         listed += ", …"
     size = sum(choice.element_count for choice in choices.values())
     arrays = "1 array" if len(names) == 1 else f"{len(names)} arrays"
-    return f"{what}: {size:,} numbers in {arrays} ({listed})"
+    return f"{setting}: {size:,} numbers in {arrays} ({listed})"
 
 
 def _slash_path(path: tuple[str | int, ...]) -> str:
