@@ -201,10 +201,10 @@ def merge_adapters(params: nnx.State, lora: LoRAConfig) -> nnx.State:
 
 
 def _parameter_plus_adapters(
-    w: jax.Array, declared: Declared, pairs: Mapping[str, Any], scale: float
+    w: jax.Array, declared: Declared, adapters_by_part: Mapping[str, Any], scale: float
 ) -> jax.Array:
-    """Returns a parameter `w` with scale · A B added to each part that has an adapter. `pairs`:
-    {name of the part: (A, B)}; the name is "" for a parameter without parts.
+    """Returns a parameter `w` with scale · A B added to each part that has an adapter.
+    `adapters_by_part`: {name of the part: (A, B)}; the name is "" for a parameter without parts.
     """
     names = "".join(chr(ord("a") + i) for i in range(len(declared.dim_roles)))
     of_letter = {
@@ -218,14 +218,16 @@ def _parameter_plus_adapters(
     def product(pair):
         return scale * jnp.einsum(formula, *pair, precision=jax.lax.Precision.HIGHEST)
 
-    if "" in pairs:
-        return w + product(pairs[""]).astype(w.dtype)
+    if "" in adapters_by_part:
+        return w + product(adapters_by_part[""]).astype(w.dtype)
     columns, begin = [], 0
     for part in declared.parts:
         own = w[..., begin : begin + part.width]
         begin += part.width
         columns.append(
-            own + product(pairs[part.name]).astype(w.dtype) if part.name in pairs else own
+            own + product(adapters_by_part[part.name]).astype(w.dtype)
+            if part.name in adapters_by_part
+            else own
         )
     return jnp.concatenate(columns, axis=-1)
 

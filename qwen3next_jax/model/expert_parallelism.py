@@ -208,13 +208,15 @@ class _Options(NamedTuple):
     keep_hidden: bool = False
 
 
-def _chunk_tokens(x_RD, expert_RA, parts: int = 1) -> int:
+def _chunk_tokens(x_RD, expert_RA, parts_per_chunk: int = 1) -> int:
     """Returns the number of tokens in a chunk: the largest divisor of the number of tokens for
     which the rows of a chunk take at most `_max_chunk_bytes()` bytes. If a chunk is processed in
-    `parts` parts, one after another, only the rows of one part have to fit.
+    `parts_per_chunk` parts, one after another, only the rows of one part have to fit.
     """
     tokens, choices = expert_RA.shape
-    most = max(parts * _max_chunk_bytes() // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
+    most = max(
+        parts_per_chunk * _max_chunk_bytes() // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1
+    )
     return next(
         tokens // n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n <= most
     )

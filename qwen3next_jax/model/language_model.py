@@ -139,15 +139,15 @@ class Qwen3Next(nnx.Module):
         block = c.block.import_part("placement")
         self.layers = nnx.List(
             [
-                block(c, *c.mixers_and_sparsity[layers[0]], make.stacked(len(layers)), layers)
-                for layers in c.layer_stacks
+                block(c, *c.mixers_and_sparsity[indices[0]], make.stacked(len(indices)), indices)
+                for indices in c.layer_stacks
             ]
         )
         for number, layer in enumerate(sorted(c.ple.layer_ids)):
-            (of_layer,) = [
-                own for own, layers in zip(self.layers, c.layer_stacks) if layer - 1 in layers
+            (stack_with_layer,) = [
+                stack for stack, indices in zip(self.layers, c.layer_stacks) if layer - 1 in indices
             ]
-            of_layer.embedding = c.ple.embedding_class()(c, make.stacked(1), number)
+            stack_with_layer.embedding = c.ple.embedding_class()(c, make.stacked(1), number)
         self.final_norm = block.make_final_norm(c, make)
         if not c.tie_word_embeddings:
             self.head = make.matrix(

@@ -157,14 +157,14 @@ def _run_layer_of_each_block(
     x_BTD: jax.Array,
     caches: Sequence[Cache],
     replayed: Sequence[jax.Array | None],
-    number: jax.Array | int,
+    layer_in_group: jax.Array | int,
     *,
     config: ModelConfig,
     context: Context,
     remat: str,
     looped: bool = False,
 ) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
-    """Applies one layer of each block: the layer with the index `number` in its group. The
+    """Applies one layer of each block: the layer with the index `layer_in_group` in its group. The
     arguments and results are those of `run_layers`, restricted to the layers with this index.
     `replayed` holds the `Context.replayed_expert_ids` of each layer. `looped`: see
     `remat.rematerialized`.
@@ -176,7 +176,7 @@ def _run_layer_of_each_block(
 
             block_params = merge_adapters(block_params, config.lora)
         block = nnx.merge(graphdef, gather_params(block_params, context.mesh, config.dtype))
-        own = context._replace(layer_in_stack=number, replayed_expert_ids=expert_ids)
+        own = context._replace(layer_in_stack=layer_in_group, replayed_expert_ids=expert_ids)
         x_BTD, aux, block_cache = apply_block(block, x_BTD, own, block_cache)
         return (
             constrain(x_BTD, context.mesh, "batch", context.logical_time_axis, None),
@@ -218,13 +218,15 @@ def _replace_expert_parameters(params: list[nnx.State], replace) -> list[nnx.Sta
     )
 
 
-def _take_expert_parameters(whole: list[nnx.State], params: list[nnx.State]) -> list[nnx.State]:
+def _take_expert_parameters(
+    with_experts: list[nnx.State], params: list[nnx.State]
+) -> list[nnx.State]:
     """Returns `params`, in which the parameters that hold several experts are replaced by those of
-    `whole`, a list of the same structure.
+    `with_experts`, a list of the same structure.
     """
     return jax.tree.map(
         lambda p, own: p if p.declared.num_experts > 1 else own,
-        whole,
+        with_experts,
         params,
         is_leaf=_is_parameter,
     )

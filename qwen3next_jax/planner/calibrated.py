@@ -198,32 +198,32 @@ def _rates_from_scaled_curves(
     name: str,
     link_share: float,
     collective_start: float,
-    network: str,
-    products: str,
-    steps: str,
+    network_source: str,
+    products_source: str,
+    steps_chip: str,
 ) -> ChipRates:
     """Returns the rates of a chip without a measured HBM curve of its own.
 
     Args:
-      network: where the link's rate and the start of a collective were measured.
-      products: where the seconds of products were measured; "": nowhere.
-      steps: the chip on which the start of a step of a kernel's grid was measured: this chip, or
-        the nearest chip with such a measurement.
+      network_source: where the link's rate and the start of a collective were measured.
+      products_source: where the seconds of products were measured; "": nowhere.
+      steps_chip: the chip on which the start of a step of a kernel's grid was measured: this chip,
+        or the nearest chip with such a measurement.
     """
     return ChipRates(
         product_curve=_V6E_PRODUCTS.scaled_to_peak(_relative_peak_rate("v6e", name, "products")),
         hbm_curve=_TPU7X_HBM.scaled_to_peak(_relative_peak_rate("tpu7x", name, "hbm")),
         reached_link_share=link_share,
         collective_start_seconds=collective_start,
-        grid_step_start_seconds=_STEP_STARTS[steps],
+        grid_step_start_seconds=_STEP_STARTS[steps_chip],
         host_bandwidth=CHIPS[name].host_bandwidth,
         rate_sources={
-            "products": products or _source_of_unmeasured_rate("product", "v6e"),
+            "products": products_source or _source_of_unmeasured_rate("product", "v6e"),
             "hbm": _source_of_unmeasured_rate("HBM curve", "tpu7x"),
-            "network": network,
+            "network": network_source,
             "steps": _STEPS
-            if steps == name
-            else f"no steps measured: those of the nearest, {steps}",
+            if steps_chip == name
+            else f"no steps measured: those of the nearest, {steps_chip}",
             "host": "the published peak (sharding/chips.py); no copy measured",
         },
     )
@@ -345,11 +345,13 @@ class CalibratedTimeline(Timeline):
         self.backlog[name] = seconds
         self._pending[name] = self.now, HBM, source
 
-    def rename_transfer(self, name: str, new: str) -> bool:
+    def rename_transfer(self, name: str, new_name: str) -> bool:
         if name in self._over:
-            self._over[new] = self._over.pop(name)
-        self.backlog = {new if key == name else key: left for key, left in self.backlog.items()}
-        return super().rename_transfer(name, new)
+            self._over[new_name] = self._over.pop(name)
+        self.backlog = {
+            new_name if key == name else key: left for key, left in self.backlog.items()
+        }
+        return super().rename_transfer(name, new_name)
 
     def finish_transfer(self, name: str) -> bool:
         if name not in self._pending:
@@ -614,14 +616,16 @@ def torus_dimensions_of_axes(network: Network, axes: Sequence[str]) -> tuple[int
     return tuple(int(d) for d in np.flatnonzero(np.ptp(places, axis=0)))
 
 
-def busiest_link_seconds(network: Network, seconds: Mapping[tuple[str, ...], float]) -> float:
+def busiest_link_seconds(
+    network: Network, seconds_by_axes: Mapping[tuple[str, ...], float]
+) -> float:
     """Returns the seconds for which the busiest links are needed.
 
     Args:
-      seconds: {mesh axes: seconds of all collectives over them}.
+      seconds_by_axes: {mesh axes: seconds of all collectives over them}.
     """
     busy = [0.0] * len(network.shape)
-    for axes, needed in seconds.items():
+    for axes, needed in seconds_by_axes.items():
         for d in torus_dimensions_of_axes(network, axes):
             busy[d] += needed
-    return max(*busy, *seconds.values(), 0.0)
+    return max(*busy, *seconds_by_axes.values(), 0.0)

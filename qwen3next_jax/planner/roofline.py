@@ -167,11 +167,11 @@ class Timeline:
         self._free[resource] = max(self.now, self._free[resource]) + seconds
         self._pending[name] = self._free[resource], resource, source
 
-    def rename_transfer(self, name: str, new: str) -> bool:
-        """Renames the transfer that `name` started to `new`. Returns whether there is one."""
+    def rename_transfer(self, name: str, new_name: str) -> bool:
+        """Renames the transfer that `name` started to `new_name`. Returns whether there is one."""
         if name not in self._pending:
             return False
-        self._pending[new] = self._pending.pop(name)
+        self._pending[new_name] = self._pending.pop(name)
         return True
 
     def finish_transfer(self, name: str) -> bool:

@@ -127,7 +127,7 @@ def rank_candidates(
     train: TrainConfig,
     topology: Topology,
     fixed: Mapping[str, int] | None = None,
-    rows: Sequence[int] = (),
+    batch_sizes: Sequence[int] = (),
     parallel: ParallelConfig = ParallelConfig(),
     optimizer: OptimizerConfig = OptimizerConfig(),
 ) -> list[Candidate]:
@@ -146,11 +146,11 @@ def rank_candidates(
         fixed.
       parallel: what slices exchange, and whether they share the optimizer's state; its mesh is
         ignored.
-      rows: batch sizes to choose from; () means the batch size of `train`.
+      batch_sizes: batch sizes to choose from; () means the batch size of `train`.
       optimizer: the optimizer, whose state takes memory.
     """
     found = []
-    for batch in rows or (train.batch_size,):
+    for batch in batch_sizes or (train.batch_size,):
         of_batch = dataclasses.replace(train, batch_size=batch, gradient_accumulation=1)
         for mesh in _possible_meshes(model, of_batch, topology, fixed or {}):
             tried = []

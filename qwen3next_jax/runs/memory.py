@@ -87,17 +87,17 @@ def _check_fits(needed: int, what: str, advice: str) -> None:
 
 
 @contextlib.contextmanager
-def reports_out_of_memory(stage: Callable[[], ResolvedStage]) -> Iterator[None]:
+def reports_out_of_memory(get_stage: Callable[[], ResolvedStage]) -> Iterator[None]:
     """Turns XLA's out-of-memory error inside the `with` block into a UserError. The message of the
-    UserError has XLA's message and the settings of the current stage, which the function `stage`
-    returns.
+    UserError has XLA's message and the settings of the current stage, which the function
+    `get_stage` returns.
     """
     try:
         yield
     except RuntimeError as error:
         if not (asked := out_of_memory_message(error)):
             raise
-        train = stage().train
+        train = get_stage().train
         raise UserError(
             f"out of memory ({asked}) with train.batch_size = {train.batch_size} rows of "
             f"{train.sequence_length} tokens in train.gradient_accumulation = "

@@ -155,7 +155,7 @@ class Throughput:
         self._peak = chip.device_flops * run.mesh.size if chip else None
 
     def train_event_fields(
-        self, step: int, loss: float | None, steps: int, seconds: float, data_wait: float
+        self, step: int, loss: float | None, num_steps: int, seconds: float, data_wait: float
     ) -> dict[str, Any]:
         """Returns the fields of a "train" event that are not metrics of the step. "mfu" is None if
         the peak FLOP/s of the chip are unknown. "memory_limit" is None if the platform does not
@@ -164,11 +164,11 @@ class Throughput:
         Args:
           step: the number of the step.
           loss: the loss of the step, in nats per token; None if the step had no token to predict.
-          steps: the number of steps since the last event.
+          num_steps: the number of steps since the last event.
           seconds: the time of these steps.
           data_wait: the part of this time in which the loop waited for data, in seconds.
         """
-        speed = steps * self._stage.tokens_per_step / seconds
+        speed = num_steps * self._stage.tokens_per_step / seconds
         flops = speed * self._flops_per_token
         used, limit = device_memory_peak_and_limit()
         bits = {}
@@ -181,7 +181,7 @@ class Throughput:
             | {
                 "tokens_seen": tokens_seen(self._stages, step),
                 "tokens_per_second": speed,
-                "steps": steps,
+                "steps": num_steps,
                 "seconds": seconds,
                 "data_wait": data_wait / seconds,
                 "model_flops_per_second": flops,

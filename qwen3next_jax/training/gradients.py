@@ -111,15 +111,15 @@ def gradient_norms(run: ResolvedRun, params: dict, grads: Gradients) -> dict[str
 
 
 def _sum_gradients_over_slices(
-    part: "_GradientComputation", params: dict, batch: Batch, counts: Counts
+    computation: "_GradientComputation", params: dict, batch: Batch, counts: Counts
 ):
     """Computes gradients on each TPU slice from the slice's rows, and sums them over the slices.
     Returns (gradients, parts of the loss).
     """
-    run = part.run
+    run = computation.run
 
     def of_slice(*arguments):
-        main_and_parts, _ = part.gradients(*arguments)  # with slices there are no tables
+        main_and_parts, _ = computation.gradients(*arguments)  # with slices there are no tables
         return main_and_parts
 
     main, parts = on_each_slice(of_slice, run.mesh)(params, batch, counts)

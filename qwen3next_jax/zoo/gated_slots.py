@@ -45,7 +45,7 @@ class MemorySlotsMixer(Recurrent):
     switches_read = ()
     has_convolution_and_silu = False
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         self.make_projection(make, gate=False)
         self.forget_proj = make.matrix(

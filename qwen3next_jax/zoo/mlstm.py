@@ -36,7 +36,7 @@ class MLSTM(Recurrent):
     normalize_qk = False
     gate_activation = staticmethod(jax.nn.sigmoid)
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         h = c.linear_num_value_heads
         self.make_projection(make)

@@ -175,8 +175,8 @@ class QSA(GatedAttention):
     has_indexer_loss = True
     needs_whole_rows = True
 
-    def __init__(self, config, make, layers):
-        super().__init__(config, make, layers)
+    def __init__(self, config, make, layer_indices):
+        super().__init__(config, make, layer_indices)
         s = self.settings(config)
         # The last head is the key head; the others are query heads.
         self.index_qk_proj = make.matrix(

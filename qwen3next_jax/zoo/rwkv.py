@@ -77,7 +77,7 @@ class RWKV4(Mixer):
     Diagnostics, for each channel [D]: half_life, ln 2 / e^w; receptance, the mean of σ(r).
     """
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         d = config.hidden_size
         self.mix = make.parameter(
             lambda shape: jnp.full(shape, 0.5), (3, d), ". embed_out", kind="rate"
@@ -194,7 +194,7 @@ class RWKV6(Recurrent):
     switches_read = ()
     has_convolution_and_silu = False
 
-    def __init__(self, config, make, layers):
+    def __init__(self, config, make, layer_indices):
         self.config = c = config
         d, g, h = c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads
         r, k = h // g, c.linear_key_head_dim

@@ -101,18 +101,18 @@ def count_chunks(state: State) -> int:
     return count
 
 
-def check_chunks(folder: dict[str, Any], expected: int) -> None:
+def check_chunks(folder_spec: dict[str, Any], expected: int) -> None:
     """Checks that Orbax's index of the arrays in a folder names all chunks of the arrays.
 
     Args:
-      folder: TensorStore's specification of the folder.
+      folder_spec: TensorStore's specification of the folder.
       expected: `count_chunks` of the state that was written.
 
     Raises:
       OSError: chunks are missing, or the index cannot be read.
     """
     try:
-        index = tensorstore.KvStore.open({"driver": "ocdbt", "base": folder}).result()
+        index = tensorstore.KvStore.open({"driver": "ocdbt", "base": folder_spec}).result()
         found = len(index.list().result())
     except ValueError as error:
         raise OSError(f"Orbax's index cannot be read: {one_line(str(error))}") from error
