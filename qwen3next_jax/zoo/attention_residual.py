@@ -93,7 +93,7 @@ class DepthMultiTokenPrediction(MultiTokenPrediction):
 
     def __init__(self, config: ModelConfig, make: Make):
         super().__init__(config, make)
-        self.block.layers = (0,)
+        self.block.layer_indices = (0,)
 
     def join_state_and_embedding(self, hidden_BTD, embedded_BTD, context):
         return super().join_state_and_embedding(hidden_BTD, embedded_BTD, context)[
