@@ -237,8 +237,8 @@ def _convolution_operator(rows: int, length: int) -> TestedOperator:
 
 
 def _norm_and_gate_operator(rows: int, length: int) -> TestedOperator:
-    """Returns the norm and gate after the delta rule. The time of norm and gate is limited by
-    memory bandwidth, so no FLOPs are counted.
+    """Returns the operator that normalises and gates the output of the delta rule. Memory bandwidth
+    limits its time, so no FLOPs are counted.
     """
     from qwen3next_jax.ops.gated_norm import gated_norm
 

@@ -2,7 +2,7 @@
 [--suite=heldout,mqar,niah --lengths=256,1024]`.
 
 Without `--config`, the evaluation uses the configuration of the run. A `--config` file may name
-other data.
+other data than those of the run.
 """
 
 import sys

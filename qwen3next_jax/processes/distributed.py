@@ -213,7 +213,7 @@ def _exit_unreachable(launch: Launch, seconds: float) -> None:
         file=sys.stderr,
         flush=True,
     )
-    # The main thread waits inside the runtime, where no exception can reach it.
+    # The main thread waits inside JAX's distributed runtime, where no exception can reach it.
     os._exit(ExitCode.UNREACHABLE)
 
 

@@ -1,7 +1,8 @@
 """Reads the results of a sweep's points from the folders of their runs, and writes findings:
 sentences that say which values on the x axis are best.
 
-Every number comes from the metrics.jsonl of a run, or is computed from the run's configuration.
+Every number of a result comes from the metrics.jsonl of a run, or is computed from the run's
+configuration.
 """
 
 import contextlib

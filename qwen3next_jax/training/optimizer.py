@@ -84,12 +84,12 @@ def make_optimizer(
     that `config.name` names, decoupled weight decay, and the learning rate.
 
     Each optimizer of the registry is a function of (config, declarations of parameters, mesh). It
-    returns the optax transformation from clipped gradients to the update direction, which stands
-    before weight decay. The state of the returned transformation may hold two sorts of arrays:
-    scalars, such as a count of updates, which every device has; and arrays that belong to one
-    parameter each. An array that belongs to a parameter must have the parameter's shape, and its
-    path in the state must end in the parameter's path. `sharding.rules.tree_shardings` then shards
-    the array like the parameter.
+    returns the optax transformation from clipped gradients to the update direction, to which weight
+    decay is added afterwards. The state of the returned transformation may hold two sorts of
+    arrays: scalars, such as a count of updates, which every device has; and arrays that belong to
+    one parameter each. An array that belongs to a parameter must have the parameter's shape, and
+    its path in the state must end in the parameter's path. `sharding.rules.tree_shardings` then
+    shards the array like the parameter.
 
     Args:
       config: the settings of the optimizer.

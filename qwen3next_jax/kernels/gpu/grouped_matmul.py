@@ -4,9 +4,9 @@ group.
 
 On a Hopper GPU (H100, H200), the Mosaic kernel computes y and dx, and the Triton kernel computes
 dw. On other GPUs from Ampere on, the Triton kernel computes y, dx and dw. The package tokamax ships
-measurements of its kernels on an H100 (tokamax/data/autotuning). For 131,072 to 524,288 rows,
-widths of 768 to 4,096 and 128 experts, tokamax measured the following TFLOP/s. This module uses the
-tiles that were the fastest in tokamax's measurements.
+measurements of its kernels on an H100 (tokamax/data/autotuning), and this module uses the tiles
+that were the fastest in them. For 131,072 to 524,288 rows, widths of 768 to 4,096 and 128 experts,
+tokamax's authors measured the following TFLOP/s.
 
          Mosaic        Triton
     y    384 to 468    152 to 505
