@@ -278,27 +278,27 @@ def _experts_in_chunks_backward(options, saved, dy_RD):
 _experts_in_chunks.defvjp(_experts_in_chunks_forward, _experts_in_chunks_backward)
 
 
-def _scan_chunks(size, step, carry, arrays, kept=()):
-    """Runs `jax.lax.scan` of `step` over chunks of `size` rows of `arrays`. If there is only one
-    chunk, it calls `step` once, without a scan.
+def _scan_chunks(chunk_tokens, step, carry, arrays, kept_arrays=()):
+    """Runs `jax.lax.scan` of `step` over chunks of `chunk_tokens` rows of `arrays`. If there is
+    only one chunk, it calls `step` once, without a scan.
 
     Args:
-      step: function (carry, the chunk's rows of `arrays`, the chunk's entry of `kept`) → (carry,
-        (outputs, arrays to keep for the backward pass)).
-      kept: in the backward pass, the arrays that the steps of the forward pass kept, with a leading
-        axis of chunks if there are several chunks.
+      step: function (carry, the chunk's rows of `arrays`, the chunk's entry of `kept_arrays`) →
+        (carry, (outputs, arrays to keep for the backward pass)).
+      kept_arrays: in the backward pass, the arrays that the steps of the forward pass kept, with a
+        leading axis of chunks if there are several chunks.
 
     Returns:
       (the last carry, the outputs with the chunks joined, the arrays that the steps kept).
     """
-    if arrays[0].shape[0] == size:
-        carry, (outputs, kept) = step(carry, arrays, kept)
-        return carry, outputs, kept
-    chunks = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), arrays)
-    carry, (outputs, kept) = jax.lax.scan(
-        lambda carry, inputs: step(carry, *inputs), carry, (chunks, kept)
+    if arrays[0].shape[0] == chunk_tokens:
+        carry, (outputs, kept_arrays) = step(carry, arrays, kept_arrays)
+        return carry, outputs, kept_arrays
+    chunks = jax.tree.map(lambda a: a.reshape(-1, chunk_tokens, *a.shape[1:]), arrays)
+    carry, (outputs, kept_arrays) = jax.lax.scan(
+        lambda carry, inputs: step(carry, *inputs), carry, (chunks, kept_arrays)
     )
-    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs), kept
+    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs), kept_arrays
 
 
 def _float32_zeros_like(w):

@@ -304,8 +304,8 @@ def read_checkpoint_status(
     steps, folder = tuple(saved_steps(path)), path / "checkpoints" / str(step)
     if step not in steps:
         return CheckpointStatus(path, step, steps, "", "it is missing")
-    # The digest is read first. If another checkpoint replaces this one before the sizes are
-    # compared, the digest does not match, and `restore` raises an error.
+    # The digest of the manifest is read before the sizes of the files. If another checkpoint
+    # replaces this one in between, the digest does not match, and `restore` raises an error.
     digest = manifest.digest_of_manifest(folder)
     damage = _size_damage(path, step, run)
     if digest is None:

@@ -219,7 +219,7 @@ class ReportWriter:
 
     def __call__(self, event: Event) -> None:
         # If the thread is still writing a report, there is no new report at this checkpoint.
-        # `close` writes a report at the end of the run in any case.
+        # `close` always writes a report at the end of the run.
         if event["event"] != "checkpoint" or not self._at_checkpoints:
             return
         if not (self._thread and self._thread.is_alive()):

@@ -606,12 +606,14 @@ class _GradientBlock:
             self.sums,
         )
 
-        def against_outputs(products):  # E dO^T
+        def errors_times_output_gradients(products):  # E dO^T
             for c, high in enumerate(error_highs):
                 products.add_product(high, transposed_ref(self.do.at[c]))
             return products.wait_and_read()
 
-        outputs = with_accumulators(p, [C], against_outputs) if self.one_warpgroup else None
+        outputs = (
+            with_accumulators(p, [C], errors_times_output_gradients) if self.one_warpgroup else None
+        )
         row, column = self.row, self.column = row_and_column_indices()
         plgpu.barrier_wait(self.refs.q_arrived)
         decay = decay_between_tokens(self.gate_rows, row, column) * load_over_columns(

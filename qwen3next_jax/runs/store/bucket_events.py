@@ -9,9 +9,9 @@ only the events of a few seconds, and the number of pieces depends only on the n
 Every write is conditional: the piece must have the version that this process wrote or read last. If
 the piece has another version, but this process still has the run's lock, and the piece holds a
 beginning of what is to be written, then the answer to an earlier write was lost, and the process
-writes the piece. If the process finds another version of a piece for any other reason than a lost
-answer, it ends. A process begins with `remove_events_after`, which writes the newest piece again,
-so that a process that had the lock before can no longer write this piece.
+writes the piece. If the piece has another version in any other case, the process ends. A process
+begins with `remove_events_after`, which writes the newest piece again, so that a process that had
+the lock before can no longer write this piece.
 """
 
 import threading
