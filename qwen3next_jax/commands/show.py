@@ -243,17 +243,17 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
     parameters, optimizer = _tree_bytes(state["params"]), _tree_bytes(state["opt_state"])
     frozen = _tree_bytes(groups.select_frozen(state["params"]))
     table = Table("training on", box=SIMPLE)
-    of_state = {
+    bytes_by_use = {
         "parameters": parameters,
         "gradients": parameters - frozen,
         f"{config.optimizer.name}'s state": optimizer,
     }
     if "ema" in state:
-        of_state["average (train.ema)"] = _tree_bytes(state["ema"])
-    for name in (*of_state, "together"):
+        bytes_by_use["average (train.ema)"] = _tree_bytes(state["ema"])
+    for name in (*bytes_by_use, "together"):
         table.add_column(name, justify="right")
     for number in devices:
-        sizes = [size / number for size in of_state.values()]
+        sizes = [size / number for size in bytes_by_use.values()]
         name = "1 device" if number == 1 else f"{number:,} devices, each"
         table.add_row(name, *map(_bytes_text, sizes), _bytes_text(sum(sizes)))
     return table

@@ -81,11 +81,13 @@ class MixerConfig(Mapping[str, Any]):
         if not given:
             return MixerConfig()
         declared = {name: resolve(MIXERS, name, "mixer").Settings for name in dict.fromkeys(mixers)}
-        of_mixers = [_build_checked_settings(cls, given) for cls in declared.values()]
+        settings_of_mixers = [_build_checked_settings(cls, given) for cls in declared.values()]
         changed = {}
         for name, value in given.items():
             readers = [
-                settings for settings in of_mixers if name in _field_defaults(type(settings))
+                settings
+                for settings in settings_of_mixers
+                if name in _field_defaults(type(settings))
             ]
             if not readers:
                 _check_setting_no_mixer_reads(name, value, tuple(declared))

@@ -104,14 +104,14 @@ def add_adapters(model: nnx.Module, config: ModelConfig, make: Make) -> None:
     declarations = {path: declared for path, (_, _, declared) in parameters.items()}
     for path, parts in sorted(_parts_with_adapters(config, declarations).items()):
         module, name, declared = parameters[path]
-        own = make.stacked(*declared.stack_shape)
+        make_stacked = make.stacked(*declared.stack_shape)
         if not declared.parts:
-            adapter = Adapter(own, declared, declared.shape[-1], config.lora.rank)
+            adapter = Adapter(make_stacked, declared, declared.shape[-1], config.lora.rank)
         else:
             adapter = PartAdapters()
             for part in parts:
-                of_part = Adapter(own, declared, part.width, config.lora.rank)
-                setattr(adapter, part.name, of_part)
+                part_adapter = Adapter(make_stacked, declared, part.width, config.lora.rank)
+                setattr(adapter, part.name, part_adapter)
         setattr(module, name + SUFFIX, adapter)
 
 
@@ -206,14 +206,14 @@ def _parameter_plus_adapters(
     """Returns a parameter `w` with scale · A B added to each part that has an adapter.
     `adapters_by_part`: {name of the part: (A, B)}; the name is "" for a parameter without parts.
     """
-    names = "".join(chr(ord("a") + i) for i in range(len(declared.dim_roles)))
-    of_letter = {
-        letter: "".join(n for n, own in zip(names, declared.dim_roles) if own == letter)
+    dims = "".join(chr(ord("a") + i) for i in range(len(declared.dim_roles)))
+    dims_by_role = {
+        letter: "".join(n for n, own in zip(dims, declared.dim_roles) if own == letter)
         for letter in "bipo"
     }
-    a = of_letter["b"] + of_letter["i"] + of_letter["p"] + "z"
-    b = of_letter["b"] + "z" + of_letter["p"] + of_letter["o"]
-    formula = f"...{a},...{b}->...{names}"
+    a = dims_by_role["b"] + dims_by_role["i"] + dims_by_role["p"] + "z"
+    b = dims_by_role["b"] + "z" + dims_by_role["p"] + dims_by_role["o"]
+    formula = f"...{a},...{b}->...{dims}"
 
     def product(pair):
         return scale * jnp.einsum(formula, *pair, precision=jax.lax.Precision.HIGHEST)

@@ -69,9 +69,9 @@ class Block(nnx.Module):
         The auxiliary outputs are those of the MLP (see `SparseMoE`; {} for a dense MLP) and of the
         mixer (see `Mixer.__call__`).
         """
-        x_BTD, of_mixer, cache = self.mixer_sublayer(x_BTD, context, cache)
-        x_BTD, of_mlp = self.mlp_sublayer(x_BTD, context)
-        return x_BTD, of_mixer | of_mlp, cache
+        x_BTD, mixer_aux, cache = self.mixer_sublayer(x_BTD, context, cache)
+        x_BTD, mlp_aux = self.mlp_sublayer(x_BTD, context)
+        return x_BTD, mixer_aux | mlp_aux, cache
 
     def mixer_sublayer(self, x_BTD: jax.Array, context: Context, cache: dict | None = None):
         """Returns (x + mixer(norm(x)), the mixer's auxiliary outputs, the mixer's cache)."""

@@ -408,8 +408,8 @@ class _AllGatherExperts:
 
     def backward(self, x, weight, gate_up, down, dy, kept):
         shards = jax.lax.axis_size(self.axis)
-        of_chunk = (weight.shape[0] // self.chunks * shards, weight.shape[1])
-        weight = jax.ShapeDtypeStruct(of_chunk, weight.dtype)
+        chunk_shape = (weight.shape[0] // self.chunks * shards, weight.shape[1])
+        weight = jax.ShapeDtypeStruct(chunk_shape, weight.dtype)
 
         def step(carry, x, dy):
             dw, (*kept, last) = carry
@@ -452,8 +452,8 @@ class _AllGatherExperts:
         if back:
             parts.reverse()
         sums = [
-            jnp.concatenate([_reduce_scatter(part, self.axis) for part in of_all])
-            for of_all in zip(*parts)
+            jnp.concatenate([_reduce_scatter(part, self.axis) for part in parts_of_array])
+            for parts_of_array in zip(*parts)
         ]
         return carry, sums
 

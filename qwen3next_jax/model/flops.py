@@ -84,9 +84,9 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
             config, sequence_length
         )
     placement = config.block.import_part("placement")
-    of_residual = placement.residual_flops(config, config.num_hidden_layers)
-    if of_residual:
-        parts["residual"] = parts.get("residual", 0.0) + of_residual
+    residual_flops = placement.residual_flops(config, config.num_hidden_layers)
+    if residual_flops:
+        parts["residual"] = parts.get("residual", 0.0) + residual_flops
     if config.mtp_depth:
         mixer = mixer_class(config.full_mixer).activation_flops(config, sequence_length)
         parts["mtp"] += config.mtp_depth * (mixer + placement.residual_flops(config, 1))

@@ -258,8 +258,8 @@ class Qwen3Next(nnx.Module):
         entered = self._residual_from_embeddings(embedded, context.positions)
         x, per_layer, _ = run_layers(self.layers, self.config, entered, context, remat=remat)
         hidden = constrain(self.head_input(x), mesh, "batch", "time", None)
-        of_mtp = self._run_mtp(x, hidden, embedded, context, remat)
-        return self._make_features(entered, per_layer, hidden, of_mtp, options)
+        mtp_results = self._run_mtp(x, hidden, embedded, context, remat)
+        return self._make_features(entered, per_layer, hidden, mtp_results, options)
 
     def _remat_policy(self, remat: str, dtype: jnp.dtype) -> str:
         """Returns the policy `remat`, but "kept" in place of "none" if the dtype is bfloat16 and
@@ -277,7 +277,7 @@ class Qwen3Next(nnx.Module):
         entered: jax.Array,
         per_layer: list[dict[str, Any]],
         hidden: jax.Array,
-        of_mtp: "_MTPResults",
+        mtp_results: "_MTPResults",
         options: ForwardOptions,
     ) -> Features:
         """Returns the `Features` of a forward pass.
@@ -286,16 +286,16 @@ class Qwen3Next(nnx.Module):
           entered: the residual stream before the first layer.
           per_layer: the auxiliary outputs of the trunk's layers.
           hidden: the trunk's states after the final norm.
-          of_mtp: the results of the MTP module.
+          mtp_results: the results of the MTP module.
           options: what the caller asks for.
         """
         features = Features(
             hidden,
-            of_mtp.hidden,
+            mtp_results.hidden,
             stack_router_statistics(per_layer),
-            of_mtp.router_statistics,
+            mtp_results.router_statistics,
             mixer_losses=tuple(aux["mixer_loss"] for aux in per_layer if "mixer_loss" in aux),
-            mtp_mixer_loss=of_mtp.mixer_loss,
+            mtp_mixer_loss=mtp_results.mixer_loss,
         )
         if options.capture_layer_outputs:
             features = features._replace(
@@ -305,7 +305,7 @@ class Qwen3Next(nnx.Module):
                 ),
             )
         if options.collect_stats:
-            diagnostics = (*(aux["diagnostics"] for aux in per_layer), *of_mtp.diagnostics)
+            diagnostics = (*(aux["diagnostics"] for aux in per_layer), *mtp_results.diagnostics)
             features = features._replace(diagnostics=diagnostics)
         if options.record_routing:
             expert_ids = stack_expert_ids(self.config, per_layer, hidden.shape[:2])
@@ -445,8 +445,8 @@ class Qwen3Next(nnx.Module):
             )
             if mesh is not None:
                 loss = jax.lax.psum(loss, non_manual_axes(mesh, axes))
-            of_rows = (rows.correct, rows.argmax, rows.nll, rows.logsumexp)
-            return CrossEntropy(loss, *(x.reshape(targets_BT.shape) for x in of_rows))
+            per_row = (rows.correct, rows.argmax, rows.nll, rows.logsumexp)
+            return CrossEntropy(loss, *(x.reshape(targets_BT.shape) for x in per_row))
 
         # Unlike the layers, the loss can also split time over `tensor`.
         hidden = constrain(hidden, mesh, "batch", "time", None)

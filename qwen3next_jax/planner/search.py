@@ -151,14 +151,14 @@ def rank_candidates(
     """
     found = []
     for batch in batch_sizes or (train.batch_size,):
-        of_batch = dataclasses.replace(train, batch_size=batch, gradient_accumulation=1)
-        for mesh in _possible_meshes(model, of_batch, topology, fixed or {}):
+        train_of_batch = dataclasses.replace(train, batch_size=batch, gradient_accumulation=1)
+        for mesh in _possible_meshes(model, train_of_batch, topology, fixed or {}):
             tried = []
             for remat, micro_batches in itertools.product(RECOMPUTED, MICRO_BATCHES):
                 if batch % micro_batches:
                     continue
                 settings = dataclasses.replace(
-                    of_batch, remat=remat, gradient_accumulation=micro_batches
+                    train_of_batch, remat=remat, gradient_accumulation=micro_batches
                 )
                 estimate = _estimate_candidate(model, settings, mesh, topology, parallel, optimizer)
                 tried.append(Candidate(settings, mesh, *estimate))
@@ -364,8 +364,8 @@ def estimated_step_seconds(
     passes = 4 if micro_batches > 1 else 3
     recomputed = RECOMPUTED[train.remat] * (dense - heads)
     products = (dense * passes + recomputed) / DENSE_EFFICIENCY
-    of_experts = passes + (0 if keeps_expert_hidden(train.remat) else EXPERTS_RECOMPUTED)
-    products += grouped * of_experts / GROUPED_EFFICIENCY
+    expert_passes = passes + (0 if keeps_expert_hidden(train.remat) else EXPERTS_RECOMPUTED)
+    products += grouped * expert_passes / GROUPED_EFFICIENCY
     compute = products * tokens * micro_batches / mesh.tensor / chip.device_flops
     saved = micro_batches * _saved_activation_bytes(m, train, mesh)
     hbm = STACK_MOVES * saved / (chip.hbm_bandwidth / chip.devices_per_chip)

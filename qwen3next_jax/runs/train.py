@@ -230,9 +230,9 @@ def _missing_evaluation_kinds(run: ResolvedRun, start: Start, step: int) -> list
 
     def find_missing_kinds() -> list[str]:
         events = iterate_events(start.workdir / "metrics.jsonl")
-        of_step = [event for _, event in events if event["step"] == step]
-        recorded = {hooks.event_kind_with_suite(event) for event in of_step}
-        failed = {event["hook"] for event in of_step if event["event"] == "hook_failed"}
+        step_events = [event for _, event in events if event["step"] == step]
+        recorded = {hooks.event_kind_with_suite(event) for event in step_events}
+        failed = {event["hook"] for event in step_events if event["event"] == "hook_failed"}
         continues_without = run.config.train.on_hook_error == "continue"
         if continues_without and failed & {EVALUATION_HOOK_NAME, SAMPLE_HOOK_NAME}:
             return []

@@ -75,7 +75,7 @@ class ParameterGroups:
     def select_main_group(self, tree: dict) -> dict:
         """Returns the arrays of the main group from `tree`, a tree of all parameters."""
 
-        def of_main(path, leaf):
+        def select(path, leaf):
             if path not in self.main_parameters:
                 return None
             return (
@@ -84,7 +84,7 @@ class ParameterGroups:
                 else leaf
             )
 
-        return map_leaves(of_main, tree)
+        return map_leaves(select, tree)
 
     def select_lazy_adamw_tables(self, tree: dict) -> dict:
         """Returns the tables of `tree`, a tree of all parameters, that lazy AdamW trains."""
@@ -210,19 +210,19 @@ def make_parameter_groups(
     main, trained_layers_by_stack, frozen_element_masks = _main_group_and_frozen_parts(
         parameters, frozen, table_paths
     )
-    numbers, of_groups = _group_numbers_and_summary_lines(
+    group_numbers, group_lines = _group_numbers_and_summary_lines(
         model, parameters, optimizer.groups, frozen, table_paths
     )
-    numbers = {
+    group_numbers = {
         path: cells[trained_layers_by_stack[path]] if path in trained_layers_by_stack else cells
-        for path, cells in numbers.items()
+        for path, cells in group_numbers.items()
     }
     scaling = scaling_factors(model, optimizer, parameters)
     factors = {path: scale.learning_rate for path, scale in scaling.items() if path in main}
     learning_rate_factors, weight_decays = _learning_rate_factors_and_weight_decays(
-        main, optimizer, numbers, factors
+        main, optimizer, group_numbers, factors
     )
-    lines += of_groups
+    lines += group_lines
     if lines:
         trained = sum(
             ParameterChoice(~cells, parameters[path]).element_count
@@ -268,7 +268,7 @@ def _main_group_and_frozen_parts(
 def _learning_rate_factors_and_weight_decays(
     main: Mapping[str, Declared],
     optimizer: OptimizerConfig,
-    numbers: Mapping[str, np.ndarray],
+    group_numbers: Mapping[str, np.ndarray],
     scaling: Mapping[str, float],
 ) -> tuple[dict[str, Scale], dict[str, Scale]]:
     """Returns the attributes `learning_rate_factors` and `weight_decays` of `ParameterGroups`.
@@ -276,19 +276,20 @@ def _learning_rate_factors_and_weight_decays(
     Args:
       main: the declarations of the main group.
       optimizer: the settings of the optimizer.
-      numbers: path → the group numbers of the trained layers (from
+      group_numbers: path → the group numbers of the trained layers (from
         `_group_numbers_and_summary_lines`).
       scaling: path → the factor of the learning rate that `optimizer.scaling` asks for.
     """
-    rates, values = [1.0], [optimizer.weight_decay]
+    factors_by_group, decays_by_group = [1.0], [optimizer.weight_decay]
     for group in optimizer.groups:
-        rates.append(group.learning_rate_factor)
+        factors_by_group.append(group.learning_rate_factor)
         own = group.weight_decay
-        values.append(optimizer.weight_decay if own is None else own)
+        decays_by_group.append(optimizer.weight_decay if own is None else own)
     factors, decays = {}, {}
-    for path, cells in numbers.items():
+    for path, cells in group_numbers.items():
         factor, decay = (
-            _value_per_element(main[path], cells, of_group) for of_group in (rates, values)
+            _value_per_element(main[path], cells, by_group_number)
+            for by_group_number in (factors_by_group, decays_by_group)
         )
         if np.any(factor != 1.0):
             factors[path] = factor
@@ -377,7 +378,7 @@ def _group_numbers_and_summary_lines(
     terminal for each group). A group number is 1 + the index of the group in `optimizer.groups`, or
     0 for no group. Parameters in no group, or frozen as a whole, are left out.
     """
-    numbers, lines = {}, []
+    group_numbers, lines = {}, []
     for i, group in enumerate(groups):
         setting = f"optimizer.groups[{i}].parameters"
         where = f"{setting} = {group.parameters!r}"
@@ -395,24 +396,28 @@ def _group_numbers_and_summary_lines(
             f"{where}: everything that it chooses is frozen (train.freeze): leave the group out",
         )
         for path, choice in choices.items():
-            of_path = numbers.setdefault(path, np.zeros(choice.chosen_layer_parts.shape, int))
+            part_numbers = group_numbers.setdefault(
+                path, np.zeros(choice.chosen_layer_parts.shape, int)
+            )
             require(
                 path not in table_paths,
                 f"{where}: it chooses {path}, which lazy AdamW updates with one rate for all rows: "
                 "choose others, or set optimizer.ngram_table = 'adamw'",
             )
-            others = of_path[choice.chosen_layer_parts]
+            others = part_numbers[choice.chosen_layer_parts]
             require(
                 not others.any(),
                 f"{where}: {path} is in optimizer.groups[{others.max(initial=1) - 1}] too: choose "
                 "it once",
             )
-            of_path[choice.chosen_layer_parts] = i + 1
+            part_numbers[choice.chosen_layer_parts] = i + 1
         decay = group.weight_decay
         effect = f"learning rate × {group.learning_rate_factor:g}"
         effect += "" if decay is None else f", weight decay {decay:g}"
         lines.append(_describe_choice(f"{where}, {effect}", choices))
-    return {path: of for path, of in numbers.items() if not frozen[path].all()}, lines
+    return {
+        path: part_numbers for path, part_numbers in group_numbers.items() if not frozen[path].all()
+    }, lines
 
 
 def _value_per_element(parameter: Declared, numbers: np.ndarray, values: Sequence[float]) -> Scale:
@@ -420,10 +425,10 @@ def _value_per_element(parameter: Declared, numbers: np.ndarray, values: Sequenc
     array that can be broadcast to the parameter. `numbers` [layers, parts] are indices into
     `values`.
     """
-    of_cells = np.asarray(values, np.float32)[numbers]
+    values_of_parts = np.asarray(values, np.float32)[numbers]
     if (numbers == numbers.flat[0]).all():
         return float(values[numbers.flat[0]])
-    return broadcast_to_parameter(parameter, of_cells)
+    return broadcast_to_parameter(parameter, values_of_parts)
 
 
 def _describe_choice(setting: str, choices: Mapping[str, ParameterChoice]) -> str:

@@ -86,13 +86,15 @@ def scaling_factors(
     wider = parameter_declarations(dataclasses.replace(model, hidden_size=2 * model.hidden_size))
     found = {}
     for path, parameter in parameters.items():
-        of_in, of_out = (
+        input_growth, output_growth = (
             width if _grows_with_width(parameter, wider[path], letter) else 1.0 for letter in "io"
         )
         residual = depth if _writes_to_residual(path, parameter) else 1.0
         factors = ScalingFactors(
-            init_scale=1 / (math.sqrt(of_in) if of_out == of_in else of_in) / residual,
-            learning_rate=rate_over_width(parameter, of_in, of_out) / residual,
+            init_scale=1
+            / (math.sqrt(input_growth) if output_growth == input_growth else input_growth)
+            / residual,
+            learning_rate=rate_over_width(parameter, input_growth, output_growth) / residual,
         )
         if factors != ScalingFactors():
             found[path] = factors
@@ -105,11 +107,11 @@ def _grows_with_width(parameter: Declared, wider: Declared, letter: str) -> bool
     wider and otherwise equal.
     """
     return any(
-        axis in GROWING or not axis and size != of_wider
-        for size, of_wider, axis, own in zip(
+        axis in GROWING or not axis and size != wider_size
+        for size, wider_size, axis, role in zip(
             parameter.shape, wider.shape, parameter.axes, parameter.dim_roles
         )
-        if own == letter
+        if role == letter
     )
 
 

@@ -55,14 +55,14 @@ def routed_experts_from_mlp(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, ke
       dtype, in_tiles, few_tokens, keep_hidden: ignored; the caller passes the same arguments to
         every class of experts.
     """
-    of_one_layer = functools.partial(
+    run_one_layer = functools.partial(
         sorted_moe, mlp=functools.partial(mlp, num_shards(mesh, TENSOR))
     )
 
     def run(x_RD, weight_RA, expert_RA, *experts):
         if layer is not None:
             experts = [weight[layer] for weight in experts]
-        return of_one_layer(x_RD, weight_RA, expert_RA, *experts)
+        return run_one_layer(x_RD, weight_RA, expert_RA, *experts)
 
     if num_shards(mesh, EXPERT) == 1:
         return run

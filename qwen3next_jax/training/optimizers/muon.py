@@ -67,13 +67,13 @@ def direction(
     )
 
 
-def rate_over_width(declared: Declared, of_in: float, of_out: float) -> float:
+def rate_over_width(declared: Declared, input_growth: float, output_growth: float) -> float:
     """Returns the factor of the learning rate, as `adamw.rate_over_width` does. For matrices, the
     factor makes the spectral norm of an update proportional to √(out / in) (2310.17813, condition
     1); the spectral norm of Muon's direction is proportional to √max(in, out).
     """
     if declared.kind != "matrix":
-        return adamw.rate_over_width(declared, of_in, of_out)
+        return adamw.rate_over_width(declared, input_growth, output_growth)
 
     def size(letter):
         return math.prod(n for n, own in zip(declared.shape, declared.dim_roles) if own == letter)
@@ -81,8 +81,8 @@ def rate_over_width(declared: Declared, of_in: float, of_out: float) -> float:
     rows, columns = size("i"), size("o")
     if declared.parts:
         columns = columns // declared.shape[-1] * max(_part_widths(declared, per_head=False))
-    of_norm = math.sqrt(max(rows, columns) / max(rows / of_in, columns / of_out))
-    return math.sqrt(of_out / of_in) / of_norm
+    norm_growth = math.sqrt(max(rows, columns) / max(rows / input_growth, columns / output_growth))
+    return math.sqrt(output_growth / input_growth) / norm_growth
 
 
 def _muon(
