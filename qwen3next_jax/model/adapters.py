@@ -208,7 +208,7 @@ def _parameter_plus_adapters(
     """
     dims = "".join(chr(ord("a") + i) for i in range(len(declared.dim_roles)))
     dims_by_role = {
-        letter: "".join(n for n, own in zip(dims, declared.dim_roles) if own == letter)
+        letter: "".join(dim for dim, role in zip(dims, declared.dim_roles) if role == letter)
         for letter in "bipo"
     }
     a = dims_by_role["b"] + dims_by_role["i"] + dims_by_role["p"] + "z"
@@ -222,12 +222,12 @@ def _parameter_plus_adapters(
         return w + product(adapters_by_part[""]).astype(w.dtype)
     columns, begin = [], 0
     for part in declared.parts:
-        own = w[..., begin : begin + part.width]
+        w_part = w[..., begin : begin + part.width]
         begin += part.width
         columns.append(
-            own + product(adapters_by_part[part.name]).astype(w.dtype)
+            w_part + product(adapters_by_part[part.name]).astype(w.dtype)
             if part.name in adapters_by_part
-            else own
+            else w_part
         )
     return jnp.concatenate(columns, axis=-1)
 
@@ -244,14 +244,14 @@ def merged_model(model: nnx.Module) -> nnx.Module:
     graphdef, params = nnx.split(
         nnx.eval_shape(lambda: type(model)(plain, rngs=nnx.Rngs(0))), nnx.Param
     )
-    own = nnx.state(model, nnx.Param)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, own)
-    is_on_mesh = any(isinstance(one, NamedSharding) for one in jax.tree.leaves(shardings))
+    adapted_params = nnx.state(model, nnx.Param)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, adapted_params)
+    is_on_mesh = any(isinstance(sharding, NamedSharding) for sharding in jax.tree.leaves(shardings))
     merge = jax.jit(
         lambda params: merge_adapters(params, config.lora),
         out_shardings=shardings if is_on_mesh else None,
     )
-    merged = merge(own)
+    merged = merge(adapted_params)
     nnx.replace_by_pure_dict(params, base_params(nnx.to_pure_dict(merged)))
     return nnx.merge(graphdef, params)
 

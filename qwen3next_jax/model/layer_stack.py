@@ -70,7 +70,7 @@ def run_layers(
     # groups of several layers.
     single = sum(len(layers) == 1 for layers in config.layer_stacks)
     first_of = functools.partial(jax.tree.map, lambda leaf: leaf[0])
-    own = [
+    single_caches = [
         _map_arrays_sliced_by_layer(first_of, c, is_in_place)
         for c, is_in_place in zip(caches, in_place[:single])
     ]
@@ -81,18 +81,18 @@ def run_layers(
             jnp.moveaxis(context.replayed_expert_ids[:, :, jnp.array(layers)], 2, 0)
             for layers in config.layer_stacks
         ]
-    x_BTD, per_layer, own = run(
+    x_BTD, per_layer, single_caches = run(
         graphdefs[:single],
         first_of(list(params[:single])),
         x_BTD,
-        own,
+        single_caches,
         first_of(replayed[:single]),
         0,
     )
     stacked_again = functools.partial(jax.tree.map, lambda leaf: leaf[None])
     caches[:single] = [
         _map_arrays_sliced_by_layer(stacked_again, c, is_in_place)
-        for c, is_in_place in zip(own, in_place)
+        for c, is_in_place in zip(single_caches, in_place)
     ]
     if single == len(blocks):
         return x_BTD, per_layer, caches
@@ -176,8 +176,10 @@ def _run_layer_of_each_block(
 
             block_params = merge_adapters(block_params, config.lora)
         block = nnx.merge(graphdef, gather_params(block_params, context.mesh, config.dtype))
-        own = context._replace(layer_in_stack=layer_in_group, replayed_expert_ids=expert_ids)
-        x_BTD, aux, block_cache = apply_block(block, x_BTD, own, block_cache)
+        layer_context = context._replace(
+            layer_in_stack=layer_in_group, replayed_expert_ids=expert_ids
+        )
+        x_BTD, aux, block_cache = apply_block(block, x_BTD, layer_context, block_cache)
         return (
             constrain(x_BTD, context.mesh, "batch", context.logical_time_axis, None),
             aux,
@@ -225,7 +227,7 @@ def _take_expert_parameters(
     `with_experts`, a list of the same structure.
     """
     return jax.tree.map(
-        lambda p, own: p if p.declared.num_experts > 1 else own,
+        lambda p, replaced: p if p.declared.num_experts > 1 else replaced,
         with_experts,
         params,
         is_leaf=_is_parameter,

@@ -357,16 +357,16 @@ class CalibratedTimeline(Timeline):
         if name not in self._pending:
             return False
         _, _, source = self._pending[name]
-        before = self.now
+        wait_start = self.now
         super().finish_transfer(name)
         self.spend_hbm_time_on_transfers(
-            self.now - before
+            self.now - wait_start
         )  # while it waited for the network, HBM was free
         if name in self.backlog:
-            own = self.backlog.pop(name)
+            copy_seconds = self.backlog.pop(name)
             # while this one ends, each of the others gets as much, or all that it needs
-            left = own + sum(min(own, other) for other in self.backlog.values())
-            self.spend_hbm_time_on_transfers(left - own)
+            left = copy_seconds + sum(min(copy_seconds, other) for other in self.backlog.values())
+            self.spend_hbm_time_on_transfers(left - copy_seconds)
             self.spend_on_resource(left, HBM, source)
         return True
 

@@ -76,16 +76,18 @@ def sum_gradients_over_slices(
     before_specs = [sharding.spec for sharding in jax.tree.leaves(param_shardings)]
     after_specs = [sharding.spec for sharding in jax.tree.leaves(sum_shardings)]
 
-    def add_up(parts):
+    def add_up(gradients):
         sums = []
-        for part, spec in zip(parts, after_specs):
-            own = part[0].astype(dtype)
+        for gradient, spec in zip(gradients, after_specs):
+            slice_gradient = gradient[0].astype(dtype)
             dims = [dim for dim, axes in enumerate(spec) if SLICE in (axes or ())]
             if dims:
-                total = jax.lax.psum_scatter(own, SLICE, scatter_dimension=dims[0], tiled=True)
+                total_gradient = jax.lax.psum_scatter(
+                    slice_gradient, SLICE, scatter_dimension=dims[0], tiled=True
+                )
             else:
-                total = jax.lax.psum(own, SLICE)
-            sums.append(total.astype(part.dtype))
+                total_gradient = jax.lax.psum(slice_gradient, SLICE)
+            sums.append(total_gradient.astype(gradient.dtype))
         return sums
 
     sums = jax.shard_map(

@@ -283,8 +283,8 @@ def _learning_rate_factors_and_weight_decays(
     factors_by_group, decays_by_group = [1.0], [optimizer.weight_decay]
     for group in optimizer.groups:
         factors_by_group.append(group.learning_rate_factor)
-        own = group.weight_decay
-        decays_by_group.append(optimizer.weight_decay if own is None else own)
+        group_decay = group.weight_decay
+        decays_by_group.append(optimizer.weight_decay if group_decay is None else group_decay)
     factors, decays = {}, {}
     for path, cells in group_numbers.items():
         factor, decay = (

@@ -129,14 +129,14 @@ class AttentionResidual(Block):
     def input_and_add_output(self, v_BTE, part, context):
         size, d = self.config.streams.block_layers, self.config.hidden_size
         layer = jnp.array(self.layer_indices)[context.layer_in_stack]
-        own = layer // size + 1  # the number of the layer's block
-        visible = own + 1
+        own_block = layer // size + 1  # the number of the layer's block
+        visible = own_block + 1
         if part == "mixer":
-            visible = jnp.where(layer % size == 0, own, own + 1)
+            visible = jnp.where(layer % size == 0, own_block, own_block + 1)
 
         def add(y_BTD):
-            sum_BTD = jax.lax.dynamic_slice_in_dim(v_BTE, own * d, d, axis=-1) + y_BTD
-            return jax.lax.dynamic_update_slice_in_dim(v_BTE, sum_BTD, own * d, axis=-1)
+            sum_BTD = jax.lax.dynamic_slice_in_dim(v_BTE, own_block * d, d, axis=-1) + y_BTD
+            return jax.lax.dynamic_update_slice_in_dim(v_BTE, sum_BTD, own_block * d, axis=-1)
 
         return getattr(self, f"{part}_norm")(v_BTE, visible), add
 
@@ -168,8 +168,8 @@ class AttentionResidual(Block):
         size = config.streams.block_layers
         read = 1 + -(-num_layers // size)  # by the head
         for layer in range(num_layers):
-            own = layer // size + 1
-            read += own + (layer % size > 0) + own + 1
+            own_block = layer // size + 1
+            read += own_block + (layer % size > 0) + own_block + 1
         return 4.0 * config.hidden_size * read
 
 

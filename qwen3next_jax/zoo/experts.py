@@ -229,12 +229,12 @@ def experts_reference(config, params, x):
     weight = c.routed_scaling_factor * weight / jnp.sum(weight, axis=-1, keepdims=True)
     y = 0
     for e in range(config.num_experts):
-        own = {
+        expert = {
             name.removeprefix("expert_"): parameter[e]
             for name, parameter in params.items()
             if name.startswith("expert_")
         }
-        y = y + weight[:, e, None] * _expert_reference(c.experts, own, x)
+        y = y + weight[:, e, None] * _expert_reference(c.experts, expert, x)
     if config.shared_expert_intermediate_size:
         shared = {
             name.removeprefix("shared_"): parameter

@@ -150,10 +150,10 @@ class RWKV4(Mixer):
         change = jnp.where(m_before == -jnp.inf, 0, jnp.minimum(log_decay + m_before - m, 0))
         # a has the value of `change` and the gradient of `log_decay`.
         a = log_decay + jax.lax.stop_gradient(change - log_decay)
-        own = jnp.exp(k - m)
-        _, weighted_before, weighted = linear_scan(a, own * v, initial_state=weighted, **split)
+        weight = jnp.exp(k - m)
+        _, weighted_before, weighted = linear_scan(a, weight * v, initial_state=weighted, **split)
         ones = jnp.ones_like(v)
-        _, total_before, total = linear_scan(a, own * ones, initial_state=total, **split)
+        _, total_before, total = linear_scan(a, weight * ones, initial_state=total, **split)
         m_before = jnp.where(total_before == 0, -jnp.inf, m_before)
         top = jax.lax.stop_gradient(jnp.maximum(m_before, bonus + k))
         past = jnp.exp(m_before - top)

@@ -76,7 +76,7 @@ def rate_over_width(declared: Declared, input_growth: float, output_growth: floa
         return adamw.rate_over_width(declared, input_growth, output_growth)
 
     def size(letter):
-        return math.prod(n for n, own in zip(declared.shape, declared.dim_roles) if own == letter)
+        return math.prod(n for n, role in zip(declared.shape, declared.dim_roles) if role == letter)
 
     rows, columns = size("i"), size("o")
     if declared.parts:
