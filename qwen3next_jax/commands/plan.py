@@ -264,10 +264,12 @@ def search_and_compile(
     if not chosen:  # the estimate is rough, so the smallest candidate may fit anyway
         chosen = [c for c in ranked if c.hbm_bytes < float("inf")][:1]
     if not chosen:
-        wanted = " with " + ", ".join(f"{axis}={n}" for axis, n in fixed.items()) if fixed else ""
+        fixed_text = (
+            " with " + ", ".join(f"{axis}={n}" for axis, n in fixed.items()) if fixed else ""
+        )
         reason = f"; the first: {ranked[0].unusable_reason}" if ranked else ""
         raise UserError(
-            f"no mesh of {len(topology.devices)} devices{wanted} divides this model and "
+            f"no mesh of {len(topology.devices)} devices{fixed_text} divides this model and "
             f"batch{reason}"
         )
     plans = []

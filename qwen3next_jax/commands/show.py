@@ -124,8 +124,8 @@ def print_model(
     console.print(table)
     shown: list[Any] = []
     for kind in kinds:
-        same = [other for other in shown if other.declarations == kind.declarations]
-        if not same:
+        shown_alike = [other for other in shown if other.declarations == kind.declarations]
+        if not shown_alike:
             console.print(
                 f"One layer of {layers_text(kind.layer_indices)}:", _parameters_table(kind)
             )
@@ -133,7 +133,7 @@ def print_model(
         else:
             console.print(
                 f"One layer of {layers_text(kind.layer_indices)}: as of "
-                f"{layers_text(same[0].layer_indices)}"
+                f"{layers_text(shown_alike[0].layer_indices)}"
             )
     console.print(_flops_table(config))
     console.print(_decoding_table(model, lengths))

@@ -52,8 +52,10 @@ def parse(text: str | bytes, expected_type: type = dict) -> Any:
         return value
     level = [value]
     for _ in range(DEPTH):
-        inside = (inner.values() if isinstance(inner, dict) else inner for inner in level)
-        children = itertools.chain.from_iterable(inside)
+        children_of_values = (
+            inner.values() if isinstance(inner, dict) else inner for inner in level
+        )
+        children = itertools.chain.from_iterable(children_of_values)
         level = [child for child in children if isinstance(child, (dict, list))]
         if not level:
             return value

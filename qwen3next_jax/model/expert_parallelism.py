@@ -148,7 +148,7 @@ def expert_parallel_moe(
                 (_all_gather, expert_RA),
             )
         )
-        here = _Options(
+        local_options = _Options(
             _LocalExperts,
             x_ND.shape[0],
             capacity_rows=_buffer_rows(expert_RA.size),
@@ -156,7 +156,7 @@ def expert_parallel_moe(
         )
         expert_NA -= jax.lax.axis_index(expert_axis) * experts
         return _reduce_scatter_with_gradient(
-            _experts_in_chunks(here, x_ND, weight_NA, expert_NA, gate_up_LD2I, down_LID),
+            _experts_in_chunks(local_options, x_ND, weight_NA, expert_NA, gate_up_LD2I, down_LID),
             expert_axis,
         )
     return _experts_in_chunks(
@@ -267,8 +267,8 @@ def _experts_in_chunks_backward(options, saved, dy_RD):
         totals = _add_to_totals(totals, dw) if totals else dw
         return totals, ((dx, dweight.astype(weight.dtype)), ())
 
-    one = options.chunk_tokens == x_RD.shape[0]  # no sum over chunks, so no float32 totals
-    totals = None if one else [_float32_zeros_like(w) for w in (gate_up, down)]
+    is_one_chunk = options.chunk_tokens == x_RD.shape[0]  # no sum over chunks, so no float32 totals
+    totals = None if is_one_chunk else [_float32_zeros_like(w) for w in (gate_up, down)]
     (dgate_up, ddown), (dx_RD, dweight_RA), _ = _scan_chunks(
         options.chunk_tokens, chunk, totals, (x_RD, weight_RA, expert_RA, dy_RD), kept
     )

@@ -305,11 +305,11 @@ class CalibratedTimeline(Timeline):
         """
         while self.backlog:
             share = seconds / len(self.backlog)
-            used = min(share, *self.backlog.values())
-            seconds -= used * len(self.backlog)
-            left = {name: needed - used for name, needed in self.backlog.items()}
-            self.backlog = {name: needed for name, needed in left.items() if needed > 0}
-            if used == share:
+            seconds_each = min(share, *self.backlog.values())
+            seconds -= seconds_each * len(self.backlog)
+            remaining = {name: needed - seconds_each for name, needed in self.backlog.items()}
+            self.backlog = {name: needed for name, needed in remaining.items() if needed > 0}
+            if seconds_each == share:
                 return
 
     def start_link_transfer(

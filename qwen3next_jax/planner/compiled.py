@@ -708,12 +708,14 @@ def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> 
     """
     stats = compiled.memory_analysis()
     parameters, optimizer = shard_bytes(params), shard_bytes(opt_state)
-    kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    persistent = (
+        stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    )
     activations, gradients = _scan_stacked_bytes(program)
-    temporary = _temporary_bytes(stats, kept)
+    temporary = _temporary_bytes(stats, persistent)
     gradients = min(gradients, temporary)
     activations = min(activations, temporary - gradients)
-    other = kept - parameters - optimizer + stats.generated_code_size_in_bytes
+    other = persistent - parameters - optimizer + stats.generated_code_size_in_bytes
     return Memory(
         parameters=parameters,
         optimizer=optimizer,
@@ -721,7 +723,7 @@ def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> 
         activations=activations,
         temporaries=temporary - gradients - activations,
         other=other,
-        peak=kept + temporary + stats.generated_code_size_in_bytes,
+        peak=persistent + temporary + stats.generated_code_size_in_bytes,
     )
 
 

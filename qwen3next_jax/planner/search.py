@@ -197,12 +197,12 @@ def _possible_meshes(
     slices = fixed.get("slice") or topology.slices
     devices = len(topology.devices) // slices
     powers = [2**i for i in range(devices.bit_length())]
-    needed = max(
+    shards_needed = max(
         -(-train.sequence_length // LONG_ROWS), -(-len(topology.devices) // train.batch_size)
     )
     largest = MeshConfig(
         expert=max(model.num_experts, 1),
-        context=2 * needed - 1,
+        context=2 * shards_needed - 1,
         tensor=model.num_attention_heads,
     )
     sizes = [
@@ -214,8 +214,8 @@ def _possible_meshes(
         for rest in itertools.product(*sizes)
         if devices % math.prod(rest) == 0
     ]
-    wanted = {**fixed, "slice": slices}.items()
-    return [mesh for mesh in meshes if dataclasses.asdict(mesh).items() >= wanted]
+    fixed_sizes = {**fixed, "slice": slices}.items()
+    return [mesh for mesh in meshes if dataclasses.asdict(mesh).items() >= fixed_sizes]
 
 
 def _estimate_candidate(

@@ -415,7 +415,7 @@ def _load_tokenizers(
 
     # For text the size of the vocabulary is not compared here: `runs.checks` compares it later, so
     # that `decide_start` can first say that the tokenizer is not that of the model.
-    ours = data_source_class(data).tokenizer_of(
+    run_tokenizer = data_source_class(data).tokenizer_of(
         data, None if data.source in TEXT_SOURCES else vocab_size
     )
     if isinstance(initial_model, ParentRun):
@@ -427,7 +427,11 @@ def _load_tokenizers(
         name = place = str(initial_model.folder / "tokenizer.json")
         is_text = (initial_model.folder / "tokenizer.json").exists()
         fingerprint = load_tokenizer(name).fingerprint if is_text else ""
-    theirs = None
-    if is_text and ours.reads_text and not same_token_ids(ours.fingerprint, fingerprint):
-        theirs = load_tokenizer(name)
-    return TokenizerPair(ours, fingerprint, is_text, theirs, place)
+    initial_model_tokenizer = None
+    if (
+        is_text
+        and run_tokenizer.reads_text
+        and not same_token_ids(run_tokenizer.fingerprint, fingerprint)
+    ):
+        initial_model_tokenizer = load_tokenizer(name)
+    return TokenizerPair(run_tokenizer, fingerprint, is_text, initial_model_tokenizer, place)

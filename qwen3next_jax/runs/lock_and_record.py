@@ -126,10 +126,10 @@ def make_record(
       cursors: for every stage, the place in the training data at which the stage begins to read.
       tokenizer: the fingerprint of the tokenizer.
     """
-    before = start.facts.folder.record_if_trained()
-    if before and not start.changes:
+    old_record = start.facts.folder.record_if_trained()
+    if old_record and not start.changes:
         return None
-    now = RunRecord(
+    new_record = RunRecord(
         config=settings_as_json(run.config),
         data=tuple(cursors),
         tokenizer=tokenizer,
@@ -139,15 +139,15 @@ def make_record(
         parent=start.parent,
         **_present_code_and_devices()._asdict(),
     )
-    if before is None:
-        return now
+    if old_record is None:
+        return new_record
     return dataclasses.replace(
-        now,
-        source=before.source,
-        id=before.id,
-        parent=before.parent,  # a resumed run does not read its parent again
-        merged=before.merged,
-        changes=before.changes + start.changes,
+        new_record,
+        source=old_record.source,
+        id=old_record.id,
+        parent=old_record.parent,  # a resumed run does not read its parent again
+        merged=old_record.merged,
+        changes=old_record.changes + start.changes,
     )
 
 

@@ -179,9 +179,9 @@ class _GradientComputation:
 
         def loss_share(main: dict, looked_up: dict[int, jax.Array]):
             model = nnx.merge(self.run.graphdef, groups.replace_main_and_tables(params, main))
-            used = batch | {"layer_rows": looked_up} if looked_up else batch
+            loss_batch = batch | {"layer_rows": looked_up} if looked_up else batch
             return self.loss_function(
-                model, used, self.stage.train, counts=counts, load=load, mesh=mesh
+                model, loss_batch, self.stage.train, counts=counts, load=load, mesh=mesh
             )
 
         differentiate = jax.value_and_grad(loss_share, argnums=(0, 1), has_aux=True)

@@ -131,9 +131,9 @@ def _decoupled_weight_decay(
     weight_decay: float, weight_decays: Mapping[str, Scale]
 ) -> optax.GradientTransformation:
     """Returns decoupled weight decay, with the state of `optax.add_decayed_weights`."""
-    same = optax.add_decayed_weights(weight_decay)
+    same_for_all = optax.add_decayed_weights(weight_decay)
     if not weight_decays:
-        return same
+        return same_for_all
 
     def update(updates, state, params=None):
         def decayed(path, update, param):
@@ -141,7 +141,7 @@ def _decoupled_weight_decay(
 
         return jax.tree_util.tree_map_with_path(decayed, updates, params), state
 
-    return optax.GradientTransformation(same.init, update)
+    return optax.GradientTransformation(same_for_all.init, update)
 
 
 def _scale_updates(

@@ -55,8 +55,8 @@ class OrbaxPath(type(epath.Path("/"))):
         "**".
         """
         folder, _, pattern = pattern.rpartition("/")
-        inside = self / folder
-        for path in inside.iterdir() if inside.is_dir() else ():
+        folder_path = self / folder
+        for path in folder_path.iterdir() if folder_path.is_dir() else ():
             if fnmatch.fnmatchcase(path.name, pattern):
                 yield path
 

@@ -75,17 +75,17 @@ class BucketEvents(EventLog):
                     end = end or event["time"]
                     if event["event"] == "train":
                         step = step or event["step"]
-                kept = b"".join(
+                kept_content = b"".join(
                     line + b"\n" for line, event in events if is_kept(event, last_step, repeated)
                 )
                 version = entry.version if entry else ABSENT
                 # The newest piece is always written again: another process that still believes it
                 # has the lock then holds an old version of it.
-                if kept != content or path == paths[-1]:
-                    version = path.write(kept, replaces=version)
+                if kept_content != content or path == paths[-1]:
+                    version = path.write(kept_content, replaces=version)
                 if path == paths[-1] and path != self._path:
                     self._number, self._version = int(path.stem), version
-                    self._content = kept
+                    self._content = kept_content
                 if any(e["event"] == "train" and e["step"] <= last_step for _, e in events):
                     break
         return EarlierProgress(end, step)

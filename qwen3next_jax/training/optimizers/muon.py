@@ -102,8 +102,8 @@ def _muon(
             optax.tree.bias_correction(momentum, beta, count + 1),
             optax.tree.bias_correction(grads, beta, count),
         )
-        kept = optax.tree.cast(momentum, dtype)
-        return orthogonalised(nesterov, declared, config, mesh), MuonState(count, kept)
+        stored_momentum = optax.tree.cast(momentum, dtype)
+        return orthogonalised(nesterov, declared, config, mesh), MuonState(count, stored_momentum)
 
     def init(params):
         zeros = optax.tree.zeros_like(params, dtype=dtype)
