@@ -171,8 +171,8 @@ def describe_first_state(run: ResolvedRun, data: Sequence[DataSource], start: St
     growth = ""
     if old_vocab_size < run.model.vocab_size:
         growth = (
-            f"; its vocabulary of {old_vocab_size:,} grows to {run.model.vocab_size:,}: the new rows "
-            "of embedding and head begin as the mean of the old ones"
+            f"; its vocabulary of {old_vocab_size:,} grows to {run.model.vocab_size:,}: the new "
+            "rows of embedding and head begin as the mean of the old ones"
         )
     text = f"beginning with {beginning}, reading {start.tokenizer_note}: its weights"
     if config.train.init_state == "weights":
