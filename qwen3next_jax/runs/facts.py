@@ -262,7 +262,7 @@ def _read_parent(
     elif named_step is None:
         step = recorded_step
         newer = (later for later in saved_steps(path) if later > recorded_step)
-        found = {later: _size_damage(path, later, record.id) for later in newer}
+        found = {later: _find_size_damage(path, later, record.id) for later in newer}
         skipped = {later: damage for later, damage in found.items() if damage is not None}
     status = None if step is None else read_checkpoint_status(path, step, record.id)
     return ParentRun(path, record, config, status, skipped)
@@ -283,14 +283,14 @@ def newest_plausible_step(
     """
     damage_of_newer: dict[int, str] = {}
     for step in reversed(saved_steps(path)):
-        damage = _size_damage(path, step, run)
+        damage = _find_size_damage(path, step, run)
         if damage is None:
             return step, damage_of_newer
         damage_of_newer[step] = damage
     return None, damage_of_newer
 
 
-def _size_damage(path: pathlib.Path | BucketPath, step: int, run: str) -> str | None:
+def _find_size_damage(path: pathlib.Path | BucketPath, step: int, run: str) -> str | None:
     """Returns why the checkpoint of `step` is not plausible; None if it is plausible."""
     return manifest.find_damage(path / "checkpoints" / str(step), sizes_only=True, run=run)
 
@@ -307,7 +307,7 @@ def read_checkpoint_status(
     # The digest of the manifest is read before the sizes of the files. If another checkpoint
     # replaces this one in between, the digest does not match, and `restore` raises an error.
     digest = manifest.digest_of_manifest(folder)
-    damage = _size_damage(path, step, run)
+    damage = _find_size_damage(path, step, run)
     if digest is None:
         damage = damage or "it is being written or deleted"
     return CheckpointStatus(path, step, steps, (digest or "")[:20], damage)

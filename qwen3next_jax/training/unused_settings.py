@@ -165,7 +165,7 @@ Finder = Callable[[Config], dict[str, str]]
 def check_effect_and_targets(
     config: Config,
     user_input: UserInput | None,
-    resumed: Config | None = None,
+    resumed_config: Config | None = None,
     find: Finder = find_unused,
 ) -> None:
     """Checks that a run has tokens to train on, and that the user's settings have an effect. In a
@@ -174,7 +174,7 @@ def check_effect_and_targets(
     Args:
       config: the configuration of the run.
       user_input: the settings that the user gave; None if settings without effect are allowed.
-      resumed: the configuration in run.json of a resumed run; None: the run is new.
+      resumed_config: the configuration in run.json of a resumed run; None: the run is new.
       find: the function that finds settings without effect: `find_unused` or
         `find_unused_by_mixers_and_evals`.
 
@@ -182,11 +182,11 @@ def check_effect_and_targets(
       UserError: a setting has no effect, or there are no tokens to train on. The message names the
         setting, or the reason why there are no tokens.
     """
-    check_tokens_to_train_on(config, resumed)
+    check_tokens_to_train_on(config, resumed_config)
     if user_input is None:
         return
     settings = settings_by_name(config)
-    recorded = settings_by_name(resumed) if resumed else {}
+    recorded = settings_by_name(resumed_config) if resumed_config else {}
     for name, message in find_unused_given_by_user(config, user_input, find).items():
         require(name in recorded and recorded[name] == settings[name], message)
 
@@ -219,13 +219,13 @@ def find_unused_given_by_user(
     return messages
 
 
-def check_tokens_to_train_on(config: Config, resumed: Config | None = None) -> None:
+def check_tokens_to_train_on(config: Config, resumed_config: Config | None = None) -> None:
     """Checks that `data.path` is "" or names files, and that every row has tokens to predict.
 
     Args:
       config: the configuration of the run.
-      resumed: the configuration in run.json of a resumed run, whose settings are allowed; None: the
-        run is new.
+      resumed_config: the configuration in run.json of a resumed run, whose settings are allowed;
+        None: the run is new.
 
     Raises:
       UserError: `data.path` names no file; or a mixer's mask shows a prefix to all tokens that is
@@ -233,12 +233,12 @@ def check_tokens_to_train_on(config: Config, resumed: Config | None = None) -> N
     """
     data = config.data
     require(
-        bool(data.sources) or bool(resumed and resumed.data.path == data.path),
+        bool(data.sources) or bool(resumed_config and resumed_config.data.path == data.path),
         f"data.path = {data.path!r}: it names no file: expected comma-separated globs, or '' for "
         "Python's standard library",
     )
     mixer = config.model.mixer
-    if not mixer or (resumed and resumed.model.mixer == mixer):
+    if not mixer or (resumed_config and resumed_config.model.mixer == mixer):
         return
     # This import loads JAX, so it happens only if mixers have settings.
     from qwen3next_jax.model.visible_targets import check_rows_exceed_prefix
