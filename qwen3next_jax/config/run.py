@@ -84,7 +84,7 @@ class DataConfig:
     # data.weights, empty for a source of texts; "": all sources are texts
     messages_field: str = ""
     # the day that a chat template writes if it asks for the date, such as "2026-01-31"; "": such a
-    # template is refused. Prepared data keep this day
+    # template is refused. The day on which data are prepared has no effect
     template_date: str = ""
     # what to do with a document that is not UTF-8: end the run, skip the document, or replace each
     # wrong byte by U+FFFD

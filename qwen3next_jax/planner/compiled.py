@@ -487,7 +487,7 @@ def kernel_hbm_bytes(computation: Computation, instruction: Instruction) -> floa
         return 0.0
     arrays = _attention_operand_shapes(computation, instruction)
     kept, read = (arrays[0], arrays[1]) if splash.group(1) != "dkv" else (arrays[1], arrays[0])
-    # Every head of the queries goes through all keys by itself.
+    # Query heads that share a key head read its keys separately.
     heads = math.prod(arrays[0].dims[:-2])
     visits = _attention_block_count(kept) * visited_grid_step_share(computation, instruction)
     again = 2 * heads * visits * (read.bytes / math.prod(read.dims[:-2]))

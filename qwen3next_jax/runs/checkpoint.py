@@ -17,7 +17,7 @@ Four words say how far a checkpoint can be trusted; each includes the words abov
     valid       the content of all files has the digests in the manifest
                 (`Checkpoints.newest_valid_step`, `Checkpoints.restore`)
 
-"Damaged" means saved, but found not plausible or not valid.
+A checkpoint is "damaged" if it is saved, but a check found that it is not plausible or not valid.
 """
 
 import pathlib

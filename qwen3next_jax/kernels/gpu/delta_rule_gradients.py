@@ -533,8 +533,8 @@ class _GradientBlock:
         Returns:
           Three results: [C], the inner product of each token's row of `ks` (gamma K S) with its row
           of the low part of dV; the new `pairs`; the new `error_dstate` (see
-          `compute_errors_and_products`). In the second warpgroup the first result is zeros. Without
-          the delta term the first result is not used.
+          `compute_errors_and_products`). In the second warpgroup the inner products are zeros.
+          Without the delta term they are not used.
         """
         p, do, dv, a, slots = self.p, self.do, self.dv, self.inverse_or_gradient_tiles, self.slots
 

@@ -250,7 +250,7 @@ def _call_attention_kernel(
 
         def index(b, r, c, limits):
             i, j, _ = tiles(n, r, c)
-            # A step that computes nothing reads nothing.
+            # A grid step without work keeps the block of a step that has work, so nothing is read.
             if tiles is _causal_step_tiles_by_query:
                 j = jnp.maximum(j, limits[b * n + i])
             else:

@@ -253,9 +253,9 @@ def _orthogonalise_on_mesh(
     """Applies `_orthogonalise` to a stack [*S, M, m, n] whose M matrices are shared by the devices.
 
     The mesh axes that split rows and columns are moved to M one at a time; each move is an
-    all-to-all. Mesh axes along which the devices hold copies of the stack are made to split M as
-    well, which costs an all-gather after the iterations. The mesh axis `slice` is an exception: an
-    all-gather along `slice` would cross the network between slices.
+    all-to-all. A mesh axis along which the devices hold copies of the stack splits M, too, during
+    the iterations, which costs an all-gather after the iterations. The mesh axis `slice` is an
+    exception: an all-gather along `slice` would cross the network between slices.
     """
     if mesh is None:
         return _orthogonalise(stack, config)
