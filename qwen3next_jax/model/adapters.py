@@ -28,7 +28,7 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import LoRAConfig, ModelConfig
 from qwen3next_jax.model.adapter_names import SUFFIX, base_params, config_without_adapters
-from qwen3next_jax.model.parameters import Declared, Make, ParameterPart
+from qwen3next_jax.model.parameters import Make, ParameterDeclaration, ParameterPart
 from qwen3next_jax.model.selection import choose_parameters, layer_and_part_counts
 
 
@@ -39,7 +39,7 @@ class Adapter(nnx.Module):
     the parameter's output dimensions.
     """
 
-    def __init__(self, make: Make, matrix: Declared, width: int, rank: int):
+    def __init__(self, make: Make, matrix: ParameterDeclaration, width: int, rank: int):
         """Makes A and B.
 
         Args:
@@ -67,7 +67,7 @@ class Adapter(nnx.Module):
 def _make_adapter_matrix(make: Make, start, experts, inputs, pairs, outputs) -> nnx.Param:
     """Makes A or B. `start` makes the start value from a shape. `experts`, `inputs`, `pairs` and
     `outputs` are lists of dimensions, each given as (size, logical axis, role as in
-    `Declared.dim_roles`).
+    `ParameterDeclaration.dim_roles`).
     """
     dims = [axis for _, axis, _ in experts] + ["|"] * bool(experts)
     dims += [axis for _, axis, _ in inputs] + ["->"] + ["*"] * len(pairs)
@@ -116,7 +116,7 @@ def add_adapters(model: nnx.Module, config: ModelConfig, make: Make) -> None:
 
 
 def _parts_with_adapters(
-    config: ModelConfig, parameters: Mapping[str, Declared]
+    config: ModelConfig, parameters: Mapping[str, ParameterDeclaration]
 ) -> dict[str, tuple[ParameterPart, ...]]:
     """Returns {path of a parameter: its parts that get adapters}, as `model.lora.targets` says. A
     parameter without parts gets one adapter, and its tuple is empty.
@@ -155,7 +155,7 @@ def _parts_with_adapters(
     }
 
 
-def _matrix_shape(declared: Declared, width: int) -> tuple[int, int]:
+def _matrix_shape(declared: ParameterDeclaration, width: int) -> tuple[int, int]:
     """Returns (number of inputs, number of outputs) of the matrix that consists of `width` columns
     of a parameter's last dimension.
     """
@@ -201,7 +201,7 @@ def merge_adapters(params: nnx.State, lora: LoRAConfig) -> nnx.State:
 
 
 def _parameter_plus_adapters(
-    w: jax.Array, declared: Declared, adapters_by_part: Mapping[str, Any], scale: float
+    w: jax.Array, declared: ParameterDeclaration, adapters_by_part: Mapping[str, Any], scale: float
 ) -> jax.Array:
     """Returns a parameter `w` with scale · A B added to each part that has an adapter.
     `adapters_by_part`: {name of the part: (A, B)}; the name is "" for a parameter without parts.

@@ -18,12 +18,12 @@ from qwen3next_jax.model.moe import SparseMoE
 from qwen3next_jax.model.row_groups import merge_rows, row_group_count, split_rows
 
 Cache = dict[str, Any] | None
-Applied = tuple[jax.Array, dict[str, Any], Cache]  # (x, auxiliary outputs, cache)
+BlockResults = tuple[jax.Array, dict[str, Any], Cache]  # (x, auxiliary outputs, cache)
 
 
 def apply_block(
     block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache = None
-) -> Applied:
+) -> BlockResults:
     """Applies a layer as `block(x, context, cache)` does, and adds what the layer and the forward
     pass need: an n-gram embedding, diagnostics, groups of rows.
 
@@ -51,7 +51,7 @@ def apply_block(
 
 def add_ngram_embedding_then_run(
     run: Callable, block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache
-) -> Applied:
+) -> BlockResults:
     """Adds the layer's n-gram embedding of the tokens to x, then runs the layer with `run`."""
     embedding_cache = None
     if cache is not None:
@@ -66,7 +66,7 @@ def add_ngram_embedding_then_run(
 
 def run_in_row_groups(
     block: nnx.Module, x_BTD: jax.Array, context: Context, cache: None = None
-) -> Applied:
+) -> BlockResults:
     """Runs the layer on groups of rows (`model.row_groups`). The mixer, the norms and the shared
     expert process one group at a time; the routed experts process all groups together. The mixer's
     auxiliary outputs are sums over tokens, so this function adds up the sums of all groups.
@@ -93,7 +93,7 @@ def run_in_row_groups(
 
 def run_with_diagnostics(
     block: nnx.Module, x_BTD: jax.Array, context: Context, cache: Cache = None
-) -> Applied:
+) -> BlockResults:
     """Runs the layer and adds "diagnostics" to the auxiliary outputs: the diagnostics of the mixer
     and of the MLP, activation_max [], the largest |x|, and activation_median [], the mean over
     tokens of the median |x| of a token. Only the tokens that `Context.stats_mask` marks count.

@@ -26,7 +26,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layer_properties import check_mixers, empty_layer_cache, mixer_class
 from qwen3next_jax.model.layer_stack import run_layers
 from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions
-from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
+from qwen3next_jax.model.parameters import Make, ParameterDeclaration, check_declared, declared_tree
 from qwen3next_jax.model.remat import keeps_expert_hidden, rematerialized
 from qwen3next_jax.model.routing import check_expert_ids_shape, stack_expert_ids
 from qwen3next_jax.model.targets import has_target_in_document
@@ -584,7 +584,7 @@ def stack_router_statistics(per_layer: Sequence[dict[str, Any]]) -> dict[str, ja
 
 
 @functools.lru_cache(maxsize=256)
-def parameter_declarations(config: ModelConfig) -> Mapping[str, Declared]:
+def parameter_declarations(config: ModelConfig) -> Mapping[str, ParameterDeclaration]:
     """Returns {path, such as "layers/0/mixer/q_proj": declaration} for every parameter of a model
     with these settings. It allocates no arrays.
     """

@@ -35,7 +35,7 @@ from qwen3next_jax.sharding.rules import check_logical_axes
 #   not by a gradient, and never decays. It is stored in float32.
 # - indexer: belongs to an indexer of sparse attention. A loss of its own trains it, or it is
 #   frozen. It never decays.
-Kind = Literal[
+ParameterKind = Literal[
     "matrix",
     "embedding",
     "head",
@@ -65,11 +65,11 @@ class ParameterPart(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Declared:
+class ParameterDeclaration:
     """The declaration of one parameter.
 
     Attributes:
-      kind: the kind of the parameter (see `Kind`).
+      kind: the kind of the parameter (see `ParameterKind`).
       shape: the shape of the parameter of one layer.
       stack_shape: the number of stacked layers, (layers,), whose parameters one array holds; () for
         one layer. The array has the shape `stack_shape` + `shape`.
@@ -87,7 +87,7 @@ class Declared:
         before its layer runs. "operator": the operator that uses the parameter gathers it.
     """
 
-    kind: Kind
+    kind: ParameterKind
     shape: tuple[int, ...]
     stack_shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -153,7 +153,7 @@ class Make:
         return Make(self.config, self.rngs, stack_shape, self.dtype)
 
     def matrix(
-        self, shape: Sequence[int], dims: str, *, kind: Kind = "matrix", **decisions: Any
+        self, shape: Sequence[int], dims: str, *, kind: ParameterKind = "matrix", **decisions: Any
     ) -> nnx.Param:
         """Makes a parameter whose start values are drawn from N(0, initializer_range²). The
         arguments are those of `parameter`, without `start`.
@@ -181,7 +181,7 @@ class Make:
         shape: Sequence[int],
         dims: str,
         *,
-        kind: Kind,
+        kind: ParameterKind,
         parts: Sequence[tuple[str, int] | tuple[str, int, int]] = (),
         uses_model_dtype: bool | None = None,
         gathered_by: Literal["layer", "operator"] = "layer",
@@ -197,11 +197,11 @@ class Make:
             before "->", and its result has the dimensions after "->". If `dims` has no "->", no
             product uses the parameter. In "experts | embed -> * mlp", the dimensions before "|" are
             indices of experts, and "*" is an index of matrices with the same input.
-          kind: the kind of the parameter (see `Kind`).
-          parts: tuples with the fields of `ParameterPart`, as in `Declared`.
-          uses_model_dtype: as in `Declared`; None: True for the kinds "matrix", "convolution",
-            "head" and "vector", else False.
-          gathered_by: as in `Declared`.
+          kind: the kind of the parameter (see `ParameterKind`).
+          parts: tuples with the fields of `ParameterPart`, as in `ParameterDeclaration`.
+          uses_model_dtype: as in `ParameterDeclaration`; None: True for the kinds "matrix",
+            "convolution", "head" and "vector", else False.
+          gathered_by: as in `ParameterDeclaration`.
 
         Raises:
           ValueError: `dims` or `parts` does not fit `shape`, or `dims` names an axis that
@@ -231,7 +231,7 @@ class Make:
             )
         if uses_model_dtype is None:
             uses_model_dtype = kind in ("matrix", "convolution", "head", "vector")
-        declared = Declared(
+        declared = ParameterDeclaration(
             kind, shape, self.stack_shape, axes, dim_roles, parts, uses_model_dtype, gathered_by
         )
         dtype = jnp.float32 if kind in ("rate", "balance") else self.dtype
@@ -243,7 +243,7 @@ class Make:
 
 def _parse_dims(dims: str) -> tuple[tuple[str | None, ...], str]:
     """Parses the argument `dims` of `Make.parameter`, such as "embed -> query_heads head_width".
-    Returns the fields (axes, dim_roles) of `Declared`.
+    Returns the fields (axes, dim_roles) of `ParameterDeclaration`.
     """
     axes, roles, role = [], [], "i"
     for word in dims.split():
@@ -274,7 +274,7 @@ def check_declared(model: nnx.Module) -> None:
 
 def declared_tree(params: nnx.State) -> dict:
     """Returns the declarations of `params` as nested dicts: `nnx.to_pure_dict(params)` with each
-    array replaced by the `Declared` of its parameter.
+    array replaced by the `ParameterDeclaration` of its parameter.
     """
     return nnx.to_pure_dict(
         jax.tree.map(

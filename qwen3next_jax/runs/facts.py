@@ -109,7 +109,7 @@ class TokenizerPair(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class StartFacts:
     """All facts on which the decision about the start of a run depends.
 
     Attributes:
@@ -137,7 +137,7 @@ def read_facts(
     workdir: pathlib.Path | BucketPath,
     restart: bool = False,
     writes_telemetry: bool = True,
-) -> Facts:
+) -> StartFacts:
     """Reads what the start of a run depends on.
 
     Args:
@@ -165,7 +165,7 @@ def read_facts(
     tokenizers = None
     if initial_model:
         tokenizers = _load_tokenizers(data, config.model.vocab_size, initial_model)
-    return Facts(
+    return StartFacts(
         folder,
         restart,
         store.other_libraries_can_write,

@@ -26,7 +26,7 @@ from qwen3next_jax.sharding.chips import find_chip
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 
-Listener = Callable[[Event], None]
+EventListener = Callable[[Event], None]
 
 
 class MetricsFile:
@@ -41,7 +41,7 @@ class MetricsFile:
         self,
         log: EventLog | None,
         steps_before: int,
-        listeners: Sequence[Listener] = (),
+        listeners: Sequence[EventListener] = (),
         repeated: Collection[str] = (),
     ):
         """Opens the file and removes the events of steps after `steps_before`, because this process
@@ -111,7 +111,7 @@ class MetricsFile:
         for listener in self._listeners:
             listener(record)
 
-    def add_listener(self, listener: Listener) -> None:
+    def add_listener(self, listener: EventListener) -> None:
         """Calls `listener` with each later event."""
         self._listeners += (listener,)
 
@@ -250,7 +250,7 @@ def open_metrics(
     run: ResolvedRun,
     store: RunStore,
     steps_before: int,
-    display: Listener,
+    display: EventListener,
     repeated: Collection[str] = (),
 ) -> MetricsFile:
     """Opens the run's metrics.jsonl. The listeners of the file are the display, the report, and the
@@ -262,7 +262,7 @@ def open_metrics(
     """
     if jax.process_index():
         return MetricsFile(None, steps_before)
-    listeners: list[Listener] = [display]
+    listeners: list[EventListener] = [display]
     config, workdir = run.config, store.workdir
     if config.telemetry.tensorboard:
         listeners.append(TensorBoard(workdir, steps_before))

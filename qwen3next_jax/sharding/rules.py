@@ -76,7 +76,9 @@ LOGICAL_AXES: dict[str | None, MeshAxes] = {
 
 
 class ShardedParam(Protocol):
-    """The fields of a parameter's declaration (`model.parameters.Declared`) that sharding reads."""
+    """The fields of a parameter's declaration (`model.parameters.ParameterDeclaration`) that
+    sharding reads.
+    """
 
     axes: tuple[str | None, ...]
     uses_model_dtype: bool

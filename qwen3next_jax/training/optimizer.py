@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import OptimizerConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
-from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.model.parameters import ParameterDeclaration
 
 # A number, or an array that can be broadcast to a parameter.
 Scale = float | np.ndarray
@@ -74,7 +74,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
 
 def make_optimizer(
     config: OptimizerConfig,
-    parameters: Mapping[str, Declared],
+    parameters: Mapping[str, ParameterDeclaration],
     schedule: optax.Schedule,
     mesh: Mesh | None = None,
     learning_rate_factors: Mapping[str, Scale] = {},
@@ -166,7 +166,7 @@ def _scale_updates(
 
 
 def _clip_by_global_norm(
-    norm: float, parameters: Mapping[str, Declared]
+    norm: float, parameters: Mapping[str, ParameterDeclaration]
 ) -> optax.GradientTransformation:
     """Returns the transformation that clips gradients by their global norm. The indexers of sparse
     attention and all other parameters are clipped separately, each group by its own norm. With one

@@ -26,7 +26,7 @@ from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import Config, ModelConfig, OptimizerConfig, ParameterGroup
 from qwen3next_jax.model import parameter_declarations
 from qwen3next_jax.model.adapter_names import is_adapter
-from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.model.parameters import ParameterDeclaration
 from qwen3next_jax.model.selection import (
     ParameterChoice,
     broadcast_to_parameter,
@@ -62,7 +62,7 @@ class ParameterGroups:
         and there are no groups.
     """
 
-    main_parameters: Mapping[str, Declared]
+    main_parameters: Mapping[str, ParameterDeclaration]
     lazy_adamw_tables: Mapping[tuple[str | int, ...], int]
     frozen_paths: frozenset[str]
     trained_layers_by_stack: Mapping[str, np.ndarray]
@@ -244,10 +244,10 @@ def make_parameter_groups(
 
 
 def _main_group_and_frozen_parts(
-    parameters: Mapping[str, Declared],
+    parameters: Mapping[str, ParameterDeclaration],
     frozen: Mapping[str, np.ndarray],
     table_paths: Container[str],
-) -> tuple[dict[str, Declared], dict[str, np.ndarray], dict[str, np.ndarray]]:
+) -> tuple[dict[str, ParameterDeclaration], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Returns the attributes `main_parameters`, `trained_layers_by_stack` and
     `frozen_element_masks` of `ParameterGroups`.
     """
@@ -266,7 +266,7 @@ def _main_group_and_frozen_parts(
 
 
 def _learning_rate_factors_and_weight_decays(
-    main: Mapping[str, Declared],
+    main: Mapping[str, ParameterDeclaration],
     optimizer: OptimizerConfig,
     group_numbers: Mapping[str, np.ndarray],
     scaling: Mapping[str, float],
@@ -302,7 +302,7 @@ def _learning_rate_factors_and_weight_decays(
 
 
 def _frozen_masks_and_summary_lines(
-    model: ModelConfig, parameters: Mapping[str, Declared], freeze: Sequence[str]
+    model: ModelConfig, parameters: Mapping[str, ParameterDeclaration], freeze: Sequence[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Returns (path of every parameter → bool [layers, parts], true where it is frozen; one line
     for the terminal for each entry of `freeze`).
@@ -324,7 +324,9 @@ def _frozen_masks_and_summary_lines(
 
 
 def _freeze_all_but_adapters(
-    model: ModelConfig, parameters: Mapping[str, Declared], frozen: dict[str, np.ndarray]
+    model: ModelConfig,
+    parameters: Mapping[str, ParameterDeclaration],
+    frozen: dict[str, np.ndarray],
 ) -> str:
     """Marks all parameters but the adapters as frozen, in the arrays of `frozen`. Returns a line
     for the terminal that describes the adapters.
@@ -369,7 +371,7 @@ def _unfrozen_lazy_adamw_tables(
 
 def _group_numbers_and_summary_lines(
     model: ModelConfig,
-    parameters: Mapping[str, Declared],
+    parameters: Mapping[str, ParameterDeclaration],
     groups: Sequence[ParameterGroup],
     frozen: Mapping[str, np.ndarray],
     table_paths: Container[str],
@@ -420,7 +422,9 @@ def _group_numbers_and_summary_lines(
     }, lines
 
 
-def _value_per_element(parameter: Declared, numbers: np.ndarray, values: Sequence[float]) -> Scale:
+def _value_per_element(
+    parameter: ParameterDeclaration, numbers: np.ndarray, values: Sequence[float]
+) -> Scale:
     """Returns the value for each element of a parameter: a number if all are equal, otherwise an
     array that can be broadcast to the parameter. `numbers` [layers, parts] are indices into
     `values`.

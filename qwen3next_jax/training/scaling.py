@@ -39,7 +39,7 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig, OptimizerConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.model import parameter_declarations
-from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.model.parameters import ParameterDeclaration
 
 # Logical axes whose sizes grow with the width of the model. A dimension without an axis grows if it
 # is larger in a model whose `hidden_size` is larger, and all else equal.
@@ -64,7 +64,7 @@ class ScalingFactors(NamedTuple):
 
 
 def scaling_factors(
-    model: ModelConfig, optimizer: OptimizerConfig, parameters: Mapping[str, Declared]
+    model: ModelConfig, optimizer: OptimizerConfig, parameters: Mapping[str, ParameterDeclaration]
 ) -> dict[str, ScalingFactors]:
     """Returns path of a parameter → its factors, for the parameters whose factors are not both 1.
 
@@ -101,10 +101,12 @@ def scaling_factors(
     return found
 
 
-def _grows_with_width(parameter: Declared, wider: Declared, letter: str) -> bool:
-    """Whether a dimension of the parameter with the letter `letter` (`Declared.dim_roles`) grows
-    with the width of the model. `wider`: the declaration of the same parameter in a model that is
-    wider and otherwise equal.
+def _grows_with_width(
+    parameter: ParameterDeclaration, wider: ParameterDeclaration, letter: str
+) -> bool:
+    """Whether a dimension of the parameter with the letter `letter`
+    (`ParameterDeclaration.dim_roles`) grows with the width of the model. `wider`: the declaration
+    of the same parameter in a model that is wider and otherwise equal.
     """
     return any(
         axis in GROWING or not axis and size != wider_size
@@ -115,14 +117,14 @@ def _grows_with_width(parameter: Declared, wider: Declared, letter: str) -> bool
     )
 
 
-def _writes_to_residual(path: str, parameter: Declared) -> bool:
+def _writes_to_residual(path: str, parameter: ParameterDeclaration) -> bool:
     """Whether the parameter is the last matrix of a mixer or an MLP of the trunk."""
     return path.startswith("layers/") and parameter.writes_to_residual
 
 
 def _find_rate_over_width(
     model: ModelConfig, optimizer: OptimizerConfig
-) -> Callable[[Declared, float, float], float]:
+) -> Callable[[ParameterDeclaration, float, float], float]:
     """Returns the function `rate_over_width` of the optimizer's module: (parameter, factor by which
     its input dimensions have grown, factor by which its output dimensions have grown) → factor of
     the learning rate.

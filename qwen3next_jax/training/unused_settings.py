@@ -159,14 +159,14 @@ def find_unused_by_mixers_and_evals(config: Config) -> dict[str, str]:
     return unused
 
 
-Finder = Callable[[Config], dict[str, str]]
+UnusedSettingsFinder = Callable[[Config], dict[str, str]]
 
 
 def check_effect_and_targets(
     config: Config,
     user_input: UserInput | None,
     resumed_config: Config | None = None,
-    find: Finder = find_unused,
+    find: UnusedSettingsFinder = find_unused,
 ) -> None:
     """Checks that a run has tokens to train on, and that the user's settings have an effect. In a
     resumed run, settings without effect are allowed if run.json has them with the same values.
@@ -192,7 +192,7 @@ def check_effect_and_targets(
 
 
 def find_unused_given_by_user(
-    config: Config, user_input: UserInput, find: Finder
+    config: Config, user_input: UserInput, find: UnusedSettingsFinder
 ) -> dict[str, str]:
     """Returns setting → error message, for settings that the user gave and that have no effect on a
     run of `config`. Settings that have their default value are left out.
