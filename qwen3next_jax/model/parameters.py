@@ -156,15 +156,15 @@ class Make:
         self, shape: Sequence[int], dims: str, *, kind: ParameterKind = "matrix", **decisions: Any
     ) -> nnx.Param:
         """Makes a parameter whose start values are drawn from N(0, initializer_range²). The
-        arguments are those of `parameter`, without `start`.
+        arguments are those of `parameter`, without `initializer`.
         """
 
-        def start(shape):
+        def initializer(shape):
             return self.config.initializer_range * jax.random.normal(
                 self.rngs.params(), shape, jnp.float32
             )
 
-        return self.parameter(start, shape, dims, kind=kind, **decisions)
+        return self.parameter(initializer, shape, dims, kind=kind, **decisions)
 
     def norm(self, width: int, *, plain: bool = False) -> nnx.Param:
         """Makes the weight [width] of a norm that `layers.rms_norm` applies. With `plain`, the norm
@@ -172,12 +172,12 @@ class Make:
         """
         if self.config.block.norm != "rms" and not plain:
             return self.config.block.import_part("norm").weight(self, width)
-        start = jnp.ones if plain or not self.config.zero_centered_norm else jnp.zeros
-        return self.parameter(start, (width,), ".", kind="norm")
+        initializer = jnp.ones if plain or not self.config.zero_centered_norm else jnp.zeros
+        return self.parameter(initializer, (width,), ".", kind="norm")
 
     def parameter(
         self,
-        start: Callable[[tuple[int, ...]], jax.Array],
+        initializer: Callable[[tuple[int, ...]], jax.Array],
         shape: Sequence[int],
         dims: str,
         *,
@@ -190,7 +190,7 @@ class Make:
         value of a matrix that writes to the residual stream is divided by √(2 · layers).
 
         Args:
-          start: function (shape, with the dimension of stacked layers) → the start value.
+          initializer: function (shape, with the dimension of stacked layers) → the start value.
           shape: the shape of the parameter of one layer.
           dims: one word for each dimension: its logical axis, or "." for a dimension without
             logical axis. In "embed -> query_heads head_width", the product sums over the dimensions
@@ -235,7 +235,7 @@ class Make:
             kind, shape, self.stack_shape, axes, dim_roles, parts, uses_model_dtype, gathered_by
         )
         dtype = jnp.float32 if kind in ("rate", "balance") else self.dtype
-        value = start((*self.stack_shape, *shape))
+        value = initializer((*self.stack_shape, *shape))
         if self.config.depth_scaled_init and declared.writes_to_residual:
             value = value / math.sqrt(2 * self.config.num_hidden_layers)
         return nnx.Param(value.astype(dtype), declared=declared)
