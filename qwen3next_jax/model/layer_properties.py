@@ -102,10 +102,10 @@ def partial_ablation_lines(config: ModelConfig) -> list[str]:
     return lines
 
 
-def _ranges_text(numbers: list[int]) -> str:
+def _ranges_text(layer_numbers: list[int]) -> str:
     """Returns ascending numbers as text: [0, 1, 2, 4] is "0-2, 4"."""
     runs: list[list[int]] = []
-    for number in numbers:
+    for number in layer_numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:

@@ -345,7 +345,10 @@ def _routed_experts(
 
 
 def _gather_weights(
-    weights: _RouterAndExpertWeights, stored: _RouterAndExpertWeights, mesh: Mesh | None, flat: bool
+    weights: _RouterAndExpertWeights,
+    declarations_and_shapes: _RouterAndExpertWeights,
+    mesh: Mesh | None,
+    flat: bool,
 ) -> _RouterAndExpertWeights:
     """Gathers this device's shards of the weights over their storage axes (`sharding.rules`). With
     `flat`, gate and up are reshaped to [E, D, 2·I] before they are gathered. The tiled computation
@@ -357,13 +360,13 @@ def _gather_weights(
     if mesh is None:
         return weights
 
-    def gathered(weight, stored):
-        declared, shape = stored
+    def gathered(weight, declaration_and_shape):
+        declared, shape = declaration_and_shape
         return gather_in_shard(weight, declared, shape, mesh)
 
     return _RouterAndExpertWeights(
-        gathered(weights.router, stored.router),
-        [gathered(*pair) for pair in zip(weights.experts, stored.experts)],
+        gathered(weights.router, declarations_and_shapes.router),
+        [gathered(*pair) for pair in zip(weights.experts, declarations_and_shapes.experts)],
     )
 
 

@@ -169,14 +169,14 @@ def _parse_condition(
     )
 
     def holds(
-        path: str, declared: ParameterDeclaration, layers: list[int | None]
+        path: str, declared: ParameterDeclaration, layer_numbers: list[int | None]
     ) -> np.ndarray | bool:
         if field == "name":
             return any(fnmatch.fnmatchcase(path, pattern) for pattern in values)
         if field == "kind":
             return declared.kind in values
         if field == "layer":
-            return np.array([_is_in_any_range(layer, ranges) for layer in layers])[:, None]
+            return np.array([_is_in_any_range(layer, ranges) for layer in layer_numbers])[:, None]
         names = [part.name for part in declared.parts] or [""]
         return np.array([name in values for name in names])[None, :]
 

@@ -381,7 +381,7 @@ class CalibratedSimulation(Simulation):
         chip: Chip,
         schedules: Mapping[str, Schedule],
         cost_model: str,
-        source: Callable[[Instruction], str],
+        source_of: Callable[[Instruction], str],
         skew: float = 0.0,
     ):
         self.rates, self.skew = rates_of_chip(chip), skew
@@ -393,7 +393,7 @@ class CalibratedSimulation(Simulation):
         )
         network = copy.copy(network)
         network.chip = measured
-        super().__init__(program, network, measured, schedules, cost_model, source)
+        super().__init__(program, network, measured, schedules, cost_model, source_of)
 
     def _new_timeline(self) -> CalibratedTimeline:
         return CalibratedTimeline()

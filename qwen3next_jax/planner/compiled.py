@@ -150,17 +150,17 @@ def num_slices(mesh: jax.sharding.Mesh) -> int:
     return len({slice_number(device) for device in mesh.devices.flat})
 
 
-def _sent_bytes_factor(kind: str, group: int) -> float:
-    """Returns the bytes that leave each of `group` devices in a collective, as a multiple of the
-    bytes of the collective's operands (see `Collective.sent_bytes`).
+def _sent_bytes_factor(kind: str, group_size: int) -> float:
+    """Returns the bytes that leave each of `group_size` devices in a collective, as a multiple of
+    the bytes of the collective's operands (see `Collective.sent_bytes`).
     """
     shares = {
-        "all-gather": group - 1,
-        "all-reduce": 2 * (group - 1) / group,
+        "all-gather": group_size - 1,
+        "all-reduce": 2 * (group_size - 1) / group_size,
         "collective-broadcast": 1,
         "collective-permute": 1,
     }
-    return shares.get(kind, (group - 1) / group)
+    return shares.get(kind, (group_size - 1) / group_size)
 
 
 def fused_collective(

@@ -193,10 +193,10 @@ class Simulation:
         chip: Chip,
         schedules: Mapping[str, Schedule],
         cost_model: str,
-        source: Callable[[Instruction], str],
+        source_of: Callable[[Instruction], str],
     ):
         self.program, self.network, self.chip = program, network, chip
-        self.schedules, self.cost_model, self.source = schedules, cost_model, source
+        self.schedules, self.cost_model, self.source_of = schedules, cost_model, source_of
         self.peak, self.bandwidth = chip.device_flops, chip.hbm_bandwidth / chip.devices_per_chip
         self._done: dict[str, tuple[float, ComputationCosts]] = {}
 
@@ -216,7 +216,7 @@ class Simulation:
         self, timeline: Timeline, computation: Computation, instruction: Instruction
     ) -> None:
         """Adds one run of an instruction to the timeline."""
-        op, name, source = instruction.opcode, instruction.name, self.source(instruction)
+        op, name, source = instruction.opcode, instruction.name, self.source_of(instruction)
         if op == "recv-done":
             received = parse_slice_transfer(computation[instruction.operands[0]])
             if received and timeline.finish_transfer(received.rendezvous_name):

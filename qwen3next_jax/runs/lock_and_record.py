@@ -116,7 +116,7 @@ def _decide_again(start: Start) -> Start:
 
 
 def make_record(
-    start: Start, run: ResolvedRun, cursors: DataCursors, tokenizer: str
+    start: Start, run: ResolvedRun, cursors: DataCursors, tokenizer_fingerprint: str
 ) -> RunRecord | None:
     """Returns the new content of run.json; None if the file stays as it is.
 
@@ -124,7 +124,7 @@ def make_record(
       start: the result of `lock_folder`.
       run: the resolved run.
       cursors: for every stage, the place in the training data at which the stage begins to read.
-      tokenizer: the fingerprint of the tokenizer.
+      tokenizer_fingerprint: the fingerprint of the tokenizer.
     """
     old_record = start.facts.folder.record_if_trained()
     if old_record and not start.changes:
@@ -132,7 +132,7 @@ def make_record(
     new_record = RunRecord(
         config=settings_as_json(run.config),
         data=tuple(cursors),
-        tokenizer=tokenizer,
+        tokenizer=tokenizer_fingerprint,
         versions=part_versions(run.model),
         source=base_model_record(start.facts.initial_model),
         id=uuid.uuid4().hex,

@@ -101,12 +101,12 @@ def count_chunks(state: State) -> int:
     return count
 
 
-def check_chunks(folder_spec: dict[str, Any], expected: int) -> None:
+def check_chunks(folder_spec: dict[str, Any], expected_chunks: int) -> None:
     """Checks that Orbax's index of the arrays in a folder names all chunks of the arrays.
 
     Args:
       folder_spec: TensorStore's specification of the folder.
-      expected: `count_chunks` of the state that was written.
+      expected_chunks: `count_chunks` of the state that was written.
 
     Raises:
       OSError: chunks are missing, or the index cannot be read.
@@ -116,8 +116,8 @@ def check_chunks(folder_spec: dict[str, Any], expected: int) -> None:
         found = len(index.list().result())
     except ValueError as error:
         raise OSError(f"Orbax's index cannot be read: {one_line(str(error))}") from error
-    if found < expected:
-        raise OSError(f"Orbax's index names {found} of {expected} chunks")
+    if found < expected_chunks:
+        raise OSError(f"Orbax's index names {found} of {expected_chunks} chunks")
 
 
 def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = False) -> State:
