@@ -108,11 +108,12 @@ def require_peft_modules(config: ModelConfig) -> None:
         f"the merged weights (PEFT has modules in {', '.join(FORMS_WITH_MODULES)})",
     )
     check_hf_form(plain)
-    of_form = FORMS[config.hf_form].mixer_entries.keys()
-    own = {mixer for mixer, _ in config.mixers_and_sparsity} - of_form
+    form_mixers = FORMS[config.hf_form].mixer_entries.keys()
+    other_mixers = {mixer for mixer, _ in config.mixers_and_sparsity} - form_mixers
     require(
-        not own,
-        f"transformers has no modules of the mixers {', '.join(sorted(own))}: leave --adapter out",
+        not other_mixers,
+        f"transformers has no modules of the mixers {', '.join(sorted(other_mixers))}: leave "
+        "--adapter out",
     )
     refused = [
         parameter.path
@@ -181,11 +182,11 @@ def _lora_pair_of_tensor(
     shape, letters = parameter.declaration.shape, parameter.declaration.dim_roles
     axes, rows = parameter.entry.transpose_axes, tensor_row_indices_in_layer(parameter, tensor)
     inputs = [axis for axis in axes if letters[axis] == "i"]
-    of_rows = [axis for axis in axes if letters[axis] != "i"]
-    assert list(axes) == of_rows + inputs, f"{tensor.name}: its columns are not the inputs"
+    row_axes = [axis for axis in axes if letters[axis] != "i"]
+    assert list(axes) == row_axes + inputs, f"{tensor.name}: its columns are not the inputs"
     # for each row of the tensor: the index of that row on the last axis of the parameter
-    column = np.broadcast_to(np.arange(shape[-1]), [shape[axis] for axis in sorted(of_rows)])
-    column = column.transpose(np.argsort(np.argsort(of_rows))).ravel()[rows]
+    column = np.broadcast_to(np.arange(shape[-1]), [shape[axis] for axis in sorted(row_axes)])
+    column = column.transpose(np.argsort(np.argsort(row_axes))).ravel()[rows]
     lora_a, lora_b = [], []
     for (begin, end), (a, b) in adapters_by_range.items():
         is_own = (begin <= column) & (column < end)
@@ -193,9 +194,9 @@ def _lora_pair_of_tensor(
             continue
         lora_a.append(_lora_a_of_tensor(parameter, tensor, a).T)
         lora_b.append(np.zeros((len(column), b.shape[0]), b.dtype))
-        whole = np.zeros([shape[axis] for axis in sorted(of_rows)] + [b.shape[0]], b.dtype)
+        whole = np.zeros([shape[axis] for axis in sorted(row_axes)] + [b.shape[0]], b.dtype)
         whole[..., begin:end, :] = np.moveaxis(b, 0, -1)
-        order = (*np.argsort(np.argsort(of_rows)), len(of_rows))
+        order = (*np.argsort(np.argsort(row_axes)), len(row_axes))
         lora_b[-1][:] = whole.transpose(order).reshape(-1, b.shape[0])[rows]
     if not lora_a:
         return None

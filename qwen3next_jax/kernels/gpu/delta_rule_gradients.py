@@ -569,8 +569,8 @@ class _GradientBlock:
             return products
 
         def errors_and_keys(of_errors, *products):
-            dv_low_term, of_pairs = to_errors(of_errors, lambda: to_keys(*products))
-            return dv_low_term, of_pairs, *(x.wait_and_read() for x in products)
+            dv_low_term, pairs = to_errors(of_errors, lambda: to_keys(*products))
+            return dv_low_term, pairs, *(x.wait_and_read() for x in products)
 
         count = len(self.own_tiles)
         if self.one_warpgroup and p.delta_term:
@@ -620,27 +620,27 @@ class _GradientBlock:
             norm_rows, K_NORM
         )
 
-        def of_queries():
+        def key_query_products():
             return sum_of_products(*((k.at[t], transposed_ref(self.q_tile(t))) for t in self.keys))
 
-        def of_keys():
+        def key_key_products():
             return sum_of_products(*((k.at[t], transposed_ref(k.at[t])) for t in self.keys))
 
         def store_triangle():
             a[warpgroup_count(p)] = jnp.where(row >= column, 1.0, 0.0).astype(jnp.bfloat16)
 
-        of_errors = None
+        kk_gradients = None
         if self.one_warpgroup:
-            of_outputs = outputs * load_over_rows(norm_rows, Q_NORM) * decay
-            a[0] = (of_outputs * load_over_columns(self.gate_rows, BETA)).astype(jnp.bfloat16)
+            qk_gradients = outputs * load_over_rows(norm_rows, Q_NORM) * decay
+            a[0] = (qk_gradients * load_over_columns(self.gate_rows, BETA)).astype(jnp.bfloat16)
             store_triangle()
             if p.delta_term:
                 before = jnp.where(column > row, pairs, 0.0)
-                of_errors = before * (-load_over_rows(norm_rows, K_NORM_J) * decay)
-            products = jax.lax.optimization_barrier(of_outputs * of_queries())
+                kk_gradients = before * (-load_over_rows(norm_rows, K_NORM_J) * decay)
+            products = jax.lax.optimization_barrier(qk_gradients * key_query_products())
             if p.delta_term:
-                products = products + of_errors * of_keys()
-                of_errors = (of_errors * load_over_columns(self.gate_rows, BETA)).astype(
+                products = products + kk_gradients * key_key_products()
+                kk_gradients = (kk_gradients * load_over_columns(self.gate_rows, BETA)).astype(
                     jnp.bfloat16
                 )
         else:
@@ -655,7 +655,7 @@ class _GradientBlock:
             )
             self.sync_warpgroups()  # all reads of the inverse are done
             a[1 - self.w] = (pairs * load_over_columns(self.gate_rows, BETA)).astype(jnp.bfloat16)
-            products = pairs * jax.lax.cond(self.w == 0, of_keys, of_queries)
+            products = pairs * jax.lax.cond(self.w == 0, key_key_products, key_query_products)
             self.on_first_warpgroup(store_triangle)
         self.sync_warpgroups()
         leave = load_row(sums, LEAVE) * load_row(self.gate_rows, RHO) * load_row(norm_rows, K_NORM)
@@ -674,7 +674,7 @@ class _GradientBlock:
         sums[DG] = jnp.sum(spans, axis=0)
         if self.one_warpgroup and p.delta_term:
             plgpu.commit_smem()  # all reads of the triangle are done
-            a[1] = of_errors
+            a[1] = kk_gradients
             plgpu.commit_smem()
 
     # ---- queries and keys
