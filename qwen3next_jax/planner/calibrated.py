@@ -401,8 +401,8 @@ class CalibratedSimulation(Simulation):
     def _product_seconds(self, flops: float) -> float:
         return self.rates.product_curve.seconds(flops)
 
-    def _hbm_seconds(self, moved: float) -> float:
-        return self.rates.hbm_curve.seconds(moved)
+    def _hbm_seconds(self, moved_bytes: float) -> float:
+        return self.rates.hbm_curve.seconds(moved_bytes)
 
     def _collective_resource_and_seconds(
         self, computation: Computation, instruction: Instruction
@@ -427,10 +427,10 @@ class CalibratedSimulation(Simulation):
         if not instruction.opcode.endswith("-start"):
             timeline.finish_transfer(name)
 
-    def _long_transfer_seconds(self, moved: float) -> float:
+    def _long_transfer_seconds(self, moved_bytes: float) -> float:
         """Returns the seconds of a long transfer through HBM, without the start of a kernel."""
         size, seconds = self.rates.hbm_curve.size_and_seconds_points[-1]
-        return moved * seconds / size
+        return moved_bytes * seconds / size
 
     def _start_async_call(
         self,
@@ -460,7 +460,7 @@ class CalibratedSimulation(Simulation):
         timeline: CalibratedTimeline,
         computation: Computation,
         instruction: Instruction,
-        moved: float,
+        moved_bytes: float,
         source: str,
     ) -> None:
         if of_host := host_transfer_bytes(computation, instruction):
@@ -473,9 +473,11 @@ class CalibratedSimulation(Simulation):
             timeline.start_transfer(
                 instruction.name, seconds, f"copies {direction} the host", source
             )
-            timeline.backlog[instruction.name] = self._long_transfer_seconds(moved)
+            timeline.backlog[instruction.name] = self._long_transfer_seconds(moved_bytes)
         else:
-            timeline.start_hbm_copy(instruction.name, self._long_transfer_seconds(moved), source)
+            timeline.start_hbm_copy(
+                instruction.name, self._long_transfer_seconds(moved_bytes), source
+            )
 
     def _loop_trips(self, computation: Computation, loop: Instruction) -> float:
         load = self.load

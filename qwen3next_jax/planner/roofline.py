@@ -298,11 +298,11 @@ class Simulation:
         timeline: Timeline,
         computation: Computation,
         instruction: Instruction,
-        moved: float,
+        moved_bytes: float,
         source: str,
     ) -> None:
-        """Starts a copy that moves `moved` bytes through HBM."""
-        timeline.start_transfer(instruction.name, moved / self.bandwidth, HBM, source)
+        """Starts a copy that moves `moved_bytes` through HBM."""
+        timeline.start_transfer(instruction.name, moved_bytes / self.bandwidth, HBM, source)
 
     def _run_synchronously(
         self, timeline: Timeline, computation: Computation, instruction: Instruction, source: str
@@ -353,9 +353,9 @@ class Simulation:
         """Returns the seconds of the matrix products of one instruction."""
         return flops / self.peak
 
-    def _hbm_seconds(self, moved: float) -> float:
-        """Returns the seconds in which one instruction moves `moved` bytes through HBM."""
-        return moved / self.bandwidth
+    def _hbm_seconds(self, moved_bytes: float) -> float:
+        """Returns the seconds in which one instruction moves `moved_bytes` through HBM."""
+        return moved_bytes / self.bandwidth
 
     def _collective_resource_and_seconds(
         self, computation: Computation, instruction: Instruction

@@ -74,7 +74,7 @@ def minimum_activation_bytes(run: ResolvedRun, stage: ResolvedStage) -> int:
 
 
 def _check_fits(needed_bytes: int, message_start: str, advice: str) -> None:
-    """Raises UserError if `needed_bytes` bytes do not fit in the memory of a device."""
+    """Raises UserError if `needed_bytes` do not fit in the memory of a device."""
     limit, where = device_memory_peak_and_limit()[1], "a device"
     if jax.local_devices()[0].platform == "cpu":  # CPU devices share the memory of their host
         needed_bytes *= jax.local_device_count()

@@ -260,19 +260,19 @@ def settings_by_name(config: Config) -> dict[str, Any]:
 
 
 def _unused_in_stages(
-    stages: Sequence[Stage], resolved: Sequence[ResolvedStage], no_weights: str | None
+    stages: Sequence[Stage], resolved_stages: Sequence[ResolvedStage], no_weights: str | None
 ) -> dict[str, str]:
     """Returns setting → reason, for settings in `train.stages` that have no effect on their stage,
     and for settings of the run that have no effect on any stage.
 
     Args:
       stages: `train.stages`.
-      resolved: the stages with the values of all their settings; the whole run as one stage if
-        `stages` is empty.
+      resolved_stages: the stages with the values of all their settings; the whole run as one stage
+        if `stages` is empty.
       no_weights: the reason why `data.weights` has no effect; None if it has one.
     """
     unused = {}
-    for i, (stage, resolved_stage) in enumerate(zip(stages, resolved)):
+    for i, (stage, resolved_stage) in enumerate(zip(stages, resolved_stages)):
         why = _unused_by_schedule(resolved_stage.optimizer)
         if no_weights:
             why["weights"] = no_weights
@@ -281,14 +281,16 @@ def _unused_in_stages(
             for name in why
             if getattr(stage, name) is not None
         }
-    by_first_step = {one.steps_before: stage for one, stage in zip(resolved, stages)}
+    by_first_step = {
+        resolved.steps_before: stage for resolved, stage in zip(resolved_stages, stages)
+    }
     for group, names in STAGE_SETTINGS.items():
         for name in names:
             # `readers` are the stages that use the run's value. The stage with which a
             # learning-rate schedule begins sets the optimizer's settings for all stages of that
             # schedule.
             readers = []
-            for one in resolved:
+            for one in resolved_stages:
                 begin = one.schedule_start if group == "optimizer" else one.steps_before
                 if not stages or getattr(by_first_step[begin], name) is None:
                     readers.append(one)
